@@ -1,0 +1,23 @@
+"""dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable pytree."""
+
+from dsv4jax.allocator import Tables
+from dsv4jax.backend import backends
+from dsv4jax.cache import (
+    KVCache,
+    LayerStack,
+    abstract_cache,
+    admit,
+    advance,
+    init_cache,
+    memory_bytes,
+    prepare_forward,
+    release,
+)
+from dsv4jax.config import AttentionType, DSV4Config, LayerSpec, layer_schedule
+from dsv4jax.flush import append_swa, append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
+from dsv4jax.handle import LayerCacheHandle, acquire
+from dsv4jax.layer import attention_layer, attention_layer_at
+from dsv4jax.paged_pool import PagedPool, gather_all_compressed, gather_compressed
+from dsv4jax.plan import CachePlan, LayerCacheSchema, build_schema, compute_block_budget, plan_cache
+from dsv4jax.state_cache import StateCache, gather_swa, reset_slots
+from dsv4jax.weights import AttentionParams, init_attention_params, load_attention_params, load_safetensors

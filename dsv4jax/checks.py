@@ -1,0 +1,53 @@
+"""Trace-time checks of shapes and dtypes, and the jit decorator of functions that update state in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def check_array(name: str, x: Any, axes: dict[str, int | None], dtype: Any) -> None:
+    """Require an array of a rank, sizes and dtype.
+
+    Args:
+      name: the argument, for the message.
+      x: array or tracer.
+      axes: axis name -> size, None where any size will do.
+      dtype: a dtype, or an abstract one such as ``jnp.floating``.
+
+    Raises:
+      AssertionError: (chex) naming the argument, what was expected and what came.
+    """
+    wanted = ", ".join(axis if size is None else f"{axis}={size}" for axis, size in axes.items())
+    kind = dtype.__name__ if isinstance(dtype, type) else jnp.dtype(dtype).name
+    found = f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else f"{type(x).__name__}"
+    message = f"{name}: expected {kind} [{wanted}], got {found}"
+    chex.assert_scalar_in(int(hasattr(x, "dtype")), 1, 1, custom_message=message)
+    chex.assert_shape(x, tuple(axes.values()), custom_message=message)
+    chex.assert_type(x, dtype, custom_message=message)
+
+
+def check_batch(**rows: Any) -> None:
+    """Require int32 vectors of one length: one element per batch row (slots, lengths, counts)."""
+    size: int | None = None
+    for name, x in rows.items():
+        check_array(name, x, {"B": size}, jnp.int32)
+        size = x.shape[0]
+
+
+def donating(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Jit a function that updates the arguments ``names`` in place: their buffers are donated.
+
+    ``plan`` and ``kind`` are static. ``__wrapped__`` is the function under the jit, which donates nothing: the library
+    composes that one, because only the outermost jit may decide what is given away.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        static = [name for name in ("plan", "kind") if name in function.__annotations__]
+        return jax.jit(function, static_argnames=static, donate_argnames=names)
+
+    return decorate

@@ -1,0 +1,248 @@
+"""Model geometry of DeepSeek-V4's hybrid attention, and which kind of attention each layer has.
+
+A layer's kind follows from its compress ratio: 0 is sliding window only (SWA), the small ratio is compressed sparse
+attention (CSA, entries picked by an indexer) and the large one is heavily compressed attention (HCA, every entry read).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+
+class AttentionType(enum.StrEnum):
+    """Kind of a layer. A member equals its string, so ``"csa"`` serves wherever a kind is asked for."""
+
+    SWA = "swa"
+    CSA = "csa"
+    HCA = "hca"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer of the schedule: its number in the model and its kind."""
+
+    layer_idx: int
+    attn: AttentionType
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DSV4Config:
+    """Sizes of the attention layers. Frozen and hashable; change one with ``dataclasses.replace``.
+
+    The defaults are V4-Flash's. Any sizes are legal that divide as they must: ``num_heads`` by ``o_groups``, rope
+    dimensions by two, ``hca_compression_ratio`` and ``csa_compression_ratio`` into whole rows of a block.
+
+    Raises:
+      ValueError: a size breaks one of those rules; the message names it.
+    """
+
+    hidden_size: int = 4096
+    num_heads: int = 64
+    head_dim: int = 512  # the last rope_dim of them carry the rotary embedding
+    rope_dim: int = 64
+    q_lora_rank: int = 1024
+    o_groups: int = 8
+    o_lora_rank: int = 1024
+    sliding_window: int = 128  # keys a query sees in the window, itself included
+    compress_ratios: tuple[int, ...] = (0, 0) + (4, 128) * 20 + (4,)  # one per layer; 0 = window only
+    csa_compression_ratio: int = 4
+    hca_compression_ratio: int = 128
+    indexer_heads: int = 64
+    indexer_head_dim: int = 128
+    indexer_top_k: int = 512
+    rope_theta: float = 10000.0  # layers of ratio 0, without YaRN
+    compress_rope_theta: float = 160000.0  # every rope of a compressed layer, with YaRN
+    yarn_factor: float = 16.0
+    yarn_original_max_position: int = 65536
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compress_ratios", tuple(int(ratio) for ratio in self.compress_ratios))
+        m, m_hca = self.csa_compression_ratio, self.hca_compression_ratio
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "compress_ratios" and not value > 0:
+                raise ValueError(f"{field.name} must be positive, got {value}")
+        legal = {0: "SWA", m: "CSA", m_hca: "HCA"}
+        if len(legal) != 3:
+            raise ValueError(f"csa_compression_ratio={m} and hca_compression_ratio={m_hca} must differ")
+        if not self.compress_ratios:
+            raise ValueError("compress_ratios is empty: it holds one ratio per layer")
+        if unknown := sorted(set(self.compress_ratios) - set(legal)):
+            raise ValueError(f"compress_ratios holds {unknown}; each must be one of {legal}")
+        if self.num_heads % self.o_groups:
+            raise ValueError(f"num_heads={self.num_heads} must be divisible by o_groups={self.o_groups}")
+        if self.rope_dim % 2 or not self.rope_dim < self.head_dim:
+            raise ValueError(f"rope_dim={self.rope_dim} must be even and below head_dim={self.head_dim}")
+        if self.rope_dim > self.indexer_head_dim:
+            raise ValueError(f"rope_dim={self.rope_dim} must not exceed indexer_head_dim={self.indexer_head_dim}")
+        if self.indexer_head_dim & (self.indexer_head_dim - 1):
+            raise ValueError(f"indexer_head_dim={self.indexer_head_dim} must be a power of two (Hadamard rotation)")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.compress_ratios)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens one block of the paged pool stands for, in every layer: lcm of the two ratios (128)."""
+        return math.lcm(self.csa_compression_ratio, self.hca_compression_ratio)
+
+    def ratio(self, kind: AttentionType) -> int:
+        """Tokens per compressed entry of a kind; 0 for SWA."""
+        return {
+            AttentionType.SWA: 0,
+            AttentionType.CSA: self.csa_compression_ratio,
+            AttentionType.HCA: self.hca_compression_ratio,
+        }[kind]
+
+    @classmethod
+    def flash(cls) -> Self:
+        """DeepSeek-V4-Flash: 43 layers, 64 heads, top-512."""
+        return cls()
+
+    @classmethod
+    def pro(cls) -> Self:
+        """DeepSeek-V4-Pro: 61 layers, 128 heads, top-1024."""
+        return cls(
+            hidden_size=7168,
+            num_heads=128,
+            q_lora_rank=1536,
+            o_groups=16,
+            indexer_top_k=1024,
+            compress_ratios=(128, 128) + (4, 128) * 29 + (4,),
+        )
+
+    @classmethod
+    def tiny(cls, **overrides: Any) -> Self:
+        """Three layers, one of each kind, small enough to step through by hand on a CPU."""
+        sizes: dict[str, Any] = dict(
+            hidden_size=64,
+            num_heads=4,
+            head_dim=136,
+            rope_dim=8,
+            q_lora_rank=24,
+            o_groups=2,
+            o_lora_rank=16,
+            sliding_window=16,
+            compress_ratios=(0, 4, 128),
+            indexer_heads=16,
+            indexer_top_k=12,
+            yarn_original_max_position=64,
+        )
+        return cls(**(sizes | overrides))
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
+        """Read a published configuration: DeepSeek's ``config.json`` or the form transformers writes.
+
+        Args:
+          source: the parsed configuration, the path of a ``config.json``, or the folder that holds one.
+
+        Ratios past ``num_hidden_layers`` (DeepSeek appends those of its MTP layers) are dropped.
+
+        Raises:
+          ValueError: a key is missing, or the layer schedule is missing, too short or unknown. There is no default
+            schedule: a wrong one gives plausible and wrong outputs.
+        """
+        if isinstance(source, Mapping):
+            fields = source
+        else:
+            path = Path(source)
+            fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        return cls(**_fields_from_hf(fields))
+
+
+def layer_schedule(cfg: DSV4Config) -> tuple[LayerSpec, ...]:
+    """Kind of every layer, in order."""
+    kinds = {cfg.ratio(kind): kind for kind in AttentionType}
+    return tuple(LayerSpec(i, kinds[ratio]) for i, ratio in enumerate(cfg.compress_ratios))
+
+
+_HF_LAYER_TYPES = {
+    "sliding_attention": AttentionType.SWA,
+    "compressed_sparse_attention": AttentionType.CSA,
+    "heavily_compressed_attention": AttentionType.HCA,
+}
+
+_HF_KEYS = {
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "head_dim": "head_dim",
+    "q_lora_rank": "q_lora_rank",
+    "o_groups": "o_groups",
+    "o_lora_rank": "o_lora_rank",
+    "sliding_window": "sliding_window",
+    "norm_eps": "rms_norm_eps",
+    "indexer_heads": "index_n_heads",
+    "indexer_head_dim": "index_head_dim",
+    "indexer_top_k": "index_topk",
+}
+
+
+def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if missing := [key for key in _HF_KEYS.values() if hf.get(key) is None]:
+        raise ValueError(f"configuration lacks {missing}")
+    fields = {ours: hf[theirs] for ours, theirs in _HF_KEYS.items()}
+    fields |= _schedule_from_hf(hf) | _rope_from_hf(hf)
+    if hf.get("qk_rope_head_dim") is not None:
+        fields["rope_dim"] = hf["qk_rope_head_dim"]
+    elif hf.get("partial_rotary_factor") is not None:
+        fields["rope_dim"] = round(hf["head_dim"] * hf["partial_rotary_factor"])
+    else:
+        raise ValueError("configuration lacks qk_rope_head_dim (or partial_rotary_factor)")
+    return fields
+
+
+def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer schedule, from DeepSeek's ``compress_ratios`` or transformers' ``layer_types``."""
+    layers = hf.get("num_hidden_layers")
+    if layers is None:
+        raise ValueError("configuration lacks num_hidden_layers")
+    rates = hf.get("compress_rates") or {}
+    m = rates.get("compressed_sparse_attention", 4)
+    m_hca = rates.get("heavily_compressed_attention", 128)
+    types, ratios = hf.get("layer_types"), hf.get("compress_ratios")
+    if types is not None:
+        if unknown := sorted(set(types) - set(_HF_LAYER_TYPES)):
+            raise ValueError(f"layer_types holds {unknown}; known are {sorted(_HF_LAYER_TYPES)}")
+        by_kind = {AttentionType.SWA: 0, AttentionType.CSA: m, AttentionType.HCA: m_hca}
+        ratios = [by_kind[_HF_LAYER_TYPES[name]] for name in types]
+    if ratios is None:
+        raise ValueError(
+            f"configuration has no layer schedule: neither compress_ratios nor layer_types; its keys are {sorted(hf)}"
+        )
+    if len(ratios) < layers:
+        raise ValueError(f"layer schedule has {len(ratios)} entries, num_hidden_layers is {layers}: {list(ratios)}")
+    return {"compress_ratios": tuple(ratios[:layers]), "csa_compression_ratio": m, "hca_compression_ratio": m_hca}
+
+
+def _rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters: ``rope_scaling`` (DeepSeek) or ``rope_parameters``, flat or keyed by "main" / "compress"."""
+    nested = hf.get("rope_parameters") or {}
+    main = nested.get("main", nested)
+    scaling = hf.get("rope_scaling") or nested.get("compress", nested)
+    wanted = {
+        "yarn_factor": "factor",
+        "yarn_original_max_position": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    if missing := [key for key in wanted.values() if scaling.get(key) is None]:
+        raise ValueError(f"rope_scaling / rope_parameters lacks {missing}; found {dict(scaling)}")
+    thetas = {
+        "rope_theta": hf.get("rope_theta", main.get("rope_theta")),
+        "compress_rope_theta": hf.get("compress_rope_theta", nested.get("compress", {}).get("rope_theta")),
+    }
+    if missing := [key for key, value in thetas.items() if value is None]:
+        raise ValueError(f"configuration lacks {missing}")
+    return thetas | {ours: scaling[theirs] for ours, theirs in wanted.items()}

@@ -1,0 +1,287 @@
+"""Number formats of a stored row: how a key becomes bytes and comes back.
+
+    rows of the window and of compressed entries (448 NoPE + 64 RoPE dims at the real sizes)
+      f32, bf16    every dim in that dtype
+      fp8_row      448 B E4M3 | 128 B bf16 RoPE | one f32 multiplier                      = 580 B
+      fp8_tile64   448 B E4M3 | 128 B bf16 RoPE | 7 UE8M0 exponents, one per 64 dims      = 583 B (+1 pad in FlashMLA)
+    indexer keys (128 dims)
+      f32, bf16    every dim in that dtype
+      nvfp4        64 B of E2M1 pairs | 8 E4M3 scales, one per 16 dims                    =  72 B
+      mxfp4        64 B of E2M1 pairs | 4 UE8M0 exponents, one per 32 dims                =  68 B
+
+Eight-bit and four-bit values are kept as uint8: XLA on CPU widens a whole float8 array to scatter one row into it.
+Rounding is to nearest, ties to even. A row that holds NaN or infinity decodes to NaN or infinity, and no other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+E4M3 = jnp.float8_e4m3fn
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # code 0..7; bit 3 is the sign
+MIN_KV_AMAX = 1e-4  # floor of a row's (or tile's) largest magnitude, so that a zero row has a scale
+# x / 448 and x / 6 are written as products: XLA on GPU makes them products, and a scale must not depend on the backend.
+_INV_E4M3_MAX = float(np.float32(1.0 / E4M3_MAX))
+_INV_E2M1_MAX = float(np.float32(1.0 / E2M1_MAX))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVRows:
+    """Encoded key rows; the leading axes ``...`` are whatever the store has (layer, block, row)."""
+
+    nope: jax.Array  # [..., head_dim - rope_dim]
+    rope: jax.Array  # [..., rope_dim]
+    scale: jax.Array | None  # [...] f32 (fp8_row), [..., tiles] u8 (fp8_tile64), None (f32, bf16)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRows:
+    """Encoded indexer keys."""
+
+    codes: jax.Array  # [..., dim], or [..., dim / 2] u8 with the even dim in the low nibble
+    scale: jax.Array | None  # [..., groups] u8, None (f32, bf16)
+
+
+class KVFormat(Protocol):
+    """What a format of key rows provides. Register an instance in ``KV_FORMATS`` to make it known to a plan."""
+
+    def row(self, nope_dim: int, rope_dim: int) -> KVRows:
+        """Shapes and dtypes of one encoded row, as ``jax.ShapeDtypeStruct`` leaves. ValueError for an illegal size."""
+        ...
+
+    def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
+        """f32 [..., head_dim] -> rows."""
+        ...
+
+    def decode(self, rows: KVRows) -> jax.Array:
+        """rows -> f32 [..., head_dim]."""
+        ...
+
+
+class KeyFormat(Protocol):
+    """What a format of indexer keys provides. Register an instance in ``INDEXER_FORMATS``."""
+
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether the indexer rounds its queries in this format too."""
+        ...
+
+    def row(self, dim: int) -> KeyRows: ...
+
+    def encode(self, x: jax.Array) -> KeyRows: ...
+
+    def decode(self, rows: KeyRows) -> jax.Array: ...
+
+
+def row_bytes(row: KVRows | KeyRows) -> int:
+    """Bytes of one encoded row, from the shapes that a format's ``row`` gives."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(row))
+
+
+def _spec(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _store(rows: Any) -> Any:
+    # A reader must see the rounded row even when it is fused with the rounding: XLA is allowed to drop
+    # f32 -> bf16 -> f32 and, on GPU, f32 -> e4m3 -> f32. The barrier makes the stored bytes the only way through.
+    return lax.optimization_barrier(rows)
+
+
+def _to_e4m3(x: jax.Array) -> jax.Array:
+    """f32 -> E4M3 bytes. Clipped first: above 464 the cast gives NaN on CPU and saturates on GPU."""
+    return lax.bitcast_convert_type(jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3), jnp.uint8)
+
+
+def _from_e4m3(byte: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(byte, E4M3).astype(jnp.float32)
+
+
+def _ue8m0_for(amax: jax.Array, largest: float) -> jax.Array:
+    """Exponent byte of the smallest power of two s with amax / s <= largest; 255 (NaN) where amax is not finite.
+
+    On the fp32 bits, because ``2 ** ceil(log2(x))`` doubles some exact powers of two on CPU. Writing largest as
+    f * 2^e with f in [1, 2): s is amax's own power of two over 2^e, or its double where amax's fraction exceeds f.
+    """
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    exponent, fraction = divmod(int(np.float32(largest).view(np.int32)), 1 << 23)
+    byte = ((bits + ((1 << 23) - 1 - fraction)) >> 23) - (exponent - 127)
+    return jnp.where(jnp.isfinite(amax), byte, 255).astype(jnp.uint8)
+
+
+def _from_ue8m0(byte: jax.Array) -> jax.Array:
+    scale = lax.bitcast_convert_type(byte.astype(jnp.int32) << 23, jnp.float32)
+    return jnp.where(byte == 255, jnp.nan, scale)
+
+
+def _to_e2m1(x: jax.Array) -> jax.Array:
+    """f32 -> packed E2M1 codes: [..., n] -> u8 [..., n / 2], even index in the low nibble; |x| > 6 saturates."""
+    magnitude = jnp.abs(x)
+    code = jnp.zeros(x.shape, jnp.uint8)
+    for low, (a, b) in enumerate(itertools.pairwise(E2M1_VALUES)):
+        midpoint = (a + b) / 2  # a tie goes to the even code: up from an odd one, down from an even one
+        code += (magnitude >= midpoint if low % 2 else magnitude > midpoint).astype(jnp.uint8)
+    code |= jnp.signbit(x).astype(jnp.uint8) << 3
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def _from_e2m1(packed: jax.Array) -> jax.Array:
+    codes = jnp.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
+    values = jnp.asarray(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), jnp.float32)
+    return values[codes]
+
+
+def _split(x: jax.Array, rope_dim: int) -> tuple[jax.Array, jax.Array]:
+    return x[..., :-rope_dim], x[..., -rope_dim:]
+
+
+def _join(nope: jax.Array, rope: jax.Array) -> jax.Array:
+    return jnp.concatenate([nope, rope.astype(jnp.float32)], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainRows:
+    """Every dim in one float dtype, no scale."""
+
+    dtype: Any
+
+    def row(self, nope_dim: int, rope_dim: int) -> KVRows:
+        return KVRows(nope=_spec((nope_dim,), self.dtype), rope=_spec((rope_dim,), self.dtype), scale=None)
+
+    def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
+        nope, rope = _split(x.astype(self.dtype), rope_dim)
+        return _store(KVRows(nope=nope, rope=rope, scale=None))
+
+    def decode(self, rows: KVRows) -> jax.Array:
+        return _join(rows.nope.astype(jnp.float32), rows.rope)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Rows:
+    """E4M3 NoPE dims under one fp32 multiplier per row, max(amax, 1e-4) / 448; bf16 RoPE dims."""
+
+    def row(self, nope_dim: int, rope_dim: int) -> KVRows:
+        return KVRows(
+            nope=_spec((nope_dim,), jnp.uint8), rope=_spec((rope_dim,), jnp.bfloat16), scale=_spec((), jnp.float32)
+        )
+
+    def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
+        nope, rope = _split(x, rope_dim)
+        scale = jnp.maximum(jnp.max(jnp.abs(nope), -1), MIN_KV_AMAX) * _INV_E4M3_MAX
+        return _store(KVRows(nope=_to_e4m3(nope / scale[..., None]), rope=rope.astype(jnp.bfloat16), scale=scale))
+
+    def decode(self, rows: KVRows) -> jax.Array:
+        assert rows.scale is not None
+        return _join(_from_e4m3(rows.nope) * rows.scale[..., None], rows.rope)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8TileRows:
+    """E4M3 NoPE dims under one power-of-two scale per tile, 2^ceil(log2(max(amax, 1e-4) / 448)); bf16 RoPE dims.
+
+    What DeepSeek, FlashMLA, vLLM and SGLang store, and what the model was trained with (tile 64).
+    """
+
+    tile: int
+
+    def row(self, nope_dim: int, rope_dim: int) -> KVRows:
+        if nope_dim % self.tile:
+            raise ValueError(f"fp8_tile{self.tile}: head_dim - rope_dim = {nope_dim} must be divisible by {self.tile}")
+        return KVRows(
+            nope=_spec((nope_dim,), jnp.uint8),
+            rope=_spec((rope_dim,), jnp.bfloat16),
+            scale=_spec((nope_dim // self.tile,), jnp.uint8),
+        )
+
+    def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
+        nope, rope = _split(x, rope_dim)
+        tiles = nope.reshape(*nope.shape[:-1], -1, self.tile)
+        scale = _ue8m0_for(jnp.maximum(jnp.max(jnp.abs(tiles), -1), MIN_KV_AMAX), E4M3_MAX)
+        quantised = _to_e4m3(tiles / _from_ue8m0(scale)[..., None]).reshape(nope.shape)
+        return _store(KVRows(nope=quantised, rope=rope.astype(jnp.bfloat16), scale=scale))
+
+    def decode(self, rows: KVRows) -> jax.Array:
+        assert rows.scale is not None
+        tiles = _from_e4m3(rows.nope).reshape(*rows.scale.shape, self.tile)
+        return _join((tiles * _from_ue8m0(rows.scale)[..., None]).reshape(rows.nope.shape), rows.rope)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainKeys:
+    """Indexer keys in one float dtype."""
+
+    dtype: Any
+    rounds_queries: bool = False
+
+    def row(self, dim: int) -> KeyRows:
+        return KeyRows(codes=_spec((dim,), self.dtype), scale=None)
+
+    def encode(self, x: jax.Array) -> KeyRows:
+        return _store(KeyRows(codes=x.astype(self.dtype), scale=None))
+
+    def decode(self, rows: KeyRows) -> jax.Array:
+        return rows.codes.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp4Keys:
+    """E2M1 pairs under one scale byte per group: E4M3 (nvfp4, group 16) or UE8M0 (mxfp4, group 32).
+
+    nvfp4 has a global scale of 1, which is not stored: entries arrive one at a time, so a block's largest magnitude is
+    unknown when its first entry is written.
+    """
+
+    group: int
+    e4m3_scale: bool
+    rounds_queries: bool = True
+
+    def row(self, dim: int) -> KeyRows:
+        if dim % self.group:
+            raise ValueError(f"4-bit keys: indexer_head_dim={dim} must be divisible by the group of {self.group}")
+        return KeyRows(codes=_spec((dim // 2,), jnp.uint8), scale=_spec((dim // self.group,), jnp.uint8))
+
+    def _decode_scale(self, byte: jax.Array) -> jax.Array:
+        return _from_e4m3(byte) if self.e4m3_scale else _from_ue8m0(byte)
+
+    def encode(self, x: jax.Array) -> KeyRows:
+        groups = x.reshape(*x.shape[:-1], -1, self.group)
+        amax = jnp.max(jnp.abs(groups), -1)
+        if self.e4m3_scale:
+            scale = jnp.clip(amax * _INV_E2M1_MAX, 2.0**-9, E4M3_MAX)
+            scale = _to_e4m3(jnp.where(jnp.isfinite(amax), scale, jnp.nan))
+        else:
+            scale = _ue8m0_for(jnp.maximum(amax, E2M1_MAX * 2.0**-126), E2M1_MAX)
+        scale = _store(scale)  # the codes are relative to the scale as stored, not as computed
+        codes = _to_e2m1((groups / self._decode_scale(scale)[..., None]).reshape(x.shape))
+        return _store(KeyRows(codes=codes, scale=scale))
+
+    def decode(self, rows: KeyRows) -> jax.Array:
+        assert rows.scale is not None
+        values = _from_e2m1(rows.codes)
+        groups = values.reshape(*rows.scale.shape, self.group) * self._decode_scale(rows.scale)[..., None]
+        return groups.reshape(values.shape)
+
+
+KV_FORMATS: dict[str, KVFormat] = {
+    "f32": PlainRows(jnp.float32),
+    "bf16": PlainRows(jnp.bfloat16),
+    "fp8_row": Fp8Rows(),
+    "fp8_tile64": Fp8TileRows(64),
+}
+INDEXER_FORMATS: dict[str, KeyFormat] = {
+    "f32": PlainKeys(jnp.float32),
+    "bf16": PlainKeys(jnp.bfloat16),
+    "nvfp4": Fp4Keys(16, e4m3_scale=True),
+    "mxfp4": Fp4Keys(32, e4m3_scale=False),
+}

@@ -1,0 +1,204 @@
+"""LayerCacheHandle: one layer's cache as one call of a model sees it.
+
+For those who write their own layer: the same pieces that ``attention_layer`` is made of, with the indices of a batch
+already resolved. A handle is a value. A write returns a new handle; ``.cache`` gives the cache back.
+
+    handle = acquire(cache, layer, slots, num_new)
+    handle = handle.write_swa(kv).flush_compression(compressor, x, indexer)
+    cache = handle.cache
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.allocator import granted_tokens
+from dsv4jax.cache import KVCache, LayerStack
+from dsv4jax.cache_update import compress
+from dsv4jax.checks import check_array, check_batch
+from dsv4jax.config import AttentionType
+from dsv4jax.flush import append_swa
+from dsv4jax.formats import KeyRows, KVRows
+from dsv4jax.paged_pool import PagedPool, gather_all_compressed, gather_compressed
+from dsv4jax.plan import LayerCacheSchema
+from dsv4jax.state_cache import gather_swa, read_slots
+from dsv4jax.weights import CompressorParams, IndexerParams
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SWAView:
+    """The stored windows of a batch, as bytes."""
+
+    rows: KVRows  # [B, n_win, ...]
+    positions: jax.Array  # int32 [B, n_win], -1 = empty
+    head: jax.Array  # int32 [B] row the next token goes to
+    slots: jax.Array  # int32 [B]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClassicalView:
+    """One layer's compressed entries, as bytes, and who owns which block."""
+
+    rows: KVRows  # [num_blocks, entries_per_block, ...]
+    block_table: jax.Array  # int32 [B, max_blocks], -1 = none
+    block_lens: jax.Array  # int32 [B]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerView:
+    """One CSA layer's indexer keys, as bytes."""
+
+    keys: KeyRows  # [num_blocks, entries_per_block, ...]
+    block_table: jax.Array  # int32 [B, max_blocks], -1 = none
+    block_lens: jax.Array  # int32 [B]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCacheHandle:
+    """Read and write interface to one layer for a batch. Build it with ``acquire``."""
+
+    cache: KVCache
+    index: jax.Array  # int32 [] place in the kind's stack
+    slots: jax.Array  # int32 [B] request of each row; -1 where the row is padding or was not granted its tokens
+    start: jax.Array  # int32 [B] tokens stored before this call
+    num_new: jax.Array  # int32 [B] tokens of this call
+    kind: AttentionType = dataclasses.field(metadata={"static": True})
+    schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_query_heads(self) -> int:
+        return self.cache.plan.cfg.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.schema.entry_head_dim
+
+    @property
+    def _stack(self) -> LayerStack:
+        return self.cache.stack(self.kind)
+
+    @property
+    def _pool(self) -> PagedPool:
+        pool = self._stack.pool
+        if pool is None:
+            raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: it has no compressed entries")
+        return pool
+
+    @property
+    def num_entries(self) -> jax.Array:
+        """int32 [B] entries complete once this call's tokens are stored."""
+        return (self.start + self.num_new) // max(1, self.schema.compression_ratio)
+
+    def _with_stack(self, stack: LayerStack) -> LayerCacheHandle:
+        return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
+
+    def write_swa(self, kv: jax.Array) -> LayerCacheHandle:
+        """Round key rows f32 [B, T, head_dim] (normed, roped) and write them into the window."""
+        state = append_swa.__wrapped__(
+            self._stack.state, self.index, kv, self.slots, self.start, self.num_new, plan=self.cache.plan
+        )
+        return self._with_stack(dataclasses.replace(self._stack, state=state))
+
+    def flush_compression(
+        self, params: CompressorParams, x: jax.Array, indexer: IndexerParams | None = None
+    ) -> LayerCacheHandle:
+        """Feed x [B, T, hidden] to the compressor(s): complete the entries it fills, store them, update the tails.
+
+        Tails and entries are written together because T tokens may fill several blocks while a tail holds one.
+        ``indexer`` is required for CSA layers, and only there.
+        """
+        if (indexer is not None) != (self.kind == AttentionType.CSA):
+            raise ValueError(
+                f"flush_compression: indexer is for CSA layers and only for them; this one is {self.kind.upper()}"
+            )
+        hidden = self.cache.plan.cfg.hidden_size
+        check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, jnp.floating)
+        self._pool  # noqa: B018  refuses an SWA layer
+        stack = compress(
+            params,
+            indexer,
+            x,
+            self._stack,
+            self.index,
+            self.cache.tables.block_table,
+            self.slots,
+            self.start,
+            self.num_new,
+            self.cache.plan,
+            self.kind,
+        )
+        return self._with_stack(stack)
+
+    def gather_swa(self) -> tuple[jax.Array, jax.Array]:
+        """(rows f32 [B, n_win, head_dim], positions int32 [B, n_win]) of the window, oldest first, -1 = empty."""
+        return gather_swa(self._stack.state, self.index, self.slots, self.start + self.num_new, plan=self.cache.plan)
+
+    def gather_compressed(self, picks: jax.Array) -> jax.Array:
+        """Entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim]. K = V."""
+        return gather_compressed(
+            self._pool, self.index, self.cache.tables.block_table, self.slots, picks, plan=self.cache.plan
+        )
+
+    def gather_all_compressed(self) -> jax.Array:
+        """All complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
+        return gather_all_compressed(
+            self._pool, self.index, self.cache.tables.block_table, self.slots, self.num_entries, plan=self.cache.plan
+        )
+
+    def read_swa_view(self) -> SWAView:
+        """The stored window rows of this batch; those of slot -1 mean nothing."""
+        rows, positions = read_slots((self._stack.state.window, self._stack.state.pos), self.index, self.slots)
+        head = (self.start + self.num_new) % self.cache.plan.cfg.sliding_window
+        return SWAView(rows=rows, positions=positions, head=head, slots=self.slots)
+
+    def read_classical_view(self) -> ClassicalView:
+        """The layer's stored entries, addressed through this batch's block tables."""
+        table, lens = self._block_rows()
+        return ClassicalView(
+            rows=jax.tree.map(lambda leaf: leaf[self.index], self._pool.entries), block_table=table, block_lens=lens
+        )
+
+    def read_indexer_view(self) -> IndexerView:
+        """CSA only: the layer's stored indexer keys."""
+        if self._pool.indexer_keys is None:
+            raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: only CSA layers have indexer keys")
+        table, lens = self._block_rows()
+        keys = jax.tree.map(lambda leaf: leaf[self.index], self._pool.indexer_keys)
+        return IndexerView(keys=keys, block_table=table, block_lens=lens)
+
+    def _block_rows(self) -> tuple[jax.Array, jax.Array]:
+        tables = self.cache.tables
+        table, lens = (
+            tables.block_table.at[self.slots].get(mode="clip"),
+            tables.block_lens.at[self.slots].get(mode="clip"),
+        )
+        there = self.slots >= 0
+        return jnp.where(there[:, None], table, -1), jnp.where(there, lens, 0)
+
+
+def acquire(cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array) -> LayerCacheHandle:
+    """A handle on one layer for this call's batch.
+
+    Args:
+      layer: static number of the layer in the model.
+      slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op.
+    """
+    check_batch(slots=slots, num_new=num_new)
+    kind, index = cache.locate(layer)
+    start, count = granted_tokens(cache.tables, slots, num_new)
+    return LayerCacheHandle(
+        cache=cache,
+        index=jnp.asarray(index, jnp.int32),
+        slots=jnp.where(count > 0, slots, -1),
+        start=start,
+        num_new=count,
+        kind=kind,
+        schema=cache.plan.schema(layer),
+    )

@@ -1,0 +1,222 @@
+"""The attention layer over the cache: one path for prefill, decode and mixed batches.
+
+    x -> key row -> window                        (append)
+    x -> streams -> tails -> entries -> pool      (compress, flush, rotate)
+    x -> queries -> window + entries -> y         (attend)
+
+The entry that token p completes is visible to query p, and every query reads rows as stored (rounded), those of its own
+chunk too. Queries run in tiles from W_qb to W_oa, so that a long chunk's heads and scores never all exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv4jax import attention, indexer
+from dsv4jax import backend as backend_lib
+from dsv4jax.allocator import granted_tokens
+from dsv4jax.cache import KVCache, LayerStack
+from dsv4jax.cache_update import compress
+from dsv4jax.checks import check_array, check_batch
+from dsv4jax.config import AttentionType
+from dsv4jax.flush import store_window
+from dsv4jax.linear import linear, rms_norm
+from dsv4jax.plan import CachePlan
+from dsv4jax.rope import apply_rope, rope_frequencies
+from dsv4jax.state_cache import gather_swa
+from dsv4jax.weights import AttentionParams, param_shapes
+
+QUERY_TILE_BYTES = 96 << 20  # temporaries of one tile of queries; sets how many tokens a tile holds
+
+
+def attention_layer(
+    params: AttentionParams,
+    x: jax.Array,
+    cache: KVCache,
+    layer: int,
+    slots: jax.Array,
+    num_new: jax.Array,
+    backend: str | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Run one attention layer on new tokens and store what the cache keeps of them.
+
+    Call it once per layer between ``prepare_forward`` and ``advance``. T = 1 is decode, T > 1 a prefill chunk; rows of
+    one batch may do either.
+
+    Args:
+      params: the layer's weights, f32 or bf16.
+      x: f32 or bf16 [B, T, hidden], already input-normed; what is past a row's num_new is ignored, NaN included.
+      cache: the cache. Not donated here: the caller's jit decides.
+      layer: static number of the layer in the model.
+      slots: int32 [B], distinct; -1 = padding row.
+      num_new: int32 [B], tokens of each row that are real, at most T. A row that ``prepare_forward`` did not grant so
+        many, or that names more than T, is left alone: its output is 0 and its request unchanged.
+      backend: None for the fastest available, or a name from ``backends()``.
+
+    Returns:
+      (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced).
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: unknown layer or backend.
+    """
+    kind, index = cache.locate(layer)
+    return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend)
+
+
+def attention_layer_at(
+    params: AttentionParams,
+    x: jax.Array,
+    cache: KVCache,
+    kind: AttentionType | str,
+    index: jax.Array | int,
+    slots: jax.Array,
+    num_new: jax.Array,
+    backend: str | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """As ``attention_layer``, for the ``index``-th layer of a static kind; a traced index serves scans over layers."""
+    kind = AttentionType(kind)
+    cfg = cache.plan.cfg
+    check_batch(slots=slots, num_new=num_new)
+    check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, jnp.floating)
+    for (path, expected), leaf in zip(
+        jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))[0], jax.tree.leaves(params), strict=True
+    ):
+        axes: dict[str, int | None] = {f"axis {i}": size for i, size in enumerate(expected.shape)}
+        check_array(f"params{jax.tree_util.keystr(path)}", leaf, axes, jnp.floating)
+    cache.stack(kind)  # the model has such layers
+    return _attention_layer(
+        params, x, cache, jnp.asarray(index, jnp.int32), slots, num_new, kind=kind, backend=backend_lib.resolve(backend)
+    )
+
+
+# Jitted so that the layers of a kind are traced once; it donates nothing.
+@functools.partial(jax.jit, static_argnames=("kind", "backend"))
+def _attention_layer(
+    params: AttentionParams,
+    x: jax.Array,
+    cache: KVCache,
+    index: jax.Array,
+    slots: jax.Array,
+    num_new: jax.Array,
+    *,
+    kind: AttentionType,
+    backend: str,
+) -> tuple[jax.Array, KVCache]:
+    del backend  # XLA is the only one so far
+    plan, cfg, tables = cache.plan, cache.plan.cfg, cache.tables
+    batch, given_tokens, _ = x.shape
+    tile = min(given_tokens, _query_tile(plan, kind, batch))
+    x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
+    num_tokens = x.shape[1]
+    freqs = rope_frequencies(cfg, kind)
+
+    start, count = granted_tokens(tables, slots, num_new)
+    count = jnp.where(count <= given_tokens, count, 0)
+    slots = jnp.where(count > 0, slots, -1)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    positions = start[:, None] + token
+    real = token < count[:, None]
+    x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
+
+    stack = cache.stack(kind)
+    rows = plan.rows.encode(
+        apply_rope(rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps), positions, freqs), cfg.rope_dim
+    )
+    before, before_pos = gather_swa(stack.state, index, slots, start, plan=plan)
+    window = jnp.concatenate([before[:, 1:], jnp.where(real[..., None], plan.rows.decode(rows), 0.0)], axis=1)
+    window_valid = jnp.concatenate([before_pos[:, 1:] >= 0, real], axis=1)
+
+    if params.compressor is not None:
+        stack = compress(
+            params.compressor, params.indexer, x, stack, index, tables.block_table, slots, start, count, plan, kind
+        )
+    window, state = lax.optimization_barrier((window, stack.state))  # the old window is read before it is written
+    stack = dataclasses.replace(stack, state=store_window(state, index, rows, slots, start, count))
+
+    q_latent = rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype)
+    tokens = {"q_latent": q_latent, "positions": positions}
+    if params.indexer is not None:
+        tokens["head_weights"] = indexer.head_weights(params.indexer, x, plan)
+
+    def attend_tile(first: jax.Array | int) -> jax.Array:
+        span = tile + cfg.sliding_window - 1
+        queries = {name: lax.dynamic_slice_in_dim(leaf, first, tile, axis=1) for name, leaf in tokens.items()}
+        keys = lax.dynamic_slice_in_dim(window, first, span, axis=1)
+        valid = lax.dynamic_slice_in_dim(window_valid, first, span, axis=1)
+        return _attend_tile(params, queries, keys, valid, stack, index, tables.block_table, slots, plan, kind)
+
+    if num_tokens == tile:
+        grouped = attend_tile(0)
+    else:
+        tiles = lax.map(attend_tile, jnp.arange(0, num_tokens, tile, dtype=jnp.int32))
+        grouped = jnp.moveaxis(tiles, 0, 1).reshape(batch, num_tokens, -1)
+    y = linear(grouped.astype(x.dtype), params.o_b)
+    y = jnp.where(real[..., None], y, 0.0).astype(x.dtype)[:, :given_tokens]
+    # The next write into these buffers waits for this layer's reads: without this, XLA may order a later layer's write
+    # first and keep a copy of the pool for the read.
+    y, stack = lax.optimization_barrier((y, stack))
+    return y, cache.with_stack(kind, stack)
+
+
+def _attend_tile(
+    params: AttentionParams,
+    tile: dict[str, jax.Array],
+    window: jax.Array,
+    window_valid: jax.Array,
+    stack: LayerStack,
+    index: jax.Array,
+    block_table: jax.Array,
+    slots: jax.Array,
+    plan: CachePlan,
+    kind: AttentionType,
+) -> jax.Array:
+    """One tile of queries, from W_qb to W_oa: f32 [B, tokens, o_groups * o_lora_rank]."""
+    cfg, freqs = plan.cfg, rope_frequencies(plan.cfg, kind)
+    q_latent, positions = tile["q_latent"], tile["positions"]
+    batch, tokens = positions.shape
+    q = linear(q_latent, params.q_b).reshape(batch, tokens, cfg.num_heads, cfg.head_dim)
+    q = apply_rope(rms_norm(q, None, cfg.norm_eps), positions[..., None], freqs)
+
+    running = attention.start_at_sinks(params.sinks, q)
+    running = attention.attend_window(running, q, window, window_valid)
+    if stack.pool is not None:
+        visible = (positions + 1) // cfg.ratio(kind)
+        if params.indexer is not None:
+            key_queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, plan)
+            picks = indexer.select_entries(
+                key_queries, tile["head_weights"], stack.pool, index, block_table, slots, visible, plan=plan
+            )
+            running = attention.attend_picked(running, q, stack.pool, index, block_table, slots, picks, plan)
+        else:
+            running = attention.attend_all(running, q, stack.pool, index, block_table, slots, visible, plan)
+    out = apply_rope(running.output, positions[..., None], freqs, inverse=True)
+
+    groups = out.reshape(batch, tokens, cfg.o_groups, -1).astype(q_latent.dtype)
+    weight = params.o_a.reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+    dtype = jnp.promote_types(groups.dtype, weight.dtype)
+    projected = jnp.einsum(
+        "btgi,goi->btgo",
+        groups.astype(dtype),
+        weight.astype(dtype),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return projected.reshape(batch, tokens, -1)
+
+
+def _query_tile(plan: CachePlan, kind: AttentionType, batch: int) -> int:
+    """Tokens per query tile: as many as keep its temporaries near ``QUERY_TILE_BYTES``, a power of two."""
+    cfg = plan.cfg
+    per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output
+    if kind == AttentionType.CSA:
+        entries = plan.max_blocks * plan.entries_per_block(kind)
+        picks = min(cfg.indexer_top_k, entries)
+        per_token += picks * (cfg.head_dim + cfg.num_heads) + 2 * entries + cfg.indexer_heads * cfg.indexer_head_dim
+    tokens = QUERY_TILE_BYTES // (4 * per_token * batch)
+    return 1 << max(0, tokens.bit_length() - 1)

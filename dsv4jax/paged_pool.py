@@ -1,0 +1,136 @@
+"""PagedPool: the compressed entries of all requests, in blocks.
+
+A block stands for 128 tokens in every layer: 32 CSA entries (with their indexer keys) or one HCA entry. One block table
+serves all layers. A row is addressed as (layer, block, row), never by one flat offset, which would overflow int32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.checks import check_array, check_batch
+from dsv4jax.config import AttentionType
+from dsv4jax.formats import KeyRows, KVRows
+from dsv4jax.plan import CachePlan
+from dsv4jax.state_cache import unique_or_dropped
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PagedPool:
+    """Entries of all layers of one kind."""
+
+    entries: KVRows  # [layers, num_blocks, entries_per_block, ...]
+    indexer_keys: KeyRows | None  # [layers, num_blocks, entries_per_block, ...], CSA only
+
+
+def init_pool(plan: CachePlan, kind: AttentionType) -> PagedPool | None:
+    """An empty pool; None for SWA, which compresses nothing."""
+    if kind == AttentionType.SWA:
+        return None
+    cfg = plan.cfg
+    lead = len(plan.layers(kind)), plan.num_blocks, plan.entries_per_block(kind)
+
+    def zeros(row: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), row)
+
+    keys = zeros(plan.keys.row(cfg.indexer_head_dim)) if kind == AttentionType.CSA else None
+    return PagedPool(entries=zeros(plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)), indexer_keys=keys)
+
+
+def _entries_per_block(store: Any) -> int:
+    return jax.tree.leaves(store)[0].shape[2]
+
+
+def scatter_entries(
+    store: Any,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    rows: Any,
+) -> Any:
+    """Write entries first .. first + count of each request; rows' leaves are [B, E, ...] with E >= count.
+
+    An entry whose block is not allocated is dropped, never written elsewhere.
+    """
+    per_block, num_blocks = _entries_per_block(store), jax.tree.leaves(store)[0].shape[1]
+    k = jnp.arange(jax.tree.leaves(rows)[0].shape[1], dtype=jnp.int32)[None]
+    entry = first[:, None] + k
+    block = block_table.at[slots[:, None], entry // per_block].get(mode="fill", fill_value=-1)
+    valid = (k < count[:, None]) & (slots[:, None] >= 0) & (block >= 0)
+    target = unique_or_dropped(block, valid, num_blocks)
+    return jax.tree.map(
+        lambda leaf, value: leaf.at[index, target, entry % per_block].set(value, mode="drop", unique_indices=True),
+        store,
+        rows,
+    )
+
+
+def gather_entries(
+    store: Any, index: jax.Array | int, block_table: jax.Array, slots: jax.Array, entry: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Read encoded entries by number: entry int32 [B, ...] -> leaves [B, ..., *row], and which are really there.
+
+    What is not there (entry -1, slot -1, block not allocated) reads some row in range: mask it.
+    """
+    per_block = _entries_per_block(store)
+    rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
+    block = block_table.at[rows, entry // per_block].get(mode="fill", fill_value=-1)
+    valid = (entry >= 0) & (rows >= 0) & (block >= 0)
+    at = index, jnp.maximum(block, 0), jnp.maximum(entry, 0) % per_block
+    return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip"), store), valid
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def gather_compressed(
+    pool: PagedPool,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    picks: jax.Array,
+    *,
+    plan: CachePlan,
+) -> jax.Array:
+    """Chosen entries as dense rows. K = V: the one array serves as both.
+
+    Args:
+      index: layer's place in its stack.
+      block_table: int32 [requests, max_blocks].
+      slots: int32 [B].
+      picks: int32 [B, ...] entry numbers, -1 = none.
+
+    Returns:
+      f32 [B, ..., head_dim], zero where there is no entry.
+    """
+    check_batch(slots=slots)
+    check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
+    rows, valid = gather_entries(pool.entries, index, block_table, slots, picks)
+    return jnp.where(valid[..., None], plan.rows.decode(rows), 0.0)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def gather_all_compressed(
+    pool: PagedPool,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    num_entries: jax.Array,
+    *,
+    plan: CachePlan,
+) -> jax.Array:
+    """The first ``num_entries[b]`` entries of each request as dense rows.
+
+    Returns:
+      f32 [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
+    """
+    check_batch(slots=slots, num_entries=num_entries)
+    entry = jnp.arange(block_table.shape[1] * _entries_per_block(pool.entries), dtype=jnp.int32)[None]
+    picks = jnp.where(entry < num_entries[:, None], entry, -1)
+    return gather_compressed(pool, index, block_table, slots, picks, plan=plan)

@@ -1,0 +1,295 @@
+"""From a configuration to the shapes and bytes of a cache: schemas, block budget, plan.
+
+    per request and layer    window rows + positions, tails of the compressors             (StateCache)
+    per block and layer      entry rows, indexer keys; a block is 128 tokens in every layer (PagedPool)
+    per request              length, block table row                                        (Tables)
+
+A plan is host arithmetic: nothing here touches a device. It is hashable and static inside the cache's pytree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4jax.config import AttentionType, DSV4Config, layer_schedule
+from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KVFormat, row_bytes
+
+MAX_CONTEXT = 1 << 24  # positions become fp32 angles, which hold integers exactly up to here
+HCA_TAILS = ("ring", "online")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCacheSchema:
+    """Cache layout of one layer, in entries; bytes follow from the plan's formats."""
+
+    layer_idx: int
+    attn_type: AttentionType
+    compression_ratio: int  # tokens per entry; 0 for SWA
+    entries_per_block: int
+    entry_head_dim: int
+    rope_dim: int
+    indexer_entries_per_block: int  # CSA only, else 0
+    indexer_head_dim: int
+    swa_window_size: int
+    tail_buffer_size_a: int  # rows of the current block's stream(s)
+    tail_buffer_size_b: int  # rows of the previous block's b-stream (CSA only)
+
+
+def build_schema(cfg: DSV4Config, layer: int) -> LayerCacheSchema:
+    """Schema of layer number ``layer``. ValueError where the model has no such layer."""
+    if not 0 <= layer < cfg.num_layers:
+        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
+    kind = layer_schedule(cfg)[layer].attn
+    ratio, indexed = cfg.ratio(kind), kind == AttentionType.CSA
+    per_block = cfg.block_tokens // ratio if ratio else 0
+    return LayerCacheSchema(
+        layer_idx=layer,
+        attn_type=kind,
+        compression_ratio=ratio,
+        entries_per_block=per_block,
+        entry_head_dim=cfg.head_dim,
+        rope_dim=cfg.rope_dim,
+        indexer_entries_per_block=per_block if indexed else 0,
+        indexer_head_dim=cfg.indexer_head_dim if indexed else 0,
+        swa_window_size=cfg.sliding_window,
+        tail_buffer_size_a=ratio,
+        tail_buffer_size_b=ratio if indexed else 0,
+    )
+
+
+def compute_block_budget(cfg: DSV4Config, max_context: int, max_requests: int, headroom: float = 1.10) -> int:
+    """Blocks for ``max_requests`` requests of ``max_context`` tokens, times the headroom; both roundings go up.
+
+    One number serves every layer, because one block table does. 0 where no layer is compressed.
+    """
+    if not any(cfg.compress_ratios):
+        return 0
+    per_request = -(-max_context // cfg.block_tokens)
+    # Exact arithmetic: 10 * 1.1 in binary floats is 11.000000000000002, whose ceiling would be 12.
+    return math.ceil(max_requests * per_request * Fraction(str(headroom)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """Everything static about a cache. Build it with ``plan_cache``."""
+
+    cfg: DSV4Config
+    max_requests: int
+    max_context: int
+    kv_format: str
+    indexer_format: str
+    tail_dtype: np.dtype[Any]
+    hca_tail: str
+    num_blocks: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks one request can hold: the width of the block table."""
+        return -(-self.max_context // self.cfg.block_tokens)
+
+    @property
+    def rows(self) -> KVFormat:
+        return KV_FORMATS[self.kv_format]
+
+    @property
+    def keys(self) -> KeyFormat:
+        return INDEXER_FORMATS[self.indexer_format]
+
+    @property
+    def min_ratio(self) -> int:
+        """Smallest compress ratio among the layers: the one that fills blocks first. 0 where none is compressed."""
+        return min((ratio for ratio in self.cfg.compress_ratios if ratio), default=0)
+
+    def layers(self, kind: AttentionType) -> tuple[int, ...]:
+        """Numbers of the layers of a kind, in order; their place here is their index in the kind's stack."""
+        return tuple(spec.layer_idx for spec in layer_schedule(self.cfg) if spec.attn == kind)
+
+    def entries_per_block(self, kind: AttentionType) -> int:
+        ratio = self.cfg.ratio(kind)
+        return self.cfg.block_tokens // ratio if ratio else 0
+
+    def schema(self, layer: int) -> LayerCacheSchema:
+        return build_schema(self.cfg, layer)
+
+    def state_bytes(self, kind: AttentionType) -> dict[str, int]:
+        """Bytes of one request's state in one layer of a kind, by part."""
+        cfg, word = self.cfg, self.tail_dtype.itemsize
+        window = cfg.sliding_window * (row_bytes(self.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)) + 4)
+        if kind == AttentionType.SWA:
+            return {"window": window}
+        if kind == AttentionType.CSA:  # K and Z of: current a-stream, current b-stream, previous b-stream
+            row = 6 * cfg.csa_compression_ratio * word
+            return {"window": window, "tail": row * cfg.head_dim, "indexer tail": row * cfg.indexer_head_dim}
+        vectors = 2 * cfg.hca_compression_ratio if self.hca_tail == "ring" else 3
+        return {"window": window, "tail": vectors * cfg.head_dim * word}
+
+    def block_bytes(self, kind: AttentionType) -> dict[str, int]:
+        """Bytes of one block in one layer of a kind, by part."""
+        cfg, count = self.cfg, self.entries_per_block(kind)
+        parts = {}
+        if kind != AttentionType.SWA:
+            parts["entries"] = count * row_bytes(self.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim))
+        if kind == AttentionType.CSA:
+            parts["indexer keys"] = count * row_bytes(self.keys.row(cfg.indexer_head_dim))
+        return parts
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Pool bytes per token of context, over all layers: those of a block / 128."""
+        block = sum(len(self.layers(kind)) * sum(self.block_bytes(kind).values()) for kind in AttentionType)
+        return block / self.cfg.block_tokens
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes a slot holds whether long or short: its state in all layers and its row of the tables."""
+        state = sum(len(self.layers(kind)) * sum(self.state_bytes(kind).values()) for kind in AttentionType)
+        return state + 4 * self.max_blocks + 3 * 4 + 1  # block table row; length, granted length, block count; admitted
+
+    def memory_bytes(self) -> int:
+        """Bytes of the whole cache: the sum over its leaves."""
+        pool = round(self.bytes_per_token * self.cfg.block_tokens) * self.num_blocks
+        free_list = (2 * self.num_blocks + 1) * 4  # readers per block, free blocks, how many are free
+        return pool + self.max_requests * self.bytes_per_request + free_list
+
+    def largest_context(self, memory_bytes: int, max_requests: int | None = None, headroom: float = 1.10) -> int:
+        """Longest context, in tokens, that every request can have at once in so many bytes; 0 where none fits.
+
+        Args:
+          memory_bytes: memory set aside for the cache.
+          max_requests: concurrent requests; this plan's where None.
+          headroom: the block budget's.
+        """
+        requests = max_requests or self.max_requests
+        low, high = 0, MAX_CONTEXT // self.cfg.block_tokens
+        while low < high:  # memory grows with context: bisect on blocks per request
+            middle = (low + high + 1) // 2
+            context = middle * self.cfg.block_tokens
+            plan = dataclasses.replace(
+                self,
+                max_context=context,
+                max_requests=requests,
+                num_blocks=max(1, compute_block_budget(self.cfg, context, requests, headroom)),
+            )
+            low, high = (middle, high) if plan.memory_bytes() <= memory_bytes else (low, middle - 1)
+        return low * self.cfg.block_tokens
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def plan_cache(
+    cfg: DSV4Config,
+    max_requests: int = 8,
+    max_context: int = 131072,
+    kv_format: str = "fp8_row",
+    indexer_format: str = "nvfp4",
+    tail_dtype: Any = jnp.float32,
+    hca_tail: str = "ring",
+    num_blocks: int | None = None,
+    headroom: float = 1.10,
+) -> CachePlan:
+    """Plan a cache.
+
+    Args:
+      cfg: the model's sizes.
+      max_requests: slots.
+      max_context: longest sequence of one request, in tokens.
+      kv_format: format of window rows and entries, a key of ``formats.KV_FORMATS``.
+      indexer_format: format of indexer keys, a key of ``formats.INDEXER_FORMATS``.
+      tail_dtype: dtype of the compressors' streams between steps; the model's is float32.
+      hca_tail: "ring" keeps a block's 128 rows, "online" a running softmax (1/85 of the bytes, equal to 1e-6).
+      num_blocks: blocks of the pool; by default enough for every request at full length, times ``headroom``. Fewer
+        are legal: ``prepare_forward`` says when they run out.
+      headroom: factor on the default block count, at least 1.
+
+    Raises:
+      ValueError: an argument breaks its rule.
+    """
+    for name, value, known in (
+        ("kv_format", kv_format, KV_FORMATS),
+        ("indexer_format", indexer_format, INDEXER_FORMATS),
+        ("hca_tail", hca_tail, HCA_TAILS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+    if max_requests < 1:
+        raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+    if not 1 <= max_context <= MAX_CONTEXT:
+        raise ValueError(
+            f"max_context must be in [1, {MAX_CONTEXT}] (fp32 angles hold no larger position), got {max_context}"
+        )
+    if headroom < 1:
+        raise ValueError(f"headroom must be at least 1, got {headroom}")
+    if not jnp.issubdtype(tail_dtype, jnp.floating):
+        raise ValueError(f"tail_dtype must be a float dtype, got {tail_dtype}")
+    if num_blocks is None:
+        # A cache without compressed layers holds no blocks; one unused id keeps every table non-empty.
+        num_blocks = max(1, compute_block_budget(cfg, max_context, max_requests, headroom))
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+    plan = CachePlan(
+        cfg=cfg,
+        max_requests=max_requests,
+        max_context=max_context,
+        kv_format=kv_format,
+        indexer_format=indexer_format,
+        tail_dtype=jnp.dtype(tail_dtype),
+        hca_tail=hca_tail,
+        num_blocks=num_blocks,
+    )
+    plan.memory_bytes()  # a format refuses sizes it cannot hold: here, not at the first write
+    return plan
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.2f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def _table(plan: CachePlan) -> str:
+    """The plan as a person reads it."""
+    head = (
+        f"KV cache: {plan.max_requests} requests x {plan.max_context:,} tokens, {plan.cfg.num_layers} layers, "
+        f"{plan.kv_format} rows, {plan.indexer_format} indexer keys, {plan.tail_dtype.name} {plan.hca_tail} tails"
+    )
+    lines = [head, "", f"{'layers':<10}{'part':<14}{'one layer holds':>28}{'all such layers':>18}"]
+    for kind in AttentionType:
+        layers = len(plan.layers(kind))
+        if not layers:
+            continue
+        parts = [(part, size, "request", plan.max_requests) for part, size in plan.state_bytes(kind).items()]
+        parts += [(part, size, "block", plan.num_blocks) for part, size in plan.block_bytes(kind).items()]
+        for i, (part, size, unit, count) in enumerate(parts):
+            label = f"{layers} {kind.upper()}" if i == 0 else ""
+            lines.append(f"{label:<10}{part:<14}{_size(size):>15} per {unit:<8}{_size(layers * size * count):>18}")
+    lines += [
+        f"{'tables':<66}{_size(plan.memory_bytes() - _stack_bytes(plan)):>4}".rstrip(),
+        "",
+        f"per request  {plan.bytes_per_request:>16,} B    (state in all layers and a row of the tables)",
+        f"per token    {plan.bytes_per_token:>16,.1f} B    ({plan.num_blocks:,} blocks, {plan.cfg.block_tokens} tokens each)",
+        f"total        {plan.memory_bytes():>16,} B    ({_size(plan.memory_bytes())})",
+        "",
+        f"largest context for {plan.max_requests} requests, 10 % headroom:",
+    ]
+    lines += [f"  in {gib:>3} GiB  {plan.largest_context(gib << 30):>12,} tokens" for gib in (8, 24, 80, 141)]
+    return "\n".join(lines)
+
+
+def _stack_bytes(plan: CachePlan) -> int:
+    """Bytes of the layers' stacks: the cache without its tables."""
+
+    def stack(kind: AttentionType) -> int:
+        state, block = sum(plan.state_bytes(kind).values()), sum(plan.block_bytes(kind).values())
+        return len(plan.layers(kind)) * (state * plan.max_requests + block * plan.num_blocks)
+
+    return functools.reduce(lambda total, kind: total + stack(kind), AttentionType, 0)

@@ -1,0 +1,61 @@
+"""Rotary position embedding on interleaved pairs, and YaRN's stretched frequencies.
+
+Positions are absolute; pair i of the last ``rope_dim`` dims turns by the angle p * f_i. Frequencies and angles are fp32
+as in DeepSeek's code: at p = 1M an fp64 frequency moves a cosine by 3e-2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4jax.config import AttentionType, DSV4Config
+
+
+def rope_frequencies(cfg: DSV4Config, kind: AttentionType) -> np.ndarray:
+    """Frequencies f32 [rope_dim / 2] of every rope in a layer of this kind.
+
+    SWA layers turn by base^(-2i / rope_dim) with ``rope_theta``. CSA and HCA layers use ``compress_rope_theta`` and
+    YaRN: with c(r) = rope_dim * ln(original / (2 pi r)) / (2 ln base), low = floor(c(beta_fast)) and
+    high = ceil(c(beta_slow)), a pair keeps its frequency below low, has it divided by the factor above high, and is
+    blended linearly between.
+    """
+    dim = cfg.rope_dim
+    base = cfg.rope_theta if kind == AttentionType.SWA else cfg.compress_rope_theta
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    freqs = np.float32(1.0) / np.float32(base) ** exponent
+    if kind == AttentionType.SWA:
+        return freqs
+
+    def corrected_dim(rotations: float) -> float:
+        return dim * math.log(cfg.yarn_original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = min(max(math.floor(corrected_dim(cfg.yarn_beta_fast)), 0), dim - 1)
+    high = min(max(math.ceil(corrected_dim(cfg.yarn_beta_slow)), 0), dim - 1)
+    width = high - low or 0.001
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0.0, 1.0)
+    return freqs / np.float32(cfg.yarn_factor) * ramp + freqs * (np.float32(1.0) - ramp)
+
+
+def apply_rope(x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse: bool = False) -> jax.Array:
+    """Turn the last 2 * len(freqs) dims of x: (e, o) -> (e cos - o sin, o cos + e sin); the inverse flips sin.
+
+    Args:
+      x: f32 [..., dim].
+      positions: int32, broadcastable to x's leading axes.
+      freqs: f32 [rope_dim / 2], from ``rope_frequencies``.
+    """
+    rope_dim = 2 * len(freqs)
+    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(freqs).reshape((1,) * positions.ndim + (-1,))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if inverse:
+        sin = -sin
+    pairs = x[..., -rope_dim:].reshape(*x.shape[:-1], rope_dim // 2, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    # The angle may lack x's head axis, so leading axes are broadcast by shape, not by rank promotion.
+    cos, sin = jnp.broadcast_to(cos, even.shape), jnp.broadcast_to(sin, even.shape)
+    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(*x.shape[:-1], rope_dim)
+    return jnp.concatenate([x[..., :-rope_dim], turned], -1)
