@@ -258,8 +258,9 @@ def _size(num_bytes: float) -> str:
 
 def _table(plan: CachePlan) -> str:
     """The plan as a person reads it."""
+    cfg = plan.cfg
     head = (
-        f"KV cache: {plan.max_requests} requests x {plan.max_context:,} tokens, {plan.cfg.num_layers} layers, "
+        f"KV cache: {plan.max_requests} requests x {plan.max_context:,} tokens, {cfg.num_layers} layers, "
         f"{plan.kv_format} rows, {plan.indexer_format} indexer keys, {plan.tail_dtype.name} {plan.hca_tail} tails"
     )
     lines = [head, "", f"{'layers':<10}{'part':<14}{'one layer holds':>28}{'all such layers':>18}"]
@@ -276,7 +277,7 @@ def _table(plan: CachePlan) -> str:
         f"{'tables':<66}{_size(plan.memory_bytes() - _stack_bytes(plan)):>4}".rstrip(),
         "",
         f"per request  {plan.bytes_per_request:>16,} B    (state in all layers and a row of the tables)",
-        f"per token    {plan.bytes_per_token:>16,.1f} B    ({plan.num_blocks:,} blocks, {plan.cfg.block_tokens} tokens each)",
+        f"per token    {plan.bytes_per_token:>16,.1f} B    ({plan.num_blocks:,} blocks of {cfg.block_tokens} tokens)",
         f"total        {plan.memory_bytes():>16,} B    ({_size(plan.memory_bytes())})",
         "",
         f"largest context for {plan.max_requests} requests, 10 % headroom:",
