@@ -14,6 +14,7 @@ from dsv4jax.cache import (
     release,
 )
 from dsv4jax.config import AttentionType, DSV4Config, LayerSpec, layer_schedule
+from dsv4jax.flashmla import from_flashmla_pages, to_flashmla_pages
 from dsv4jax.flush import append_swa, append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
 from dsv4jax.handle import LayerCacheHandle, acquire
 from dsv4jax.layer import attention_layer, attention_layer_at

@@ -108,6 +108,15 @@ def _from_e4m3(byte: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(byte, E4M3).astype(jnp.float32)
 
 
+def _amax(x: jax.Array) -> jax.Array:
+    """Largest magnitude over the last axis; NaN where any value is.
+
+    On the fp32 bits, whose order is that of the magnitudes with NaN on top: XLA's float maximum loses NaN on CPU.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return lax.bitcast_convert_type(jnp.max(bits, -1), jnp.float32)
+
+
 def _ue8m0_for(amax: jax.Array, largest: float) -> jax.Array:
     """Exponent byte of the smallest power of two s with amax / s <= largest; 255 (NaN) where amax is not finite.
 
@@ -178,7 +187,7 @@ class Fp8Rows:
 
     def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
         nope, rope = _split(x, rope_dim)
-        scale = jnp.maximum(jnp.max(jnp.abs(nope), -1), MIN_KV_AMAX) * _INV_E4M3_MAX
+        scale = jnp.maximum(_amax(nope), MIN_KV_AMAX) * _INV_E4M3_MAX
         return _store(KVRows(nope=_to_e4m3(nope / scale[..., None]), rope=rope.astype(jnp.bfloat16), scale=scale))
 
     def decode(self, rows: KVRows) -> jax.Array:
@@ -207,7 +216,7 @@ class Fp8TileRows:
     def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
         nope, rope = _split(x, rope_dim)
         tiles = nope.reshape(*nope.shape[:-1], -1, self.tile)
-        scale = _ue8m0_for(jnp.maximum(jnp.max(jnp.abs(tiles), -1), MIN_KV_AMAX), E4M3_MAX)
+        scale = _ue8m0_for(jnp.maximum(_amax(tiles), MIN_KV_AMAX), E4M3_MAX)
         quantised = _to_e4m3(tiles / _from_ue8m0(scale)[..., None]).reshape(nope.shape)
         return _store(KVRows(nope=quantised, rope=rope.astype(jnp.bfloat16), scale=scale))
 
@@ -256,7 +265,7 @@ class Fp4Keys:
 
     def encode(self, x: jax.Array) -> KeyRows:
         groups = x.reshape(*x.shape[:-1], -1, self.group)
-        amax = jnp.max(jnp.abs(groups), -1)
+        amax = _amax(groups)
         if self.e4m3_scale:
             scale = jnp.clip(amax * _INV_E2M1_MAX, 2.0**-9, E4M3_MAX)
             scale = _to_e4m3(jnp.where(jnp.isfinite(amax), scale, jnp.nan))

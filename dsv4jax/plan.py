@@ -10,7 +10,6 @@ A plan is host arithmetic: nothing here touches a device. It is hashable and sta
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from fractions import Fraction
 from typing import Any
@@ -23,6 +22,7 @@ from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KVFormat, ro
 
 MAX_CONTEXT = 1 << 24  # positions become fp32 angles, which hold integers exactly up to here
 HCA_TAILS = ("ring", "online")
+TAIL_DTYPES = ("float32", "bfloat16")  # narrower ones do not hold -1e9, the gate of an empty slot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,9 @@ class CachePlan:
           max_requests: concurrent requests; this plan's where None.
           headroom: the block budget's.
         """
-        requests = max_requests or self.max_requests
+        requests = self.max_requests if max_requests is None else max_requests
+        if requests < 1:
+            raise ValueError(f"max_requests must be at least 1, got {requests}")
         low, high = 0, MAX_CONTEXT // self.cfg.block_tokens
         while low < high:  # memory grows with context: bisect on blocks per request
             middle = (low + high + 1) // 2
@@ -219,16 +221,19 @@ def plan_cache(
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+    for name, value in (("max_requests", max_requests), ("max_context", max_context), ("num_blocks", num_blocks)):
+        if not isinstance(value, int | np.integer | None):
+            raise ValueError(f"{name} must be an integer, got {value!r}")
     if max_requests < 1:
         raise ValueError(f"max_requests must be at least 1, got {max_requests}")
     if not 1 <= max_context <= MAX_CONTEXT:
         raise ValueError(
             f"max_context must be in [1, {MAX_CONTEXT}] (fp32 angles hold no larger position), got {max_context}"
         )
-    if headroom < 1:
-        raise ValueError(f"headroom must be at least 1, got {headroom}")
-    if not jnp.issubdtype(tail_dtype, jnp.floating):
-        raise ValueError(f"tail_dtype must be a float dtype, got {tail_dtype}")
+    if not 1 <= headroom < math.inf:
+        raise ValueError(f"headroom must be finite and at least 1, got {headroom}")
+    if jnp.dtype(tail_dtype).name not in TAIL_DTYPES:
+        raise ValueError(f"tail_dtype must be one of {list(TAIL_DTYPES)}, got {jnp.dtype(tail_dtype).name!r}")
     if num_blocks is None:
         # A cache without compressed layers holds no blocks; one unused id keeps every table non-empty.
         num_blocks = max(1, compute_block_budget(cfg, max_context, max_requests, headroom))
@@ -274,7 +279,7 @@ def _table(plan: CachePlan) -> str:
             label = f"{layers} {kind.upper()}" if i == 0 else ""
             lines.append(f"{label:<10}{part:<14}{_size(size):>15} per {unit:<8}{_size(layers * size * count):>18}")
     lines += [
-        f"{'tables':<66}{_size(plan.memory_bytes() - _stack_bytes(plan)):>4}".rstrip(),
+        f"{'tables':<52}{_size(plan.memory_bytes() - _stack_bytes(plan)):>18}",
         "",
         f"per request  {plan.bytes_per_request:>16,} B    (state in all layers and a row of the tables)",
         f"per token    {plan.bytes_per_token:>16,.1f} B    ({plan.num_blocks:,} blocks of {cfg.block_tokens} tokens)",
@@ -282,15 +287,19 @@ def _table(plan: CachePlan) -> str:
         "",
         f"largest context for {plan.max_requests} requests, 10 % headroom:",
     ]
-    lines += [f"  in {gib:>3} GiB  {plan.largest_context(gib << 30):>12,} tokens" for gib in (8, 24, 80, 141)]
+    for gib in (8, 24, 80, 141):
+        context = plan.largest_context(gib << 30)
+        lines.append(
+            f"  in {gib:>3} GiB  {context:>12,} tokens{' (the limit of positions)' * (context == MAX_CONTEXT)}"
+        )
     return "\n".join(lines)
 
 
 def _stack_bytes(plan: CachePlan) -> int:
     """Bytes of the layers' stacks: the cache without its tables."""
 
-    def stack(kind: AttentionType) -> int:
+    total = 0
+    for kind in AttentionType:
         state, block = sum(plan.state_bytes(kind).values()), sum(plan.block_bytes(kind).values())
-        return len(plan.layers(kind)) * (state * plan.max_requests + block * plan.num_blocks)
-
-    return functools.reduce(lambda total, kind: total + stack(kind), AttentionType, 0)
+        total += len(plan.layers(kind)) * (state * plan.max_requests + block * plan.num_blocks)
+    return total

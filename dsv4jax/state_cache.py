@@ -9,6 +9,7 @@ stored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -134,6 +135,7 @@ def reset_slots(state: StateCache, slots: jax.Array, *, plan: CachePlan, kind: A
     )
 
 
+@functools.partial(jax.jit, static_argnames="plan")
 def gather_swa(
     state: StateCache, index: jax.Array | int, slots: jax.Array, seq_lens: jax.Array, *, plan: CachePlan
 ) -> tuple[jax.Array, jax.Array]:

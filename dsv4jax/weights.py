@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +159,13 @@ def load_attention_params(
         name = NAMINGS[naming][jax.tree_util.keystr(path, simple=True, separator=".")]
         if name not in tensors:
             raise ValueError(f"layer {layer}: tensor {name!r} is missing; there are {sorted(tensors)}")
-        value = jnp.asarray(tensors[name])
+        given = tensors[name]
+        value = jnp.asarray(given)
+        dtype = given.dtype if isinstance(given, np.ndarray) else value.dtype  # asarray narrows f64 without a word
         if value.shape != leaf.shape:
             raise ValueError(f"layer {layer}: tensor {name!r} has shape {value.shape}, expected {leaf.shape}")
-        if value.dtype not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"layer {layer}: tensor {name!r} is {value.dtype}, expected float32 or bfloat16")
+        if dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"layer {layer}: tensor {name!r} is {dtype}, expected float32 or bfloat16")
         leaves.append(value)
     return jax.tree.unflatten(tree, leaves)
 
@@ -193,7 +195,7 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
       ValueError: a tensor is missing, misshapen or unreadable, naming it and its file.
       FileNotFoundError: the folder holds no safetensors file.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     folder = Path(path)
     where = _tensor_files(folder)
@@ -205,11 +207,10 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
     raw: dict[str, np.ndarray] = {}
     for file in sorted(set(wanted.values())):
         try:
-            with safe_open(folder / file, framework="numpy") as shard:
-                for name in (name for name, home in wanted.items() if home == file):
-                    raw[name] = shard.get_tensor(prefix + name)
-        except (SafetensorError, FileNotFoundError) as error:
+            stored = _read_tensors(folder / file, [prefix + name for name, home in wanted.items() if home == file])
+        except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"layer {layer}: cannot read {folder / file}: {error}") from error
+        raw |= {name.removeprefix(prefix): value for name, value in stored.items()}
     tensors: dict[str, Any] = {}
     for name, value in raw.items():
         if name.endswith(".scale"):
@@ -220,6 +221,42 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
         except ValueError as error:
             raise ValueError(f"layer {layer}: tensor {name!r}: {error}") from error
     return load_attention_params(tensors, cfg, layer, prefixes[prefix])
+
+
+# dtypes of a safetensors header that attention weights come in.
+_STORED_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+}
+
+
+def _read_tensors(file: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Some tensors of one file: 8 bytes of header length | JSON header | data.
+
+    ``safe_open`` checks header and file length. The tensors are read here, because its numpy form has no 8-bit floats.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy"):
+        pass
+    tensors: dict[str, np.ndarray] = {}
+    with file.open("rb") as stream:
+        data = 8 + int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(data - 8))
+        for name in names:
+            if name not in header:
+                raise ValueError(f"tensor {name!r} is not in the file")
+            dtype = _STORED_DTYPES.get(header[name]["dtype"])
+            if dtype is None:
+                raise ValueError(f"tensor {name!r} is {header[name]['dtype']}; known are {list(_STORED_DTYPES)}")
+            begin, end = header[name]["data_offsets"]
+            stream.seek(data + begin)
+            tensors[name] = np.frombuffer(stream.read(end - begin), dtype).reshape(header[name]["shape"])
+    return tensors
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

@@ -7,11 +7,15 @@ import functools
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 import dsv4jax as d4
 
 DATA = Path(__file__).parent / "data"
+# Share of rounded values that may differ from the recorded ones: fp32 sums in another order move a value across a
+# rounding boundary about once in 10^5.
+MOVED = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,19 @@ class Recording:
         """The weights under a naming, "hf" or "deepseek"."""
         prefix = f"{naming}/"
         return {name.removeprefix(prefix): value for name, value in self.arrays.items() if name.startswith(prefix)}
+
+    def rounded(self, name: str) -> np.ndarray:
+        """Rows of the rounded run, with the rope dims (recorded in fp32) in bfloat16 as the format stores them."""
+        rows = self.arrays[name].copy()
+        rope = slice(-self.cfg.rope_dim, None)
+        rows[..., rope] = rows[..., rope].astype(ml_dtypes.bfloat16).astype(np.float32)
+        return rows
+
+
+def moved_values(got: np.ndarray, want: np.ndarray) -> int:
+    """How many rounded values differ."""
+    assert got.shape == want.shape
+    return int(np.sum(got != want))
 
 
 @functools.cache

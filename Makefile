@@ -1,0 +1,43 @@
+# make demo              the demo on the CPU: out/occupancy.png and a table
+# make demo DEVICE=gpu   layers of V4-Flash's size on an NVIDIA GPU
+# make test              the tests; ARGS="-k name" goes to pytest
+# make lint              ruff and pyright
+# make clean             remove what the others made, the environment too
+#
+# The first use makes .venv with a Python that .ci/venv.sh finds, and installs into it; a changed pyproject.toml installs
+# again. Where there is no network, name an interpreter that has everything already, and nothing is installed:
+#
+#     make test PYTHON=/path/to/python
+
+.PHONY: demo test lint clean
+.NOTPARALLEL:
+
+DEVICE ?= cpu
+
+ifdef PYTHON
+python := $(PYTHON)
+installed =
+export PYTHONPATH := $(CURDIR)
+else
+python := .venv/bin/python
+installed = .venv/installed-$(1)
+endif
+
+demo: $(call installed,demo-$(DEVICE))
+	$(python) examples/demo.py --device $(DEVICE) --out out
+
+test: $(call installed,test)
+	$(python) -m pytest $(ARGS)
+
+lint: $(call installed,test)
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	$(python) -m pyright --pythonpath $(python)
+
+.venv/installed-%: pyproject.toml .python-version .ci/venv.sh
+	.ci/venv.sh $*
+	touch $@
+
+clean:
+	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,251 @@
+"""The cache at work, checked against known outputs.
+
+On a CPU (``--size recorded``) a tiny layer of each kind serves a ragged batch whose outputs were recorded from
+DeepSeek's published inference code. On a GPU (``--size flash``) one layer of each kind has V4-Flash's size, and one
+request is checked against the library's own full recompute. ``--size tiny`` is the latter job at a size that any
+machine can run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from batching import Request, Served, schedule, serve
+from occupancy_plot import plot_occupancy
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import dsv4jax as d4
+from dsv4jax.reference import reference_layer
+
+RECORDINGS = Path(__file__).parents[1] / "tests" / "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """How far outputs may be from what they are compared with."""
+
+    tolerance: float
+    outliers: float = 0.0  # share of tokens that may be further away
+
+
+# (row format, indexer key format, recorded array) -> layer kind -> Check.
+RECORDED = {
+    # fp32 sums in another order: measured 1.3e-6 on outputs up to 1.8.
+    ("f32", "f32", "out"): dict.fromkeys(d4.AttentionType, Check(2e-5)),
+    # The recording kept the rope dims in fp32 where a stored row has bfloat16: measured 1.5e-3. Another machine's sums
+    # may round one indexer key to the next FP4 value and so flip a pick, which moves a token's output by 0.1 or more.
+    ("fp8_tile64", "mxfp4", "out_q"): {
+        d4.AttentionType.SWA: Check(2e-3),
+        d4.AttentionType.CSA: Check(2e-3, outliers=0.02),
+        d4.AttentionType.HCA: Check(2e-3),
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomJob:
+    """Layers of random bfloat16 weights on random inputs."""
+
+    cfg: d4.DSV4Config
+    prompts: tuple[int, ...]
+    decode: int
+    chunk: int
+
+
+# The check compares request 0, which is short enough that the indexer picks every entry: bfloat16 cannot flip a pick.
+RANDOM_JOBS = {
+    "flash": RandomJob(
+        dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(0, 4, 128)),
+        prompts=(1000, 1433, 1861, 2297, 2731, 3169, 3593, 4000),
+        decode=64,
+        chunk=1024,
+    ),
+    "tiny": RandomJob(d4.DSV4Config.tiny(indexer_top_k=64), prompts=(131, 150, 190), decode=9, chunk=64),
+}
+# A token's rms error over the rms of all outputs: activations are rounded to bfloat16 (2^-9) at several places on the
+# way. Measured 8e-3 at the tiny size.
+RANDOM_TOLERANCE = 2e-2
+
+
+def recorded_requests(length: int) -> list[Request]:
+    """Five requests, prefixes of one recorded sequence. Four fit at once; the third ends early, the last moves in."""
+    shares = ((0.6, 1.0), (0.22, 1.0), (0.02, 0.28), (0.43, 0.86), (0.47, 0.88))
+    return [Request(prompt=max(1, int(prompt * length)), total=int(total * length)) for prompt, total in shares]
+
+
+def results_table(title: str, reference: str) -> Table:
+    table = Table(title=title, caption="tokens/s over all requests, without compilation")
+    for column in ("layer", "rows", "indexer keys"):
+        table.add_column(column)
+    for column in ("tokens", "entries", f"error against {reference}", "tolerance", "beyond", "prefill/s", "decode/s"):
+        table.add_column(column, justify="right")
+    return table
+
+
+def speeds(served: Served) -> tuple[str, str]:
+    return f"{served.speed('prefill'):,.0f}", f"{served.speed('decode'):,.0f}"
+
+
+def run_recorded(console: Console, progress: Progress, kinds: Sequence[d4.AttentionType], picture: Path) -> bool:
+    """Serve prefixes of the recorded sequences and compare every output. Returns whether all are within tolerance."""
+    archives = {}
+    for kind in kinds:
+        with np.load(RECORDINGS / f"{kind}.npz") as archive:
+            archives[kind] = dict(archive)
+    configs = {kind: d4.DSV4Config.from_hf(json.loads(bytes(a["hf_config"]))) for kind, a in archives.items()}
+    longest = max(len(a["x"]) for a in archives.values())
+    one_of_each = dataclasses.replace(configs[kinds[0]], compress_ratios=(0, 4, 128))
+    console.print("A cache with one layer of each recorded kind:\n", style="bold")
+    console.print(str(d4.plan_cache(one_of_each, 4, longest, "fp8_tile64", "mxfp4")), highlight=False)
+    console.print()
+
+    table = results_table("Recorded layers, five requests in four slots", "recording")
+    histories, all_good = {}, True
+    for kind, arrays in archives.items():
+        cfg = configs[kind]
+        names = {name.removeprefix("hf/"): value for name, value in arrays.items() if name.startswith("hf/")}
+        params = d4.load_attention_params(names, cfg, 0, naming="hf")
+        x = arrays["x"]
+        requests = recorded_requests(len(x))
+        inputs = jnp.broadcast_to(jnp.asarray(x), (len(requests), *x.shape))
+        for (rows, keys, expected), checks in RECORDED.items():
+            plan = d4.plan_cache(cfg, 4, len(x), kv_format=rows, indexer_format=keys)
+            task = progress.add_task(f"{kind.upper()} {rows}", total=len(schedule(requests, 4, chunk=32)))
+            served = serve(plan, (params,), inputs, requests, 32, lambda task=task: progress.advance(task))
+            errors = np.concatenate(
+                [
+                    np.abs(served.output(0, r) - arrays[expected][: request.total]).max(axis=1)
+                    for r, request in enumerate(requests)
+                ]
+            )
+            check = checks[kind]
+            beyond = int(np.sum(~(errors <= check.tolerance)))  # NaN is beyond too
+            good = beyond <= check.outliers * len(errors)
+            all_good &= good
+            entries = sum(request.total // cfg.ratio(kind) for request in requests) if cfg.ratio(kind) else 0
+            table.add_row(
+                kind.upper(),
+                rows,
+                keys if kind == d4.AttentionType.CSA else "",
+                str(len(errors)),
+                str(entries),
+                f"{errors.max():.1e}",
+                f"{check.tolerance:.0e}",
+                f"{beyond}",
+                *speeds(served),
+                style=None if good else "red",
+            )
+            histories[kind] = served
+    progress.stop()
+    console.print(table)
+    plot_occupancy(histories, configs, picture)
+    return all_good
+
+
+def run_random(console: Console, progress: Progress, size: str, picture: Path) -> bool:
+    """Serve random sequences through one layer of each kind and recompute request 0 without a cache."""
+    job = RANDOM_JOBS[size]
+    cfg = job.cfg
+    requests = [Request(prompt, prompt + job.decode) for prompt in job.prompts]
+    longest = max(request.total for request in requests)
+    plan = d4.plan_cache(cfg, len(requests), longest)
+    console.print(str(plan), highlight=False)
+    console.print()
+    weights_key, x_key = jax.random.split(jax.random.key(0))
+    params = tuple(
+        d4.init_attention_params(jax.random.fold_in(weights_key, layer), cfg, layer, jnp.bfloat16)
+        for layer in range(cfg.num_layers)
+    )
+    x = jax.random.normal(x_key, (len(requests), longest, cfg.hidden_size), jnp.bfloat16)
+    task = progress.add_task(f"{size}, bfloat16", total=len(schedule(requests, len(requests), job.chunk)))
+    served = serve(plan, params, x, requests, job.chunk, lambda: progress.advance(task))
+    progress.stop()
+
+    table = results_table(f"One layer of each kind, {size} size, {len(requests)} requests", "recompute")
+    all_good = True
+    for layer, spec in enumerate(d4.layer_schedule(cfg)):
+        length, ratio = requests[0].total, cfg.ratio(spec.attn)
+        reference = reference_layer(
+            params[layer], x[0, :length].astype(jnp.float32), cfg, layer, plan.kv_format, plan.indexer_format
+        )
+        want, got = np.asarray(reference.out), served.output(layer, 0)
+        token_error = np.sqrt(np.mean((got - want) ** 2, axis=1) / np.mean(want**2))
+        beyond = int(np.sum(~(token_error <= RANDOM_TOLERANCE)))
+        all_good &= not beyond
+        table.add_row(
+            spec.attn.upper(),
+            plan.kv_format,
+            plan.indexer_format if spec.attn == d4.AttentionType.CSA else "",
+            str(length),
+            str(length // ratio if ratio else 0),
+            f"{token_error.max():.1e}",
+            f"{RANDOM_TOLERANCE:.0e}",
+            str(beyond),
+            *(speeds(served) if layer == 0 else ("", "")),
+            style="red" if beyond else None,
+        )
+    table.caption = "errors of request 0, relative; tokens/s over all requests and three layers, without compilation"
+    console.print(table)
+    plot_occupancy(
+        {spec.attn: served for spec in d4.layer_schedule(cfg)}, dict.fromkeys(d4.AttentionType, cfg), picture
+    )
+    return all_good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--size", choices=("recorded", *RANDOM_JOBS), help="default: recorded on cpu, flash on gpu")
+    kinds = tuple(d4.AttentionType)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=kinds, default=kinds, type=d4.AttentionType, help="of recorded layers"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
+    args = parser.parse_args()
+    if args.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    else:
+        logging.getLogger("jax").setLevel(logging.CRITICAL)  # where there is no GPU, plugins log long tracebacks
+        try:
+            jax.devices("gpu")
+        except RuntimeError as error:
+            print(f"No GPU that JAX can use: {error}", file=sys.stderr)
+            print("Run with --device cpu, or see why: python -c 'import jax; jax.devices(\"gpu\")'", file=sys.stderr)
+            return 2
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(f"dsv4jax on {jax.devices()[0].device_kind}, jax {jax.__version__}\n", highlight=False)
+    size = args.size or ("recorded" if args.device == "cpu" else "flash")
+    args.out.mkdir(parents=True, exist_ok=True)
+    picture = args.out / "occupancy.png"
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        if size == "recorded":
+            good = run_recorded(console, progress, args.kinds, picture)
+        else:
+            good = run_random(console, progress, size, picture)
+    console.print(f"\nWho held what over time: {picture}", highlight=False)
+    if not good:
+        console.print("Outputs differ from what they should be by more than the tolerance.", style="bold red")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""In place is a property of the compiled program: aliased bytes are the cache, and nothing grows with the pool."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import dsv4jax as d4
+from tests import in_place
+
+ROOT = Path(__file__).parents[1]
+
+
+def check(name: str, found: dict[str, int]) -> None:
+    for size in ("small", "large"):
+        assert found[f"aliased_{size}"] == found[f"donated_{size}"], f"{name}: a donated byte is not updated in place"
+    # release works on all block ids at once: some int32 per block of the tables, none of the pool's rows.
+    growth = 6 * 4 * (in_place.LARGE - in_place.SMALL) if name == "release" else 0
+    assert found["copied_large"] <= found["copied_small"] + growth, f"{name}: a copy grows with the pool"
+    # Less than a kilobyte is the compiler's own choice of layout and alignment.
+    assert found["temporaries_large"] <= found["temporaries_small"] + growth + 1024, f"{name}: temporaries grow"
+
+
+@pytest.mark.parametrize("name", in_place.AUDITS)
+def test_every_update_is_in_place_on_this_device(name):
+    def compile_here(function, *args, **jit_options):
+        return jax.jit(function, **jit_options).lower(*args).compile()
+
+    check(name, in_place.AUDITS[name](compile_here))
+
+
+@pytest.mark.parametrize("target", ["h200", "b200"])
+def test_every_update_is_in_place_compiled_for(target):
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("compiling for a GPU without one needs the extra 'cross'")
+    # A process of its own: one target per process, and it must not see this one's backend.
+    command = [sys.executable, "-m", "tests.compile_for_gpu", target]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    reports = json.loads(result.stdout.splitlines()[-1])
+    assert reports.keys() == in_place.GPU_AUDITS.keys() | {"prefill temporaries"}
+    assert all(size < in_place.PREFILL_LIMIT for size in reports.pop("prefill temporaries").values())
+    for name, found in reports.items():
+        check(name, found)
+
+
+def test_a_copy_of_the_pool_would_be_noticed():
+    """The audit itself: a step that returns a value of the old pool cannot be in place, and must be caught."""
+
+    def leaky(cache, slots, num_new):
+        old = cache.csa.pool.entries.nope
+        cache, _ = d4.prepare_forward(cache, slots, num_new)
+        pool = cache.csa.pool.entries.nope.at[0, 0, 0].set(1)
+        return old, pool, cache.tables
+
+    def compile_here(function, *args, **jit_options):
+        return jax.jit(function, **jit_options).lower(*args).compile()
+
+    with pytest.raises(AssertionError, match="not updated in place"):
+        check("leaky", in_place.bookkeeping(leaky)(compile_here))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layer", range(3), ids=["swa", "csa", "hca"])
+def test_a_long_chunk_against_a_long_context_stays_below_a_gibibyte(layer, dtype):
+    function, args = in_place.flash_prefill(layer, dtype)
+    memory = in_place.memory_of(jax.jit(function, donate_argnums=2).lower(*args).compile())
+    assert memory.temp_size_in_bytes < in_place.PREFILL_LIMIT
+
+
+def test_pro_traces_and_compiles_by_scanning_over_its_layers():
+    """61 layers, each kind's body compiled once. Its time is printed by benchmarks/compile_time.py."""
+    function, args = in_place.pro_scan()
+    compiled = jax.jit(function, donate_argnums=2).lower(*args).compile()
+    cache = args[2]
+    assert in_place.memory_of(compiled).alias_size_in_bytes == cache.plan.memory_bytes()
+    assert len(jax.tree.leaves(cache)) <= 80
