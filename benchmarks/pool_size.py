@@ -68,12 +68,13 @@ def main() -> None:
     medians = {}
     for blocks, samples in times.items():
         step, (_, _, cache, _) = programs[blocks]
+        memory = step.memory_analysis()
         low, high = np.percentile(samples, [10, 90])
         medians[blocks] = statistics.median(samples)
         print(
             f"{blocks:>6} blocks, cache {d4.memory_bytes(cache) / 2**20:>8.1f} MiB: "
             f"{medians[blocks] * 1e6:8.1f} us (10-90 %: {low * 1e6:.1f} to {high * 1e6:.1f}), "
-            f"temporaries {step.memory_analysis().temp_size_in_bytes:,} B"
+            f"temporaries {memory.temp_size_in_bytes if memory else -1:,} B"
         )
     print(f"ratio {medians[BLOCKS[1]] / medians[BLOCKS[0]]:.3f}")
 

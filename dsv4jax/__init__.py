@@ -13,6 +13,7 @@ from dsv4jax.cache import (
     prepare_forward,
     release,
 )
+from dsv4jax.checkpoint import load_safetensors
 from dsv4jax.config import AttentionType, DSV4Config, LayerSpec, layer_schedule
 from dsv4jax.flashmla import from_flashmla_pages, to_flashmla_pages
 from dsv4jax.flush import append_swa, append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
@@ -21,4 +22,4 @@ from dsv4jax.layer import attention_layer, attention_layer_at
 from dsv4jax.paged_pool import PagedPool, gather_all_compressed, gather_compressed
 from dsv4jax.plan import CachePlan, LayerCacheSchema, build_schema, compute_block_budget, plan_cache
 from dsv4jax.state_cache import StateCache, gather_swa, reset_slots
-from dsv4jax.weights import AttentionParams, init_attention_params, load_attention_params, load_safetensors
+from dsv4jax.weights import AttentionParams, init_attention_params, load_attention_params

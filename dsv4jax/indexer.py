@@ -69,7 +69,9 @@ def scores(
         dots = jnp.einsum("bthd,bkd->bthk", queries, keys, precision=lax.Precision.HIGHEST)
         total = jnp.einsum("bth,bthk->btk", weights, jnp.maximum(dots, 0.0), precision=lax.Precision.HIGHEST)
         # A visible entry may score -inf; it must still beat those that are not visible.
-        return jnp.where(seen, jnp.maximum(total, jnp.finfo(jnp.float32).min), -jnp.inf)
+        # NaN goes first: left as it is, its sign bit, which differs between machines, would place it first or last.
+        total = jnp.where(jnp.isnan(total), jnp.inf, jnp.maximum(total, jnp.finfo(jnp.float32).min))
+        return jnp.where(seen, total, -jnp.inf)
 
     if num_tiles == 1:
         return score_tile(0)

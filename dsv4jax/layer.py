@@ -29,7 +29,7 @@ from dsv4jax.linear import linear, rms_norm
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.state_cache import gather_swa
-from dsv4jax.weights import AttentionParams, param_shapes
+from dsv4jax.weights import AttentionParams, check_params
 
 QUERY_TILE_BYTES = 96 << 20  # temporaries of one tile of queries; sets how many tokens a tile holds
 
@@ -84,11 +84,7 @@ def attention_layer_at(
     cfg = cache.plan.cfg
     check_batch(slots=slots, num_new=num_new)
     check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, jnp.floating)
-    for (path, expected), leaf in zip(
-        jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))[0], jax.tree.leaves(params), strict=True
-    ):
-        axes: dict[str, int | None] = {f"axis {i}": size for i, size in enumerate(expected.shape)}
-        check_array(f"params{jax.tree_util.keystr(path)}", leaf, axes, jnp.floating)
+    check_params(params, cfg, kind)
     cache.stack(kind)  # the model has such layers
     return _attention_layer(
         params, x, cache, jnp.asarray(index, jnp.int32), slots, num_new, kind=kind, backend=backend_lib.resolve(backend)
@@ -140,7 +136,7 @@ def _attention_layer(
     stack = dataclasses.replace(stack, state=store_window(state, index, rows, slots, start, count))
 
     q_latent = rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype)
-    tokens = {"q_latent": q_latent, "positions": positions}
+    tokens = {"q_latent": q_latent, "positions": positions, "real": real}
     if params.indexer is not None:
         tokens["head_weights"] = indexer.head_weights(params.indexer, x, plan)
 
@@ -186,7 +182,8 @@ def _attend_tile(
     running = attention.start_at_sinks(params.sinks, q)
     running = attention.attend_window(running, q, window, window_valid)
     if stack.pool is not None:
-        visible = (positions + 1) // cfg.ratio(kind)
+        # A padding query sees nothing: the entries it would see may not be written yet, and garbage times 0 is NaN.
+        visible = jnp.where(tile["real"], (positions + 1) // cfg.ratio(kind), 0)
         if params.indexer is not None:
             key_queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, plan)
             picks = indexer.select_entries(

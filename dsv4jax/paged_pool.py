@@ -111,6 +111,7 @@ def gather_compressed(
     """
     check_batch(slots=slots)
     check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
+    check_array("picks", picks, {"B": slots.shape[0]} | {f"axis {i}": None for i in range(1, picks.ndim)}, jnp.int32)
     rows, valid = gather_entries(pool.entries, index, block_table, slots, picks)
     return jnp.where(valid[..., None], plan.rows.decode(rows), 0.0)
 

@@ -127,8 +127,9 @@ class CachePlan:
         if kind == AttentionType.CSA:  # K and Z of: current a-stream, current b-stream, previous b-stream
             row = 6 * cfg.csa_compression_ratio * word
             return {"window": window, "tail": row * cfg.head_dim, "indexer tail": row * cfg.indexer_head_dim}
-        vectors = 2 * cfg.hca_compression_ratio if self.hca_tail == "ring" else 3
-        return {"window": window, "tail": vectors * cfg.head_dim * word}
+        if self.hca_tail == "online":
+            return {"window": window, "tail": 3 * cfg.head_dim * 4}  # always f32
+        return {"window": window, "tail": 2 * cfg.hca_compression_ratio * cfg.head_dim * word}
 
     def block_bytes(self, kind: AttentionType) -> dict[str, int]:
         """Bytes of one block in one layer of a kind, by part."""

@@ -104,7 +104,12 @@ def empty_state(plan: CachePlan, kind: AttentionType, lead: tuple[int, ...]) -> 
         shape = cfg.hca_compression_ratio, cfg.head_dim
         tail = HCATail(ka=keys(*shape), za=gates(*shape))
     elif kind == AttentionType.HCA:
-        tail = HCAOnlineTail(peak=gates(cfg.head_dim), total=keys(cfg.head_dim), weighted=keys(cfg.head_dim))
+        shape = (*lead, cfg.head_dim)
+        tail = HCAOnlineTail(
+            peak=jnp.full(shape, EMPTY_GATE, jnp.float32),
+            total=jnp.zeros(shape, jnp.float32),
+            weighted=jnp.zeros(shape, jnp.float32),
+        )
     return StateCache(window=window, pos=pos, tail=tail, indexer_tail=indexer_tail)
 
 

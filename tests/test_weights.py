@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import dsv4jax as d4
-from dsv4jax.weights import dequantise_blocks, param_shapes
+from dsv4jax.checkpoint import dequantise_blocks
+from dsv4jax.weights import param_shapes
 from tests import recorded
 from tests.driver import assert_same
 

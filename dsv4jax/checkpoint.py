@@ -1,0 +1,126 @@
+"""Checkpoint folders: one layer's attention out of safetensors files, opening only the files that hold it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4jax.config import DSV4Config
+from dsv4jax.weights import AttentionParams, load_attention_params
+
+# Where a checkpoint keeps a layer's attention.
+_PREFIXES = {"deepseek": "layers.{layer}.attn.", "hf": "model.layers.{layer}.self_attn."}
+
+FP8_BLOCK = 128  # DeepSeek scales its FP8 linear weights by blocks of 128 x 128
+
+
+def dequantise_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """FP8 weight [out, in] times its block scales [ceil(out/128), ceil(in/128)] -> f32."""
+    out, inner = weight.shape
+    if scale.shape != (-(-out // FP8_BLOCK), -(-inner // FP8_BLOCK)):
+        raise ValueError(f"block scales of shape {scale.shape} do not fit a weight of shape {weight.shape}")
+    full = np.repeat(np.repeat(scale.astype(np.float32), FP8_BLOCK, 0), FP8_BLOCK, 1)[:out, :inner]
+    return weight.astype(np.float32) * full
+
+
+def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) -> AttentionParams:
+    """Read one layer's attention from a checkpoint folder, in either naming, opening only the shards that hold it.
+
+    FP8 weights (those with a ``.scale`` beside them) are dequantised to bfloat16, which holds E4M3 times a power of
+    two exactly.
+
+    Args:
+      path: folder with ``*.safetensors`` and, where sharded, ``model.safetensors.index.json``.
+
+    Raises:
+      ValueError: a tensor is missing, misshapen or unreadable, naming it and its file.
+      FileNotFoundError: the folder holds no safetensors file.
+    """
+    from safetensors import SafetensorError
+
+    folder = Path(path)
+    where = _tensor_files(folder)
+    prefixes = {pattern.format(layer=layer): naming for naming, pattern in _PREFIXES.items()}
+    prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in where)), None)
+    if prefix is None:
+        raise ValueError(f"{folder} holds no tensors of layer {layer}: looked for {list(prefixes)}")
+    wanted = {name.removeprefix(prefix): file for name, file in where.items() if name.startswith(prefix)}
+    raw: dict[str, np.ndarray] = {}
+    for file in sorted(set(wanted.values())):
+        try:
+            stored = _read_tensors(folder / file, [prefix + name for name, home in wanted.items() if home == file])
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"layer {layer}: cannot read {folder / file}: {error}") from error
+        raw |= {name.removeprefix(prefix): value for name, value in stored.items()}
+    tensors: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name.endswith(".scale"):
+            continue
+        scale = raw.get(name.removesuffix(".weight") + ".scale")
+        try:
+            tensors[name] = value if scale is None else jnp.asarray(dequantise_blocks(value, scale), jnp.bfloat16)
+        except ValueError as error:
+            raise ValueError(f"layer {layer}: tensor {name!r}: {error}") from error
+    return load_attention_params(tensors, cfg, layer, prefixes[prefix])
+
+
+# dtypes of a safetensors header that attention weights come in.
+_STORED_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+}
+
+
+def _read_tensors(file: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Some tensors of one file: 8 bytes of header length | JSON header | data.
+
+    ``safe_open`` checks header and file length. The tensors are read here, because its numpy form has no 8-bit floats.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy"):
+        pass
+    tensors: dict[str, np.ndarray] = {}
+    with file.open("rb") as stream:
+        data = 8 + int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(data - 8))
+        for name in names:
+            if name not in header:
+                raise ValueError(f"tensor {name!r} is not in the file")
+            dtype = _STORED_DTYPES.get(header[name]["dtype"])
+            if dtype is None:
+                raise ValueError(f"tensor {name!r} is {header[name]['dtype']}; known are {list(_STORED_DTYPES)}")
+            begin, end = header[name]["data_offsets"]
+            stream.seek(data + begin)
+            tensors[name] = np.frombuffer(stream.read(end - begin), dtype).reshape(header[name]["shape"])
+    return tensors
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file, from the index where there is one, else from the files' headers."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return json.loads(index.read_text())["weight_map"]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {folder}")
+    found: dict[str, str] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as shard:
+                found |= dict.fromkeys(shard.keys(), file.name)
+        except SafetensorError as error:
+            raise ValueError(f"cannot read {file}: {error}") from error
+    return found

@@ -1,0 +1,35 @@
+"""What README shows is what happens."""
+
+import re
+from pathlib import Path
+
+import dsv4jax as d4
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_example_runs_and_prints_what_it_says(capsys):
+    code = block("python")
+    exec(compile(code, "README.md", "exec"), {})
+    said = re.search(r"print\(cache\.seq_lens\)  # (.*)", code)
+    assert said is not None
+    assert capsys.readouterr().out.strip() == said.group(1)
+
+
+def test_the_byte_table_is_the_printed_plan():
+    assert block("text").strip() == str(d4.plan_cache(d4.DSV4Config.flash()))
+
+
+def test_every_module_has_its_place_in_the_map():
+    private = {"__init__.py", "checks.py", "linear.py", "rope.py", "backend.py"}  # small tools that explain themselves
+    for module in (ROOT / "dsv4jax").glob("*.py"):
+        assert module.name in private or f"`{module.name}`" in README, module.name
+    for name in set(re.findall(r"`(\w+\.py)`", README)):
+        assert (ROOT / "dsv4jax" / name).exists(), f"README names {name}, which is not there"
