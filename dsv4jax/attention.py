@@ -15,10 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.paged_pool import PagedPool, gather_compressed
-from dsv4jax.plan import CachePlan
-
-LOGIT_TILE_BYTES = 32 << 20  # logits of one tile of entries
+from dsv4jax.paged_pool import PooledLayer
 
 
 @jax.tree_util.register_dataclass
@@ -76,43 +73,16 @@ def attend_window(running: RunningSoftmax, queries: jax.Array, keys: jax.Array, 
     return attend(running, queries, keys, in_window[None] & valid[:, None])
 
 
-def attend_picked(
-    running: RunningSoftmax,
-    queries: jax.Array,
-    pool: PagedPool,
-    index: jax.Array | int,
-    block_table: jax.Array,
-    slots: jax.Array,
-    picks: jax.Array,
-    plan: CachePlan,
-) -> RunningSoftmax:
+def attend_picked(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, picks: jax.Array) -> RunningSoftmax:
     """Fold in each query's picked entries int32 [B, T, k]; -1 = none."""
-    keys = gather_compressed(pool, index, block_table, slots, picks, plan=plan)
-    return attend(running, queries, keys, picks >= 0)
+    return attend(running, queries, layer.rows(picks), picks >= 0)
 
 
-def attend_all(
-    running: RunningSoftmax,
-    queries: jax.Array,
-    pool: PagedPool,
-    index: jax.Array | int,
-    block_table: jax.Array,
-    slots: jax.Array,
-    visible: jax.Array,
-    plan: CachePlan,
-) -> RunningSoftmax:
-    """Fold in every entry below visible [B, T], by tiles of blocks up to the longest row."""
+def attend_all(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, visible: jax.Array) -> RunningSoftmax:
+    """Fold in every entry below visible [B, T]."""
+
+    def fold(running: RunningSoftmax, _: jax.Array | int, entry: jax.Array, seen: jax.Array) -> RunningSoftmax:
+        return attend(running, queries, layer.rows(entry), seen)
+
     batch, tokens, heads, _ = queries.shape
-    max_blocks, per_block = block_table.shape[1], jax.tree.leaves(pool.entries)[0].shape[2]
-    tile_blocks = min(max_blocks, max(1, LOGIT_TILE_BYTES // (batch * tokens * heads * per_block * 4)))
-    tile = tile_blocks * per_block
-
-    def fold(i: jax.Array | int, running: RunningSoftmax) -> RunningSoftmax:
-        entry = (i * tile + jnp.arange(tile, dtype=jnp.int32))[None]
-        seen = entry[None] < visible[..., None]
-        wanted = jnp.where(jnp.any(seen, axis=1), entry, -1)
-        return attend(running, queries, gather_compressed(pool, index, block_table, slots, wanted, plan=plan), seen)
-
-    if tile_blocks == max_blocks:
-        return fold(0, running)
-    return lax.fori_loop(0, (jnp.max(visible) + tile - 1) // tile, fold, running)
+    return layer.fold_tiles(visible, layer.tile_size(batch * tokens * heads * 4), fold, running)

@@ -20,12 +20,13 @@ from jax import lax
 from dsv4jax import attention, indexer
 from dsv4jax import backend as backend_lib
 from dsv4jax.allocator import granted_tokens
-from dsv4jax.cache import KVCache, LayerStack
+from dsv4jax.cache import KVCache
 from dsv4jax.cache_update import compress
 from dsv4jax.checks import check_array, check_batch
-from dsv4jax.config import AttentionType
+from dsv4jax.config import AttentionType, DSV4Config
 from dsv4jax.flush import store_window
 from dsv4jax.linear import linear, rms_norm
+from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.state_cache import gather_swa
@@ -107,7 +108,7 @@ def _attention_layer(
     del backend  # XLA is the only one so far
     plan, cfg, tables = cache.plan, cache.plan.cfg, cache.tables
     batch, given_tokens, _ = x.shape
-    tile = min(given_tokens, _query_tile(plan, kind, batch))
+    tile = min(given_tokens, query_tile(plan, kind, batch))
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
     num_tokens = x.shape[1]
     freqs = rope_frequencies(cfg, kind)
@@ -135,6 +136,9 @@ def _attention_layer(
     window, state = lax.optimization_barrier((window, stack.state))  # the old window is read before it is written
     stack = dataclasses.replace(stack, state=store_window(state, index, rows, slots, start, count))
 
+    entries = None
+    if stack.pool is not None:
+        entries = PooledLayer(pool=stack.pool, index=index, block_table=tables.block_table, slots=slots, plan=plan)
     q_latent = rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype)
     tokens = {"q_latent": q_latent, "positions": positions, "real": real}
     if params.indexer is not None:
@@ -145,7 +149,7 @@ def _attention_layer(
         queries = {name: lax.dynamic_slice_in_dim(leaf, first, tile, axis=1) for name, leaf in tokens.items()}
         keys = lax.dynamic_slice_in_dim(window, first, span, axis=1)
         valid = lax.dynamic_slice_in_dim(window_valid, first, span, axis=1)
-        return _attend_tile(params, queries, keys, valid, stack, index, tables.block_table, slots, plan, kind)
+        return _attend_tile(params, queries, keys, valid, entries, plan, kind)
 
     if num_tokens == tile:
         grouped = attend_tile(0)
@@ -165,10 +169,7 @@ def _attend_tile(
     tile: dict[str, jax.Array],
     window: jax.Array,
     window_valid: jax.Array,
-    stack: LayerStack,
-    index: jax.Array,
-    block_table: jax.Array,
-    slots: jax.Array,
+    entries: PooledLayer | None,
     plan: CachePlan,
     kind: AttentionType,
 ) -> jax.Array:
@@ -181,21 +182,24 @@ def _attend_tile(
 
     running = attention.start_at_sinks(params.sinks, q)
     running = attention.attend_window(running, q, window, window_valid)
-    if stack.pool is not None:
+    if entries is not None:
         # A padding query sees nothing: the entries it would see may not be written yet, and garbage times 0 is NaN.
         visible = jnp.where(tile["real"], (positions + 1) // cfg.ratio(kind), 0)
         if params.indexer is not None:
             key_queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, plan)
-            picks = indexer.select_entries(
-                key_queries, tile["head_weights"], stack.pool, index, block_table, slots, visible, plan=plan
-            )
-            running = attention.attend_picked(running, q, stack.pool, index, block_table, slots, picks, plan)
+            picks = indexer.select_entries(key_queries, tile["head_weights"], entries, visible)
+            running = attention.attend_picked(running, q, entries, picks)
         else:
-            running = attention.attend_all(running, q, stack.pool, index, block_table, slots, visible, plan)
+            running = attention.attend_all(running, q, entries, visible)
     out = apply_rope(running.output, positions[..., None], freqs, inverse=True)
+    return _project_groups(out.astype(q_latent.dtype), params.o_a, cfg)
 
-    groups = out.reshape(batch, tokens, cfg.o_groups, -1).astype(q_latent.dtype)
-    weight = params.o_a.reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+
+def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Array:
+    """W_oa: each group of heads of out [B, T, H, head_dim] by its own rows. f32 [B, T, o_groups * o_lora_rank]."""
+    batch, tokens, _, _ = out.shape
+    groups = out.reshape(batch, tokens, cfg.o_groups, -1)
+    weight = o_a.reshape(cfg.o_groups, cfg.o_lora_rank, -1)
     dtype = jnp.promote_types(groups.dtype, weight.dtype)
     projected = jnp.einsum(
         "btgi,goi->btgo",
@@ -207,7 +211,7 @@ def _attend_tile(
     return projected.reshape(batch, tokens, -1)
 
 
-def _query_tile(plan: CachePlan, kind: AttentionType, batch: int) -> int:
+def query_tile(plan: CachePlan, kind: AttentionType, batch: int) -> int:
     """Tokens per query tile: as many as keep its temporaries near ``QUERY_TILE_BYTES``, a power of two."""
     cfg = plan.cfg
     per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dsv4jax.checks import check_array, check_batch
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.plan import CachePlan
 from dsv4jax.state_cache import unique_or_dropped
+
+TILE_BYTES = 32 << 20  # temporaries of one tile of entries
+FoldTile = Callable[[Any, jax.Array | int, jax.Array, jax.Array], Any]
 
 
 @jax.tree_util.register_dataclass
@@ -135,3 +140,55 @@ def gather_all_compressed(
     entry = jnp.arange(block_table.shape[1] * _entries_per_block(pool.entries), dtype=jnp.int32)[None]
     picks = jnp.where(entry < num_entries[:, None], entry, -1)
     return gather_compressed(pool, index, block_table, slots, picks, plan=plan)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PooledLayer:
+    """One layer's pool as the requests of a batch see it: entries by number."""
+
+    pool: PagedPool
+    index: jax.Array  # int32 [] layer's place in its stack
+    block_table: jax.Array  # int32 [requests, max_blocks]
+    slots: jax.Array  # int32 [B]
+    plan: CachePlan = dataclasses.field(metadata={"static": True})
+
+    @property
+    def max_entries(self) -> int:
+        """Entries one request can have."""
+        return self.block_table.shape[1] * _entries_per_block(self.pool.entries)
+
+    def rows(self, entry: jax.Array) -> jax.Array:
+        """Entries int32 [B, ...] (-1 = none) as f32 [B, ..., head_dim], zero where there is none."""
+        return gather_compressed(self.pool, self.index, self.block_table, self.slots, entry, plan=self.plan)
+
+    def keys(self, entry: jax.Array) -> jax.Array:
+        """CSA: their indexer keys, f32 [B, ..., indexer_head_dim], zero where there is none."""
+        keys, valid = gather_entries(self.pool.indexer_keys, self.index, self.block_table, self.slots, entry)
+        return jnp.where(valid[..., None], self.plan.keys.decode(keys), 0.0)
+
+    def tile_size(self, bytes_per_entry: int) -> int:
+        """Entries per tile, in whole blocks: as many as keep a tile's temporaries near ``TILE_BYTES``."""
+        per_block, max_blocks = _entries_per_block(self.pool.entries), self.block_table.shape[1]
+        return min(max_blocks, max(1, TILE_BYTES // (bytes_per_entry * per_block))) * per_block
+
+    def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any) -> Any:
+        """carry = fold(carry, first, entry, seen) over tiles of entries, up to the last one that any query sees.
+
+        So a short context costs little in a cache planned for a long one.
+
+        Args:
+          visible: int32 [B, T] entries that each query sees.
+          tile: from ``tile_size``. The last tile may stand out past ``max_entries``.
+          fold: gets the tile's first entry number; entry int32 [B, tile], -1 for those that no query of the request
+            sees; seen bool [B, T, tile].
+        """
+
+        def fold_tile(i: jax.Array | int, carry: Any) -> Any:
+            entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
+            seen = entry[None, None] < visible[..., None]
+            return fold(carry, i * tile, jnp.where(jnp.any(seen, axis=1), entry[None], -1), seen)
+
+        if tile == self.max_entries:
+            return fold_tile(0, carry)
+        return lax.fori_loop(0, (jnp.max(visible) + tile - 1) // tile, fold_tile, carry)

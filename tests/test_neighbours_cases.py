@@ -12,6 +12,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax import indexer
+from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.reference import reference_layer
 from tests.driver import (
     BATCH,
@@ -248,19 +249,20 @@ def test_case_6_a_sequence_shorter_than_the_window_has_its_entries():
 def test_case_7_bad_scores_of_one_row_give_no_pick_out_of_range_and_none_to_others():
     cache, slots = start()
     cache = play(cache, slots, [[8] * 4, [8, 2], [3], [8] * 5])
-    plan, table = cache.plan, cache.tables.block_table
+    layer = PooledLayer(
+        pool=cache.csa.pool, index=jnp.int32(0), block_table=cache.tables.block_table, slots=slots, plan=cache.plan
+    )
     rng = np.random.default_rng(0)
     queries = rng.standard_normal((BATCH, 1, CFG.indexer_heads, CFG.indexer_head_dim), np.float32)
     weights = rng.standard_normal((BATCH, 1, CFG.indexer_heads), np.float32)
     visible = cache.seq_lens[slots][:, None] // 4
     assert visible[:, 0].tolist() == [8, 2, 0, 10]
 
-    select = functools.partial(indexer.select_entries, plan=plan)
-    want = np.asarray(select(jnp.asarray(queries), jnp.asarray(weights), cache.csa.pool, 0, table, slots, visible))
+    want = np.asarray(indexer.select_entries(jnp.asarray(queries), jnp.asarray(weights), layer, visible))
     for bad in (np.nan, np.inf, -np.inf):
         spoilt = weights.copy()
         spoilt[0] = bad  # scores NaN, or +-inf and NaN where relu gives 0
-        got = np.asarray(select(jnp.asarray(queries), jnp.asarray(spoilt), cache.csa.pool, 0, table, slots, visible))
+        got = np.asarray(indexer.select_entries(jnp.asarray(queries), jnp.asarray(spoilt), layer, visible))
         np.testing.assert_array_equal(got[1:], want[1:])
         # Fewer entries than picks: all of them are picked, each once, whatever their scores; -inf does not lose to
         # what is not there.

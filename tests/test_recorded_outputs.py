@@ -10,6 +10,7 @@ import pytest
 import dsv4jax as d4
 from dsv4jax import indexer
 from dsv4jax.linear import linear, rms_norm
+from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.reference import reference_layer
 from dsv4jax.rope import rope_frequencies
 from tests import recorded
@@ -122,7 +123,8 @@ def picks_from(cache, slots, recording):
         )
         weights = indexer.head_weights(params.indexer, x, plan)
         visible = (positions + 1) // cfg.csa_compression_ratio
-        return indexer.select_entries(queries, weights, pool, 0, cache.tables.block_table, slots, visible, plan=plan)
+        layer = PooledLayer(pool=pool, index=jnp.int32(0), block_table=cache.tables.block_table, slots=slots, plan=plan)
+        return indexer.select_entries(queries, weights, layer, visible)
 
     return np.asarray(picks(jnp.asarray(recording.x)[None], cache.csa.pool, slots))[0]
 
