@@ -145,12 +145,12 @@ def pool_hca_online(
     k = _on_grid(streams.ka, None, phase, num_new, ratio, 0.0, width)
     z = _on_grid(streams.za, None, phase, num_new, ratio, EMPTY_GATE, width)
     peak = jnp.max(z, axis=2)  # [B, N, dim]
-    peak = peak.at[:, 0].max(tail.peak.astype(jnp.float32))
+    peak = peak.at[:, 0].max(tail.peak)
     # An empty slot under an empty peak would weigh exp(0) = 1.
     weight = jnp.where(z == EMPTY_GATE, 0.0, jnp.exp(z - peak[:, :, None]))
-    carried = jnp.exp(tail.peak.astype(jnp.float32) - peak[:, 0])
-    total = jnp.sum(weight, axis=2).at[:, 0].add(carried * tail.total.astype(jnp.float32))
-    weighted = jnp.sum(weight * k, axis=2).at[:, 0].add(carried * tail.weighted.astype(jnp.float32))
+    carried = jnp.exp(tail.peak - peak[:, 0])
+    total = jnp.sum(weight, axis=2).at[:, 0].add(carried * tail.total)
+    weighted = jnp.sum(weight * k, axis=2).at[:, 0].add(carried * tail.weighted)
     last = jnp.maximum(phase + num_new - 1, 0) // ratio
     at_last = jax.tree.map(
         lambda leaf: jnp.take_along_axis(leaf, last[:, None, None], axis=1)[:, 0],
