@@ -62,14 +62,18 @@ def _read(table: jax.Array, slots: jax.Array) -> jax.Array:
     return table.at[slots].get(mode="clip")
 
 
+def is_admitted(tables: Tables, slots: jax.Array) -> jax.Array:
+    """bool [B]: the slot exists and is held by a request."""
+    return (slots >= 0) & (slots < tables.admitted.shape[0]) & _read(tables.admitted, slots)
+
+
 def active_rows(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which rows ask for tokens (slot not -1, num_new not 0), and which of those are well formed.
 
     Well formed: an admitted slot that no other asking row names, and num_new > 0.
     """
     asking = (slots != -1) & (num_new != 0)
-    in_range = (slots >= 0) & (slots < tables.admitted.shape[0])
-    return asking, asking & in_range & (num_new > 0) & _read(tables.admitted, slots) & ~_has_twin(slots, asking)
+    return asking, asking & (num_new > 0) & is_admitted(tables, slots) & ~_has_twin(slots, asking)
 
 
 def granted_tokens(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -82,6 +86,13 @@ def granted_tokens(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tupl
     # Compared by subtraction: start + num_new may exceed int32 where num_new is garbage.
     legal &= num_new <= _read(tables.prepared, slots) - start
     return jnp.where(legal, start, 0), jnp.where(legal, num_new, 0)
+
+
+def withdraw_grant(tables: Tables, slots: jax.Array, where: jax.Array) -> Tables:
+    """Take back what ``prepare_forward`` granted beyond the tokens stored, for slots [B] where bool [B]."""
+    target = unique_or_dropped(slots, where, tables.prepared.shape[0])
+    prepared = tables.prepared.at[target].set(_read(tables.seq_lens, slots), mode="drop", unique_indices=True)
+    return dataclasses.replace(tables, prepared=prepared)
 
 
 def admit_slots(tables: Tables, n: int, where: jax.Array | None = None) -> tuple[Tables, jax.Array, jax.Array]:

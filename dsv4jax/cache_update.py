@@ -6,6 +6,7 @@ import jax
 from jax import lax
 
 from dsv4jax.cache import LayerStack
+from dsv4jax.checks import fitting
 from dsv4jax.compressor import finish_entries, pool_csa, pool_hca, pool_hca_online, project_streams
 from dsv4jax.config import AttentionType
 from dsv4jax.flush import append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
@@ -32,12 +33,13 @@ def compress(
 
     Args:
       params, indexer: the layer's compressor and, for CSA, its indexer.
-      x: [B, T, hidden]; finite past num_new.
+      x: [B, T, hidden]; finite past num_new, for the projections of all T are computed.
       index: layer's place in its stack.
       block_table: int32 [requests, max_blocks].
-      slots, start, num_new: int32 [B]; request (-1 = no-op), tokens it holds, tokens it gets (at most T).
+      slots, start, num_new: int32 [B]; request (-1 = no-op), tokens it holds, tokens it gets (above T: no-op).
     """
     assert stack.pool is not None
+    num_new = fitting(num_new, x.shape[1])
     cfg, state, pool, ratio = plan.cfg, stack.state, stack.pool, plan.cfg.ratio(kind)
     phase, first = start % ratio, start // ratio
     completed = (phase + num_new) // ratio

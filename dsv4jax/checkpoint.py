@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.config import DSV4Config
-from dsv4jax.weights import AttentionParams, load_attention_params
+from dsv4jax.weights import NAMINGS, AttentionParams, load_attention_params
 
 # Where a checkpoint keeps a layer's attention.
 _PREFIXES = {"deepseek": "layers.{layer}.attn.", "hf": "model.layers.{layer}.self_attn."}
@@ -32,8 +32,8 @@ def dequantise_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) -> AttentionParams:
     """Read one layer's attention from a checkpoint folder, in either naming, opening only the shards that hold it.
 
-    FP8 weights (those with a ``.scale`` beside them) are dequantised to bfloat16, which holds E4M3 times a power of
-    two exactly.
+    Weights with a ``.scale`` beside them are dequantised: E4M3 by powers of two to bfloat16, which holds the product
+    exactly, others to float32.
 
     Args:
       path: folder with ``*.safetensors`` and, where sharded, ``model.safetensors.index.json``.
@@ -45,12 +45,16 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
     from safetensors import SafetensorError
 
     folder = Path(path)
+    if not 0 <= layer < cfg.num_layers:
+        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
     where = _tensor_files(folder)
     prefixes = {pattern.format(layer=layer): naming for naming, pattern in _PREFIXES.items()}
     prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in where)), None)
     if prefix is None:
         raise ValueError(f"{folder} holds no tensors of layer {layer}: looked for {list(prefixes)}")
-    wanted = {name.removeprefix(prefix): file for name, file in where.items() if name.startswith(prefix)}
+    weights = set(NAMINGS[prefixes[prefix]].values())
+    names = weights | {_scale_of(name) for name in weights}
+    wanted = {name: where[prefix + name] for name in names if prefix + name in where}
     raw: dict[str, np.ndarray] = {}
     for file in sorted(set(wanted.values())):
         try:
@@ -59,15 +63,21 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
             raise ValueError(f"layer {layer}: cannot read {folder / file}: {error}") from error
         raw |= {name.removeprefix(prefix): value for name, value in stored.items()}
     tensors: dict[str, Any] = {}
-    for name, value in raw.items():
-        if name.endswith(".scale"):
-            continue
-        scale = raw.get(name.removesuffix(".weight") + ".scale")
-        try:
-            tensors[name] = value if scale is None else jnp.asarray(dequantise_blocks(value, scale), jnp.bfloat16)
-        except ValueError as error:
-            raise ValueError(f"layer {layer}: tensor {name!r}: {error}") from error
+    for name in raw.keys() & weights:
+        tensors[name], scale = raw[name], raw.get(_scale_of(name))
+        if scale is not None:
+            try:
+                full = dequantise_blocks(raw[name], scale)
+            except ValueError as error:
+                raise ValueError(f"layer {layer}: tensor {name!r}: {error}") from error
+            exact = raw[name].dtype == jnp.float8_e4m3fn and scale.dtype == jnp.float8_e8m0fnu
+            tensors[name] = jnp.asarray(full, jnp.bfloat16 if exact else jnp.float32)
     return load_attention_params(tensors, cfg, layer, prefixes[prefix])
+
+
+def _scale_of(name: str) -> str:
+    """Name of the block scales beside a weight."""
+    return name.removesuffix(".weight") + ".scale"
 
 
 # dtypes of a safetensors header that attention weights come in.

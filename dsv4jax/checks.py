@@ -9,6 +9,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+FLOATS = (jnp.float32, jnp.bfloat16)  # what inputs and weights come in
+
 
 def check_array(name: str, x: Any, axes: dict[str, int | None], dtype: Any) -> None:
     """Require an array of a rank, sizes and dtype.
@@ -17,18 +19,21 @@ def check_array(name: str, x: Any, axes: dict[str, int | None], dtype: Any) -> N
       name: the argument, for the message.
       x: array or tracer.
       axes: axis name -> size, None where any size will do.
-      dtype: a dtype, or an abstract one such as ``jnp.floating``.
+      dtype: the dtypes that will do, one or several.
 
     Raises:
       AssertionError: (chex) naming the argument, what was expected and what came.
     """
     wanted = ", ".join(axis if size is None else f"{axis}={size}" for axis, size in axes.items())
-    kind = dtype.__name__ if isinstance(dtype, type) else jnp.dtype(dtype).name
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    kind = " or ".join(jnp.dtype(one).name for one in dtypes)
     found = f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else f"{type(x).__name__}"
     message = f"{name}: expected {kind} [{wanted}], got {found}"
-    chex.assert_scalar_in(int(hasattr(x, "dtype")), 1, 1, custom_message=message)
+    if not hasattr(x, "dtype"):
+        raise AssertionError(message)
     chex.assert_shape(x, tuple(axes.values()), custom_message=message)
-    chex.assert_type(x, dtype, custom_message=message)
+    if x.dtype not in dtypes:
+        chex.assert_type(x, dtypes[0], custom_message=message)
 
 
 def check_batch(**rows: Any) -> None:
@@ -37,6 +42,11 @@ def check_batch(**rows: Any) -> None:
     for name, x in rows.items():
         check_array(name, x, {"B": size}, jnp.int32)
         size = x.shape[0]
+
+
+def fitting(count: jax.Array, available: int) -> jax.Array:
+    """count, and 0 where it names more than there is: such a row is left alone, not done in part."""
+    return jnp.where(count <= available, count, 0)
 
 
 def donating(*names: str) -> Callable[[Callable[..., Any]], Any]:

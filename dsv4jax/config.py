@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import json
 import math
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,8 +37,8 @@ class LayerSpec:
 class DSV4Config:
     """Sizes of the attention layers. Frozen and hashable; change one with ``dataclasses.replace``.
 
-    The defaults are V4-Flash's. Any sizes are legal that divide as they must: ``num_heads`` by ``o_groups``, rope
-    dimensions by two, ``hca_compression_ratio`` and ``csa_compression_ratio`` into whole rows of a block.
+    The defaults are V4-Flash's. Any sizes are legal that divide as they must: ``num_heads`` by ``o_groups``,
+    ``rope_dim`` by two, and ``indexer_head_dim`` a power of two.
 
     Raises:
       ValueError: a size breaks one of those rules; the message names it.
@@ -66,12 +67,14 @@ class DSV4Config:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compress_ratios", tuple(int(ratio) for ratio in self.compress_ratios))
+        object.__setattr__(self, "compress_ratios", tuple(operator.index(ratio) for ratio in self.compress_ratios))
         m, m_hca = self.csa_compression_ratio, self.hca_compression_ratio
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "compress_ratios" and not value > 0:
                 raise ValueError(f"{field.name} must be positive, got {value}")
+            if field.type == "int" and not isinstance(value, int):
+                raise ValueError(f"{field.name} must be an integer, got {value!r}")
         legal = {0: "SWA", m: "CSA", m_hca: "HCA"}
         if len(legal) != 3:
             raise ValueError(f"csa_compression_ratio={m} and hca_compression_ratio={m_hca} must differ")

@@ -7,7 +7,8 @@
     reset_hca    a block is complete: the running softmax starts again
 
 All take one layer's index into the stack (static or traced) and any batch: row b brings ``num_new[b]`` of T tokens to
-request ``slots[b]``, which holds ``start[b]`` already; slot -1 or num_new 0 is a no-op. Each donates what it updates.
+request ``slots[b]``, which holds ``start[b]`` already; slot -1 or num_new 0 is a no-op,
+and so is a count above what there is. Each donates what it updates.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.checks import check_array, check_batch, donating
+from dsv4jax.checks import check_array, check_batch, donating, fitting
 from dsv4jax.compressor import Streams, pool_hca_online
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KVRows
@@ -95,6 +96,7 @@ def append_swa(
     """
     check_batch(slots=slots, start=start, num_new=num_new)
     check_array("kv", kv, {"B": slots.shape[0], "T": None, "head_dim": plan.cfg.head_dim}, jnp.float32)
+    num_new = fitting(num_new, kv.shape[1])
     return store_window(state, index, plan.rows.encode(kv, plan.cfg.rope_dim), slots, start, num_new)
 
 
@@ -147,6 +149,9 @@ def append_tail(
       slots, start, num_new: int32 [B].
     """
     check_batch(slots=slots, start=start, num_new=num_new)
+    if (state.indexer_tail is None) != (indexer_streams is None):
+        raise ValueError("append_tail: indexer_streams is for CSA layers, and only for them")
+    num_new = fitting(num_new, streams.ka.shape[1])
     if isinstance(state.tail, CSATail):
         assert state.indexer_tail is not None
         assert indexer_streams is not None
@@ -162,7 +167,8 @@ def append_tail(
             HCATail(ka=streams.ka, za=streams.za),
         )
         return dataclasses.replace(state, tail=tail)
-    assert isinstance(state.tail, HCAOnlineTail), "SWA layers have no tail"
+    if not isinstance(state.tail, HCAOnlineTail):
+        raise ValueError("append_tail: SWA layers have no tail")
     ratio = plan.cfg.hca_compression_ratio
     old = read_slots(state.tail, index, slots)
     _, new = pool_hca_online(old, streams, start % ratio, num_new, ratio)
@@ -247,7 +253,7 @@ def flush_hca(
       slots, first, count: int32 [B]; count[b] <= E entries are real. An entry without a block is dropped.
     """
     _check_entries("entries", entries, slots, first, count, plan.cfg.head_dim)
-    rows = plan.rows.encode(entries, plan.cfg.rope_dim)
+    rows, count = plan.rows.encode(entries, plan.cfg.rope_dim), fitting(count, entries.shape[1])
     return dataclasses.replace(
         pool, entries=scatter_entries(pool.entries, index, block_table, slots, first, count, rows)
     )
@@ -268,6 +274,9 @@ def flush_csa(
 ) -> PagedPool:
     """As ``flush_hca``, and the same for indexer_entries f32 [B, E, indexer_head_dim]: normed, roped and rotated."""
     _check_entries("indexer_entries", indexer_entries, slots, first, count, plan.cfg.indexer_head_dim)
+    if pool.indexer_keys is None:
+        raise ValueError("flush_csa: expected the pool of CSA layers, this one has no indexer keys")
+    count = fitting(count, min(entries.shape[1], indexer_entries.shape[1]))
     pool = flush_hca.__wrapped__(pool, index, entries, block_table, slots, first, count, plan=plan)
     keys = scatter_entries(
         pool.indexer_keys, index, block_table, slots, first, count, plan.keys.encode(indexer_entries)

@@ -1,7 +1,8 @@
 """LayerCacheHandle: one layer's cache as one call of a model sees it.
 
 For those who write their own layer: the same pieces that ``attention_layer`` is made of, with the indices of a batch
-already resolved. A handle is a value. A write returns a new handle; ``.cache`` gives the cache back.
+already resolved. A handle is a value: a write returns a new one, and ``.cache`` gives the cache back. Use it in a jit
+that donates the cache: outside of one, every write copies what it changes.
 
     handle = acquire(cache, layer, slots, num_new)
     handle = handle.write_swa(kv).flush_compression(compressor, x, indexer)
@@ -15,10 +16,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.allocator import granted_tokens
+from dsv4jax.allocator import granted_tokens, is_admitted
 from dsv4jax.cache import KVCache, LayerStack
 from dsv4jax.cache_update import compress
-from dsv4jax.checks import check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.config import AttentionType
 from dsv4jax.flush import append_swa
 from dsv4jax.formats import KeyRows, KVRows
@@ -66,7 +67,7 @@ class LayerCacheHandle:
 
     cache: KVCache
     index: jax.Array  # int32 [] place in the kind's stack
-    slots: jax.Array  # int32 [B] request of each row; -1 where the row is padding or was not granted its tokens
+    slots: jax.Array  # int32 [B] request of each row; -1 where it is padding, not admitted or not granted its tokens
     start: jax.Array  # int32 [B] tokens stored before this call
     num_new: jax.Array  # int32 [B] tokens of this call
     kind: AttentionType = dataclasses.field(metadata={"static": True})
@@ -94,7 +95,8 @@ class LayerCacheHandle:
     @property
     def num_entries(self) -> jax.Array:
         """int32 [B] entries complete once this call's tokens are stored."""
-        return (self.start + self.num_new) // max(1, self.schema.compression_ratio)
+        ratio = self.schema.compression_ratio
+        return (self.start + self.num_new) // ratio if ratio else jnp.zeros_like(self.start)
 
     def _with_stack(self, stack: LayerStack) -> LayerCacheHandle:
         return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
@@ -119,7 +121,7 @@ class LayerCacheHandle:
                 f"flush_compression: indexer is for CSA layers and only for them; this one is {self.kind.upper()}"
             )
         hidden = self.cache.plan.cfg.hidden_size
-        check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, jnp.floating)
+        check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, FLOATS)
         self._pool  # noqa: B018  refuses an SWA layer
         stack = compress(
             params,
@@ -188,15 +190,18 @@ def acquire(cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array) ->
 
     Args:
       layer: static number of the layer in the model.
-      slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op.
+      slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op; one with
+        num_new 0 only reads.
     """
     check_batch(slots=slots, num_new=num_new)
     kind, index = cache.locate(layer)
     start, count = granted_tokens(cache.tables, slots, num_new)
+    reading = is_admitted(cache.tables, slots) & (num_new == 0)
+    start = jnp.where(reading, cache.seq_lens.at[slots].get(mode="clip"), start)
     return LayerCacheHandle(
         cache=cache,
         index=jnp.asarray(index, jnp.int32),
-        slots=jnp.where(count > 0, slots, -1),
+        slots=jnp.where(reading | (count > 0), slots, -1),
         start=start,
         num_new=count,
         kind=kind,

@@ -19,13 +19,13 @@ from jax import lax
 
 from dsv4jax import attention, indexer
 from dsv4jax import backend as backend_lib
-from dsv4jax.allocator import granted_tokens
+from dsv4jax.allocator import granted_tokens, withdraw_grant
 from dsv4jax.cache import KVCache
 from dsv4jax.cache_update import compress
-from dsv4jax.checks import check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, fitting
 from dsv4jax.config import AttentionType, DSV4Config
 from dsv4jax.flush import store_window
-from dsv4jax.linear import linear, rms_norm
+from dsv4jax.linear import linear, product_dtype, rms_norm
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -56,15 +56,17 @@ def attention_layer(
       layer: static number of the layer in the model.
       slots: int32 [B], distinct; -1 = padding row.
       num_new: int32 [B], tokens of each row that are real, at most T. A row that ``prepare_forward`` did not grant so
-        many, or that names more than T, is left alone: its output is 0 and its request unchanged.
+        many is left alone: its output is 0 and its request unchanged. So is one that names more than T, and its grant
+        is withdrawn: ``advance`` will not count what was not stored.
       backend: None for the fastest available, or a name from ``backends()``.
 
     Returns:
-      (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced).
+      (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced). Not
+      differentiable in reverse mode: loops over a context end at its length, which is data.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: unknown layer or backend.
+      ValueError: unknown layer or backend, weights of another kind of layer.
     """
     kind, index = cache.locate(layer)
     return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend)
@@ -84,9 +86,14 @@ def attention_layer_at(
     kind = AttentionType(kind)
     cfg = cache.plan.cfg
     check_batch(slots=slots, num_new=num_new)
-    check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, jnp.floating)
+    check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, FLOATS)
     check_params(params, cfg, kind)
     cache.stack(kind)  # the model has such layers
+    depth = len(cache.plan.layers(kind))
+    if isinstance(index, int) and not 0 <= index < depth:
+        raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
+    if x.size == 0:
+        return jnp.zeros_like(x), cache
     return _attention_layer(
         params, x, cache, jnp.asarray(index, jnp.int32), slots, num_new, kind=kind, backend=backend_lib.resolve(backend)
     )
@@ -113,8 +120,11 @@ def _attention_layer(
     num_tokens = x.shape[1]
     freqs = rope_frequencies(cfg, kind)
 
-    start, count = granted_tokens(tables, slots, num_new)
-    count = jnp.where(count <= given_tokens, count, 0)
+    start, granted = granted_tokens(tables, slots, num_new)
+    count = fitting(granted, given_tokens)
+    # Nothing is stored of a row that names more tokens than x has. Its grant is withdrawn, so that neither another
+    # layer nor advance counts what was never stored.
+    tables = withdraw_grant(tables, slots, granted > given_tokens)
     slots = jnp.where(count > 0, slots, -1)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
     positions = start[:, None] + token
@@ -161,7 +171,7 @@ def _attention_layer(
     # The next write into these buffers waits for this layer's reads: without this, XLA may order a later layer's write
     # first and keep a copy of the pool for the read.
     y, stack = lax.optimization_barrier((y, stack))
-    return y, cache.with_stack(kind, stack)
+    return y, dataclasses.replace(cache.with_stack(kind, stack), tables=tables)
 
 
 def _attend_tile(
@@ -200,7 +210,7 @@ def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Arra
     batch, tokens, _, _ = out.shape
     groups = out.reshape(batch, tokens, cfg.o_groups, -1)
     weight = o_a.reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    dtype = jnp.promote_types(groups.dtype, weight.dtype)
+    dtype = product_dtype(groups, weight)
     projected = jnp.einsum(
         "btgi,goi->btgo",
         groups.astype(dtype),

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+def product_dtype(x: jax.Array, weight: jax.Array) -> Any:
+    """bf16 where both are, so that the product runs on the tensor cores; else f32."""
+    return x.dtype if x.dtype == weight.dtype else jnp.float32
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -12,7 +19,7 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
     bf16 by bf16 runs on the tensor cores and accumulates in f32; anything else is computed in full f32 (not TF32).
     """
-    dtype = jnp.promote_types(x.dtype, weight.dtype)
+    dtype = product_dtype(x, weight)
     return lax.dot_general(
         x.astype(dtype),
         weight.astype(dtype),

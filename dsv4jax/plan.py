@@ -223,7 +223,7 @@ def plan_cache(
         if value not in known:
             raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
     for name, value in (("max_requests", max_requests), ("max_context", max_context), ("num_blocks", num_blocks)):
-        if not isinstance(value, int | np.integer | None):
+        if not isinstance(value, int | np.integer) and not (name == "num_blocks" and value is None):
             raise ValueError(f"{name} must be an integer, got {value!r}")
     if max_requests < 1:
         raise ValueError(f"max_requests must be at least 1, got {max_requests}")
@@ -238,6 +238,8 @@ def plan_cache(
     if num_blocks is None:
         # A cache without compressed layers holds no blocks; one unused id keeps every table non-empty.
         num_blocks = max(1, compute_block_budget(cfg, max_context, max_requests, headroom))
+    if num_blocks >= 1 << 31:
+        raise ValueError(f"num_blocks must be an int32, as block ids are, got {num_blocks}")
     if num_blocks < 1:
         raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
     plan = CachePlan(
@@ -286,7 +288,7 @@ def _table(plan: CachePlan) -> str:
         f"per token    {plan.bytes_per_token:>16,.1f} B    ({plan.num_blocks:,} blocks of {cfg.block_tokens} tokens)",
         f"total        {plan.memory_bytes():>16,} B    ({_size(plan.memory_bytes())})",
         "",
-        f"largest context for {plan.max_requests} requests, 10 % headroom:",
+        f"largest context that fits, {plan.max_requests} requests, 10 % headroom (a model has its own limit):",
     ]
     for gib in (8, 24, 80, 141):
         context = plan.largest_context(gib << 30)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.checks import check_array
+from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.config import AttentionType, DSV4Config, layer_schedule
 
 
@@ -101,7 +101,7 @@ def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) 
         )
     for (path, spec), leaf in zip(expected, jax.tree.leaves(params), strict=True):
         axes: dict[str, int | None] = {f"axis {i}": size for i, size in enumerate(spec.shape)}
-        check_array(f"params{jax.tree_util.keystr(path)}", leaf, axes, jnp.floating)
+        check_array(f"params{jax.tree_util.keystr(path)}", leaf, axes, FLOATS)
 
 
 def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: Any = jnp.float32) -> AttentionParams:
@@ -171,7 +171,7 @@ def load_attention_params(
         dtype = given.dtype if isinstance(given, np.ndarray) else value.dtype  # asarray narrows f64 without a word
         if value.shape != leaf.shape:
             raise ValueError(f"layer {layer}: tensor {name!r} has shape {value.shape}, expected {leaf.shape}")
-        if dtype not in (jnp.float32, jnp.bfloat16):
+        if dtype not in FLOATS:
             raise ValueError(f"layer {layer}: tensor {name!r} is {dtype}, expected float32 or bfloat16")
         leaves.append(value)
     return jax.tree.unflatten(tree, leaves)

@@ -44,6 +44,21 @@ def tokens():
     return jnp.asarray(sequence(1, BATCH * TOKENS, CFG.hidden_size).reshape(BATCH, TOKENS, -1))
 
 
+def test_an_index_past_the_stack_is_an_error(filled):
+    cache, slots = filled
+    with pytest.raises(ValueError, match=r"index must be in \[0, 1\) for CSA layers, got 1"):
+        d4.attention_layer_at(random_params()[1], tokens(), cache, "csa", 1, slots, ids(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(("batch", "width"), [(0, 3), (BATCH, 0)], ids=["no rows", "no tokens"])
+def test_an_empty_batch_is_a_no_op(filled, batch, width):
+    cache, slots = filled
+    x = jnp.zeros((batch, width, CFG.hidden_size), jnp.float32)
+    y, after = d4.attention_layer(random_params()[1], x, cache, 1, slots[:batch], ids(*[0] * batch))
+    assert y.shape == x.shape
+    assert_same(after, cache)
+
+
 # ---- shapes and dtypes ----------------------------------------------------------------------------------------------
 
 ONES = np.ones(BATCH, np.int32)
@@ -82,7 +97,7 @@ BAD_X = {
     "rank 2": (
         (BATCH, CFG.hidden_size),
         jnp.float32,
-        "x: expected floating [B=4, T, hidden_size=64], got float32[4, 64]",
+        "x: expected float32 or bfloat16 [B=4, T, hidden_size=64], got float32[4, 64]",
     ),
     "batch": ((BATCH + 1, 2, CFG.hidden_size), jnp.float32, "got float32[5, 2, 64]"),
     "width": ((BATCH, 2, CFG.hidden_size + 1), jnp.float32, "got float32[4, 2, 65]"),
@@ -102,7 +117,7 @@ def test_malformed_tokens_are_an_error_that_names_them(filled, shape, dtype, mes
     ):
         with pytest.raises(AssertionError, match=re.escape(message)) as error:
             call()
-        assert "x: expected floating [B=4, T, hidden_size=64]" in str(error.value)
+        assert "x: expected float32 or bfloat16 [B=4, T, hidden_size=64]" in str(error.value)
 
 
 def test_malformed_weights_are_an_error_that_names_them(filled):
@@ -111,13 +126,13 @@ def test_malformed_weights_are_an_error_that_names_them(filled):
     for bad, message in (
         (
             dataclasses.replace(params, sinks=params.sinks[1:]),
-            "params.sinks: expected floating [axis 0=4], got float32[3]",
+            "params.sinks: expected float32 or bfloat16 [axis 0=4], got float32[3]",
         ),
         (
             dataclasses.replace(
                 params, compressor=dataclasses.replace(params.compressor, norm=jnp.ones(136, jnp.int32))
             ),
-            "params.compressor.norm: expected floating [axis 0=136], got int32[136]",
+            "params.compressor.norm: expected float32 or bfloat16 [axis 0=136], got int32[136]",
         ),
     ):
         with pytest.raises(AssertionError, match=re.escape(message)):
@@ -237,7 +252,9 @@ def test_bad_data_comes_back_as_not_ok_and_changes_nothing(filled, rows, counts)
     assert_same(after, cache)
     assert not any(np.asarray(y).any() for y in ys)
     assert_same(d4.advance(cache, rows, counts), cache)
-    assert (d4.acquire(cache, 0, rows, counts).slots == -1).all()
+    handle = d4.acquire(cache, 0, rows, counts)
+    assert not handle.num_new.any()
+    assert ((handle.slots == -1) | (counts == 0)).all(), "a row without tokens may read, the others are no-ops"
 
 
 def test_a_repeated_slot_or_a_bad_one_without_tokens_is_skipped(filled):
@@ -258,6 +275,27 @@ def test_more_tokens_than_the_input_holds_leave_the_row_alone(filled):
             jax.tree.leaves(after.stack(kind).state), jax.tree.leaves(cache.stack(kind).state), strict=True
         ):
             assert np.asarray(new)[:, 1].tobytes() == np.asarray(old)[:, 1].tobytes()
+    # The grant is withdrawn, so advance has counted the others' tokens and none of this row.
+    assert (after.seq_lens - cache.seq_lens)[slots].tolist() == [2, 0, 2, 2]
+    assert after.tables.prepared[slots[1]] == after.seq_lens[slots[1]]
+
+
+def test_pieces_and_handles_leave_alone_a_row_that_names_more_than_there_is(filled):
+    cache, slots = filled
+    plan, counts = cache.plan, ids(TOKENS + 1, 0, TOKENS + 2, INT_MAX)
+    cache, _ = d4.prepare_forward(cache, slots, ids(TOKENS + 1, 0, TOKENS + 2, 0))
+    kv = jnp.ones((BATCH, TOKENS, CFG.head_dim), jnp.float32)
+    start = cache.seq_lens[slots]
+    after = d4.append_swa.__wrapped__(cache.swa.state, 0, kv, slots, start, counts, plan=plan)
+    assert_same(after, cache.swa.state)
+    pool = cache.hca.pool
+    after = d4.flush_hca.__wrapped__(pool, 0, kv, cache.tables.block_table, slots, start // 16, counts, plan=plan)
+    assert_same(after, pool)
+    for layer, params in enumerate(random_params()):
+        handle = d4.acquire(cache, layer, slots, counts)
+        assert_same(handle.write_swa(kv).cache, cache)
+        if params.compressor is not None:
+            assert_same(handle.flush_compression(params.compressor, tokens(), params.indexer).cache, cache)
 
 
 def test_nothing_at_all_is_ok_and_changes_nothing(filled):

@@ -1,5 +1,6 @@
 """Checkpoints become parameters: both namings, shards, FP8 weights, and errors that name the tensor at fault."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -261,8 +262,11 @@ def test_folders_without_the_layer_or_without_any_checkpoint_are_refused(tmp_pat
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in"):
         d4.load_safetensors(tmp_path, recording.cfg, 0)
     save_file(in_checkpoint(recording.tensors("hf"), "hf", 0), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"holds no tensors of layer 7: looked for .*layers\.7\.attn\."):
+    with pytest.raises(ValueError, match=r"layer must be in \[0, 1\), got 7"):
         d4.load_safetensors(tmp_path, recording.cfg, 7)
+    deeper = dataclasses.replace(recording.cfg, compress_ratios=(0,) * 8)
+    with pytest.raises(ValueError, match=r"holds no tensors of layer 7: looked for .*layers\.7\.attn\."):
+        d4.load_safetensors(tmp_path, deeper, 7)
 
 
 # ---- DeepSeek's FP8 linear weights
