@@ -1,7 +1,8 @@
 """What a compiled program does to a donated cache: which bytes it updates in place and what it allocates besides.
 
-Every audit compiles the same program for a small and a large pool. In place means: the bytes aliased from input to
-output are the whole cache, and neither the temporaries nor what the program copies grow with the pool.
+Every audit compiles the same program for a small and a large cache: eight times the blocks and eight times the slots.
+In place means: the bytes aliased from input to output are the whole cache, and neither the temporaries nor what the
+program copies grow with the cache.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from dsv4jax.weights import param_shapes
 
 # Two CSA layers share one stack: the second writes into the buffers that the first has read.
 CFG = d4.DSV4Config.tiny(compress_ratios=(0, 4, 128, 4))
-SMALL, LARGE = 1024, 8192  # blocks
+SMALL, LARGE = 1024, 8192  # blocks; with 8 and 64 slots
 BATCH = 4
 Spec = jax.ShapeDtypeStruct
 
@@ -43,7 +44,12 @@ def many_steps(params, x, cache, slots, num_new):
 
 
 def _plan(blocks: int, **options) -> d4.CachePlan:
-    return d4.plan_cache(CFG, max_requests=8, max_context=4096, num_blocks=blocks, **options)
+    return d4.plan_cache(CFG, max_requests=blocks // 128, max_context=4096, num_blocks=blocks, **options)
+
+
+def table_entries(blocks: int) -> int:
+    plan = _plan(blocks)
+    return plan.num_blocks + plan.max_requests * (plan.max_blocks + 4)
 
 
 def abstract_params(cfg: d4.DSV4Config):

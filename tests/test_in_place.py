@@ -13,16 +13,18 @@ import dsv4jax as d4
 from tests import in_place
 
 ROOT = Path(__file__).parents[1]
+BOOKKEEPING = ("admit", "prepare_forward", "advance", "release")
 
 
 def check(name: str, found: dict[str, int]) -> None:
     for size in ("small", "large"):
         assert found[f"aliased_{size}"] == found[f"donated_{size}"], f"{name}: a donated byte is not updated in place"
-    # release works on all block ids at once: some int32 per block of the tables, none of the pool's rows.
-    growth = 6 * 4 * (in_place.LARGE - in_place.SMALL) if name == "release" else 0
-    assert found["copied_large"] <= found["copied_small"] + growth, f"{name}: a copy grows with the pool"
-    # Less than a kilobyte is the compiler's own choice of layout and alignment.
-    assert found["temporaries_large"] <= found["temporaries_small"] + growth + 1024, f"{name}: temporaries grow"
+    # Bookkeeping works on whole tables: some int32 per block id, slot and block table entry, none of state or pool.
+    growth = 6 * 4 * in_place.table_entries(in_place.LARGE) if name in BOOKKEEPING else 0
+    # A forward pass holds a few numbers per slot. A kilobyte is the compiler's choice of layout and alignment.
+    growth += 1024 + 16 * in_place.LARGE // 128
+    assert found["copied_large"] <= found["copied_small"] + growth, f"{name}: copies grow with the cache"
+    assert found["temporaries_large"] <= found["temporaries_small"] + growth, f"{name}: temporaries grow with the cache"
 
 
 @pytest.mark.parametrize("name", in_place.AUDITS)
