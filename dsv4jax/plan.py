@@ -142,22 +142,34 @@ class CachePlan:
         return parts
 
     @property
+    def bytes_per_block(self) -> int:
+        """Pool bytes of one block, over all layers."""
+        return sum(len(self.layers(kind)) * sum(self.block_bytes(kind).values()) for kind in AttentionType)
+
+    @property
     def bytes_per_token(self) -> float:
         """Pool bytes per token of context, over all layers: those of a block / 128."""
-        block = sum(len(self.layers(kind)) * sum(self.block_bytes(kind).values()) for kind in AttentionType)
-        return block / self.cfg.block_tokens
+        return self.bytes_per_block / self.cfg.block_tokens
+
+    @property
+    def _table_row_bytes(self) -> int:
+        return 4 * self.max_blocks + 3 * 4 + 1  # block table row; length, granted length, block count; admitted
 
     @property
     def bytes_per_request(self) -> int:
         """Bytes a slot holds whether long or short: its state in all layers and its row of the tables."""
         state = sum(len(self.layers(kind)) * sum(self.state_bytes(kind).values()) for kind in AttentionType)
-        return state + 4 * self.max_blocks + 3 * 4 + 1  # block table row; length, granted length, block count; admitted
+        return state + self._table_row_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables: a row per slot; readers per block, free blocks and how many are free."""
+        return self.max_requests * self._table_row_bytes + (2 * self.num_blocks + 1) * 4
 
     def memory_bytes(self) -> int:
         """Bytes of the whole cache: the sum over its leaves."""
-        pool = round(self.bytes_per_token * self.cfg.block_tokens) * self.num_blocks
-        free_list = (2 * self.num_blocks + 1) * 4  # readers per block, free blocks, how many are free
-        return pool + self.max_requests * self.bytes_per_request + free_list
+        state = self.max_requests * (self.bytes_per_request - self._table_row_bytes)
+        return state + self.num_blocks * self.bytes_per_block + self.table_bytes
 
     def largest_context(self, memory_bytes: int, max_requests: int | None = None, headroom: float = 1.10) -> int:
         """Longest context, in tokens, that every request can have at once in so many bytes; 0 where none fits.
@@ -282,7 +294,7 @@ def _table(plan: CachePlan) -> str:
             label = f"{layers} {kind.upper()}" if i == 0 else ""
             lines.append(f"{label:<10}{part:<14}{_size(size):>15} per {unit:<8}{_size(layers * size * count):>18}")
     lines += [
-        f"{'tables':<52}{_size(plan.memory_bytes() - _stack_bytes(plan)):>18}",
+        f"{'tables':<52}{_size(plan.table_bytes):>18}",
         "",
         f"per request  {plan.bytes_per_request:>16,} B    (state in all layers and a row of the tables)",
         f"per token    {plan.bytes_per_token:>16,.1f} B    ({plan.num_blocks:,} blocks of {cfg.block_tokens} tokens)",
@@ -296,13 +308,3 @@ def _table(plan: CachePlan) -> str:
             f"  in {gib:>3} GiB  {context:>12,} tokens{' (the limit of positions)' * (context == MAX_CONTEXT)}"
         )
     return "\n".join(lines)
-
-
-def _stack_bytes(plan: CachePlan) -> int:
-    """Bytes of the layers' stacks: the cache without its tables."""
-
-    total = 0
-    for kind in AttentionType:
-        state, block = sum(plan.state_bytes(kind).values()), sum(plan.block_bytes(kind).values())
-        total += len(plan.layers(kind)) * (state * plan.max_requests + block * plan.num_blocks)
-    return total
