@@ -52,12 +52,12 @@ def fitting(count: jax.Array, available: int) -> jax.Array:
 def donating(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """Jit a function that updates the arguments ``names`` in place: their buffers are donated.
 
-    ``plan`` and ``kind`` are static. ``__wrapped__`` is the function under the jit, which donates nothing: the library
+    ``plan``, ``kind`` and ``backend`` are static. ``__wrapped__`` is the function under the jit, which donates nothing: the library
     composes that one, because only the outermost jit may decide what is given away.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        static = [name for name in ("plan", "kind") if name in function.__annotations__]
+        static = [name for name in ("plan", "kind", "backend") if name in function.__annotations__]
         return jax.jit(function, static_argnames=static, donate_argnames=names)
 
     return decorate

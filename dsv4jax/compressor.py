@@ -29,20 +29,40 @@ from dsv4jax.weights import CompressorParams
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """What T new tokens contribute. CSA has the a- and the b-stream, HCA the a-stream alone."""
+    """What T new tokens contribute, as the projections give it. CSA has the a- and the b-stream, HCA the a-stream alone.
 
-    ka: jax.Array  # f32 [B, T, dim]
-    za: jax.Array  # f32 [B, T, dim]
-    kb: jax.Array | None = None  # f32 [B, T, dim]
-    zb: jax.Array | None = None  # f32 [B, T, dim]
+    Checkpoint columns [0:dim] are CSA's b-stream and [dim:2 dim] its a-stream.
+    """
+
+    k: jax.Array  # f32 [B, T, dim], CSA: [B, T, 2 dim]
+    z: jax.Array  # f32, as k
+    overlap: bool = dataclasses.field(metadata={"static": True})  # CSA's two streams
+
+    def _part(self, both: jax.Array, number: int) -> jax.Array:
+        dim = both.shape[-1] // 2
+        return both[..., number * dim : (number + 1) * dim] if self.overlap else both
+
+    @property
+    def ka(self) -> jax.Array:
+        return self._part(self.k, 1)
+
+    @property
+    def za(self) -> jax.Array:
+        return self._part(self.z, 1)
+
+    @property
+    def kb(self) -> jax.Array:
+        return self._part(self.k, 0)
+
+    @property
+    def zb(self) -> jax.Array:
+        return self._part(self.z, 0)
 
 
 def project_streams(
     params: CompressorParams, x: jax.Array, start: jax.Array, ratio: int, dtype: Any, *, overlap: bool
 ) -> Streams:
-    """k = x W_kv and z = x W_gate + ape[position mod ratio], split into the two streams of a CSA compressor.
-
-    Checkpoint columns [0:d] are the b-stream and [d:2d] the a-stream.
+    """k = x W_kv and z = x W_gate + ape[position mod ratio].
 
     Args:
       x: [B, T, hidden].
@@ -59,10 +79,7 @@ def project_streams(
     slot = (start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]) % ratio
     k = rounded(linear(x, params.kv))
     z = rounded(linear(x, params.gate) + params.ape.astype(jnp.float32)[slot])
-    if not overlap:
-        return Streams(ka=k, za=z)
-    dim = k.shape[-1] // 2
-    return Streams(ka=k[..., dim:], za=z[..., dim:], kb=k[..., :dim], zb=z[..., :dim])
+    return Streams(k=k, z=z, overlap=overlap)
 
 
 def num_touched_blocks(num_tokens: int, ratio: int) -> int:
@@ -115,8 +132,6 @@ def pool_csa(tail: CSATail, streams: Streams, phase: jax.Array, num_new: jax.Arr
 
     tail's leaves are one layer's rows of the batch, [B, ratio, dim].
     """
-    assert streams.kb is not None
-    assert streams.zb is not None
     ka = _on_grid(streams.ka, tail.ka, phase, num_new, ratio, 0.0)
     za = _on_grid(streams.za, tail.za, phase, num_new, ratio, EMPTY_GATE)
     kb = _on_grid(streams.kb, tail.kb_next, phase, num_new, ratio, 0.0)

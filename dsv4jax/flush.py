@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax import kernels
+from dsv4jax.backend import choose
 from dsv4jax.checks import check_array, check_batch, donating, fitting
 from dsv4jax.compressor import Streams, pool_hca_online
 from dsv4jax.config import AttentionType
@@ -35,6 +37,11 @@ from dsv4jax.state_cache import (
     read_slots,
     unique_or_dropped,
 )
+
+
+def _choose(backend: str | None, plan: CachePlan | None = None) -> str:
+    """The backend of a piece; one that encodes no row serves any plan."""
+    return choose("cache_update", backend, None if plan is None else kernels.unsupported_rows(plan))
 
 
 def _put(
@@ -87,6 +94,7 @@ def append_swa(
     num_new: jax.Array,
     *,
     plan: CachePlan,
+    backend: str | None = None,
 ) -> StateCache:
     """Round key rows in the plan's format and write the newest n_win of each request into its window.
 
@@ -97,14 +105,14 @@ def append_swa(
     check_batch(slots=slots, start=start, num_new=num_new)
     check_array("kv", kv, {"B": slots.shape[0], "T": None, "head_dim": plan.cfg.head_dim}, jnp.float32)
     num_new = fitting(num_new, kv.shape[1])
+    if (chosen := _choose(backend, plan)) != "xla":
+        return kernels.append_swa(state, index, kv, slots, start, num_new, plan, chosen)
     return store_window(state, index, plan.rows.encode(kv, plan.cfg.rope_dim), slots, start, num_new)
 
 
 def _append_csa(
     tail: CSATail, index: jax.Array | int, streams: Streams, slots: jax.Array, start: jax.Array, num_new: jax.Array
 ) -> CSATail:
-    assert streams.kb is not None
-    assert streams.zb is not None
     num_tokens, ratio = streams.ka.shape[1], tail.ka.shape[2]
     tokens = {"ka": streams.ka, "za": streams.za, "kb_next": streams.kb, "zb_next": streams.zb}
     previous: dict[str, Any] = {}
@@ -180,7 +188,9 @@ def append_tail(
 
 
 @donating("state")
-def rotate_csa(state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> StateCache:
+def rotate_csa(
+    state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array, *, backend: str | None = None
+) -> StateCache:
     """previous b-stream <- current b-stream, where the newest token completed its block; main and indexer tails alike.
 
     The current streams are not cleared: each of their rows is overwritten before the next entry reads it.
@@ -201,12 +211,20 @@ def rotate_csa(state: StateCache, index: jax.Array | int, slots: jax.Array, comp
 
     if not isinstance(state.tail, CSATail) or state.indexer_tail is None:
         raise ValueError(f"rotate_csa: expected the state of CSA layers, got a tail of {type(state.tail).__name__}")
+    if (chosen := _choose(backend)) != "xla":
+        return kernels.rotate_csa(state, index, slots, complete, chosen)
     return dataclasses.replace(state, tail=rotate(state.tail), indexer_tail=rotate(state.indexer_tail))
 
 
 @donating("state")
 def reset_hca(
-    state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array, *, plan: CachePlan
+    state: StateCache,
+    index: jax.Array | int,
+    slots: jax.Array,
+    complete: jax.Array,
+    *,
+    plan: CachePlan,
+    backend: str | None = None,
 ) -> StateCache:
     """Empty the tail of a layer's requests whose block is complete.
 
@@ -221,6 +239,8 @@ def reset_hca(
     check_array("complete", complete, {"B": slots.shape[0]}, jnp.bool)
     if not isinstance(state.tail, HCATail | HCAOnlineTail):
         raise ValueError(f"reset_hca: expected the state of HCA layers, got a tail of {type(state.tail).__name__}")
+    if (chosen := _choose(backend)) != "xla":
+        return kernels.reset_hca(state, index, slots, complete, chosen)
     empty = empty_state(plan, AttentionType.HCA, slots.shape).tail
     tail = jax.tree.map(lambda leaf, value: _put(leaf, index, slots, complete & (slots >= 0), value), state.tail, empty)
     return dataclasses.replace(state, tail=tail)
@@ -244,6 +264,7 @@ def flush_hca(
     count: jax.Array,
     *,
     plan: CachePlan,
+    backend: str | None = None,
 ) -> PagedPool:
     """Round finished entries and write them into the pool.
 
@@ -253,7 +274,10 @@ def flush_hca(
       slots, first, count: int32 [B]; count[b] <= E entries are real. An entry without a block is dropped.
     """
     _check_entries("entries", entries, slots, first, count, plan.cfg.head_dim)
-    rows, count = plan.rows.encode(entries, plan.cfg.rope_dim), fitting(count, entries.shape[1])
+    count = fitting(count, entries.shape[1])
+    if (chosen := _choose(backend, plan)) != "xla":
+        return kernels.flush_entries(pool, index, entries, None, block_table, slots, first, count, plan, chosen)
+    rows = plan.rows.encode(entries, plan.cfg.rope_dim)
     return dataclasses.replace(
         pool, entries=scatter_entries(pool.entries, index, block_table, slots, first, count, rows)
     )
@@ -271,13 +295,18 @@ def flush_csa(
     count: jax.Array,
     *,
     plan: CachePlan,
+    backend: str | None = None,
 ) -> PagedPool:
     """As ``flush_hca``, and the same for indexer_entries f32 [B, E, indexer_head_dim]: normed, roped and rotated."""
     _check_entries("indexer_entries", indexer_entries, slots, first, count, plan.cfg.indexer_head_dim)
     if pool.indexer_keys is None:
         raise ValueError("flush_csa: expected the pool of CSA layers, this one has no indexer keys")
     count = fitting(count, min(entries.shape[1], indexer_entries.shape[1]))
-    pool = flush_hca.__wrapped__(pool, index, entries, block_table, slots, first, count, plan=plan)
+    if (chosen := _choose(backend, plan)) != "xla":
+        return kernels.flush_entries(
+            pool, index, entries, indexer_entries, block_table, slots, first, count, plan, chosen
+        )
+    pool = flush_hca.__wrapped__(pool, index, entries, block_table, slots, first, count, plan=plan, backend="xla")
     keys = scatter_entries(
         pool.indexer_keys, index, block_table, slots, first, count, plan.keys.encode(indexer_entries)
     )

@@ -16,9 +16,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dsv4jax import backend as backend_lib
+from dsv4jax import kernels
 from dsv4jax.allocator import granted_tokens, is_admitted
 from dsv4jax.cache import KVCache, LayerStack
-from dsv4jax.cache_update import compress
+from dsv4jax.cache_update import store_tokens
 from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.config import AttentionType
 from dsv4jax.flush import append_swa
@@ -72,6 +74,7 @@ class LayerCacheHandle:
     num_new: jax.Array  # int32 [B] tokens of this call
     kind: AttentionType = dataclasses.field(metadata={"static": True})
     schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
+    backend: str | None = dataclasses.field(metadata={"static": True})
 
     @property
     def num_query_heads(self) -> int:
@@ -104,7 +107,7 @@ class LayerCacheHandle:
     def write_swa(self, kv: jax.Array) -> LayerCacheHandle:
         """Round key rows f32 [B, T, head_dim] (normed, roped) and write them into the window."""
         state = append_swa.__wrapped__(
-            self._stack.state, self.index, kv, self.slots, self.start, self.num_new, plan=self.cache.plan
+            self._stack.state, self.index, kv, self.slots, self.start, self.num_new, plan=self.cache.plan, backend=self.backend
         )
         return self._with_stack(dataclasses.replace(self._stack, state=state))
 
@@ -123,10 +126,11 @@ class LayerCacheHandle:
         hidden = self.cache.plan.cfg.hidden_size
         check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, FLOATS)
         self._pool  # noqa: B018  refuses an SWA layer
-        stack = compress(
+        stack = store_tokens(
             params,
             indexer,
             x,
+            None,
             self._stack,
             self.index,
             self.cache.tables.block_table,
@@ -135,6 +139,7 @@ class LayerCacheHandle:
             self.num_new,
             self.cache.plan,
             self.kind,
+            backend_lib.choose("cache_update", self.backend, kernels.unsupported(self.cache.plan, self.kind)),
         )
         return self._with_stack(stack)
 
@@ -145,13 +150,13 @@ class LayerCacheHandle:
     def gather_compressed(self, picks: jax.Array) -> jax.Array:
         """Entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim]. K = V."""
         return gather_compressed(
-            self._pool, self.index, self.cache.tables.block_table, self.slots, picks, plan=self.cache.plan
+            self._pool, self.index, self.cache.tables.block_table, self.slots, picks, plan=self.cache.plan, backend=self.backend
         )
 
     def gather_all_compressed(self) -> jax.Array:
         """All complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
         return gather_all_compressed(
-            self._pool, self.index, self.cache.tables.block_table, self.slots, self.num_entries, plan=self.cache.plan
+            self._pool, self.index, self.cache.tables.block_table, self.slots, self.num_entries, plan=self.cache.plan, backend=self.backend
         )
 
     def read_swa_view(self) -> SWAView:
@@ -185,14 +190,18 @@ class LayerCacheHandle:
         return jnp.where(there[:, None], table, -1), jnp.where(there, lens, 0)
 
 
-def acquire(cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array) -> LayerCacheHandle:
+def acquire(
+    cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array, backend: str | None = None
+) -> LayerCacheHandle:
     """A handle on one layer for this call's batch.
 
     Args:
       layer: static number of the layer in the model.
       slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op; one with
         num_new 0 only reads.
+      backend: None for the fastest available, or a name from ``backends()``.
     """
+    backend_lib.check_name(backend)
     check_batch(slots=slots, num_new=num_new)
     kind, index = cache.locate(layer)
     start, count = granted_tokens(cache.tables, slots, num_new)
@@ -206,4 +215,5 @@ def acquire(cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array) ->
         num_new=count,
         kind=kind,
         schema=cache.plan.schema(layer),
+        backend=backend,
     )

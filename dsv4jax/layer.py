@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax import attention, indexer
+from dsv4jax import attention, indexer, kernels
 from dsv4jax import backend as backend_lib
 from dsv4jax.allocator import granted_tokens, withdraw_grant
 from dsv4jax.cache import KVCache
-from dsv4jax.cache_update import compress
+from dsv4jax.cache_update import store_tokens
 from dsv4jax.checks import FLOATS, check_array, check_batch, fitting
 from dsv4jax.config import AttentionType, DSV4Config
-from dsv4jax.flush import store_window
 from dsv4jax.linear import linear, product_dtype, rms_norm
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.plan import CachePlan
@@ -92,11 +91,12 @@ def attention_layer_at(
     depth = len(cache.plan.layers(kind))
     if isinstance(index, int) and not 0 <= index < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
+    backend_lib.check_name(backend)
     if x.size == 0:
         return jnp.zeros_like(x), cache
-    return _attention_layer(
-        params, x, cache, jnp.asarray(index, jnp.int32), slots, num_new, kind=kind, backend=backend_lib.resolve(backend)
-    )
+    chosen = backend_lib.choose("cache_update", backend, kernels.unsupported(cache.plan, kind))
+    index = jnp.asarray(index, jnp.int32)
+    return _attention_layer(params, x, cache, index, slots, num_new, kind=kind, backend=chosen)
 
 
 # Jitted so that the layers of a kind are traced once; it donates nothing.
@@ -112,7 +112,6 @@ def _attention_layer(
     kind: AttentionType,
     backend: str,
 ) -> tuple[jax.Array, KVCache]:
-    del backend  # XLA is the only one so far
     plan, cfg, tables = cache.plan, cache.plan.cfg, cache.tables
     batch, given_tokens, _ = x.shape
     tile = min(given_tokens, query_tile(plan, kind, batch))
@@ -132,19 +131,34 @@ def _attention_layer(
     x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
 
     stack = cache.stack(kind)
-    rows = plan.rows.encode(
-        apply_rope(rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps), positions, freqs), cfg.rope_dim
+    kv = apply_rope(rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps), positions, freqs)
+    before = None
+    if given_tokens > 1:
+        # A chunk's early queries see rows that its late tokens overwrite: the old window is read before it is written.
+        before = gather_swa(stack.state, index, slots, start, plan=plan)
+        before, stack = lax.optimization_barrier((before, stack))
+    stack = store_tokens(
+        params.compressor,
+        params.indexer,
+        x,
+        kv,
+        stack,
+        index,
+        tables.block_table,
+        slots,
+        start,
+        count,
+        plan,
+        kind,
+        backend,
     )
-    before, before_pos = gather_swa(stack.state, index, slots, start, plan=plan)
-    window = jnp.concatenate([before[:, 1:], jnp.where(real[..., None], plan.rows.decode(rows), 0.0)], axis=1)
-    window_valid = jnp.concatenate([before_pos[:, 1:] >= 0, real], axis=1)
-
-    if params.compressor is not None:
-        stack = compress(
-            params.compressor, params.indexer, x, stack, index, tables.block_table, slots, start, count, plan, kind
-        )
-    window, state = lax.optimization_barrier((window, stack.state))  # the old window is read before it is written
-    stack = dataclasses.replace(stack, state=store_window(state, index, rows, slots, start, count))
+    if before is None:
+        window, window_pos = gather_swa(stack.state, index, slots, start + count, plan=plan)
+        window_valid = window_pos >= 0
+    else:
+        new = jnp.where(real[..., None], plan.rows.decode(plan.rows.encode(kv, cfg.rope_dim)), 0.0)
+        window = jnp.concatenate([before[0][:, 1:], new], axis=1)
+        window_valid = jnp.concatenate([before[1][:, 1:] >= 0, real], axis=1)
 
     entries = None
     if stack.pool is not None:

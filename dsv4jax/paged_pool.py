@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax import kernels
+from dsv4jax.backend import choose
 from dsv4jax.checks import check_array, check_batch
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KeyRows, KVRows
@@ -78,6 +80,16 @@ def scatter_entries(
     )
 
 
+def _find_entries(
+    store: Any, block_table: jax.Array, slots: jax.Array, entry: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Block (-1 = not there) and row of entries by number: entry int32 [B, ...]."""
+    per_block = _entries_per_block(store)
+    rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
+    block = block_table.at[rows, entry // per_block].get(mode="fill", fill_value=-1)
+    return jnp.where((entry >= 0) & (rows >= 0), block, -1), jnp.maximum(entry, 0) % per_block
+
+
 def gather_entries(
     store: Any, index: jax.Array | int, block_table: jax.Array, slots: jax.Array, entry: jax.Array
 ) -> tuple[Any, jax.Array]:
@@ -85,15 +97,12 @@ def gather_entries(
 
     What is not there (entry -1, slot -1, block not allocated) reads some row in range: mask it.
     """
-    per_block = _entries_per_block(store)
-    rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
-    block = block_table.at[rows, entry // per_block].get(mode="fill", fill_value=-1)
-    valid = (entry >= 0) & (rows >= 0) & (block >= 0)
-    at = index, jnp.maximum(block, 0), jnp.maximum(entry, 0) % per_block
-    return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip"), store), valid
+    block, row = _find_entries(store, block_table, slots, entry)
+    at = index, jnp.maximum(block, 0), row
+    return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip"), store), block >= 0
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames=("plan", "dtype", "backend"))
 def gather_compressed(
     pool: PagedPool,
     index: jax.Array | int,
@@ -102,6 +111,8 @@ def gather_compressed(
     picks: jax.Array,
     *,
     plan: CachePlan,
+    dtype: Any = jnp.float32,
+    backend: str | None = None,
 ) -> jax.Array:
     """Chosen entries as dense rows. K = V: the one array serves as both.
 
@@ -110,18 +121,23 @@ def gather_compressed(
       block_table: int32 [requests, max_blocks].
       slots: int32 [B].
       picks: int32 [B, ...] entry numbers, -1 = none.
+      dtype: of the result, f32 or bf16.
+      backend: None for the fastest available, or a name from ``backends()``.
 
     Returns:
-      f32 [B, ..., head_dim], zero where there is no entry.
+      dtype [B, ..., head_dim], zero where there is no entry.
     """
     check_batch(slots=slots)
     check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
     check_array("picks", picks, {"B": slots.shape[0]} | {f"axis {i}": None for i in range(1, picks.ndim)}, jnp.int32)
+    if (chosen := choose("gather_rows", backend, kernels.unsupported_rows(plan))) != "xla":
+        block, row = _find_entries(pool.entries, block_table, slots, picks)
+        return kernels.gather_rows(pool.entries, index, block, row, plan, dtype, chosen)
     rows, valid = gather_entries(pool.entries, index, block_table, slots, picks)
-    return jnp.where(valid[..., None], plan.rows.decode(rows), 0.0)
+    return jnp.where(valid[..., None], plan.rows.decode(rows), 0.0).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames=("plan", "dtype", "backend"))
 def gather_all_compressed(
     pool: PagedPool,
     index: jax.Array | int,
@@ -130,16 +146,22 @@ def gather_all_compressed(
     num_entries: jax.Array,
     *,
     plan: CachePlan,
+    dtype: Any = jnp.float32,
+    backend: str | None = None,
 ) -> jax.Array:
     """The first ``num_entries[b]`` entries of each request as dense rows.
 
     Returns:
-      f32 [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
+      dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
     """
     check_batch(slots=slots, num_entries=num_entries)
+    if (chosen := choose("gather_rows", backend, kernels.unsupported_rows(plan))) != "xla":
+        return kernels.gather_request_rows(
+            pool.entries, index, block_table, slots, num_entries, plan, dtype, chosen
+        )
     entry = jnp.arange(block_table.shape[1] * _entries_per_block(pool.entries), dtype=jnp.int32)[None]
     picks = jnp.where(entry < num_entries[:, None], entry, -1)
-    return gather_compressed(pool, index, block_table, slots, picks, plan=plan)
+    return gather_compressed(pool, index, block_table, slots, picks, plan=plan, dtype=dtype, backend="xla")
 
 
 @jax.tree_util.register_dataclass
@@ -160,7 +182,9 @@ class PooledLayer:
 
     def rows(self, entry: jax.Array) -> jax.Array:
         """Entries int32 [B, ...] (-1 = none) as f32 [B, ..., head_dim], zero where there is none."""
-        return gather_compressed(self.pool, self.index, self.block_table, self.slots, entry, plan=self.plan)
+        return gather_compressed(
+            self.pool, self.index, self.block_table, self.slots, entry, plan=self.plan, backend="xla"
+        )
 
     def keys(self, entry: jax.Array) -> jax.Array:
         """CSA: their indexer keys, f32 [B, ..., indexer_head_dim], zero where there is none."""

@@ -40,6 +40,12 @@ def rope_frequencies(cfg: DSV4Config, kind: AttentionType) -> np.ndarray:
     return freqs / np.float32(cfg.yarn_factor) * ramp + freqs * (np.float32(1.0) - ramp)
 
 
+def rope_angles(positions: jax.Array, freqs: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every pair's angle, f32 [..., rope_dim / 2] each, at int32 positions [...]."""
+    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(freqs).reshape((1,) * positions.ndim + (-1,))
+    return jnp.cos(angle), jnp.sin(angle)
+
+
 def apply_rope(x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse: bool = False) -> jax.Array:
     """Turn the last 2 * len(freqs) dims of x: (e, o) -> (e cos - o sin, o cos + e sin); the inverse flips sin.
 
@@ -49,8 +55,7 @@ def apply_rope(x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse
       freqs: f32 [rope_dim / 2], from ``rope_frequencies``.
     """
     rope_dim = 2 * len(freqs)
-    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(freqs).reshape((1,) * positions.ndim + (-1,))
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = rope_angles(positions, freqs)
     if inverse:
         sin = -sin
     pairs = x[..., -rope_dim:].reshape(*x.shape[:-1], rope_dim // 2, 2)

@@ -1,0 +1,220 @@
+"""The bridge to ``pallas_kernels``: this library's values in the kernels' terms."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from dsv4jax.config import AttentionType
+from dsv4jax.plan import CachePlan
+from dsv4jax.rope import rope_angles, rope_frequencies
+
+if TYPE_CHECKING:
+    from dsv4jax.cache import LayerStack
+    from dsv4jax.compressor import Streams
+    from dsv4jax.formats import KVRows
+    from dsv4jax.paged_pool import PagedPool
+    from dsv4jax.state_cache import StateCache
+
+SIMULATED = "pallas_simulated"
+
+
+def unsupported(plan: CachePlan, kind: AttentionType) -> str | None:
+    """Why no kernel serves a plan's layers of a kind, or None where they do."""
+    cfg = plan.cfg
+    return pk.unsupported(
+        kv_format=plan.kv_format,
+        key_format=plan.indexer_format,
+        nope_dim=cfg.head_dim - cfg.rope_dim,
+        rope_dim=cfg.rope_dim,
+        csa_ratio=cfg.csa_compression_ratio if kind == AttentionType.CSA else None,
+        key_dim=cfg.indexer_head_dim if kind == AttentionType.CSA else None,
+    )
+
+
+def unsupported_rows(plan: CachePlan) -> str | None:
+    """Why no kernel serves a plan's rows and keys, or None where they do."""
+    return unsupported(plan, AttentionType.SWA)
+
+
+def layer_number(index: jax.Array | int) -> jax.Array:
+    """A layer's place in its stack as the kernels take it, int32 [1]."""
+    return jnp.asarray(index, jnp.int32).reshape(1)
+
+
+def update(
+    stack: LayerStack,
+    index: jax.Array | int,
+    kv: jax.Array | None,
+    entry: tuple[Streams, jax.Array] | None,
+    key: tuple[Streams, jax.Array] | None,
+    block_table: jax.Array | None,
+    slots: jax.Array,
+    start: jax.Array,
+    num_new: jax.Array,
+    plan: CachePlan,
+    kind: AttentionType,
+    backend: str,
+) -> LayerStack:
+    """The cache update of one layer in one launch.
+
+    Args:
+      kv: window rows f32 [B, T, head_dim], normed and roped; None leaves the window as it is.
+      entry, key: streams and norm weight of the compressor and of the indexer's; None leaves tails and pool.
+    """
+    cfg = plan.cfg
+    rope = ratio = None
+    if entry is not None:
+        ratio = cfg.ratio(kind)
+        touched = (entry[0].k.shape[1] + 2 * ratio - 2) // ratio
+        number = (start // ratio)[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
+        rope = jnp.concatenate(rope_angles(ratio * number, rope_frequencies(cfg, kind)), -1)
+
+    def streams(given: tuple[Streams, jax.Array] | None) -> pk.Streams | None:
+        return given and pk.Streams(k=given[0].k, z=given[0].z, norm=given[1].astype(jnp.float32))
+
+    tokens = pk.NewTokens(
+        layer=layer_number(index),
+        slots=slots,
+        start=start,
+        num_new=num_new,
+        block_table=block_table,
+        kv=kv,
+        entry=streams(entry),
+        key=streams(key),
+        rope=rope,
+    )
+    num_tokens = (kv if entry is None else entry[0].k).shape[1]  # pyright: ignore[reportOptionalMemberAccess]
+    launch: Any = pk.cache_step if num_tokens == 1 else pk.append_chunk
+    return launch(
+        stack,
+        tokens,
+        kv_format=plan.kv_format,
+        key_format=plan.indexer_format,
+        ratio=ratio,
+        eps=cfg.norm_eps,
+        simulate=backend == SIMULATED,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _StateAlone:
+    """A stack that has no pool, for pieces that need none."""
+
+    state: StateCache
+    pool: None = None
+
+
+def append_swa(
+    state: StateCache,
+    index: jax.Array | int,
+    kv: jax.Array,
+    slots: jax.Array,
+    start: jax.Array,
+    num_new: jax.Array,
+    plan: CachePlan,
+    backend: str,
+) -> StateCache:
+    """``flush.append_swa``."""
+    stack = _StateAlone(state=dataclasses.replace(state, tail=None, indexer_tail=None))
+    simulate = backend == SIMULATED
+    stack = pk.append_swa(
+        stack, layer_number(index), kv, slots, start, num_new, kv_format=plan.kv_format, simulate=simulate
+    )
+    return dataclasses.replace(state, window=stack.state.window, pos=stack.state.pos)
+
+
+def flush_entries(
+    pool: PagedPool,
+    index: jax.Array | int,
+    entries: jax.Array,
+    keys: jax.Array | None,
+    block_table: jax.Array,
+    slots: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    plan: CachePlan,
+    backend: str,
+) -> PagedPool:
+    """``flush.flush_hca``, and with keys ``flush.flush_csa``."""
+    return pk.flush_entries(
+        pool,
+        layer_number(index),
+        entries,
+        keys,
+        block_table,
+        slots,
+        first,
+        count,
+        kv_format=plan.kv_format,
+        key_format=plan.indexer_format,
+        simulate=backend == SIMULATED,
+    )
+
+
+def rotate_csa(
+    state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array, backend: str
+) -> StateCache:
+    """``flush.rotate_csa``."""
+    complete, simulate = complete.astype(jnp.int32), backend == SIMULATED
+    tails = pk.rotate_csa([state.tail, state.indexer_tail], layer_number(index), slots, complete, simulate=simulate)
+    return dataclasses.replace(state, tail=tails[0], indexer_tail=tails[1])
+
+
+def reset_hca(
+    state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array, backend: str
+) -> StateCache:
+    """``flush.reset_hca``."""
+    complete, simulate = complete.astype(jnp.int32), backend == SIMULATED
+    tail = pk.reset_hca(state.tail, layer_number(index), slots, complete, simulate=simulate)
+    return dataclasses.replace(state, tail=tail)
+
+
+def gather_rows(
+    rows: KVRows,
+    index: jax.Array | int,
+    block: jax.Array,
+    row: jax.Array,
+    plan: CachePlan,
+    dtype: Any,
+    backend: str,
+) -> jax.Array:
+    """Rows at int32 [...] blocks (-1 = none) and rows, as dtype [..., head_dim]."""
+    flat = pk.gather_rows(
+        rows,
+        layer_number(index),
+        block.reshape(-1),
+        row.reshape(-1),
+        kv_format=plan.kv_format,
+        dtype=dtype,
+        simulate=backend == SIMULATED,
+    )
+    return flat.reshape(*block.shape, -1)
+
+
+def gather_request_rows(
+    rows: KVRows,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    num_entries: jax.Array,
+    plan: CachePlan,
+    dtype: Any,
+    backend: str,
+) -> jax.Array:
+    """All entries of requests, as dtype [B, max_blocks * entries_per_block, head_dim]."""
+    return pk.gather_request_rows(
+        rows,
+        layer_number(index),
+        block_table,
+        slots,
+        num_entries,
+        kv_format=plan.kv_format,
+        dtype=dtype,
+        simulate=backend == SIMULATED,
+    )

@@ -1,0 +1,277 @@
+"""The whole cache update of one layer in one kernel launch.
+
+    kv        -> number format -> window row p mod n_win
+    k, z      -> tails; where a block is complete: pool, norm, rope, number format -> pool row; rotate or reset the tail
+    and, for CSA, the same for the indexer, with the Hadamard transform and a 4-bit format
+
+``cache_step`` is a decode step, one token per request. ``append_chunk`` is the same for T tokens per request, ragged.
+Requests are independent: the grid is [B, units], a unit being a CTA's share of a request. A CTA whose request has
+nothing to do (slot -1, another phase) ends after reading its slot and length.
+
+    units of CSA    main compressor, a warpgroup each: the first takes entries 0, 1 and the tails, each other one an entry
+    units of HCA    compressor, up to four warpgroups: one block each
+    jobs            of one warp: the indexer's units, window rows, rows of the ring tail; in CTAs of their own, four or
+                    more to a CTA, except in HCA's ring decode step, whose CTAs are wide
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from pallas_kernels import csa, hca
+from pallas_kernels.batch import EntryStore, NewTokens, Request
+from pallas_kernels.lanes import VECTOR, WARP, WARPGROUP, Machine, Row, Team, Value
+from pallas_kernels.launch import launch
+from pallas_kernels.rows import KEY_FORMATS, KV_FORMATS
+from pallas_kernels.window import num_window_rows, write_window_row
+
+MAX_HEAD_DIM = VECTOR * WARPGROUP
+MAX_CSA_RATIO = 8  # rows of an entry are all in registers at once
+MIN_KEY_DIM, MAX_KEY_DIM = 32, VECTOR * WARP
+
+
+def cache_step(
+    stack: Any,
+    tokens: NewTokens,
+    *,
+    kv_format: str,
+    key_format: str,
+    ratio: int | None,
+    eps: float,
+    simulate: bool = False,
+) -> Any:
+    """A decode step's cache update of one layer: one token per request.
+
+    Args:
+      stack: all layers of a kind, a pytree with ``state`` (``window``: ``nope rope scale``; ``pos``; ``tail``;
+        ``indexer_tail``) and ``pool`` (``entries``: ``nope rope scale``; ``indexer_keys``: ``codes scale``) or None.
+        Updated in place where the caller's jit donates it.
+      tokens: of T = 1. Without ``kv`` the window is left as it is, without ``entry`` tails and pool are.
+      kv_format, key_format: of the stored rows, from ``rows.KV_FORMATS`` and ``rows.KEY_FORMATS``.
+      ratio: tokens per entry; None for SWA.
+      eps: the norms'.
+      simulate: run in NumPy on the host, with checks, on any device.
+
+    Returns:
+      The updated stack. Stored bytes are those of the XLA form, but for the rounding of an entry's sums.
+
+    Raises:
+      AssertionError: (chex) an array's shape or dtype is wrong.
+      ValueError: sizes or formats that the kernels do not serve.
+    """
+    chex.assert_axis_dimension(_newest(tokens), 1, 1)
+    return append_chunk(
+        stack, tokens, kv_format=kv_format, key_format=key_format, ratio=ratio, eps=eps, simulate=simulate
+    )
+
+
+def append_chunk(
+    stack: Any,
+    tokens: NewTokens,
+    *,
+    kv_format: str,
+    key_format: str,
+    ratio: int | None,
+    eps: float,
+    simulate: bool = False,
+) -> Any:
+    """As ``cache_step``, for T tokens per request, of which ``num_new`` are real."""
+    window, is_csa = stack.state.window, tail_kind(stack.state.tail) == "csa"
+    if reason := unsupported(
+        kv_format=kv_format,
+        key_format=key_format,
+        nope_dim=window.nope.shape[-1],
+        rope_dim=window.rope.shape[-1],
+        csa_ratio=ratio if is_csa else None,
+        key_dim=stack.state.indexer_tail.ka.shape[-1] if is_csa else None,
+    ):
+        raise ValueError(reason)
+    _check_tokens(stack, tokens, ratio)
+    batch, num_tokens = _newest(tokens).shape[:2]
+    work = Work.split(stack, tokens, num_tokens, ratio)
+    if not batch or not work.units + work.job_units:
+        return stack
+
+    def body(machine: Machine, tokens: NewTokens, stack: Any) -> None:
+        request = Request.of_block(machine, tokens, num_tokens, stack.state.pos.shape[1])
+        compressor = None
+        if work.units:
+            row = Row(Team(machine, WARPGROUP), tokens.entry.norm.shape[0])
+            entries = EntryStore(request, row, stack.pool.entries, kv_format, eps, is_key=False)
+            update = dict(request=request, row=row, tail=stack.state.tail, streams=tokens.entry, entries=entries)
+            update |= dict(num_tokens=num_tokens)
+            if work.kind == "csa":
+                compressor = csa.CSAUpdate(**update)
+            else:
+                update |= dict(ratio=ratio, warpgroups=work.warpgroups)
+                compressor = _HCA[work.kind](**update)
+
+        def run_key(row: Row, unit: Value) -> None:
+            entries = EntryStore(request, row, stack.pool.indexer_keys, key_format, eps, is_key=True)
+            csa.CSAUpdate(request, row, stack.state.indexer_tail, tokens.key, entries, num_tokens).run(unit)
+
+        run_job = {
+            "window": lambda row, i: write_window_row(request, row, stack.state, i, num_tokens, kv_format),
+            "key": run_key,
+            "tail": lambda row, i: compressor.write_tail_row(row, i),
+        }
+        warps = Team(machine, WARP)
+        unit = machine.block(1)
+
+        def run_jobs(first: Value, stride: int) -> None:
+            for job in work.jobs:
+                for i in range(-(-job.count // stride)):
+                    place = first - job.first + i * stride
+                    with machine.when((place >= 0) & (place < job.count)):
+                        run_job[job.name](Row(warps, job.dim), place)
+
+        warp = machine.thread // WARP
+        if work.job_units:
+            with machine.when(unit >= work.units):
+                run_jobs((unit - work.units) * work.warps + warp, work.job_units * work.warps)
+            if compressor:
+                with machine.when(unit < work.units):
+                    compressor.run(unit)
+        else:
+            run_jobs(unit * work.warps + warp, work.units * work.warps)
+            compressor.run(unit)
+
+    return launch(
+        body,
+        name="cache_step" if num_tokens == 1 else "append_chunk",
+        grid=(batch, work.units + work.job_units),
+        warpgroups=work.warpgroups,
+        shared_bytes=work.shared_bytes,
+        inputs=tokens,
+        state=stack,
+        simulate=simulate,
+    )
+
+
+_HCA = {"ring": hca.HCARingUpdate, "online": hca.HCAOnlineUpdate}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Work for single warps, numbered from ``first`` among all jobs of a request."""
+
+    name: str
+    first: int
+    count: int
+    dim: int  # of the rows it works on
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How the work on one request is split over CTAs and warps."""
+
+    kind: str  # of tail: csa, ring, online, or none
+    units: int  # CTAs for the compressor
+    job_units: int  # CTAs for jobs
+    jobs: tuple[Job, ...]
+    warpgroups: int  # per CTA
+    shared_bytes: int
+
+    @property
+    def warps(self) -> int:
+        return self.warpgroups * WARPGROUP // WARP
+
+    @classmethod
+    def split(cls, stack: Any, tokens: NewTokens, num_tokens: int, ratio: int | None) -> Work:
+        kind = tail_kind(stack.state.tail)
+        wanted: list[tuple[str, int, int]] = []  # name, count, row size
+        units, warpgroups, shared_bytes = 0, 1, 0
+        if tokens.entry is not None:
+            assert ratio is not None
+            dim = tokens.entry.norm.shape[0]
+            if kind == "csa":
+                units = csa.num_units(num_tokens, ratio)
+                wanted.append(("key", units, tokens.key.norm.shape[0]))
+            else:
+                rows = ratio if kind == "ring" else min(num_tokens, ratio)
+                units, warpgroups = _HCA[kind].num_units(num_tokens, ratio), hca.num_warpgroups(rows)
+                shared_bytes = hca.shared_bytes(warpgroups, num_tokens, kind)
+            if kind == "ring":
+                wanted.append(("tail", hca.HCARingUpdate.num_jobs(num_tokens, ratio), dim))
+        if tokens.kv is not None:
+            n_win = stack.state.pos.shape[2]
+            wanted.append(("window", num_window_rows(num_tokens, n_win), tokens.kv.shape[-1]))
+        jobs, total = [], 0
+        for name, count, dim in wanted:
+            jobs.append(Job(name=name, first=total, count=count, dim=dim))
+            total += count
+        warps = warpgroups * WARPGROUP // WARP
+        # A decode step's few jobs ride along where a CTA is wide; a CTA of their own would keep another one waiting.
+        job_units = 0 if num_tokens == 1 and warpgroups > 1 else -(-total // warps)
+        return cls(
+            kind=kind,
+            units=units,
+            job_units=job_units,
+            jobs=tuple(jobs),
+            warpgroups=warpgroups,
+            shared_bytes=shared_bytes,
+        )
+
+
+def tail_kind(tail: Any) -> str:
+    """csa, ring, online or none."""
+    if tail is None:
+        return "none"
+    if hasattr(tail, "kb"):
+        return "csa"
+    return "ring" if hasattr(tail, "ka") else "online"
+
+
+def unsupported(
+    *, kv_format: str, key_format: str, nope_dim: int, rope_dim: int, csa_ratio: int | None, key_dim: int | None
+) -> str | None:
+    """Why these kernels do not serve a layer, or None where they do. csa_ratio and key_dim are None but for CSA."""
+    if kv_format not in KV_FORMATS or key_format not in KEY_FORMATS:
+        return f"no kernel for {kv_format=} with {key_format=}; known are {KV_FORMATS} and {KEY_FORMATS}"
+    if nope_dim % VECTOR or rope_dim % VECTOR:
+        return f"NoPE and RoPE dims must be divisible by {VECTOR}, got {nope_dim} and {rope_dim}"
+    if nope_dim + rope_dim > MAX_HEAD_DIM:
+        return f"head_dim must be at most {MAX_HEAD_DIM}, got {nope_dim + rope_dim}"
+    if csa_ratio is not None and csa_ratio > MAX_CSA_RATIO:
+        return f"CSA ratio must be at most {MAX_CSA_RATIO}, got {csa_ratio}"
+    if key_dim is not None and (key_dim & (key_dim - 1) or not MIN_KEY_DIM <= key_dim <= MAX_KEY_DIM):
+        return f"indexer_head_dim must be a power of two in [{MIN_KEY_DIM}, {MAX_KEY_DIM}], got {key_dim}"
+    return None
+
+
+def _newest(tokens: NewTokens) -> Any:
+    """Whatever array has the axes [B, T, ...]."""
+    return tokens.entry.k if tokens.kv is None and tokens.entry is not None else tokens.kv
+
+
+def _check_tokens(stack: Any, tokens: NewTokens, ratio: int | None) -> None:
+    batch, num_tokens = _newest(tokens).shape[:2]
+    window, tail = stack.state.window, stack.state.tail
+    head_dim = window.nope.shape[-1] + window.rope.shape[-1]
+    chex.assert_shape(tokens.layer, (1,))
+    chex.assert_shape([tokens.slots, tokens.start, tokens.num_new], (batch,))
+    chex.assert_type([tokens.layer, tokens.slots, tokens.start, tokens.num_new], jnp.int32)
+    if tokens.kv is not None:
+        chex.assert_shape(tokens.kv, (batch, num_tokens, head_dim))
+        chex.assert_type(tokens.kv, jnp.float32)
+    if tokens.entry is None:
+        return
+    if ratio is None or tail is None:
+        raise ValueError("tokens.entry is for layers with a compressor: this one has no tail or no ratio")
+    if (tokens.key is not None) != (tail_kind(tail) == "csa"):
+        raise ValueError("tokens.key is for CSA layers, and only for them")
+    streams = [(tokens.entry, head_dim)]
+    if tokens.key is not None:
+        streams.append((tokens.key, stack.state.indexer_tail.ka.shape[-1]))
+    for stream, dim in streams:
+        width = 2 * dim if tail_kind(tail) == "csa" else dim
+        chex.assert_shape([stream.k, stream.z], (batch, num_tokens, width))
+        chex.assert_shape(stream.norm, (dim,))
+        chex.assert_type([stream.k, stream.z, stream.norm], jnp.float32)
+    chex.assert_shape(tokens.rope, (batch, (num_tokens + 2 * ratio - 2) // ratio, window.rope.shape[-1]))
+    chex.assert_type([tokens.rope, tokens.block_table], [jnp.float32, jnp.int32])
+    chex.assert_rank(tokens.block_table, 2)

@@ -1,0 +1,279 @@
+"""The machine of ``lanes`` in NumPy: all blocks and lanes at once, in lockstep.
+
+For tests, and for finding a fault without a GPU: the same kernel bodies run, and an access out of bounds, a misaligned
+one, or two lanes that touch the same bytes without a barrier between them raise ``SimulationError``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.lanes import WARP, WARPGROUP, Buffer, Condition, Kind, Machine, Scope, Step, Value
+
+_DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "bool": np.bool_}
+_OPS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.floordiv,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shl": operator.lshift,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+_SPACE = 1 << 40  # distance between the addresses of two buffers; the first one starts there, so that 0 is no address
+_NOBODY, _SEVERAL = -1, -2
+
+
+class SimulationError(Exception):
+    """A kernel body did what would be undefined on a GPU."""
+
+
+class _Memory:
+    """Bytes, and who touched each of them last: for race checks."""
+
+    def __init__(self, name: str, data: np.ndarray, *, constant: bool):
+        self.name, self.data, self.constant = name, data, constant
+        if not constant:
+            self.writer, self.reader = (np.full(data.size, _NOBODY, np.int64) for _ in range(2))
+
+    def _check(self, at: np.ndarray, size: int) -> np.ndarray:
+        if np.any(at < 0) or np.any(at + size > self.data.size):
+            raise SimulationError(f"{self.name}: access of {size} bytes at {at.min()} .. {at.max()} of {self.data.size}")
+        if np.any(at % size):
+            raise SimulationError(f"{self.name}: an access of {size} bytes is misaligned")
+        return at[:, None] + np.arange(size)
+
+    def read(self, at: np.ndarray, size: int, lanes: np.ndarray) -> np.ndarray:
+        where = self._check(at, size)
+        if not self.constant:
+            owner = np.broadcast_to(lanes[:, None], where.shape)
+            writer, reader = self.writer[where], self.reader[where]
+            if np.any((writer != _NOBODY) & (writer != owner)):
+                raise SimulationError(f"{self.name}: a lane reads what another one writes")
+            self.reader[where] = np.where((reader == _NOBODY) | (reader == owner), owner, _SEVERAL)
+            # Several lanes of this very access may read one byte.
+            self.reader[where] = np.where(self.reader[where] == owner, self.reader[where], _SEVERAL)
+        return self.data[where]
+
+    def write(self, at: np.ndarray, size: int, lanes: np.ndarray, data: np.ndarray) -> None:
+        where = self._check(at, size)
+        if self.constant:
+            raise SimulationError(f"{self.name}: a constant input is written")
+        if np.unique(where).size != where.size:
+            raise SimulationError(f"{self.name}: two lanes write the same bytes")
+        owner = np.broadcast_to(lanes[:, None], where.shape)
+        for touched, verb in ((self.writer[where], "wrote"), (self.reader[where], "read")):
+            if np.any((touched != _NOBODY) & (touched != owner)):
+                raise SimulationError(f"{self.name}: a lane writes what another one {verb}")
+        self.writer[where] = owner
+        self.data[where] = data
+
+    def forget(self, same_block: Callable[[np.ndarray], np.ndarray]) -> None:
+        """A barrier: what lanes of its scope did comes before what they do next."""
+        for touched in (self.writer, self.reader):
+            touched[same_block(touched)] = _NOBODY
+
+
+class Simulator(Machine):
+    """Runs one launch. Values are arrays that broadcast to [blocks, threads]."""
+
+    def __init__(self, grid: tuple[int, ...], threads: int, shared_bytes: int):
+        super().__init__()
+        self._grid, self._threads = grid, threads
+        blocks = int(np.prod(grid))
+        self._shape = blocks, threads
+        self._block_numbers = np.unravel_index(np.arange(blocks, dtype=np.int32), grid)
+        self._lane = np.arange(blocks * threads, dtype=np.int64).reshape(self._shape)
+        self._mask = np.ones(self._shape, bool)
+        self._memories: list[_Memory] = []
+        # Shared memory of all blocks side by side.
+        self._shared_size = shared_bytes
+        self._shared = _Memory("shared memory", np.full(blocks * shared_bytes, 0xFF, np.uint8), constant=False)
+
+    def buffer(self, name: str, array: np.ndarray, *, constant: bool) -> Buffer:
+        """An array in device memory; written in place, so give a contiguous copy."""
+        data = array.reshape(-1).view(np.uint8)
+        self._memories.append(_Memory(name, data, constant=constant))
+        address = self.constant(len(self._memories) * _SPACE, "i64")
+        return Buffer(self, address, array.shape, jnp.dtype(array.dtype), constant)
+
+    def _wrap(self, kind: Kind, raw: Any) -> Value:
+        return Value(self, kind, np.asarray(raw, _DTYPES[kind]))
+
+    @property
+    def thread(self) -> Value:
+        return self._wrap("i32", np.arange(self._threads, dtype=np.int32)[None])
+
+    def block(self, axis: int) -> Value:
+        return self._wrap("i32", np.asarray(self._block_numbers[axis])[:, None])
+
+    def constant(self, number: float, kind: Kind) -> Value:
+        return self._wrap(kind, np.asarray(number).astype(_DTYPES[kind]).reshape(1, 1))
+
+    def binary(self, op: str, a: Value, b: Value) -> Value:
+        assert a.kind == b.kind, (op, a.kind, b.kind)
+        comparison = op in ("lt", "le", "gt", "ge", "eq")
+        with np.errstate(all="ignore"):
+            if op == "shr":  # logical
+                raw = (a.raw.view(np.uint32) >> b.raw.view(np.uint32)).view(np.int32)
+            else:
+                raw = _OPS[op](a.raw, b.raw)
+        return self._wrap("bool" if comparison else a.kind, raw)
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        assert a.kind == b.kind, (a.kind, b.kind)
+        return self._wrap(a.kind, np.where(condition.raw, a.raw, b.raw))
+
+    def widen(self, x: Value) -> Value:
+        assert x.kind == "i32", x.kind
+        return self._wrap("i64", x.raw)
+
+    def bits(self, x: Value) -> Value:
+        assert x.kind == "f32", x.kind
+        return self._wrap("i32", x.raw.view(np.int32))
+
+    def from_bits(self, x: Value) -> Value:
+        assert x.kind == "i32", x.kind
+        return self._wrap("f32", x.raw.view(np.float32))
+
+    def exp(self, x: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", np.exp(x.raw))
+
+    def divide(self, a: Value, b: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", a.raw / b.raw)
+
+    def inverse_sqrt(self, x: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", np.float32(1) / np.sqrt(x.raw))
+
+    def to_e4m3(self, values: Step) -> Value:
+        stacked = np.stack(np.broadcast_arrays(*[value.raw for value in values]), -1)
+        with np.errstate(all="ignore"):
+            codes = np.clip(stacked, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        codes = np.where(np.isnan(stacked), 0x7F, codes).astype(np.uint8)
+        return self._wrap("i32", np.ascontiguousarray(codes).view(np.int32)[..., 0])
+
+    def from_e4m3(self, word: Value) -> Step:
+        codes = np.ascontiguousarray(word.raw)[..., None].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return [self._wrap("f32", codes[..., i]) for i in range(4)]
+
+    def to_bf16(self, low: Value, high: Value) -> Value:
+        pair = np.stack(np.broadcast_arrays(low.raw, high.raw), -1)
+        with np.errstate(all="ignore"):
+            rounded = np.ascontiguousarray(pair.astype(ml_dtypes.bfloat16)).view(np.uint16)
+        rounded = np.where(np.isnan(pair), np.uint16(0x7FFF), rounded)  # PTX's canonical NaN
+        return self._wrap("i32", np.ascontiguousarray(rounded).view(np.int32)[..., 0])
+
+    def shuffle_xor(self, x: Value, distance: int) -> Value:
+        assert 0 < distance < WARP, distance
+        warps = np.broadcast_to(self._mask, self._shape).reshape(-1, WARP)
+        if np.any(warps.any(-1) & ~warps.all(-1)):
+            raise SimulationError("a shuffle in a warp of which only some lanes are active")
+        raw = np.broadcast_to(x.raw, self._shape)
+        return self._wrap(x.kind, raw[:, np.arange(self._threads) ^ distance])
+
+    def barrier(self, scope: Scope) -> None:
+        size = WARPGROUP if scope == "warpgroup" else self._threads
+        groups = self._mask.reshape(-1, size)
+        if np.any(groups.any(-1) & ~groups.all(-1)):
+            raise SimulationError(f"a {scope} barrier that only some of its lanes reach")
+        arrived = np.append(groups.all(-1), False)  # the last one stands for "nobody"
+
+        def in_scope(touched: np.ndarray) -> np.ndarray:
+            return arrived[np.where(touched >= 0, touched // size, -1)]
+
+        for memory in itertools.chain(self._memories, [self._shared]):
+            if not memory.constant:
+                memory.forget(in_scope)
+
+    def _active(self, where: Condition) -> np.ndarray:
+        return self._mask & (where if isinstance(where, bool) else where.raw)
+
+    def _locate(self, address: Value, active: np.ndarray) -> tuple[_Memory, np.ndarray]:
+        at = np.broadcast_to(address.raw, self._shape)[active]
+        numbers = np.unique(at // _SPACE)
+        if numbers.size != 1 or not 1 <= numbers[0] <= len(self._memories):
+            raise SimulationError("an address outside of all buffers")
+        return self._memories[int(numbers[0]) - 1], at % _SPACE
+
+    def _gather(self, memory: _Memory, at: np.ndarray, size: int, active: np.ndarray) -> list[Value]:
+        data = np.zeros((*self._shape, max(size, 4)), np.uint8)
+        data[active, :size] = memory.read(at, size, self._lane[active])
+        words = data.view(np.int32)
+        return [self._wrap("i32", words[..., i]) for i in range(words.shape[-1])]
+
+    def _scatter(
+        self, memory: _Memory, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray
+    ) -> None:
+        assert len(words) == max(1, size // 4), (len(words), size)
+        data = np.stack([np.broadcast_to(word.raw, self._shape)[active] for word in words], -1)
+        data = np.ascontiguousarray(data, np.int32).view(np.uint8)[:, :size]
+        memory.write(at, size, self._lane[active], data)
+
+    def load(self, address: Value, size: int, where: Condition, *, constant: bool) -> list[Value]:
+        active = self._active(where)
+        if not active.any():
+            return [self.constant(0, "i32")] * max(1, size // 4)
+        # One load may read several arrays: lanes choose theirs.
+        number = np.broadcast_to(address.raw, self._shape) // _SPACE
+        words = [np.zeros(self._shape, np.int32)] * max(1, size // 4)
+        for one in np.unique(number[active]):
+            here = active & (number == one)
+            memory, at = self._locate(address, here)
+            if constant and not memory.constant:
+                raise SimulationError(f"{memory.name}: a load through the read-only cache of what the kernel may write")
+            found = self._gather(memory, at, size, here)
+            words = [np.where(here, new.raw, old) for new, old in zip(found, words, strict=True)]
+        return [self._wrap("i32", word) for word in words]
+
+    def store(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
+        active = self._active(where)
+        if active.any():
+            memory, at = self._locate(address, active)
+            self._scatter(memory, at, words, size, active)
+
+    def _shared_offset(self, address: Value, active: np.ndarray) -> np.ndarray:
+        at = np.broadcast_to(address.raw, self._shape)[active]
+        if np.any(at < 0) or np.any(at >= self._shared_size):
+            raise SimulationError("an access past the block's shared memory")
+        return at + self._lane[active] // self._threads * self._shared_size
+
+    def load_shared(self, address: Value, size: int) -> list[Value]:
+        if not self._mask.any():
+            return [self.constant(0, "i32")] * max(1, size // 4)
+        return self._gather(self._shared, self._shared_offset(address, self._mask), size, self._mask)
+
+    def store_shared(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
+        active = self._active(where)
+        if active.any():
+            self._scatter(self._shared, self._shared_offset(address, active), words, size, active)
+
+    @contextlib.contextmanager
+    def when(self, condition: Condition) -> Iterator[None]:
+        outer = self._mask
+        self._mask = outer & (condition if isinstance(condition, bool) else condition.raw)
+        yield
+        self._mask = outer
+
+    def loop(self, count: int, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+        for i in range(count):
+            carry = body(self.constant(i, "i32"), carry)
+        return carry
