@@ -51,10 +51,30 @@ def store_tokens(
         if indexer is not None:
             params = indexer.compressor
             key = project_streams(params, x, start, ratio, plan.tail_dtype, overlap=True), params.norm
+    return store_streams(entry, key, kv, stack, index, block_table, slots, start, num_new, plan, kind, backend)
+
+
+def store_streams(
+    entry: tuple[Streams, jax.Array] | None,
+    key: tuple[Streams, jax.Array] | None,
+    kv: jax.Array | None,
+    stack: LayerStack,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    start: jax.Array,
+    num_new: jax.Array,
+    plan: CachePlan,
+    kind: AttentionType,
+    backend: str,
+) -> LayerStack:
+    """As ``store_tokens``, from the projections on: what one kernel launch does.
+
+    Args:
+      entry, key: streams and norm weight of the compressor and of the indexer's; num_new fits them.
+    """
     if backend != "xla":
-        return kernels.update(
-            stack, index, kv, entry, key, block_table, slots, start, num_new, plan, kind, backend
-        )
+        return kernels.update(stack, index, kv, entry, key, block_table, slots, start, num_new, plan, kind, backend)
     if entry is not None:
         stack = _compress(entry, key, stack, index, block_table, slots, start, num_new, plan, kind)
     if kv is not None:
@@ -91,7 +111,9 @@ def _compress(
         keys = pool_csa(key_tail, key_streams, phase, num_new, ratio)
         keys = hadamard(finish_entries(keys, key_norm, first, kind, cfg))
         (entries, keys), state = lax.optimization_barrier(((entries, keys), state))  # tails are read, then written
-        pool = flush_csa.__wrapped__(pool, index, entries, keys, block_table, slots, first, completed, plan=plan, backend="xla")
+        pool = flush_csa.__wrapped__(
+            pool, index, entries, keys, block_table, slots, first, completed, plan=plan, backend="xla"
+        )
         state = append_tail.__wrapped__(state, index, streams, key_streams, slots, start, num_new, plan=plan)
         return LayerStack(state=rotate_csa.__wrapped__(state, index, slots, full, backend="xla"), pool=pool)
 

@@ -52,8 +52,8 @@ def fitting(count: jax.Array, available: int) -> jax.Array:
 def donating(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """Jit a function that updates the arguments ``names`` in place: their buffers are donated.
 
-    ``plan``, ``kind`` and ``backend`` are static. ``__wrapped__`` is the function under the jit, which donates nothing: the library
-    composes that one, because only the outermost jit may decide what is given away.
+    ``plan``, ``kind`` and ``backend`` are static. ``__wrapped__`` is the function under the jit, which donates nothing:
+    the library composes that one, because only the outermost jit may decide what is given away.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

@@ -29,7 +29,7 @@ from dsv4jax.weights import CompressorParams
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """What T new tokens contribute, as the projections give it. CSA has the a- and the b-stream, HCA the a-stream alone.
+    """What T new tokens contribute, as the projections give it: CSA's a- and b-stream, HCA's a-stream alone.
 
     Checkpoint columns [0:dim] are CSA's b-stream and [dim:2 dim] its a-stream.
     """

@@ -107,7 +107,14 @@ class LayerCacheHandle:
     def write_swa(self, kv: jax.Array) -> LayerCacheHandle:
         """Round key rows f32 [B, T, head_dim] (normed, roped) and write them into the window."""
         state = append_swa.__wrapped__(
-            self._stack.state, self.index, kv, self.slots, self.start, self.num_new, plan=self.cache.plan, backend=self.backend
+            self._stack.state,
+            self.index,
+            kv,
+            self.slots,
+            self.start,
+            self.num_new,
+            plan=self.cache.plan,
+            backend=self.backend,
         )
         return self._with_stack(dataclasses.replace(self._stack, state=state))
 
@@ -150,13 +157,25 @@ class LayerCacheHandle:
     def gather_compressed(self, picks: jax.Array) -> jax.Array:
         """Entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim]. K = V."""
         return gather_compressed(
-            self._pool, self.index, self.cache.tables.block_table, self.slots, picks, plan=self.cache.plan, backend=self.backend
+            self._pool,
+            self.index,
+            self.cache.tables.block_table,
+            self.slots,
+            picks,
+            plan=self.cache.plan,
+            backend=self.backend,
         )
 
     def gather_all_compressed(self) -> jax.Array:
         """All complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
         return gather_all_compressed(
-            self._pool, self.index, self.cache.tables.block_table, self.slots, self.num_entries, plan=self.cache.plan, backend=self.backend
+            self._pool,
+            self.index,
+            self.cache.tables.block_table,
+            self.slots,
+            self.num_entries,
+            plan=self.cache.plan,
+            backend=self.backend,
         )
 
     def read_swa_view(self) -> SWAView:

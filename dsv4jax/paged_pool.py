@@ -156,9 +156,7 @@ def gather_all_compressed(
     """
     check_batch(slots=slots, num_entries=num_entries)
     if (chosen := choose("gather_rows", backend, kernels.unsupported_rows(plan))) != "xla":
-        return kernels.gather_request_rows(
-            pool.entries, index, block_table, slots, num_entries, plan, dtype, chosen
-        )
+        return kernels.gather_request_rows(pool.entries, index, block_table, slots, num_entries, plan, dtype, chosen)
     entry = jnp.arange(block_table.shape[1] * _entries_per_block(pool.entries), dtype=jnp.int32)[None]
     picks = jnp.where(entry < num_entries[:, None], entry, -1)
     return gather_compressed(pool, index, block_table, slots, picks, plan=plan, dtype=dtype, backend="xla")

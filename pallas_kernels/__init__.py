@@ -1,12 +1,12 @@
 """GPU kernels of the cache: Pallas Mosaic GPU, for Hopper and Blackwell. Arrays in, arrays out.
 
-    cache_update   the whole cache update of a layer in one launch: ``cache_step`` (decode), ``append_chunk`` (prefill)
-    pieces         its parts alone: ``append_swa``, ``flush_csa``, ``flush_hca``, ``rotate_csa``, ``reset_hca``
-    gather         ``gather_rows``, ``gather_request_rows``: stored rows as dense ones
+cache_update   the whole cache update of a layer in one launch: ``cache_step`` (decode), ``append_chunk`` (prefill)
+pieces         its parts alone: ``append_swa``, ``flush_csa``, ``flush_hca``, ``rotate_csa``, ``reset_hca``
+gather         ``gather_rows``, ``gather_request_rows``: stored rows as dense ones
 
-    batch window csa hca rows   what they are made of
-    lanes                       the language they are written in; ``ptx`` and ``simulator`` are its two machines
-    launch                      one kernel launch
+batch window csa hca rows   what they are made of
+lanes                       the language they are written in; ``ptx`` and ``simulator`` are its two machines
+launch                      one kernel launch
 """
 
 from pallas_kernels.batch import NewTokens, Streams

@@ -8,7 +8,7 @@
 Requests are independent: the grid is [B, units], a unit being a CTA's share of a request. A CTA whose request has
 nothing to do (slot -1, another phase) ends after reading its slot and length.
 
-    units of CSA    main compressor, a warpgroup each: the first takes entries 0, 1 and the tails, each other one an entry
+    units of CSA    main compressor, a warpgroup each: the first takes two entries and the tails, the others one entry
     units of HCA    compressor, up to four warpgroups: one block each
     jobs            of one warp: the indexer's units, window rows, rows of the ring tail; in CTAs of their own, four or
                     more to a CTA, except in HCA's ring decode step, whose CTAs are wide

@@ -2,10 +2,10 @@
 
     entry i = norm(sum softmax(Z) * K) over 2m rows: the b-stream of block i - 1, then the a-stream of block i
 
-A request's tail holds the a- and b-stream of its current block (``ka za kb_next zb_next``) and the b-stream of the block
-before (``kb zb``). A tail's channel is read and written by one lane only, so its program order is all the order that is
-needed: every load of an old row stands before the first store. The main compressor and the indexer's run the same code,
-on a warpgroup and on a warp.
+A request's tail holds the a- and b-stream of its current block (``ka za kb_next zb_next``) and the b-stream of the
+block before (``kb zb``). A tail's channel is read and written by one lane only, so its program order is all the order
+that is needed: every load of an old row stands before the first store. The main compressor and the indexer's run the
+same code, on a warpgroup and on a warp.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class CSAUpdate:
     def _first_entries_and_tails(self) -> None:
         """Entries 0 and 1 of several tokens' call, whose rows may lie in the tails, then the tails themselves."""
         request, tail = self.request, self.tail
-        flushes = [request.live & (self._completed > n) for n in range(min(2, max_entries(self.num_tokens, self._ratio)))]
+        flushes = [
+            request.live & (self._completed > n) for n in range(min(2, max_entries(self.num_tokens, self._ratio)))
+        ]
         weight = self.row.load(self.streams.norm, where=flushes[0])
         for n, flush in enumerate(flushes):
             place = self._place(n, flush)
@@ -96,7 +98,7 @@ class CSAUpdate:
             pairs += self._block(n, tail.ka if n == 0 else None, tail.za, first=self.row.dim, where=flush)
             with request.machine.when(flush):
                 self._finish(pairs, weight, n, place)
-        # The b-stream of the last complete block becomes the previous one; of several tokens for a row the newest lands.
+        # The last complete block's b-stream becomes the previous one; of several tokens for a row the newest lands.
         previous = self._block(self._completed - 1, tail.kb_next, tail.zb_next, first=0, where=flushes[0])
         for j, pair in enumerate(previous):
             self._store(pair, tail.kb, tail.zb, j, flushes[0])

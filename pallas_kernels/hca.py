@@ -65,9 +65,7 @@ def add_rows(row: Row, softmax: Softmax, rows: list[tuple[Channels, Channels, Co
         z = [select(there, gate, EMPTY_GATE) for gate, (_, _, there) in zip(z, rows, strict=True)]
         new_peak = fold(maximum, [*z, peak])
         kept = machine.exp(peak - new_peak)
-        weight = [
-            select(there, machine.exp(gate - new_peak), 0.0) for gate, (_, _, there) in zip(z, rows, strict=True)
-        ]
+        weight = [select(there, machine.exp(gate - new_peak), 0.0) for gate, (_, _, there) in zip(z, rows, strict=True)]
         products = [w * key for w, key in zip(weight, k, strict=True)]
         return new_peak, fold(add, weight) + kept * total, fold(add, products) + kept * weighted
 
@@ -231,7 +229,7 @@ class HCAOnlineUpdate(HCAUpdate):
 
     @staticmethod
     def num_units(num_tokens: int, ratio: int) -> int:
-        """CTAs per request. The first takes the first and the last block that T tokens touch, each other one a block."""
+        """CTAs per request: one for the first and the last block that T tokens touch, one for each other block."""
         return max(1, (num_tokens + 2 * ratio - 2) // ratio - 1)
 
     def run(self, unit: Value) -> None:
@@ -271,7 +269,9 @@ class HCAOnlineUpdate(HCAUpdate):
             if is_last is not False:
                 leaves = self.tail.peak, self.tail.total, self.tail.weighted
                 for leaf, values, empty in zip(leaves, softmax, (EMPTY_GATE, 0.0, 0.0), strict=True):
-                    kept = row.map(lambda value, empty=empty: select(flush, row.machine.constant(empty, "f32"), value), values)
+                    kept = row.map(
+                        lambda value, empty=empty: select(flush, row.machine.constant(empty, "f32"), value), values
+                    )
                     row.store(leaf, kept, request.layer, request.slot, where=where & is_last)
             self._finish(softmax, n, flush)
 

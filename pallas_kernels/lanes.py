@@ -1,8 +1,8 @@
 """The language that kernel bodies are written in: one number per lane, and rows spread over teams of lanes.
 
 A body is a Python function of a ``Machine``. It is read by two of them: ``ptx.PTX`` emits it into a Mosaic GPU kernel,
-``simulator.Simulator`` runs it in NumPy, with bounds, alignment and race checks. What differs between the two (a load, a
-shuffle, a packed conversion) is the ``Machine``; everything above it is ordinary formulas over ``Value``.
+``simulator.Simulator`` runs it in NumPy, with bounds, alignment and race checks. What differs between the two (a load,
+a shuffle, a packed conversion) is the ``Machine``; everything above it is ordinary formulas over ``Value``.
 
     Value    one i32, i64, f32 or bool per lane; the usual operators
     Buffer   an array in device memory, addressed by indices

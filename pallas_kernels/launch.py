@@ -60,7 +60,7 @@ def launch(
     operands, inputs_tree = jax.tree.flatten(inputs)
     state_leaves, state_tree = jax.tree.flatten(state)
     is_result = isinstance(state_leaves[0], jax.ShapeDtypeStruct)
-    # A ref handed to a kernel is updated in place: XLA aliases it, and copies it only where the old value is used later.
+    # A ref handed to a kernel is updated in place: XLA aliases it, and copies it only if its old value is used later.
     refs = [] if is_result else [jax.new_ref(leaf) for leaf in state_leaves]
     shapes = [(leaf.shape, leaf.dtype) for leaf in (*operands, *state_leaves)]
     axes = ("block", "unit")[: len(grid)]

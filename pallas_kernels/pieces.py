@@ -1,9 +1,9 @@
 """The parts of a cache update, each callable alone: one launch each, in place.
 
-    append_swa              window rows of new tokens, as ``cache_step`` writes them
-    flush_hca, flush_csa    finished entries (and indexer keys) -> number format -> pool rows
-    rotate_csa              kb, zb <- kb_next, zb_next where a block is complete
-    reset_hca               an empty tail where a block is complete
+append_swa              window rows of new tokens, as ``cache_step`` writes them
+flush_hca, flush_csa    finished entries (and indexer keys) -> number format -> pool rows
+rotate_csa              kb, zb <- kb_next, zb_next where a block is complete
+reset_hca               an empty tail where a block is complete
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def flush_entries(
     return launch(body, name=name, grid=grid, inputs=inputs, state=pool, simulate=simulate)
 
 
-def rotate_csa(
-    tails: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False
-) -> Any:
+def rotate_csa(tails: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False) -> Any:
     """Previous b-stream <- current b-stream of the requests whose block is complete.
 
     Args:

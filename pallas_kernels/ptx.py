@@ -159,9 +159,7 @@ class PTX(Machine):
         return self._asm("div.rn.f32 $0, $1, $2;", "=f,f,f", ["f32"], a, b)[0]
 
     def inverse_sqrt(self, x: Value) -> Value:
-        return self._asm(
-            "{ .reg .f32 root; sqrt.rn.f32 root, $1; rcp.rn.f32 $0, root; }", "=f,f", ["f32"], x
-        )[0]
+        return self._asm("{ .reg .f32 root; sqrt.rn.f32 root, $1; rcp.rn.f32 $0, root; }", "=f,f", ["f32"], x)[0]
 
     def to_e4m3(self, values: Step) -> Value:
         return self._asm(_TO_E4M3, "=r,f,f,f,f", ["i32"], *values)[0]

@@ -54,7 +54,9 @@ class _Memory:
 
     def _check(self, at: np.ndarray, size: int) -> np.ndarray:
         if np.any(at < 0) or np.any(at + size > self.data.size):
-            raise SimulationError(f"{self.name}: access of {size} bytes at {at.min()} .. {at.max()} of {self.data.size}")
+            raise SimulationError(
+                f"{self.name}: access of {size} bytes at {at.min()} .. {at.max()} of {self.data.size}"
+            )
         if np.any(at % size):
             raise SimulationError(f"{self.name}: an access of {size} bytes is misaligned")
         return at[:, None] + np.arange(size)
@@ -220,9 +222,7 @@ class Simulator(Machine):
         words = data.view(np.int32)
         return [self._wrap("i32", words[..., i]) for i in range(words.shape[-1])]
 
-    def _scatter(
-        self, memory: _Memory, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray
-    ) -> None:
+    def _scatter(self, memory: _Memory, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
         assert len(words) == max(1, size // 4), (len(words), size)
         data = np.stack([np.broadcast_to(word.raw, self._shape)[active] for word in words], -1)
         data = np.ascontiguousarray(data, np.int32).view(np.uint8)[:, :size]

@@ -1,0 +1,1 @@
+"""Benchmarks of the kernels: ``python -m pallas_kernels.bench cache``, then ``plot``."""
