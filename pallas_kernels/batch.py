@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.lanes import Channels, Condition, Index, Machine, Row, Value
-from pallas_kernels.rows import hadamard, norm, rope, store_key, store_kv
+from pallas_kernels.lanes import Buffer, Channels, Condition, Index, Machine, Row, Value
+from pallas_kernels.rows import Angles, hadamard, load_angles, norm, rope, store_key, store_kv
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +63,24 @@ class Request:
         return cls(machine, tokens, batch, layer, slot, start, count, live)
 
 
-Place = tuple[Value, Value, Condition]  # block, row in the block, whether the entry is to be stored there
+def locate_entry(request: Request, leaf: Buffer, entry: Value, where: Condition) -> tuple[Value, Value, Condition]:
+    """(block, row in the block, whether the block is there) of a request's entry in a pool with this leaf."""
+    _, num_blocks, per_block = leaf.shape[:3]
+    table, column = request.tokens.block_table, entry // per_block
+    inside = where & (column < table.shape[1])
+    block = table.load_int(request.slot, column, where=inside)
+    return block, entry % per_block, inside & (block >= 0) & (block < num_blocks)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Destination:
+    """All that finishing an entry needs besides its pooled row. Loaded early: none of it waits for the pooling."""
+
+    weight: Channels  # of the norm
+    angles: Angles
+    block: Value
+    at: Value  # row in the block
+    stored: Condition  # the block is there
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -73,33 +90,33 @@ class EntryStore:
     request: Request
     row: Row
     rows: Any  # buffers of the pool, [layers, num_blocks, entries_per_block, ...]
+    weight: Buffer  # of the norm
     number_format: str
     eps: float
     is_key: bool
 
-    def locate(self, entry: Value, where: Condition) -> Place:
-        """Where the request's entry goes."""
-        request, table = self.request, self.request.tokens.block_table
-        _, num_blocks, per_block = jax.tree.leaves(self.rows, is_leaf=_is_buffer)[0].shape[:3]
-        column = entry // per_block
-        inside = where & (column < table.shape[1])
-        block = table.load_int(request.slot, column, where=inside)
-        return block, entry % per_block, inside & (block >= 0) & (block < num_blocks)
+    def prepare(self, number: Index, ratio: int, where: Condition, *, known: bool = False) -> Destination:
+        """For the ``number``-th entry of this call, where it is complete.
 
-    def finish(self, pooled: Channels, weight: Channels, number: Index, place: Place) -> None:
-        """Norm, rope, encode and store the pooled row of the request's ``number``-th entry of this call."""
-        request, row, (block, at, stored) = self.request, self.row, place
-        table = request.tokens.rope
-        lead = request.layer, block, at
+        known: ``number`` is in range whatever the request, so that what does not depend on the slot is loaded at once.
+        """
+        request, row = self.request, self.row
+        leaf = self.rows.codes if self.is_key else self.rows.nope
+        at_once = True if known else where
+        return Destination(
+            row.load(self.weight, where=at_once),
+            load_angles(row, request.tokens.rope, request.batch, number, where=at_once),
+            *locate_entry(request, leaf, request.start // ratio + number, where),
+        )
+
+    def finish(self, pooled: Channels, to: Destination) -> None:
+        """Norm, rope, encode and store a pooled row."""
+        row, lead = self.row, (self.request.layer, to.block, to.at)
         if self.is_key:
-            y, _ = norm(row, pooled, weight, self.eps)
-            y = hadamard(row, rope(row, y, table, request.batch, number, where=stored))
-            store_key(row, y, self.rows, *lead, key_format=self.number_format, where=stored)
+            y, _ = norm(row, pooled, to.weight, self.eps)
+            y = hadamard(row, rope(y, to.angles))
+            store_key(row, y, self.rows, *lead, key_format=self.number_format, where=to.stored)
         else:
-            y, amax = norm(row, pooled, weight, self.eps, nope_dim=row.dim - table.shape[-1])
-            y = rope(row, y, table, request.batch, number, where=stored)
-            store_kv(row, y, self.rows, *lead, kv_format=self.number_format, where=stored, amax=amax)
-
-
-def _is_buffer(x: Any) -> bool:
-    return hasattr(x, "load_floats")
+            y, amax = norm(row, pooled, to.weight, self.eps, nope_dim=self.rows.nope.shape[-1])
+            y = rope(y, to.angles)
+            store_kv(row, y, self.rows, *lead, kv_format=self.number_format, where=to.stored, amax=amax)

@@ -5,13 +5,13 @@
     and, for CSA, the same for the indexer, with the Hadamard transform and a 4-bit format
 
 ``cache_step`` is a decode step, one token per request. ``append_chunk`` is the same for T tokens per request, ragged.
-Requests are independent: the grid is [B, units], a unit being a CTA's share of a request. A CTA whose request has
+Requests are independent: the grid is [B, units], a unit being a share of a request's work. One whose request has
 nothing to do (slot -1, another phase) ends after reading its slot and length.
 
     units of CSA    main compressor, a warpgroup each: the first takes two entries and the tails, the others one entry
-    units of HCA    compressor, up to four warpgroups: one block each
-    jobs            of one warp: the indexer's units, window rows, rows of the ring tail; in CTAs of their own, four or
-                    more to a CTA, except in HCA's ring decode step, whose CTAs are wide
+    units of HCA    compressor, up to eight warpgroups in a cluster of CTAs: one block each
+    jobs            of one warp: the indexer's units, window rows, rows of the ring tail; in units of their own, except
+                    in HCA's ring decode step, whose units are wide
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def append_chunk(
         raise ValueError(reason)
     _check_tokens(stack, tokens, ratio)
     batch, num_tokens = _newest(tokens).shape[:2]
-    work = Work.split(stack, tokens, num_tokens, ratio)
+    work = Work.of(stack, tokens, num_tokens, ratio)
     if not batch or not work.units + work.job_units:
         return stack
 
@@ -101,17 +101,19 @@ def append_chunk(
         compressor = None
         if work.units:
             row = Row(Team(machine, WARPGROUP), tokens.entry.norm.shape[0])
-            entries = EntryStore(request, row, stack.pool.entries, kv_format, eps, is_key=False)
+            norm = tokens.entry.norm
+            entries = EntryStore(request, row, stack.pool.entries, norm, kv_format, eps, is_key=False)
             update = dict(request=request, row=row, tail=stack.state.tail, streams=tokens.entry, entries=entries)
             update |= dict(num_tokens=num_tokens)
             if work.kind == "csa":
                 compressor = csa.CSAUpdate(**update)
             else:
-                update |= dict(ratio=ratio, warpgroups=work.warpgroups)
+                update |= dict(ratio=ratio, split=work.split)
                 compressor = _HCA[work.kind](**update)
 
         def run_key(row: Row, unit: Value) -> None:
-            entries = EntryStore(request, row, stack.pool.indexer_keys, key_format, eps, is_key=True)
+            keys = stack.pool.indexer_keys
+            entries = EntryStore(request, row, keys, tokens.key.norm, key_format, eps, is_key=True)
             csa.CSAUpdate(request, row, stack.state.indexer_tail, tokens.key, entries, num_tokens).run(unit)
 
         run_job = {
@@ -130,6 +132,8 @@ def append_chunk(
                         run_job[job.name](Row(warps, job.dim), place)
 
         warp = machine.thread // WARP
+        if work.split.cluster > 1:
+            warp = machine.rank * (work.warps // work.split.cluster) + warp
         if work.job_units:
             with machine.when(unit >= work.units):
                 run_jobs((unit - work.units) * work.warps + warp, work.job_units * work.warps)
@@ -144,8 +148,9 @@ def append_chunk(
         body,
         name="cache_step" if num_tokens == 1 else "append_chunk",
         grid=(batch, work.units + work.job_units),
-        warpgroups=work.warpgroups,
-        shared_bytes=work.shared_bytes,
+        warpgroups=work.split.warpgroups,
+        cluster=work.split.cluster,
+        shared_bytes=work.split.shared_bytes,
         inputs=tokens,
         state=stack,
         simulate=simulate,
@@ -170,21 +175,21 @@ class Work:
     """How the work on one request is split over CTAs and warps."""
 
     kind: str  # of tail: csa, ring, online, or none
-    units: int  # CTAs for the compressor
-    job_units: int  # CTAs for jobs
+    units: int  # for the compressor
+    job_units: int  # for jobs
     jobs: tuple[Job, ...]
-    warpgroups: int  # per CTA
-    shared_bytes: int
+    split: hca.Split  # of a unit: CTAs and warpgroups
 
     @property
     def warps(self) -> int:
-        return self.warpgroups * WARPGROUP // WARP
+        """Warps of a unit."""
+        return self.split.parts * WARPGROUP // WARP
 
     @classmethod
-    def split(cls, stack: Any, tokens: NewTokens, num_tokens: int, ratio: int | None) -> Work:
+    def of(cls, stack: Any, tokens: NewTokens, num_tokens: int, ratio: int | None) -> Work:
         kind = tail_kind(stack.state.tail)
         wanted: list[tuple[str, int, int]] = []  # name, count, row size
-        units, warpgroups, shared_bytes = 0, 1, 0
+        units, split = 0, hca.Split.of(1)
         if tokens.entry is not None:
             assert ratio is not None
             dim = tokens.entry.norm.shape[0]
@@ -193,8 +198,7 @@ class Work:
                 wanted.append(("key", units, tokens.key.norm.shape[0]))
             else:
                 rows = ratio if kind == "ring" else min(num_tokens, ratio)
-                units, warpgroups = _HCA[kind].num_units(num_tokens, ratio), hca.num_warpgroups(rows)
-                shared_bytes = hca.shared_bytes(warpgroups, num_tokens, kind)
+                units, split = _HCA[kind].num_units(num_tokens, ratio), hca.Split.of(rows)
             if kind == "ring":
                 wanted.append(("tail", hca.HCARingUpdate.num_jobs(num_tokens, ratio), dim))
         if tokens.kv is not None:
@@ -204,17 +208,10 @@ class Work:
         for name, count, dim in wanted:
             jobs.append(Job(name=name, first=total, count=count, dim=dim))
             total += count
-        warps = warpgroups * WARPGROUP // WARP
-        # A decode step's few jobs ride along where a CTA is wide; a CTA of their own would keep another one waiting.
-        job_units = 0 if num_tokens == 1 and warpgroups > 1 else -(-total // warps)
-        return cls(
-            kind=kind,
-            units=units,
-            job_units=job_units,
-            jobs=tuple(jobs),
-            warpgroups=warpgroups,
-            shared_bytes=shared_bytes,
-        )
+        # A decode step's few jobs ride along where a unit is wide: one of their own would keep another request waiting.
+        rides = num_tokens == 1 and split.parts > 1
+        job_units = 0 if rides else -(-total // (split.parts * WARPGROUP // WARP))
+        return cls(kind=kind, units=units, job_units=job_units, jobs=tuple(jobs), split=split)
 
 
 def tail_kind(tail: Any) -> str:

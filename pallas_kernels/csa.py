@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pallas_kernels.batch import EntryStore, Place, Request, Streams
-from pallas_kernels.lanes import Buffer, Channels, Condition, Index, Row, Value, add, fold, maximum
+from pallas_kernels.batch import EntryStore, Request, Streams
+from pallas_kernels.lanes import Buffer, Channels, Condition, Index, Row, Value, add, fold, maximum, select
 
 Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 
@@ -55,53 +55,53 @@ class CSAUpdate:
 
     def run(self, unit: Value) -> None:
         """Do a unit's share; units count from 0 to ``num_units``."""
-        machine = self.request.machine
         if self.num_tokens == 1:
             self._step()
-            return
-        with machine.when(unit.equals(0)):
-            self._first_entries_and_tails()
-        if num_units(self.num_tokens, self._ratio) > 1:
-            with machine.when(unit > 0):
-                self._entry(unit + 1)
+        else:
+            self._chunk(unit)
 
     def _step(self) -> None:
         """One token: it completes a block exactly from the block's last row."""
         request, tail, live, last = self.request, self.tail, self.request.live, self._ratio - 1
         phase = request.start % self._ratio
         flush = live & phase.equals(last)
-        a, b = (self._new(0, first=first, where=live) for first in (self.row.dim, 0))
+        a, b = (self._new(0, first=first, where=True) for first in (self.row.dim, 0))
+        to = self.entries.prepare(0, self._ratio, flush, known=True)
         before = [self._old(tail.kb, tail.zb, j, flush) for j in range(last + 1)]
         current = [self._old(tail.ka, tail.za, j, flush) for j in range(last)]
         following = [self._old(tail.kb_next, tail.zb_next, j, flush) for j in range(last)]
-        weight, place = self.row.load(self.streams.norm, where=flush), self._place(0, flush)
         self._store(a, tail.ka, tail.za, phase, live)
         self._store(b, tail.kb_next, tail.zb_next, phase, live)
         with request.machine.when(flush):
             for j, pair in enumerate([*following, b]):
                 self._store(pair, tail.kb, tail.zb, j, True)
-            self._finish([*before, *current, a], weight, 0, place)
+            self.entries.finish(softmax_pool(self.row, [*before, *current, a]), to)
 
-    def _first_entries_and_tails(self) -> None:
-        """Entries 0 and 1 of several tokens' call, whose rows may lie in the tails, then the tails themselves."""
+    def _chunk(self, unit: Value) -> None:
+        """Several tokens: the first unit takes entries 0 and 1, whose rows may lie in the tails; the others one each."""
+        machine, is_first = self.request.machine, unit.equals(0)
+
+        def entry(i: Value, carry: list[Value]) -> list[Value]:
+            number = select(is_first, i, unit + 1)
+            flush = self.request.live & (number < self._completed)
+            to = self.entries.prepare(number, self._ratio, flush)
+            rows = self._before(number, flush) + self._block(number, self.tail.ka, self.tail.za, self.row.dim, flush)
+            with machine.when(flush):
+                self.entries.finish(softmax_pool(self.row, rows), to)
+                self.row.team.barrier()
+            return carry
+
+        machine.loop(select(is_first, machine.constant(2, "i32"), 1), entry, [])
+        with machine.when(is_first):
+            self._store_tails()
+
+    def _store_tails(self) -> None:
+        """The last complete block's b-stream becomes the previous one; the newest tokens' rows become current."""
         request, tail = self.request, self.tail
-        flushes = [
-            request.live & (self._completed > n) for n in range(min(2, max_entries(self.num_tokens, self._ratio)))
-        ]
-        weight = self.row.load(self.streams.norm, where=flushes[0])
-        for n, flush in enumerate(flushes):
-            place = self._place(n, flush)
-            if n == 0:
-                pairs = [self._old(tail.kb, tail.zb, j, flush) for j in range(self._ratio)]
-            else:
-                pairs = self._block(n - 1, tail.kb_next, tail.zb_next, first=0, where=flush)
-            pairs += self._block(n, tail.ka if n == 0 else None, tail.za, first=self.row.dim, where=flush)
-            with request.machine.when(flush):
-                self._finish(pairs, weight, n, place)
-        # The last complete block's b-stream becomes the previous one; of several tokens for a row the newest lands.
-        previous = self._block(self._completed - 1, tail.kb_next, tail.zb_next, first=0, where=flushes[0])
-        for j, pair in enumerate(previous):
-            self._store(pair, tail.kb, tail.zb, j, flushes[0])
+        moved = request.live & (self._completed > 0)
+        # The last complete block may be the one that was unfinished: its first rows are in the tail still.
+        for j, pair in enumerate(self._before(self._completed, moved)):
+            self._store(pair, tail.kb, tail.zb, j, moved)
         width = min(self.num_tokens, self._ratio)
         for i in range(width):
             token = request.count - width + i
@@ -109,15 +109,6 @@ class CSAUpdate:
             at = (request.start + token) % self._ratio
             for first, k, z in ((self.row.dim, tail.ka, tail.za), (0, tail.kb_next, tail.zb_next)):
                 self._store(self._new(token, first=first, where=there), k, z, at, there)
-
-    def _entry(self, number: Value) -> None:
-        """A later entry: all its rows are new tokens."""
-        flush = self.request.live & (number < self._completed)
-        weight, place = self.row.load(self.streams.norm, where=flush), self._place(number, flush)
-        pairs = self._block(number - 1, None, None, first=0, where=flush)
-        pairs += self._block(number, None, None, first=self.row.dim, where=flush)
-        with self.request.machine.when(flush):
-            self._finish(pairs, weight, number, place)
 
     @property
     def _ratio(self) -> int:
@@ -140,20 +131,21 @@ class CSAUpdate:
         lead = self.request.layer, self.request.slot, j
         return self.row.load(k, *lead, where=where), self.row.load(z, *lead, where=where)
 
-    def _block(
-        self, n: Index, tail_k: Buffer | None, tail_z: Buffer | None, *, first: int, where: Condition
-    ) -> list[Pair]:
+    def _before(self, number: Value, where: Condition) -> list[Pair]:
+        """b-stream rows of the block before the ``number``-th that this call touches."""
+        is_older = number.equals(0)  # than the block that was unfinished
+        k = self.tail.kb_next.instead(is_older, self.tail.kb)
+        z = self.tail.zb_next.instead(is_older, self.tail.zb)
+        return self._block(number - 1, k, z, 0, where)
+
+    def _block(self, n: Value, tail_k: Buffer, tail_z: Buffer, first: int, where: Condition) -> list[Pair]:
         """The rows of the n-th block that this call touches: of a tail before the first new token, then new tokens."""
-        phase, batch = self.request.start % self._ratio, self.request.batch
+        at, batch = (self.request.layer, self.request.slot), self.request.batch
         rows = []
         for j in range(self._ratio):
-            token = (n * self._ratio + j) - phase
-            if tail_k is None or tail_z is None or j == self._ratio - 1:  # a block's last row completes it: it is new
-                rows.append(self._new(token, first=first, where=where))
-                continue
-            at = self.request.layer, self.request.slot, j
+            token = (n * self._ratio + j) - self.request.start % self._ratio
             k, z = (
-                self.row.load_either(token < 0, (old, at), (new, (batch, token)), first=(0, first), where=where)
+                self.row.load_either(token < 0, (old, (*at, j)), (new, (batch, token)), first=(0, first), where=where)
                 for old, new in ((tail_k, self.streams.k), (tail_z, self.streams.z))
             )
             rows.append((k, z))
@@ -162,9 +154,3 @@ class CSAUpdate:
     def _store(self, pair: Pair, k: Buffer, z: Buffer, j: Index, where: Condition) -> None:
         for buffer, values in zip((k, z), pair, strict=True):
             self.row.store(buffer, values, self.request.layer, self.request.slot, j, where=where)
-
-    def _place(self, number: Index, where: Condition) -> Place:
-        return self.entries.locate(self.request.start // self._ratio + number, where)
-
-    def _finish(self, pairs: list[Pair], weight: Channels, number: Index, place: Place) -> None:
-        self.entries.finish(softmax_pool(self.row, pairs), weight, number, place)

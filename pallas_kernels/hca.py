@@ -7,23 +7,23 @@ weighted sum a of the rows so far, a row (k, z) makes
 
     p' = max(p, z);  s' = e^(p - p') s + e^(z - p');  a' = e^(p - p') a + e^(z - p') k;  entry = a / s
 
-Both are pooled in this form: a block's rows are split over the warpgroups of a CTA and their running softmaxes merged
-through shared memory.
+Both are pooled in this form: a block's rows are split over the warpgroups of a cluster of CTAs, whose running softmaxes
+are merged through shared memory. One CTA could not do it: a ring's block is 512 KiB, which takes one SM 8 us to read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels.batch import EntryStore, Request, Streams
+from pallas_kernels.batch import Destination, EntryStore, Request, Streams
 from pallas_kernels.lanes import (
     MAX_UNROLLED,
     VECTOR,
     WARPGROUP,
     Channels,
     Condition,
-    Index,
     Machine,
     Row,
     Value,
@@ -34,21 +34,38 @@ from pallas_kernels.lanes import (
 )
 
 EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
-MAX_WARPGROUPS = 4
 
 Softmax = tuple[Channels, Channels, Channels]  # peak, total, weighted
 
 
-def num_warpgroups(rows: int) -> int:
-    """Warpgroups that share a block of so many rows."""
-    return max(1, min(MAX_WARPGROUPS, rows // MAX_UNROLLED))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How the rows of one block are shared: ``cluster`` CTAs of ``warpgroups`` each."""
 
+    rows: int
+    cluster: int
+    warpgroups: int
 
-def shared_bytes(warpgroups: int, num_tokens: int, kind: str) -> int:
-    """Shared memory that merging takes: per pooling, all warpgroups but the first leave their running softmax there."""
-    poolings = 2 if kind == "online" and num_tokens > 1 else 1
-    poolings += kind == "online" and num_tokens > 1  # the units between the first and the last
-    return poolings * (warpgroups - 1) * 3 * 4 * VECTOR * WARPGROUP
+    @classmethod
+    def of(cls, rows: int) -> Split:
+        """At least ``MAX_UNROLLED`` rows each. Measured: a block of 128 rows is fastest on 4 CTAs of 2 warpgroups."""
+        parts = max(1, min(8, rows // MAX_UNROLLED))
+        parts = 1 << (parts.bit_length() - 1)
+        return cls(rows=rows, cluster=max(1, parts // 2), warpgroups=min(2, parts))
+
+    @property
+    def parts(self) -> int:
+        return self.cluster * self.warpgroups
+
+    @property
+    def share(self) -> int:
+        """Rows of a warpgroup."""
+        return -(-self.rows // self.parts)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory in which the first warpgroup finds the running softmaxes of the others."""
+        return (self.parts - 1) * 3 * 4 * VECTOR * WARPGROUP
 
 
 def empty_softmax(row: Row) -> Softmax:
@@ -79,7 +96,7 @@ def add_rows(row: Row, softmax: Softmax, rows: list[tuple[Channels, Channels, Co
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HCAUpdate:
-    """The compressor of one request, on all warpgroups of a CTA."""
+    """The compressor of one request, on all warpgroups of a cluster."""
 
     request: Request
     row: Row  # over a warpgroup
@@ -88,7 +105,7 @@ class HCAUpdate:
     entries: EntryStore
     num_tokens: int
     ratio: int
-    warpgroups: int
+    split: Split
 
     @property
     def machine(self) -> Machine:
@@ -103,63 +120,83 @@ class HCAUpdate:
         return (self._phase + self.request.count) // self.ratio
 
     @property
-    def _warpgroup(self) -> Value:
-        return self.machine.thread // WARPGROUP
+    def _part(self) -> Value:
+        """The warpgroup's number in the cluster."""
+        warpgroup = self.machine.thread // WARPGROUP
+        return warpgroup if self.split.cluster == 1 else self.machine.rank * self.split.warpgroups + warpgroup
 
-    def _pool(self, width: int, load: Any, start: Softmax, where: Condition) -> Softmax:
-        """The running softmax of ``width`` rows, ``load(j)`` -> (k, z, there), split over the warpgroups.
+    def _barrier(self) -> None:
+        if self.split.cluster > 1:
+            self.machine.barrier("cluster")
+        elif self.split.warpgroups > 1:
+            self.machine.barrier("block")
 
-        Only the first warpgroup's result is whole, and only it begins from ``start``. All lanes of the CTA take part.
+    def _pool(self, load: LoadRow, start: Softmax) -> Softmax:
+        """The running softmax of a block's rows, ``load(j)`` -> (k, z, there), added to ``start``.
+
+        Every warpgroup of the cluster takes part; the first one alone begins from ``start`` and has the whole result.
         """
-        machine, row = self.machine, self.row
-        share = -(-width // self.warpgroups)
+        machine, row, part, share = self.machine, self.row, self._part, self.split.share
         unrolled = min(share, MAX_UNROLLED)
-        is_first = self._warpgroup.equals(0)
-        empty = empty_softmax(row)
-        if self.warpgroups > 1:
-            start = tuple(row.map(lambda a, b: select(is_first, a, b), s, e) for s, e in zip(start, empty, strict=True))
+        if self.split.parts > 1:
+            is_first = part.equals(0)
+            empty = empty_softmax(row)
+            peak, total, weighted = (
+                row.map(lambda a, b: select(is_first, a, b), s, e) for s, e in zip(start, empty, strict=True)
+            )
+            start = peak, total, weighted
 
-        def body(i: Value, carry: list[Value]) -> list[Value]:
+        def add_some(i: Value, carry: list[Value]) -> list[Value]:
             rows = []
             for j in range(unrolled):
-                place = (i * unrolled + j) + self._warpgroup * share
-                k, z, there = load(place, where & ((i * unrolled + j) < share) & (place < width))
-                rows.append((k, z, there))
+                of_share = i * unrolled + j
+                rows.append(load(of_share + part * share, of_share < share))
             return _flat(add_rows(row, _nested(row, carry), rows))
 
         trips = -(-share // unrolled)
         flat = _flat(start)
-        flat = machine.loop(trips, body, flat) if trips > 1 else body(machine.constant(0, "i32"), flat)
-        softmax = _nested(row, flat)
-        if self.warpgroups == 1:
-            return softmax
-        # [warpgroup - 1][peak, total, weighted][lane of the team][channels of the step]
-        size = 4 * VECTOR * WARPGROUP
-        per_warpgroup = 3 * row.steps * size
-        base = machine.take_shared((self.warpgroups - 1) * per_warpgroup)
-        lane = row.team.lane * (4 * VECTOR)
-        mine = lane + (self._warpgroup - 1) * per_warpgroup
-        for i, step in enumerate([step for part in softmax for step in part]):
-            words = [machine.bits(value) for value in step]
-            machine.store_shared(mine + (base + i * size), words, 4 * VECTOR, self._warpgroup > 0)
-        machine.barrier("block")
-        for other in range(self.warpgroups - 1):
-            parts = []
-            for i in range(3 * row.steps):
-                words = machine.load_shared(lane + (base + other * per_warpgroup + i * size), 4 * VECTOR)
-                parts += [machine.from_bits(word) for word in words]
-            softmax = _merge(row, softmax, _nested(row, parts))
-        return softmax
+        flat = machine.loop(trips, add_some, flat) if trips > 1 else add_some(machine.constant(0, "i32"), flat)
+        return self._merged(_nested(row, flat))
 
-    def _finish(self, softmax: Softmax, number: Index, where: Condition) -> None:
-        machine, row = self.machine, self.row
-        weight = row.load(self.streams.norm, where=where)
-        place = self.entries.locate(self.request.start // self.ratio + number, where)
+    def _merged(self, softmax: Softmax) -> Softmax:
+        """The warpgroups' running softmaxes as one, in the first warpgroup."""
+        if self.split.parts == 1:
+            return softmax
+        machine, row, part = self.machine, self.row, self._part
+        # [part - 1][peak, total, weighted][lane], a vector each
+        vector = 4 * VECTOR
+        size = vector * WARPGROUP
+        base, lane = machine.take_shared(self.split.shared_bytes), row.team.lane * vector
+        rank = 0 if self.split.cluster > 1 else None
+        for i, values in enumerate(step for quantity in softmax for step in quantity):
+            words = [machine.bits(value) for value in values]
+            place = lane + ((part - 1) * (3 * size) + (base + i * size))
+            machine.store_shared(place, words, vector, part > 0, rank=rank)
+        self._barrier()
+
+        def add_one(other: Value, carry: list[Value]) -> list[Value]:
+            numbers: list[Value] = []
+            for i in range(3):
+                words = machine.load_shared(lane + (other * (3 * size) + (base + i * size)), vector)
+                numbers += [machine.from_bits(word) for word in words]
+            return _flat(_merge(row, _nested(row, carry), _nested(row, numbers)))
+
+        return _nested(
+            row,
+            machine.loop(
+                select(part.equals(0), machine.constant(self.split.parts - 1, "i32"), 0), add_one, _flat(softmax)
+            ),
+        )
+
+    def _finish(self, softmax: Softmax, to: Destination) -> None:
         _, total, weighted = softmax
         # A total of 0 is a block without rows.
-        pooled = row.map(lambda a, s: machine.divide(a, select(s > 0, s, 1.0)), weighted, total)
-        with machine.when(where):
-            self.entries.finish(pooled, weight, number, place)
+        self.entries.finish(
+            self.row.map(lambda a, s: self.machine.divide(a, select(s > 0, s, 1.0)), weighted, total), to
+        )
+
+
+LoadRow = Callable[[Value, Condition], tuple[Channels, Channels, Condition]]
 
 
 class HCARingUpdate(HCAUpdate):
@@ -169,7 +206,7 @@ class HCARingUpdate(HCAUpdate):
 
     @staticmethod
     def num_units(num_tokens: int, ratio: int) -> int:
-        """CTAs per request: one per block that T tokens can complete."""
+        """Clusters per request: one per block that T tokens can complete."""
         return (num_tokens + ratio - 1) // ratio
 
     @staticmethod
@@ -178,45 +215,50 @@ class HCARingUpdate(HCAUpdate):
         return min(num_tokens, ratio)
 
     def run(self, unit: Value) -> None:
-        """The unit-th entry. All lanes of the CTA."""
+        """The unit-th entry."""
         request, row, tail = self.request, self.row, self.tail
         flush = request.live & (unit < self._completed)
 
-        def load(j: Value, where: Condition) -> tuple[Channels, Channels, Condition]:
+        def load(j: Value, inside: Condition) -> tuple[Channels, Channels, Condition]:
+            there = inside & (j < self.ratio)
             token = (unit * self.ratio + j) - self._phase
             at = request.layer, request.slot, j
             k, z = (
-                row.load_either(token < 0, (old, at), (new, (request.batch, token)), where=where)
+                row.load_either(token < 0, (old, at), (new, (request.batch, token)), where=there)
                 for old, new in ((tail.ka, self.streams.k), (tail.za, self.streams.z))
             )
-            return k, z, where
+            return k, z, there
 
         with self.machine.when(flush):
-            softmax = self._pool(self.ratio, load, empty_softmax(row), flush)
-            with self.machine.when(self._warpgroup.equals(0)):
-                self._finish(softmax, unit, flush)
+            to = self.entries.prepare(unit, self.ratio, self._part.equals(0))
+            softmax = self._pool(load, empty_softmax(row))
+            with self.machine.when(self._part.equals(0)):
+                self._finish(softmax, to)
         if self.num_tokens > 1:
-            # Rows that the first entry has read: whoever writes them must come after. Its pooling ends in a barrier.
-            width = self.num_jobs(self.num_tokens, self.ratio)
-            with self.machine.when(request.live & unit.equals(0) & (self._phase > 0)):
+            self._write_read_rows(unit)
 
-                def write(i: Value, carry: list[Value]) -> list[Value]:
-                    self._write_row(row, i * self.warpgroups + self._warpgroup, width, below_phase=True)
-                    return carry
+    def _write_read_rows(self, unit: Value) -> None:
+        """Tail rows that the first entry has read; its pooling ends in a barrier, and the same cluster writes them."""
+        width = self.num_jobs(self.num_tokens, self.ratio)
+        with self.machine.when(self.request.live & unit.equals(0) & (self._phase > 0)):
 
-                self.machine.loop(-(-width // self.warpgroups), write, [])
+            def write(i: Value, carry: list[Value]) -> list[Value]:
+                self._write_row(self.row, i * self.split.parts + self._part, width, was_read=True)
+                return carry
+
+            self.machine.loop(-(-width // self.split.parts), write, [])
 
     def write_tail_row(self, row: Row, job: Value) -> None:
         """A warp's job: write the ``job``-th of the newest rows, unless the first entry may be reading it."""
-        self._write_row(row, job, self.num_jobs(self.num_tokens, self.ratio), below_phase=False)
+        self._write_row(row, job, self.num_jobs(self.num_tokens, self.ratio), was_read=False)
 
-    def _write_row(self, row: Row, i: Value, width: int, *, below_phase: bool) -> None:
+    def _write_row(self, row: Row, i: Value, width: int, *, was_read: bool) -> None:
         request = self.request
         token = request.count - width + i
         at = (request.start + token) % self.ratio
         there = request.live & (token >= 0) & (i < width)
         if self.num_tokens > 1:
-            there = there & (at < self._phase if below_phase else at >= self._phase)
+            there = there & (at < self._phase if was_read else at >= self._phase)
         for new, old in ((self.streams.k, self.tail.ka), (self.streams.z, self.tail.za)):
             values = row.load(new, request.batch, token, where=there)
             row.store(old, values, request.layer, request.slot, at, where=there)
@@ -229,51 +271,58 @@ class HCAOnlineUpdate(HCAUpdate):
 
     @staticmethod
     def num_units(num_tokens: int, ratio: int) -> int:
-        """CTAs per request: one for the first and the last block that T tokens touch, one for each other block."""
+        """Clusters per request: one for the first and the last block that T tokens touch, one for each other block."""
         return max(1, (num_tokens + 2 * ratio - 2) // ratio - 1)
 
     def run(self, unit: Value) -> None:
-        """A unit's blocks. All lanes of the CTA."""
-        request, row = self.request, self.row
-        last = (self._phase + request.count - 1) // self.ratio
-        first_unit = request.live & unit.equals(0)
-        with self.machine.when(first_unit):
-            lead = request.layer, request.slot
-            leaves = self.tail.peak, self.tail.total, self.tail.weighted
-            carried = [row.load(leaf, *lead, where=self._warpgroup.equals(0)) for leaf in leaves]
-            self._block(0, (carried[0], carried[1], carried[2]), first_unit, is_last=last.equals(0))
+        """A unit's blocks."""
+        request, machine = self.request, self.machine
         if self.num_tokens == 1:
+            with machine.when(request.live):
+                self._block(machine.constant(0, "i32"), True)
             return
-        with self.machine.when(first_unit & (last > 0)):
-            self._block(last, empty_softmax(row), first_unit, is_last=True)
-        if self.num_units(self.num_tokens, self.ratio) > 1:
-            middle = request.live & (unit > 0) & (unit < last)
-            with self.machine.when(middle):
-                self._block(unit, empty_softmax(row), middle, is_last=False)
+        last = (self._phase + request.count - 1) // self.ratio
+        is_first = unit.equals(0)
 
-    def _block(self, n: Index, start: Softmax, where: Condition, *, is_last: Condition) -> None:
+        def block(i: Value, carry: list[Value]) -> list[Value]:
+            n = select(is_first, i * last, unit)
+            with machine.when(request.live & (is_first | (unit < last))):
+                self._block(n, n.equals(last))
+                self._barrier()
+            return carry
+
+        machine.loop(select(is_first & (last > 0), machine.constant(2, "i32"), 1), block, [])
+
+    def _block(self, n: Value, is_last: Condition) -> None:
         """Pool the new tokens of the n-th touched block; finish it if it is full, keep it if it is the last."""
-        request, row, streams = self.request, self.row, self.streams
-        begin = self.machine.constant(0, "i32") if n == 0 else n * self.ratio - self._phase
+        request, row, streams, machine = self.request, self.row, self.streams, self.machine
+        begin = (n * self.ratio - self._phase).maximum(0)
         end = ((n + 1) * self.ratio - self._phase).minimum(request.count)
 
         def load(j: Value, inside: Condition) -> tuple[Channels, Channels, Condition]:
-            token = begin + j
-            there = inside & (token < end)
-            k, z = (row.load(buffer, request.batch, token, where=there) for buffer in (streams.k, streams.z))
+            there = inside & (begin + j < end)
+            k, z = (row.load(buffer, request.batch, begin + j, where=there) for buffer in (streams.k, streams.z))
             return k, z, there
 
-        softmax = self._pool(min(self.num_tokens, self.ratio), load, start, where)
-        flush = where & (self._completed > n)
-        with self.machine.when(self._warpgroup.equals(0)):
-            if is_last is not False:
-                leaves = self.tail.peak, self.tail.total, self.tail.weighted
-                for leaf, values, empty in zip(leaves, softmax, (EMPTY_GATE, 0.0, 0.0), strict=True):
-                    kept = row.map(
-                        lambda value, empty=empty: select(flush, row.machine.constant(empty, "f32"), value), values
-                    )
-                    row.store(leaf, kept, request.layer, request.slot, where=where & is_last)
-            self._finish(softmax, n, flush)
+        is_holder, continues = self._part.equals(0), n.equals(0)
+        leaves = self.tail.peak, self.tail.total, self.tail.weighted
+        peak, total, weighted = (
+            row.map(
+                lambda old, empty: select(continues, old, empty),
+                row.load(leaf, request.layer, request.slot, where=continues & is_holder),
+                empty,
+            )
+            for leaf, empty in zip(leaves, empty_softmax(row), strict=True)
+        )
+        is_full = self._completed > n
+        to = self.entries.prepare(n, self.ratio, is_holder & is_full)
+        softmax = self._pool(load, (peak, total, weighted))
+        with machine.when(is_holder):
+            for leaf, values, empty in zip(leaves, softmax, empty_softmax(row), strict=True):
+                kept = row.map(lambda value, reset: select(is_full, reset, value), values, empty)
+                row.store(leaf, kept, request.layer, request.slot, where=is_last)
+            with machine.when(is_full):
+                self._finish(softmax, to)
 
 
 def _flat(softmax: Softmax) -> list[Value]:

@@ -23,9 +23,10 @@ from typing import Any, Literal
 import numpy as np
 
 Kind = Literal["i32", "i64", "f32", "bool"]
-Scope = Literal["warpgroup", "block"]
+Scope = Literal["warpgroup", "block", "cluster"]
 WARP, WARPGROUP = 32, 128
 VECTOR = 4  # channels a lane holds per step: 16 bytes of f32
+_LARGEST = float(np.finfo(np.float32).max)
 MAX_UNROLLED = 8  # rows loaded at once: enough to cover latency, few enough for the registers
 
 
@@ -158,6 +159,11 @@ class Machine(abc.ABC):
     def block(self, axis: int) -> Value:
         """i32 block number along a grid axis."""
 
+    @property
+    @abc.abstractmethod
+    def rank(self) -> Value:
+        """i32 place of the block in its cluster: of blocks that run together and reach each other's shared memory."""
+
     # Arithmetic.
     @abc.abstractmethod
     def constant(self, number: float, kind: Kind) -> Value: ...
@@ -183,7 +189,18 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def exp(self, x: Value) -> Value:
-        """e^x, within an ulp or two."""
+        """e^x as 2^(x log2 e): the product's rounding makes the relative error grow as |x| 2^-24.
+
+        In a softmax, where x <= 0, what a weight is off by is then below |x| e^x 2^-24, less than half an ulp of 1.
+        """
+
+    @abc.abstractmethod
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c, rounded once."""
+
+    @abc.abstractmethod
+    def reciprocal(self, x: Value) -> Value:
+        """1 / x, correctly rounded."""
 
     @abc.abstractmethod
     def divide(self, a: Value, b: Value) -> Value:
@@ -228,7 +245,10 @@ class Machine(abc.ABC):
         """Words at i32 byte offsets into the block's shared memory."""
 
     @abc.abstractmethod
-    def store_shared(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None: ...
+    def store_shared(
+        self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
+    ) -> None:
+        """Into the block's own shared memory, or that of the block of a rank in its cluster."""
 
     # Control.
     @abc.abstractmethod
@@ -236,8 +256,8 @@ class Machine(abc.ABC):
         """Run what is inside in the lanes where the condition holds. Values made inside stay inside."""
 
     @abc.abstractmethod
-    def loop(self, count: int, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
-        """carry = body(i, carry) for i in range(count)."""
+    def loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+        """carry = body(i, carry) for i in range(count); count is the same in all lanes that share a barrier."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -253,6 +273,11 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     constant: bool  # nothing writes it while the kernel runs
+
+    def instead(self, condition: Value, other: Buffer) -> Buffer:
+        """The other array, of the same shape, in the lanes where the condition holds."""
+        assert (self.shape, self.dtype) == (other.shape, other.dtype), "arrays that stand in for each other are alike"
+        return dataclasses.replace(self, address=select(condition, other.address, self.address))
 
     def _at(self, index: Sequence[Index]) -> Value:
         if len(index) != len(self.shape):
@@ -318,6 +343,24 @@ def load_either(
     return dataclasses.replace(one, address=address, shape=(), constant=False).load_floats(where=where)
 
 
+class Divisor:
+    """Divides several numbers by one, correctly rounded: a reciprocal once, then three instructions for each.
+
+    With r = 1 / d correctly rounded, q = x r is off by an ulp at most, the remainder x - q d is exact, and
+    q + remainder r is the rounded quotient (Markstein), where nothing underflows. An infinite d gives 0, NaN gives NaN.
+    """
+
+    def __init__(self, d: Value):
+        self.machine = d.machine
+        self.inverse = d.machine.reciprocal(d)
+        self.minus_d = d.minimum(_LARGEST) * -1.0  # finite: 0 * inf would be NaN
+
+    def __rtruediv__(self, x: Value) -> Value:
+        quotient = x * self.inverse
+        remainder = self.machine.fma(quotient, self.minus_d, x)
+        return self.machine.fma(remainder, self.inverse, quotient)
+
+
 def add(a: Value, b: Value) -> Value:
     return a + b
 
@@ -339,6 +382,11 @@ class Team:
     def __init__(self, machine: Machine, size: int):
         self.machine, self.size = machine, size
         self.lane = machine.thread % size
+
+    def barrier(self) -> None:
+        """All lanes of the team arrive. Needed between two uses of one reduction, as in a loop."""
+        if self.size > WARP:
+            self.machine.barrier("warpgroup")
 
     def neighbours(self, op: Op, x: Value, lanes: int) -> Value:
         """x reduced over groups of ``lanes`` neighbouring lanes of a warp; each lane gets its group's result."""

@@ -28,6 +28,7 @@ def launch(
     inputs: Any,
     state: Any,
     warpgroups: int = 1,
+    cluster: int = 1,
     shared_bytes: int = 0,
     simulate: bool = False,
 ) -> Any:
@@ -41,6 +42,7 @@ def launch(
       state: pytree of arrays that it updates in place where the caller's jit donates them, or of
         ``jax.ShapeDtypeStruct`` for results that it writes whole.
       warpgroups: of 128 lanes each, per block.
+      cluster: blocks that stand at each place of the grid, run together and reach each other's shared memory.
       shared_bytes: shared memory per block, besides that of the reductions.
       simulate: run in NumPy on the host, with checks, on any device.
     """
@@ -49,7 +51,7 @@ def launch(
             return state
     shared_bytes += _SCRATCH_BYTES
     if simulate:
-        run = functools.partial(_simulate, body, name, grid, warpgroups, shared_bytes)
+        run = functools.partial(_simulate, body, name, grid, warpgroups, cluster, shared_bytes)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         if all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
@@ -90,14 +92,15 @@ def launch(
         emit(*arrays, shared, *numbers)
 
     kernel.__name__ = name
-    threads: dict[str, Any] = {} if warpgroups == 1 else dict(num_threads=warpgroups, thread_name="warpgroup")
+    shape: dict[str, Any] = {} if warpgroups == 1 else dict(num_threads=warpgroups, thread_name="warpgroup")
+    shape |= {} if cluster == 1 else dict(cluster=(cluster,), cluster_names=("rank",))
     results = plgpu.kernel(
         kernel,
         out_type=tuple(state_leaves) if is_result else (),
         grid=grid,
         grid_names=axes,
         scratch_types=[plgpu.SMEM((shared_bytes // 4,), jnp.int32)],
-        **threads,
+        **shape,
     )(*operands, *refs)
     return jax.tree.unflatten(state_tree, results if is_result else [jax.freeze(ref) for ref in refs])
 
@@ -108,11 +111,18 @@ def _check_shared(name: str, machine: Machine, available: int) -> None:
 
 
 def _simulate(
-    body: Body, name: str, grid: tuple[int, ...], warpgroups: int, shared_bytes: int, inputs: Any, state: Any
+    body: Body,
+    name: str,
+    grid: tuple[int, ...],
+    warpgroups: int,
+    cluster: int,
+    shared_bytes: int,
+    inputs: Any,
+    state: Any,
 ) -> Any:
     if not math.prod(grid):
         return state
-    machine = Simulator(grid, warpgroups * WARPGROUP, shared_bytes)
+    machine = Simulator(grid, warpgroups * WARPGROUP, shared_bytes, cluster)
 
     def buffers(tree: Any, *, constant: bool) -> Any:
         return jax.tree_util.tree_map_with_path(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hca
-from pallas_kernels.batch import EntryStore, NewTokens, Request
+from pallas_kernels.batch import NewTokens, Request, locate_entry
 from pallas_kernels.cache_update import append_chunk, tail_kind
 from pallas_kernels.lanes import WARP, WARPGROUP, Machine, Row, Team
 from pallas_kernels.launch import launch
@@ -93,7 +93,7 @@ def flush_entries(
         there = request.live & (entry < request.count)
         number = request.start + entry
         row = Row(Team(machine, WARP), head_dim)
-        block, at, stored = EntryStore(request, row, pool.entries, kv_format, 0.0, is_key=False).locate(number, there)
+        block, at, stored = locate_entry(request, pool.entries.nope, number, there)
         lead = request.layer, block, at
         values = row.load(given.kv, request.batch, entry, where=stored)
         with machine.when(stored):

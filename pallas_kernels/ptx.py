@@ -17,7 +17,7 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.lanes import Buffer, Condition, Kind, Machine, Scope, Step, Value
+from pallas_kernels.lanes import Buffer, Condition, Index, Kind, Machine, Scope, Step, Value
 
 _COMPARISONS = {
     "lt": (arith.CmpFPredicate.OLT, arith.CmpIPredicate.slt),
@@ -46,19 +46,7 @@ _INT_OPS = {
     "max": arith.maxsi,
     "min": arith.minsi,
 }
-# CUDA's expf, step by step, so that a weight has the bits that XLA gives it: x log2(e) = j + f, with j the integer that
-# rounding leaves in the low bits of a large float, then 2^f * 2^j.
-_EXP = """{
- .reg .f32 t, j, f; .reg .b32 i;
- fma.rn.sat.f32 t, $1, 0f3BBB989D, 0f3F000000;
- fma.rm.f32 t, t, 0f437C0000, 0f4B400001;
- add.rn.f32 j, t, 0fCB40007F;
- neg.f32 j, j;
- fma.rn.f32 f, $1, 0f3FB8AA3B, j;
- fma.rn.f32 f, $1, 0f32A57060, f;
- mov.b32 i, t; shl.b32 i, i, 23; mov.b32 t, i;
- ex2.approx.ftz.f32 f, f;
- mul.rn.f32 $0, f, t; }"""
+_EXP = "{ .reg .f32 t; mul.rn.f32 t, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, t; }"
 _TO_E4M3 = """{
  .reg .b16 low, high;
  cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
@@ -110,6 +98,10 @@ class PTX(Machine):
     def block(self, axis: int) -> Value:
         return self._blocks[axis]
 
+    @property
+    def rank(self) -> Value:
+        return self._asm("mov.u32 $0, %cluster_ctarank;", "=r", ["i32"])[0]
+
     def constant(self, number: float, kind: Kind) -> Value:
         kind_type = _type(kind)
         if kind == "f32":
@@ -155,6 +147,12 @@ class PTX(Machine):
     def exp(self, x: Value) -> Value:
         return self._asm(_EXP, "=f,f", ["f32"], x)[0]
 
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self._asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", ["f32"], a, b, c)[0]
+
+    def reciprocal(self, x: Value) -> Value:
+        return self._asm("rcp.rn.f32 $0, $1;", "=f,f", ["f32"], x)[0]
+
     def divide(self, a: Value, b: Value) -> Value:
         return self._asm("div.rn.f32 $0, $1, $2;", "=f,f,f", ["f32"], a, b)[0]
 
@@ -174,7 +172,11 @@ class PTX(Machine):
         return self._wrap(x.kind, mgpu.utils.shfl_bfly(x.raw, distance))
 
     def barrier(self, scope: Scope) -> None:
-        if scope == "block":
+        if scope == "cluster":
+            self._asm(
+                "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "", [], effects=True
+            )
+        elif scope == "block":
             gpu.barrier()
         else:
             mgpu.utils.warpgroup_barrier()
@@ -226,15 +228,22 @@ class PTX(Machine):
         constraints = ",".join(["=r"] * words + ["r"])
         return self._asm(text, constraints, ["i32"] * words, self._shared + address, effects=True)
 
-    def store_shared(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
-        self._store("shared", "r", self._shared + address, words, size, where)
+    def store_shared(
+        self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
+    ) -> None:
+        address = self._shared + address
+        if rank is None:
+            self._store("shared", "r", address, words, size, where)
+            return
+        remote = self._asm(f"mapa.shared::cluster.u32 $0, $1, {rank};", "=r,r", ["i32"], address)[0]
+        self._store("shared::cluster", "r", remote, words, size, where)
 
     def when(self, condition: Condition) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if condition is True else mgpu.utils.when(condition.raw)
 
-    def loop(self, count: int, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
-        bounds = [self.constant(bound, "i32").raw for bound in (0, count, 1)]
-        operation = scf.ForOp(*bounds, [value.raw for value in carry])
+    def loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+        bounds = [b if isinstance(b, Value) else self.constant(b, "i32") for b in (0, count, 1)]
+        operation = scf.ForOp(*[bound.raw for bound in bounds], [value.raw for value in carry])
         with ir.InsertionPoint(operation.body):
             inner = [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.inner_iter_args, strict=True)]
             result = body(self._wrap("i32", operation.induction_variable), inner)

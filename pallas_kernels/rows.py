@@ -21,6 +21,7 @@ from pallas_kernels.lanes import (
     Buffer,
     Channels,
     Condition,
+    Divisor,
     Index,
     Row,
     Value,
@@ -75,20 +76,28 @@ def norm(row: Row, y: Channels, weight: Channels, eps: float, nope_dim: int | No
     return row.map(lambda a: a * inverse_rms, weighted), row.machine.from_bits(peak) * inverse_rms
 
 
-def rope(row: Row, y: Channels, table: Buffer, *lead: Index, where: Condition) -> Channels:
-    """Turn the last channels by the angles of ``table[lead]``: cosines of all pairs, then sines."""
+Angles = list[tuple[Condition, list[Value]]]  # per step: whether its channels turn; two cosines, two sines
+
+
+def load_angles(row: Row, table: Buffer, *lead: Index, where: Condition) -> Angles:
+    """The angles of ``table[lead]``: cosines of all pairs, then sines."""
     rope_dim = table.shape[-1]
     nope_dim = row.dim - rope_dim
-    turned = []
-    for step, (a, b, c, d) in enumerate(y):
+    angles = []
+    for step, channel in enumerate(row.channel):
         is_rope = negate(row.before(step, nope_dim)) & row.before(step, row.dim)
-        if is_rope is False:
-            turned.append([a, b, c, d])
-            continue
-        pair = (row.channel[step] - nope_dim) >> 1
+        pair = (channel - nope_dim) >> 1
         cos = table.load_floats(*lead, pair, count=2, where=where & is_rope)
         sin = table.load_floats(*lead, pair + rope_dim // 2, count=2, where=where & is_rope)
-        new = [a * cos[0] - b * sin[0], b * cos[0] + a * sin[0], c * cos[1] - d * sin[1], d * cos[1] + c * sin[1]]
+        angles.append((is_rope, cos + sin))
+    return angles
+
+
+def rope(y: Channels, angles: Angles) -> Channels:
+    """Turn the last channels."""
+    turned = []
+    for (a, b, c, d), (is_rope, (cos, cos_next, sin, sin_next)) in zip(y, angles, strict=True):
+        new = [a * cos - b * sin, b * cos + a * sin, c * cos_next - d * sin_next, d * cos_next + c * sin_next]
         turned.append([select(is_rope, x, old) for x, old in zip(new, (a, b, c, d), strict=True)])
     return turned
 
@@ -154,13 +163,13 @@ def store_kv(
       amax: f32, the row's largest NoPE magnitude, if known already.
     """
     machine, nope_dim = row.machine, rows.nope.shape[-1]
-    scales: list[Value] = []  # one per step
+    divisors: list[Divisor] = []  # one per step
     if kv_format == "fp8_row":
         if amax is None:
             (bits,) = row.team.reduce((maximum, amax_bits(row, values, nope_dim)))
             amax = machine.from_bits(bits)
         scale = amax.maximum(MIN_AMAX) * float(np.float32(1 / E4M3_MAX))
-        scales = [scale] * row.steps
+        divisors = [Divisor(scale)] * row.steps
         rows.scale.store_floats([scale], *lead, where=where & row.team.lane.equals(0))
     elif kv_format == "fp8_tile64":
         floor = int(np.float32(MIN_AMAX).view(np.int32))
@@ -168,7 +177,7 @@ def store_kv(
             bits = fold(maximum, [magnitude_bits(value) for value in channels])
             bits = row.team.neighbours(maximum, bits, TILE // VECTOR)
             byte = power_of_two_scale(bits.maximum(floor), E4M3_MAX)
-            scales.append(_from_ue8m0(byte))
+            divisors.append(Divisor(_from_ue8m0(byte)))
             first = row.before(step, nope_dim)
             if first is not False:
                 first = where & first & (row.channel[step] % TILE).equals(0)
@@ -176,8 +185,8 @@ def store_kv(
     for step, channels in enumerate(values):
         is_nope, channel = row.before(step, nope_dim), row.channel[step]
         if is_nope is not False:
-            if scales:
-                codes = machine.to_e4m3([machine.divide(value, scales[step]) for value in channels])
+            if divisors:
+                codes = machine.to_e4m3([value / divisors[step] for value in channels])
                 rows.nope.store_bytes(codes, *lead, channel, where=where & is_nope)
             else:
                 rows.nope.store_floats(channels, *lead, channel, where=where & is_nope)
@@ -209,7 +218,8 @@ def store_key(row: Row, values: Channels, rows: Any, *lead: Index, key_format: s
             scale = _from_ue8m0(byte)
         first = stored & (channel % group).equals(0)
         rows.scale.store_bytes(byte, *lead, channel // group, count=1, where=first)
-        codes = [to_e2m1(machine.divide(value, scale)) for value in channels]
+        divisor = Divisor(scale)
+        codes = [to_e2m1(value / divisor) for value in channels]
         packed = (codes[0] | (codes[1] << 4)) | ((codes[2] << 8) | (codes[3] << 12))
         rows.codes.store_bytes(packed, *lead, channel >> 1, count=2, where=stored)
 

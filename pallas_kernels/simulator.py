@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.lanes import WARP, WARPGROUP, Buffer, Condition, Kind, Machine, Scope, Step, Value
+from pallas_kernels.lanes import WARP, WARPGROUP, Buffer, Condition, Index, Kind, Machine, Scope, Step, Value
 
 _DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "bool": np.bool_}
 _OPS: dict[str, Callable[[Any, Any], Any]] = {
@@ -95,12 +95,13 @@ class _Memory:
 class Simulator(Machine):
     """Runs one launch. Values are arrays that broadcast to [blocks, threads]."""
 
-    def __init__(self, grid: tuple[int, ...], threads: int, shared_bytes: int):
+    def __init__(self, grid: tuple[int, ...], threads: int, shared_bytes: int, cluster: int = 1):
         super().__init__()
-        self._grid, self._threads = grid, threads
-        blocks = int(np.prod(grid))
+        self._threads, self._cluster = threads, cluster
+        blocks = int(np.prod(grid)) * cluster
         self._shape = blocks, threads
-        self._block_numbers = np.unravel_index(np.arange(blocks, dtype=np.int32), grid)
+        *numbers, rank = np.unravel_index(np.arange(blocks), (*grid, cluster))
+        self._block_numbers, self._rank = numbers, rank
         self._lane = np.arange(blocks * threads, dtype=np.int64).reshape(self._shape)
         self._mask = np.ones(self._shape, bool)
         self._memories: list[_Memory] = []
@@ -123,7 +124,11 @@ class Simulator(Machine):
         return self._wrap("i32", np.arange(self._threads, dtype=np.int32)[None])
 
     def block(self, axis: int) -> Value:
-        return self._wrap("i32", np.asarray(self._block_numbers[axis])[:, None])
+        return self._wrap("i32", self._block_numbers[axis][:, None])
+
+    @property
+    def rank(self) -> Value:
+        return self._wrap("i32", self._rank[:, None])
 
     def constant(self, number: float, kind: Kind) -> Value:
         return self._wrap(kind, np.asarray(number).astype(_DTYPES[kind]).reshape(1, 1))
@@ -156,7 +161,16 @@ class Simulator(Machine):
 
     def exp(self, x: Value) -> Value:
         with np.errstate(all="ignore"):
-            return self._wrap("f32", np.exp(x.raw))
+            return self._wrap("f32", np.exp2(x.raw * np.float32(1 / np.log(2))))
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        # The product of two f32 is exact in f64. The sum is rounded twice, which differs from once in 1 of 2^29 cases.
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", a.raw.astype(np.float64) * b.raw + c.raw)
+
+    def reciprocal(self, x: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", np.float32(1) / x.raw)
 
     def divide(self, a: Value, b: Value) -> Value:
         with np.errstate(all="ignore"):
@@ -193,7 +207,7 @@ class Simulator(Machine):
         return self._wrap(x.kind, raw[:, np.arange(self._threads) ^ distance])
 
     def barrier(self, scope: Scope) -> None:
-        size = WARPGROUP if scope == "warpgroup" else self._threads
+        size = {"warpgroup": WARPGROUP, "block": self._threads, "cluster": self._threads * self._cluster}[scope]
         groups = self._mask.reshape(-1, size)
         if np.any(groups.any(-1) & ~groups.all(-1)):
             raise SimulationError(f"a {scope} barrier that only some of its lanes reach")
@@ -250,21 +264,26 @@ class Simulator(Machine):
             memory, at = self._locate(address, active)
             self._scatter(memory, at, words, size, active)
 
-    def _shared_offset(self, address: Value, active: np.ndarray) -> np.ndarray:
+    def _shared_offset(self, address: Value, active: np.ndarray, rank: int | None = None) -> np.ndarray:
         at = np.broadcast_to(address.raw, self._shape)[active]
         if np.any(at < 0) or np.any(at >= self._shared_size):
             raise SimulationError("an access past the block's shared memory")
-        return at + self._lane[active] // self._threads * self._shared_size
+        block = self._lane[active] // self._threads
+        if rank is not None:
+            block = block // self._cluster * self._cluster + rank
+        return at + block * self._shared_size
 
     def load_shared(self, address: Value, size: int) -> list[Value]:
         if not self._mask.any():
             return [self.constant(0, "i32")] * max(1, size // 4)
         return self._gather(self._shared, self._shared_offset(address, self._mask), size, self._mask)
 
-    def store_shared(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
+    def store_shared(
+        self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
+    ) -> None:
         active = self._active(where)
         if active.any():
-            self._scatter(self._shared, self._shared_offset(address, active), words, size, active)
+            self._scatter(self._shared, self._shared_offset(address, active, rank), words, size, active)
 
     @contextlib.contextmanager
     def when(self, condition: Condition) -> Iterator[None]:
@@ -273,7 +292,13 @@ class Simulator(Machine):
         yield
         self._mask = outer
 
-    def loop(self, count: int, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
-        for i in range(count):
-            carry = body(self.constant(i, "i32"), carry)
+    def loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+        counts = np.broadcast_to(count.raw if isinstance(count, Value) else np.asarray(count), self._shape)
+        taken = self.shared_bytes
+        for i in range(int(counts[self._mask].max(initial=0))):
+            self.shared_bytes = taken  # a compiled loop has one body, whose iterations share its memory
+            going = self._wrap("bool", i < counts)
+            with self.when(going):
+                new = body(self.constant(i, "i32"), carry)
+            carry = [self.select(going, a, b) for a, b in zip(new, carry, strict=True)]
         return carry

@@ -26,7 +26,8 @@ def write_window_row(request: Request, row: Row, state: Any, i: Value, num_token
     # Of several tokens for one row only the newest lands.
     token = request.count - num_window_rows(num_tokens, n_win) + i
     stored = request.live & (token >= 0)
-    kv = row.load(tokens.kv, request.batch, token, where=stored)
+    # One token's row does not wait for the slot.
+    kv = row.load(tokens.kv, request.batch, 0 if num_tokens == 1 else token, where=num_tokens == 1 or stored)
     position = request.start + token
     lead = request.layer, request.slot, position % n_win
     with machine.when(stored):

@@ -21,6 +21,8 @@ REQUESTS, CONTEXT, BLOCKS = 5, 80, 14
 BATCH, TOKENS = 4, 8
 
 TRACES: collections.Counter[str] = collections.Counter()  # how often each function below was traced
+# The backend of ``step`` where none is named, set by ``with BACKEND(name):``. It is part of jit's cache key.
+BACKEND = jax.make_user_context(None)
 
 
 def small_plan(**options: Any) -> d4.CachePlan:
@@ -55,6 +57,7 @@ def ids(*values: int) -> jax.Array:
 def step(params, x, cache, slots, num_new, *, layers=(0,), backend=None):
     """prepare_forward, some layers on the same input, advance. Returns ([y per layer], cache, ok)."""
     TRACES["step"] += 1
+    backend = backend or BACKEND.value
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     outputs = []
     for layer in layers:
