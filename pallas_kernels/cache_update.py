@@ -17,6 +17,7 @@ nothing to do (slot -1, another phase) ends after reading its slot and length.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -97,30 +98,33 @@ def append_chunk(
         return stack
 
     def body(machine: Machine, tokens: NewTokens, stack: Any) -> None:
-        request = Request.of_block(machine, tokens, num_tokens, stack.state.pos.shape[1])
-        compressor = None
-        if work.units:
-            row = Row(Team(machine, WARPGROUP), tokens.entry.norm.shape[0])
-            norm = tokens.entry.norm
-            entries = EntryStore(request, row, stack.pool.entries, norm, kv_format, eps, is_key=False)
-            update = dict(request=request, row=row, tail=stack.state.tail, streams=tokens.entry, entries=entries)
-            update |= dict(num_tokens=num_tokens)
+        state, pool, entry, key = stack.state, stack.pool, tokens.entry, tokens.key
+        request = Request.of_block(machine, tokens, num_tokens, state.pos.shape[1])
+
+        def write_window(row: Row, i: Value) -> None:
+            write_window_row(request, row, state, i, num_tokens, kv_format)
+
+        run_job: dict[str, Callable[[Row, Value], None]] = {"window": write_window}
+        run_unit: Callable[[Value], None] | None = None
+        if entry is not None:
+            row = Row(Team(machine, WARPGROUP), entry.norm.shape[0])
+            store = EntryStore(request, row, pool.entries, entry.norm, kv_format, eps, is_key=False)
             if work.kind == "csa":
-                compressor = csa.CSAUpdate(**update)
+                run_unit = csa.CSAUpdate(request, row, state.tail, entry, store, num_tokens).run
             else:
-                update |= dict(ratio=ratio, split=work.split)
-                compressor = _HCA[work.kind](**update)
+                assert ratio is not None
+                shape = num_tokens, ratio, work.split
+                compressor = _HCA[work.kind](request, row, state.tail, entry, store, *shape)
+                run_unit = compressor.run
+                if isinstance(compressor, hca.HCARingUpdate):
+                    run_job["tail"] = compressor.write_tail_row
+        if key is not None:
 
-        def run_key(row: Row, unit: Value) -> None:
-            keys = stack.pool.indexer_keys
-            entries = EntryStore(request, row, keys, tokens.key.norm, key_format, eps, is_key=True)
-            csa.CSAUpdate(request, row, stack.state.indexer_tail, tokens.key, entries, num_tokens).run(unit)
+            def run_key(row: Row, i: Value) -> None:
+                store = EntryStore(request, row, pool.indexer_keys, key.norm, key_format, eps, is_key=True)
+                csa.CSAUpdate(request, row, state.indexer_tail, key, store, num_tokens).run(i)
 
-        run_job = {
-            "window": lambda row, i: write_window_row(request, row, stack.state, i, num_tokens, kv_format),
-            "key": run_key,
-            "tail": lambda row, i: compressor.write_tail_row(row, i),
-        }
+            run_job["key"] = run_key
         warps = Team(machine, WARP)
         unit = machine.block(1)
 
@@ -137,12 +141,13 @@ def append_chunk(
         if work.job_units:
             with machine.when(unit >= work.units):
                 run_jobs((unit - work.units) * work.warps + warp, work.job_units * work.warps)
-            if compressor:
+            if run_unit:
                 with machine.when(unit < work.units):
-                    compressor.run(unit)
+                    run_unit(unit)
         else:
             run_jobs(unit * work.warps + warp, work.units * work.warps)
-            compressor.run(unit)
+            assert run_unit
+            run_unit(unit)
 
     return launch(
         body,
@@ -157,7 +162,10 @@ def append_chunk(
     )
 
 
-_HCA = {"ring": hca.HCARingUpdate, "online": hca.HCAOnlineUpdate}
+_HCA: dict[str, type[hca.HCARingUpdate | hca.HCAOnlineUpdate]] = {
+    "ring": hca.HCARingUpdate,
+    "online": hca.HCAOnlineUpdate,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,16 +197,18 @@ class Work:
     def of(cls, stack: Any, tokens: NewTokens, num_tokens: int, ratio: int | None) -> Work:
         kind = tail_kind(stack.state.tail)
         wanted: list[tuple[str, int, int]] = []  # name, count, row size
-        units, split = 0, hca.Split.of(1)
+        batch, units = tokens.slots.shape[0], 0
+        split = hca.Split.of(1, batch, num_tokens)
         if tokens.entry is not None:
             assert ratio is not None
             dim = tokens.entry.norm.shape[0]
             if kind == "csa":
                 units = csa.num_units(num_tokens, ratio)
+                assert tokens.key is not None
                 wanted.append(("key", units, tokens.key.norm.shape[0]))
             else:
                 rows = ratio if kind == "ring" else min(num_tokens, ratio)
-                units, split = _HCA[kind].num_units(num_tokens, ratio), hca.Split.of(rows)
+                units, split = _HCA[kind].num_units(num_tokens, ratio), hca.Split.of(rows, batch, num_tokens)
             if kind == "ring":
                 wanted.append(("tail", hca.HCARingUpdate.num_jobs(num_tokens, ratio), dim))
         if tokens.kv is not None:

@@ -69,16 +69,18 @@ class CSAUpdate:
         to = self.entries.prepare(0, self._ratio, flush, known=True)
         before = [self._old(tail.kb, tail.zb, j, flush) for j in range(last + 1)]
         current = [self._old(tail.ka, tail.za, j, flush) for j in range(last)]
-        following = [self._old(tail.kb_next, tail.zb_next, j, flush) for j in range(last)]
         self._store(a, tail.ka, tail.za, phase, live)
         self._store(b, tail.kb_next, tail.zb_next, phase, live)
         with request.machine.when(flush):
+            pooled = softmax_pool(self.row, [*before, *current, a])
+            # Loaded only now: with these rows in flight too, the registers would hold one CTA less per SM.
+            following = [self._old(tail.kb_next, tail.zb_next, j, True) for j in range(last)]
+            self.entries.finish(pooled, to)
             for j, pair in enumerate([*following, b]):
                 self._store(pair, tail.kb, tail.zb, j, True)
-            self.entries.finish(softmax_pool(self.row, [*before, *current, a]), to)
 
     def _chunk(self, unit: Value) -> None:
-        """Several tokens: the first unit takes entries 0 and 1, whose rows may lie in the tails; the others one each."""
+        """Several tokens: the first unit takes entries 0 and 1, whose rows may be in the tails; the others one each."""
         machine, is_first = self.request.machine, unit.equals(0)
 
         def entry(i: Value, carry: list[Value]) -> list[Value]:

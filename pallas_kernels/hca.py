@@ -14,16 +14,16 @@ are merged through shared memory. One CTA could not do it: a ring's block is 512
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.batch import Destination, EntryStore, Request, Streams
 from pallas_kernels.lanes import (
-    MAX_UNROLLED,
     VECTOR,
     WARPGROUP,
     Channels,
     Condition,
+    Index,
     Machine,
     Row,
     Value,
@@ -34,6 +34,8 @@ from pallas_kernels.lanes import (
 )
 
 EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
+
+BATCH = 4  # rows in flight per warpgroup, besides those being added
 
 Softmax = tuple[Channels, Channels, Channels]  # peak, total, weighted
 
@@ -47,11 +49,17 @@ class Split:
     warpgroups: int
 
     @classmethod
-    def of(cls, rows: int) -> Split:
-        """At least ``MAX_UNROLLED`` rows each. Measured: a block of 128 rows is fastest on 4 CTAs of 2 warpgroups."""
-        parts = max(1, min(8, rows // MAX_UNROLLED))
+    def of(cls, rows: int, requests: int, num_tokens: int) -> Split:
+        """At least two batches of rows for each warpgroup.
+
+        A decode step of many requests has CTAs enough and pays for each that has nothing to do; one of few requests
+        wants a block on many SMs. Chosen by measuring on an H200.
+        """
+        cluster, warpgroups = (4, 2) if num_tokens > 1 else (8, 1) if requests <= 32 else (2, 2)
+        parts = max(1, min(cluster * warpgroups, rows // (2 * BATCH)))
         parts = 1 << (parts.bit_length() - 1)
-        return cls(rows=rows, cluster=max(1, parts // 2), warpgroups=min(2, parts))
+        warpgroups = min(warpgroups, parts)
+        return cls(rows=rows, cluster=parts // warpgroups, warpgroups=warpgroups)
 
     @property
     def parts(self) -> int:
@@ -72,23 +80,25 @@ def empty_softmax(row: Row) -> Softmax:
     return row.constant(EMPTY_GATE), row.constant(0.0), row.constant(0.0)
 
 
-def add_rows(row: Row, softmax: Softmax, rows: list[tuple[Channels, Channels, Condition]]) -> Softmax:
-    """The running softmax with rows (k, z, whether it is there) added."""
+def add_rows(row: Row, softmax: Softmax, rows: list[tuple[Channels, Channels]]) -> Softmax:
+    """The running softmax with rows (k, z) added; a z of ``EMPTY_GATE`` is no row."""
     machine = row.machine
 
     def update(*numbers: Value) -> tuple[Value, Value, Value]:
         peak, total, weighted, *rest = numbers
         k, z = rest[: len(rows)], rest[len(rows) :]
-        z = [select(there, gate, EMPTY_GATE) for gate, (_, _, there) in zip(z, rows, strict=True)]
         new_peak = fold(maximum, [*z, peak])
         kept = machine.exp(peak - new_peak)
-        weight = [select(there, machine.exp(gate - new_peak), 0.0) for gate, (_, _, there) in zip(z, rows, strict=True)]
+        # Under an empty peak, an empty row would weigh e^0.
+        weight = [
+            select(gate.equals(EMPTY_GATE), machine.constant(0.0, "f32"), machine.exp(gate - new_peak)) for gate in z
+        ]
         products = [w * key for w, key in zip(weight, k, strict=True)]
         return new_peak, fold(add, weight) + kept * total, fold(add, products) + kept * weighted
 
     results = [
         [update(*channels) for channels in zip(*steps, strict=True)]
-        for steps in zip(*softmax, *[k for k, _, _ in rows], *[z for _, z, _ in rows], strict=True)
+        for steps in zip(*softmax, *[k for k, _ in rows], *[z for _, z in rows], strict=True)
     ]
     peak, total, weighted = ([[channel[i] for channel in step] for step in results] for i in range(3))
     return peak, total, weighted
@@ -125,38 +135,51 @@ class HCAUpdate:
         warpgroup = self.machine.thread // WARPGROUP
         return warpgroup if self.split.cluster == 1 else self.machine.rank * self.split.warpgroups + warpgroup
 
-    def _barrier(self) -> None:
+    def _barrier(self, *, leave: Condition = False) -> None:
         if self.split.cluster > 1:
-            self.machine.barrier("cluster")
+            self.machine.barrier("cluster", leave=leave)
         elif self.split.warpgroups > 1:
             self.machine.barrier("block")
+        else:
+            self.row.team.barrier()
 
     def _pool(self, load: LoadRow, start: Softmax) -> Softmax:
         """The running softmax of a block's rows, ``load(j)`` -> (k, z, there), added to ``start``.
 
         Every warpgroup of the cluster takes part; the first one alone begins from ``start`` and has the whole result.
         """
-        machine, row, part, share = self.machine, self.row, self._part, self.split.share
-        unrolled = min(share, MAX_UNROLLED)
+        row, part, share = self.row, self._part, self.split.share
         if self.split.parts > 1:
             is_first = part.equals(0)
-            empty = empty_softmax(row)
             peak, total, weighted = (
-                row.map(lambda a, b: select(is_first, a, b), s, e) for s, e in zip(start, empty, strict=True)
+                row.map(lambda a, b: select(is_first, a, b), s, e)
+                for s, e in zip(start, empty_softmax(row), strict=True)
             )
             start = peak, total, weighted
+        batch = min(share, BATCH)
 
-        def add_some(i: Value, carry: list[Value]) -> list[Value]:
+        def fetch(i: Index) -> list[Channels]:
             rows = []
-            for j in range(unrolled):
-                of_share = i * unrolled + j
-                rows.append(load(of_share + part * share, of_share < share))
-            return _flat(add_rows(row, _nested(row, carry), rows))
+            for j in range(batch):
+                place = i * batch + j
+                k, z, there = load(part * share + place, place < share)
+                rows += [k, row.map(lambda gate, there=there: select(there, gate, EMPTY_GATE), z)]
+            return rows
 
-        trips = -(-share // unrolled)
-        flat = _flat(start)
-        flat = machine.loop(trips, add_some, flat) if trips > 1 else add_some(machine.constant(0, "i32"), flat)
-        return self._merged(_nested(row, flat))
+        def add_and_fetch(i: Value, carry: list[Value]) -> list[Value]:
+            """Add the rows that have come while the next ones are on their way."""
+            later = fetch(i + 1)
+            return _flat([*add_carried(carry), *later])
+
+        def add_carried(carry: list[Value]) -> Softmax:
+            peak, total, weighted, *rows = _nested(row, carry)
+            return add_rows(row, (peak, total, weighted), list(zip(rows[::2], rows[1::2], strict=True)))
+
+        carry = _flat([*start, *fetch(0)])
+        trips = -(-share // batch)
+        if trips > 1:
+            carry = self.machine.loop(trips - 1, add_and_fetch, carry)
+        return self._merged(add_carried(carry))
 
     def _merged(self, softmax: Softmax) -> Softmax:
         """The warpgroups' running softmaxes as one, in the first warpgroup."""
@@ -172,7 +195,7 @@ class HCAUpdate:
             words = [machine.bits(value) for value in values]
             place = lane + ((part - 1) * (3 * size) + (base + i * size))
             machine.store_shared(place, words, vector, part > 0, rank=rank)
-        self._barrier()
+        self._barrier(leave=part > 0 if self.num_tokens == 1 else False)
 
         def add_one(other: Value, carry: list[Value]) -> list[Value]:
             numbers: list[Value] = []
@@ -181,12 +204,9 @@ class HCAUpdate:
                 numbers += [machine.from_bits(word) for word in words]
             return _flat(_merge(row, _nested(row, carry), _nested(row, numbers)))
 
-        return _nested(
-            row,
-            machine.loop(
-                select(part.equals(0), machine.constant(self.split.parts - 1, "i32"), 0), add_one, _flat(softmax)
-            ),
-        )
+        others = select(part.equals(0), machine.constant(self.split.parts - 1, "i32"), 0)
+        peak, total, weighted = _nested(row, machine.loop(others, add_one, _flat(softmax)))
+        return peak, total, weighted
 
     def _finish(self, softmax: Softmax, to: Destination) -> None:
         _, total, weighted = softmax
@@ -325,16 +345,16 @@ class HCAOnlineUpdate(HCAUpdate):
                 self._finish(softmax, to)
 
 
-def _flat(softmax: Softmax) -> list[Value]:
-    return [value for part in softmax for step in part for value in step]
+def _flat(rows: Sequence[Channels]) -> list[Value]:
+    return [value for channels in rows for step in channels for value in step]
 
 
-def _nested(row: Row, flat: list[Value]) -> Softmax:
+def _nested(row: Row, flat: list[Value]) -> list[Channels]:
     steps = [flat[i : i + VECTOR] for i in range(0, len(flat), VECTOR)]
-    return steps[: row.steps], steps[row.steps : 2 * row.steps], steps[2 * row.steps :]
+    return [steps[i : i + row.steps] for i in range(0, len(steps), row.steps)]
 
 
-def _merge(row: Row, a: Softmax, b: Softmax) -> Softmax:
+def _merge(row: Row, a: Sequence[Channels], b: Sequence[Channels]) -> Softmax:
     """The running softmax of all rows of both."""
     peak = row.map(maximum, a[0], b[0])
     weights = [row.map(lambda own, new: row.machine.exp(own - new), part[0], peak) for part in (a, b)]

@@ -27,7 +27,6 @@ Scope = Literal["warpgroup", "block", "cluster"]
 WARP, WARPGROUP = 32, 128
 VECTOR = 4  # channels a lane holds per step: 16 bytes of f32
 _LARGEST = float(np.finfo(np.float32).max)
-MAX_UNROLLED = 8  # rows loaded at once: enough to cover latency, few enough for the registers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -229,8 +228,12 @@ class Machine(abc.ABC):
         """The value of the lane whose number differs in the bit ``distance`` (1 .. 16) of the lane's number."""
 
     @abc.abstractmethod
-    def barrier(self, scope: Scope) -> None:
-        """All lanes of the scope arrive, and see each other's shared and global memory."""
+    def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
+        """All lanes of the scope arrive, and see each other's shared and global memory.
+
+        leave: of a cluster only, the same in all lanes of a warp: these arrive and do not wait. They are done: nothing
+        more is to be loaded or stored by them.
+        """
 
     # Memory.
     @abc.abstractmethod
@@ -397,7 +400,10 @@ class Team:
         return x
 
     def reduce(self, *terms: tuple[Op, Value]) -> list[Value]:
-        """Each (op, x) reduced over the team; all lanes get the results. One exchange for all terms."""
+        """Each (op, x) reduced over the team; all lanes get the results. One exchange for all terms.
+
+        The exchange's shared memory is the block's: of a block's warpgroups, one at a time may reduce here.
+        """
         partial = [self.neighbours(op, x, WARP) for op, x in terms]
         if self.size == WARP:
             return partial

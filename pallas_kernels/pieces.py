@@ -74,39 +74,40 @@ def flush_entries(
         chex.assert_type(keys, jnp.float32)
     if not batch * num_entries:
         return pool
-    inputs = NewTokens(
+    where = NewTokens(
         layer=layer,
         slots=slots,
         start=first,
         num_new=count,
         block_table=block_table,
-        kv=entries,
+        kv=None,
         entry=None,
-        key=keys,
+        key=None,
         rope=None,
     )
     warps = WARPGROUP // WARP
 
-    def body(machine: Machine, given: NewTokens, pool: Any) -> None:
-        request = Request.of_block(machine, given, num_entries, block_table.shape[0])
+    def body(machine: Machine, given: Any, pool: Any) -> None:
+        where, entries, keys = given
+        request = Request.of_block(machine, where, num_entries, where.block_table.shape[0])
         entry = machine.block(1) * warps + machine.thread // WARP
         there = request.live & (entry < request.count)
         number = request.start + entry
         row = Row(Team(machine, WARP), head_dim)
         block, at, stored = locate_entry(request, pool.entries.nope, number, there)
         lead = request.layer, block, at
-        values = row.load(given.kv, request.batch, entry, where=stored)
+        values = row.load(entries, request.batch, entry, where=stored)
         with machine.when(stored):
             store_kv(row, values, pool.entries, *lead, kv_format=kv_format, where=True)
         if keys is not None:
             row = Row(Team(machine, WARP), keys.shape[-1])
-            values = row.load(given.key, request.batch, entry, where=stored)
+            values = row.load(keys, request.batch, entry, where=stored)
             with machine.when(stored):
                 store_key(row, values, pool.indexer_keys, *lead, key_format=key_format, where=True)
 
     name = "flush_hca" if keys is None else "flush_csa"
     grid = batch, -(-num_entries // warps)
-    return launch(body, name=name, grid=grid, inputs=inputs, state=pool, simulate=simulate)
+    return launch(body, name=name, grid=grid, inputs=(where, entries, keys), state=pool, simulate=simulate)
 
 
 def rotate_csa(tails: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False) -> Any:

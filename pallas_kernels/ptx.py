@@ -13,11 +13,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.lanes import Buffer, Condition, Index, Kind, Machine, Scope, Step, Value
+from pallas_kernels.lanes import Buffer, Condition, Index, Kind, Machine, Scope, Step, Value, negate
 
 _COMPARISONS = {
     "lt": (arith.CmpFPredicate.OLT, arith.CmpIPredicate.slt),
@@ -163,7 +163,7 @@ class PTX(Machine):
         return self._asm(_TO_E4M3, "=r,f,f,f,f", ["i32"], *values)[0]
 
     def from_e4m3(self, word: Value) -> Step:
-        return self._asm(_FROM_E4M3, "=f,=f,=f,=f,r", ["f32"] * 4, word)
+        return self._asm(_FROM_E4M3, "=f,=f,=f,=f,r", ("f32",) * 4, word)
 
     def to_bf16(self, low: Value, high: Value) -> Value:
         return self._asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", ["i32"], low, high)[0]
@@ -171,11 +171,11 @@ class PTX(Machine):
     def shuffle_xor(self, x: Value, distance: int) -> Value:
         return self._wrap(x.kind, mgpu.utils.shfl_bfly(x.raw, distance))
 
-    def barrier(self, scope: Scope) -> None:
+    def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
         if scope == "cluster":
-            self._asm(
-                "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "", [], effects=True
-            )
+            self._asm("barrier.cluster.arrive.release.aligned;", "", [], effects=True)
+            with self.when(negate(leave)):
+                self._asm("barrier.cluster.wait.acquire.aligned;", "", [], effects=True)
         elif scope == "block":
             gpu.barrier()
         else:
@@ -192,12 +192,12 @@ class PTX(Machine):
         target = registers[0] if words == 1 else "{" + ", ".join(registers) + "}"
         read = f"ld.global{cache}.{ptx_type} {target}, [${words}];"
         if where is True:
-            return self._asm(read, ",".join(["=r"] * words + ["l"]), ["i32"] * words, address, effects=True)
+            return self._asm(read, ",".join(["=r"] * words + ["l"]), ("i32",) * words, address, effects=True)
         assert isinstance(where, Value)
         zeros = " ".join(f"mov.b32 {register}, 0;" for register in registers)
         text = f"{{ .reg .pred p; setp.ne.s32 p, ${words + 1}, 0; {zeros} @p {read} }}"
         constraints = ",".join(["=&r"] * words + ["l", "r"])
-        return self._asm(text, constraints, ["i32"] * words, address, self._flag(where), effects=True)
+        return self._asm(text, constraints, ("i32",) * words, address, self._flag(where), effects=True)
 
     def store(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
         self._store("global", "l", address, words, size, where)
@@ -226,7 +226,7 @@ class PTX(Machine):
         target = registers[0] if words == 1 else "{" + ", ".join(registers) + "}"
         text = f"ld.shared.{ptx_type} {target}, [${words}];"
         constraints = ",".join(["=r"] * words + ["r"])
-        return self._asm(text, constraints, ["i32"] * words, self._shared + address, effects=True)
+        return self._asm(text, constraints, ("i32",) * words, self._shared + address, effects=True)
 
     def store_shared(
         self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
@@ -239,11 +239,14 @@ class PTX(Machine):
         self._store("shared::cluster", "r", remote, words, size, where)
 
     def when(self, condition: Condition) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if condition is True else mgpu.utils.when(condition.raw)
+        if condition is True:
+            return contextlib.nullcontext()
+        known = self.constant(False, "bool") if condition is False else condition
+        return mgpu.utils.when(known.raw)
 
     def loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
         bounds = [b if isinstance(b, Value) else self.constant(b, "i32") for b in (0, count, 1)]
-        operation = scf.ForOp(*[bound.raw for bound in bounds], [value.raw for value in carry])
+        operation = scf.ForOp(bounds[0].raw, bounds[1].raw, bounds[2].raw, [value.raw for value in carry])
         with ir.InsertionPoint(operation.body):
             inner = [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.inner_iter_args, strict=True)]
             result = body(self._wrap("i32", operation.induction_variable), inner)

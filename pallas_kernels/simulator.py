@@ -37,7 +37,7 @@ _OPS: dict[str, Callable[[Any, Any], Any]] = {
     "min": np.minimum,
 }
 _SPACE = 1 << 40  # distance between the addresses of two buffers; the first one starts there, so that 0 is no address
-_NOBODY, _SEVERAL = -1, -2
+_NOBODY, _MANY = -1, 1 << 60
 
 
 class SimulationError(Exception):
@@ -50,7 +50,11 @@ class _Memory:
     def __init__(self, name: str, data: np.ndarray, *, constant: bool):
         self.name, self.data, self.constant = name, data, constant
         if not constant:
-            self.writer, self.reader = (np.full(data.size, _NOBODY, np.int64) for _ in range(2))
+            # The last writer; the lowest and the highest lane that has read since; and over how many neighbouring lanes
+            # a barrier has ordered either (0 = none).
+            self.writer, self.high = (np.full(data.size, _NOBODY, np.int64) for _ in range(2))
+            self.low = np.full(data.size, _MANY, np.int64)
+            self.written, self.was_read = (np.zeros(data.size, np.int64) for _ in range(2))
 
     def _check(self, at: np.ndarray, size: int) -> np.ndarray:
         if np.any(at < 0) or np.any(at + size > self.data.size):
@@ -65,12 +69,13 @@ class _Memory:
         where = self._check(at, size)
         if not self.constant:
             owner = np.broadcast_to(lanes[:, None], where.shape)
-            writer, reader = self.writer[where], self.reader[where]
-            if np.any((writer != _NOBODY) & (writer != owner)):
+            if np.any(self._unordered(where, owner, self.writer, self.writer, self.written)):
                 raise SimulationError(f"{self.name}: a lane reads what another one writes")
-            self.reader[where] = np.where((reader == _NOBODY) | (reader == owner), owner, _SEVERAL)
-            # Several lanes of this very access may read one byte.
-            self.reader[where] = np.where(self.reader[where] == owner, self.reader[where], _SEVERAL)
+            stale = where[~self._unordered(where, owner, self.low, self.high, self.was_read)]
+            self.low[stale], self.high[stale] = _MANY, _NOBODY
+            self.was_read[where] = 0
+            np.minimum.at(self.low, where, owner)
+            np.maximum.at(self.high, where, owner)
         return self.data[where]
 
     def write(self, at: np.ndarray, size: int, lanes: np.ndarray, data: np.ndarray) -> None:
@@ -80,16 +85,33 @@ class _Memory:
         if np.unique(where).size != where.size:
             raise SimulationError(f"{self.name}: two lanes write the same bytes")
         owner = np.broadcast_to(lanes[:, None], where.shape)
-        for touched, verb in ((self.writer[where], "wrote"), (self.reader[where], "read")):
-            if np.any((touched != _NOBODY) & (touched != owner)):
+        for low, high, scope, verb in (
+            (self.writer, self.writer, self.written, "wrote"),
+            (self.low, self.high, self.was_read, "read"),
+        ):
+            if np.any(self._unordered(where, owner, low, high, scope)):
                 raise SimulationError(f"{self.name}: a lane writes what another one {verb}")
-        self.writer[where] = owner
+        self.writer[where], self.written[where] = owner, 0
+        self.low[where], self.high[where] = _MANY, _NOBODY
         self.data[where] = data
 
-    def forget(self, same_block: Callable[[np.ndarray], np.ndarray]) -> None:
-        """A barrier: what lanes of its scope did comes before what they do next."""
-        for touched in (self.writer, self.reader):
-            touched[same_block(touched)] = _NOBODY
+    @staticmethod
+    def _unordered(where: np.ndarray, owner: np.ndarray, low: Any, high: Any, scope: Any) -> np.ndarray:
+        """Whether some other lane's access comes neither before nor after that of the owner."""
+        low, high, scope = low[where], high[where], scope[where]
+        size = np.maximum(scope, 1)
+        ordered = (scope > 0) & (low // size == owner // size) & (high // size == owner // size)
+        return (high != _NOBODY) & ((low != owner) | (high != owner)) & ~ordered
+
+    def order(self, arrived: np.ndarray, size: int) -> None:
+        """A barrier over groups of ``size`` lanes: what their lanes did comes before what they do next."""
+        for low, high, scope in (
+            (self.writer, self.writer, self.written),
+            (self.low, self.high, self.was_read),
+        ):
+            group = np.where(high >= 0, high // size, -1)
+            inside = arrived[group] & (low // size == group)
+            scope[inside] = np.maximum(scope[inside], size)
 
 
 class Simulator(Machine):
@@ -104,6 +126,7 @@ class Simulator(Machine):
         self._block_numbers, self._rank = numbers, rank
         self._lane = np.arange(blocks * threads, dtype=np.int64).reshape(self._shape)
         self._mask = np.ones(self._shape, bool)
+        self._gone = np.zeros(self._shape, bool)  # lanes that left at a barrier
         self._memories: list[_Memory] = []
         # Shared memory of all blocks side by side.
         self._shared_size = shared_bytes
@@ -138,7 +161,8 @@ class Simulator(Machine):
         comparison = op in ("lt", "le", "gt", "ge", "eq")
         with np.errstate(all="ignore"):
             if op == "shr":  # logical
-                raw = (a.raw.view(np.uint32) >> b.raw.view(np.uint32)).view(np.int32)
+                unsigned = np.uint32 if a.kind == "i32" else np.uint64
+                raw = (a.raw.view(unsigned) >> b.raw.view(unsigned)).view(a.raw.dtype)
             else:
                 raw = _OPS[op](a.raw, b.raw)
         return self._wrap("bool" if comparison else a.kind, raw)
@@ -206,22 +230,23 @@ class Simulator(Machine):
         raw = np.broadcast_to(x.raw, self._shape)
         return self._wrap(x.kind, raw[:, np.arange(self._threads) ^ distance])
 
-    def barrier(self, scope: Scope) -> None:
+    def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
         size = {"warpgroup": WARPGROUP, "block": self._threads, "cluster": self._threads * self._cluster}[scope]
         groups = self._mask.reshape(-1, size)
         if np.any(groups.any(-1) & ~groups.all(-1)):
             raise SimulationError(f"a {scope} barrier that only some of its lanes reach")
         arrived = np.append(groups.all(-1), False)  # the last one stands for "nobody"
 
-        def in_scope(touched: np.ndarray) -> np.ndarray:
-            return arrived[np.where(touched >= 0, touched // size, -1)]
-
         for memory in itertools.chain(self._memories, [self._shared]):
             if not memory.constant:
-                memory.forget(in_scope)
+                memory.order(arrived, size)
+        self._gone |= self._active(leave)
 
     def _active(self, where: Condition) -> np.ndarray:
-        return self._mask & (where if isinstance(where, bool) else where.raw)
+        active = self._mask & (where if isinstance(where, bool) else where.raw)
+        if np.any(active & self._gone):
+            raise SimulationError("a lane that left at a barrier goes on")
+        return active
 
     def _locate(self, address: Value, active: np.ndarray) -> tuple[_Memory, np.ndarray]:
         at = np.broadcast_to(address.raw, self._shape)[active]

@@ -1,4 +1,4 @@
-"""Cases for the cache update: plans, ragged batches and stacks full of garbage; and what may differ between backends."""
+"""Cases for the cache update: plans, ragged batches, stacks full of garbage; and what may differ between backends."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ ODD = d4.DSV4Config.tiny(
     sliding_window=11,
     indexer_head_dim=64,
 )
+# HCA blocks as long as the published ones, which several thread blocks share.
+LONG = d4.DSV4Config.tiny(compress_ratios=(0, 0, 4, 4, 128, 128))
 # The published sizes, but for the hidden one, which no kernel sees.
 FLASH = dataclasses.replace(d4.DSV4Config.flash(), hidden_size=256, compress_ratios=(0, 0, 4, 4, 128, 128))
 
@@ -76,7 +78,7 @@ class Case:
             parts.append(self.hca_tail)
         if self.tail_dtype != "float32" and self.kind != AttentionType.SWA:
             parts.append("bf16 tail")
-        return " ".join(parts + {id(ODD): ["odd"], id(FLASH): ["flash"]}.get(id(self.cfg), []))
+        return " ".join(parts + {id(ODD): ["odd"], id(LONG): ["long"], id(FLASH): ["flash"]}.get(id(self.cfg), []))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,8 +161,8 @@ def make_stack(case: Case, batch: Batch) -> LayerStack:
 def held_rows(tail: Any, phase: int) -> dict[str, Any]:
     """Which rows of a request's tail an update may read."""
     if isinstance(tail, CSATail):
-        current = dict.fromkeys(("ka", "za", "kb_next", "zb_next"), slice(0, phase))
-        return current | dict.fromkeys(("kb", "zb"), slice(None))
+        current, before = slice(0, phase), slice(None)
+        return dict(ka=current, za=current, kb_next=current, zb_next=current, kb=before, zb=before)
     if isinstance(tail, HCATail):
         return dict.fromkeys(("ka", "za"), slice(0, phase))
     if isinstance(tail, HCAOnlineTail):
@@ -207,7 +209,11 @@ def store(
 
 @functools.partial(jax.jit, static_argnames=("case", "backend"))
 def _store(params: Any, x: Any, kv: Any, stack: Any, layer: Any, *rows: Any, case: Case, backend: str) -> LayerStack:
-    return store_tokens(*params, x, kv, stack, layer, *rows, case.plan, case.kind, backend)
+    compressor, indexer = params
+    table, slots, start, num_new = rows
+    return store_tokens(
+        compressor, indexer, x, kv, stack, layer, table, slots, start, num_new, case.plan, case.kind, backend
+    )
 
 
 # ---- what may differ ------------------------------------------------------------------------------------------------

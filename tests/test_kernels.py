@@ -18,7 +18,7 @@ from dsv4jax.backend import choose
 from dsv4jax.cache import LayerStack
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KV_FORMATS
-from tests.driver import CFG, ids, moved_values, random_params, sequence, small_plan
+from tests.driver import CFG, moved_values, random_params, sequence, small_plan
 from tests.kernel_cases import (
     BAD,
     BF16,
@@ -26,13 +26,11 @@ from tests.kernel_cases import (
     F32,
     FLASH,
     LAYER,
+    LONG,
     ODD,
-    ROUNDING,
     Batch,
     Case,
     assert_updated_alike,
-    code_order,
-    garbage,
     make_batch,
     make_inputs,
     make_stack,
@@ -47,6 +45,7 @@ from tests.machines import BACKENDS, requires_gpu
 SWA, CSA, HCA = AttentionType
 backends = pytest.mark.parametrize("backend", BACKENDS)
 BF16_TAIL: dict[str, Any] = dict(tail_dtype="bfloat16")
+LONG_BLOCKS: dict[str, Any] = dict(cfg=LONG, max_context=500)
 
 
 def swa(tokens: int, kv_format: str, **options: Any) -> Case:
@@ -61,7 +60,7 @@ def hca(hca_tail: str, tokens: int, kv_format: str, **options: Any) -> Case:
     return Case(kind=HCA, tokens=tokens, kv_format=kv_format, hca_tail=hca_tail, **options)
 
 
-# Each number of tokens with each kind, and each pair of formats and of tail dtypes at some of them: a decode step; a few
+# Each number of tokens with each kind, and each format, tail and tail dtype at some of them: a decode step; a few
 # tokens within or across a block; a block and more; more tokens than the window has rows.
 CASES = [
     *(swa(1, "f32"), swa(2, "bf16"), swa(5, "fp8_row"), swa(8, "fp8_tile64"), swa(33, "f32"), swa(40, "fp8_row")),
@@ -76,6 +75,8 @@ CASES = [
     *(hca("online", 1, "f32"), hca("online", 1, "fp8_row", cfg=ODD), hca("online", 2, "fp8_tile64", **BF16_TAIL)),
     *(hca("online", 5, "bf16"), hca("online", 8, "f32", **BF16_TAIL), hca("online", 33, "fp8_row")),
     *(hca("online", 40, "fp8_tile64"), hca("online", 40, "f32", cfg=ODD, **BF16_TAIL)),
+    *(hca("ring", 1, "f32", **LONG_BLOCKS), hca("ring", 33, "fp8_row", **BF16_TAIL, **LONG_BLOCKS)),
+    *(hca("online", 1, "bf16", **LONG_BLOCKS), hca("online", 150, "f32", **LONG_BLOCKS)),
 ]
 FULL_SIZE = [
     *(swa(1, "fp8_tile64"), csa(1, "fp8_tile64", "mxfp4"), csa(1, "fp8_row", "nvfp4", **BF16_TAIL)),
@@ -119,7 +120,7 @@ def test_an_update_at_full_size_leaves_what_the_xla_form_leaves(case):
 
 @backends
 @pytest.mark.parametrize(
-    "case", [csa(5, "f32", "f32"), hca("ring", 33, "f32"), hca("online", 1, "f32"), hca("ring", 1, "f32")], ids=str
+    "case", [csa(5, "bf16", "bf16", **BF16_TAIL), hca("ring", 33, "f32"), hca("online", 1, "f32")], ids=str
 )
 def test_without_window_rows_the_window_stays(case, backend):
     """What a handle does: the compressor's part and the window's part of an update are two calls."""
@@ -152,13 +153,13 @@ def check_without_window(case: Case, backend: str) -> tuple[Batch, LayerStack, L
 
 
 @backends
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "case",
     [
-        *(swa(5, "fp8_row"), csa(5, "fp8_tile64", "mxfp4"), csa(8, "fp8_row", "nvfp4", **BF16_TAIL)),
-        *(hca("ring", 33, "bf16", **BF16_TAIL), hca("online", 40, "fp8_tile64"), hca("ring", 1, "fp8_row")),
-        *(csa(1, "bf16", "bf16"), hca("online", 1, "f32")),
+        *(swa(5, "fp8_row"), csa(2, "fp8_tile64", "mxfp4"), csa(1, "fp8_row", "nvfp4", **BF16_TAIL)),
+        *(csa(5, "bf16", "bf16", **BF16_TAIL), hca("ring", 40, "fp8_row", **BF16_TAIL), hca("ring", 1, "f32")),
+        *(hca("online", 40, "fp8_tile64"), hca("online", 1, "f32")),
     ],
     ids=str,
 )
@@ -236,25 +237,32 @@ def give(tree: Any) -> Any:
 
 
 @backends
-@pytest.mark.parametrize("cfg", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize(("tokens", "cfg"), [(1, ODD), (40, EVEN)], ids=["T1 odd", "T40 even"])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("tokens", [1, 40])
 def test_append_swa(tokens, kv_format, cfg, backend):
     case = swa(tokens, kv_format, cfg=cfg)
     batch = make_batch(case)
     state, kv = make_stack(case, batch).state, jnp.asarray(make_inputs(case)[1])
     kv = kv.at[BAD, 0, 3].set(jnp.nan)  # its row is NaN in both
+    rows = rows_of(batch)
     got, want = (
-        d4.append_swa(give(state), LAYER, kv, *rows_of(batch), plan=case.plan, backend=name) for name in (backend, "xla")
+        d4.append_swa(give(state), LAYER, kv, *rows, plan=case.plan, backend=name) for name in (backend, "xla")
     )
-    canonical = [jax.tree.map(without_nan_bits, tree) for tree in (got, want, state)]
-    assert_same_leaves(*canonical)
+    assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(state))
 
 
-def without_nan_bits(leaf: Any) -> np.ndarray:
-    """NaN made one: its bits are not promised."""
-    leaf = np.asarray(leaf)
-    return np.where(np.isnan(leaf), np.full_like(leaf, np.nan), leaf) if leaf.dtype in (F32, BF16) else leaf
+def without_nan_bits(tree: Any) -> Any:
+    """All NaN made one, in floats and in E4M3 codes: its bits, and so its sign, are not promised."""
+
+    def unify(path: Any, leaf: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        if leaf.dtype in (F32, BF16):
+            return np.where(np.isnan(leaf), np.full_like(leaf, np.nan), leaf)
+        if leaf.dtype == np.uint8 and jax.tree_util.keystr(path).endswith("nope"):
+            return np.where(leaf & 0x7F == 0x7F, np.uint8(0x7F), leaf)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(unify, tree)
 
 
 @backends
@@ -273,17 +281,20 @@ def test_flush(case, backend):
     pool = make_stack(case, batch).pool
     entries = rng.standard_normal((case.batch, 5, case.cfg.head_dim)).astype(F32)
     entries *= F32(10) ** rng.integers(-3, 3, (case.batch, 5, 1)).astype(F32)
-    entries[BAD, 1, 3] = np.inf
     keys = rng.standard_normal((case.batch, 5, case.cfg.indexer_head_dim)).astype(F32)
+    for values, largest in ((entries, 448), (keys, 6)):  # a scale of 1, and ties between neighbouring codes
+        values[:4] = rng.integers(-16 * largest, 16 * largest + 1, values[:4].shape) / 16
+        values[:4, :, ::16] = largest
+    entries[BAD, 1, 3] = np.inf
     keys[BAD, 2, 9] = np.nan
     first = batch.start // case.ratio
     count = np.minimum(rng.integers(1, 6, case.batch), case.plan.max_blocks * case.plan.entries_per_block(case.kind))
-    count[[5, 6]] = 0, 6  # nothing; more than there are
+    count[[5, 6, BAD]] = 0, 6, 5  # nothing; more than there are; the bad ones too
     given = [jnp.asarray(entries)] + ([jnp.asarray(keys)] if case.kind == CSA else [])
     where = [jnp.asarray(x, jnp.int32) for x in (batch.block_table, batch.slots, first, count)]
     flush = d4.flush_csa if case.kind == CSA else d4.flush_hca
     got, want = (flush(give(pool), LAYER, *given, *where, plan=case.plan, backend=name) for name in (backend, "xla"))
-    assert_same_leaves(*[jax.tree.map(without_nan_bits, tree) for tree in (got, want, pool)])
+    assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(pool))
 
 
 @backends
@@ -297,7 +308,7 @@ def test_rotate_and_reset(tail, tail_dtype, cfg, backend):
     # Complete blocks: all of their rows are there.
     batch = dataclasses.replace(batch, start=batch.start // case.ratio * case.ratio + case.ratio - 1)
     rng = np.random.default_rng(5)
-    state = make_stack(case, batch).state
+    state: Any = make_stack(case, batch).state
     last = {name: getattr(state.tail, name) for name in ("kb_next", "zb_next") if tail == "csa"}
     fresh = {name: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype) for name, leaf in last.items()}
     state = dataclasses.replace(state, tail=dataclasses.replace(state.tail, **fresh))
@@ -314,7 +325,7 @@ def test_rotate_and_reset(tail, tail_dtype, cfg, backend):
             return d4.rotate_csa(state, LAYER, slots, complete, backend=name)
         return d4.reset_hca(state, LAYER, slots, complete, plan=case.plan, backend=name)
 
-    assert_same_leaves(*[call(give(state), name) for name in (backend, "xla")], state)
+    assert_same_leaves(call(give(state), backend), call(give(state), "xla"), state)
 
 
 # ---- gathering ------------------------------------------------------------------------------------------------------
@@ -333,8 +344,7 @@ def readable_pool(case: Case) -> Any:
 
 
 @backends
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("cfg", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize(("dtype", "cfg"), [(jnp.float32, ODD), (jnp.bfloat16, EVEN)], ids=["f32 odd", "bf16 even"])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_gathering_gives_what_the_xla_form_gives(kv_format, cfg, dtype, backend):
     """Values are decoded by one product and rounded once: no bit may differ, but for NaN's own."""
@@ -418,7 +428,8 @@ def decode(params: Any, cache: Any, slots: Any, xs: Any, active: Any, *, backend
 
 
 def decode_on(backend: str | None, steps: int, batch: int, options: dict[str, Any]) -> tuple[Any, Any, np.ndarray]:
-    plan = small_plan(max_requests=batch + 1, max_context=steps + 16, num_blocks=(batch + 1) * (steps // 16 + 1), **options)
+    sizes = dict(max_requests=batch + 1, max_context=steps + 16, num_blocks=(batch + 1) * (steps // 16 + 1))
+    plan = small_plan(**sizes, **options)
     cache, slots, ok = d4.admit(d4.init_cache(plan), batch)
     assert ok
     slots = slots[jnp.asarray(np.random.default_rng(1).permutation(batch))]
@@ -455,7 +466,7 @@ DECODED = {
 }
 
 
-@pytest.mark.parametrize("options", DECODED.values(), ids=DECODED)
+@pytest.mark.parametrize("options", list(DECODED.values())[:2], ids=list(DECODED)[:2])
 def test_forty_decode_steps_inside_a_scan(options):
     assert_decodes_alike("pallas_simulated", 40, 3, options)
 

@@ -1,7 +1,7 @@
 """The rules again, with the kernels in place of the XLA forms.
 
-The rules that drive a cache through ``step`` run as they are, on a GPU and on the simulator. What chunked calls leave is
-compared with one pass of whatever the device runs by default: on a CPU that is XLA.
+The rules that drive a cache through ``step`` run as they are, on a GPU and on the simulator. What chunked calls leave
+is compared with one pass of whatever the device runs by default: on a CPU that is XLA.
 """
 
 import pytest
@@ -16,7 +16,6 @@ from tests.test_rules import (  # noqa: F401  collected here as well
     test_rule_3_garbage_in_every_free_row_changes_nothing,
     test_rule_4_padding_rows_and_other_requests_change_nothing_and_are_not_touched,
     test_rule_4_permuting_the_rows_of_a_batch_permutes_its_outputs,
-    test_rule_7_three_hundred_steps_with_arrivals_and_departures_trace_once,
     test_rule_8_bad_numbers_in_one_request_stay_in_its_rows,
 )
 

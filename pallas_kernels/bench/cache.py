@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import numpy as np
 import dsv4jax as d4
 from dsv4jax.cache_update import store_streams
 from dsv4jax.compressor import Streams
-from pallas_kernels.bench.timing import ceilings, kernel_times, record, wall_times
+from dsv4jax.formats import row_bytes
+from pallas_kernels.bench.timing import Times, ceilings, kernel_events, kernel_times, record
 
 CONFIGS = {"flash": d4.DSV4Config.flash, "pro": d4.DSV4Config.pro}
 BATCHES = (1, 8, 64, 256)
@@ -81,7 +83,7 @@ class Case:
         """Fewest bytes the update must move: every input and every old row that is needed once, every new one once."""
         plan, cfg, batch, tokens = self.plan, self.cfg, self.batch, self.tokens
         kind, dim = d4.AttentionType(self.kind), cfg.head_dim
-        row = d4.formats.row_bytes(plan.rows.row(dim - cfg.rope_dim, cfg.rope_dim))
+        row = row_bytes(plan.rows.row(dim - cfg.rope_dim, cfg.rope_dim))
         window = min(tokens, cfg.sliding_window) * batch
         total = window * (4 * dim + row + 4)
         if kind == d4.AttentionType.SWA:
@@ -94,7 +96,7 @@ class Case:
                 return total + batch * 2 * 3 * 4 * dim
             old = entries * (ratio - 1) if tokens == 1 else 0
             return total + (kept + old) * 2 * 4 * dim
-        key = d4.formats.row_bytes(plan.keys.row(cfg.indexer_head_dim))
+        key = row_bytes(plan.keys.row(cfg.indexer_head_dim))
         flushed = entries if tokens == 1 else min(entries, batch)  # requests whose previous b-stream changes
         old = (3 * ratio - 2) * flushed if tokens == 1 else ratio * flushed
         for width in (dim, cfg.indexer_head_dim):
@@ -131,20 +133,29 @@ def chunk_cases() -> list[Case]:
     return cases + [Case(model="flash", kind="csa", batch=8, tokens=512, flushing="chunk")]
 
 
-def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
-    """A stack of random bytes and the inputs of a call."""
-    plan, cfg = case.plan, case.cfg
+def call_inputs(case: Case, seed: int) -> tuple[Any, Any, Any]:
+    """Streams of the compressor and of the indexer's, each with its norm; window rows."""
     rng = np.random.default_rng(seed)
-    is_csa = case.kind == "csa"
+    is_csa, cfg = case.kind == "csa", case.cfg
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32))
 
     def streams(dim: int) -> tuple[Streams, jax.Array]:
         width = dim * (1 + is_csa)
-        k, z = normal(case.batch, case.tokens, width), normal(case.batch, case.tokens, width)
-        return Streams(k=k, z=z, overlap=is_csa), normal(dim)
+        return Streams(
+            k=normal(case.batch, case.tokens, width), z=normal(case.batch, case.tokens, width), overlap=is_csa
+        ), normal(dim)
 
+    entry = None if case.kind == "swa" else streams(cfg.head_dim)
+    key = streams(cfg.indexer_head_dim) if is_csa else None
+    return entry, key, normal(case.batch, case.tokens, cfg.head_dim)
+
+
+def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
+    """A stack of random tails and the inputs of a call."""
+    plan = case.plan
+    rng = np.random.default_rng(seed)
     stack = d4.init_cache(plan).stack(case.kind)
     keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(stack.state)))
     keys = jax.tree.unflatten(jax.tree.structure(stack.state), list(keys))
@@ -154,10 +165,11 @@ def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
 
     stack = dataclasses.replace(stack, state=jax.tree.map(noise, keys, stack.state))
     table = rng.permutation(plan.num_blocks)[: case.batch * plan.max_blocks].reshape(case.batch, -1)
+    entry, key, kv = call_inputs(case, seed)
     return stack, {
-        "entry": None if case.kind == "swa" else streams(cfg.head_dim),
-        "key": streams(cfg.indexer_head_dim) if is_csa else None,
-        "kv": normal(case.batch, case.tokens, cfg.head_dim),
+        "entry": entry,
+        "key": key,
+        "kv": kv,
         "block_table": jnp.asarray(table, jnp.int32),
         "slots": jnp.asarray(rng.permutation(case.batch), jnp.int32),
         "start": jnp.asarray(case.starts()),
@@ -167,13 +179,10 @@ def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
 
 def update(case: Case, backend: str, stack: Any, inputs: dict[str, Any], layer: jax.Array) -> Any:
     """The timed call; layer is an int32 [1]."""
-    index = layer[0]
-    order = ("entry", "key", "kv")
-    rest = ("block_table", "slots", "start", "num_new")
+    entry, key, kv, *where = inputs.values()
     kind = d4.AttentionType(case.kind)
-    return store_streams(
-        *(inputs[name] for name in order), stack, index, *(inputs[name] for name in rest), case.plan, kind, backend
-    )
+    table, slots, start, num_new = where
+    return store_streams(entry, key, kv, stack, layer[0], table, slots, start, num_new, case.plan, kind, backend)
 
 
 def run_case(case: Case, ceiling: float, *, xla: bool, runs: int) -> dict[str, Any]:
@@ -192,14 +201,15 @@ def run_gather(ceiling: float, count: int = 8192) -> list[dict[str, Any]]:
     found = []
     for form in ("fp8_row", "fp8_tile64"):
         plan = d4.plan_cache(cfg, max_requests=2, max_context=count * 4, num_blocks=4096, kv_format=form)
-        pool = d4.init_cache(plan).csa.pool
+        pool = d4.init_cache(plan).stack("csa").pool
+        assert pool is not None
         rng = np.random.default_rng(0)
         noise = jnp.asarray(rng.integers(0, 120, pool.entries.nope.shape, np.uint8))
         pool = dataclasses.replace(pool, entries=dataclasses.replace(pool.entries, nope=noise))
         table = jnp.asarray(rng.permutation(plan.num_blocks)[: 2 * plan.max_blocks].reshape(2, -1), jnp.int32)
         slots, full = jnp.asarray([1], jnp.int32), jnp.asarray([count], jnp.int32)
         picks = jnp.asarray(rng.permutation(count)[None], jnp.int32)
-        moved = count * (d4.formats.row_bytes(plan.rows.row(448, 64)) + 2 * cfg.head_dim)
+        moved = count * (row_bytes(plan.rows.row(448, 64)) + 2 * cfg.head_dim)
         for what, argument in (("all of a request", full), ("a list", picks)):
             line: dict[str, Any] = {"case": f"gather {what} {form} {count}", "bytes": moved}
             for backend in ("pallas", "xla"):
@@ -220,17 +230,19 @@ def run_gather(ceiling: float, count: int = 8192) -> list[dict[str, Any]]:
     return found
 
 
-def run_step(backend: str, batch: int, *, tokens: int, flushing: str = "mix") -> dict[str, Any]:
-    """Wall time per layer of a decode loop: the cache updates of all 43 Flash layers, unrolled in a token scan."""
+def run_step(backend: str, batch: int, *, tokens: int, hca_tail: str = "ring") -> dict[str, Any]:
+    """A decode loop: the cache updates of all 43 Flash layers, unrolled in a scan over tokens, requests at all phases.
+
+    Wall time per layer, the kernels' share of it, and how many kernels a step has.
+    """
     cfg = d4.DSV4Config.flash()
-    plan = d4.plan_cache(cfg, max_requests=batch, max_context=4096)
+    plan = d4.plan_cache(cfg, max_requests=batch, max_context=4096, hca_tail=hca_tail)
     cache = d4.init_cache(plan)
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.permutation(plan.num_blocks)[: batch * plan.max_blocks].reshape(batch, -1), jnp.int32)
     cases = [Case(model="flash", kind=str(spec.attn), batch=batch) for spec in d4.layer_schedule(cfg)]
-    drawn = [arrays_of_inputs(case, layer) for layer, case in enumerate(cases)]
-    phase = {"mix": np.arange(batch) % 128, "all": np.zeros(batch)}[flushing]
-    begin = jnp.asarray(1024 + phase, jnp.int32)
+    drawn = [call_inputs(case, seed=layer) for layer, case in enumerate(cases)]
+    begin = jnp.asarray(1024 + rng.permutation(max(batch, 128))[:batch] % 128, jnp.int32)
     slots, one = jnp.asarray(rng.permutation(batch), jnp.int32), jnp.ones(batch, jnp.int32)
 
     # An inner jit: one kernel is compiled once for all layers of its kind.
@@ -239,7 +251,7 @@ def run_step(backend: str, batch: int, *, tokens: int, flushing: str = "mix") ->
         entry, key, kv = inputs
         return store_streams(entry, key, kv, stack, index, table, slots, start, one, plan, kind, backend)
 
-    def loop(cache: Any, drawn: Any) -> Any:
+    def decode(cache: Any, drawn: Any) -> Any:
         def step(carry: Any, _: None) -> Any:
             cache, start = carry
             for layer, inputs in enumerate(drawn):
@@ -248,30 +260,23 @@ def run_step(backend: str, batch: int, *, tokens: int, flushing: str = "mix") ->
                 cache = cache.with_stack(kind, stack)
             return (cache, start + 1), None
 
-        return jax.lax.scan(step, (cache, begin), length=tokens)[0]
+        return jax.lax.scan(step, (cache, begin), length=tokens)[0][0]
 
-    compiled = jax.jit(loop).lower(cache, drawn).compile()
-    times = wall_times(compiled, cache, drawn, runs=5)
-    scale = 1 / (tokens * cfg.num_layers)
-    per_layer = {name: getattr(times, name) * scale for name in ("median", "low", "high")}
-    return {"case": f"43-layer step B{batch} {flushing}", "backend": backend, "us per layer": per_layer}
-
-
-def arrays_of_inputs(case: Case, seed: int) -> tuple[Any, Any, Any]:
-    """Only the inputs of ``arrays``: streams, indexer streams, window rows."""
-    rng = np.random.default_rng(seed)
-    is_csa, cfg = case.kind == "csa", case.cfg
-
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32))
-
-    def streams(dim: int) -> tuple[Streams, jax.Array]:
-        width = dim * (1 + is_csa)
-        return Streams(k=normal(case.batch, 1, width), z=normal(case.batch, 1, width), overlap=is_csa), normal(dim)
-
-    entry = None if case.kind == "swa" else streams(cfg.head_dim)
-    key = streams(cfg.indexer_head_dim) if is_csa else None
-    return entry, key, normal(case.batch, 1, cfg.head_dim)
+    events = kernel_events(jax.jit(decode), cache, drawn)
+    in_loop = [ms for name, ms in events if "copy" not in name.lower()]
+    function = jax.jit(decode, donate_argnums=0).lower(cache, drawn).compile()
+    samples = []
+    for _ in range(8):
+        jax.block_until_ready(cache)
+        begin_time = time.perf_counter()
+        cache = jax.block_until_ready(function(cache, drawn))
+        samples.append((time.perf_counter() - begin_time) * 1e6 / (tokens * cfg.num_layers))
+    return {
+        "case": f"43-layer step B{batch} {hca_tail} {backend}",
+        "us of wall per layer": dataclasses.asdict(Times.of(samples[1:])),
+        "us of kernels per layer": sum(in_loop) * 1e3 / (tokens * cfg.num_layers),
+        "kernels per step": len(in_loop) / tokens,
+    }
 
 
 def show(line: dict[str, Any]) -> None:
@@ -302,10 +307,19 @@ def main(out: Path | None, only: str, *, xla: bool, runs: int) -> None:
             show(line)
             record(out, **line)
     if re.search(only, "43-layer step"):
-        for batch, backend in ((64, "pallas"), (64, "xla"), (256, "pallas")):
+        for batch, backend, tail in (
+            (64, "pallas", "ring"),
+            (64, "pallas", "online"),
+            (64, "xla", "ring"),
+            (256, "pallas", "ring"),
+            (256, "pallas", "online"),
+        ):
             if xla or backend == "pallas":
-                line = run_step(backend, batch, tokens=32)
+                line = run_step(backend, batch, tokens=32, hca_tail=tail)
+                wall, kernels = line["us of wall per layer"], line["us of kernels per layer"]
                 print(
-                    f"{line['case']:46} {backend} {line['us per layer']['median']:.2f} us of wall per layer", flush=True
+                    f"{line['case']:46} {wall['median']:.2f} us of wall [{wall['low']:.2f}, {wall['high']:.2f}],"
+                    f" {kernels:.2f} of kernels per layer, {line['kernels per step']:.1f} kernels a step",
+                    flush=True,
                 )
                 record(out, **line)

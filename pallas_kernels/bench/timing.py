@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 
 from pallas_kernels.lanes import VECTOR, WARPGROUP, Machine, Value
 from pallas_kernels.launch import launch
@@ -78,7 +77,6 @@ def kernel_times(
     The runs are unrolled in one program, so that the state stays in place, with a read of ``FLUSH_BYTES`` between them.
     ``ticket`` is an int32 [1] that holds 1: the update must use it, so that it waits for the read.
     """
-    from jax.experimental.mosaic.gpu import profiler
 
     def timed(state: Any, inputs: Any, buffer: jax.Array, ticket: jax.Array) -> Any:
         for _ in range(runs):
@@ -89,8 +87,7 @@ def kernel_times(
     function, ticket = jax.jit(timed), jnp.ones(1, jnp.int32)
     buffer, samples, counts = flush_buffer(), [], []
     for _ in range(repeats):
-        _, events = profiler.measure(function, aggregate=False)(state, inputs, buffer, ticket)
-        assert events, "the profiler saw no kernel"
+        events = kernel_events(function, state, inputs, buffer, ticket)
         marks = [i for i, (name, _) in enumerate(events) if FLUSH_NAME in name]
         assert len(marks) == runs + 1, f"{len(marks)} reads of L2 where {runs + 1} were asked for"
         between = list(itertools.pairwise(marks))[
@@ -102,32 +99,25 @@ def kernel_times(
     return Times.of(samples, statistics.median(counts))
 
 
-def wall_times(function: Callable[..., Any], *args: Any, runs: int = 10) -> Times:
-    """Wall time of a compiled function per call, warmed up."""
-    jax.block_until_ready(function(*args))
-    samples = []
-    for _ in range(runs):
-        begin = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        samples.append((time.perf_counter() - begin) * 1e6)
-    return Times.of(samples)
+def kernel_events(function: Any, *args: Any) -> list[tuple[str, float]]:
+    """(name, milliseconds) of every kernel of one call, warmed up."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, events = profiler.measure(function, aggregate=False)(*args)
+    assert events, "the profiler saw no kernel"
+    return events
 
 
 def ceilings() -> dict[str, float]:
     """Measured GB/s of this card: reading, and copying (read + write)."""
-    from jax.experimental.mosaic.gpu import profiler
-
     buffer, ticket = flush_buffer(), jnp.ones(1, jnp.int32)
     read = jax.jit(lambda buffer, ticket: read_all(buffer, ticket, ticket))
     copy = jax.jit(lambda x: x + 1.0)
     source = jnp.ones(1 << 28, jnp.float32)
-    _, reads = profiler.measure(read, aggregate=False, iterations=5)(buffer, ticket)
-    _, copies = profiler.measure(copy, iterations=5)(source)
-    assert reads
-    assert copies
-    read_ms = statistics.median(ms for run in reads for name, ms in run if FLUSH_NAME in name)
+    reads = [ms for _ in range(5) for name, ms in kernel_events(read, buffer, ticket) if FLUSH_NAME in name]
+    copies = [ms for _ in range(5) for _, ms in kernel_events(copy, source)]
     return {
-        "read GB/s": round(FLUSH_BYTES / read_ms / 1e6, 1),
+        "read GB/s": round(FLUSH_BYTES / statistics.median(reads) / 1e6, 1),
         "copy GB/s": round(2 * source.nbytes / statistics.median(copies) / 1e6, 1),
     }
 
@@ -135,7 +125,7 @@ def ceilings() -> dict[str, float]:
 def record(path: Path | None, **fields: Any) -> None:
     """Append one JSON line with the hardware and versions."""
     device = jax.devices()[0]
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     line = fields | {"device": device.device_kind, "platform_version": device.client.platform_version} | versions
     if path is not None:
         with path.open("a") as file:
