@@ -35,6 +35,7 @@ from pallas_kernels.lanes import (
 
 EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
 
+MAX_UNROLLED = 4  # batches; a loop may copy rows from register to register, which waits for them
 BATCH = 4  # rows in flight per warpgroup, besides those being added
 
 Softmax = tuple[Channels, Channels, Channels]  # peak, total, weighted
@@ -50,12 +51,12 @@ class Split:
 
     @classmethod
     def of(cls, rows: int, requests: int, num_tokens: int) -> Split:
-        """At least two batches of rows for each warpgroup.
+        """At least two batches of rows for each warpgroup. Chosen by measuring on an H200:
 
-        A decode step of many requests has CTAs enough and pays for each that has nothing to do; one of few requests
-        wants a block on many SMs. Chosen by measuring on an H200.
+        A decode step of few requests wants a block on many SMs. One of many has CTAs enough, and pays for each that
+        finds nothing to do; all of them should be resident at once.
         """
-        cluster, warpgroups = (4, 2) if num_tokens > 1 else (8, 1) if requests <= 32 else (2, 2)
+        cluster, warpgroups = (4, 2) if num_tokens > 1 else (8, 1) if requests <= 32 else (2, 1)
         parts = max(1, min(cluster * warpgroups, rows // (2 * BATCH)))
         parts = 1 << (parts.bit_length() - 1)
         warpgroups = min(warpgroups, parts)
@@ -81,7 +82,7 @@ def empty_softmax(row: Row) -> Softmax:
 
 
 def add_rows(row: Row, softmax: Softmax, rows: list[tuple[Channels, Channels]]) -> Softmax:
-    """The running softmax with rows (k, z) added; a z of ``EMPTY_GATE`` is no row."""
+    """The running softmax with rows (k, z) added; a z of ``EMPTY_GATE``, or what it rounds to in bf16, is no row."""
     machine = row.machine
 
     def update(*numbers: Value) -> tuple[Value, Value, Value]:
@@ -91,7 +92,7 @@ def add_rows(row: Row, softmax: Softmax, rows: list[tuple[Channels, Channels]]) 
         kept = machine.exp(peak - new_peak)
         # Under an empty peak, an empty row would weigh e^0.
         weight = [
-            select(gate.equals(EMPTY_GATE), machine.constant(0.0, "f32"), machine.exp(gate - new_peak)) for gate in z
+            select(gate <= EMPTY_GATE / 2, machine.constant(0.0, "f32"), machine.exp(gate - new_peak)) for gate in z
         ]
         products = [w * key for w, key in zip(weight, k, strict=True)]
         return new_peak, fold(add, weight) + kept * total, fold(add, products) + kept * weighted
@@ -162,14 +163,13 @@ class HCAUpdate:
             rows = []
             for j in range(batch):
                 place = i * batch + j
-                k, z, there = load(part * share + place, place < share)
-                rows += [k, row.map(lambda gate, there=there: select(there, gate, EMPTY_GATE), z)]
+                rows += load(part * share + place, place < share)
             return rows
 
-        def add_and_fetch(i: Value, carry: list[Value]) -> list[Value]:
+        def add_and_fetch(i: Index, carry: list[Value]) -> list[Value]:
             """Add the rows that have come while the next ones are on their way."""
             later = fetch(i + 1)
-            return _flat([*add_carried(carry), *later])
+            return _flat([*add_carried(self.machine.hold(carry)), *later])
 
         def add_carried(carry: list[Value]) -> Softmax:
             peak, total, weighted, *rows = _nested(row, carry)
@@ -177,8 +177,11 @@ class HCAUpdate:
 
         carry = _flat([*start, *fetch(0)])
         trips = -(-share // batch)
-        if trips > 1:
+        if trips > MAX_UNROLLED:
             carry = self.machine.loop(trips - 1, add_and_fetch, carry)
+        else:
+            for i in range(trips - 1):
+                carry = add_and_fetch(i, carry)
         return self._merged(add_carried(carry))
 
     def _merged(self, softmax: Softmax) -> Softmax:
@@ -216,7 +219,8 @@ class HCAUpdate:
         )
 
 
-LoadRow = Callable[[Value, Condition], tuple[Channels, Channels, Condition]]
+# (row of the block, whether it is in the warpgroup's share) -> its k and z; z is EMPTY_GATE where there is no row.
+LoadRow = Callable[[Value, Condition], tuple[Channels, Channels]]
 
 
 class HCARingUpdate(HCAUpdate):
@@ -239,15 +243,15 @@ class HCARingUpdate(HCAUpdate):
         request, row, tail = self.request, self.row, self.tail
         flush = request.live & (unit < self._completed)
 
-        def load(j: Value, inside: Condition) -> tuple[Channels, Channels, Condition]:
+        def load(j: Value, inside: Condition) -> tuple[Channels, Channels]:
             there = inside & (j < self.ratio)
             token = (unit * self.ratio + j) - self._phase
             at = request.layer, request.slot, j
             k, z = (
-                row.load_either(token < 0, (old, at), (new, (request.batch, token)), where=there)
-                for old, new in ((tail.ka, self.streams.k), (tail.za, self.streams.z))
+                row.load_either(token < 0, (old, at), (new, (request.batch, token)), where=there, otherwise=empty)
+                for old, new, empty in ((tail.ka, self.streams.k, 0.0), (tail.za, self.streams.z, EMPTY_GATE))
             )
-            return k, z, there
+            return k, z
 
         with self.machine.when(flush):
             to = self.entries.prepare(unit, self.ratio, self._part.equals(0))
@@ -319,10 +323,11 @@ class HCAOnlineUpdate(HCAUpdate):
         begin = (n * self.ratio - self._phase).maximum(0)
         end = ((n + 1) * self.ratio - self._phase).minimum(request.count)
 
-        def load(j: Value, inside: Condition) -> tuple[Channels, Channels, Condition]:
-            there = inside & (begin + j < end)
-            k, z = (row.load(buffer, request.batch, begin + j, where=there) for buffer in (streams.k, streams.z))
-            return k, z, there
+        def load(j: Value, inside: Condition) -> tuple[Channels, Channels]:
+            token = begin + j
+            there = inside & (token < end)
+            k = row.load(streams.k, request.batch, token, where=there)
+            return k, row.load(streams.z, request.batch, token, where=there, otherwise=EMPTY_GATE)
 
         is_holder, continues = self._part.equals(0), n.equals(0)
         leaves = self.tail.peak, self.tail.total, self.tail.weighted

@@ -237,8 +237,18 @@ class Machine(abc.ABC):
 
     # Memory.
     @abc.abstractmethod
-    def load(self, address: Value, size: int, where: Condition, *, constant: bool) -> list[Value]:
-        """Words at i64 addresses; 0 where not. ``constant``: nothing writes there while the kernel runs."""
+    def load(self, address: Value, size: int, where: Condition, *, constant: bool, otherwise: int = 0) -> list[Value]:
+        """Words at i64 addresses, each ``otherwise`` where not.
+
+        ``constant``: nothing writes there while the kernel runs.
+        """
+
+    @abc.abstractmethod
+    def hold(self, values: list[Value]) -> list[Value]:
+        """The same values, to be used only after what has been issued so far.
+
+        Without it, a compiler may wait for values that are on their way before it issues the next loads.
+        """
 
     @abc.abstractmethod
     def store(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None: ...
@@ -294,13 +304,16 @@ class Buffer:
                 known += i * stride
         return address + known if known else address
 
-    def _load(self, index: Sequence[Index], count: int, where: Condition) -> list[Value]:
+    def _load(self, index: Sequence[Index], count: int, where: Condition, otherwise: int = 0) -> list[Value]:
+        size = count * self.dtype.itemsize
         if where is False:
-            return [self.machine.constant(0, "i32")] * -(-count * self.dtype.itemsize // 4)
-        return self.machine.load(self._at(index), count * self.dtype.itemsize, where, constant=self.constant)
+            return [self.machine.constant(otherwise, "i32")] * -(-size // 4)
+        return self.machine.load(self._at(index), size, where, constant=self.constant, otherwise=otherwise)
 
-    def load_floats(self, *index: Index, count: int = VECTOR, where: Condition = True) -> Step:
-        words = self._load(index, count, where)
+    def load_floats(self, *index: Index, count: int = VECTOR, where: Condition = True, otherwise: float = 0.0) -> Step:
+        """``otherwise`` (rounded to the array's dtype) where not: cheaper than a select, which waits for the load."""
+        pattern = np.full(4 // self.dtype.itemsize, otherwise, self.dtype).view(np.int32)
+        words = self._load(index, count, where, int(pattern[0]))
         if self.dtype.itemsize == 4:
             return [self.machine.from_bits(word) for word in words]
         halves = [half for word in words for half in (word << 16, word & -65536)]
@@ -332,18 +345,20 @@ def load_either(
     b: tuple[Buffer, Sequence[Index]],
     *,
     where: Condition = True,
+    otherwise: float = 0.0,
 ) -> Step:
     """VECTOR floats of one array where the condition holds, else of the other: one load if they are of one dtype."""
     if isinstance(condition, bool):
         buffer, index = a if condition else b
-        return buffer.load_floats(*index, where=where)
+        return buffer.load_floats(*index, where=where, otherwise=otherwise)
     (one, at_one), (other, at_other) = a, b
     if one.dtype != other.dtype:
-        from_one = one.load_floats(*at_one, where=where & condition)
-        from_other = other.load_floats(*at_other, where=where & negate(condition))
+        from_one = one.load_floats(*at_one, where=where & condition, otherwise=otherwise)
+        from_other = other.load_floats(*at_other, where=where & negate(condition), otherwise=otherwise)
         return [select(condition, x, y) for x, y in zip(from_one, from_other, strict=True)]
     address = select(condition, one._at(at_one), other._at(at_other))
-    return dataclasses.replace(one, address=address, shape=(), constant=False).load_floats(where=where)
+    either = dataclasses.replace(one, address=address, shape=(), constant=False)
+    return either.load_floats(where=where, otherwise=otherwise)
 
 
 class Divisor:
@@ -437,10 +452,12 @@ class Row:
             return True
         return False if step * width >= bound else self.channel[step] < bound
 
-    def load(self, buffer: Buffer, *lead: Index, first: int = 0, where: Condition = True) -> Channels:
+    def load(
+        self, buffer: Buffer, *lead: Index, first: int = 0, where: Condition = True, otherwise: float = 0.0
+    ) -> Channels:
         """Channels [first, first + dim) of the last axis, at the leading indices."""
         return [
-            buffer.load_floats(*lead, channel + first, where=where & self.before(step, self.dim))
+            buffer.load_floats(*lead, channel + first, where=where & self.before(step, self.dim), otherwise=otherwise)
             for step, channel in enumerate(self.channel)
         ]
 
@@ -452,6 +469,7 @@ class Row:
         *,
         first: tuple[int, int] = (0, 0),
         where: Condition = True,
+        otherwise: float = 0.0,
     ) -> Channels:
         """As ``load``, of one array where the condition holds and of the other elsewhere."""
         return [
@@ -460,6 +478,7 @@ class Row:
                 (a[0], (*a[1], channel + first[0])),
                 (b[0], (*b[1], channel + first[1])),
                 where=where & self.before(step, self.dim),
+                otherwise=otherwise,
             )
             for step, channel in enumerate(self.channel)
         ]

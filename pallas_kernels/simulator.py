@@ -267,13 +267,13 @@ class Simulator(Machine):
         data = np.ascontiguousarray(data, np.int32).view(np.uint8)[:, :size]
         memory.write(at, size, self._lane[active], data)
 
-    def load(self, address: Value, size: int, where: Condition, *, constant: bool) -> list[Value]:
+    def load(self, address: Value, size: int, where: Condition, *, constant: bool, otherwise: int = 0) -> list[Value]:
         active = self._active(where)
         if not active.any():
-            return [self.constant(0, "i32")] * max(1, size // 4)
+            return [self.constant(otherwise, "i32")] * max(1, size // 4)
         # One load may read several arrays: lanes choose theirs.
         number = np.broadcast_to(address.raw, self._shape) // _SPACE
-        words = [np.zeros(self._shape, np.int32)] * max(1, size // 4)
+        words = [np.full(self._shape, otherwise, np.int32)] * max(1, size // 4)
         for one in np.unique(number[active]):
             here = active & (number == one)
             memory, at = self._locate(address, here)
@@ -282,6 +282,9 @@ class Simulator(Machine):
             found = self._gather(memory, at, size, here)
             words = [np.where(here, new.raw, old) for new, old in zip(found, words, strict=True)]
         return [self._wrap("i32", word) for word in words]
+
+    def hold(self, values: list[Value]) -> list[Value]:
+        return values
 
     def store(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
         active = self._active(where)

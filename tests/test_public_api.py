@@ -50,7 +50,7 @@ FUNCTIONS = {
     "advance": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
     "release": {"cache": REQUIRED, "slots": REQUIRED},
     "load_attention_params": {"tensors": REQUIRED, "cfg": REQUIRED, "layer": REQUIRED, "naming": "hf"},
-    "acquire": {"cache": REQUIRED, "layer": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
+    "acquire": {"cache": REQUIRED, "layer": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED, "backend": None},
     "layer_schedule": {"cfg": REQUIRED},
     "build_schema": {"cfg": REQUIRED, "layer": REQUIRED},
     "compute_block_budget": {"cfg": REQUIRED, "max_context": REQUIRED, "max_requests": REQUIRED, "headroom": 1.10},

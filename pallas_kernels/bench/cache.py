@@ -179,9 +179,10 @@ def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
 
 def update(case: Case, backend: str, stack: Any, inputs: dict[str, Any], layer: jax.Array) -> Any:
     """The timed call; layer is an int32 [1]."""
-    entry, key, kv, *where = inputs.values()
+    names = "block_table", "slots", "start", "num_new"
+    entry, key, kv = (inputs[name] for name in ("entry", "key", "kv"))
+    table, slots, start, num_new = (inputs[name] for name in names)
     kind = d4.AttentionType(case.kind)
-    table, slots, start, num_new = where
     return store_streams(entry, key, kv, stack, layer[0], table, slots, start, num_new, case.plan, kind, backend)
 
 
