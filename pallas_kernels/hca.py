@@ -35,7 +35,6 @@ from pallas_kernels.lanes import (
 
 EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
 
-MAX_UNROLLED = 4  # batches; a loop may copy rows from register to register, which waits for them
 BATCH = 4  # rows in flight per warpgroup, besides those being added
 
 Softmax = tuple[Channels, Channels, Channels]  # peak, total, weighted
@@ -166,7 +165,7 @@ class HCAUpdate:
                 rows += load(part * share + place, place < share)
             return rows
 
-        def add_and_fetch(i: Index, carry: list[Value]) -> list[Value]:
+        def add_and_fetch(i: Value, carry: list[Value]) -> list[Value]:
             """Add the rows that have come while the next ones are on their way."""
             later = fetch(i + 1)
             return _flat([*add_carried(self.machine.hold(carry)), *later])
@@ -176,12 +175,7 @@ class HCAUpdate:
             return add_rows(row, (peak, total, weighted), list(zip(rows[::2], rows[1::2], strict=True)))
 
         carry = _flat([*start, *fetch(0)])
-        trips = -(-share // batch)
-        if trips > MAX_UNROLLED:
-            carry = self.machine.loop(trips - 1, add_and_fetch, carry)
-        else:
-            for i in range(trips - 1):
-                carry = add_and_fetch(i, carry)
+        carry = self.machine.loop(-(-share // batch) - 1, add_and_fetch, carry)
         return self._merged(add_carried(carry))
 
     def _merged(self, softmax: Softmax) -> Softmax:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from pathlib import Path
 
 
@@ -19,9 +21,14 @@ def main() -> None:
     plot.add_argument("--out", type=Path, default=Path("out/cache_update.png"))
     arguments = parser.parse_args()
     if arguments.command == "cache":
+        # XLA says in its dump which launches it captured. Set before JAX is imported.
+        dump = tempfile.mkdtemp(prefix="xla_dump_")
+        flags = f"--xla_dump_to={dump} --xla_dump_hlo_module_re=.*decode_loop.*"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
         from pallas_kernels.bench.cache import main as run
 
-        run(arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs)
+        run(arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs, dump=Path(dump))
     else:
         from pallas_kernels.bench.plot import main as draw
 

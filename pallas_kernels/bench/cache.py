@@ -5,6 +5,7 @@ The kernels are timed as the library calls them, so this module (and nothing els
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import re
@@ -231,10 +232,10 @@ def run_gather(ceiling: float, count: int = 8192) -> list[dict[str, Any]]:
     return found
 
 
-def run_step(backend: str, batch: int, *, tokens: int, hca_tail: str = "ring") -> dict[str, Any]:
+def run_step(backend: str, batch: int, dump: Path, *, tokens: int, hca_tail: str = "ring") -> dict[str, Any]:
     """A decode loop: the cache updates of all 43 Flash layers, unrolled in a scan over tokens, requests at all phases.
 
-    Wall time per layer, the kernels' share of it, and how many kernels a step has.
+    Wall time per layer, the kernels' share of it, how many kernels a step has, and the commands that the host runs.
     """
     cfg = d4.DSV4Config.flash()
     plan = d4.plan_cache(cfg, max_requests=batch, max_context=4096, hca_tail=hca_tail)
@@ -252,7 +253,7 @@ def run_step(backend: str, batch: int, *, tokens: int, hca_tail: str = "ring") -
         entry, key, kv = inputs
         return store_streams(entry, key, kv, stack, index, table, slots, start, one, plan, kind, backend)
 
-    def decode(cache: Any, drawn: Any) -> Any:
+    def decode_loop(cache: Any, drawn: Any) -> Any:
         def step(carry: Any, _: None) -> Any:
             cache, start = carry
             for layer, inputs in enumerate(drawn):
@@ -263,9 +264,9 @@ def run_step(backend: str, batch: int, *, tokens: int, hca_tail: str = "ring") -
 
         return jax.lax.scan(step, (cache, begin), length=tokens)[0][0]
 
-    events = kernel_events(jax.jit(decode), cache, drawn)
+    events = kernel_events(jax.jit(decode_loop), cache, drawn)
     in_loop = [ms for name, ms in events if "copy" not in name.lower()]
-    function = jax.jit(decode, donate_argnums=0).lower(cache, drawn).compile()
+    function = jax.jit(decode_loop, donate_argnums=0).lower(cache, drawn).compile()
     samples = []
     for _ in range(8):
         jax.block_until_ready(cache)
@@ -277,7 +278,14 @@ def run_step(backend: str, batch: int, *, tokens: int, hca_tail: str = "ring") -
         "us of wall per layer": dataclasses.asdict(Times.of(samples[1:])),
         "us of kernels per layer": sum(in_loop) * 1e3 / (tokens * cfg.num_layers),
         "kernels per step": len(in_loop) / tokens,
+        "thunks": thunks(dump),
     }
+
+
+def thunks(dump: Path) -> dict[str, int]:
+    """Kinds of commands in the newest compiled decode loop; what a command buffer holds counts within it."""
+    found = sorted(dump.glob("*decode_loop*thunk_sequence_after_thunk_passes*"), key=lambda path: path.stat().st_mtime)
+    return dict(collections.Counter(re.findall(r"\bk[A-Z]\w+", found[-1].read_text()))) if found else {}
 
 
 def show(line: dict[str, Any]) -> None:
@@ -291,7 +299,7 @@ def show(line: dict[str, Any]) -> None:
     print(text, flush=True)
 
 
-def main(out: Path | None, only: str, *, xla: bool, runs: int) -> None:
+def main(out: Path | None, only: str, *, xla: bool, runs: int, dump: Path) -> None:
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
     limits = ceilings()
@@ -316,11 +324,11 @@ def main(out: Path | None, only: str, *, xla: bool, runs: int) -> None:
             (256, "pallas", "online"),
         ):
             if xla or backend == "pallas":
-                line = run_step(backend, batch, tokens=32, hca_tail=tail)
+                line = run_step(backend, batch, dump, tokens=32, hca_tail=tail)
                 wall, kernels = line["us of wall per layer"], line["us of kernels per layer"]
                 print(
                     f"{line['case']:46} {wall['median']:.2f} us of wall [{wall['low']:.2f}, {wall['high']:.2f}],"
-                    f" {kernels:.2f} of kernels per layer, {line['kernels per step']:.1f} kernels a step",
+                    f" {kernels:.2f} of kernels per layer, {line['kernels per step']:.1f} kernels a step, {line['thunks']}",
                     flush=True,
                 )
                 record(out, **line)
