@@ -55,7 +55,7 @@ class Split:
         A decode step of few requests wants a block on many SMs. One of many has CTAs enough, and pays for each that
         finds nothing to do; all of them should be resident at once.
         """
-        cluster, warpgroups = (4, 2) if num_tokens > 1 else (8, 1) if requests <= 32 else (2, 1)
+        cluster, warpgroups = (4, 2) if num_tokens > 1 else (8, 1) if requests <= 64 else (2, 1)
         parts = max(1, min(cluster * warpgroups, rows // (2 * BATCH)))
         parts = 1 << (parts.bit_length() - 1)
         warpgroups = min(warpgroups, parts)

@@ -325,10 +325,8 @@ def main(out: Path | None, only: str, *, xla: bool, runs: int, dump: Path) -> No
         ):
             if xla or backend == "pallas":
                 line = run_step(backend, batch, dump, tokens=32, hca_tail=tail)
-                wall, kernels = line["us of wall per layer"], line["us of kernels per layer"]
-                print(
-                    f"{line['case']:46} {wall['median']:.2f} us of wall [{wall['low']:.2f}, {wall['high']:.2f}],"
-                    f" {kernels:.2f} of kernels per layer, {line['kernels per step']:.1f} kernels a step, {line['thunks']}",
-                    flush=True,
-                )
+                wall = line["us of wall per layer"]
+                text = f"{line['case']:46} {wall['median']:.2f} us of wall [{wall['low']:.2f}, {wall['high']:.2f}]"
+                text += f", {line['us of kernels per layer']:.2f} of kernels per layer"
+                print(f"{text}; {line['kernels per step']:.0f} kernels a step, {line['thunks']}", flush=True)
                 record(out, **line)
