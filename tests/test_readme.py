@@ -6,6 +6,7 @@ from pathlib import Path
 import dsv4jax as d4
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("dsv4jax", "pallas_kernels")
 README = (ROOT / "README.md").read_text()
 
 
@@ -29,7 +30,8 @@ def test_the_byte_table_is_the_printed_plan():
 
 def test_every_module_has_its_place_in_the_map():
     private = {"__init__.py", "checks.py", "linear.py", "rope.py", "backend.py"}  # small tools that explain themselves
-    for module in (ROOT / "dsv4jax").glob("*.py"):
-        assert module.name in private or f"`{module.name}`" in README, module.name
-    for name in set(re.findall(r"`(\w+\.py)`", README)):
-        assert (ROOT / "dsv4jax" / name).exists(), f"README names {name}, which is not there"
+    modules = {module.name for package in PACKAGES for module in (ROOT / package).glob("*.py")}
+    for name in modules - private:
+        assert f"`{name}`" in README, name
+    named = set(re.findall(r"`(\w+\.py)`", README))
+    assert named <= modules, f"README names {named - modules}, which are not there"

@@ -31,11 +31,10 @@ def main(lines: Path, out: Path) -> None:
                 == (kind, flushing, tail, "fp8_row")
             ]
             chosen.sort(key=lambda case: case["batch"])
-            batches = [case["batch"] for case in chosen]
             for backend, style in (("pallas", "o-"), ("xla", "x:")):
-                if all(backend in case for case in chosen):
-                    times = [case[backend]["median"] for case in chosen]
-                    axis.plot(batches, times, style, color=color, label=f"{label} ({backend})")
+                timed = [case for case in chosen if backend in case]
+                batches, times = [case["batch"] for case in timed], [case[backend]["median"] for case in timed]
+                axis.plot(batches, times, style, color=color, label=f"{label} ({backend})")
         axis.set(title=title, xlabel="requests", xscale="log", yscale="log")
         axis.set_xticks([1, 8, 64, 256], ["1", "8", "64", "256"])
         axis.grid(alpha=0.3)
