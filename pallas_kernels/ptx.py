@@ -172,6 +172,7 @@ class PTX(Machine):
         return self._wrap(x.kind, mgpu.utils.shfl_bfly(x.raw, distance))
 
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
+        assert leave is False or scope == "cluster", "only a cluster's barrier may be left"
         if scope == "cluster":
             self._asm("barrier.cluster.arrive.release.aligned;", "", [], effects=True)
             with self.when(negate(leave)):

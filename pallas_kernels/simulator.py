@@ -232,7 +232,8 @@ class Simulator(Machine):
 
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
         size = {"warpgroup": WARPGROUP, "block": self._threads, "cluster": self._threads * self._cluster}[scope]
-        groups = self._mask.reshape(-1, size)
+        assert leave is False or scope == "cluster", "only a cluster's barrier may be left"
+        groups = self._active(True).reshape(-1, size)
         if np.any(groups.any(-1) & ~groups.all(-1)):
             raise SimulationError(f"a {scope} barrier that only some of its lanes reach")
         arrived = np.append(groups.all(-1), False)  # the last one stands for "nobody"
@@ -302,9 +303,10 @@ class Simulator(Machine):
         return at + block * self._shared_size
 
     def load_shared(self, address: Value, size: int) -> list[Value]:
-        if not self._mask.any():
+        active = self._active(True)
+        if not active.any():
             return [self.constant(0, "i32")] * max(1, size // 4)
-        return self._gather(self._shared, self._shared_offset(address, self._mask), size, self._mask)
+        return self._gather(self._shared, self._shared_offset(address, active), size, active)
 
     def store_shared(
         self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None

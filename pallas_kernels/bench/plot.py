@@ -21,7 +21,7 @@ def main(lines: Path, out: Path) -> None:
     device = found[-1]["device"]
     cases = [case for case in found if case.get("tokens") == 1 and case["model"] == "flash"]
     mpl.use("Agg")
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 4), sharey=True)
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 5), sharey=True)
     for axis, (title, (kind, tail, labels)) in zip(axes, PANELS.items(), strict=True):
         for (flushing, label), color in zip(labels.items(), ("C3", "C1", "C0"), strict=False):
             chosen = [
@@ -38,7 +38,7 @@ def main(lines: Path, out: Path) -> None:
         axis.set(title=title, xlabel="requests", xscale="log", yscale="log")
         axis.set_xticks([1, 8, 64, 256], ["1", "8", "64", "256"])
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes[0].set_ylabel("kernel time of one layer, us")
     figure.suptitle(f"Cache update of one layer, one token per request, V4-Flash sizes, cold L2 ({device})")
     figure.tight_layout()
