@@ -144,7 +144,7 @@ class HCAUpdate:
             self.row.team.barrier()
 
     def _pool(self, load: LoadRow, start: Softmax) -> Softmax:
-        """The running softmax of a block's rows, ``load(j)`` -> (k, z, there), added to ``start``.
+        """The running softmax of a block's rows added to ``start``.
 
         Every warpgroup of the cluster takes part; the first one alone begins from ``start`` and has the whole result.
         """
@@ -183,7 +183,7 @@ class HCAUpdate:
         if self.split.parts == 1:
             return softmax
         machine, row, part = self.machine, self.row, self._part
-        # [part - 1][peak, total, weighted][lane], a vector each
+        # [part - 1][peak, total, weighted][lane], a vector each: a warpgroup holds the longest row in one step
         vector = 4 * VECTOR
         size = vector * WARPGROUP
         base, lane = machine.take_shared(self.split.shared_bytes), row.team.lane * vector
