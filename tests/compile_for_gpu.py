@@ -7,10 +7,14 @@ Needs the extra ``cross``.
 
 import functools
 import glob
+import importlib.util
 import json
 import os
 import site
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 TARGETS = {"h200": ("NVIDIA H200", 9, 132), "b200": ("NVIDIA B200", 10, 148)}
 
@@ -67,6 +71,21 @@ def compile_for(target: str, function, *args, **jit_options):
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     with jax.sharding.use_abstract_mesh(abstract):
         return jax.jit(function, **jit_options).lower(*args).compile()
+
+
+def report_of(module: str, target: str) -> dict[str, Any]:
+    """What ``python -m module target`` prints last, as JSON; skips the test where nothing can be compiled for a GPU.
+
+    A process of its own: one target per process, and it must not see this one's backend.
+    """
+    import pytest
+
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("compiling for a GPU without one needs the extra 'cross'")
+    command = [sys.executable, "-m", module, target]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def main(target: str) -> None:

@@ -1,18 +1,13 @@
 """The kernels as a compiler leaves them: right architecture, nothing spilled, updated in place, one launch each."""
 
-import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
+from tests.compile_for_gpu import report_of
 from tests.compiled_kernels import blocks_per_sm, strides_in_32_bits
 
-ROOT = Path(__file__).parents[1]
 ARCHITECTURES = {"h200": "sm_90a", "b200": "sm_100a"}
 LAUNCHES = {
     "cache_step",
@@ -75,13 +70,7 @@ def check(name: str, found: dict[str, Any], architecture: str) -> None:
 
 @pytest.mark.parametrize("target", ARCHITECTURES)
 def test_every_kernel_compiled_for(target):
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("compiling for a GPU without one needs the extra 'cross'")
-    # A process of its own: one target per process, and it must not see this one's backend.
-    command = [sys.executable, "-m", "tests.compiled_kernels", target]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 0, result.stderr[-4000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = report_of("tests.compiled_kernels", target)
     reports = found["kernels"]
     assert {tuple(name.split()[:2]) for name in reports} == {
         (m, launch) for m in ("flash", "pro") for launch in LAUNCHES

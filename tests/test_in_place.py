@@ -1,18 +1,12 @@
 """In place is a property of the compiled program: aliased bytes are the cache, and nothing grows with the pool."""
 
-import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import pytest
 
 import dsv4jax as d4
 from tests import in_place
+from tests.compile_for_gpu import report_of
 
-ROOT = Path(__file__).parents[1]
 BOOKKEEPING = ("admit", "prepare_forward", "advance", "release")
 
 
@@ -39,13 +33,7 @@ def test_every_update_is_in_place_on_this_device(name):
 
 @pytest.mark.parametrize("target", ["h200", "b200"])
 def test_every_update_is_in_place_compiled_for(target):
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("compiling for a GPU without one needs the extra 'cross'")
-    # A process of its own: one target per process, and it must not see this one's backend.
-    command = [sys.executable, "-m", "tests.compile_for_gpu", target]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 0, result.stderr[-4000:]
-    reports = json.loads(result.stdout.splitlines()[-1])
+    reports = report_of("tests.compile_for_gpu", target)
     assert reports.keys() == in_place.GPU_AUDITS.keys() | {"prefill temporaries"}
     assert all(size < in_place.PREFILL_LIMIT for size in reports.pop("prefill temporaries").values())
     for name, found in reports.items():
