@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dsv4jax.compressor import Streams, num_touched_blocks
 from dsv4jax.config import AttentionType
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import rope_angles, rope_frequencies
 
 if TYPE_CHECKING:
     from dsv4jax.cache import LayerStack
-    from dsv4jax.compressor import Streams
     from dsv4jax.formats import KVRows
     from dsv4jax.paged_pool import PagedPool
     from dsv4jax.state_cache import StateCache
@@ -70,7 +70,7 @@ def update(
     rope = ratio = None
     if entry is not None:
         ratio = cfg.ratio(kind)
-        touched = (entry[0].k.shape[1] + 2 * ratio - 2) // ratio
+        touched = num_touched_blocks(entry[0].k.shape[1], ratio)
         number = (start // ratio)[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
         rope = jnp.concatenate(rope_angles(ratio * number, rope_frequencies(cfg, kind)), -1)
 
@@ -194,7 +194,7 @@ def gather_rows(
         dtype=dtype,
         simulate=backend == SIMULATED,
     )
-    return flat.reshape(*block.shape, -1)
+    return flat.reshape(*block.shape, flat.shape[-1])
 
 
 def gather_request_rows(

@@ -11,6 +11,16 @@ from pallas_kernels.lanes import Buffer, Channels, Condition, Index, Machine, Ro
 from pallas_kernels.rows import Angles, hadamard, load_angles, norm, rope, store_key, store_kv
 
 
+def max_entries(num_tokens: int, ratio: int) -> int:
+    """Most entries that T tokens can complete."""
+    return (num_tokens + ratio - 1) // ratio
+
+
+def max_blocks(num_tokens: int, ratio: int) -> int:
+    """Most blocks of ``ratio`` tokens that T consecutive tokens can touch."""
+    return (num_tokens + 2 * ratio - 2) // ratio
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:

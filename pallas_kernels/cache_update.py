@@ -24,7 +24,7 @@ import chex
 import jax.numpy as jnp
 
 from pallas_kernels import csa, hca
-from pallas_kernels.batch import EntryStore, NewTokens, Request
+from pallas_kernels.batch import EntryStore, NewTokens, Request, max_blocks
 from pallas_kernels.lanes import VECTOR, WARP, WARPGROUP, Machine, Row, Team, Value
 from pallas_kernels.launch import launch
 from pallas_kernels.rows import KEY_FORMATS, KV_FORMATS
@@ -279,6 +279,6 @@ def _check_tokens(stack: Any, tokens: NewTokens, ratio: int | None) -> None:
         chex.assert_shape([stream.k, stream.z], (batch, num_tokens, width))
         chex.assert_shape(stream.norm, (dim,))
         chex.assert_type([stream.k, stream.z, stream.norm], jnp.float32)
-    chex.assert_shape(tokens.rope, (batch, (num_tokens + 2 * ratio - 2) // ratio, window.rope.shape[-1]))
+    chex.assert_shape(tokens.rope, (batch, max_blocks(num_tokens, ratio), window.rope.shape[-1]))
     chex.assert_type([tokens.rope, tokens.block_table], [jnp.float32, jnp.int32])
     chex.assert_rank(tokens.block_table, 2)

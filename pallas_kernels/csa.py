@@ -13,15 +13,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pallas_kernels.batch import EntryStore, Request, Streams
+from pallas_kernels.batch import EntryStore, Request, Streams, max_entries
 from pallas_kernels.lanes import Buffer, Channels, Condition, Index, Row, Value, add, fold, maximum, select
 
 Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
-
-
-def max_entries(num_tokens: int, ratio: int) -> int:
-    """Most entries that T tokens can complete."""
-    return (num_tokens + ratio - 1) // ratio
 
 
 def num_units(num_tokens: int, ratio: int) -> int:

@@ -96,7 +96,7 @@ def gather_request_rows(
         "num_entries": num_entries,
     }
     out = _gather(locate, inputs, batch * capacity, kv_format, dtype, simulate)
-    return out.reshape(batch, capacity, -1)
+    return out.reshape(batch, capacity, out.shape[-1])
 
 
 def _gather(locate: Any, inputs: dict[str, Any], count: int, kv_format: str, dtype: Any, simulate: bool) -> jax.Array:

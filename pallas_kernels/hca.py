@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallas_kernels.batch import Destination, EntryStore, Request, Streams
+from pallas_kernels.batch import Destination, EntryStore, Request, Streams, max_blocks, max_entries
 from pallas_kernels.lanes import (
     VECTOR,
     WARPGROUP,
@@ -225,7 +225,7 @@ class HCARingUpdate(HCAUpdate):
     @staticmethod
     def num_units(num_tokens: int, ratio: int) -> int:
         """Clusters per request: one per block that T tokens can complete."""
-        return (num_tokens + ratio - 1) // ratio
+        return max_entries(num_tokens, ratio)
 
     @staticmethod
     def num_jobs(num_tokens: int, ratio: int) -> int:
@@ -290,7 +290,7 @@ class HCAOnlineUpdate(HCAUpdate):
     @staticmethod
     def num_units(num_tokens: int, ratio: int) -> int:
         """Clusters per request: one for the first and the last block that T tokens touch, one for each other block."""
-        return max(1, (num_tokens + 2 * ratio - 2) // ratio - 1)
+        return max(1, max_blocks(num_tokens, ratio) - 1)
 
     def run(self, unit: Value) -> None:
         """A unit's blocks."""

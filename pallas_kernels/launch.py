@@ -46,22 +46,21 @@ def launch(
       shared_bytes: shared memory per block, besides that of the reductions.
       simulate: run in NumPy on the host, with checks, on any device.
     """
-    for leaf in jax.tree.leaves(state):
-        if leaf.size == 0:
-            return state
+    operands, inputs_tree = jax.tree.flatten(inputs)
+    state_leaves, state_tree = jax.tree.flatten(state)
+    is_result = isinstance(state_leaves[0], jax.ShapeDtypeStruct)
+    if not any(leaf.size for leaf in state_leaves):
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state) if is_result else state
     shared_bytes += _SCRATCH_BYTES
     if simulate:
         run = functools.partial(_simulate, body, name, grid, warpgroups, cluster, shared_bytes)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        if all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        if is_result:
             state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
         return jax.pure_callback(run, shapes, inputs, state)
 
     from pallas_kernels.ptx import PTX  # needs Mosaic GPU, which not every jaxlib has
 
-    operands, inputs_tree = jax.tree.flatten(inputs)
-    state_leaves, state_tree = jax.tree.flatten(state)
-    is_result = isinstance(state_leaves[0], jax.ShapeDtypeStruct)
     # A ref handed to a kernel is updated in place: XLA aliases it, and copies it only if its old value is used later.
     refs = [] if is_result else [jax.new_ref(leaf) for leaf in state_leaves]
     shapes = [(leaf.shape, leaf.dtype) for leaf in (*operands, *state_leaves)]

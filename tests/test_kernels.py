@@ -344,6 +344,19 @@ def readable_pool(case: Case) -> Any:
 
 
 @backends
+def test_gathering_nothing_gives_nothing(backend):
+    case = csa(5, "f32", "f32", cfg=ODD)
+    batch, pool = make_batch(case), jax.tree.map(jnp.asarray, readable_pool(case))
+    table, slots = jnp.asarray(batch.block_table), jnp.asarray(batch.slots)
+    picks = jnp.zeros((case.batch, 0), jnp.int32)
+    rows = d4.gather_compressed(pool, LAYER, table, slots, picks, plan=case.plan, backend=backend)
+    assert rows.shape == (case.batch, 0, ODD.head_dim)
+    none = jnp.zeros(0, jnp.int32)
+    rows = d4.gather_all_compressed(pool, LAYER, table, none, none, plan=case.plan, backend=backend)
+    assert rows.shape == (0, case.plan.max_blocks * case.plan.entries_per_block(CSA), ODD.head_dim)
+
+
+@backends
 @pytest.mark.parametrize(("dtype", "cfg"), [(jnp.float32, ODD), (jnp.bfloat16, EVEN)], ids=["f32 odd", "bf16 even"])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_gathering_gives_what_the_xla_form_gives(kv_format, cfg, dtype, backend):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.lanes import WARP, WARPGROUP, Buffer, Machine, select
+from pallas_kernels.launch import launch
 from tests.lane_kernels import run
 
 
@@ -231,5 +232,8 @@ def test_a_launch_of_no_elements_or_no_blocks_does_nothing():
         raise AssertionError("not to be run")
 
     assert run(body, {}, np.zeros((0, 4), np.int32), simulate=True).shape == (0, 4)
+    result = launch(body, name="nothing", grid=(1,), inputs={}, state=jax.ShapeDtypeStruct((0, 4), np.int32))
+    assert isinstance(result, jax.Array)
+    assert result.shape == (0, 4)
     kept = np.arange(8, dtype=np.int32)
     np.testing.assert_array_equal(run(body, {}, kept, simulate=True, grid=(0,)), kept)
