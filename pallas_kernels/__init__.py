@@ -5,7 +5,7 @@ pieces         its parts alone: ``append_swa``, ``flush_csa``, ``flush_hca``, ``
 gather         ``gather_rows``, ``gather_request_rows``: stored rows as dense ones
 
 batch window csa hca rows   what they are made of
-lanes                       the language they are written in; ``ptx`` and ``simulator`` are its two machines
+machine lanes               the language they are written in; ``ptx`` and ``simulator`` are its two machines
 launch                      one kernel launch
 """
 

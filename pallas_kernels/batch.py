@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.lanes import Buffer, Channels, Condition, Index, Machine, Row, Value
+from pallas_kernels.lanes import Buffer, Row
+from pallas_kernels.machine import Channels, Condition, Index, Machine, Value
 from pallas_kernels.rows import Angles, hadamard, load_angles, norm, rope, store_key, store_kv
 
 

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import csa, hca
 from pallas_kernels.batch import EntryStore, NewTokens, Request, max_blocks
-from pallas_kernels.lanes import VECTOR, WARP, WARPGROUP, Machine, Row, Team, Value
+from pallas_kernels.lanes import Row, Team
 from pallas_kernels.launch import launch
+from pallas_kernels.machine import VECTOR, WARP, WARPGROUP, Machine, Value
 from pallas_kernels.rows import KEY_FORMATS, KV_FORMATS
 from pallas_kernels.window import num_window_rows, write_window_row
 

@@ -14,7 +14,8 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.batch import EntryStore, Request, Streams, max_entries
-from pallas_kernels.lanes import Buffer, Channels, Condition, Index, Row, Value, add, fold, maximum, select
+from pallas_kernels.lanes import Buffer, Row, add, fold, maximum
+from pallas_kernels.machine import Channels, Condition, Index, Value, select
 
 Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 

@@ -14,8 +14,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.lanes import WARP, WARPGROUP, Condition, Machine, Row, Team, Value, select
+from pallas_kernels.lanes import Row, Team
 from pallas_kernels.launch import launch
+from pallas_kernels.machine import WARP, WARPGROUP, Condition, Machine, Value, select
 from pallas_kernels.rows import load_kv
 
 _WARPS = WARPGROUP // WARP

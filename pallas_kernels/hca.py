@@ -18,20 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.batch import Destination, EntryStore, Request, Streams, max_blocks, max_entries
-from pallas_kernels.lanes import (
-    VECTOR,
-    WARPGROUP,
-    Channels,
-    Condition,
-    Index,
-    Machine,
-    Row,
-    Value,
-    add,
-    fold,
-    maximum,
-    select,
-)
+from pallas_kernels.lanes import Row, add, fold, maximum
+from pallas_kernels.machine import VECTOR, WARPGROUP, Channels, Condition, Index, Machine, Value, select
 
 EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
 

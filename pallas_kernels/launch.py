@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.lanes import WARPGROUP, Machine
+from pallas_kernels.machine import WARPGROUP, Machine
 from pallas_kernels.simulator import Simulator
 
 Body = Callable[[Machine, Any, Any], None]

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from pallas_kernels import hca
 from pallas_kernels.batch import NewTokens, Request, locate_entry
 from pallas_kernels.cache_update import append_chunk, tail_kind
-from pallas_kernels.lanes import WARP, WARPGROUP, Machine, Row, Team
+from pallas_kernels.lanes import Row, Team
 from pallas_kernels.launch import launch
+from pallas_kernels.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.rows import store_key, store_kv
 
 

@@ -17,7 +17,8 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.lanes import Buffer, Condition, Index, Kind, Machine, Scope, Step, Value, negate
+from pallas_kernels.lanes import Buffer
+from pallas_kernels.machine import Condition, Index, Kind, Machine, Scope, Step, Value, negate
 
 _COMPARISONS = {
     "lt": (arith.CmpFPredicate.OLT, arith.CmpIPredicate.slt),

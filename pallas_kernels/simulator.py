@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.lanes import WARP, WARPGROUP, Buffer, Condition, Index, Kind, Machine, Scope, Step, Value
+from pallas_kernels.lanes import Buffer
+from pallas_kernels.machine import WARP, WARPGROUP, Condition, Index, Kind, Machine, Scope, Step, Value
 
 _DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "bool": np.bool_}
 _OPS: dict[str, Callable[[Any, Any], Any]] = {

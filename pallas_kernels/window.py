@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_kernels.batch import Request
-from pallas_kernels.lanes import Row, Value
+from pallas_kernels.lanes import Row
+from pallas_kernels.machine import Value
 from pallas_kernels.rows import store_kv
 
 

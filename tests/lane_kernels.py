@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lanes import WARPGROUP, Buffer, Machine, Value, select
+from pallas_kernels.lanes import Buffer
 from pallas_kernels.launch import launch
+from pallas_kernels.machine import WARPGROUP, Machine, Value, select
 from tests.machines import MACHINES
 
 machines = pytest.mark.parametrize("simulate", MACHINES)

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.lanes import Divisor, Machine, Value, negate, select
+from pallas_kernels.lanes import Divisor
+from pallas_kernels.machine import Machine, Value, negate, select
 from tests.lane_kernels import (
     F32,
     SPECIAL,

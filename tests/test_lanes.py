@@ -12,20 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.lanes import (
-    VECTOR,
-    WARP,
-    WARPGROUP,
-    Buffer,
-    Machine,
-    Team,
-    Value,
-    add,
-    load_either,
-    maximum,
-    select,
-)
+from pallas_kernels.lanes import Buffer, Team, add, load_either, maximum
 from pallas_kernels.launch import launch
+from pallas_kernels.machine import VECTOR, WARP, WARPGROUP, Machine, Value, select
 from tests.lane_kernels import (
     F32,
     SPECIAL,

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.lanes import VECTOR, WARP, WARPGROUP, Buffer, Machine, Row, Team, select
+from pallas_kernels.lanes import Buffer, Row, Team
+from pallas_kernels.machine import VECTOR, WARP, WARPGROUP, Machine, select
 from tests.lane_kernels import F32, machines, run, spec
 
 

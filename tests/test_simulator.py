@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lanes import WARP, WARPGROUP, Buffer, Machine, select
+from pallas_kernels.lanes import Buffer
 from pallas_kernels.launch import launch
+from pallas_kernels.machine import WARP, WARPGROUP, Machine, select
 from tests.lane_kernels import run
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.lanes import VECTOR, WARPGROUP, Machine, Value
 from pallas_kernels.launch import launch
+from pallas_kernels.machine import VECTOR, WARPGROUP, Machine, Value
 
 FLUSH_BYTES = 512 << 20  # read between two timed runs; far above the L2 of any card
 FLUSH_NAME = "read_through_l2"
