@@ -1,7 +1,8 @@
 """dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable pytree."""
 
 from dsv4jax.allocator import Tables
-from dsv4jax.backend import backends
+from dsv4jax.attention import decode_attention
+from dsv4jax.backend import OpBackends, backends
 from dsv4jax.cache import (
     KVCache,
     LayerStack,
@@ -18,10 +19,11 @@ from dsv4jax.config import AttentionType, DSV4Config, LayerSpec, layer_schedule
 from dsv4jax.flashmla import from_flashmla_pages, to_flashmla_pages
 from dsv4jax.flush import append_swa, append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
 from dsv4jax.handle import LayerCacheHandle, acquire
+from dsv4jax.indexer import select_entries
 from dsv4jax.layer import attention_layer, attention_layer_at
-from dsv4jax.paged_pool import PagedPool, gather_all_compressed, gather_compressed
+from dsv4jax.paged_pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
 from dsv4jax.plan import CachePlan, LayerCacheSchema, build_schema, compute_block_budget, plan_cache
-from dsv4jax.state_cache import StateCache, gather_swa, reset_slots
+from dsv4jax.state_cache import SlidingWindow, StateCache, gather_swa, reset_slots
 from dsv4jax.weights import AttentionParams, init_attention_params, load_attention_params
 
 __all__ = [
@@ -34,7 +36,10 @@ __all__ = [
     "LayerCacheSchema",
     "LayerSpec",
     "LayerStack",
+    "OpBackends",
     "PagedPool",
+    "PooledLayer",
+    "SlidingWindow",
     "StateCache",
     "Tables",
     "abstract_cache",
@@ -48,6 +53,7 @@ __all__ = [
     "backends",
     "build_schema",
     "compute_block_budget",
+    "decode_attention",
     "flush_csa",
     "flush_hca",
     "from_flashmla_pages",
@@ -66,5 +72,6 @@ __all__ = [
     "reset_hca",
     "reset_slots",
     "rotate_csa",
+    "select_entries",
     "to_flashmla_pages",
 ]

@@ -88,11 +88,16 @@ def granted_tokens(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tupl
     return jnp.where(legal, start, 0), jnp.where(legal, num_new, 0)
 
 
-def withdraw_grant(tables: Tables, slots: jax.Array, where: jax.Array) -> Tables:
-    """Take back what ``prepare_forward`` granted beyond the tokens stored, for slots [B] where bool [B]."""
-    target = unique_or_dropped(slots, where, tables.prepared.shape[0])
-    prepared = tables.prepared.at[target].set(_read(tables.seq_lens, slots), mode="drop", unique_indices=True)
-    return dataclasses.replace(tables, prepared=prepared)
+def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Tables:
+    """Take back what ``prepare_forward`` granted beyond the tokens stored, for slots [B] where bool [B].
+
+    Every layer of a forward pass does this, with the same rows: min(min(p, limit), limit) is min(p, limit) to XLA, and
+    so all layers' grants are computed once.
+    """
+    limit = jnp.full(tables.prepared.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
+    target = jnp.where(where & (slots >= 0), slots, limit.size)
+    limit = limit.at[target].set(_read(tables.seq_lens, slots), mode="drop")
+    return dataclasses.replace(tables, prepared=jnp.minimum(tables.prepared, limit))
 
 
 def admit_slots(tables: Tables, n: int, where: jax.Array | None = None) -> tuple[Tables, jax.Array, jax.Array]:

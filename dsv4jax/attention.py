@@ -10,12 +10,20 @@ gives zero.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax import kernels
+from dsv4jax.backend import Backend, choose
+from dsv4jax.checks import check_array
+from dsv4jax.config import AttentionType
 from dsv4jax.paged_pool import PooledLayer
+from dsv4jax.rope import apply_rope, rope_frequencies
+from dsv4jax.state_cache import SlidingWindow
 
 
 @jax.tree_util.register_dataclass
@@ -62,15 +70,17 @@ def attend(running: RunningSoftmax, queries: jax.Array, keys: jax.Array, mask: j
     )
 
 
-def attend_window(running: RunningSoftmax, queries: jax.Array, keys: jax.Array, valid: jax.Array) -> RunningSoftmax:
-    """Fold in the sliding window: keys [B, n_win - 1 + T, dim] in order of position, query t's own at n_win - 1 + t.
-
-    valid: bool [B, n_win - 1 + T], False where there is no key.
-    """
-    tokens, span = queries.shape[1], keys.shape[1]
-    age = (jnp.arange(tokens, dtype=jnp.int32)[:, None] + (span - tokens)) - jnp.arange(span, dtype=jnp.int32)[None]
-    in_window = (age >= 0) & (age <= span - tokens)
-    return attend(running, queries, keys, in_window[None] & valid[:, None])
+def attend_window(
+    running: RunningSoftmax, queries: jax.Array, positions: jax.Array, window: SlidingWindow
+) -> RunningSoftmax:
+    """Fold in the sliding window of queries at consecutive positions [B, T], -1 = padding at the end."""
+    tokens, n_win = queries.shape[1], window.plan.cfg.sliding_window
+    key = positions[:, :1] + jnp.arange(1 - n_win, tokens, dtype=jnp.int32)[None]
+    # What stands in a padding token's row may be NaN.
+    key = jnp.where(key <= jnp.max(positions, axis=1, keepdims=True), key, -1)
+    rows, held = window.rows(key)
+    age = positions[:, :, None] - key[:, None]
+    return attend(running, queries, rows, held[:, None] & (age >= 0) & (age < n_win))
 
 
 def attend_picked(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, picks: jax.Array) -> RunningSoftmax:
@@ -86,3 +96,55 @@ def attend_all(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, 
 
     batch, tokens, heads, _ = queries.shape
     return layer.fold_tiles(visible, layer.tile_size(batch * tokens * heads * 4), fold, running)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "dtype", "backend"))
+def decode_attention(
+    q: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array,
+    window: SlidingWindow,
+    entries: PooledLayer | None = None,
+    picks: jax.Array | None = None,
+    *,
+    kind: AttentionType | str,
+    dtype: Any = jnp.float32,
+    backend: Backend = None,
+) -> jax.Array:
+    """Attention of new tokens over the window and over compressed entries, turned back by the inverse rope.
+
+    Args:
+      q: f32 [B, T, H, head_dim], normed and roped. The kernel rounds it to f16.
+      positions: int32 [B, T], consecutive in a row; -1 = padding, after the row's tokens.
+      sinks: [H].
+      window: of one token per row, its own row may be stored already; of more, they are the window's ``fresh`` rows.
+      entries: of a layer that compresses; what the tokens complete is stored already.
+      picks: int32 [B, T, K] the entries each query reads, -1 = none, from ``select_entries``. None: all that a query
+        at p sees, the first floor((p + 1) / ratio).
+      kind: of the layer.
+      dtype: of the result, f32 or bf16.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      dtype [B, T, H, head_dim], 0 on padding.
+    """
+    kind, plan = AttentionType(kind), window.plan
+    cfg = plan.cfg
+    check_array("q", q, {"B": None, "T": None, "num_heads": cfg.num_heads, "head_dim": cfg.head_dim}, jnp.float32)
+    check_array("positions", positions, {"B": q.shape[0], "T": q.shape[1]}, jnp.int32)
+    if picks is not None:
+        check_array("picks", picks, {"B": q.shape[0], "T": q.shape[1], "K": None}, jnp.int32)
+    if (entries is None) != (kind == AttentionType.SWA) or (entries is None and picks is not None):
+        raise ValueError(f"entries and picks are for layers that compress; this one is {kind.upper()}")
+    freqs = rope_frequencies(cfg, kind)
+    visible = None if entries is None else (positions + 1) // cfg.ratio(kind)
+    if (chosen := choose("decode_attention", backend, kernels.unsupported_attention(plan))) != "xla":
+        return kernels.decode_attention(q, positions, sinks, window, entries, picks, visible, freqs, dtype, chosen)
+    running = attend_window(start_at_sinks(sinks, q), q, positions, window)
+    if entries is not None:
+        assert visible is not None
+        if picks is None:
+            running = attend_all(running, q, entries, visible)
+        else:
+            running = attend_picked(running, q, entries, picks)
+    return apply_rope(running.output, positions[..., None], freqs, inverse=True).astype(dtype)

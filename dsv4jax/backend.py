@@ -2,25 +2,33 @@
 
 An op's XLA form is its reference. A kernel registers itself here under the op's name; ``backend=None`` then picks it
 where device and sizes allow, and a named backend binds every op that has such an implementation and never slips to
-another.
+another. ``OpBackends`` names one op by op.
 
     xla               plain JAX, on any device
     pallas            the kernels of ``pallas_kernels``, on NVIDIA GPUs of compute capability 9.0 and 10.0
     pallas_simulated  the same kernels run in NumPy on the host, on any device: slow, and checked for races
+
+    cache_update      rounding and storing of new tokens, whole or piece by piece
+    indexer_scores    score of every entry for every query of a CSA layer
+    top_k             the entries of the largest scores
+    decode_attention  attention over window and entries
+    gather_rows       stored rows as dense ones
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 
+ALL = ("xla", "pallas", "pallas_simulated")
 OPS: dict[str, tuple[str, ...]] = {
-    "cache_update": ("xla", "pallas", "pallas_simulated"),
-    "indexer_scores": ("xla",),
-    "top_k": ("xla",),
-    "decode_attention": ("xla",),
-    "gather_rows": ("xla", "pallas", "pallas_simulated"),
+    "cache_update": ALL,
+    "indexer_scores": ALL,
+    "top_k": ALL,
+    "decode_attention": ALL,
+    "gather_rows": ALL,
 }
 CAPABILITIES = ("9.0", "10.0")  # Hopper; Blackwell
 
@@ -30,14 +38,36 @@ def backends() -> dict[str, tuple[str, ...]]:
     return dict(OPS)
 
 
-def check_name(backend: str | None) -> None:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpBackends:
+    """A backend for each op: a name from ``backends()``, or None for the fastest available.
+
+    Serves wherever a backend's name does, and like it is hashable: jit takes it as a static argument.
+    """
+
+    cache_update: str | None = None
+    indexer_scores: str | None = None
+    top_k: str | None = None
+    decode_attention: str | None = None
+    gather_rows: str | None = None
+
+    def __post_init__(self) -> None:
+        for op, names in OPS.items():
+            if (name := getattr(self, op)) is not None and name not in names:
+                raise ValueError(f"{op} must be None or one of {list(names)}, got {name!r}")
+
+
+Backend = str | OpBackends | None
+
+
+def check_name(backend: Backend) -> None:
     """ValueError for a name that no op implements."""
     known = sorted({name for names in OPS.values() for name in names})
-    if backend is not None and backend not in known:
+    if isinstance(backend, str) and backend not in known:
         raise ValueError(f"backend must be None or one of {known}, got {backend!r}; ops and their backends: {OPS}")
 
 
-def choose(op: str, backend: str | None, unsupported: str | None) -> str:
+def choose(op: str, backend: Backend, unsupported: str | None) -> str:
     """The backend that serves an op in this call.
 
     Args:
@@ -47,17 +77,23 @@ def choose(op: str, backend: str | None, unsupported: str | None) -> str:
       ValueError: unknown name, or a named backend that cannot serve.
     """
     check_name(backend)
-    if backend is None:
+    name = getattr(backend, op) if isinstance(backend, OpBackends) else backend
+    if name is None:
         can = "pallas" in OPS[op] and unsupported is None and _device_reason() is None
         return "pallas" if can else "xla"
-    if backend not in OPS[op]:
+    if name not in OPS[op]:
         return "xla"
-    reason = None if backend == "xla" else unsupported
-    if reason is None and backend == "pallas":
+    reason = None if name == "xla" else unsupported
+    if reason is None and name == "pallas":
         reason = _device_reason()
     if reason is not None:
-        raise ValueError(f"backend={backend!r} cannot serve {op}: {reason}")
-    return backend
+        raise ValueError(f"backend={name!r} cannot serve {op}: {reason}")
+    return name
+
+
+def choose_all(backend: Backend, unsupported: dict[str, str | None]) -> OpBackends:
+    """``choose`` for several ops: op -> why its kernel cannot serve."""
+    return OpBackends(**{op: choose(op, backend, reason) for op, reason in unsupported.items()})
 
 
 def _device_reason() -> str | None:

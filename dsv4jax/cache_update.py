@@ -73,6 +73,8 @@ def store_streams(
     Args:
       entry, key: streams and norm weight of the compressor and of the indexer's; num_new fits them.
     """
+    if entry is None and kv is None:
+        return stack
     if backend != "xla":
         return kernels.update(stack, index, kv, entry, key, block_table, slots, start, num_new, plan, kind, backend)
     if entry is not None:

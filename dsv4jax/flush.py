@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax import kernels
-from dsv4jax.backend import choose
+from dsv4jax.backend import Backend, choose
 from dsv4jax.checks import check_array, check_batch, donating, fitting
 from dsv4jax.compressor import Streams, pool_hca_online
 from dsv4jax.config import AttentionType
@@ -39,7 +39,7 @@ from dsv4jax.state_cache import (
 )
 
 
-def _choose(backend: str | None, plan: CachePlan | None = None) -> str:
+def _choose(backend: Backend, plan: CachePlan | None = None) -> str:
     """The backend of a piece; one that encodes no row serves any plan."""
     return choose("cache_update", backend, None if plan is None else kernels.unsupported_rows(plan))
 
@@ -94,7 +94,7 @@ def append_swa(
     num_new: jax.Array,
     *,
     plan: CachePlan,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> StateCache:
     """Round key rows in the plan's format and write the newest n_win of each request into its window.
 
@@ -189,7 +189,7 @@ def append_tail(
 
 @donating("state")
 def rotate_csa(
-    state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array, *, backend: str | None = None
+    state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array, *, backend: Backend = None
 ) -> StateCache:
     """previous b-stream <- current b-stream, where the newest token completed its block; main and indexer tails alike.
 
@@ -224,7 +224,7 @@ def reset_hca(
     complete: jax.Array,
     *,
     plan: CachePlan,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> StateCache:
     """Empty the tail of a layer's requests whose block is complete.
 
@@ -264,7 +264,7 @@ def flush_hca(
     count: jax.Array,
     *,
     plan: CachePlan,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> PagedPool:
     """Round finished entries and write them into the pool.
 
@@ -295,7 +295,7 @@ def flush_csa(
     count: jax.Array,
     *,
     plan: CachePlan,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> PagedPool:
     """As ``flush_hca``, and the same for indexer_entries f32 [B, E, indexer_head_dim]: normed, roped and rotated."""
     _check_entries("indexer_entries", indexer_entries, slots, first, count, plan.cfg.indexer_head_dim)

@@ -5,8 +5,10 @@ already resolved. A handle is a value: a write returns a new one, and ``.cache``
 that donates the cache: outside of one, every write copies what it changes.
 
     handle = acquire(cache, layer, slots, num_new)
-    handle = handle.write_swa(kv).flush_compression(compressor, x, indexer)
-    cache = handle.cache
+    handle = handle.flush_compression(compressor, x, indexer)
+    picks = select_entries(queries, weights, handle.entries, handle.visible(tokens))    # CSA
+    out = decode_attention(q, handle.positions(tokens), sinks, handle.window(kv), handle.entries, picks, kind="csa")
+    cache = handle.write_swa(kv).cache
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ import jax.numpy as jnp
 from dsv4jax import backend as backend_lib
 from dsv4jax import kernels
 from dsv4jax.allocator import granted_tokens, is_admitted
+from dsv4jax.backend import Backend
 from dsv4jax.cache import KVCache, LayerStack
 from dsv4jax.cache_update import store_tokens
 from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.config import AttentionType
 from dsv4jax.flush import append_swa
 from dsv4jax.formats import KeyRows, KVRows
-from dsv4jax.paged_pool import PagedPool, gather_all_compressed, gather_compressed
+from dsv4jax.paged_pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
 from dsv4jax.plan import LayerCacheSchema
-from dsv4jax.state_cache import gather_swa, read_slots
+from dsv4jax.state_cache import SlidingWindow, gather_swa, read_slots
 from dsv4jax.weights import CompressorParams, IndexerParams
 
 
@@ -74,7 +77,7 @@ class LayerCacheHandle:
     num_new: jax.Array  # int32 [B] tokens of this call
     kind: AttentionType = dataclasses.field(metadata={"static": True})
     schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
-    backend: str | None = dataclasses.field(metadata={"static": True})
+    backend: Backend = dataclasses.field(metadata={"static": True})
 
     @property
     def num_query_heads(self) -> int:
@@ -100,6 +103,47 @@ class LayerCacheHandle:
         """int32 [B] entries complete once this call's tokens are stored."""
         ratio = self.schema.compression_ratio
         return (self.start + self.num_new) // ratio if ratio else jnp.zeros_like(self.start)
+
+    def positions(self, num_tokens: int) -> jax.Array:
+        """int32 [B, T] position of each of this call's T tokens, -1 past num_new."""
+        token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+        return jnp.where(token < self.num_new[:, None], self.start[:, None] + token, -1)
+
+    def visible(self, num_tokens: int) -> jax.Array:
+        """int32 [B, T] entries that each of this call's T tokens sees, its own included; 0 past num_new."""
+        self._pool  # noqa: B018  refuses an SWA layer
+        return (self.positions(num_tokens) + 1) // self.schema.compression_ratio
+
+    @property
+    def entries(self) -> PooledLayer:
+        """The layer's entries as the requests of this batch see them."""
+        return PooledLayer(
+            pool=self._pool,
+            index=self.index,
+            block_table=self.cache.tables.block_table,
+            slots=self.slots,
+            plan=self.cache.plan,
+        )
+
+    def window(self, kv: jax.Array | None = None) -> SlidingWindow:
+        """The windows of this batch, for ``decode_attention``.
+
+        Args:
+          kv: f32 [B, T, head_dim] this call's key rows, before ``write_swa``. None after it, where T is 1: of more
+            tokens the late ones overwrite what the early ones see.
+        """
+        cfg, fresh = self.cache.plan.cfg, None
+        if kv is not None:
+            check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
+            fresh = self.cache.plan.rows.encode(kv, cfg.rope_dim)
+        return SlidingWindow(
+            state=self._stack.state,
+            index=self.index,
+            slots=self.slots,
+            start=self.start,
+            fresh=fresh,
+            plan=self.cache.plan,
+        )
 
     def _with_stack(self, stack: LayerStack) -> LayerCacheHandle:
         return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
@@ -210,7 +254,7 @@ class LayerCacheHandle:
 
 
 def acquire(
-    cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array, backend: str | None = None
+    cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array, backend: Backend = None
 ) -> LayerCacheHandle:
     """A handle on one layer for this call's batch.
 
@@ -218,7 +262,7 @@ def acquire(
       layer: static number of the layer in the model.
       slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op; one with
         num_new 0 only reads.
-      backend: None for the fastest available, or a name from ``backends()``.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
     """
     backend_lib.check_name(backend)
     check_batch(slots=slots, num_new=num_new)

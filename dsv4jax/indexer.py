@@ -7,11 +7,16 @@ Queries and keys are rotated by the Hadamard matrix after their rope, then round
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dsv4jax import kernels
+from dsv4jax.backend import Backend, choose
+from dsv4jax.checks import check_array
 from dsv4jax.linear import hadamard, linear
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.plan import CachePlan
@@ -22,16 +27,20 @@ from dsv4jax.weights import IndexerParams
 def indexer_queries(
     params: IndexerParams, q_latent: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
 ) -> jax.Array:
-    """f32 [B, T, indexer_heads, indexer_head_dim]: projected, roped, rotated, rounded as the keys are."""
+    """f32 [B, T, indexer_heads, indexer_head_dim]: projected, roped, rotated; to be rounded as the keys are."""
     cfg = plan.cfg
     q = linear(q_latent, params.q_b).reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
-    q = hadamard(apply_rope(q, positions[..., None], freqs))
-    return plan.keys.decode(plan.keys.encode(q)) if plan.keys.rounds_queries else q
+    return hadamard(apply_rope(q, positions[..., None], freqs))
 
 
 def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Array:
     """w, f32 [B, T, indexer_heads], signed; carries both of the indexer's scale factors."""
     return linear(x, params.head_weights) * (plan.cfg.indexer_head_dim**-0.5 * plan.cfg.indexer_heads**-0.5)
+
+
+def masked(score: jax.Array, seen: jax.Array) -> jax.Array:
+    """-inf where not seen, and only there: a visible entry that scores -inf must still beat those that are not."""
+    return jnp.where(seen, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
 
 
 def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: jax.Array) -> jax.Array:
@@ -43,10 +52,9 @@ def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: 
     def fold(out: jax.Array, first: jax.Array | int, entry: jax.Array, seen: jax.Array) -> jax.Array:
         dots = jnp.einsum("bthd,bkd->bthk", queries, layer.keys(entry), precision=lax.Precision.HIGHEST)
         total = jnp.einsum("bth,bthk->btk", weights, jnp.maximum(dots, 0.0), precision=lax.Precision.HIGHEST)
-        # A visible entry may score -inf; it must still beat those that are not visible. NaN goes first: left as it is,
-        # its sign bit, which differs between machines, would place it first or last.
-        total = jnp.where(jnp.isnan(total), jnp.inf, jnp.maximum(total, jnp.finfo(jnp.float32).min))
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(seen, total, -jnp.inf), first, axis=2)
+        # NaN goes first: left as it is, its sign bit, which differs between machines, would place it first or last.
+        total = masked(jnp.where(jnp.isnan(total), jnp.inf, total), seen)
+        return lax.dynamic_update_slice_in_dim(out, total, first, axis=2)
 
     batch, tokens, heads, _ = queries.shape
     tile = layer.tile_size(batch * tokens * heads * 4)
@@ -64,19 +72,38 @@ def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
     return jnp.where(picks < visible[..., None], picks, -1).astype(jnp.int32)
 
 
-def select_entries(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="backend")
+def select_entries(
+    queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: jax.Array, *, backend: Backend = None
+) -> jax.Array:
     """The entries each query reads.
 
     Args:
-      queries: f32 [B, T, indexer_heads, indexer_head_dim], from ``indexer_queries``.
-      weights: f32 [B, T, indexer_heads], from ``head_weights``.
+      queries: f32 [B, T, indexer_heads, indexer_head_dim], roped and rotated; rounded here as the keys are.
+      weights: f32 [B, T, indexer_heads], with the indexer's scale factors.
+      layer: of kind CSA.
       visible: int32 [B, T] entries complete at each query: floor((p + 1) / ratio).
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Returns:
       int32 [B, T, k], k = min(indexer_top_k, max_entries); -1 past the visible ones. Order is free.
     """
-    top_k = layer.plan.cfg.indexer_top_k
-    if layer.max_entries <= top_k:  # everything visible is read: no need to score
-        entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None, None]
+    plan, lead = layer.plan, visible.shape
+    cfg, keys = plan.cfg, plan.keys
+    sizes = {"indexer_heads": cfg.indexer_heads, "indexer_head_dim": cfg.indexer_head_dim}
+    check_array("visible", visible, {"B": None, "T": None}, jnp.int32)
+    check_array("queries", queries, {"B": lead[0], "T": lead[1], **sizes}, jnp.float32)
+    check_array("weights", weights, {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}, jnp.float32)
+    entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None, None]
+    if layer.max_entries <= cfg.indexer_top_k:  # everything visible is read: no need to score
         return jnp.where(entry < visible[..., None], entry, -1)
-    return pick(scores(queries, weights, layer, visible), visible, top_k)
+    if (chosen := choose("indexer_scores", backend, kernels.unsupported_scores(plan))) != "xla":
+        score = kernels.indexer_scores(keys.encode(queries), weights, layer, visible, chosen)
+    else:
+        rounded = keys.decode(keys.encode(queries)) if keys.rounds_queries else queries
+        score = scores(rounded, weights, layer, visible)
+    if (picking := choose("top_k", backend, kernels.unsupported_top_k(plan))) != "xla":
+        return kernels.top_k(score, visible, cfg.indexer_top_k, picking)
+    if chosen != "xla":  # the kernel writes nothing past the visible ones
+        score = masked(score, entry < visible[..., None])
+    return pick(score, visible, cfg.indexer_top_k)

@@ -15,12 +15,15 @@ from dsv4jax.plan import CachePlan
 from dsv4jax.rope import rope_angles, rope_frequencies
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dsv4jax.cache import LayerStack
-    from dsv4jax.formats import KVRows
-    from dsv4jax.paged_pool import PagedPool
-    from dsv4jax.state_cache import StateCache
+    from dsv4jax.formats import KeyRows, KVRows
+    from dsv4jax.paged_pool import PagedPool, PooledLayer
+    from dsv4jax.state_cache import SlidingWindow, StateCache
 
 SIMULATED = "pallas_simulated"
+SCORED_TOGETHER = 8  # tokens of a request that a key is read for at a time: their queries fit in shared memory
 
 
 def unsupported(plan: CachePlan, kind: AttentionType) -> str | None:
@@ -39,6 +42,35 @@ def unsupported(plan: CachePlan, kind: AttentionType) -> str | None:
 def unsupported_rows(plan: CachePlan) -> str | None:
     """Why no kernel serves a plan's rows and keys, or None where they do."""
     return unsupported(plan, AttentionType.SWA)
+
+
+def unsupported_scores(plan: CachePlan) -> str | None:
+    """Why no kernel scores a plan's indexer keys, or None where one does."""
+    cfg = plan.cfg
+    return pk.unsupported_scores(
+        key_format=plan.indexer_format,
+        heads=cfg.indexer_heads,
+        key_dim=cfg.indexer_head_dim,
+        entries_per_block=plan.entries_per_block(AttentionType.CSA),
+    )
+
+
+def unsupported_top_k(plan: CachePlan) -> str | None:
+    """Why no kernel picks as many entries as a plan's queries read, or None where one does."""
+    k = plan.cfg.indexer_top_k
+    return None if k <= pk.MAX_K else f"indexer_top_k must be at most {pk.MAX_K}, got {k}"
+
+
+def unsupported_attention(plan: CachePlan) -> str | None:
+    """Why no kernel attends to a plan's rows, or None where one does."""
+    cfg = plan.cfg
+    return pk.unsupported_attention(
+        kv_format=plan.kv_format,
+        num_heads=cfg.num_heads,
+        nope_dim=cfg.head_dim - cfg.rope_dim,
+        rope_dim=cfg.rope_dim,
+        n_win=cfg.sliding_window,
+    )
 
 
 def layer_number(index: jax.Array | int) -> jax.Array:
@@ -214,6 +246,76 @@ def gather_request_rows(
         block_table,
         slots,
         num_entries,
+        kv_format=plan.kv_format,
+        dtype=dtype,
+        simulate=backend == SIMULATED,
+    )
+
+
+def indexer_scores(
+    queries: KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array, backend: str
+) -> jax.Array:
+    """Scores f32 [B, T, max_entries] of queries encoded as the keys are; anything at and past ``visible``.
+
+    A long chunk goes in as more rows of fewer tokens.
+    """
+    (batch, tokens), together = visible.shape, min(visible.shape[1], SCORED_TOGETHER)
+    groups = -(-tokens // together)
+
+    def grouped(x: jax.Array) -> jax.Array:
+        padding = [(0, 0), (0, groups * together - tokens)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, padding).reshape(batch * groups, together, *x.shape[2:])
+
+    scores = pk.indexer_scores(
+        jax.tree.map(grouped, queries),
+        grouped(weights),
+        layer.pool.indexer_keys,
+        layer_number(layer.index),
+        layer.block_table,
+        jnp.repeat(layer.slots, groups),
+        grouped(visible),
+        key_format=layer.plan.indexer_format,
+        simulate=backend == SIMULATED,
+    )
+    return scores.reshape(batch, groups * together, layer.max_entries)[:, :tokens]
+
+
+def top_k(scores: jax.Array, visible: jax.Array, k: int, backend: str) -> jax.Array:
+    """``indexer.pick``. What stands past ``visible`` [B, T] in scores [B, T, N] is not read."""
+    k = min(k, scores.shape[-1])
+    picks = pk.top_k(scores.reshape(-1, scores.shape[-1]), visible.reshape(-1), k=k, simulate=backend == SIMULATED)
+    return picks.reshape(*visible.shape, k)
+
+
+def decode_attention(
+    q: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array,
+    window: SlidingWindow,
+    entries: PooledLayer | None,
+    picks: jax.Array | None,
+    visible: jax.Array | None,
+    freqs: np.ndarray,
+    dtype: Any,
+    backend: str,
+) -> jax.Array:
+    """``attention.decode_attention``. visible: int32 [B, T], None without entries."""
+    plan, state = window.plan, window.state
+    return pk.decode_attention(
+        q.astype(jnp.float16),
+        state.window,
+        state.pos,
+        window.fresh,
+        None if entries is None else entries.pool.entries,
+        picks,
+        None if entries is None else entries.block_table,
+        window.slots,
+        window.start,
+        positions,
+        visible,
+        sinks.astype(jnp.float32),
+        jnp.concatenate(rope_angles(positions, freqs), -1),
+        layer_number(window.index),
         kv_format=plan.kv_format,
         dtype=dtype,
         simulate=backend == SIMULATED,

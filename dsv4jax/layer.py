@@ -5,7 +5,9 @@
     x -> queries -> window + entries -> y         (attend)
 
 The entry that token p completes is visible to query p, and every query reads rows as stored (rounded), those of its own
-chunk too. Queries run in tiles from W_qb to W_oa, so that a long chunk's heads and scores never all exist.
+chunk too. A decode step's row is in the window before its query reads it; a chunk's rows are read beside the window and
+appended last, because they overwrite what its early queries see. Queries run in tiles from W_qb to W_oa, so that a long
+chunk's heads and scores never all exist.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ from jax import lax
 
 from dsv4jax import attention, indexer, kernels
 from dsv4jax import backend as backend_lib
-from dsv4jax.allocator import granted_tokens, withdraw_grant
+from dsv4jax.allocator import granted_tokens, withdraw_grants
+from dsv4jax.backend import Backend, OpBackends
 from dsv4jax.cache import KVCache
 from dsv4jax.cache_update import store_tokens
-from dsv4jax.checks import FLOATS, check_array, check_batch, fitting
+from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.config import AttentionType, DSV4Config
+from dsv4jax.flush import append_swa
 from dsv4jax.linear import linear, product_dtype, rms_norm
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
-from dsv4jax.state_cache import gather_swa
+from dsv4jax.state_cache import SlidingWindow
 from dsv4jax.weights import AttentionParams, check_params
 
 QUERY_TILE_BYTES = 96 << 20  # temporaries of one tile of queries; sets how many tokens a tile holds
@@ -41,7 +45,7 @@ def attention_layer(
     layer: int,
     slots: jax.Array,
     num_new: jax.Array,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run one attention layer on new tokens and store what the cache keeps of them.
 
@@ -57,7 +61,7 @@ def attention_layer(
       num_new: int32 [B], tokens of each row that are real, at most T. A row that ``prepare_forward`` did not grant so
         many is left alone: its output is 0 and its request unchanged. So is one that names more than T, and its grant
         is withdrawn: ``advance`` will not count what was not stored.
-      backend: None for the fastest available, or a name from ``backends()``.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Returns:
       (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced). Not
@@ -79,7 +83,7 @@ def attention_layer_at(
     index: jax.Array | int,
     slots: jax.Array,
     num_new: jax.Array,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> tuple[jax.Array, KVCache]:
     """As ``attention_layer``, for the ``index``-th layer of a static kind; a traced index serves scans over layers."""
     kind = AttentionType(kind)
@@ -94,13 +98,20 @@ def attention_layer_at(
     backend_lib.check_name(backend)
     if x.size == 0:
         return jnp.zeros_like(x), cache
-    chosen = backend_lib.choose("cache_update", backend, kernels.unsupported(cache.plan, kind))
+    reasons = {
+        "cache_update": kernels.unsupported(cache.plan, kind),
+        "decode_attention": kernels.unsupported_attention(cache.plan),
+    }
+    if kind == AttentionType.CSA:
+        reasons["indexer_scores"] = kernels.unsupported_scores(cache.plan)
+        reasons["top_k"] = kernels.unsupported_top_k(cache.plan)
+    backends = backend_lib.choose_all(backend, reasons)
     index = jnp.asarray(index, jnp.int32)
-    return _attention_layer(params, x, cache, index, slots, num_new, kind=kind, backend=chosen)
+    return _attention_layer(params, x, cache, index, slots, num_new, kind=kind, backends=backends)
 
 
 # Jitted so that the layers of a kind are traced once; it donates nothing.
-@functools.partial(jax.jit, static_argnames=("kind", "backend"))
+@functools.partial(jax.jit, static_argnames=("kind", "backends"))
 def _attention_layer(
     params: AttentionParams,
     x: jax.Array,
@@ -110,39 +121,35 @@ def _attention_layer(
     num_new: jax.Array,
     *,
     kind: AttentionType,
-    backend: str,
+    backends: OpBackends,
 ) -> tuple[jax.Array, KVCache]:
-    plan, cfg, tables = cache.plan, cache.plan.cfg, cache.tables
+    plan, cfg = cache.plan, cache.plan.cfg
     batch, given_tokens, _ = x.shape
-    tile = min(given_tokens, query_tile(plan, kind, batch))
+    tile = min(given_tokens, query_tile(plan, kind, batch, backends))
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
     num_tokens = x.shape[1]
-    freqs = rope_frequencies(cfg, kind)
 
-    start, granted = granted_tokens(tables, slots, num_new)
-    count = fitting(granted, given_tokens)
     # Nothing is stored of a row that names more tokens than x has. Its grant is withdrawn, so that neither another
     # layer nor advance counts what was never stored.
-    tables = withdraw_grant(tables, slots, granted > given_tokens)
+    tables = withdraw_grants(cache.tables, slots, num_new > given_tokens)
+    start, count = granted_tokens(tables, slots, num_new)
     slots = jnp.where(count > 0, slots, -1)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    positions = start[:, None] + token
     real = token < count[:, None]
+    positions = jnp.where(real, start[:, None] + token, -1)
     x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
 
-    stack = cache.stack(kind)
-    kv = apply_rope(rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps), positions, freqs)
-    before = None
-    if given_tokens > 1:
-        # A chunk's early queries see rows that its late tokens overwrite: the old window is read before it is written.
-        before = gather_swa(stack.state, index, slots, start, plan=plan)
-        before, stack = lax.optimization_barrier((before, stack))
+    kv = rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps)
+    kv = apply_rope(kv, positions, rope_frequencies(cfg, kind))
+    fresh = plan.rows.encode(kv, cfg.rope_dim) if given_tokens > 1 else None
+    update = backends.cache_update
+    assert update is not None
     stack = store_tokens(
         params.compressor,
         params.indexer,
         x,
-        kv,
-        stack,
+        kv if fresh is None else None,
+        cache.stack(kind),
         index,
         tables.block_table,
         slots,
@@ -150,30 +157,20 @@ def _attention_layer(
         count,
         plan,
         kind,
-        backend,
+        update,
     )
-    if before is None:
-        window, window_pos = gather_swa(stack.state, index, slots, start + count, plan=plan)
-        window_valid = window_pos >= 0
-    else:
-        new = jnp.where(real[..., None], plan.rows.decode(plan.rows.encode(kv, cfg.rope_dim)), 0.0)
-        window = jnp.concatenate([before[0][:, 1:], new], axis=1)
-        window_valid = jnp.concatenate([before[1][:, 1:] >= 0, real], axis=1)
-
+    window = SlidingWindow(state=stack.state, index=index, slots=slots, start=start, fresh=fresh, plan=plan)
     entries = None
     if stack.pool is not None:
         entries = PooledLayer(pool=stack.pool, index=index, block_table=tables.block_table, slots=slots, plan=plan)
     q_latent = rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype)
-    tokens = {"q_latent": q_latent, "positions": positions, "real": real}
+    tokens = {"q_latent": q_latent, "positions": positions}
     if params.indexer is not None:
         tokens["head_weights"] = indexer.head_weights(params.indexer, x, plan)
 
     def attend_tile(first: jax.Array | int) -> jax.Array:
-        span = tile + cfg.sliding_window - 1
         queries = {name: lax.dynamic_slice_in_dim(leaf, first, tile, axis=1) for name, leaf in tokens.items()}
-        keys = lax.dynamic_slice_in_dim(window, first, span, axis=1)
-        valid = lax.dynamic_slice_in_dim(window_valid, first, span, axis=1)
-        return _attend_tile(params, queries, keys, valid, entries, plan, kind)
+        return _attend_tile(params, queries, window, entries, kind, backends)
 
     if num_tokens == tile:
         grouped = attend_tile(0)
@@ -182,41 +179,37 @@ def _attention_layer(
         grouped = jnp.moveaxis(tiles, 0, 1).reshape(batch, num_tokens, -1)
     y = linear(grouped.astype(x.dtype), params.o_b)
     y = jnp.where(real[..., None], y, 0.0).astype(x.dtype)[:, :given_tokens]
-    # The next write into these buffers waits for this layer's reads: without this, XLA may order a later layer's write
-    # first and keep a copy of the pool for the read.
+    # The next write into these buffers waits for this layer's reads: without this, XLA may order the write first and
+    # keep a copy of the pool, or of the window, for the read.
     y, stack = lax.optimization_barrier((y, stack))
+    if fresh is not None:
+        state = append_swa.__wrapped__(stack.state, index, kv, slots, start, count, plan=plan, backend=update)
+        stack = dataclasses.replace(stack, state=state)
     return y, dataclasses.replace(cache.with_stack(kind, stack), tables=tables)
 
 
 def _attend_tile(
     params: AttentionParams,
     tile: dict[str, jax.Array],
-    window: jax.Array,
-    window_valid: jax.Array,
+    window: SlidingWindow,
     entries: PooledLayer | None,
-    plan: CachePlan,
     kind: AttentionType,
+    backends: OpBackends,
 ) -> jax.Array:
     """One tile of queries, from W_qb to W_oa: f32 [B, tokens, o_groups * o_lora_rank]."""
-    cfg, freqs = plan.cfg, rope_frequencies(plan.cfg, kind)
-    q_latent, positions = tile["q_latent"], tile["positions"]
-    batch, tokens = positions.shape
-    q = linear(q_latent, params.q_b).reshape(batch, tokens, cfg.num_heads, cfg.head_dim)
+    plan, cfg = window.plan, window.plan.cfg
+    q_latent, positions, freqs = tile["q_latent"], tile["positions"], rope_frequencies(cfg, kind)
+    q = linear(q_latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
     q = apply_rope(rms_norm(q, None, cfg.norm_eps), positions[..., None], freqs)
-
-    running = attention.start_at_sinks(params.sinks, q)
-    running = attention.attend_window(running, q, window, window_valid)
-    if entries is not None:
-        # A padding query sees nothing: the entries it would see may not be written yet, and garbage times 0 is NaN.
-        visible = jnp.where(tile["real"], (positions + 1) // cfg.ratio(kind), 0)
-        if params.indexer is not None:
-            key_queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, plan)
-            picks = indexer.select_entries(key_queries, tile["head_weights"], entries, visible)
-            running = attention.attend_picked(running, q, entries, picks)
-        else:
-            running = attention.attend_all(running, q, entries, visible)
-    out = apply_rope(running.output, positions[..., None], freqs, inverse=True)
-    return _project_groups(out.astype(q_latent.dtype), params.o_a, cfg)
+    picks = None
+    if entries is not None and params.indexer is not None:
+        key_queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, plan)
+        visible = (positions + 1) // cfg.ratio(kind)
+        picks = indexer.select_entries(key_queries, tile["head_weights"], entries, visible, backend=backends)
+    out = attention.decode_attention(
+        q, positions, params.sinks, window, entries, picks, kind=kind, dtype=q_latent.dtype, backend=backends
+    )
+    return _project_groups(out, params.o_a, cfg)
 
 
 def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Array:
@@ -235,13 +228,15 @@ def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Arra
     return projected.reshape(batch, tokens, -1)
 
 
-def query_tile(plan: CachePlan, kind: AttentionType, batch: int) -> int:
+def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
     """Tokens per query tile: as many as keep its temporaries near ``QUERY_TILE_BYTES``, a power of two."""
     cfg = plan.cfg
+    gathers = backends.decode_attention == "xla"  # each query's picks as rows
     per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output
     if kind == AttentionType.CSA:
         entries = plan.max_blocks * plan.entries_per_block(kind)
         picks = min(cfg.indexer_top_k, entries)
-        per_token += picks * (cfg.head_dim + cfg.num_heads) + 2 * entries + cfg.indexer_heads * cfg.indexer_head_dim
+        per_token += 2 * entries + cfg.indexer_heads * cfg.indexer_head_dim
+        per_token += picks * (cfg.head_dim + cfg.num_heads if gathers else 1)
     tokens = QUERY_TILE_BYTES // (4 * per_token * batch)
     return 1 << max(0, tokens.bit_length() - 1)

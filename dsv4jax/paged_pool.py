@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax import kernels
-from dsv4jax.backend import choose
+from dsv4jax.backend import Backend, choose
 from dsv4jax.checks import check_array, check_batch
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KeyRows, KVRows
@@ -112,7 +112,7 @@ def gather_compressed(
     *,
     plan: CachePlan,
     dtype: Any = jnp.float32,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> jax.Array:
     """Chosen entries as dense rows. K = V: the one array serves as both.
 
@@ -147,7 +147,7 @@ def gather_all_compressed(
     *,
     plan: CachePlan,
     dtype: Any = jnp.float32,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> jax.Array:
     """The first ``num_entries[b]`` entries of each request as dense rows.
 

@@ -140,6 +140,45 @@ def reset_slots(state: StateCache, slots: jax.Array, *, plan: CachePlan, kind: A
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """One layer's windows as the requests of a batch see them: rows by position.
+
+    A chunk's late tokens overwrite ring rows that its early queries see. So its rows can be given beside the ring, as
+    ``fresh``, and be stored afterwards.
+    """
+
+    state: StateCache
+    index: jax.Array | int  # layer's place in its stack
+    slots: jax.Array  # int32 [B]
+    start: jax.Array  # int32 [B] position of the first fresh row; the ring is read below it
+    fresh: KVRows | None  # [B, F, ...] rows not stored yet; None: the ring holds all
+    plan: CachePlan = dataclasses.field(metadata={"static": True})
+
+    def rows(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rows at int32 [B, K] positions, f32 [B, K, head_dim], zero where there is none; and bool [B, K], where."""
+        slots = self.slots[:, None]
+        row = jnp.remainder(position, self.plan.cfg.sliding_window)  # of a negative position too: in range, then masked
+        stored = self.state.window, self.state.pos
+        rows, pos = jax.tree.map(lambda leaf: leaf.at[self.index, slots, row].get(mode="clip"), stored)
+        held = pos == position
+        if self.fresh is not None:
+            number = position - self.start[:, None]
+            count, is_fresh = self.fresh.nope.shape[1], number >= 0
+            held = jnp.where(is_fresh, number < count, held)
+
+            def newest(old: jax.Array, fresh: jax.Array) -> jax.Array:
+                at, new = (
+                    x.reshape(x.shape + (1,) * (fresh.ndim - 2)) for x in (jnp.clip(number, 0, count - 1), is_fresh)
+                )
+                return jnp.where(new, jnp.take_along_axis(fresh, at, axis=1), old)
+
+            rows = jax.tree.map(newest, rows, self.fresh)
+        held &= (position >= 0) & (slots >= 0)
+        return jnp.where(held[..., None], self.plan.rows.decode(rows), 0.0), held
+
+
 @functools.partial(jax.jit, static_argnames="plan")
 def gather_swa(
     state: StateCache, index: jax.Array | int, slots: jax.Array, seq_lens: jax.Array, *, plan: CachePlan
@@ -156,10 +195,7 @@ def gather_swa(
     """
     check_batch(slots=slots, seq_lens=seq_lens)
     n_win = plan.cfg.sliding_window
-    expected = seq_lens[:, None] - n_win + jnp.arange(n_win, dtype=jnp.int32)[None]
-    row = jnp.remainder(expected, n_win)  # of a negative position too: in range, and masked below
-    stored = jax.tree.map(lambda leaf: leaf.at[index, slots[:, None], row].get(mode="clip"), (state.window, state.pos))
-    window, pos = stored
-    valid = (pos == expected) & (expected >= 0) & (slots[:, None] >= 0)
-    rows = jnp.where(valid[..., None], plan.rows.decode(window), 0.0)
-    return rows, jnp.where(valid, pos, -1)
+    position = seq_lens[:, None] - n_win + jnp.arange(n_win, dtype=jnp.int32)[None]
+    window = SlidingWindow(state=state, index=index, slots=slots, start=seq_lens, fresh=None, plan=plan)
+    rows, held = window.rows(position)
+    return rows, jnp.where(held, position, -1)

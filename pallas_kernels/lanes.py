@@ -24,8 +24,8 @@ _LARGEST = float(np.finfo(np.float32).max)
 class Buffer:
     """An array in device memory: f32, bf16, int32 or uint8.
 
-    Floats come and go as f32; bytes come and go packed, ``count`` of them in one i32. The last index is the first of
-    ``count`` neighbours.
+    Floats come and go as f32 (f16 as packed words only); bytes come and go packed, ``count`` of them in one i32. The
+    last index is the first of ``count`` neighbours.
     """
 
     machine: Machine
@@ -39,7 +39,8 @@ class Buffer:
         assert (self.shape, self.dtype) == (other.shape, other.dtype), "arrays that stand in for each other are alike"
         return dataclasses.replace(self, address=select(condition, other.address, self.address))
 
-    def _at(self, index: Sequence[Index]) -> Value:
+    def address_of(self, index: Sequence[Index]) -> Value:
+        """i64 address of an element."""
         if len(index) != len(self.shape):
             raise TypeError(f"an array of shape {self.shape} takes {len(self.shape)} indices, got {len(index)}")
         address, known = self.address, 0
@@ -55,7 +56,7 @@ class Buffer:
         size = count * self.dtype.itemsize
         if where is False:
             return [self.machine.constant(otherwise, "i32")] * -(-size // 4)
-        return self.machine.load(self._at(index), size, where, constant=self.constant, otherwise=otherwise)
+        return self.machine.load(self.address_of(index), size, where, constant=self.constant, otherwise=otherwise)
 
     def load_floats(self, *index: Index, count: int = VECTOR, where: Condition = True, otherwise: float = 0.0) -> Step:
         """``otherwise`` (rounded to the array's dtype) where not: cheaper than a select, which waits for the load."""
@@ -71,19 +72,26 @@ class Buffer:
             words = [self.machine.bits(value) for value in values]
         else:
             words = [self.machine.to_bf16(*values[i : i + 2]) for i in range(0, len(values), 2)]
-        self.machine.store(self._at(index), words, len(values) * self.dtype.itemsize, where)
+        self.machine.store(self.address_of(index), words, len(values) * self.dtype.itemsize, where)
 
-    def load_int(self, *index: Index, where: Condition = True) -> Value:
-        return self._load(index, 1, where)[0]
+    def load_int(self, *index: Index, where: Condition = True, otherwise: int = 0) -> Value:
+        return self._load(index, 1, where, otherwise)[0]
 
     def store_int(self, value: Value, *index: Index, where: Condition = True) -> None:
-        self.machine.store(self._at(index), [value], 4, where)
+        self.machine.store(self.address_of(index), [value], 4, where)
+
+    def load_words(self, *index: Index, count: int, where: Condition = True) -> list[Value]:
+        """``count`` elements of any dtype as they lie, packed into i32."""
+        return self._load(index, count, where)
+
+    def store_words(self, words: Sequence[Value], *index: Index, where: Condition = True) -> None:
+        self.machine.store(self.address_of(index), words, 4 * len(words), where)
 
     def load_bytes(self, *index: Index, count: int = VECTOR, where: Condition = True) -> Value:
         return self._load(index, count, where)[0]
 
     def store_bytes(self, word: Value, *index: Index, count: int = VECTOR, where: Condition = True) -> None:
-        self.machine.store(self._at(index), [word], count, where)
+        self.machine.store(self.address_of(index), [word], count, where)
 
 
 def load_either(
@@ -103,7 +111,7 @@ def load_either(
         from_one = one.load_floats(*at_one, where=where & condition, otherwise=otherwise)
         from_other = other.load_floats(*at_other, where=where & negate(condition), otherwise=otherwise)
         return [select(condition, x, y) for x, y in zip(from_one, from_other, strict=True)]
-    address = select(condition, one._at(at_one), other._at(at_other))
+    address = select(condition, one.address_of(at_one), other.address_of(at_other))
     either = dataclasses.replace(one, address=address, shape=(), constant=False)
     return either.load_floats(where=where, otherwise=otherwise)
 
@@ -139,6 +147,14 @@ Op = Callable[[Value, Value], Value]
 
 def fold(op: Op, values: Sequence[Value]) -> Value:
     return functools.reduce(op, values)
+
+
+def fold_tree(op: Op, values: Sequence[Value]) -> Value:
+    """As ``fold``, by pairs: a shorter chain of operations that wait for each other, another order of sums."""
+    while len(values) > 1:
+        pairs = [op(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
+        values = [*pairs, values[-1]] if len(values) % 2 else pairs
+    return values[0]
 
 
 class Team:

@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.machine import WARPGROUP, Machine
-from pallas_kernels.simulator import Simulator
+from pallas_kernels.simulated_tensor_memory import TensorMemorySimulator
 
-Body = Callable[[Machine, Any, Any], None]
+Body = Callable[[Any, Any, Any], None]  # of a TensorMemory machine, inputs and state
 _SCRATCH_BYTES = 1024  # shared memory every launch has, for reductions
 
 
@@ -51,7 +51,7 @@ def launch(
     is_result = isinstance(state_leaves[0], jax.ShapeDtypeStruct)
     if not any(leaf.size for leaf in state_leaves):
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state) if is_result else state
-    shared_bytes += _SCRATCH_BYTES
+    shared_bytes = -(-(shared_bytes + _SCRATCH_BYTES) // 16) * 16
     if simulate:
         run = functools.partial(_simulate, body, name, grid, warpgroups, cluster, shared_bytes)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
@@ -59,7 +59,7 @@ def launch(
             state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
         return jax.pure_callback(run, shapes, inputs, state)
 
-    from pallas_kernels.ptx import PTX  # needs Mosaic GPU, which not every jaxlib has
+    from pallas_kernels.ptx_tensor_memory import TensorMemoryPTX  # needs Mosaic GPU, which not every jaxlib has
 
     # A ref handed to a kernel is updated in place: XLA aliases it, and copies it only if its old value is used later.
     refs = [] if is_result else [jax.new_ref(leaf) for leaf in state_leaves]
@@ -76,7 +76,7 @@ def launch(
         def emit(context: Any, *values: Any) -> None:
             del context
             memrefs, shared_memref = values[: len(arrays)], values[len(arrays)]
-            machine = PTX([number.registers.item() for number in values[len(arrays) + 1 :]], shared_memref)
+            machine = TensorMemoryPTX([number.registers.item() for number in values[len(arrays) + 1 :]], shared_memref)
             buffers = [
                 machine.buffer(memref, shape, dtype, constant=i < len(operands))
                 for i, (memref, (shape, dtype)) in enumerate(zip(memrefs, shapes, strict=True))
@@ -121,7 +121,7 @@ def _simulate(
 ) -> Any:
     if not math.prod(grid):
         return state
-    machine = Simulator(grid, warpgroups * WARPGROUP, shared_bytes, cluster)
+    machine = TensorMemorySimulator(grid, warpgroups * WARPGROUP, shared_bytes, cluster)
 
     def buffers(tree: Any, *, constant: bool) -> Any:
         return jax.tree_util.tree_map_with_path(

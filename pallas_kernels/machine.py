@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 Kind = Literal["i32", "i64", "f32", "bool"]
-Scope = Literal["warpgroup", "block", "cluster"]
+Scope = Literal["warp", "warpgroup", "block", "cluster"]
 WARP, WARPGROUP = 32, 128
 VECTOR = 4  # channels a lane holds per step: 16 bytes of f32
 
@@ -75,7 +75,7 @@ class Value:
 
     __rand__ = __and__
 
-    def __rshift__(self, bits: int) -> Value:
+    def __rshift__(self, bits: Value | int) -> Value:
         return self._with("shr", bits)
 
     def __lshift__(self, bits: Value | int) -> Value:
@@ -132,10 +132,10 @@ class Machine(abc.ABC):
     def __init__(self) -> None:
         self.shared_bytes = 0  # shared memory taken so far
 
-    def take_shared(self, size: int) -> int:
-        """Byte offset of ``size`` fresh bytes of the block's shared memory, 16-byte aligned."""
-        offset = self.shared_bytes
-        self.shared_bytes += -(-size // 16) * 16
+    def take_shared(self, size: int, alignment: int = 16) -> int:
+        """Byte offset of ``size`` fresh bytes of the block's shared memory."""
+        offset = -(-self.shared_bytes // alignment) * alignment
+        self.shared_bytes = offset + -(-size // 16) * 16
         return offset
 
     # Where a lane is.
@@ -216,6 +216,25 @@ class Machine(abc.ABC):
     @abc.abstractmethod
     def shuffle_xor(self, x: Value, distance: int) -> Value:
         """The value of the lane whose number differs in the bit ``distance`` (1 .. 16) of the lane's number."""
+
+    @abc.abstractmethod
+    def shuffle_up(self, x: Value, distance: int) -> Value:
+        """The value of the lane ``distance`` (1 .. 31) before it in the warp; the first lanes keep their own."""
+
+    @abc.abstractmethod
+    def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
+        """An i32 reduced over the warp, in all its lanes: one instruction."""
+
+    @abc.abstractmethod
+    def leading_zeros(self, x: Value) -> Value:
+        """Zero bits above an i32's highest one; 32 of 0."""
+
+    @abc.abstractmethod
+    def add_shared(self, address: Value, x: Value, where: Condition, *, rank: int | None = None) -> Value:
+        """Add to an i32 in shared memory, atomically: what it held before, 0 where not.
+
+        In the block's own shared memory, or in that of the block of a rank in its cluster.
+        """
 
     @abc.abstractmethod
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:

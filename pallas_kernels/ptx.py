@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +172,27 @@ class PTX(Machine):
     def shuffle_xor(self, x: Value, distance: int) -> Value:
         return self._wrap(x.kind, mgpu.utils.shfl_bfly(x.raw, distance))
 
+    def shuffle_up(self, x: Value, distance: int) -> Value:
+        register = "f" if x.kind == "f32" else "r"
+        text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
+        return self._asm(text, f"={register},{register}", [x.kind], x, effects=True)[0]
+
+    def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
+        return self._asm(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r", ["i32"], x, effects=True)[0]
+
+    def leading_zeros(self, x: Value) -> Value:
+        return self._asm("clz.b32 $0, $1;", "=r,r", ["i32"], x)[0]
+
+    def add_shared(self, address: Value, x: Value, where: Condition, *, rank: int | None = None) -> Value:
+        if where is False:
+            return self.constant(0, "i32")
+        address, space = self._shared_address(address, rank)
+        add = f"atom.{space}.add.u32 $0, [$1], $2;"
+        if where is True:
+            return self._asm(add, "=r,r,r", ["i32"], address, x, effects=True)[0]
+        text = f"{{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; @p {add} }}"
+        return self._asm(text, "=&r,r,r,r", ["i32"], address, x, self._flag(where), effects=True)[0]
+
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
         assert leave is False or scope == "cluster", "only a cluster's barrier may be left"
         if scope == "cluster":
@@ -180,6 +201,8 @@ class PTX(Machine):
                 self._asm("barrier.cluster.wait.acquire.aligned;", "", [], effects=True)
         elif scope == "block":
             gpu.barrier()
+        elif scope == "warp":
+            self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
         else:
             mgpu.utils.warpgroup_barrier()
 
@@ -240,12 +263,16 @@ class PTX(Machine):
     def store_shared(
         self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
     ) -> None:
+        address, space = self._shared_address(address, rank)
+        self._store(space, "r", address, words, size, where)
+
+    def _shared_address(self, address: Value, rank: int | None) -> tuple[Value, str]:
+        """Of a byte offset into the shared memory of the block, or of a rank's: the address and its state space."""
         address = self._shared + address
         if rank is None:
-            self._store("shared", "r", address, words, size, where)
-            return
+            return address, "shared"
         remote = self._asm(f"mapa.shared::cluster.u32 $0, $1, {rank};", "=r,r", ["i32"], address)[0]
-        self._store("shared::cluster", "r", remote, words, size, where)
+        return remote, "shared::cluster"
 
     def when(self, condition: Condition) -> contextlib.AbstractContextManager[None]:
         if condition is True:

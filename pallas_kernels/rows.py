@@ -126,7 +126,7 @@ def power_of_two_scale(amax: Value, largest: float) -> Value:
     return select(_is_finite(amax), byte, 255)
 
 
-def _from_ue8m0(byte: Value) -> Value:
+def from_ue8m0(byte: Value) -> Value:
     return byte.machine.from_bits(select(byte.equals(255), byte.machine.constant(_NAN, "i32"), byte << 23))
 
 
@@ -164,7 +164,7 @@ def store_kv(
             bits = fold(maximum, [magnitude_bits(value) for value in channels])
             bits = row.team.neighbours(maximum, bits, TILE // VECTOR)
             byte = power_of_two_scale(bits.maximum(floor), E4M3_MAX)
-            divisors.append(Divisor(_from_ue8m0(byte)))
+            divisors.append(Divisor(from_ue8m0(byte)))
             first = row.before(step, nope_dim)
             if first is not False:
                 first = where & first & (row.channel[step] % TILE).equals(0)
@@ -202,7 +202,7 @@ def store_key(row: Row, values: Channels, rows: Any, *lead: Index, key_format: s
         else:
             floor = int(np.float32(E2M1_MAX * 2.0**-126).view(np.int32))
             byte = power_of_two_scale(bits.maximum(floor), E2M1_MAX)
-            scale = _from_ue8m0(byte)
+            scale = from_ue8m0(byte)
         first = stored & (channel % group).equals(0)
         rows.scale.store_bytes(byte, *lead, channel // group, count=1, where=first)
         divisor = Divisor(scale)
@@ -224,7 +224,7 @@ def load_kv(row: Row, rows: Any, *lead: Index, kv_format: str, where: Condition)
             codes = rows.nope.load_bytes(*lead, channel, where=where & is_nope)
             scale = row_scale
             if scale is None:
-                scale = _from_ue8m0(rows.scale.load_bytes(*lead, channel // TILE, count=1, where=where & is_nope))
+                scale = from_ue8m0(rows.scale.load_bytes(*lead, channel // TILE, count=1, where=where & is_nope))
             nope = [value * scale for value in machine.from_e4m3(codes)]
         elif is_nope is not False:
             nope = rows.nope.load_floats(*lead, channel, where=where & is_nope)

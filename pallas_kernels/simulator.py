@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -37,7 +37,7 @@ _OPS: dict[str, Callable[[Any, Any], Any]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-_SPACE = 1 << 40  # distance between the addresses of two buffers; the first one starts there, so that 0 is no address
+SPACE = 1 << 40  # distance between the addresses of two buffers; the first one starts there, so that 0 is no address
 _NOBODY, _MANY = -1, 1 << 60
 
 
@@ -56,6 +56,9 @@ class _Memory:
             self.writer, self.high = (np.full(data.size, _NOBODY, np.int64) for _ in range(2))
             self.low = np.full(data.size, _MANY, np.int64)
             self.written, self.was_read = (np.zeros(data.size, np.int64) for _ in range(2))
+            # The lowest and the highest lane that has added to it since, atomically, and the order's scope.
+            self.add_low, self.add_high = self.low.copy(), self.high.copy()
+            self.was_added = self.was_read.copy()
 
     def _check(self, at: np.ndarray, size: int) -> np.ndarray:
         if np.any(at < 0) or np.any(at + size > self.data.size):
@@ -72,12 +75,27 @@ class _Memory:
             owner = np.broadcast_to(lanes[:, None], where.shape)
             if np.any(self._unordered(where, owner, self.writer, self.writer, self.written)):
                 raise SimulationError(f"{self.name}: a lane reads what another one writes")
-            stale = where[~self._unordered(where, owner, self.low, self.high, self.was_read)]
-            self.low[stale], self.high[stale] = _MANY, _NOBODY
-            self.was_read[where] = 0
-            np.minimum.at(self.low, where, owner)
-            np.maximum.at(self.high, where, owner)
+            if np.any(self._unordered(where, owner, self.add_low, self.add_high, self.was_added)):
+                raise SimulationError(f"{self.name}: a lane reads what another one adds to")
+            self._join(where, owner, self.low, self.high, self.was_read)
         return self.data[where]
+
+    def add(self, at: np.ndarray, lanes: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Atomically, to an i32 each, in the lanes' order; what was there before each."""
+        where = self._check(at, 4)
+        owner = np.broadcast_to(lanes[:, None], where.shape)
+        writes, reads, _ = self.accesses()
+        for others, verb in ((writes, "wrote"), (reads, "read")):
+            if np.any(self._unordered(where, owner, *others)):
+                raise SimulationError(f"{self.name}: a lane adds to what another one {verb}")
+        self._join(where, owner, self.add_low, self.add_high, self.was_added)
+        words = self.data.view(np.int32)
+        before = np.empty_like(x)
+        with np.errstate(over="ignore"):
+            for i, (word, number) in enumerate(zip(at // 4, x, strict=True)):
+                before[i] = words[word]
+                words[word] += number
+        return before
 
     def write(self, at: np.ndarray, size: int, lanes: np.ndarray, data: np.ndarray) -> None:
         where = self._check(at, size)
@@ -86,15 +104,21 @@ class _Memory:
         if np.unique(where).size != where.size:
             raise SimulationError(f"{self.name}: two lanes write the same bytes")
         owner = np.broadcast_to(lanes[:, None], where.shape)
-        for low, high, scope, verb in (
-            (self.writer, self.writer, self.written, "wrote"),
-            (self.low, self.high, self.was_read, "read"),
-        ):
-            if np.any(self._unordered(where, owner, low, high, scope)):
+        for others, verb in zip(self.accesses(), ("wrote", "read", "added to"), strict=True):
+            if np.any(self._unordered(where, owner, *others)):
                 raise SimulationError(f"{self.name}: a lane writes what another one {verb}")
         self.writer[where], self.written[where] = owner, 0
         self.low[where], self.high[where] = _MANY, _NOBODY
+        self.add_low[where], self.add_high[where] = _MANY, _NOBODY
         self.data[where] = data
+
+    def _join(self, where: np.ndarray, owner: np.ndarray, low: np.ndarray, high: np.ndarray, scope: np.ndarray) -> None:
+        """More lanes that read or add: those before them that a barrier has ordered need no more watching."""
+        stale = where[~self._unordered(where, owner, low, high, scope)]
+        low[stale], high[stale] = _MANY, _NOBODY
+        scope[where] = 0
+        np.minimum.at(low, where, owner)
+        np.maximum.at(high, where, owner)
 
     @staticmethod
     def _unordered(where: np.ndarray, owner: np.ndarray, low: Any, high: Any, scope: Any) -> np.ndarray:
@@ -104,12 +128,15 @@ class _Memory:
         ordered = (scope > 0) & (low // size == owner // size) & (high // size == owner // size)
         return (high != _NOBODY) & ((low != owner) | (high != owner)) & ~ordered
 
+    def accesses(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Lowest lane, highest lane and scope of the order, of what wrote, of what has read and of what has added."""
+        yield self.writer, self.writer, self.written
+        yield self.low, self.high, self.was_read
+        yield self.add_low, self.add_high, self.was_added
+
     def order(self, arrived: np.ndarray, size: int) -> None:
         """A barrier over groups of ``size`` lanes: what their lanes did comes before what they do next."""
-        for low, high, scope in (
-            (self.writer, self.writer, self.written),
-            (self.low, self.high, self.was_read),
-        ):
+        for low, high, scope in self.accesses():
             group = np.where(high >= 0, high // size, -1)
             inside = arrived[group] & (low // size == group)
             scope[inside] = np.maximum(scope[inside], size)
@@ -137,7 +164,7 @@ class Simulator(Machine):
         """An array in device memory; written in place, so give a contiguous copy."""
         data = array.reshape(-1).view(np.uint8)
         self._memories.append(_Memory(name, data, constant=constant))
-        address = self.constant(len(self._memories) * _SPACE, "i64")
+        address = self.constant(len(self._memories) * SPACE, "i64")
         return Buffer(self, address, array.shape, jnp.dtype(array.dtype), constant)
 
     def _wrap(self, kind: Kind, raw: Any) -> Value:
@@ -225,14 +252,43 @@ class Simulator(Machine):
 
     def shuffle_xor(self, x: Value, distance: int) -> Value:
         assert 0 < distance < WARP, distance
+        return self._wrap(x.kind, self._of_warps(x)[:, np.arange(WARP) ^ distance].reshape(self._shape))
+
+    def _of_warps(self, x: Value) -> np.ndarray:
+        """[warps, lanes]"""
         warps = np.broadcast_to(self._mask, self._shape).reshape(-1, WARP)
         if np.any(warps.any(-1) & ~warps.all(-1)):
             raise SimulationError("a shuffle in a warp of which only some lanes are active")
-        raw = np.broadcast_to(x.raw, self._shape)
-        return self._wrap(x.kind, raw[:, np.arange(self._threads) ^ distance])
+        return np.broadcast_to(x.raw, self._shape).reshape(-1, WARP)
+
+    def shuffle_up(self, x: Value, distance: int) -> Value:
+        assert 0 < distance < WARP, distance
+        lane = np.arange(WARP)
+        moved = self._of_warps(x)[:, np.where(lane < distance, lane, lane - distance)]
+        return self._wrap(x.kind, moved.reshape(self._shape))
+
+    def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
+        assert x.kind == "i32", x.kind
+        reduced = {"add": np.add, "max": np.maximum, "min": np.minimum}[op].reduce(self._of_warps(x), -1, np.int32)
+        return self._wrap("i32", np.repeat(reduced, WARP).reshape(self._shape))
+
+    def leading_zeros(self, x: Value) -> Value:
+        assert x.kind == "i32", x.kind
+        return self._wrap("i32", 32 - np.frexp(x.raw.view(np.uint32).astype(np.float64))[1])  # exact in f64
+
+    def add_shared(self, address: Value, x: Value, where: Condition, *, rank: int | None = None) -> Value:
+        assert x.kind == "i32", x.kind
+        active = self._active(where)
+        before = np.zeros(self._shape, np.int32)
+        if active.any():
+            at = self._shared_offset(address, active, rank)
+            number = np.broadcast_to(x.raw, self._shape)[active]
+            before[active] = self._shared.add(at, self._lane[active], number)
+        return self._wrap("i32", before)
 
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
-        size = {"warpgroup": WARPGROUP, "block": self._threads, "cluster": self._threads * self._cluster}[scope]
+        sizes = {"warp": WARP, "warpgroup": WARPGROUP, "block": self._threads}
+        size = sizes.get(scope, self._threads * self._cluster)
         assert leave is False or scope == "cluster", "only a cluster's barrier may be left"
         groups = self._active(True).reshape(-1, size)
         if np.any(groups.any(-1) & ~groups.all(-1)):
@@ -252,10 +308,10 @@ class Simulator(Machine):
 
     def _locate(self, address: Value, active: np.ndarray) -> tuple[_Memory, np.ndarray]:
         at = np.broadcast_to(address.raw, self._shape)[active]
-        numbers = np.unique(at // _SPACE)
+        numbers = np.unique(at // SPACE)
         if numbers.size != 1 or not 1 <= numbers[0] <= len(self._memories):
             raise SimulationError("an address outside of all buffers")
-        return self._memories[int(numbers[0]) - 1], at % _SPACE
+        return self._memories[int(numbers[0]) - 1], at % SPACE
 
     def _gather(self, memory: _Memory, at: np.ndarray, size: int, active: np.ndarray) -> list[Value]:
         data = np.zeros((*self._shape, max(size, 4)), np.uint8)
@@ -274,7 +330,7 @@ class Simulator(Machine):
         if not active.any():
             return [self.constant(otherwise, "i32")] * max(1, size // 4)
         # One load may read several arrays: lanes choose theirs.
-        number = np.broadcast_to(address.raw, self._shape) // _SPACE
+        number = np.broadcast_to(address.raw, self._shape) // SPACE
         words = [np.full(self._shape, otherwise, np.int32)] * max(1, size // 4)
         for one in np.unique(number[active]):
             here = active & (number == one)

@@ -93,12 +93,15 @@ def main(target: str) -> None:
     from tests import in_place
 
     compiler = functools.partial(compile_for, target)
-    reports = {name: audit(compiler) for name, audit in in_place.GPU_AUDITS.items()}
+    reports = {name: audit(compiler) for name, audit in (in_place.GPU_AUDITS | in_place.READ_AUDITS).items()}
     prefill = {}
     for layer, kind in enumerate(("swa", "csa", "hca")):
         function, args = in_place.flash_prefill(layer, "bfloat16")
         prefill[kind] = in_place.memory_of(compiler(function, *args, donate_argnums=2)).temp_size_in_bytes
-    print(json.dumps(reports | {"prefill temporaries": prefill}))
+    grants = [
+        (compiler(function, *args).as_text() or "").count(" gather(") for function, args in map(in_place.grants, (1, 8))
+    ]
+    print(json.dumps(reports | {"prefill temporaries": prefill, "reads of grants": grants}))
 
 
 if __name__ == "__main__":

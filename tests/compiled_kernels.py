@@ -14,12 +14,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 import dsv4jax as d4
+import pallas_kernels as pk
 from dsv4jax import kernels
 from dsv4jax.compressor import Streams
 from dsv4jax.config import AttentionType
@@ -52,6 +53,7 @@ class Kernel:
     args: tuple[Any, ...]
     rows: Any  # the pool's NoPE bytes [layers, num_blocks, entries_per_block, dim], where the kernel addresses them
     reads_only: bool = False
+    has_scratch: bool = False  # beside the cache, which is larger
 
 
 def _f32(*shape: int) -> Any:
@@ -60,6 +62,10 @@ def _f32(*shape: int) -> Any:
 
 def _i32(*shape: int) -> Any:
     return Spec(shape, jnp.int32)
+
+
+def _many(row: Any, *lead: int) -> Any:
+    return jax.tree.map(lambda leaf: Spec((*lead, *leaf.shape), leaf.dtype), row)
 
 
 LAYER = _i32()
@@ -126,6 +132,60 @@ def _pieces(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         cache = _cache(cfg, hca_tail=tail)
         static = dict(plan=cache.plan, backend="pallas")
         yield _piece(tail, static, reset_hca, cache.stack("hca").state, LAYER, row, done)
+
+
+def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Scores, top-k and attention: for one token and for several of each request."""
+    layer = _i32(1)
+    formats = *FORMATS, dict(kv_format="bf16", indexer_format="mxfp4")
+    for options in formats if cfg is MODELS["flash"] else FORMATS[:1]:
+        cache = _cache(cfg, **options)
+        plan, table = cache.plan, cache.tables.block_table
+        for batch, tokens in ((1, 1), (64, 4)):
+            sizes, lead = f"[{batch}, {tokens}]", (batch, tokens)
+            q = Spec((*lead, cfg.num_heads, cfg.head_dim), jnp.float16)
+            for kind in sorted({spec.attn for spec in d4.layer_schedule(cfg)}):
+                stack = cache.stack(kind)
+                entries = None if stack.pool is None else stack.pool.entries
+                arguments = dict(
+                    q=q,
+                    window=stack.state.window,
+                    pos=stack.state.pos,
+                    fresh=_many(plan.rows.row(448, 64), *lead) if tokens > 1 else None,
+                    entries=entries,
+                    picks=_i32(*lead, cfg.indexer_top_k) if kind == AttentionType.CSA else None,
+                    block_table=None if entries is None else table,
+                    slots=_i32(batch),
+                    start=_i32(batch),
+                    positions=_i32(*lead),
+                    visible=None if entries is None else _i32(*lead),
+                    sinks=_f32(cfg.num_heads),
+                    angles=_f32(*lead, cfg.rope_dim),
+                    layer=layer,
+                )
+
+                def attend(arguments: Any, form: str = plan.kv_format) -> Any:
+                    return pk.decode_attention(**arguments, kv_format=form)
+
+                name = f"decode_attention {kind} {plan.kv_format} {sizes}"
+                yield Kernel(
+                    name=name, function=attend, args=(arguments,), rows=None, reads_only=True, has_scratch=True
+                )
+            keys: Any = cast(PagedPool, cache.stack("csa").pool).indexer_keys
+            queries = _many(plan.keys.row(128), *lead, cfg.indexer_heads)
+
+            def score(keys: Any, queries: Any, *rest: Any, form: str = plan.indexer_format) -> Any:
+                weights, layer, table, slots, visible = rest
+                return pk.indexer_scores(queries, weights, keys, layer, table, slots, visible, key_format=form)
+
+            if options["kv_format"] != "bf16":
+                args = keys, queries, _f32(*lead, cfg.indexer_heads), layer, table, _i32(batch), _i32(*lead)
+                name = f"indexer_scores {plan.indexer_format} {sizes}"
+                yield Kernel(name=name, function=score, args=args, rows=keys.codes, reads_only=True)
+    for rows, size in ((8, 32768), (256, 8192), (64, 262144)):
+        select = functools.partial(pk.top_k, k=cfg.indexer_top_k)
+        args = _f32(rows, size), _i32(rows)
+        yield Kernel(name=f"top_k [{rows}, {size}]", function=select, args=args, rows=None, reads_only=True)
 
 
 def _piece(detail: str, static: dict[str, Any], function: Any, *args: Any) -> Kernel:
@@ -205,7 +265,7 @@ def report(target: str, kernel: Kernel, *, donate: bool = True) -> dict[str, Any
         "elements": 0 if kernel.rows is None else kernel.rows.size,
         "donated": 0 if kernel.reads_only else sum(leaves),
         "aliased": memory.alias_size_in_bytes,
-        "smallest leaf": min(leaves),
+        "smallest leaf": (max if kernel.has_scratch else min)(leaves),
         "temporaries": memory.temp_size_in_bytes,
         "copied": copied_bytes(hlo),
     }
@@ -227,7 +287,7 @@ def main(target: str, *options: str) -> None:
     os.environ.update(dict.fromkeys(DUMPS, "1"))
     reports: dict[str, dict[str, Any]] = {}
     for model, cfg in MODELS.items():
-        for kernel in (*_updates(cfg), *_pieces(cfg)):
+        for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg)):
             name = f"{model} {kernel.name}"
             assert name not in reports, name
             reports[name] = report(target, kernel)

@@ -14,10 +14,13 @@ import jax
 import jax.numpy as jnp
 
 import dsv4jax as d4
+from dsv4jax.allocator import granted_tokens, withdraw_grants
 from dsv4jax.weights import param_shapes
 
 # Two CSA layers share one stack: the second writes into the buffers that the first has read.
 CFG = d4.DSV4Config.tiny(compress_ratios=(0, 4, 128, 4))
+# Heads, key heads and window of the published models, which the kernels that read the cache serve.
+PUBLISHED = d4.DSV4Config(hidden_size=64, q_lora_rank=32, o_lora_rank=8, compress_ratios=CFG.compress_ratios)
 SMALL, LARGE = 1024, 8192  # blocks; with 8 and 64 slots
 BATCH = 4
 Spec = jax.ShapeDtypeStruct
@@ -43,8 +46,8 @@ def many_steps(params, x, cache, slots, num_new):
     return jax.lax.scan(body, (x, cache), length=8)[0]
 
 
-def _plan(blocks: int, **options) -> d4.CachePlan:
-    return d4.plan_cache(CFG, max_requests=blocks // 128, max_context=4096, num_blocks=blocks, **options)
+def _plan(blocks: int, cfg: d4.DSV4Config = CFG, **options) -> d4.CachePlan:
+    return d4.plan_cache(cfg, max_requests=blocks // 128, max_context=4096, num_blocks=blocks, **options)
 
 
 def table_entries(blocks: int) -> int:
@@ -93,10 +96,10 @@ def audit(compile_program, make_program) -> dict[str, int]:
     return found
 
 
-def _forward(function=whole_step, tokens=1, **options):
+def forward(function=whole_step, tokens=1, cfg=CFG, **options):
     def make(blocks: int):
         x, slots, num_new = batch_specs(tokens)
-        return function, (abstract_params(CFG), x, d4.abstract_cache(_plan(blocks, **options)), slots, num_new), 2
+        return function, (abstract_params(cfg), x, d4.abstract_cache(_plan(blocks, cfg, **options)), slots, num_new), 2
 
     return functools.partial(audit, make_program=make)
 
@@ -133,23 +136,43 @@ def _flush(blocks: int):
 
 # A GPU compiles the forward passes; bookkeeping touches no pool and is audited on the CPU alone.
 GPU_AUDITS = {
-    "decode step, fp8_row + nvfp4": _forward(),
-    "decode step, fp8_tile64 + mxfp4, online tails": _forward(
+    "decode step, fp8_row + nvfp4": forward(),
+    "decode step, fp8_tile64 + mxfp4, online tails": forward(
         kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"
     ),
-    "prefill chunk of 33": _forward(tokens=33),
-    "scan over layers": _forward(function=_scan_over_layers),
+    "prefill chunk of 33": forward(tokens=33),
+    "scan over layers": forward(function=_scan_over_layers),
+}
+# On a CPU these are XLA's, as those above are.
+READ_AUDITS = {
+    "decode step, published heads": forward(cfg=PUBLISHED),
+    "prefill chunk of 33, published heads": forward(tokens=33, cfg=PUBLISHED),
 }
 AUDITS = GPU_AUDITS | {
-    "decode step, bf16": _forward(kv_format="bf16", indexer_format="bf16"),
-    "decode step, f32": _forward(kv_format="f32", indexer_format="f32"),
-    "scan over tokens": _forward(function=many_steps),
+    "decode step, bf16": forward(kv_format="bf16", indexer_format="bf16"),
+    "decode step, f32": forward(kv_format="f32", indexer_format="f32"),
+    "scan over tokens": forward(function=many_steps),
     "admit": bookkeeping(lambda cache, slots, num_new: d4.admit(cache, BATCH)),
     "prepare_forward": bookkeeping(d4.prepare_forward),
     "advance": bookkeeping(d4.advance),
     "release": bookkeeping(lambda cache, slots, num_new: d4.release(cache, slots)),
     "flush_csa": functools.partial(audit, make_program=_flush),
 }
+
+
+def grants(layers: int):
+    """What the layers of a step ask of the tables before anything else."""
+    _, slots, num_new = batch_specs(1)
+
+    def ask(tables, slots, num_new):
+        found = []
+        for _ in range(layers):
+            tables = withdraw_grants(tables, slots, num_new > 1)
+            found.append(granted_tokens(tables, slots, num_new))
+        return tables, found
+
+    return ask, (d4.abstract_cache(_plan(SMALL)).tables, slots, num_new)
+
 
 PREFILL_LIMIT = 1 << 30  # bytes of temporaries
 

@@ -19,6 +19,9 @@ LAUNCHES = {
     "reset_hca",
     "gather_compressed",
     "gather_all_compressed",
+    "decode_attention",
+    "indexer_scores",
+    "top_k",
 }
 MAX_REGISTERS = 255  # a lane's
 

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import dsv4jax as d4
+from dsv4jax import indexer
 from dsv4jax.compressor import finish_entries, pool_csa, pool_hca, project_streams
 from dsv4jax.linear import hadamard, linear, rms_norm
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -138,6 +139,43 @@ def test_the_pieces_leave_the_bytes_of_the_layer(layer, layer_result):
     assert moved_values(after, layer_result[layer][1].stack(kind), TOLERANCE)[0] == 0
 
 
+def outputs_through_the_handle(params, handle, x):
+    """The layer's output and cache, from a handle that nothing was written through."""
+    tokens, (freqs, eps) = x.shape[1], (rope_frequencies(CFG, handle.kind), CFG.norm_eps)
+    positions, q_latent = handle.positions(tokens), rms_norm(linear(x, params.q_a), params.q_norm, eps)
+    q = linear(q_latent, params.q_b).reshape(*positions.shape, CFG.num_heads, CFG.head_dim)
+    q = apply_rope(rms_norm(q, None, eps), positions[..., None], freqs)
+    kv = key_rows(params, x, handle.start, handle.kind)
+    entries = picks = None
+    if handle.kind != "swa":
+        handle = handle.flush_compression(params.compressor, x, params.indexer)
+        entries = handle.entries
+    if params.indexer is not None:
+        queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, handle.cache.plan)
+        weights = indexer.head_weights(params.indexer, x, handle.cache.plan)
+        picks = d4.select_entries(queries, weights, entries, handle.visible(tokens))
+    window = handle.write_swa(kv).window() if tokens == 1 else handle.window(kv)
+    out = d4.decode_attention(q, positions, params.sinks, window, entries, picks, kind=handle.kind)
+    groups = out.reshape(*positions.shape, CFG.o_groups, -1)
+    weight = params.o_a.reshape(CFG.o_groups, CFG.o_lora_rank, -1)
+    projected = jnp.einsum("btgi,goi->btgo", groups, weight, precision=lax.Precision.HIGHEST)
+    return linear(projected.reshape(*positions.shape, -1), params.o_b), handle.write_swa(kv).cache
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+@pytest.mark.parametrize("layer", LAYERS, ids=KINDS)
+def test_attention_through_a_handle_gives_the_output_of_the_layer(layer, tokens):
+    cache, slots, num_new, x = started()
+    num_new, params = jnp.minimum(num_new, tokens), random_params()[layer]
+    real = jnp.arange(tokens)[None] < num_new[:, None]
+    x = jnp.where(real[..., None], x[:, :tokens], 0)
+    want, after = d4.attention_layer(params, x, cache, layer, slots, num_new)
+    hand = jax.jit(lambda params, handle, x: outputs_through_the_handle(params, handle, x))
+    got, got_cache = hand(params, d4.acquire(cache, layer, slots, num_new), x)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=TOLERANCE)
+    assert moved_values(got_cache, after, TOLERANCE)[0] == 0
+
+
 def test_what_a_handle_gathers_is_what_it_shows_as_bytes():
     cache, slots, num_new, _ = started()
     plan = cache.plan
@@ -197,6 +235,9 @@ def test_a_handle_refuses_what_its_layer_has_not():
         d4.acquire(cache, 0, slots, num_new).gather_all_compressed()
     with pytest.raises(ValueError, match="no compressed entries"):
         d4.acquire(cache, 0, slots, num_new).flush_compression(params[2].compressor, x)
+    for read in (lambda handle: handle.entries, lambda handle: handle.visible(1)):
+        with pytest.raises(ValueError, match="no compressed entries"):
+            read(d4.acquire(cache, 0, slots, num_new))
     with pytest.raises(ValueError, match="indexer is for CSA layers"):
         d4.acquire(cache, 1, slots, num_new).flush_compression(params[1].compressor, x)
     with pytest.raises(ValueError, match="indexer is for CSA layers"):

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 import dsv4jax as d4
+from dsv4jax import layer
 from tests import in_place
 from tests.compile_for_gpu import report_of
 
@@ -23,21 +24,31 @@ def check(name: str, found: dict[str, int]) -> None:
     assert found["temporaries_large"] <= found["temporaries_small"] + growth, f"{name}: temporaries grow with the cache"
 
 
+def compile_here(function, *args, **jit_options):
+    return jax.jit(function, **jit_options).lower(*args).compile()
+
+
 @pytest.mark.parametrize("name", in_place.AUDITS)
 def test_every_update_is_in_place_on_this_device(name):
-    def compile_here(function, *args, **jit_options):
-        return jax.jit(function, **jit_options).lower(*args).compile()
-
     check(name, in_place.AUDITS[name](compile_here))
 
 
 @pytest.mark.parametrize("target", ["h200", "b200"])
 def test_every_update_is_in_place_compiled_for(target):
     reports = report_of("tests.compile_for_gpu", target)
-    assert reports.keys() == in_place.GPU_AUDITS.keys() | {"prefill temporaries"}
+    audits = in_place.GPU_AUDITS | in_place.READ_AUDITS
+    assert reports.keys() == audits.keys() | {"prefill temporaries", "reads of grants"}
+    one_layer, eight_layers = reports.pop("reads of grants")
+    assert eight_layers == one_layer > 0, "layers after the first compute their grants again"
     assert all(size < in_place.PREFILL_LIMIT for size in reports.pop("prefill temporaries").values())
     for name, found in reports.items():
         check(name, found)
+
+
+def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
+    """Its tiles run in a loop that reads window and pool; the window is written after it."""
+    monkeypatch.setattr(layer, "query_tile", lambda *_: 8)
+    check("chunk in tiles", in_place.forward(tokens=36)(compile_here))  # no other audit has traced this length
 
 
 def test_a_copy_of_the_pool_would_be_noticed():
@@ -48,9 +59,6 @@ def test_a_copy_of_the_pool_would_be_noticed():
         cache, _ = d4.prepare_forward(cache, slots, num_new)
         pool = cache.csa.pool.entries.nope.at[0, 0, 0].set(1)
         return old, pool, cache.tables
-
-    def compile_here(function, *args, **jit_options):
-        return jax.jit(function, **jit_options).lower(*args).compile()
 
     with pytest.raises(AssertionError, match="not updated in place"):
         check("leaky", in_place.bookkeeping(leaky)(compile_here))

@@ -14,7 +14,7 @@ from jax import lax
 
 import dsv4jax as d4
 from dsv4jax import kernels
-from dsv4jax.backend import choose
+from dsv4jax.backend import Backend, choose
 from dsv4jax.cache import LayerStack
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KV_FORMATS
@@ -423,7 +423,7 @@ MOVED = 1e-3
 
 
 @functools.partial(jax.jit, static_argnames="backend")
-def decode(params: Any, cache: Any, slots: Any, xs: Any, active: Any, *, backend: str | None) -> Any:
+def decode(params: Any, cache: Any, slots: Any, xs: Any, active: Any, *, backend: Backend) -> Any:
     """One token a step for the requests that are active: xs [steps, B, 1, hidden] -> (outputs, cache)."""
 
     def body(cache: Any, given: Any) -> Any:
@@ -440,7 +440,7 @@ def decode(params: Any, cache: Any, slots: Any, xs: Any, active: Any, *, backend
     return ys, cache, ok
 
 
-def decode_on(backend: str | None, steps: int, batch: int, options: dict[str, Any]) -> tuple[Any, Any, np.ndarray]:
+def decode_on(backend: Backend, steps: int, batch: int, options: dict[str, Any]) -> tuple[Any, Any, np.ndarray]:
     sizes = dict(max_requests=batch + 1, max_context=steps + 16, num_blocks=(batch + 1) * (steps // 16 + 1))
     plan = small_plan(**sizes, **options)
     cache, slots, ok = d4.admit(d4.init_cache(plan), batch)
@@ -456,7 +456,7 @@ def decode_on(backend: str | None, steps: int, batch: int, options: dict[str, An
     return np.asarray(ys), cache, active
 
 
-def assert_decodes_alike(backend: str | None, steps: int, batch: int, options: dict[str, Any]) -> None:
+def assert_decodes_alike(backend: Backend, steps: int, batch: int, options: dict[str, Any]) -> None:
     """Both are fed the same inputs at every step, so that a difference of one step's output ends there."""
     ys, cache, active = decode_on(backend, steps, batch, options)
     want_ys, want, _ = decode_on("xla", steps, batch, options)
@@ -481,7 +481,7 @@ DECODED = {
 
 @pytest.mark.parametrize("options", list(DECODED.values())[:2], ids=list(DECODED)[:2])
 def test_forty_decode_steps_inside_a_scan(options):
-    assert_decodes_alike("pallas_simulated", 40, 3, options)
+    assert_decodes_alike(d4.OpBackends(cache_update="pallas_simulated"), 40, 3, options)
 
 
 @requires_gpu

@@ -67,7 +67,7 @@ UPDATES = {
     "reset_hca": "state",
     "reset_slots": "state",
 }
-GATHERS = ("gather_compressed", "gather_all_compressed", "gather_swa")
+READS = ("gather_compressed", "gather_all_compressed", "gather_swa", "select_entries", "decode_attention")
 
 CONFIG_FIELDS = {
     "hidden_size",
@@ -103,7 +103,7 @@ def test_signatures(name):
     assert {parameter.kind for parameter in parameters.values()} <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-@pytest.mark.parametrize("name", [*UPDATES, *GATHERS])
+@pytest.mark.parametrize("name", [*UPDATES, *READS])
 def test_pieces_are_jitted_and_expose_the_function_under_the_jit(name):
     piece = getattr(d4, name)
     assert hasattr(piece, "lower"), "not under jit"
@@ -140,6 +140,10 @@ def test_methods_of_a_handle():
         "read_swa_view",
         "read_classical_view",
         "read_indexer_view",
+        "positions",
+        "visible",
+        "entries",
+        "window",
     }
     assert methods <= set(dir(d4.LayerCacheHandle))
     assert "cache" in {field.name for field in dataclasses.fields(d4.LayerCacheHandle)}

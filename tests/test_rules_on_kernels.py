@@ -1,4 +1,4 @@
-"""The rules again, with the kernels in place of the XLA forms.
+"""The rules again, with the kernels of the cache update in place of its XLA form: those of attention need larger heads.
 
 The rules that drive a cache through ``step`` run as they are, on a GPU and on the simulator. What chunked calls leave
 is compared with one pass of whatever the device runs by default: on a CPU that is XLA.
@@ -6,6 +6,7 @@ is compared with one pass of whatever the device runs by default: on a CPU that 
 
 import pytest
 
+import dsv4jax as d4
 from tests import driver, test_rules
 from tests.machines import BACKENDS
 from tests.test_rules import (  # noqa: F401  collected here as well
@@ -24,5 +25,5 @@ from tests.test_rules import (  # noqa: F401  collected here as well
 def backend(request):
     for name in test_rules.FORMATS:
         test_rules.expected(name)  # on the default backend, and kept for the tests of test_rules itself
-    with driver.BACKEND(request.param):
+    with driver.BACKEND(d4.OpBackends(cache_update=request.param)):
         yield

@@ -1,4 +1,4 @@
-"""python -m pallas_kernels.bench cache | plot"""
+"""python -m pallas_kernels.bench cache | attention | indexer | topk | step | tune | plot"""
 
 from __future__ import annotations
 
@@ -11,24 +11,45 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    cache = commands.add_parser("cache", help="time the cache update and the gather")
-    cache.add_argument("--out", type=Path, default=None, help="append JSON lines here")
-    cache.add_argument("--only", default="", help="run the cases whose name matches this regular expression")
-    cache.add_argument("--no-xla", action="store_true", help="leave XLA's times out")
-    cache.add_argument("--runs", type=int, default=8, help="timed runs per program")
+    timed = {
+        "cache": "the cache update and the gather",
+        "attention": "decode attention",
+        "indexer": "indexer scores",
+        "topk": "top-k",
+        "step": "a decode step of all layers",
+        "tune": "attention, by blocks that share a query",
+    }
+    for command, what in timed.items():
+        parser_of = commands.add_parser(command, help=f"time {what}")
+        parser_of.add_argument("--out", type=Path, default=None, help="append JSON lines here")
+        parser_of.add_argument("--only", default="", help="run the cases whose name matches this regular expression")
+        parser_of.add_argument("--no-xla", action="store_true", help="leave XLA's times out")
+        parser_of.add_argument("--runs", type=int, default=8, help="timed runs per program")
     plot = commands.add_parser("plot", help="draw the picture of a file of JSON lines")
     plot.add_argument("lines", type=Path)
     plot.add_argument("--out", type=Path, default=Path("out/cache_update.png"))
     arguments = parser.parse_args()
-    if arguments.command == "cache":
+    dump = Path(tempfile.mkdtemp(prefix="xla_dump_"))
+    if arguments.command in ("cache", "step"):
         # XLA says in its dump which launches it captured. Set before JAX is imported.
-        dump = tempfile.mkdtemp(prefix="xla_dump_")
         flags = f"--xla_dump_to={dump} --xla_dump_hlo_module_re=.*decode_loop.*"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-
+    if arguments.command == "cache":
         from pallas_kernels.bench.cache import main as run
 
-        run(arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs, dump=Path(dump))
+        run(arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs, dump=dump)
+    elif arguments.command == "step":
+        from pallas_kernels.bench.step import main as run_step
+
+        run_step(arguments.out, dump, tokens=16)
+    elif arguments.command == "tune":
+        from pallas_kernels.bench.reads import tune
+
+        tune(arguments.out, arguments.only, runs=arguments.runs)
+    elif arguments.command in timed:
+        from pallas_kernels.bench.reads import main as run_reads
+
+        run_reads(arguments.command, arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs)
     else:
         from pallas_kernels.bench.plot import main as draw
 

@@ -70,9 +70,17 @@ def read_all(buffer: jax.Array, ticket: jax.Array, after: Any) -> jax.Array:
 
 
 def kernel_times(
-    update: Callable[[Any, Any, jax.Array], Any], state: Any, inputs: Any, *, runs: int = 8, repeats: int = 2
+    update: Callable[[Any, Any, jax.Array], Any],
+    state: Any,
+    inputs: Any,
+    *,
+    runs: int = 8,
+    repeats: int = 2,
+    named: str = "",
 ) -> Times:
     """Time ``state = update(state, inputs, ticket)`` per run, all its kernels added up, L2 cold before each.
+
+    named: what the names of the kernels that count contain.
 
     The runs are unrolled in one program, so that the state stays in place, with a read of ``FLUSH_BYTES`` between them.
     ``ticket`` is an int32 [1] that holds 1: the update must use it, so that it waits for the read.
@@ -94,8 +102,9 @@ def kernel_times(
             1:
         ]  # the first run comes with copies that protect the caller's arrays
         for begin, end in between:
-            samples.append(sum(ms for _, ms in events[begin + 1 : end]) * 1e3)
-            counts.append(end - begin - 1)
+            counted = [ms for name, ms in events[begin + 1 : end] if named in name]
+            samples.append(sum(counted) * 1e3)
+            counts.append(len(counted))
     return Times.of(samples, statistics.median(counts))
 
 

@@ -1,0 +1,159 @@
+"""Decode attention over the cache in place: window, and entries picked by the indexer or all that are visible.
+
+    out_h = sum over keys of exp(l) k / (sum of exp(l) + exp(sink_h)),      l = q_h . k / sqrt(512)
+
+One shared key-value head (K = V). Stored rows are read where they lie and widened to f16 on the way to the tensor
+cores: a stored value x becomes x (1 + e) + d, |e| <= 2^-10, |d| <= 2^-24; one above 65504 is infinite.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import decode_attention_sm90 as sm90
+from pallas_kernels import decode_attention_sm100 as sm100
+from pallas_kernels import target
+from pallas_kernels.attention_keys import FORMATS, HEAD_DIM, KEYS, NOPE_DIM, ROPE_DIM, Inputs
+from pallas_kernels.launch import launch
+
+# Blocks that share a query, and up to how many queries: measured on an H200, which holds 13 clusters of 8 at most.
+_CLUSTERS = {8: 13, 4: 32, 2: 66}
+
+_KERNELS: dict[str, Any] = {"sm90": sm90, "sm100": sm100}
+
+
+def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope_dim: int, n_win: int) -> str | None:
+    """Why the kernel cannot serve these formats and sizes, or None where it can."""
+    if kv_format not in FORMATS:
+        return f"kv_format must be one of {FORMATS}, got {kv_format!r}"
+    if (nope_dim, rope_dim) != (NOPE_DIM, ROPE_DIM):
+        return f"a head must have {NOPE_DIM} NoPE and {ROPE_DIM} RoPE channels, got {nope_dim} and {rope_dim}"
+    if num_heads % sm90.HEADS:
+        return f"num_heads must be a multiple of {sm90.HEADS}, got {num_heads}"
+    return None
+
+
+def decode_attention(
+    q: jax.Array,
+    window: Any,
+    pos: jax.Array,
+    fresh: Any,
+    entries: Any,
+    picks: jax.Array | None,
+    block_table: jax.Array | None,
+    slots: jax.Array,
+    start: jax.Array,
+    positions: jax.Array,
+    visible: jax.Array | None,
+    sinks: jax.Array,
+    angles: jax.Array | None,
+    layer: jax.Array,
+    *,
+    kv_format: str,
+    dtype: Any = jnp.bfloat16,
+    cluster: int | None = None,
+    architecture: str | None = None,
+    simulate: bool = False,
+) -> jax.Array:
+    """Attention of each query over its own keys.
+
+    Args:
+      q: f16 or bf16 [B, T, H, 512].
+      window: rows [layers, requests, n_win, ...] with leaves ``nope rope scale``; position p sits in row p % n_win.
+      pos: int32 [layers, requests, n_win], the position that a ring's row holds; others are no keys.
+      fresh: rows [B, F, ...] of positions start .. start + F - 1, in place of the ring's; or None.
+      entries: rows [layers, num_blocks, entries_per_block, ...], or None.
+      picks: int32 [B, T, K] entry numbers, -1 = none, or None: all below visible.
+      block_table: int32 [requests, max_blocks], -1 = none; None without entries.
+      slots, start: int32 [B]; slot -1 = none.
+      positions: int32 [B, T], -1 = none: the output is 0. A query sees positions max(0, p - n_win + 1) .. p.
+      visible: int32 [B, T] entries that a query may see; None without entries.
+      sinks: f32 [H].
+      angles: f32 [B, T, 64] cosines, then sines, that the output's RoPE channels are turned back by; or None.
+      layer: int32 [1].
+      dtype: of the result, bf16 or f32.
+      cluster: blocks that share a query; None for what fills the chip.
+      architecture: "sm90" or "sm100", whose kernel it is; None for the device's.
+
+    Returns:
+      dtype [B, T, H, 512].
+    """
+    chex.assert_rank([q, positions, pos], [4, 2, 3])
+    batch, tokens, heads, head_dim = q.shape
+    reason = unsupported_attention(
+        kv_format=kv_format,
+        num_heads=heads,
+        nope_dim=window.nope.shape[-1],
+        rope_dim=window.rope.shape[-1],
+        n_win=pos.shape[2],
+    )
+    if reason is not None:
+        raise ValueError(reason)
+    for rows in (window, entries):
+        if rows is not None and math.prod(rows.nope.shape[:-1]) >= 2**31:
+            raise ValueError(f"an array may have 2^31 - 1 rows, got {rows.nope.shape[:-1]}")
+    chex.assert_shape(q, (batch, tokens, heads, HEAD_DIM))
+    chex.assert_type([pos, slots, start, positions, layer], jnp.int32)
+    chex.assert_shape([slots, start], (batch,))
+    chex.assert_shape(positions, (batch, tokens))
+    chex.assert_shape(sinks, (heads,))
+    keys = pos.shape[2]  # of a query, at most
+    if entries is not None:
+        assert block_table is not None, "entries are found through a block table"
+        keys += picks.shape[2] if picks is not None else block_table.shape[1] * entries.nope.shape[2]
+        chex.assert_shape(visible, (batch, tokens))
+        chex.assert_type([visible, block_table], jnp.int32)
+    if picks is not None:
+        chex.assert_shape(picks, (batch, tokens, None))
+        chex.assert_type(picks, jnp.int32)
+    inputs = Inputs(
+        q=q,
+        window=window,
+        pos=pos,
+        fresh=fresh,
+        entries=entries,
+        picks=picks,
+        block_table=block_table if entries is not None else None,
+        slots=slots,
+        start=start,
+        positions=positions,
+        visible=visible if entries is not None else None,
+        sinks=sinks.astype(jnp.float32),
+        angles=angles,
+        layer=layer,
+    )
+    if cluster is None:
+        cluster = blocks_per_query(batch * tokens * (heads // sm90.HEADS), keys)
+    architecture = architecture or target.architecture()
+    if architecture not in _KERNELS:
+        raise ValueError(f"architecture must be one of {tuple(_KERNELS)}, got {architecture!r}")
+    kernel = _KERNELS[architecture]
+    groups = heads // sm90.HEADS
+    out = jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype)
+    scratch = sm90.Scratch.of(batch * tokens, groups, cluster) if cluster > 1 else None
+    out, _ = launch(
+        functools.partial(kernel.body, kv_format=kv_format, cluster=cluster),
+        name="decode_attention",
+        grid=(batch * tokens, groups),
+        inputs=inputs,
+        state=(out, scratch),
+        warpgroups=kernel.WARPGROUPS,
+        cluster=cluster,
+        shared_bytes=kernel.shared_bytes(),
+        simulate=simulate,
+    )
+    return out
+
+
+def blocks_per_query(queries: int, keys: int) -> int:
+    """As many as fill the chip once, and have a tile each."""
+    for cluster, most in _CLUSTERS.items():
+        if queries <= most and cluster * KEYS <= keys:
+            return cluster
+    return 1
