@@ -98,7 +98,15 @@ def decode_attention(
     for rows in (window, entries):
         if rows is not None and math.prod(rows.nope.shape[:-1]) >= 2**31:
             raise ValueError(f"an array may have 2^31 - 1 rows, got {rows.nope.shape[:-1]}")
+    if q.dtype not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(f"q must be float16 or bfloat16, got {q.dtype}")
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"dtype must be bfloat16 or float32, got {dtype}")
     chex.assert_shape(q, (batch, tokens, heads, HEAD_DIM))
+    chex.assert_shape(window.nope, (*pos.shape, NOPE_DIM))
+    if angles is not None:
+        chex.assert_shape(angles, (batch, tokens, ROPE_DIM))
+        chex.assert_type(angles, jnp.float32)
     chex.assert_type([pos, slots, start, positions, layer], jnp.int32)
     chex.assert_shape([slots, start], (batch,))
     chex.assert_shape(positions, (batch, tokens))
