@@ -257,6 +257,7 @@ def report(target: str, kernel: Kernel, *, donate: bool = True) -> dict[str, Any
         "stack and spills": _numbers(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", dump
         ),
+        "setmaxnreg ignored": "'setmaxnreg' ignored" in dump,
         "registers": registers,
         "threads": threads,
         "shared": shared,
