@@ -18,9 +18,8 @@ another. ``OpBackends`` names one op by op.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
+from pallas_kernels import target
 
 ALL = ("xla", "pallas", "pallas_simulated")
 OPS: dict[str, tuple[str, ...]] = {
@@ -98,21 +97,10 @@ def choose_all(backend: Backend, unsupported: dict[str, str | None]) -> OpBacken
 
 def _device_reason() -> str | None:
     """Why the kernels do not run on the target device, or None where they do."""
-    device = _target_device()
+    device = target.device()
     capability = getattr(device, "compute_capability", None)
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU, the target is {device.platform}"
     if capability not in CAPABILITIES:
         return f"it needs compute capability {' or '.join(CAPABILITIES)}, {device.device_kind} has {capability}"
     return None
-
-
-def _target_device() -> Any:
-    """The device that is compiled for: of the current abstract mesh where one is set, else the default one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.abstract_device is not None:
-        return mesh.abstract_device
-    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if default is None:
-        return jax.devices()[0]
-    return jax.devices(default)[0] if isinstance(default, str) else default

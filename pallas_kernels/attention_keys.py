@@ -100,6 +100,11 @@ class Query:
     def tiles(self) -> Value:
         return self.window_tiles + (self.entry_keys + (KEYS - 1)) // KEYS
 
+    def share(self, cluster: int) -> tuple[Value, Value]:
+        """The block's rank in its cluster, and the tiles that it serves: one at least, which may have no key."""
+        rank = self.machine.rank if cluster > 1 else self.machine.constant(0, "i32")
+        return rank, ((self.tiles + (cluster - 1) - rank) // cluster).maximum(1)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StoredRow:

@@ -97,14 +97,14 @@ class Block:
         """As on Hopper. Each role asks for its own, and holds no registers through the code of another one."""
         machine, cluster = self.machine, self.cluster
         query = Query.of_block(machine, self.inputs)
-        rank = machine.rank if cluster > 1 else machine.constant(0, "i32")
+        rank, tiles = query.share(cluster)
         return sm90.Block(
             machine=machine,
             query=query,
             heads=machine.block(1) * HEADS,
             cluster=cluster,
             rank=rank,
-            tiles=((query.tiles + (cluster - 1) - rank) // cluster).maximum(1),
+            tiles=tiles,
             q=self.q,
             keys=self.keys,
             room=self.room,

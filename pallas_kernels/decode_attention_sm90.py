@@ -95,7 +95,7 @@ class Block:
     @classmethod
     def of(cls, machine: TensorCores, inputs: Inputs, cluster: int) -> Block:
         query = Query.of_block(machine, inputs)
-        rank = machine.rank if cluster > 1 else machine.constant(0, "i32")
+        rank, tiles = query.share(cluster)
         barriers = machine.take_barriers(2 * _STAGES + 2 + _CONSUMERS)
         block = cls(
             machine=machine,
@@ -103,7 +103,7 @@ class Block:
             heads=machine.block(1) * HEADS,
             cluster=cluster,
             rank=rank,
-            tiles=((query.tiles + (cluster - 1) - rank) // cluster).maximum(1),
+            tiles=tiles,
             q=Tile.take(machine, HEADS, HEAD_DIM * 2),
             keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=_STAGES),
             room=machine.take_shared(ROOM),

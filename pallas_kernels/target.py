@@ -7,18 +7,18 @@ from typing import Any
 import jax
 
 
-def compute_capability() -> tuple[int, int]:
-    """(major, minor) of the device that is compiled for; (0, 0) where it is no NVIDIA GPU.
-
-    That is the device of the current abstract mesh where one is set, else the default one.
-    """
+def device() -> Any:
+    """Of the current abstract mesh where one is set, else the default one."""
     mesh = jax.sharding.get_abstract_mesh()
-    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if not mesh.empty and mesh.abstract_device is not None:
-        device = mesh.abstract_device
-    elif device is None or isinstance(device, str):
-        device = jax.devices(device)[0]
-    major, minor = getattr(device, "compute_capability", "0.0").split(".")
+        return mesh.abstract_device
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+
+
+def compute_capability() -> tuple[int, int]:
+    """(major, minor) of what is compiled for; (0, 0) where it is no NVIDIA GPU."""
+    major, minor = getattr(device(), "compute_capability", "0.0").split(".")
     return int(major), int(minor)
 
 
