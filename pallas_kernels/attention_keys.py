@@ -34,6 +34,8 @@ _EXPONENT = 0x7F800000
 _AT_ONCE = 3
 ROOM = 7 * WARPGROUP * _UNIT * 2  # bytes that the rows of a tile wait in; of bf16 every second one
 FORMATS = ("fp8_row", "fp8_tile64", "bf16")
+LOG2E = 1 / math.log(2)
+LOWEST = -1e30  # in place of -inf, of which a difference would be NaN
 SCALED_ROWS = ("fp8_row",)  # formats whose scale is no power of two
 
 
@@ -93,35 +95,47 @@ class Query:
         return cls(machine, inputs, batch, token, layer, slot, start, first, window_keys, visible, entry_keys)
 
     @property
-    def window_tiles(self) -> Value:
-        return (self.window_keys + (KEYS - 1)) // KEYS
+    def window_tiles(self) -> int:
+        """Known before the position is: where a pick stands waits for no load."""
+        return -(-self.inputs.pos.shape[2] // KEYS)
 
     @property
     def tiles(self) -> Value:
-        return self.window_tiles + (self.entry_keys + (KEYS - 1)) // KEYS
+        return (self.entry_keys + (KEYS - 1)) // KEYS + self.window_tiles
 
     def share(self, cluster: int) -> tuple[Value, Value]:
         """The block's rank in its cluster, and the tiles that it serves: one at least, which may have no key."""
         rank = self.machine.rank if cluster > 1 else self.machine.constant(0, "i32")
         return rank, ((self.tiles + (cluster - 1) - rank) // cluster).maximum(1)
 
+    def head_words(self, head: Value, unit: Value, where: Condition = True) -> list[Value]:
+        """Eight channels of a head, from ``unit`` * 8 on, as f16."""
+        machine, q = self.machine, self.inputs.q
+        words = q.load_words(self.batch, self.token, head, unit * 8, count=8, where=where)
+        if q.dtype == "bfloat16":
+            pairs = [(machine.from_bits(word << 16), machine.from_bits(word & -65536)) for word in words]
+            words = [machine.to_f16(*pair) for pair in pairs]
+        return words
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StoredRow:
     """What a lane of a quad holds of a row on its way."""
 
+    nope: list[Value]  # words, where they do not wait in shared memory
     rope: list[Value]  # words
     scale: list[Value]  # i32, what the format needs
     position: Value  # that the ring says the row has
     place: Value  # -1 = there is no key
 
     def flat(self) -> list[Value]:
-        return [*self.rope, *self.scale, self.position, self.place]
+        return [*self.nope, *self.rope, *self.scale, self.position, self.place]
 
     def like(self, flat: list[Value]) -> StoredRow:
         """From what ``flat`` gave, elsewhere."""
         *words, position, place = flat
-        return StoredRow(words[: len(self.rope)], words[len(self.rope) :], position, place)
+        rope, scale = len(self.nope), len(self.nope) + len(self.rope)
+        return StoredRow(words[:rope], words[rope:scale], words[scale:], position, place)
 
 
 class KeyLoader:
@@ -148,13 +162,13 @@ class KeyLoader:
         for row in self.rows:
             place = tile * KEYS + row
             entry = place - query.window_tiles * KEYS
-            inside = (entry >= 0) & (entry < query.entry_keys)
             if query.inputs.entries is None:
                 number = self.machine.constant(-1, "i32")
             elif query.inputs.picks is None:
-                number = select(inside, entry, -1)
+                number = select((entry >= 0) & (entry < query.visible), entry, -1)
             else:
                 picks = query.inputs.picks
+                inside = (entry >= 0) & (entry < picks.shape[2])
                 (number,) = self.machine.load(
                     picks.address_of((query.batch, query.token, entry)), 4, inside, constant=True, otherwise=-1
                 )
@@ -216,16 +230,21 @@ class KeyLoader:
         start = start + self.machine.widen(place) * (width * leaf.dtype.itemsize)
         return start + self.machine.widen(first * leaf.dtype.itemsize) if isinstance(first, Value) else start
 
-    def load(self, tile: Value, which: int, place: Value, room: int) -> StoredRow:
+    def load(self, tile: Value, which: int, place: Value, room: int | None) -> StoredRow:
         """Start to bring the first or second row of a tile: zeros where there is no key.
 
-        Its NoPE bytes come to shared memory, ``ROOM`` bytes at ``room``, each lane's to a place of its own.
+        Its NoPE bytes come to shared memory, ``ROOM`` bytes at ``room``, each lane's to a place of its own; or, where
+        that is None, to registers.
         """
         query, machine, row = self.query, self.machine, self.rows[which]
         there, unit = place >= 0, _UNIT // self.itemsize
         nope = self._address("nope", tile, row, place, self.quarter * unit)
+        in_registers: list[Value] = []
         for i in range(self.nope_loads):
-            machine.copy_async(self._lane_room(room, i), nope + i * _UNIT * _QUAD, there)
+            if room is None:
+                in_registers += machine.load(nope + i * _UNIT * _QUAD, _UNIT, there, constant=True)
+            else:
+                machine.copy_async(self._lane_room(room, i), nope + i * _UNIT * _QUAD, there)
         # Both RoPE units of a lane lie beside each other where they widen to two units, as NoPE bytes do.
         beside = self.itemsize == 1
         rope = self._address("rope", tile, row, place, self.quarter * (_UNIT if beside else _UNIT // 2))
@@ -242,12 +261,12 @@ class KeyLoader:
         ring = query.inputs.pos.address + machine.widen(place) * 4
         from_ring = there & self._is_window(tile) & negate(self._is_fresh(tile, row))
         (position,) = machine.load(ring, 4, from_ring, constant=True)
-        return StoredRow(words, scale, position, place)
+        return StoredRow(in_registers, words, scale, position, place)
 
     def _lane_room(self, room: int, load: int) -> Value:
         return self.machine.thread % WARPGROUP * _UNIT + (room + load * WARPGROUP * _UNIT)
 
-    def store(self, tile: Value, which: int, stored: StoredRow, room: int, to: Tile, key: Value) -> None:
+    def store(self, tile: Value, which: int, stored: StoredRow, room: int | None, to: Tile, key: Value) -> None:
         """Write a row that has come to a tile as f16, and to ``key`` (f32 [KEYS, 2]) what its logits are multiplied by
         and what is added.
 
@@ -265,9 +284,10 @@ class KeyLoader:
             factor = machine.from_bits(stored.scale[0] & 0x7FFFFF | 0x3F800000)
             inverse = machine.reciprocal(factor)
         # A few loads at once: none from shared memory is moved in front of a store to it.
-        waiting: list[list[Value]] = []
+        waiting = [stored.nope[n : n + 4] for n in range(0, len(stored.nope), 4)]
         for i in range(self.nope_loads):
             if not waiting:
+                assert room is not None
                 several = range(i, min(i + _AT_ONCE, self.nope_loads))
                 waiting = [machine.load_shared(self._lane_room(room, n), 16) for n in several]
             words = [word & mask for word in waiting.pop(0)]

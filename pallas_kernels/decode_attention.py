@@ -17,15 +17,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import decode_attention_sm90 as sm90
+from pallas_kernels import decode_attention_sm90_few as sm90_few
 from pallas_kernels import decode_attention_sm100 as sm100
 from pallas_kernels import target
 from pallas_kernels.attention_keys import FORMATS, HEAD_DIM, KEYS, NOPE_DIM, ROPE_DIM, Inputs
 from pallas_kernels.launch import launch
 
-# Blocks that share a query, and up to how many queries: measured on an H200, which holds 13 clusters of 8 at most.
-_CLUSTERS = {8: 13, 4: 32, 2: 66}
+Layout = sm90.Layout | sm90_few.Layout | sm100.Layout
 
-_KERNELS: dict[str, Any] = {"sm90": sm90, "sm100": sm100}
+# Blocks that share a query, and up to how many groups of heads: as many clusters as an H200 holds at once.
+_CLUSTERS = {8: 13, 4: 32, 2: 66}
+# Heads of a block of the kernel for few queries, and how many tiles the block must have: with fewer warpgroups than
+# that, more heads were slower than the kernel for many queries.
+_FEW_HEADS = {8: 1, 16: 1, 32: 2}
 
 
 def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope_dim: int, n_win: int) -> str | None:
@@ -57,8 +61,7 @@ def decode_attention(
     *,
     kv_format: str,
     dtype: Any = jnp.bfloat16,
-    cluster: int | None = None,
-    architecture: str | None = None,
+    layout: Layout | None = None,
     simulate: bool = False,
 ) -> jax.Array:
     """Attention of each query over its own keys.
@@ -78,8 +81,7 @@ def decode_attention(
       angles: f32 [B, T, 64] cosines, then sines, that the output's RoPE channels are turned back by; or None.
       layer: int32 [1].
       dtype: of the result, bf16 or f32.
-      cluster: blocks that share a query; None for what fills the chip.
-      architecture: "sm90" or "sm100", whose kernel it is; None for the device's.
+      layout: which kernel, and how it shares a query's work; None for the device's fastest, from ``choose_layout``.
 
     Returns:
       dtype [B, T, H, 512].
@@ -111,10 +113,10 @@ def decode_attention(
     chex.assert_shape([slots, start], (batch,))
     chex.assert_shape(positions, (batch, tokens))
     chex.assert_shape(sinks, (heads,))
-    keys = pos.shape[2]  # of a query, at most
+    keys = 0  # entries of a query, at most
     if entries is not None:
         assert block_table is not None, "entries are found through a block table"
-        keys += picks.shape[2] if picks is not None else block_table.shape[1] * entries.nope.shape[2]
+        keys = picks.shape[2] if picks is not None else block_table.shape[1] * entries.nope.shape[2]
         chex.assert_shape(visible, (batch, tokens))
         chex.assert_type([visible, block_table], jnp.int32)
     if picks is not None:
@@ -136,32 +138,38 @@ def decode_attention(
         angles=angles,
         layer=layer,
     )
-    if cluster is None:
-        cluster = blocks_per_query(batch * tokens * (heads // sm90.HEADS), keys)
-    architecture = architecture or target.architecture()
-    if architecture not in _KERNELS:
-        raise ValueError(f"architecture must be one of {tuple(_KERNELS)}, got {architecture!r}")
-    kernel = _KERNELS[architecture]
-    groups = heads // sm90.HEADS
+    tiles = -(-pos.shape[2] // KEYS) - (-keys // KEYS)
+    if layout is None:
+        layout = choose_layout(target.architecture(), batch * tokens, heads, tiles)
+    layout.check(tiles)
+    groups = heads // layout.heads
     out = jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype)
-    scratch = sm90.Scratch.of(batch * tokens, groups, cluster) if cluster > 1 else None
     out, _ = launch(
-        functools.partial(kernel.body, kv_format=kv_format, cluster=cluster),
+        functools.partial(layout.body, kv_format=kv_format),
         name="decode_attention",
         grid=(batch * tokens, groups),
         inputs=inputs,
-        state=(out, scratch),
-        warpgroups=kernel.WARPGROUPS,
-        cluster=cluster,
-        shared_bytes=kernel.shared_bytes(),
+        state=(out, layout.scratch(batch * tokens, groups)),
+        warpgroups=layout.warpgroups,
+        cluster=layout.cluster,
+        shared_bytes=layout.shared_bytes,
         simulate=simulate,
     )
     return out
 
 
-def blocks_per_query(queries: int, keys: int) -> int:
-    """As many as fill the chip once, and have a tile each."""
-    for cluster, most in _CLUSTERS.items():
-        if queries <= most and cluster * KEYS <= keys:
-            return cluster
-    return 1
+def choose_layout(architecture: str, queries: int, heads: int, tiles: int) -> Layout:
+    """The fastest one: as many blocks as fill the chip once, and have a tile each.
+
+    Args:
+      architecture: "sm90" or "sm100".
+      tiles: of ``KEYS`` keys that a query may have.
+    """
+    cluster = next((n for n, most in _CLUSTERS.items() if queries * heads <= most * sm90.HEADS and n <= tiles), 1)
+    if architecture != "sm90":
+        return sm100.Layout(cluster=cluster)
+    for some, least in _FEW_HEADS.items() if cluster > 1 else ():
+        few = sm90_few.Layout(heads=some, cluster=cluster, tiles=-(-tiles // cluster))
+        if queries * heads <= some * _CLUSTERS[cluster] and few.tiles >= least and few.fits:
+            return few
+    return sm90.Layout(cluster=cluster)

@@ -18,8 +18,8 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels import decode_attention_sm90 as sm90
-from pallas_kernels.attention_keys import HEAD_DIM, KEYS, ROOM, ROPE_DIM, SCALED_ROWS, Inputs, Query
-from pallas_kernels.decode_attention_sm90 import HEADS, WARPGROUPS, Softmax
+from pallas_kernels.attention_keys import HEAD_DIM, KEYS, LOG2E, LOWEST, ROOM, ROPE_DIM, SCALED_ROWS, Inputs, Query
+from pallas_kernels.decode_attention_sm90 import HEADS, Softmax
 from pallas_kernels.lanes import Buffer, add, fold_tree, maximum
 from pallas_kernels.machine import WARP, WARPGROUP, Index, Value, select
 from pallas_kernels.tensor_cores import Role, Tile, product_row
@@ -34,10 +34,32 @@ _SCALED = 64  # columns of the output that are scaled at once
 _REGISTERS = {"multiply": 208, "load": 88}
 
 
-def shared_bytes() -> int:
-    tiles = (HEADS + _STAGES * KEYS) * HEAD_DIM * 2 + _SLOTS * _PIECE * HEADS * 2
-    barriers = 16 * _STAGES + 16 * _SLOTS + 4 * 16
-    return tiles + ROOM + _STAGES * KEYS * 8 + ROPE_DIM * 4 + HEADS * 8 + barriers + 16
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(sm90.Layout):
+    """As on Hopper."""
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = (HEADS + _STAGES * KEYS) * HEAD_DIM * 2 + _SLOTS * _PIECE * HEADS * 2
+        barriers = 16 * _STAGES + 16 * _SLOTS + 4 * 16
+        return tiles + ROOM + _STAGES * KEYS * 8 + ROPE_DIM * 4 + HEADS * 8 + barriers + 16
+
+    def body(self, machine: Any, inputs: Inputs, state: tuple[Buffer, Any], *, kv_format: str) -> None:
+        out, scratch = state
+        block = Block.of(machine, inputs, self.cluster)
+        with machine.tensor_memory(MAX_COLUMNS):  # of 320: shared memory lets no other block in anyway
+            machine.roles(
+                Role(
+                    warpgroups=self.warpgroups - 1,
+                    registers=_REGISTERS["multiply"],
+                    body=lambda: _multiply(block, out, scratch, kv_format),
+                ),
+                Role(
+                    warpgroups=1,
+                    registers=_REGISTERS["load"],
+                    body=lambda: sm90.load_tiles(block.common(), kv_format),
+                ),
+            )
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -118,21 +140,6 @@ class Block:
         )
 
 
-def body(machine: TensorMemory, inputs: Inputs, state: tuple[Buffer, Any], *, kv_format: str, cluster: int) -> None:
-    """Inputs -> out bf16 or f32 [B, T, H, 512], and scratch (None for one block per query). Grid (B * T, H / 64)."""
-    out, scratch = state
-    block = Block.of(machine, inputs, cluster)
-    with machine.tensor_memory(MAX_COLUMNS):  # of 320: shared memory lets no other block in anyway
-        machine.roles(
-            Role(
-                warpgroups=WARPGROUPS - 1,
-                registers=_REGISTERS["multiply"],
-                body=lambda: _multiply(block, out, scratch, kv_format),
-            ),
-            Role(warpgroups=1, registers=_REGISTERS["load"], body=lambda: sm90.load_tiles(block.common(), kv_format)),
-        )
-
-
 def _multiply(block: Block, out: Buffer, scratch: Any, kv_format: str) -> None:
     """One warpgroup weighs, a warp of the other one asks for products; then each takes half of the channels."""
     machine, common = block.machine, block.common()
@@ -198,12 +205,12 @@ def _weigh(block: Block, common: sm90.Block, kv_format: str) -> None:
     machine = block.machine
     row = product_row(machine)
     sinks = common.query.inputs.sinks
-    peak = [sinks.load_floats(common.heads + row + 8 * i, count=1)[0] * sm90.LOG2E for i in range(2)]
-    peak = [value.maximum(sm90.LOWEST) for value in peak]
+    peak = [sinks.load_floats(common.heads + row + 8 * i, count=1)[0] * LOG2E for i in range(2)]
+    peak = [value.maximum(LOWEST) for value in peak]
     total = select((machine.thread % 4).equals(0), machine.constant(1.0, "f32"), 0.0)
     if block.cluster > 1:  # one block of the cluster counts the sink
         counts = common.rank.equals(0)
-        peak = [select(counts, value, sm90.LOWEST) for value in peak]
+        peak = [select(counts, value, LOWEST) for value in peak]
         total = select(counts, total, 0.0)
 
     def step(i: Value, carry: list[Value]) -> list[Value]:
@@ -231,7 +238,7 @@ def _fold(
     machine: TensorMemory, logits: list[Value], softmax: Softmax, keys: Value, kv_format: str
 ) -> tuple[list[Value], Softmax, list[Value], Value]:
     """Fold a tile's logits in: f32 weights, what older sums are scaled by per row, and whether that is not 1."""
-    unit = HEAD_DIM**-0.5 * sm90.LOG2E
+    unit = HEAD_DIM**-0.5 * LOG2E
     column = machine.thread % 4 * 16
     weights, factors, peaks, totals, carried = list(logits), list(logits), [], [], []
     for j in range(0, len(logits), 4):

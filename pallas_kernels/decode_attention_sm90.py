@@ -13,8 +13,7 @@ Few queries do not fill the chip: then a cluster of blocks shares the tiles of o
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,8 @@ import jax.numpy as jnp
 from pallas_kernels.attention_keys import (
     HEAD_DIM,
     KEYS,
+    LOG2E,
+    LOWEST,
     NOPE_DIM,
     ROOM,
     ROPE_DIM,
@@ -42,14 +43,6 @@ _CONSUMERS = 2
 _LOGITS = KEYS // 2  # of a lane
 _REGISTERS = {"multiply": 208, "load": 88}
 _STORED_BYTES = 256  # of a row, at once
-LOG2E = 1 / math.log(2)
-LOWEST = -1e30  # in place of -inf, of which a difference would be NaN
-WARPGROUPS = _CONSUMERS + 1
-
-
-def shared_bytes() -> int:
-    tiles = (HEADS + _STAGES * KEYS) * HEAD_DIM * 2
-    return tiles + ROOM + _STAGES * KEYS * 8 + ROPE_DIM * 4 + 8 * (2 * _STAGES + 2 + _CONSUMERS) + 1024
 
 
 @jax.tree_util.register_dataclass
@@ -60,14 +53,45 @@ class Scratch:
     stats: Any  # f32 [queries, groups of heads, cluster, HEADS, 2] peak and total of each block
     parts: Any  # f16 [queries, groups of heads, cluster, cluster, loads, lanes, 8] to, from, as lanes hold them
 
-    @classmethod
-    def of(cls, queries: int, groups: int, cluster: int) -> Scratch:
-        lanes = _CONSUMERS * WARPGROUP
-        loads = HEADS * HEAD_DIM // (cluster * lanes * 8)
-        lead = queries, groups, cluster
-        return cls(
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a query is shared: its heads by groups of 64, its tiles of keys by the blocks of a cluster."""
+
+    cluster: int = 1
+
+    heads: ClassVar[int] = HEADS
+    warpgroups: ClassVar[int] = _CONSUMERS + 1
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = (HEADS + _STAGES * KEYS) * HEAD_DIM * 2
+        return tiles + ROOM + _STAGES * KEYS * 8 + ROPE_DIM * 4 + 8 * (2 * _STAGES + 2 + _CONSUMERS) + 1024
+
+    def check(self, tiles: int) -> None:
+        """Any number of tiles will do."""
+
+    def scratch(self, queries: int, groups: int) -> Scratch | None:
+        if self.cluster == 1:
+            return None
+        lanes, lead = _CONSUMERS * WARPGROUP, (queries, groups, self.cluster)
+        loads = HEADS * HEAD_DIM // (self.cluster * lanes * 8)
+        return Scratch(
             stats=jax.ShapeDtypeStruct((*lead, HEADS, 2), jnp.float32),
-            parts=jax.ShapeDtypeStruct((*lead, cluster, loads, lanes, 8), jnp.float16),
+            parts=jax.ShapeDtypeStruct((*lead, self.cluster, loads, lanes, 8), jnp.float16),
+        )
+
+    def body(self, machine: TensorCores, inputs: Inputs, state: tuple[Buffer, Any], *, kv_format: str) -> None:
+        """Inputs -> out bf16 or f32 [B, T, H, 512], and scratch. Grid (B * T, H / 64)."""
+        out, scratch = state
+        block = Block.of(machine, inputs, self.cluster)
+        machine.roles(
+            Role(
+                warpgroups=_CONSUMERS,
+                registers=_REGISTERS["multiply"],
+                body=lambda: _multiply(block, out, scratch, kv_format),
+            ),
+            Role(warpgroups=1, registers=_REGISTERS["load"], body=lambda: load_tiles(block, kv_format)),
         )
 
 
@@ -123,20 +147,6 @@ class Block:
             + [(block.turn + 8 * i, warps) for i in range(_CONSUMERS)]
         )
         return block
-
-
-def body(machine: TensorCores, inputs: Inputs, state: tuple[Buffer, Any], *, kv_format: str, cluster: int) -> None:
-    """Inputs -> out bf16 or f32 [B, T, H, 512], and scratch (None for one block per query). Grid (B * T, H / 64)."""
-    out, scratch = state
-    block = Block.of(machine, inputs, cluster)
-    machine.roles(
-        Role(
-            warpgroups=_CONSUMERS,
-            registers=_REGISTERS["multiply"],
-            body=lambda: _multiply(block, out, scratch, kv_format),
-        ),
-        Role(warpgroups=1, registers=_REGISTERS["load"], body=lambda: load_tiles(block, kv_format)),
-    )
 
 
 # Loading.
@@ -278,18 +288,13 @@ def _multiply(block: Block, out: Buffer, scratch: Any, kv_format: str) -> None:
 
 def load_queries(block: Block) -> None:
     """The queries of the block's heads, as f16."""
-    machine, q = block.machine, block.query.inputs.q
-    none = machine.constant(0, "i32")
+    machine, none = block.machine, block.machine.constant(0, "i32")
     machine.wait(machine.constant(block.begun, "i32"), none)
     units, lanes = HEAD_DIM * 2 // 16, _CONSUMERS * WARPGROUP
     for i in range(HEADS * units // lanes):
         n = machine.thread + i * lanes
         head, unit = n // units, n % units
-        words = q.load_words(block.query.batch, block.query.token, block.heads + head, unit * 8, count=8)
-        if q.dtype == "bfloat16":
-            pairs = [(machine.from_bits(word << 16), machine.from_bits(word & -65536)) for word in words]
-            words = [machine.to_f16(*pair) for pair in pairs]
-        machine.store_shared(block.q.unit(head, unit), words, 16, True)
+        machine.store_shared(block.q.unit(head, unit), block.query.head_words(block.heads + head, unit), 16, True)
     if block.query.inputs.angles is not None:
         lane, query = machine.thread, block.query
         (angle,) = query.inputs.angles.load_floats(query.batch, query.token, lane, count=1, where=lane < ROPE_DIM)

@@ -135,7 +135,7 @@ class TensorCorePTX(PTX, TensorCores):
         result = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
         first = count + held  # number of the next operand
         if isinstance(a, Operand):
-            assert not a.transposed, "the left operand is K-major"
+            assert dtype == "f16" or not a.transposed, "the left operand is K-major"
             assert len(a.steps) == steps, "both operands have as many steps"
             left, left_constraints = [self._descriptor(a)], ["l"]
         else:
@@ -154,7 +154,8 @@ class TensorCorePTX(PTX, TensorCores):
             lines.append(f"setp.ne.s32 more, {int(start is not None or step > 0)}, 0;")
             flags = "1, 1"
             if dtype == "f16":
-                flags += f", 0, {int(b.transposed)}" if isinstance(a, Operand) else f", {int(b.transposed)}"
+                flags += f", {int(a.transposed)}" if isinstance(a, Operand) else ""
+                flags += f", {int(b.transposed)}"
             lines.append(f"wgmma.mma_async.sync.aligned.{shape} {result}, {operand}, b, more, {flags};")
         lines.append("wgmma.commit_group.sync.aligned; }")
         # Early clobber: the results' registers are written while a's and the descriptors are still read.

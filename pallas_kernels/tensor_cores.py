@@ -216,7 +216,7 @@ class TensorCores(Machine):
         8 j + 2 (t % 4) (+ 1), in the order j, row, column: columns / 2 values.
 
         Args:
-          a: [64, K] in shared memory, K-major; or in registers, four words per K step: rows r and r + 8 of K bytes
+          a: [64, K] in shared memory; or in registers, four words per K step: rows r and r + 8 of K bytes
             4 (t % 4) .. + 3, then of the K bytes 16 further.
           b: [columns, K] in shared memory.
           packed: sums in f16, rounded at every step, from zero; columns / 4 words of two.

@@ -20,9 +20,9 @@ formats = pytest.mark.parametrize("key_format", indexer.FORMATS)
 @pytest.mark.parametrize(
     "case",
     [
-        Case(lengths=(300, 0, -1), architecture="sm100"),
-        Case(lengths=(140,), entries="all", tokens=2, cluster=4, kv_format="fp8_tile64", architecture="sm100"),
-        Case(lengths=(130,), entries=None, heads=128, kv_format="bf16", dtype=jnp.bfloat16, architecture="sm100"),
+        Case(lengths=(300, 0, -1), layout=sm100.Layout()),
+        Case(lengths=(140,), entries="all", tokens=2, kv_format="fp8_tile64", layout=sm100.Layout(cluster=4)),
+        Case(lengths=(130,), entries=None, heads=128, kv_format="bf16", dtype=jnp.bfloat16, layout=sm100.Layout()),
     ],
     ids=["ragged", "several tokens in clusters", "two groups of heads"],
 )
@@ -33,7 +33,7 @@ def test_attention(simulate, case):
 @machines
 def test_an_output_may_be_scaled_for_every_growth(simulate, monkeypatch):
     monkeypatch.setattr(sm100, "_GROWTH", 0.0)
-    check(Case(lengths=(300,), architecture="sm100"), simulate=simulate)
+    check(Case(lengths=(300,), layout=sm100.Layout()), simulate=simulate)
 
 
 @machines

@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from dsv4jax.formats import KV_FORMATS
-from pallas_kernels.decode_attention import blocks_per_query, decode_attention
+from pallas_kernels import decode_attention_sm90 as sm90
+from pallas_kernels import decode_attention_sm90_few as sm90_few
+from pallas_kernels import decode_attention_sm100 as sm100
+from pallas_kernels.decode_attention import Layout, choose_layout, decode_attention
 from tests.machines import MACHINES, requires_gpu
 
 DIM, ROPE = 512, 64
+ONE_BLOCK = sm90.Layout()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +35,7 @@ class Case:
     q_dtype: Any = jnp.float16
     dtype: Any = jnp.float32
     turned: bool = True
-    cluster: int | None = 1
-    architecture: str | None = None
+    layout: Layout | None = ONE_BLOCK
     seed: int = 0
 
 
@@ -148,8 +151,7 @@ def make(case: Case) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def run(case: Case, arguments: dict[str, Any], *, simulate: bool) -> np.ndarray:
-    options = dict(kv_format=case.kv_format, dtype=case.dtype, cluster=case.cluster, simulate=simulate)
-    options["architecture"] = case.architecture
+    options = dict(kv_format=case.kv_format, dtype=case.dtype, layout=case.layout, simulate=simulate)
     call = jax.jit(lambda arguments: decode_attention(**(arguments | options)))
     return np.asarray(call(arguments)).astype(np.float64)
 
@@ -176,7 +178,7 @@ machines = pytest.mark.parametrize("simulate", MACHINES)
 @pytest.mark.parametrize("entries", ["picked", "all", None])
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_one_token_of_ragged_requests(simulate, entries, cluster):
-    check(Case(lengths=(300, 0, -1, 130), entries=entries, cluster=cluster), simulate=simulate)
+    check(Case(lengths=(300, 0, -1, 130), entries=entries, layout=sm90.Layout(cluster=cluster)), simulate=simulate)
 
 
 @machines
@@ -188,18 +190,25 @@ def test_formats(simulate, kv_format):
 @machines
 @pytest.mark.parametrize(("tokens", "lengths"), [(2, (140, 126, 0)), (8, (124,))])
 def test_several_tokens_that_the_ring_does_not_hold_yet(simulate, tokens, lengths):
-    check(Case(lengths=lengths, tokens=tokens, cluster=2), simulate=simulate)
+    check(Case(lengths=lengths, tokens=tokens, layout=sm90.Layout(cluster=2)), simulate=simulate)
 
 
 @machines
 @pytest.mark.parametrize("cluster", [4, 8])
 def test_more_blocks_than_tiles(simulate, cluster):
-    check(Case(lengths=(257, 3), entries="all", cluster=cluster), simulate=simulate)
+    check(Case(lengths=(257, 3), entries="all", layout=sm90.Layout(cluster=cluster)), simulate=simulate)
 
 
 @machines
 def test_two_groups_of_heads_and_bf16(simulate):
-    case = Case(lengths=(129, 64), heads=128, q_dtype=jnp.bfloat16, dtype=jnp.bfloat16, turned=False, cluster=2)
+    case = Case(
+        lengths=(129, 64),
+        heads=128,
+        q_dtype=jnp.bfloat16,
+        dtype=jnp.bfloat16,
+        turned=False,
+        layout=sm90.Layout(cluster=2),
+    )
     check(case, simulate=simulate)
 
 
@@ -214,9 +223,27 @@ def test_another_window(simulate):
 
 
 @machines
-def test_no_pick_and_no_table(simulate):
+@pytest.mark.parametrize(
+    ("case", "heads", "cluster", "tiles"),
+    [
+        (Case(lengths=(300, 0, -1)), 16, 2, 2),
+        (Case(lengths=(130,), entries=None, dtype=jnp.bfloat16, q_dtype=jnp.bfloat16), 16, 2, 1),
+        (Case(lengths=(500, 129), entries="all", kv_format="fp8_tile64", turned=False), 32, 4, 2),
+        (Case(lengths=(900,), entries="all", kv_format="bf16"), 8, 2, 3),
+        (Case(lengths=(300,), tokens=2, top_k=384, heads=128), 32, 8, 1),
+    ],
+    ids=["ragged", "window", "all entries", "three tiles", "several tokens"],
+)
+def test_few_queries(simulate, case, heads, cluster, tiles):
+    layout = sm90_few.Layout(heads=heads, cluster=cluster, tiles=tiles)
+    check(dataclasses.replace(case, layout=layout), simulate=simulate)
+
+
+@machines
+@pytest.mark.parametrize("layout", [ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)])
+def test_no_pick_and_no_table(simulate, layout):
     """Picks that are all -1, blocks that are not there, and a ring that holds other positions are no keys."""
-    case = Case(lengths=(200, 200, 200), seed=3)
+    case = Case(lengths=(200, 200, 200), seed=3, layout=layout)
     arguments, _ = make(case)
     no_entries = dict.fromkeys(("entries", "picks", "block_table", "visible"))
     alone = run(case, arguments | no_entries, simulate=simulate)
@@ -229,8 +256,9 @@ def test_no_pick_and_no_table(simulate):
 
 
 @machines
-def test_nan_is_loud_and_stays_in_its_request(simulate):
-    case = Case(lengths=(150, 150), entries="all")
+@pytest.mark.parametrize("layout", [ONE_BLOCK, sm90_few.Layout(heads=16, cluster=4, tiles=1)])
+def test_nan_is_loud_and_stays_in_its_request(simulate, layout):
+    case = Case(lengths=(150, 150), entries="all", layout=layout)
     arguments, _ = make(case)
     slot, layer = int(arguments["slots"][1]), int(arguments["layer"][0])
     rope = arguments["window"].rope.at[layer, slot, 9, 0].set(jnp.nan)
@@ -241,8 +269,21 @@ def test_nan_is_loud_and_stays_in_its_request(simulate):
 
 
 def test_one_query_shares_among_blocks_what_fits():
-    assert [blocks_per_query(queries, 640) for queries in (1, 13, 14, 32, 33, 66, 67)] == [8, 8, 4, 4, 2, 2, 1]
-    assert [blocks_per_query(1, keys) for keys in (64, 128, 256, 512)] == [1, 2, 4, 8]
+    def clusters(architecture: str, heads: int, tiles: int, *queries: int) -> list[int]:
+        return [choose_layout(architecture, n, heads, tiles).cluster for n in queries]
+
+    for architecture in ("sm90", "sm100"):
+        assert clusters(architecture, 64, 10, 1, 13, 14, 32, 33, 66, 67) == [8, 8, 4, 4, 2, 2, 1]
+        assert [choose_layout(architecture, 1, 128, tiles).cluster for tiles in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    few = sm90_few.Layout
+    assert choose_layout("sm90", 1, 64, 10) == few(heads=8, cluster=8, tiles=2)
+    assert choose_layout("sm90", 3, 64, 18) == few(heads=16, cluster=8, tiles=3)
+    assert choose_layout("sm90", 6, 64, 10) == few(heads=32, cluster=8, tiles=2)
+    assert choose_layout("sm90", 8, 64, 2) == few(heads=8, cluster=2, tiles=1)
+    assert choose_layout("sm90", 4, 64, 18) == sm90.Layout(cluster=8)  # three tiles and 32 heads do not fit
+    assert choose_layout("sm90", 17, 64, 2) == sm90.Layout(cluster=2)
+    assert choose_layout("sm90", 1, 64, 25) == sm90.Layout(cluster=8)
+    assert choose_layout("sm100", 1, 64, 10) == sm100.Layout(cluster=8)
 
 
 @requires_gpu
@@ -253,7 +294,7 @@ def test_a_full_chip(kv_format, entries, heads):
     lengths = tuple(int(n) for n in np.random.default_rng(0).integers(0, 3000, 40))
     case = Case(lengths=lengths, entries=entries, top_k=512, heads=heads, kv_format=kv_format, dtype=jnp.bfloat16)
     check(case, simulate=False)
-    check(dataclasses.replace(case, lengths=lengths[:9], tokens=4, cluster=None), simulate=False)
+    check(dataclasses.replace(case, lengths=lengths[:9], tokens=4, layout=None), simulate=False)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +302,7 @@ def test_a_full_chip(kv_format, entries, heads):
     [
         (dict(kv_format="f32"), "kv_format must be one of"),
         (dict(heads=32), "num_heads must be a multiple of 64, got 32"),
+        (dict(layout=sm90_few.Layout(heads=16, cluster=2, tiles=1)), "does not serve queries of 3 tiles"),
     ],
 )
 def test_what_it_does_not_serve(change, message):

@@ -40,8 +40,10 @@ def tile_bytes(*shapes: tuple[int, int]) -> int:
     return sum(rows * max(128, columns) for rows, columns in shapes) + 1024
 
 
-def product(a: np.ndarray, b: np.ndarray, *, transposed: bool, times: int = 1, simulate: bool) -> np.ndarray:
-    """times * a b^T, or times * a b where b is transposed."""
+def product(
+    a: np.ndarray, b: np.ndarray, *, transposed: bool, left_transposed: bool = False, times: int = 1, simulate: bool
+) -> np.ndarray:
+    """times * a b^T; times * a b where b is transposed, times * a^T b^T where a is."""
     columns = b.shape[1] if transposed else b.shape[0]
     size = a.dtype.itemsize
     dtype = "f16" if size == 2 else "e5m2" if a.dtype == jnp.float8_e5m2 else "e4m3"
@@ -53,9 +55,10 @@ def product(a: np.ndarray, b: np.ndarray, *, transposed: bool, times: int = 1, s
         machine.fence_shared()
         machine.barrier("block")
         operand = right.transposed(0) if transposed else right.k_major()
+        other = left.transposed(0) if left_transposed else left.k_major()
         result = None
         for _ in range(times):
-            result = machine.wgmma(result, left.k_major(), operand, columns=columns, dtype=dtype)
+            result = machine.wgmma(result, other, operand, columns=columns, dtype=dtype)
         assert result is not None
         store_product(machine, out, machine.wgmma_wait(result))
 
@@ -92,6 +95,14 @@ def test_rows_by_columns(simulate, columns):
     a, b = rng.integers(-8, 9, (64, 64)).astype(np.float16), rng.integers(-8, 9, (64, columns)).astype(np.float16)
     found = product(a, b, transposed=True, times=3, simulate=simulate)
     np.testing.assert_array_equal(found, 3 * (a.astype(np.float32) @ b.astype(np.float32)))
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+def test_columns_by_rows(simulate):
+    rng = np.random.default_rng(1)
+    a, b = rng.integers(-8, 9, (64, 64)).astype(np.float16), rng.integers(-8, 9, (16, 64)).astype(np.float16)
+    found = product(a, b, transposed=False, left_transposed=True, simulate=simulate)
+    np.testing.assert_array_equal(found, a.T.astype(np.float32) @ b.astype(np.float32).T)
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)

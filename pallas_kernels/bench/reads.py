@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ from dsv4jax.formats import row_bytes
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.rope import rope_angles, rope_frequencies
 from dsv4jax.state_cache import SlidingWindow
+from pallas_kernels import decode_attention_sm90 as sm90
+from pallas_kernels import decode_attention_sm90_few as sm90_few
+from pallas_kernels.attention_keys import KEYS
 from pallas_kernels.bench.timing import ceilings, kernel_events, kernel_times, record
+from pallas_kernels.decode_attention import Layout
 
 LAYERS = 2  # of the kind, in the timed cache; the second one is read
 XLA_BYTES = 8 << 30  # of XLA's temporaries; where it needs more it is not timed
@@ -65,6 +69,11 @@ class Case:
         options: Any = dict(kv_format=self.kv_format, indexer_format=self.indexer_format)
         return d4.plan_cache(cfg, max_requests=self.batch, max_context=context, **options)
 
+    @property
+    def entries_read(self) -> int:
+        """By a query of attention."""
+        return {"csa": self.picks, "hca": self.entries, "swa": 0}[self.kind]
+
     def work(self) -> tuple[int, int]:
         """Fewest bytes and multiply-adds times two."""
         queries = self.batch * self.tokens
@@ -76,7 +85,7 @@ class Case:
             query = cfg.indexer_heads * (key + 4)
             moved = self.batch * self.entries * (key + 4 * self.tokens) + queries * query
             return moved, 2 * queries * self.entries * cfg.indexer_heads * (cfg.indexer_head_dim + 1)
-        keys = 128 + {"csa": self.picks, "hca": self.entries, "swa": 0}[self.kind]
+        keys = 128 + self.entries_read
         row = row_bytes(plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim))
         moved = queries * (keys * row + 2 * 2 * self.heads * cfg.head_dim + 4 * self.picks)
         return moved, 2 * 2 * queries * self.heads * keys * cfg.head_dim
@@ -162,7 +171,7 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
         "picks": None if picks is None else jnp.asarray(picks, jnp.int32),
     }
 
-    def call(backend: str, _: Any, inputs: Any, ticket: jax.Array, cluster: int | None = None) -> Any:
+    def call(backend: str, _: Any, inputs: Any, ticket: jax.Array, layout: Layout | None = None) -> Any:
         state, slots, positions = inputs["state"], inputs["slots"], inputs["positions"]
         start, layer = positions[:, -1] + 1, _layer(case, inputs, ticket[0])
         if backend == "xla":
@@ -186,7 +195,7 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
             jnp.concatenate(rope_angles(positions, freqs), -1),
             ticket,
             kv_format=case.kv_format,
-            cluster=cluster,
+            layout=layout,
         )
 
     return call, jnp.zeros(shape, jnp.bfloat16), inputs
@@ -279,14 +288,27 @@ def main(op: str, out: Path | None, only: str, *, xla: bool, runs: int) -> None:
 
 
 def tune(out: Path | None, only: str, *, runs: int) -> None:
-    """Attention with each number of blocks per query: what ``decode_attention.CLUSTERS`` was read from."""
+    """Attention with each layout: what ``decode_attention.choose_layout`` was read from."""
     for case in cases():
         if case.op != "attention" or not re.search(only, case.name):
             continue
         call, result, inputs = attention_call(case)
-        queries = case.batch * case.tokens * (case.heads // 64)
-        for cluster in (1, 2, 4, 8):
-            if queries * cluster <= 160:
-                times = kernel_times(functools.partial(call, "pallas", cluster=cluster), result, inputs, runs=runs)
-                print(f"{case.name:50} {cluster} blocks {times.median:7.2f} us", flush=True)
-                record(out, case=f"tune {case.name}", cluster=cluster, pallas=dataclasses.asdict(times))
+        for layout in _layouts(case):
+            times = kernel_times(functools.partial(call, "pallas", layout=layout), result, inputs, runs=runs)
+            print(f"{case.name:50} {layout} {times.median:7.2f} us", flush=True)
+            record(out, case=f"tune {case.name}", layout=str(layout), pallas=dataclasses.asdict(times))
+
+
+def _layouts(case: Case) -> Iterator[Layout]:
+    """Those whose blocks have a tile each, and run at once or nearly so."""
+    tiles = -(-case.plan.cfg.sliding_window // KEYS) - (-case.entries_read // KEYS)
+    heads = case.batch * case.tokens * case.heads
+    for cluster in (8, 4, 2, 1):
+        if cluster > tiles:
+            continue
+        if heads // sm90.HEADS * cluster <= 160:
+            yield sm90.Layout(cluster=cluster)
+        for some in (8, 16, 32):
+            few = sm90_few.Layout(heads=some, cluster=cluster, tiles=-(-tiles // cluster))
+            if cluster > 1 and few.fits and heads // some * cluster <= 160:
+                yield few
