@@ -18,11 +18,14 @@ from dsv4jax.checkpoint import load_safetensors
 from dsv4jax.config import AttentionType, DSV4Config, LayerSpec, layer_schedule
 from dsv4jax.flashmla import from_flashmla_pages, to_flashmla_pages
 from dsv4jax.flush import append_swa, append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
+from dsv4jax.fork import fork
 from dsv4jax.handle import LayerCacheHandle, acquire
 from dsv4jax.indexer import select_entries
 from dsv4jax.layer import attention_layer, attention_layer_at
 from dsv4jax.paged_pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
 from dsv4jax.plan import CachePlan, LayerCacheSchema, build_schema, compute_block_budget, plan_cache
+from dsv4jax.sharding import params_specs, partition_specs, shardings
+from dsv4jax.speculate import StagedLayer, commit, stage
 from dsv4jax.state_cache import SlidingWindow, StateCache, gather_swa, reset_slots
 from dsv4jax.weights import AttentionParams, init_attention_params, load_attention_params
 
@@ -40,6 +43,7 @@ __all__ = [
     "PagedPool",
     "PooledLayer",
     "SlidingWindow",
+    "StagedLayer",
     "StateCache",
     "Tables",
     "abstract_cache",
@@ -52,10 +56,12 @@ __all__ = [
     "attention_layer_at",
     "backends",
     "build_schema",
+    "commit",
     "compute_block_budget",
     "decode_attention",
     "flush_csa",
     "flush_hca",
+    "fork",
     "from_flashmla_pages",
     "gather_all_compressed",
     "gather_compressed",
@@ -66,6 +72,8 @@ __all__ = [
     "load_attention_params",
     "load_safetensors",
     "memory_bytes",
+    "params_specs",
+    "partition_specs",
     "plan_cache",
     "prepare_forward",
     "release",
@@ -73,5 +81,7 @@ __all__ = [
     "reset_slots",
     "rotate_csa",
     "select_entries",
+    "shardings",
+    "stage",
     "to_flashmla_pages",
 ]

@@ -6,7 +6,8 @@ Every function takes the tables and returns new ones, with any batch and no host
     admit            free slot -> admitted
     prepare_forward  blocks for the entries that the next tokens complete; records the length granted
     advance          seq_lens += num_new, up to the length granted
-    release          blocks back to the free list, slot free
+    fork             full blocks of another request by reference, a new block for the one it is filling
+    release          blocks without another reader back to the free list, slot free
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dsv4jax.checks import check_array, check_batch
 from dsv4jax.plan import CachePlan
@@ -34,7 +36,7 @@ class Tables:
     block_lens: jax.Array  # int32 [requests] blocks held
     block_refs: jax.Array  # int32 [num_blocks] readers of a block, 0 = free
     free_blocks: jax.Array  # int32 [num_blocks] a stack: its first num_free ids are free, the rest is stale
-    num_free: jax.Array  # int32 [1]
+    num_free: jax.Array  # int32 [1]; [shards] of a cache over several
 
 
 def init_tables(plan: CachePlan) -> Tables:
@@ -50,6 +52,13 @@ def init_tables(plan: CachePlan) -> Tables:
         free_blocks=jnp.arange(plan.num_blocks, dtype=jnp.int32),
         num_free=jnp.full(1, plan.num_blocks, jnp.int32),
     )
+
+
+def check_local(tables: Tables) -> None:
+    """Require the tables of one shard: ids are local to it, so to the tables of all shards they mean nothing."""
+    shards = tables.num_free.shape[0]
+    if shards != 1:
+        raise ValueError(f"this cache is sharded {shards} ways: work on it inside jax.shard_map")
 
 
 def _has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
@@ -81,6 +90,7 @@ def granted_tokens(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tupl
 
     Both are 0 for a row to be left alone: padding, malformed, or not granted by ``prepare_forward``.
     """
+    check_local(tables)
     _, legal = active_rows(tables, slots, num_new)
     start = _read(tables.seq_lens, slots)
     # Compared by subtraction: start + num_new may exceed int32 where num_new is garbage.
@@ -94,6 +104,7 @@ def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Table
     Every layer of a forward pass does this, with the same rows: min(min(p, limit), limit) is min(p, limit) to XLA, and
     so all layers' grants are computed once.
     """
+    check_local(tables)
     limit = jnp.full(tables.prepared.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
     target = jnp.where(where & (slots >= 0), slots, limit.size)
     limit = limit.at[target].set(_read(tables.seq_lens, slots), mode="drop")
@@ -102,6 +113,7 @@ def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Table
 
 def admit_slots(tables: Tables, n: int, where: jax.Array | None = None) -> tuple[Tables, jax.Array, jax.Array]:
     """Take up to n free slots. Returns (tables, slots int32 [n], ok): slots are -1 where masked out or not ok."""
+    check_local(tables)
     wanted = jnp.ones(n, jnp.bool) if where is None else where
     check_array("where", wanted, {"n": n}, jnp.bool)
     requests = tables.admitted.shape[0]
@@ -125,6 +137,7 @@ def blocks_for(plan: CachePlan, length: jax.Array | int) -> Any:
 
 def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) -> tuple[Tables, jax.Array]:
     """Grant num_new [B] more tokens to slots [B], with the blocks that takes. Returns (tables, ok bool [])."""
+    check_local(tables)
     asking, legal = active_rows(tables, slots, num_new)
     requests, max_blocks = tables.block_table.shape
     start, held = _read(tables.seq_lens, slots), _read(tables.block_lens, slots)
@@ -167,8 +180,59 @@ def advance_lengths(tables: Tables, slots: jax.Array, num_new: jax.Array) -> Tab
     return dataclasses.replace(tables, seq_lens=seq_lens)
 
 
+def fork_slots(
+    tables: Tables, sources: jax.Array, targets: jax.Array, plan: CachePlan
+) -> tuple[Tables, jax.Array, jax.Array, jax.Array]:
+    """Give the empty requests of targets [B] the length and the blocks of the requests of sources [B]; -1 = padding.
+
+    A block that the source has filled is shared. The one it is filling, if any, gets a block of the target's own, whose
+    contents are the caller's to copy. Blocks granted past the length stored are not given.
+
+    Returns:
+      (tables, ok bool [], filling int32 [B], own int32 [B]): copy block filling[b] to block own[b], where own[b] >= 0.
+    """
+    check_local(tables)
+    requests, max_blocks = tables.block_table.shape
+    num_blocks = tables.block_refs.shape[0]
+    asking = targets != -1
+    empty = (_read(tables.block_lens, targets) == 0) & (_read(tables.prepared, targets) == 0)
+    legal = is_admitted(tables, sources) & is_admitted(tables, targets) & empty & (sources != targets)
+    legal &= asking & ~_has_twin(targets, asking)
+    length = jnp.where(legal, _read(tables.seq_lens, sources), 0)
+    held = blocks_for(plan, length)
+    full = jnp.minimum(length // plan.cfg.block_tokens, held)  # held is 0 where no layer is compressed
+    takes = held > full
+    ok = jnp.all(~asking | legal) & (jnp.sum(takes, dtype=jnp.int32) <= tables.num_free[0])
+    takes &= ok
+    from_top = jnp.cumsum(takes, dtype=jnp.int32)
+    own = jnp.where(takes, tables.free_blocks.at[tables.num_free[0] - from_top].get(mode="clip"), -1)
+    # Read, then written: else XLA may keep a copy of the table for the read.
+    row, table = lax.optimization_barrier((_read(tables.block_table, sources), tables.block_table))
+    filling = jnp.take_along_axis(row, full[:, None], axis=1, mode="clip")[:, 0]
+    j = jnp.arange(max_blocks, dtype=jnp.int32)[None]
+    row = jnp.where(j < full[:, None], row, jnp.where(j == full[:, None], own[:, None], -1))
+    row = jnp.where(ok, row, -1)
+    refs = tables.block_refs.at[jnp.where(row >= 0, row, num_blocks)].add(1, mode="drop")
+    slot = unique_or_dropped(targets, legal & ok, requests)
+
+    def put(table: jax.Array, value: jax.Array) -> jax.Array:
+        return table.at[slot].set(value, mode="drop", unique_indices=True)
+
+    tables = dataclasses.replace(
+        tables,
+        seq_lens=put(tables.seq_lens, length),
+        prepared=put(tables.prepared, length),
+        block_table=put(table, row),
+        block_lens=put(tables.block_lens, held),
+        block_refs=refs,
+        num_free=tables.num_free - jnp.sum(takes, dtype=jnp.int32),
+    )
+    return tables, ok, filling, own
+
+
 def release_slots(tables: Tables, slots: jax.Array) -> Tables:
     """Free slots [B] and the blocks whose last reader they were. Free, repeated or negative slots are no-ops."""
+    check_local(tables)
     check_batch(slots=slots)
     requests, num_blocks = tables.admitted.shape[0], tables.block_refs.shape[0]
     named = jnp.zeros(requests, jnp.bool).at[jnp.where(slots >= 0, slots, requests)].set(True, mode="drop")

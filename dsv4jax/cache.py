@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dsv4jax import allocator
 from dsv4jax.allocator import Tables
@@ -72,8 +73,22 @@ class KVCache:
         return dataclasses.replace(self, **{AttentionType(kind).value: stack})
 
 
-def init_cache(plan: CachePlan) -> KVCache:
-    """An empty cache on the default device."""
+def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
+    """An empty cache on the default device, or split over an axis of a mesh as ``sharding`` tells.
+
+    Raises:
+      ValueError: the mesh lacks the axis, or requests or blocks do not divide by it.
+    """
+    if mesh is not None:
+        from dsv4jax import sharding  # which needs this module
+
+        local = sharding.shard_plan(plan, mesh, axis)
+        specs = sharding.partition_specs(plan, mesh, axis)
+
+        def one_shard() -> KVCache:
+            return dataclasses.replace(init_cache(local), plan=plan)
+
+        return jax.jit(jax.shard_map(one_shard, mesh=mesh, in_specs=(), out_specs=specs))()
 
     def stack(kind: AttentionType) -> LayerStack | None:
         return LayerStack(state=init_state(plan, kind), pool=init_pool(plan, kind)) if plan.layers(kind) else None
@@ -85,9 +100,18 @@ def init_cache(plan: CachePlan) -> KVCache:
     )
 
 
-def abstract_cache(plan: CachePlan) -> KVCache:
-    """Shapes and dtypes of ``init_cache(plan)`` without its memory, for lowering and for restoring."""
-    return jax.eval_shape(functools.partial(init_cache, plan))
+def abstract_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
+    """Shapes, dtypes and shardings of ``init_cache`` without its memory, for lowering and for restoring."""
+    cache = jax.eval_shape(functools.partial(init_cache, plan, mesh, axis))
+    if mesh is None:
+        return cache
+    from dsv4jax.sharding import shardings
+
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        cache,
+        shardings(plan, mesh, axis),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="n")

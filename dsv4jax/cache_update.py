@@ -16,6 +16,8 @@ from dsv4jax.plan import CachePlan
 from dsv4jax.state_cache import HCAOnlineTail, HCATail, read_slots
 from dsv4jax.weights import CompressorParams, IndexerParams
 
+Normed = tuple[Streams, jax.Array]  # what new tokens contribute to entries, and the weight of the entries' norm
+
 
 def store_tokens(
     compressor: CompressorParams | None,
@@ -44,19 +46,32 @@ def store_tokens(
       backend: from ``backend.choose``.
     """
     num_new = fitting(num_new, x.shape[1])
-    entry = key = None
-    if compressor is not None:
-        overlap, ratio = kind == AttentionType.CSA, plan.cfg.ratio(kind)
-        entry = project_streams(compressor, x, start, ratio, plan.tail_dtype, overlap=overlap), compressor.norm
-        if indexer is not None:
-            params = indexer.compressor
-            key = project_streams(params, x, start, ratio, plan.tail_dtype, overlap=True), params.norm
+    entry, key = project_tokens(compressor, indexer, x, start, plan, kind)
     return store_streams(entry, key, kv, stack, index, block_table, slots, start, num_new, plan, kind, backend)
 
 
+def project_tokens(
+    compressor: CompressorParams | None,
+    indexer: IndexerParams | None,
+    x: jax.Array,
+    start: jax.Array,
+    plan: CachePlan,
+    kind: AttentionType,
+) -> tuple[Normed | None, Normed | None]:
+    """What new tokens x [B, T, hidden] from positions start [B] on contribute to entries, and to the indexer's."""
+    if compressor is None:
+        return None, None
+    overlap, ratio = kind == AttentionType.CSA, plan.cfg.ratio(kind)
+    entry = project_streams(compressor, x, start, ratio, plan.tail_dtype, overlap=overlap), compressor.norm
+    if indexer is None:
+        return entry, None
+    params = indexer.compressor
+    return entry, (project_streams(params, x, start, ratio, plan.tail_dtype, overlap=True), params.norm)
+
+
 def store_streams(
-    entry: tuple[Streams, jax.Array] | None,
-    key: tuple[Streams, jax.Array] | None,
+    entry: Normed | None,
+    key: Normed | None,
     kv: jax.Array | None,
     stack: LayerStack,
     index: jax.Array | int,
@@ -67,18 +82,23 @@ def store_streams(
     plan: CachePlan,
     kind: AttentionType,
     backend: str,
+    *,
+    keep_tails: bool = False,
 ) -> LayerStack:
     """As ``store_tokens``, from the projections on: what one kernel launch does.
 
     Args:
-      entry, key: streams and norm weight of the compressor and of the indexer's; num_new fits them.
+      entry, key: of the compressor and of the indexer's; num_new fits them.
+      keep_tails: write the entries alone, and leave the tails as they are.
     """
     if entry is None and kv is None:
         return stack
     if backend != "xla":
-        return kernels.update(stack, index, kv, entry, key, block_table, slots, start, num_new, plan, kind, backend)
+        return kernels.update(
+            stack, index, kv, entry, key, block_table, slots, start, num_new, plan, kind, backend, keep_tails=keep_tails
+        )
     if entry is not None:
-        stack = _compress(entry, key, stack, index, block_table, slots, start, num_new, plan, kind)
+        stack = _compress(entry, key, stack, index, block_table, slots, start, num_new, plan, kind, keep_tails)
     if kv is not None:
         state = append_swa.__wrapped__(stack.state, index, kv, slots, start, num_new, plan=plan, backend="xla")
         stack = LayerStack(state=state, pool=stack.pool)
@@ -86,8 +106,8 @@ def store_streams(
 
 
 def _compress(
-    entry: tuple[Streams, jax.Array],
-    key: tuple[Streams, jax.Array] | None,
+    entry: Normed,
+    key: Normed | None,
     stack: LayerStack,
     index: jax.Array | int,
     block_table: jax.Array,
@@ -96,8 +116,9 @@ def _compress(
     num_new: jax.Array,
     plan: CachePlan,
     kind: AttentionType,
+    keep_tails: bool,
 ) -> LayerStack:
-    """Tails and pool, in XLA. entry, key: streams and norm weight of the compressor and of the indexer's."""
+    """Tails and pool, in XLA; with ``keep_tails`` the pool alone."""
     assert stack.pool is not None
     cfg, state, pool, ratio = plan.cfg, stack.state, stack.pool, plan.cfg.ratio(kind)
     phase, first = start % ratio, start // ratio
@@ -116,6 +137,8 @@ def _compress(
         pool = flush_csa.__wrapped__(
             pool, index, entries, keys, block_table, slots, first, completed, plan=plan, backend="xla"
         )
+        if keep_tails:
+            return LayerStack(state=state, pool=pool)
         state = append_tail.__wrapped__(state, index, streams, key_streams, slots, start, num_new, plan=plan)
         return LayerStack(state=rotate_csa.__wrapped__(state, index, slots, full, backend="xla"), pool=pool)
 
@@ -126,6 +149,8 @@ def _compress(
     entries = finish_entries(pooled, norm, first, kind, cfg)
     entries, state = lax.optimization_barrier((entries, state))
     pool = flush_hca.__wrapped__(pool, index, entries, block_table, slots, first, completed, plan=plan, backend="xla")
+    if keep_tails:
+        return LayerStack(state=state, pool=pool)
     state = append_tail.__wrapped__(state, index, streams, None, slots, start, num_new, plan=plan)
     if isinstance(tail, HCAOnlineTail):
         state = reset_hca.__wrapped__(state, index, slots, full, plan=plan, backend="xla")

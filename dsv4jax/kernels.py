@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -91,12 +92,15 @@ def update(
     plan: CachePlan,
     kind: AttentionType,
     backend: str,
+    *,
+    keep_tails: bool = False,
 ) -> LayerStack:
     """The cache update of one layer in one launch.
 
     Args:
       kv: window rows f32 [B, T, head_dim], normed and roped; None leaves the window as it is.
       entry, key: streams and norm weight of the compressor and of the indexer's; None leaves tails and pool.
+      keep_tails: leave the tails as they are, entries are written.
     """
     cfg = plan.cfg
     rope = ratio = None
@@ -121,7 +125,9 @@ def update(
         rope=rope,
     )
     num_tokens = (kv if entry is None else entry[0].k).shape[1]  # pyright: ignore[reportOptionalMemberAccess]
-    launch: Any = pk.cache_step if num_tokens == 1 else pk.append_chunk
+    launch: Any = functools.partial(pk.append_chunk, keep_tails=keep_tails)
+    if num_tokens == 1 and not keep_tails:
+        launch = pk.cache_step
     return launch(
         stack,
         tokens,

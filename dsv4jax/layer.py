@@ -7,13 +7,14 @@
 The entry that token p completes is visible to query p, and every query reads rows as stored (rounded), those of its own
 chunk too. A decode step's row is in the window before its query reads it; a chunk's rows are read beside the window and
 appended last, because they overwrite what its early queries see. Queries run in tiles from W_qb to W_oa, so that a long
-chunk's heads and scores never all exist.
+chunk's heads and scores never all exist. A draft (``speculate``) is a chunk that writes its entries alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from dsv4jax import backend as backend_lib
 from dsv4jax.allocator import granted_tokens, withdraw_grants
 from dsv4jax.backend import Backend, OpBackends
 from dsv4jax.cache import KVCache
-from dsv4jax.cache_update import store_tokens
+from dsv4jax.cache_update import project_tokens, store_streams
 from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.config import AttentionType, DSV4Config
 from dsv4jax.flush import append_swa
@@ -32,6 +33,7 @@ from dsv4jax.linear import linear, product_dtype, rms_norm
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
+from dsv4jax.sharding import plan_of_heads
 from dsv4jax.state_cache import SlidingWindow
 from dsv4jax.weights import AttentionParams, check_params
 
@@ -46,6 +48,7 @@ def attention_layer(
     slots: jax.Array,
     num_new: jax.Array,
     backend: Backend = None,
+    model_axis: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run one attention layer on new tokens and store what the cache keeps of them.
 
@@ -62,6 +65,8 @@ def attention_layer(
         many is left alone: its output is 0 and its request unchanged. So is one that names more than T, and its grant
         is withdrawn: ``advance`` will not count what was not stored.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+      model_axis: inside ``jax.shard_map``, the mesh axis over which heads are split: params are those of one shard
+        (``params_specs``), and y is summed over all.
 
     Returns:
       (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced). Not
@@ -69,10 +74,10 @@ def attention_layer(
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: unknown layer or backend, weights of another kind of layer.
+      ValueError: unknown layer or backend, weights of another kind of layer, heads that do not divide.
     """
     kind, index = cache.locate(layer)
-    return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend)
+    return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis)
 
 
 def attention_layer_at(
@@ -84,10 +89,34 @@ def attention_layer_at(
     slots: jax.Array,
     num_new: jax.Array,
     backend: Backend = None,
+    model_axis: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """As ``attention_layer``, for the ``index``-th layer of a static kind; a traced index serves scans over layers."""
     kind = AttentionType(kind)
-    cfg = cache.plan.cfg
+    y, cache, _ = run_layer(params, x, cache, kind, index, slots, num_new, backend, model_axis, staged=False)
+    return y, cache
+
+
+def run_layer(
+    params: AttentionParams,
+    x: jax.Array,
+    cache: KVCache,
+    kind: AttentionType,
+    index: jax.Array | int,
+    slots: jax.Array,
+    num_new: jax.Array,
+    backend: Backend,
+    model_axis: str | None = None,
+    *,
+    staged: bool,
+) -> tuple[jax.Array, KVCache, dict[str, Any]]:
+    """Check the arguments of a layer and run it.
+
+    With ``staged`` the cache comes back with the same tables, windows and tails, new entries behind each request's
+    own, and what a commit needs beside it: the fields of ``speculate.StagedLayer`` but for the layer's number.
+    """
+    plan = plan_of_heads(cache.plan, model_axis)
+    cfg = plan.cfg
     check_batch(slots=slots, num_new=num_new)
     check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, FLOATS)
     check_params(params, cfg, kind)
@@ -97,21 +126,24 @@ def attention_layer_at(
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
     backend_lib.check_name(backend)
     if x.size == 0:
-        return jnp.zeros_like(x), cache
+        if staged:
+            raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
+        return jnp.zeros_like(x), cache, {}
     reasons = {
-        "cache_update": kernels.unsupported(cache.plan, kind),
-        "decode_attention": kernels.unsupported_attention(cache.plan),
+        "cache_update": kernels.unsupported(plan, kind),
+        "decode_attention": kernels.unsupported_attention(plan),
     }
     if kind == AttentionType.CSA:
-        reasons["indexer_scores"] = kernels.unsupported_scores(cache.plan)
-        reasons["top_k"] = kernels.unsupported_top_k(cache.plan)
+        reasons["indexer_scores"] = kernels.unsupported_scores(plan)
+        reasons["top_k"] = kernels.unsupported_top_k(plan)
     backends = backend_lib.choose_all(backend, reasons)
     index = jnp.asarray(index, jnp.int32)
-    return _attention_layer(params, x, cache, index, slots, num_new, kind=kind, backends=backends)
+    options: Any = dict(kind=kind, backends=backends, model_axis=model_axis, staged=staged)
+    return _attention_layer(params, x, cache, index, slots, num_new, **options)
 
 
 # Jitted so that the layers of a kind are traced once; it donates nothing.
-@functools.partial(jax.jit, static_argnames=("kind", "backends"))
+@functools.partial(jax.jit, static_argnames=("kind", "backends", "model_axis", "staged"))
 def _attention_layer(
     params: AttentionParams,
     x: jax.Array,
@@ -122,8 +154,11 @@ def _attention_layer(
     *,
     kind: AttentionType,
     backends: OpBackends,
-) -> tuple[jax.Array, KVCache]:
-    plan, cfg = cache.plan, cache.plan.cfg
+    model_axis: str | None,
+    staged: bool,
+) -> tuple[jax.Array, KVCache, dict[str, Any]]:
+    plan = plan_of_heads(cache.plan, model_axis)
+    cfg = plan.cfg
     batch, given_tokens, _ = x.shape
     tile = min(given_tokens, query_tile(plan, kind, batch, backends))
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
@@ -141,13 +176,13 @@ def _attention_layer(
 
     kv = rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps)
     kv = apply_rope(kv, positions, rope_frequencies(cfg, kind))
-    fresh = plan.rows.encode(kv, cfg.rope_dim) if given_tokens > 1 else None
+    fresh = plan.rows.encode(kv, cfg.rope_dim) if staged or given_tokens > 1 else None
     update = backends.cache_update
     assert update is not None
-    stack = store_tokens(
-        params.compressor,
-        params.indexer,
-        x,
+    entry, key = project_tokens(params.compressor, params.indexer, x, start, plan, kind)
+    stack = store_streams(
+        entry,
+        key,
         kv if fresh is None else None,
         cache.stack(kind),
         index,
@@ -158,6 +193,7 @@ def _attention_layer(
         plan,
         kind,
         update,
+        keep_tails=staged,
     )
     window = SlidingWindow(state=stack.state, index=index, slots=slots, start=start, fresh=fresh, plan=plan)
     entries = None
@@ -178,14 +214,20 @@ def _attention_layer(
         tiles = lax.map(attend_tile, jnp.arange(0, num_tokens, tile, dtype=jnp.int32))
         grouped = jnp.moveaxis(tiles, 0, 1).reshape(batch, num_tokens, -1)
     y = linear(grouped.astype(x.dtype), params.o_b)
+    if model_axis is not None:
+        y = lax.psum(y, model_axis)
     y = jnp.where(real[..., None], y, 0.0).astype(x.dtype)[:, :given_tokens]
     # The next write into these buffers waits for this layer's reads: without this, XLA may order the write first and
     # keep a copy of the pool, or of the window, for the read.
     y, stack = lax.optimization_barrier((y, stack))
+    if staged:
+        rows = jax.tree.map(lambda leaf: leaf[:, :given_tokens] if leaf.ndim == 3 else leaf, (kv, entry, key))
+        batch_rows = dict(slots=slots, start=start, num_new=count)
+        return y, cache.with_stack(kind, stack), dict(zip(("kv", "entry", "key"), rows, strict=True)) | batch_rows
     if fresh is not None:
         state = append_swa.__wrapped__(stack.state, index, kv, slots, start, count, plan=plan, backend=update)
         stack = dataclasses.replace(stack, state=state)
-    return y, dataclasses.replace(cache.with_stack(kind, stack), tables=tables)
+    return y, dataclasses.replace(cache.with_stack(kind, stack), tables=tables), {}
 
 
 def _attend_tile(

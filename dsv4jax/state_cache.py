@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dsv4jax.checks import check_batch, donating
 from dsv4jax.config import AttentionType
@@ -126,6 +127,21 @@ def unique_or_dropped(slots: jax.Array, valid: jax.Array, size: int) -> jax.Arra
 def read_slots(tree: Any, index: jax.Array | int, slots: jax.Array) -> Any:
     """Leaves [layers, requests, ...] -> [B, ...] of one layer; a slot out of range reads some row in range."""
     return jax.tree.map(lambda leaf: leaf.at[index, slots].get(mode="clip"), tree)
+
+
+def copy_rows(tree: Any, sources: jax.Array, targets: jax.Array) -> Any:
+    """Leaves [layers, size, ...]: row sources[b] to row targets[b] in all layers; target -1 is a no-op.
+
+    A row is a slot's state or a block's entries. All rows are read before any is written.
+    """
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        target = unique_or_dropped(targets, targets >= 0, leaf.shape[1])
+        rows = leaf.at[:, sources].get(mode="clip")
+        rows, leaf = lax.optimization_barrier((rows, leaf))  # else XLA may keep a copy of the leaf for the read
+        return leaf.at[:, target].set(rows, mode="drop", unique_indices=True)
+
+    return jax.tree.map(copy, tree)
 
 
 @donating("state")

@@ -4,7 +4,8 @@
     k, z      -> tails; where a block is complete: pool, norm, rope, number format -> pool row; rotate or reset the tail
     and, for CSA, the same for the indexer, with the Hadamard transform and a 4-bit format
 
-``cache_step`` is a decode step, one token per request. ``append_chunk`` is the same for T tokens per request, ragged.
+``cache_step`` is a decode step, one token per request. ``append_chunk`` is the same for T tokens per request, ragged,
+and can leave the tails as they are, as a draft needs that may be forgotten.
 Requests are independent: the grid is [B, units], a unit being a share of a request's work. One whose request has
 nothing to do (slot -1, another phase) ends after reading its slot and length.
 
@@ -79,9 +80,13 @@ def append_chunk(
     key_format: str,
     ratio: int | None,
     eps: float,
+    keep_tails: bool = False,
     simulate: bool = False,
 ) -> Any:
-    """As ``cache_step``, for T tokens per request, of which ``num_new`` are real."""
+    """As ``cache_step``, for T tokens per request, of which ``num_new`` are real.
+
+    keep_tails: leave the tails as they are; entries are written all the same.
+    """
     window, is_csa = stack.state.window, tail_kind(stack.state.tail) == "csa"
     if reason := unsupported(
         kv_format=kv_format,
@@ -94,7 +99,7 @@ def append_chunk(
         raise ValueError(reason)
     _check_tokens(stack, tokens, ratio)
     batch, num_tokens = _newest(tokens).shape[:2]
-    work = Work.of(stack, tokens, num_tokens, ratio)
+    work = Work.of(stack, tokens, num_tokens, ratio, keep_tails=keep_tails)
     if not batch or not work.units + work.job_units:
         return stack
 
@@ -111,11 +116,11 @@ def append_chunk(
             row = Row(Team(machine, WARPGROUP), entry.norm.shape[0])
             store = EntryStore(request, row, pool.entries, entry.norm, kv_format, eps, is_key=False)
             if work.kind == "csa":
-                run_unit = csa.CSAUpdate(request, row, state.tail, entry, store, num_tokens).run
+                run_unit = csa.CSAUpdate(request, row, state.tail, entry, store, num_tokens, keep_tails).run
             else:
                 assert ratio is not None
                 shape = num_tokens, ratio, work.split
-                compressor = _HCA[work.kind](request, row, state.tail, entry, store, *shape)
+                compressor = _HCA[work.kind](request, row, state.tail, entry, store, *shape, keep_tails)
                 run_unit = compressor.run
                 if isinstance(compressor, hca.HCARingUpdate):
                     run_job["tail"] = compressor.write_tail_row
@@ -123,7 +128,7 @@ def append_chunk(
 
             def run_key(row: Row, i: Value) -> None:
                 store = EntryStore(request, row, pool.indexer_keys, key.norm, key_format, eps, is_key=True)
-                csa.CSAUpdate(request, row, state.indexer_tail, key, store, num_tokens).run(i)
+                csa.CSAUpdate(request, row, state.indexer_tail, key, store, num_tokens, keep_tails).run(i)
 
             run_job["key"] = run_key
         warps = Team(machine, WARP)
@@ -152,7 +157,7 @@ def append_chunk(
 
     return launch(
         body,
-        name="cache_step" if num_tokens == 1 else "append_chunk",
+        name="stage_entries" if keep_tails else "cache_step" if num_tokens == 1 else "append_chunk",
         grid=(batch, work.units + work.job_units),
         warpgroups=work.split.warpgroups,
         cluster=work.split.cluster,
@@ -195,7 +200,7 @@ class Work:
         return self.split.parts * WARPGROUP // WARP
 
     @classmethod
-    def of(cls, stack: Any, tokens: NewTokens, num_tokens: int, ratio: int | None) -> Work:
+    def of(cls, stack: Any, tokens: NewTokens, num_tokens: int, ratio: int | None, *, keep_tails: bool) -> Work:
         kind = tail_kind(stack.state.tail)
         wanted: list[tuple[str, int, int]] = []  # name, count, row size
         batch, units = tokens.slots.shape[0], 0
@@ -210,7 +215,7 @@ class Work:
             else:
                 rows = ratio if kind == "ring" else min(num_tokens, ratio)
                 units, split = _HCA[kind].num_units(num_tokens, ratio), hca.Split.of(rows, batch, num_tokens)
-            if kind == "ring":
+            if kind == "ring" and not keep_tails:
                 wanted.append(("tail", hca.HCARingUpdate.num_jobs(num_tokens, ratio), dim))
         if tokens.kv is not None:
             n_win = stack.state.pos.shape[2]

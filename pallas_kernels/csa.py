@@ -48,10 +48,11 @@ class CSAUpdate:
     streams: Streams  # of buffers
     entries: EntryStore
     num_tokens: int
+    keep_tails: bool  # write entries alone
 
     def run(self, unit: Value) -> None:
         """Do a unit's share; units count from 0 to ``num_units``."""
-        if self.num_tokens == 1:
+        if self.num_tokens == 1 and not self.keep_tails:
             self._step()
         else:
             self._chunk(unit)
@@ -90,8 +91,9 @@ class CSAUpdate:
             return carry
 
         machine.loop(select(is_first, machine.constant(2, "i32"), 1), entry, [])
-        with machine.when(is_first):
-            self._store_tails()
+        if not self.keep_tails:
+            with machine.when(is_first):
+                self._store_tails()
 
     def _store_tails(self) -> None:
         """The last complete block's b-stream becomes the previous one; the newest tokens' rows become current."""

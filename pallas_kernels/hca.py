@@ -104,6 +104,7 @@ class HCAUpdate:
     num_tokens: int
     ratio: int
     split: Split
+    keep_tails: bool  # write entries alone
 
     @property
     def machine(self) -> Machine:
@@ -240,7 +241,7 @@ class HCARingUpdate(HCAUpdate):
             softmax = self._pool(load, empty_softmax(row))
             with self.machine.when(self._part.equals(0)):
                 self._finish(softmax, to)
-        if self.num_tokens > 1:
+        if self.num_tokens > 1 and not self.keep_tails:
             self._write_read_rows(unit)
 
     def _write_read_rows(self, unit: Value) -> None:
@@ -284,20 +285,26 @@ class HCAOnlineUpdate(HCAUpdate):
         """A unit's blocks."""
         request, machine = self.request, self.machine
         if self.num_tokens == 1:
-            with machine.when(request.live):
-                self._block(machine.constant(0, "i32"), True)
+            only = machine.constant(0, "i32")
+            with machine.when(self._needed(only)):
+                self._block(only, True)
             return
         last = (self._phase + request.count - 1) // self.ratio
         is_first = unit.equals(0)
 
         def block(i: Value, carry: list[Value]) -> list[Value]:
             n = select(is_first, i * last, unit)
-            with machine.when(request.live & (is_first | (unit < last))):
+            with machine.when(self._needed(n) & (is_first | (unit < last))):
                 self._block(n, n.equals(last))
                 self._barrier()
             return carry
 
         machine.loop(select(is_first & (last > 0), machine.constant(2, "i32"), 1), block, [])
+
+    def _needed(self, n: Value) -> Value:
+        """Whether the n-th touched block has to be pooled: for its entry, or for the tail."""
+        live = self.request.live
+        return live & (self._completed > n) if self.keep_tails else live
 
     def _block(self, n: Value, is_last: Condition) -> None:
         """Pool the new tokens of the n-th touched block; finish it if it is full, keep it if it is the last."""
@@ -325,9 +332,10 @@ class HCAOnlineUpdate(HCAUpdate):
         to = self.entries.prepare(n, self.ratio, is_holder & is_full)
         softmax = self._pool(load, (peak, total, weighted))
         with machine.when(is_holder):
-            for leaf, values, empty in zip(leaves, softmax, empty_softmax(row), strict=True):
-                kept = row.map(lambda value, reset: select(is_full, reset, value), values, empty)
-                row.store(leaf, kept, request.layer, request.slot, where=is_last)
+            if not self.keep_tails:
+                for leaf, values, empty in zip(leaves, softmax, empty_softmax(row), strict=True):
+                    kept = row.map(lambda value, reset: select(is_full, reset, value), values, empty)
+                    row.store(leaf, kept, request.layer, request.slot, where=is_last)
             with machine.when(is_full):
                 self._finish(softmax, to)
 

@@ -41,8 +41,7 @@ def append_swa(
     tokens = NewTokens(
         layer=layer, slots=slots, start=start, num_new=num_new, block_table=None, kv=kv, entry=None, key=None, rope=None
     )
-    formats = dict(kv_format=kv_format, key_format="f32")
-    return append_chunk(stack, tokens, **formats, ratio=None, eps=0.0, simulate=simulate)
+    return append_chunk(stack, tokens, kv_format=kv_format, key_format="f32", ratio=None, eps=0.0, simulate=simulate)
 
 
 def flush_entries(

@@ -8,12 +8,17 @@ import jax
 
 
 def device() -> Any:
-    """Of the current abstract mesh where one is set, else the default one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.abstract_device is not None:
-        return mesh.abstract_device
+    """Of the current abstract mesh where it describes one, else the default one.
+
+    A mesh of real devices, as ``jax.shard_map`` sets it, tells their kind without its capability: it means the default
+    device where that is of the same kind.
+    """
+    described: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if hasattr(described, "compute_capability"):
+        return described
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    default = jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    return default if described is None or described.device_kind == default.device_kind else described
 
 
 def compute_capability() -> tuple[int, int]:

@@ -134,7 +134,7 @@ def _flush(blocks: int):
     return functools.partial(d4.flush_csa.__wrapped__, plan=plan), args, 0
 
 
-# A GPU compiles the forward passes; bookkeeping touches no pool and is audited on the CPU alone.
+# A GPU compiles what touches the pool; other bookkeeping is audited on the CPU alone.
 GPU_AUDITS = {
     "decode step, fp8_row + nvfp4": forward(),
     "decode step, fp8_tile64 + mxfp4, online tails": forward(
@@ -142,6 +142,7 @@ GPU_AUDITS = {
     ),
     "prefill chunk of 33": forward(tokens=33),
     "scan over layers": forward(function=_scan_over_layers),
+    "fork": bookkeeping(d4.fork),
 }
 # On a CPU these are XLA's, as those above are.
 READ_AUDITS = {
