@@ -31,7 +31,7 @@ _PIECE = 16  # keys whose weights are handed over at once: what an instruction t
 _SLOTS = 2  # pieces
 _GROWTH = 8.0  # of a peak that the output is scaled for, in powers of two
 _SCALED = 64  # columns of the output that are scaled at once
-_REGISTERS = {"multiply": 200, "load": 104}
+_REGISTERS = {"multiply": 184, "load": 136}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
