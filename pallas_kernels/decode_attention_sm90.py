@@ -41,7 +41,7 @@ _HALF = HEAD_DIM // 2  # channels of a warpgroup
 _STAGES = 2
 _CONSUMERS = 2
 _LOGITS = KEYS // 2  # of a lane
-_REGISTERS = {"multiply": 208, "load": 96}
+_REGISTERS = {"multiply": 200, "load": 104}
 _STORED_BYTES = 256  # of a row, at once
 
 

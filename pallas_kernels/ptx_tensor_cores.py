@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jax._src.lib.mlir.dialects import gpu  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.machine import WARP, WARPGROUP, Condition, Index, Kind, Value
+from pallas_kernels.machine import WARP, Condition, Index, Kind, Value
 from pallas_kernels.ptx import PTX
 from pallas_kernels.tensor_cores import DType, Operand, Role, TensorCores
 
@@ -80,8 +80,7 @@ class TensorCorePTX(PTX, TensorCores):
 
     def roles(self, *roles: Role) -> None:
         warpgroup = self._wrap("i32", mgpu.utils.warpgroup_idx(sync=True))
-        at_launch = 65536 // (sum(role.warpgroups for role in roles) * WARPGROUP) // 8 * 8
-        first = 0
+        at_launch, first = self.registers_at_launch(roles), 0
         for role in roles:
             inside = warpgroup >= first
             first += role.warpgroups

@@ -192,6 +192,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
 
     # Roles.
     def roles(self, *roles: Role) -> None:
+        self.registers_at_launch(roles)
         outer, turns, first = self._mask, [], 0
         thread = np.arange(self._threads)[None]
         for role in roles:

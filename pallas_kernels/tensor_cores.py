@@ -15,9 +15,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from pallas_kernels.machine import WARP, Condition, Index, Machine, Value
+from pallas_kernels.machine import WARP, WARPGROUP, Condition, Index, Machine, Value
 
 ATOM_ROWS, ATOM_BYTES, UNIT = 8, 128, 16  # of the 128-byte swizzle
+REGISTERS = 65536  # of a block, at most
 STEP_BYTES = 32  # of K per instruction: 16 f16 or 32 e4m3
 DType = Literal["f16", "e4m3", "e5m2"]
 
@@ -176,6 +177,16 @@ class TensorCores(Machine):
     @abc.abstractmethod
     def roles(self, *roles: Role) -> None:
         """Each role's warpgroups, in order, run its body; the block is done when all are."""
+
+    @staticmethod
+    def registers_at_launch(roles: Sequence[Role]) -> int:
+        """Per lane, before the roles change it. ValueError where they want more in all: they would wait for ever."""
+        warpgroups = sum(role.warpgroups for role in roles)
+        at_launch = REGISTERS // (warpgroups * WARPGROUP) // 8 * 8
+        wanted = sum(role.warpgroups * role.registers for role in roles)
+        if wanted > warpgroups * at_launch:
+            raise ValueError(f"roles ask for {wanted} registers per lane in all, a launch has {warpgroups * at_launch}")
+        return at_launch
 
     # Barriers in shared memory. A phase ends when ``count`` warps have arrived.
     def take_barriers(self, count: int) -> int:

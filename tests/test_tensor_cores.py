@@ -234,6 +234,19 @@ def test_bytes_of_e5m2(simulate):
     np.testing.assert_allclose(found, want, rtol=0, atol=4 * 256 * 32 * 2.0**-13)
 
 
+def test_roles_cannot_ask_for_more_registers_than_there_are():
+    def body(machine: TensorCores, inputs: Any, out: Any) -> None:
+        machine.roles(
+            Role(warpgroups=2, registers=208, body=lambda: None), Role(warpgroups=1, registers=96, body=lambda: None)
+        )
+
+    state = SPEC((1,), jnp.float32)
+    with pytest.raises(Exception, match="roles ask for 512 registers per lane in all, a launch has 504"):
+        jax.block_until_ready(
+            launch(body, name="greedy", grid=(1,), inputs=(), state=state, warpgroups=3, simulate=True)
+        )
+
+
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
 def test_sums_in_f16(simulate):
     """Pairs of columns in a word."""
