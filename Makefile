@@ -2,6 +2,7 @@
 # make demo DEVICE=gpu   layers of V4-Flash's size on an NVIDIA GPU
 # make test              the tests; ARGS="-k name" goes to pytest
 # make lint              ruff and pyright
+# make docs              the pages of docs/ and the API, as out/site; a warning is an error
 # make clean             remove what the others made, the environment too
 #
 # The first use makes .venv with a Python that .ci/venv.sh finds, and installs into it; a changed pyproject.toml installs
@@ -9,7 +10,7 @@
 #
 #     make test PYTHON=/path/to/python
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 .NOTPARALLEL:
 
 DEVICE ?= cpu
@@ -33,6 +34,9 @@ lint: $(call installed,test)
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	$(python) -m pyright --pythonpath $(python)
+
+docs: $(call installed,docs)
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 .venv/installed-%: pyproject.toml .python-version .ci/venv.sh
 	.ci/venv.sh $*

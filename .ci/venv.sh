@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu or test.
+# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test or docs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -60,6 +60,7 @@ if ! .venv/bin/python -c "" 2>/dev/null; then make_venv; fi
 echo "Installing what '$target' needs into .venv; the first time takes some minutes"
 case $target in
 demo-cpu) install -e ".[demo]" ;;
+docs) install -e ".[docs]" ;;
 demo-gpu) if sees_gpu .venv/bin/python; then install -e ".[demo]"; else install -e ".[gpu,demo]"; fi ;;
 test)
     install -e ".[dev]"
@@ -67,7 +68,7 @@ test)
     install -e ".[cross]" "jax-cuda13-plugin==$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
     ;;
 *)
-    echo "unknown target '$target': demo-cpu, demo-gpu or test" >&2
+    echo "unknown target '$target': demo-cpu, demo-gpu, test or docs" >&2
     exit 1
     ;;
 esac

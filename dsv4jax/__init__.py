@@ -21,18 +21,22 @@ from dsv4jax.flush import append_swa, append_tail, flush_csa, flush_hca, reset_h
 from dsv4jax.fork import fork
 from dsv4jax.handle import LayerCacheHandle, acquire
 from dsv4jax.indexer import select_entries
+from dsv4jax.inspection import CacheReport, describe, verify
 from dsv4jax.layer import attention_layer, attention_layer_at
 from dsv4jax.paged_pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
 from dsv4jax.plan import CachePlan, LayerCacheSchema, build_schema, compute_block_budget, plan_cache
 from dsv4jax.sharding import params_specs, partition_specs, shardings
+from dsv4jax.snapshot import Snapshot, extract, insert
 from dsv4jax.speculate import StagedLayer, commit, stage
 from dsv4jax.state_cache import SlidingWindow, StateCache, gather_swa, reset_slots
+from dsv4jax.storage import restore, save
 from dsv4jax.weights import AttentionParams, init_attention_params, load_attention_params
 
 __all__ = [
     "AttentionParams",
     "AttentionType",
     "CachePlan",
+    "CacheReport",
     "DSV4Config",
     "KVCache",
     "LayerCacheHandle",
@@ -43,6 +47,7 @@ __all__ = [
     "PagedPool",
     "PooledLayer",
     "SlidingWindow",
+    "Snapshot",
     "StagedLayer",
     "StateCache",
     "Tables",
@@ -59,6 +64,8 @@ __all__ = [
     "commit",
     "compute_block_budget",
     "decode_attention",
+    "describe",
+    "extract",
     "flush_csa",
     "flush_hca",
     "fork",
@@ -68,6 +75,7 @@ __all__ = [
     "gather_swa",
     "init_attention_params",
     "init_cache",
+    "insert",
     "layer_schedule",
     "load_attention_params",
     "load_safetensors",
@@ -79,9 +87,12 @@ __all__ = [
     "release",
     "reset_hca",
     "reset_slots",
+    "restore",
     "rotate_csa",
+    "save",
     "select_entries",
     "shardings",
     "stage",
     "to_flashmla_pages",
+    "verify",
 ]

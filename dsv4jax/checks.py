@@ -44,6 +44,12 @@ def check_batch(**rows: Any) -> None:
         size = x.shape[0]
 
 
+def check_one_shard(name: str, num_free: Any) -> None:
+    """Require tables of a single shard, by their ``num_free``: with several, an id means one in each of them."""
+    if num_free.shape != (1,):
+        raise ValueError(f"{name}: the cache has {num_free.shape[0]} shards, whose slots and blocks are their own")
+
+
 def fitting(count: jax.Array, available: int) -> jax.Array:
     """count, and 0 where it names more than there is: such a row is left alone, not done in part."""
     return jnp.where(count <= available, count, 0)

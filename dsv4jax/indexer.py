@@ -17,7 +17,7 @@ from jax import lax
 from dsv4jax import kernels
 from dsv4jax.backend import Backend, choose
 from dsv4jax.checks import check_array
-from dsv4jax.linear import hadamard, linear
+from dsv4jax.linear import hadamard_product, linear
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope
@@ -29,8 +29,10 @@ def indexer_queries(
 ) -> jax.Array:
     """f32 [B, T, indexer_heads, indexer_head_dim]: projected, roped, rotated; to be rounded as the keys are."""
     cfg = plan.cfg
+    # Apart from the main queries' product: XLA would join the two, and their weights, 84 MB, in every step.
+    q_latent = lax.optimization_barrier(q_latent)
     q = linear(q_latent, params.q_b).reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
-    return hadamard(apply_rope(q, positions[..., None], freqs))
+    return hadamard_product(apply_rope(q, positions[..., None], freqs))
 
 
 def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Array:

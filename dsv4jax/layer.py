@@ -37,7 +37,9 @@ from dsv4jax.sharding import plan_of_heads
 from dsv4jax.state_cache import SlidingWindow
 from dsv4jax.weights import AttentionParams, check_params
 
-QUERY_TILE_BYTES = 96 << 20  # temporaries of one tile of queries; sets how many tokens a tile holds
+# Temporaries of one tile of queries, which set how many tokens a tile holds. Where kernels attend, a draft of a few
+# tokens for many requests should be one tile: each reads the weights of the heads again.
+QUERY_TILE_BYTES = {"xla": 96 << 20, "pallas": 256 << 20, "pallas_simulated": 256 << 20}
 
 
 def attention_layer(
@@ -273,12 +275,14 @@ def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Arra
 def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
     """Tokens per query tile: as many as keep its temporaries near ``QUERY_TILE_BYTES``, a power of two."""
     cfg = plan.cfg
-    gathers = backends.decode_attention == "xla"  # each query's picks as rows
+    attends = backends.decode_attention
+    assert attends is not None
+    gathers = attends == "xla"  # each query's picks as rows
     per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output
     if kind == AttentionType.CSA:
         entries = plan.max_blocks * plan.entries_per_block(kind)
         picks = min(cfg.indexer_top_k, entries)
         per_token += 2 * entries + cfg.indexer_heads * cfg.indexer_head_dim
         per_token += picks * (cfg.head_dim + cfg.num_heads if gathers else 1)
-    tokens = QUERY_TILE_BYTES // (4 * per_token * batch)
+    tokens = QUERY_TILE_BYTES[attends] // (4 * per_token * batch)
     return 1 << max(0, tokens.bit_length() - 1)

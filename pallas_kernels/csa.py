@@ -90,7 +90,8 @@ class CSAUpdate:
                 self.row.team.barrier()
             return carry
 
-        machine.loop(select(is_first, machine.constant(2, "i32"), 1), entry, [])
+        most = min(2, max_entries(self.num_tokens, self._ratio))
+        machine.loop(select(is_first, machine.constant(most, "i32"), 1), entry, [])
         if not self.keep_tails:
             with machine.when(is_first):
                 self._store_tails()

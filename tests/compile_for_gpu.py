@@ -9,6 +9,7 @@ import functools
 import glob
 import importlib.util
 import json
+import math
 import os
 import site
 import subprocess
@@ -43,30 +44,31 @@ def prepare_environment() -> None:
 
 
 @functools.cache
-def _mesh(target: str):
+def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)):
+    """GPUs of one host: the mesh that arrays are placed on, and the abstract one that says what is compiled for."""
     from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh
 
     name, major, cores = TARGETS[target]
     device = DEVICE.format(name=name, major=major, cores=cores)
-    topology = topologies.get_topology_desc(platform="cuda", target_config=device, topology="1x1x1")
-    return topologies.make_mesh(topology, (1,), ("x",))
-
-
-def compile_for(target: str, function, *args, **jit_options):
-    """Compile ``function`` for a target; args are pytrees of arrays or ShapeDtypeStructs."""
-    import jax
-    from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
-
-    name, major, cores = TARGETS[target]
-    mesh = _mesh(target)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=device, topology=f"1x1x{math.prod(sizes)}")
+    mesh = topologies.make_mesh(topology, sizes, names)
     # The backend is chosen, and kernels are compiled, by the abstract device's compute capability.
     device_type = type("Device", (AbstractDevice,), {"compute_capability": f"{major}.0"})
-    abstract = AbstractMesh(
+    return mesh, AbstractMesh(
         mesh.abstract_mesh.axis_sizes,
         mesh.abstract_mesh.axis_names,
         axis_types=mesh.abstract_mesh.axis_types,
         abstract_device=device_type(device_kind=name, num_cores=cores, platform="gpu"),
     )
+
+
+def compile_for(target: str, function, *args, **jit_options):
+    """Compile ``function`` for a target; args are pytrees of arrays or ShapeDtypeStructs."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh, abstract = meshes(target)
     sharding = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     with jax.sharding.use_abstract_mesh(abstract):

@@ -38,6 +38,7 @@ FORMATS = (
 )
 DECODE = 256, 1
 CHUNKS = (1, 4096), (8, 128)
+DRAFT = 64, 4
 # Without MOSAIC_GPU_DUMP_TO they go to standard output; with it nvdisasm is asked for too.
 DUMPS = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
 SM_REGISTERS, SM_THREADS, SM_BLOCKS, SM_SHARED = 65536, 2048, 32, 228 << 10
@@ -77,7 +78,9 @@ def _cache(cfg: d4.DSV4Config, **options: Any) -> d4.KVCache:
     return d4.abstract_cache(plan)
 
 
-def _update(name: str, cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> Kernel:
+def _update(
+    name: str, cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int, *, is_draft: bool = False
+) -> Kernel:
     cfg, stack, is_csa = cache.plan.cfg, cache.stack(kind), kind == AttentionType.CSA
 
     def streams(dim: int) -> Any:
@@ -85,11 +88,11 @@ def _update(name: str, cache: d4.KVCache, kind: AttentionType, batch: int, token
         return Streams(k=rows, z=rows, overlap=is_csa), _f32(dim)
 
     def function(stack, *args):
-        return kernels.update(stack, *args, plan=cache.plan, kind=kind, backend="pallas")
+        return kernels.update(stack, *args, plan=cache.plan, kind=kind, backend="pallas", keep_tails=is_draft)
 
     entry = streams(cfg.head_dim) if stack.pool is not None else None
     key = streams(cfg.indexer_head_dim) if is_csa else None
-    kv, row = _f32(batch, tokens, cfg.head_dim), _i32(batch)
+    kv, row = None if is_draft else _f32(batch, tokens, cfg.head_dim), _i32(batch)
     args = stack, LAYER, kv, entry, key, cache.tables.block_table, row, row, row
     rows = None if stack.pool is None else stack.pool.entries.nope
     return Kernel(name=name, function=function, args=args, rows=rows)
@@ -106,6 +109,9 @@ def _updates(cfg: d4.DSV4Config) -> Iterator[Kernel]:
             launch = "cache_step" if tokens == 1 else "append_chunk"
             name = " ".join([launch, kind, *options.values(), f"[{batch}, {tokens}]"])
             yield _update(name, cache, kind, batch, tokens)
+        if options in (FORMATS[0], dict(hca_tail="online")):
+            name = " ".join(["stage_entries", kind, *options.values(), str(list(DRAFT))])
+            yield _update(name, cache, kind, *DRAFT, is_draft=True)
 
 
 def _pieces(cfg: d4.DSV4Config) -> Iterator[Kernel]:

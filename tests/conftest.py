@@ -11,8 +11,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests.machines import no_gpu
-
+jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding; all else stays on the first
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # On a GPU the default is TF32; an op that means fp32 says so itself, so tests run under the default.
@@ -24,6 +23,8 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.machines import no_gpu  # asks for devices: not before their number is set
+
     reason = no_gpu()
     if reason is not None:
         for item in items:

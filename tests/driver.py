@@ -154,6 +154,16 @@ def moved_values(a: Any, b: Any, tolerance: float) -> tuple[int, int]:
     return moved, total
 
 
+def garbage(cache: d4.KVCache, seed: int = 0) -> d4.KVCache:
+    """The cache with random bytes in every leaf but the tables."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf: jax.Array) -> jax.Array:
+        return jnp.asarray(np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape))
+
+    return dataclasses.replace(jax.tree.map(draw, cache), tables=cache.tables)
+
+
 def poisoned(cache: d4.KVCache) -> d4.KVCache:
     """The cache with garbage in every row that holds nothing: NaN, 0xFF, or a plausible wrong number.
 

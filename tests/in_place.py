@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 import dsv4jax as d4
 from dsv4jax.allocator import granted_tokens, withdraw_grants
+from dsv4jax.snapshot import abstract_snapshot
 from dsv4jax.weights import param_shapes
 
 # Two CSA layers share one stack: the second writes into the buffers that the first has read.
@@ -33,6 +34,19 @@ def whole_step(params, x, cache, slots, num_new):
         y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new)
         x = x + y
     return x, d4.advance(cache, slots, num_new), ok
+
+
+def speculative_step(params, x, cache, slots, num_new):
+    """A draft is staged in every layer; what is accepted of it depends on the outputs."""
+    cache, ok = d4.prepare_forward(cache, slots, num_new)
+    staged = []
+    for layer in range(cache.plan.cfg.num_layers):
+        y, cache, rows = d4.stage(params[layer], x, cache, layer, slots, num_new)
+        x = x + y
+        staged.append(rows)
+    num_accepted = jnp.minimum(jnp.sum(x[..., 0] > 0, axis=1, dtype=jnp.int32), num_new)
+    cache, committed = d4.commit(cache, staged, num_accepted)
+    return x, cache, ok & committed
 
 
 def many_steps(params, x, cache, slots, num_new):
@@ -134,6 +148,11 @@ def _flush(blocks: int):
     return functools.partial(d4.flush_csa.__wrapped__, plan=plan), args, 0
 
 
+def _insert(blocks: int):
+    plan = _plan(blocks)
+    return d4.insert, (d4.abstract_cache(plan), abstract_snapshot(plan, BATCH, blocks=4)), 0
+
+
 # A GPU compiles what touches the pool; other bookkeeping is audited on the CPU alone.
 GPU_AUDITS = {
     "decode step, fp8_row + nvfp4": forward(),
@@ -142,7 +161,9 @@ GPU_AUDITS = {
     ),
     "prefill chunk of 33": forward(tokens=33),
     "scan over layers": forward(function=_scan_over_layers),
+    "draft of 4": forward(function=speculative_step, tokens=4),
     "fork": bookkeeping(d4.fork),
+    "insert": functools.partial(audit, make_program=_insert),
 }
 # On a CPU these are XLA's, as those above are.
 READ_AUDITS = {

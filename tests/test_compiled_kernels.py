@@ -12,6 +12,7 @@ ARCHITECTURES = {"h200": "sm_90a", "b200": "sm_100a"}
 LAUNCHES = {
     "cache_step",
     "append_chunk",
+    "stage_entries",
     "append_swa",
     "flush_csa",
     "flush_hca",
@@ -84,7 +85,14 @@ def test_every_kernel_compiled_for(target):
         check(name, report, ARCHITECTURES[target])
     # Each launch that addresses CSA entries was seen on a pool that 32 bits do not address.
     large = {name.split()[1] for name, report in reports.items() if report["elements"] > 1 << 31}
-    assert large >= {"cache_step", "append_chunk", "flush_csa", "gather_compressed", "gather_all_compressed"}
+    assert large >= {
+        "cache_step",
+        "append_chunk",
+        "stage_entries",
+        "flush_csa",
+        "gather_compressed",
+        "gather_all_compressed",
+    }
     with pytest.raises(AssertionError, match="not updated in place"):
         check("undonated", found["undonated"], ARCHITECTURES[target])
 

@@ -8,7 +8,7 @@ from dsv4jax import layer
 from tests import in_place
 from tests.compile_for_gpu import report_of
 
-BOOKKEEPING = ("admit", "prepare_forward", "advance", "release", "fork")
+BOOKKEEPING = ("admit", "prepare_forward", "advance", "release", "fork", "insert")
 
 
 def check(name: str, found: dict[str, int]) -> None:

@@ -53,6 +53,17 @@ FUNCTIONS = {
         "backend": None,
         "model_axis": None,
     },
+    "stage": {
+        "params": REQUIRED,
+        "x": REQUIRED,
+        "cache": REQUIRED,
+        "layer": REQUIRED,
+        "slots": REQUIRED,
+        "num_new": REQUIRED,
+        "backend": None,
+        "model_axis": None,
+    },
+    "commit": {"cache": REQUIRED, "staged": REQUIRED, "num_accepted": REQUIRED, "backend": None},
     "advance": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
     "release": {"cache": REQUIRED, "slots": REQUIRED},
     "fork": {"cache": REQUIRED, "source_slot": REQUIRED, "target_slots": REQUIRED},
@@ -62,6 +73,12 @@ FUNCTIONS = {
     "build_schema": {"cfg": REQUIRED, "layer": REQUIRED},
     "compute_block_budget": {"cfg": REQUIRED, "max_context": REQUIRED, "max_requests": REQUIRED, "headroom": 1.10},
     "backends": {},
+    "extract": {"cache": REQUIRED, "slots": REQUIRED},
+    "insert": {"cache": REQUIRED, "snapshot": REQUIRED},
+    "save": {"path": REQUIRED, "value": REQUIRED},
+    "restore": {"path": REQUIRED, "plan": None, "device": None},
+    "describe": {"cache": REQUIRED},
+    "verify": {"cache": REQUIRED},
 }
 
 # The functions under the facade, and the argument that each updates in place.

@@ -21,7 +21,7 @@ def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, mon
     # A plan of its own (6 requests), so that nothing traced with the usual tiles is used again.
     plan = d4.plan_cache(recording.cfg, max_requests=6, max_context=640, kv_format="f32", indexer_format="f32")
     batch, heads = 2, recording.cfg.num_heads
-    monkeypatch.setattr(layer, "QUERY_TILE_BYTES", 1 << 18)
+    monkeypatch.setitem(layer.QUERY_TILE_BYTES, "xla", 1 << 18)
     tile = min(chunk, layer.query_tile(plan, recording.kind, batch, d4.OpBackends(decode_attention="xla")))
     # Two blocks per tile of entries: five blocks make three tiles, the last one half empty.
     queries_heads = recording.cfg.indexer_heads if kind == "csa" else heads

@@ -1,0 +1,190 @@
+"""What does a draft cost? python -m benchmarks.speculate
+
+Stage and commit of four tokens against one decode step, for 64 requests at all phases with 32K tokens each: all layers
+of V4-Flash with their matrix products in bf16. The layers of a kind share one set of weights, which no L2 cache holds,
+and cached rows are random bytes. Both advance one cache in turns, so that drift hits both; medians with their spread.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4jax as d4
+from pallas_kernels.bench.reads import randomise
+from pallas_kernels.bench.timing import kernel_events
+
+OPS = ("cache_step", "append_chunk", "append_swa", "stage_entries", "indexer_scores", "top_k", "decode_attention")
+ROOM = 1024  # tokens that a request can grow by
+
+
+def long_cache(plan: d4.CachePlan, context: int) -> d4.KVCache:
+    """Every slot holds about ``context`` tokens, random ones, in blocks from all over the pool."""
+    rng, requests, n_win = np.random.default_rng(0), plan.max_requests, plan.cfg.sliding_window
+    length = context - rng.permutation(max(requests, 128))[:requests] % 128  # requests at all phases
+    pos = length[:, None] - 1 - (length[:, None] - 1 - np.arange(n_win)) % n_win
+    cache = d4.init_cache(plan)
+    for kind in d4.AttentionType:
+        if plan.layers(kind):
+            stack = cache.stack(kind)
+            held = jnp.asarray(np.broadcast_to(pos, stack.state.pos.shape), jnp.int32)
+            state = dataclasses.replace(stack.state, window=randomise(stack.state.window), pos=held)
+            pool = None if stack.pool is None else randomise(stack.pool)
+            cache = cache.with_stack(kind, dataclasses.replace(stack, state=state, pool=pool))
+    table = rng.permutation(plan.num_blocks)[: requests * plan.max_blocks].reshape(requests, -1)
+    tables = dataclasses.replace(
+        cache.tables,
+        admitted=jnp.ones(requests, jnp.bool),
+        seq_lens=jnp.asarray(length, jnp.int32),
+        prepared=jnp.asarray(length, jnp.int32),
+        block_table=jnp.asarray(table, jnp.int32),
+        block_lens=jnp.full(requests, plan.max_blocks, jnp.int32),
+        block_refs=cache.tables.block_refs.at[table.reshape(-1)].set(1),
+        num_free=jnp.full(1, plan.num_blocks - table.size, jnp.int32),
+    )
+    return dataclasses.replace(cache, tables=tables)
+
+
+def decode(params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array) -> tuple[jax.Array, d4.KVCache]:
+    cfg, one = cache.plan.cfg, jnp.ones_like(slots)
+    cache, ok = d4.prepare_forward(cache, slots, one)
+    x = x[:, :1]
+    for layer, spec in enumerate(d4.layer_schedule(cfg)):
+        y, cache = d4.attention_layer(params[spec.attn], x, cache, layer, slots, one)
+        x = x + y
+    return ok & jnp.isfinite(x[0, 0, 0]), d4.advance(cache, slots, one)
+
+
+def draft(params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array) -> tuple[jax.Array, d4.KVCache, Any]:
+    num_new = jnp.full_like(slots, x.shape[1])
+    cache, ok = d4.prepare_forward(cache, slots, num_new)
+    staged = []
+    for layer, spec in enumerate(d4.layer_schedule(cache.plan.cfg)):
+        y, cache, rows = d4.stage(params[spec.attn], x, cache, layer, slots, num_new)
+        x = x + y
+        staged.append(rows)
+    return ok & jnp.isfinite(x[0, 0, 0]), cache, staged
+
+
+def commit_all(staged: Any, cache: d4.KVCache) -> tuple[jax.Array, d4.KVCache]:
+    cache, ok = d4.commit(cache, staged, staged[0].num_new)
+    return ok, cache
+
+
+class Programs:
+    """Three compiled programs on one cache, which each of them takes and gives back."""
+
+    def __init__(self, plan: d4.CachePlan, context: int, tokens: int, dtype: Any):
+        cfg = plan.cfg
+        first = {spec.attn: spec.layer_idx for spec in reversed(d4.layer_schedule(cfg))}
+        self.params = {
+            str(kind): d4.init_attention_params(jax.random.key(i), cfg, i, dtype) for kind, i in first.items()
+        }
+        self.slots = jnp.asarray(np.random.default_rng(1).permutation(plan.max_requests), jnp.int32)
+        self.x = jax.random.normal(jax.random.key(9), (plan.max_requests, tokens, cfg.hidden_size), dtype)
+        self.cache = long_cache(plan, context)
+        given = self.params, self.x, self.cache, self.slots
+        staged = jax.eval_shape(draft, *given)[2]
+        begin = time.perf_counter()
+        lowered = [jax.jit(function, donate_argnums=2).lower(*given) for function in (decode, draft)]
+        lowered.append(jax.jit(commit_all, donate_argnums=1).lower(staged, self.cache))
+        with ThreadPoolExecutor() as threads:
+            self._decode, self._stage, self._commit = threads.map(lambda program: program.compile(), lowered)
+        print(f"traced and compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+
+    def decode(self) -> list[jax.Array]:
+        ok, self.cache = self._decode(self.params, self.x, self.cache, self.slots)
+        return [ok]
+
+    def stage(self) -> list[jax.Array]:
+        ok, self.cache, self.staged = self._stage(self.params, self.x, self.cache, self.slots)
+        return [ok]
+
+    def stage_and_commit(self) -> list[jax.Array]:
+        granted = self.stage()
+        ok, self.cache = self._commit(self.staged, self.cache)
+        return [*granted, ok]
+
+    def time(self, run: Callable[[], list[jax.Array]], steps: int) -> float:
+        """Microseconds per call, of several in a row."""
+        jax.block_until_ready(self.cache)
+        begin = time.perf_counter()
+        oks = [ok for _ in range(steps) for ok in run()]
+        jax.block_until_ready((oks, self.cache))
+        elapsed = time.perf_counter() - begin
+        assert all(bool(ok) for ok in oks)
+        return elapsed * 1e6 / steps
+
+
+def print_parts(programs: Programs) -> None:
+    """Microseconds by kernel. Compiled once more: what is profiled runs twice, and so cannot donate its cache."""
+    given = programs.params, programs.x, programs.cache, programs.slots
+    _, cache, staged = jax.jit(draft)(*given)
+    for name, function, args in (
+        ("decode step", decode, given),
+        ("stage", draft, given),
+        ("commit", commit_all, (staged, cache)),
+    ):
+        events = [(kernel, ms) for kernel, ms in kernel_events(jax.jit(function), *args) if "copy" not in kernel]
+        parts = {op: sum(ms for kernel, ms in events if op in kernel) * 1e3 for op in OPS}
+        rest = sum(ms for _, ms in events) * 1e3 - sum(parts.values())
+        listed = ", ".join(f"{op} {us:.0f}" for op, us in (parts | {"products and the rest": rest}).items() if us)
+        print(f"{name:12} {len(events):>4} kernels, us: {listed}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small model in f32, for a CPU")
+    parser.add_argument("--layers", type=int, default=43, help="of V4-Flash, the first ones")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--tokens", type=int, default=4, help="of a draft")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=5, help="calls in a row that are timed together")
+    parser.add_argument("--parts", action="store_true", help="microseconds by kernel too, on a GPU")
+    options = parser.parse_args()
+
+    cfg, dtype = d4.DSV4Config.flash(), jnp.bfloat16
+    requests, context = options.requests, options.context
+    if options.tiny:
+        cfg, dtype, requests, context = d4.DSV4Config.tiny(), jnp.float32, 4, 512
+    cfg = dataclasses.replace(cfg, compress_ratios=cfg.compress_ratios[: options.layers])
+    room = options.rounds * options.steps * (1 + options.tokens) + options.tokens
+    plan = d4.plan_cache(cfg, max_requests=requests, max_context=context + max(ROOM, room), headroom=1.0)
+    programs = Programs(plan, context, options.tokens, dtype)
+
+    runs = {
+        "decode step": programs.decode,
+        "stage": programs.stage,
+        "stage and commit": programs.stage_and_commit,
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        programs.time(run, 1)  # warms up
+    for _ in range(options.rounds):
+        for name, run in runs.items():
+            times[name].append(programs.time(run, options.steps))
+
+    device = jax.devices()[0]
+    print(
+        f"{device.device_kind}, jax {jax.__version__}: {cfg.num_layers} layers, {requests} requests of {context:,} "
+        f"tokens, drafts of {options.tokens}, {plan.kv_format} + {plan.indexer_format}, {plan.hca_tail} tails"
+    )
+    for name, samples in times.items():
+        low, high = np.percentile(samples, [10, 90])
+        print(f"{name:17} {statistics.median(samples):9.0f} us of wall (10-90 %: {low:.0f} to {high:.0f})")
+    ratios = [b / a for a, b in zip(times["decode step"], times["stage and commit"], strict=True)]
+    print(f"stage and commit of {options.tokens} tokens takes {statistics.median(ratios):.2f} decode steps")
+    if options.parts:
+        print_parts(programs)
+
+
+if __name__ == "__main__":
+    main()

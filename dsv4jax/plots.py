@@ -1,0 +1,75 @@
+"""Pictures of a cache, with matplotlib (``pip install 'dsv4jax[demo]'``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from dsv4jax.allocator import Tables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FREE, SHARED = -1, -2
+COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#a463f2", "#9c6b4e", "#3ca951", "#97bbf5")  # slots, in turn
+FREE_COLOUR, SHARED_COLOUR = "#eeeeee", "#333333"
+
+
+def ownership(history: Tables | Sequence[Tables]) -> np.ndarray:
+    """int [steps, num_blocks]: the slot that holds a block, FREE, or SHARED where several do.
+
+    Args:
+      history: tables after each step: a sequence, or one whose leaves are stacked [steps, ...], as a scan returns them.
+    """
+    tables = history if isinstance(history, Tables) else jax.tree.map(lambda *leaves: np.stack(leaves), *history)
+    table, num_blocks = np.asarray(tables.block_table), tables.block_refs.shape[-1]
+    owner = np.full((len(table), num_blocks), FREE)
+    for step, slot, column in np.argwhere(table >= 0).tolist():
+        block = table[step, slot, column]
+        owner[step, block] = slot if owner[step, block] == FREE else SHARED
+    return owner
+
+
+def plot_ownership(history: Tables | Sequence[Tables], ax: Axes | None = None) -> Axes:
+    """Draw who holds which block after each step: a line per block, in its slot's colour.
+
+    Args:
+      history: as for ``ownership``.
+      ax: where to draw; None makes a figure, which ``.figure`` of the result is.
+    """
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    owner = ownership(history)
+    ax = ax or Figure(figsize=(8, 4), layout="constrained").subplots()
+    slots = sorted(set(owner[owner >= 0].tolist()))
+    colours = {SHARED: SHARED_COLOUR, FREE: FREE_COLOUR}
+    colours |= {slot: COLOURS[slot % len(COLOURS)] for slot in range(max(slots, default=-1) + 1)}
+    norm = BoundaryNorm(np.arange(SHARED - 0.5, len(colours) + SHARED), len(colours))
+    ax.imshow(
+        owner.T,
+        cmap=ListedColormap(list(colours.values())),
+        norm=norm,
+        aspect="auto",
+        interpolation="nearest",
+        origin="lower",
+    )
+    names = {slot: f"slot {slot}" for slot in slots}
+    if (owner == SHARED).any():
+        names[SHARED] = "shared"
+    ax.legend(
+        handles=[Patch(color=colours[who], label=name) for who, name in names.items()],
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+    )
+    for axis, label in ((ax.xaxis, "step"), (ax.yaxis, "block")):
+        axis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_label_text(label)
+    ax.set_title("pool: owner of each block, grey = free", loc="left")
+    return ax
