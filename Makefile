@@ -1,6 +1,6 @@
 # make demo              the demo on the CPU: out/occupancy.png and a table
 # make demo DEVICE=gpu   layers of V4-Flash's size on an NVIDIA GPU
-# make test              the tests; ARGS="-k name" goes to pytest
+# make test              the tests, in JOBS=2 processes; ARGS="-k name" goes to pytest
 # make lint              ruff and pyright
 # make docs              the pages of docs/ and the API, as out/site; a warning is an error
 # make clean             remove what the others made, the environment too
@@ -14,6 +14,7 @@
 .NOTPARALLEL:
 
 DEVICE ?= cpu
+JOBS ?= 2
 
 ifdef PYTHON
 python := $(PYTHON)
@@ -28,7 +29,7 @@ demo: $(call installed,demo-$(DEVICE))
 	$(python) examples/demo.py --device $(DEVICE) --out out
 
 test: $(call installed,test)
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(call installed,test)
 	$(python) -m ruff check

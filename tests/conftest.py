@@ -2,10 +2,14 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 
 if shutil.which("nvidia-smi") is None:
     # The cross-compilation wheels make JAX look for a GPU; on a machine without one it must not try.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Several test processes share a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
 import jax
@@ -30,3 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def reproducible_picks() -> Iterator[None]:
+    """XLA's picks on a GPU. The kernel's come in any order, and attention's sums with them: they round differently."""
+    import dsv4jax as d4
+    from tests.driver import BACKEND
+
+    with BACKEND(None if jax.default_backend() == "cpu" else d4.OpBackends(top_k="xla")):
+        yield

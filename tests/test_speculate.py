@@ -14,6 +14,7 @@ import dsv4jax as d4
 from dsv4jax.cache_update import project_tokens, store_streams
 from tests import kernel_cases
 from tests.driver import (
+    BACKEND,
     BATCH,
     CFG,
     LAYERS,
@@ -33,6 +34,8 @@ from tests.kernel_cases import Case, make_batch, make_inputs, make_params, make_
 from tests.machines import BACKENDS
 from tests.test_rules import DEFAULT, MOVED, TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("reproducible_picks")
+
 DRAFT = 8
 DRAFTS = [(drafted, accepted) for drafted in range(1, DRAFT + 1) for accepted in range(drafted + 1)]
 # Requests of one batch: their first tokens, a window that begins to wrap, each phase around the ends of blocks.
@@ -49,6 +52,7 @@ layers = tuple(range(DEEP.num_layers))
 @functools.partial(jax.jit, static_argnames="backend")
 def stage_all(params, x, cache, slots, num_new, *, backend=None):
     """All layers on the same input. Returns ([y per layer], cache, staged)."""
+    backend = backend or BACKEND.value
     outputs, staged = [], []
     for layer in range(len(params)):
         y, cache, rows = d4.stage(params[layer], x, cache, layer, slots, num_new, backend=backend)
