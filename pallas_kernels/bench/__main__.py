@@ -17,7 +17,7 @@ def main() -> None:
         "indexer": "indexer scores",
         "topk": "top-k",
         "step": "a decode step of all layers",
-        "tune": "attention, by blocks that share a query",
+        "tune": "each of these by ways to share its work",
     }
     for command, what in timed.items():
         parser_of = commands.add_parser(command, help=f"time {what}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import numpy as np
 
 import dsv4jax as d4
 import pallas_kernels as pk
-from dsv4jax import attention, indexer, kernels
+from dsv4jax import attention, indexer
 from dsv4jax.formats import row_bytes
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.rope import rope_angles, rope_frequencies
@@ -29,6 +30,8 @@ from pallas_kernels import decode_attention_sm90_few as sm90_few
 from pallas_kernels.attention_keys import KEYS
 from pallas_kernels.bench.timing import ceilings, kernel_events, kernel_times, record
 from pallas_kernels.decode_attention import Layout
+from pallas_kernels.indexer_scores_sm90 import Tuning
+from pallas_kernels.top_k import Split
 
 LAYERS = 2  # of the kind, in the timed cache; the second one is read
 XLA_BYTES = 8 << 30  # of XLA's temporaries; where it needs more it is not timed
@@ -171,7 +174,7 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
         "picks": None if picks is None else jnp.asarray(picks, jnp.int32),
     }
 
-    def call(backend: str, _: Any, inputs: Any, ticket: jax.Array, layout: Layout | None = None) -> Any:
+    def call(backend: str, _: Any, inputs: Any, ticket: jax.Array, **options: Any) -> Any:
         state, slots, positions = inputs["state"], inputs["slots"], inputs["positions"]
         start, layer = positions[:, -1] + 1, _layer(case, inputs, ticket[0])
         if backend == "xla":
@@ -195,7 +198,7 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
             jnp.concatenate(rope_angles(positions, freqs), -1),
             ticket,
             kv_format=case.kv_format,
-            layout=layout,
+            **options,
         )
 
     return call, jnp.zeros(shape, jnp.bfloat16), inputs
@@ -208,27 +211,29 @@ def indexer_call(case: Case) -> tuple[Call, Any, Any]:
     weights = jnp.asarray(rng.standard_normal(lead, np.float32))
     inputs = _cache(case) | {"queries": queries, "weights": weights}
 
-    def call(backend: str, _: Any, inputs: Any, ticket: jax.Array) -> Any:
+    def call(backend: str, _: Any, inputs: Any, ticket: jax.Array, **options: Any) -> Any:
         layer, visible = _layer(case, inputs, ticket[0]), jnp.full(lead[:2], case.entries, jnp.int32)
         assert layer is not None
         if backend == "xla":
             return indexer.scores(keys.decode(inputs["queries"]), inputs["weights"], layer, visible)
-        return kernels.indexer_scores(inputs["queries"], inputs["weights"], layer, visible, backend)
+        key_rows, table = layer.pool.indexer_keys, (layer.block_table, layer.slots, visible)
+        options["key_format"] = case.indexer_format
+        return pk.indexer_scores(inputs["queries"], inputs["weights"], key_rows, ticket, *table, **options)
 
     return call, jnp.zeros((*lead[:2], case.entries), jnp.float32), inputs
 
 
 def topk_call(case: Case) -> tuple[Call, Any, Any]:
     rng = np.random.default_rng(1)
-    scores = jnp.asarray(rng.standard_normal((case.batch, 1, case.entries), np.float32))
+    scores = jnp.asarray(rng.standard_normal((case.batch, case.entries), np.float32))
 
-    def call(backend: str, _: Any, inputs: Any, ticket: jax.Array) -> Any:
-        visible = jnp.full((case.batch, 1), case.entries, jnp.int32) * ticket
+    def call(backend: str, _: Any, inputs: Any, ticket: jax.Array, **options: Any) -> Any:
+        visible = jnp.full(case.batch, case.entries, jnp.int32) * ticket
         if backend == "xla":
             return indexer.pick(inputs + (ticket - 1).astype(jnp.float32), visible, case.picks)
-        return kernels.top_k(inputs, visible, case.picks, backend)
+        return pk.top_k(inputs, visible, k=case.picks, **options)
 
-    return call, jnp.zeros((case.batch, 1, case.picks), jnp.int32), scores
+    return call, jnp.zeros((case.batch, case.picks), jnp.int32), scores
 
 
 NAMES = {"attention": "decode_attention", "indexer": "indexer_scores", "topk": "top_k"}
@@ -288,27 +293,51 @@ def main(op: str, out: Path | None, only: str, *, xla: bool, runs: int) -> None:
 
 
 def tune(out: Path | None, only: str, *, runs: int) -> None:
-    """Attention with each layout: what ``decode_attention.choose_layout`` was read from."""
+    """Each op with each way to share its work: what ``choose_layout``, ``tuning_of`` and ``split_of`` are read from."""
     for case in cases():
-        if case.op != "attention" or not re.search(only, case.name):
+        if not re.search(only, case.name):
             continue
-        call, result, inputs = attention_call(case)
-        for layout in _layouts(case):
-            times = kernel_times(functools.partial(call, "pallas", layout=layout), result, inputs, runs=runs)
-            print(f"{case.name:50} {layout} {times.median:7.2f} us", flush=True)
-            record(out, case=f"tune {case.name}", layout=str(layout), pallas=dataclasses.asdict(times))
+        call, result, inputs = CALLS[case.op](case)
+        for options in CHOICES[case.op](case):
+            choice = next(iter(options.values()))
+            timed = functools.partial(call, "pallas", **options)
+            times = kernel_times(timed, result, inputs, runs=runs, named=NAMES[case.op])
+            print(f"{case.name:50} {choice} {times.median:7.2f} us", flush=True)
+            record(out, case=f"tune {case.name}", choice=str(choice), pallas=dataclasses.asdict(times))
 
 
-def _layouts(case: Case) -> Iterator[Layout]:
+def _layouts(case: Case) -> Iterator[dict[str, Layout]]:
     """Those whose blocks have a tile each, and run at once or nearly so."""
     tiles = -(-case.plan.cfg.sliding_window // KEYS) - (-case.entries_read // KEYS)
     heads = case.batch * case.tokens * case.heads
     for cluster in (8, 4, 2, 1):
         if cluster > tiles:
             continue
-        if heads // sm90.HEADS * cluster <= 160:
-            yield sm90.Layout(cluster=cluster)
+        if heads // sm90.HEADS * cluster <= 160 or cluster == 1:
+            yield dict(layout=sm90.Layout(cluster=cluster))
         for some in (8, 16, 32):
             few = sm90_few.Layout(heads=some, cluster=cluster, tiles=-(-tiles // cluster))
             if cluster > 1 and few.fits and heads // some * cluster <= 160:
-                yield few
+                yield dict(layout=few)
+
+
+def _tunings(case: Case) -> Iterator[dict[str, Tuning]]:
+    if case.tokens == 1:
+        for warpgroups, stages in itertools.product((2, 3, 4, 5), (1, 2)):
+            yield dict(tuning=Tuning(warpgroups=warpgroups, stages=stages))
+    for warpgroups in (1, 2, 3):
+        yield dict(tuning=Tuning(warpgroups=warpgroups, overlapped=True))
+
+
+def _splits(case: Case) -> Iterator[dict[str, Split]]:
+    for cluster, bundles in itertools.product((1, 2, 4, 8), (4, 8, 16)):
+        split = Split(warpgroups=4, cluster=cluster, bundles=bundles)
+        if cluster == 1 or cluster * case.batch <= 256:
+            yield dict(split=dataclasses.replace(split, keep=bundles == 4 and split.is_single(case.entries)))
+
+
+CHOICES: dict[str, Callable[[Case], Iterator[dict[str, Any]]]] = {
+    "attention": _layouts,
+    "indexer": _tunings,
+    "topk": _splits,
+}
