@@ -70,7 +70,6 @@ def unsupported_attention(plan: CachePlan) -> str | None:
         num_heads=cfg.num_heads,
         nope_dim=cfg.head_dim - cfg.rope_dim,
         rope_dim=cfg.rope_dim,
-        n_win=cfg.sliding_window,
     )
 
 

@@ -130,7 +130,8 @@ def run_layer(
     if x.size == 0:
         if staged:
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
-        return jnp.zeros_like(x), cache, {}
+        tables = withdraw_grants(cache.tables, slots, num_new > x.shape[1])
+        return jnp.zeros_like(x), dataclasses.replace(cache, tables=tables), {}
     reasons = {
         "cache_update": kernels.unsupported(plan, kind),
         "decode_attention": kernels.unsupported_attention(plan),

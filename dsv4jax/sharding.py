@@ -25,7 +25,8 @@ b // (B / shards), and a batch that does not divide is padded with slot -1. The 
 
 There is one key-value head, so every shard of the model axis holds the same cache and writes the same rows to it; each
 computes its own heads, and a layer's one collective is the sum of its output. No step moves a part of the cache.
-``check_vma`` must be off: JAX's types do not cover what kernels update in place.
+``check_vma`` must be off where kernels run: JAX's types do not cover what they update in place.
+The attention kernel needs a multiple of 64 heads on each shard; with fewer, ``backend=None`` attends in XLA.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def shard_plan(plan: CachePlan, mesh: Mesh, axis: str) -> CachePlan:
     shards = _size(mesh, axis)
     for name in ("max_requests", "num_blocks"):
         if (count := getattr(plan, name)) % shards:
-            raise ValueError(f"{name}={count} must be divisible by the {shards} shards of mesh axis {axis!r}")
+            raise ValueError(
+                f"{name}={count} must be divisible by the {shards} shards of mesh axis {axis!r}: "
+                f"{-(-count // shards) * shards} would be"
+            )
     return dataclasses.replace(plan, max_requests=plan.max_requests // shards, num_blocks=plan.num_blocks // shards)
 
 
@@ -89,7 +93,11 @@ def plan_of_heads(plan: CachePlan, axis: str | None) -> CachePlan:
     """The plan with one shard's heads, inside ``jax.shard_map``: no part of the cache depends on their number."""
     if axis is None:
         return plan
-    return dataclasses.replace(plan, cfg=_split_heads(plan.cfg, lax.axis_size(axis), axis))
+    try:
+        shards = lax.axis_size(axis)
+    except NameError as error:
+        raise ValueError(f"model_axis={axis!r} is no axis of an enclosing jax.shard_map") from error
+    return dataclasses.replace(plan, cfg=_split_heads(plan.cfg, shards, axis))
 
 
 def _split_heads(cfg: DSV4Config, shards: int, axis: str) -> DSV4Config:

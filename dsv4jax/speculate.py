@@ -4,7 +4,7 @@
     for layer in range(cfg.num_layers):
         y, cache, rows = stage(params[layer], x, cache, layer, slots, num_new)
         x, staged = x + y, [*staged, rows]                      norms and MLP of your model go here
-    num_accepted = verify(x, draft)                             your sampler: int32 [B], 0 to num_new
+    num_accepted = accept(x, draft)                             your sampler: int32 [B], 0 to num_new
     cache, ok = commit(cache, staged, num_accepted)             in place of ``advance``
 
 A staged draft is nowhere that the request looks: its window rows and streams are kept beside the cache, and the entries
@@ -34,7 +34,10 @@ from dsv4jax.weights import AttentionParams
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StagedLayer:
-    """What one layer keeps of a draft until it is committed: rows before the cache's formats, 6 to 12 KiB a token."""
+    """What one layer keeps of a draft until it is committed: rows before the cache's formats.
+
+    At V4's sizes 2 (SWA), 6 (HCA) or 12 (CSA) KiB a token.
+    """
 
     kv: jax.Array  # f32 [B, T, head_dim] window rows, normed and roped
     entry: Normed | None  # of the compressor: streams [B, T, ...] and norm weight; None for SWA
@@ -87,7 +90,8 @@ def commit(
     Returns:
       (cache, ok bool []). ``ok`` is False, and the cache unchanged, where a row accepts a negative number of tokens or
       more than it staged, where a request no longer has the length that its draft began at, or no grant for it, and
-      where the layers' drafts are not of one batch.
+      where the layers' drafts are not of one batch. A slot that was released and admitted anew counts as the same
+      request where the lengths agree: forget drafts at ``release``.
 
     Raises:
       AssertionError: (chex) an argument's shape or dtype is wrong.

@@ -132,11 +132,13 @@ def one_pass(model: Model, stop_token: jax.Array, temperature: jax.Array, key: j
 def generate(
     model: Model, cache: d4.KVCache, texts: Texts, stop_token: jax.Array, temperature: jax.Array, key: jax.Array
 ) -> Loop:
-    """Continue every text up to a stop token or the longest there is room for.
+    """Continue every text up to a stop token or the longest there is room for. Empty texts stand behind all others.
 
     Ends early, with ``ok`` False and texts as far as they came, where blocks run out for the rows at work.
     """
-    rows = cache.plan.max_requests
+    rows, longest = cache.plan.max_requests, texts.tokens.shape[1]
+    if longest > cache.plan.max_context + 1:  # a text's last token is not fed
+        raise ValueError(f"texts of {longest} tokens need max_context >= {longest - 1}, got {cache.plan.max_context}")
     loop = Loop(
         cache=cache,
         texts=texts,

@@ -31,8 +31,8 @@ HEAD_DIM, NOPE_DIM, ROPE_DIM = 512, 448, 64
 _QUAD = 4
 _UNIT = 16  # bytes of a load
 _EXPONENT = 0x7F800000
-_AT_ONCE = 3
-ROOM = 7 * WARPGROUP * _UNIT * 2  # bytes that the rows of a tile wait in; of bf16 every second one
+_AT_ONCE = 3  # loads from shared memory: enough to wait for them together, few enough for the registers
+ROOM = 7 * WARPGROUP * _UNIT * 2  # bytes that a tile's rows wait in: both of a quad, of bf16 one
 FORMATS = ("fp8_row", "fp8_tile64", "bf16")
 LOG2E = 1 / math.log(2)
 LOWEST = -1e30  # in place of -inf, of which a difference would be NaN
@@ -198,8 +198,9 @@ class KeyLoader:
             place = (query.layer * requests + query.slot) * n_win + number % n_win
             if inputs.fresh is not None:
                 length = inputs.fresh.nope.shape[1]
-                is_fresh = (number >= query.start) & (number < query.start + length)
-                place = select(is_fresh, query.batch * length + (number - query.start), place)
+                ahead = number - query.start
+                row = select(ahead < length, query.batch * length + ahead, -1)
+                place = select(ahead >= 0, row, place)
             place = select(number >= 0, place, -1)
             if inputs.entries is not None:
                 _, num_blocks, per_block = inputs.entries.nope.shape[:3]
@@ -275,8 +276,8 @@ class KeyLoader:
         """
         machine, row = self.machine, self.rows[which]
         number = self.query.first + (tile * KEYS + row)
-        is_entry = negate(self._is_window(tile) & negate(self._is_fresh(tile, row)))
-        valid = (stored.place >= 0) & (stored.position.equals(number) | is_entry)
+        has_no_ring = negate(self._is_window(tile) & negate(self._is_fresh(tile, row)))
+        valid = (stored.place >= 0) & (stored.position.equals(number) | has_no_ring)
         mask = select(valid, machine.constant(-1, "i32"), 0)
         # What a ring's row of another position holds is masked as well: NaN times a weight of 0 would be NaN.
         powers, factor, inverse = self._powers(stored.scale), machine.constant(1.0, "f32"), None

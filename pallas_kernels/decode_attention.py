@@ -32,7 +32,7 @@ _CLUSTERS = {8: 13, 4: 32, 2: 66}
 _FEW_HEADS = {8: 1, 16: 1, 32: 2}
 
 
-def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope_dim: int, n_win: int) -> str | None:
+def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope_dim: int) -> str | None:
     """Why the kernel cannot serve these formats and sizes, or None where it can."""
     if kv_format not in FORMATS:
         return f"kv_format must be one of {FORMATS}, got {kv_format!r}"
@@ -93,7 +93,6 @@ def decode_attention(
         num_heads=heads,
         nope_dim=window.nope.shape[-1],
         rope_dim=window.rope.shape[-1],
-        n_win=pos.shape[2],
     )
     if reason is not None:
         raise ValueError(reason)
@@ -119,6 +118,10 @@ def decode_attention(
         keys = picks.shape[2] if picks is not None else block_table.shape[1] * entries.nope.shape[2]
         chex.assert_shape(visible, (batch, tokens))
         chex.assert_type([visible, block_table], jnp.int32)
+        chex.assert_shape(block_table, (pos.shape[1], None))
+        chex.assert_shape(entries.nope, (pos.shape[0], None, None, NOPE_DIM))
+    if fresh is not None:
+        chex.assert_shape(fresh.nope, (batch, None, NOPE_DIM))
     if picks is not None:
         chex.assert_shape(picks, (batch, tokens, None))
         chex.assert_type(picks, jnp.int32)
@@ -141,7 +144,7 @@ def decode_attention(
     tiles = -(-pos.shape[2] // KEYS) - (-keys // KEYS)
     if layout is None:
         layout = choose_layout(target.architecture(), batch * tokens, heads, tiles)
-    layout.check(tiles)
+    layout.check(heads, tiles)
     groups = heads // layout.heads
     out = jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype)
     out, _ = launch(

@@ -69,8 +69,10 @@ class Layout:
         tiles = (HEADS + _STAGES * KEYS) * HEAD_DIM * 2
         return tiles + ROOM + _STAGES * KEYS * 8 + ROPE_DIM * 4 + 8 * (2 * _STAGES + 2 + _CONSUMERS) + 1024
 
-    def check(self, tiles: int) -> None:
-        """Any number of tiles will do."""
+    def check(self, heads: int, tiles: int) -> None:
+        """ValueError where it does not share a query of so many heads and tiles, of which any number will do."""
+        if self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"{self} does not share {HEAD_DIM} channels")
 
     def scratch(self, queries: int, groups: int) -> Scratch | None:
         if self.cluster == 1:

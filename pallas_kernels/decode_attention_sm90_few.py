@@ -35,6 +35,7 @@ _ROWS = 64  # channels of a product
 _PRODUCTS = HEAD_DIM // _ROWS
 _WARPS = WARPGROUP // WARP
 SHARED_BYTES = 232448 - 1024  # of a block, at most, beside what every launch has
+_ALIGNMENT = 1024  # of the first tile
 
 
 @jax.tree_util.register_dataclass
@@ -61,17 +62,19 @@ class Layout:
     @property
     def shared_bytes(self) -> int:
         tiles = (self.heads + self.tiles * KEYS) * HEAD_DIM * 2 + self.tiles * self.heads * KEYS * 2
-        return tiles + self.tiles * (KEYS * 8 + _WARPS * self.heads * 8) + 1024
+        return tiles + self.tiles * (KEYS * 8 + _WARPS * self.heads * 8) + _ALIGNMENT
 
     @property
     def fits(self) -> bool:
         """Its tiles fit into a block's shared memory."""
         return self.shared_bytes <= SHARED_BYTES
 
-    def check(self, tiles: int) -> None:
-        """ValueError where a query may have more tiles than its blocks hold."""
+    def check(self, heads: int, tiles: int) -> None:
+        """ValueError where it does not share a query of so many heads and tiles."""
         if tiles > self.cluster * self.tiles or not self.fits:
             raise ValueError(f"{self} does not serve queries of {tiles} tiles")
+        if self.heads % 8 or heads % self.heads or self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"{self} does not share {heads} heads of {HEAD_DIM} channels")
 
     @property
     def channels(self) -> int:

@@ -280,6 +280,15 @@ def test_more_tokens_than_the_input_holds_leave_the_row_alone(filled):
     assert after.tables.prepared[slots[1]] == after.seq_lens[slots[1]]
 
 
+def test_an_input_without_tokens_stores_none(filled):
+    cache, slots = filled
+    cache, ok = d4.prepare_forward(cache, slots, ids(2, 0, 0, 0))
+    assert ok
+    y, after = d4.attention_layer(random_params()[0], tokens()[:, :0], cache, 0, slots, ids(2, 0, 0, 0))
+    assert y.shape == (BATCH, 0, CFG.hidden_size)
+    assert_same(d4.advance(after, slots, ids(2, 0, 0, 0)).seq_lens, cache.seq_lens)
+
+
 def test_pieces_and_handles_leave_alone_a_row_that_names_more_than_there_is(filled):
     cache, slots = filled
     plan, counts = cache.plan, ids(TOKENS + 1, 0, TOKENS + 2, INT_MAX)

@@ -231,8 +231,9 @@ def test_another_window(simulate):
         (Case(lengths=(500, 129), entries="all", kv_format="fp8_tile64", turned=False), 32, 4, 2),
         (Case(lengths=(900,), entries="all", kv_format="bf16"), 8, 2, 3),
         (Case(lengths=(300,), tokens=2, top_k=384, heads=128), 32, 8, 1),
+        (Case(lengths=(200, 5), n_win=100, top_k=16), 8, 2, 2),
     ],
-    ids=["ragged", "window", "all entries", "three tiles", "several tokens"],
+    ids=["ragged", "window", "all entries", "three tiles", "several tokens", "another window"],
 )
 def test_few_queries(simulate, case, heads, cluster, tiles):
     layout = sm90_few.Layout(heads=heads, cluster=cluster, tiles=tiles)
@@ -303,6 +304,8 @@ def test_a_full_chip(kv_format, entries, heads):
         (dict(kv_format="f32"), "kv_format must be one of"),
         (dict(heads=32), "num_heads must be a multiple of 64, got 32"),
         (dict(layout=sm90_few.Layout(heads=16, cluster=2, tiles=1)), "does not serve queries of 3 tiles"),
+        (dict(layout=sm90_few.Layout(heads=24, cluster=2, tiles=2)), "does not share 64 heads"),
+        (dict(layout=sm90.Layout(cluster=3)), "does not share 512 channels"),
     ],
 )
 def test_what_it_does_not_serve(change, message):

@@ -97,7 +97,7 @@ def assert_consistent(cache):
     free = tables.free_blocks[: tables.num_free[0]].tolist()
     assert sorted(free) == np.flatnonzero(tables.block_refs == 0).tolist()
     assert (np.sum(tables.block_table >= 0, axis=1) == tables.block_lens).all()
-    assert not tables.block_table[~tables.admitted].any(where=tables.block_table[~tables.admitted] >= 0)
+    assert (tables.block_table[~tables.admitted] == -1).all()
 
 
 def all_free(cache):
