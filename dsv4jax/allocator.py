@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.checks import check_array, check_batch
+from dsv4jax.checks import check_array, check_batch, check_one_shard
 from dsv4jax.plan import CachePlan
 from dsv4jax.state_cache import unique_or_dropped
 
@@ -54,13 +54,6 @@ def init_tables(plan: CachePlan) -> Tables:
     )
 
 
-def check_local(tables: Tables) -> None:
-    """Require the tables of one shard: ids are local to it, so to the tables of all shards they mean nothing."""
-    shards = tables.num_free.shape[0]
-    if shards != 1:
-        raise ValueError(f"this cache is sharded {shards} ways: work on it inside jax.shard_map")
-
-
 def _has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
     """bool [B]: another active row of the batch names the same slot."""
     same = (slots[:, None] == slots[None]) & active[:, None] & active[None]
@@ -69,6 +62,11 @@ def _has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
 
 def _read(table: jax.Array, slots: jax.Array) -> jax.Array:
     return table.at[slots].get(mode="clip")
+
+
+def _put(table: jax.Array, slots: jax.Array, value: jax.Array) -> jax.Array:
+    """table[slots] = value, for slots from ``unique_or_dropped``."""
+    return table.at[slots].set(value, mode="drop", unique_indices=True)
 
 
 def is_admitted(tables: Tables, slots: jax.Array) -> jax.Array:
@@ -90,7 +88,7 @@ def granted_tokens(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tupl
 
     Both are 0 for a row to be left alone: padding, malformed, or not granted by ``prepare_forward``.
     """
-    check_local(tables)
+    check_one_shard(tables.num_free, "a forward pass")
     _, legal = active_rows(tables, slots, num_new)
     start = _read(tables.seq_lens, slots)
     # Compared by subtraction: start + num_new may exceed int32 where num_new is garbage.
@@ -104,7 +102,7 @@ def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Table
     Every layer of a forward pass does this, with the same rows: min(min(p, limit), limit) is min(p, limit) to XLA, and
     so all layers' grants are computed once.
     """
-    check_local(tables)
+    check_one_shard(tables.num_free, "a forward pass")
     limit = jnp.full(tables.prepared.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
     target = jnp.where(where & (slots >= 0), slots, limit.size)
     limit = limit.at[target].set(_read(tables.seq_lens, slots), mode="drop")
@@ -113,7 +111,7 @@ def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Table
 
 def admit_slots(tables: Tables, n: int, where: jax.Array | None = None) -> tuple[Tables, jax.Array, jax.Array]:
     """Take up to n free slots. Returns (tables, slots int32 [n], ok): slots are -1 where masked out or not ok."""
-    check_local(tables)
+    check_one_shard(tables.num_free, "admit")
     wanted = jnp.ones(n, jnp.bool) if where is None else where
     check_array("where", wanted, {"n": n}, jnp.bool)
     requests = tables.admitted.shape[0]
@@ -137,7 +135,7 @@ def blocks_for(plan: CachePlan, length: jax.Array | int) -> Any:
 
 def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) -> tuple[Tables, jax.Array]:
     """Grant num_new [B] more tokens to slots [B], with the blocks that takes. Returns (tables, ok bool [])."""
-    check_local(tables)
+    check_one_shard(tables.num_free, "prepare_forward")
     asking, legal = active_rows(tables, slots, num_new)
     requests, max_blocks = tables.block_table.shape
     start, held = _read(tables.seq_lens, slots), _read(tables.block_lens, slots)
@@ -158,14 +156,11 @@ def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) 
     num_blocks = tables.block_refs.shape[0]
     refs = tables.block_refs.at[unique_or_dropped(ids, new, num_blocks)].set(1, mode="drop", unique_indices=True)
 
-    def put(table: jax.Array, value: jax.Array) -> jax.Array:
-        return table.at[slot].set(value, mode="drop", unique_indices=True)
-
     return dataclasses.replace(
         tables,
-        prepared=put(tables.prepared, length),
-        block_table=put(tables.block_table, rows),
-        block_lens=put(tables.block_lens, held + missing),
+        prepared=_put(tables.prepared, slot, length),
+        block_table=_put(tables.block_table, slot, rows),
+        block_lens=_put(tables.block_lens, slot, held + missing),
         block_refs=refs,
         num_free=tables.num_free - jnp.where(ok, taken, 0),
     ), ok
@@ -176,7 +171,7 @@ def advance_lengths(tables: Tables, slots: jax.Array, num_new: jax.Array) -> Tab
     check_batch(slots=slots, num_new=num_new)
     start, count = granted_tokens(tables, slots, num_new)
     target = unique_or_dropped(slots, count > 0, tables.seq_lens.shape[0])
-    seq_lens = tables.seq_lens.at[target].set(start + count, mode="drop", unique_indices=True)
+    seq_lens = _put(tables.seq_lens, target, start + count)
     return dataclasses.replace(tables, seq_lens=seq_lens)
 
 
@@ -191,7 +186,7 @@ def fork_slots(
     Returns:
       (tables, ok bool [], filling int32 [B], own int32 [B]): copy block filling[b] to block own[b], where own[b] >= 0.
     """
-    check_local(tables)
+    check_one_shard(tables.num_free, "fork")
     requests, max_blocks = tables.block_table.shape
     num_blocks = tables.block_refs.shape[0]
     asking = targets != -1
@@ -215,15 +210,12 @@ def fork_slots(
     refs = tables.block_refs.at[jnp.where(row >= 0, row, num_blocks)].add(1, mode="drop")
     slot = unique_or_dropped(targets, legal & ok, requests)
 
-    def put(table: jax.Array, value: jax.Array) -> jax.Array:
-        return table.at[slot].set(value, mode="drop", unique_indices=True)
-
     tables = dataclasses.replace(
         tables,
-        seq_lens=put(tables.seq_lens, length),
-        prepared=put(tables.prepared, length),
-        block_table=put(table, row),
-        block_lens=put(tables.block_lens, held),
+        seq_lens=_put(tables.seq_lens, slot, length),
+        prepared=_put(tables.prepared, slot, length),
+        block_table=_put(table, slot, row),
+        block_lens=_put(tables.block_lens, slot, held),
         block_refs=refs,
         num_free=tables.num_free - jnp.sum(takes, dtype=jnp.int32),
     )
@@ -232,7 +224,7 @@ def fork_slots(
 
 def release_slots(tables: Tables, slots: jax.Array) -> Tables:
     """Free slots [B] and the blocks whose last reader they were. Free, repeated or negative slots are no-ops."""
-    check_local(tables)
+    check_one_shard(tables.num_free, "release")
     check_batch(slots=slots)
     requests, num_blocks = tables.admitted.shape[0], tables.block_refs.shape[0]
     named = jnp.zeros(requests, jnp.bool).at[jnp.where(slots >= 0, slots, requests)].set(True, mode="drop")

@@ -44,10 +44,11 @@ def check_batch(**rows: Any) -> None:
         size = x.shape[0]
 
 
-def check_one_shard(name: str, num_free: Any) -> None:
-    """Require tables of a single shard, by their ``num_free``: with several, an id means one in each of them."""
-    if num_free.shape != (1,):
-        raise ValueError(f"{name}: the cache has {num_free.shape[0]} shards, whose slots and blocks are their own")
+def check_one_shard(num_free: Any, name: str, *, on_host: bool = False) -> None:
+    """Require tables of a single shard, by their ``num_free`` [..., shards]: an id is local to its shard."""
+    if (shards := num_free.shape[-1]) != 1:
+        remedy = "it reads one shard's part at a time" if on_host else "use it inside jax.shard_map"
+        raise ValueError(f"{name}: this cache has {shards} shards with slots and blocks of their own: {remedy}")
 
 
 def fitting(count: jax.Array, available: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """Look into a cache from the host: ``describe`` says what it holds, ``verify`` whether it is sound.
 
 For people, tests and watchdogs, between forward passes. Both read the tables, which are small; ``verify`` also looks at
-every stored value, where it lies, and brings back one bit per row.
+every stored value, where it lies, and brings back one bool per row.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dsv4jax.cache import KVCache, LayerStack
 from dsv4jax.checks import check_one_shard
 from dsv4jax.config import AttentionType
 from dsv4jax.plan import CachePlan
+from dsv4jax.state_cache import StateCache, empty_state
 
 # ---- describe -------------------------------------------------------------------------------------------------------
 
@@ -83,13 +84,13 @@ class CacheReport:
 
 def describe(cache: KVCache) -> CacheReport:
     """Read a cache's tables into a report, on the host."""
-    check_one_shard("describe", cache.tables.num_free)
+    check_one_shard(cache.tables.num_free, "describe", on_host=True)
     plan, tables = cache.plan, _on_host(cache.tables)
     admitted, readers = tables.admitted, tables.block_refs
     slots = []
     for slot in range(plan.max_requests):
         held = tables.block_table[slot]
-        held = held[held >= 0]
+        held = held[(held >= 0) & (held < plan.num_blocks)]  # what else it names, ``verify`` reports
         shared = int(np.sum(readers[held] > 1))
         slots.append(
             SlotReport(
@@ -132,16 +133,22 @@ def verify(cache: KVCache) -> list[str]:
 
     Slots and blocks: every block is free once or held as often as its reference count says, and shared only when full;
     every request has the blocks that its tokens need; free slots are cleared. Windows: each row holds the position that
-    the length puts there. Values: what a request can see is finite, in every layer; a request that was fed NaN or
-    infinity is an offender too.
+    the length puts there. Tails: nothing is left of a former owner, or of a block that is complete. Values: what a
+    request can see is finite, in every layer; a request that was fed NaN or infinity is an offender too.
     """
-    check_one_shard("verify", cache.tables.num_free)
+    check_one_shard(cache.tables.num_free, "verify", on_host=True)
     plan, tables = cache.plan, _on_host(cache.tables)
-    found = [*_slot_faults(tables, plan), *_block_faults(tables, plan), *_free_list_faults(tables)]
+    holders = _holders(tables)
+    found = [
+        *_slot_faults(tables, plan),
+        *_block_faults(tables, holders, plan),
+        *_free_list_faults(tables, holders),
+    ]
     for kind in AttentionType:
         if plan.layers(kind):
             found += _window_faults(cache, tables, kind)
-            found += _value_faults(cache, tables, kind)
+            found += _tail_faults(cache, tables, kind)
+            found += _value_faults(cache, tables, holders, kind)
     return found
 
 
@@ -177,30 +184,32 @@ def _slot_faults(tables: Tables, plan: CachePlan) -> Iterator[str]:
             yield f"slot {slot}: {max(length, prepared)} tokens need {needed} blocks, it holds {held}"
 
 
-def _holders(tables: Tables) -> list[list[tuple[int, int]]]:
-    """Where the block table names each block: (slot, column)."""
-    holders: list[list[tuple[int, int]]] = [[] for _ in tables.block_refs]
+Holders = list[list[tuple[int, int]]]  # where the block table names each block: (slot, column)
+
+
+def _holders(tables: Tables) -> Holders:
+    holders: Holders = [[] for _ in tables.block_refs]
     for slot, column in np.argwhere((tables.block_table >= 0) & (tables.block_table < len(holders))).tolist():
         holders[tables.block_table[slot, column]].append((slot, column))
     return holders
 
 
-def _block_faults(tables: Tables, plan: CachePlan) -> Iterator[str]:
+def _block_faults(tables: Tables, holders: Holders, plan: CachePlan) -> Iterator[str]:
     """Reference counts, and who shares what."""
-    for block, (readers, holders) in enumerate(zip(tables.block_refs.tolist(), _holders(tables), strict=True)):
-        slots = [slot for slot, _ in holders]
-        if readers != len(holders):
+    for block, (readers, places) in enumerate(zip(tables.block_refs.tolist(), holders, strict=True)):
+        slots = [slot for slot, _ in places]
+        if readers != len(places):
             yield f"block {block}: block_refs is {readers}, but block_table names it in slots {slots}"
         for slot in sorted(set(slots)):
             if slots.count(slot) > 1:
                 yield f"block {block}: slot {slot} names it {slots.count(slot)} times"
-        for slot, column in holders:
+        for slot, column in places:
             if len(set(slots)) > 1 and tables.seq_lens[slot] < (column + 1) * plan.cfg.block_tokens:
                 yield f"block {block}: slots {slots} share it, but slot {slot} has not filled it and will write to it"
 
 
-def _free_list_faults(tables: Tables) -> Iterator[str]:
-    holders, num_free = _holders(tables), int(tables.num_free[0])
+def _free_list_faults(tables: Tables, holders: Holders) -> Iterator[str]:
+    num_free = int(tables.num_free[0])
     unheld = sum(not held for held in holders)
     if num_free != unheld:
         yield f"num_free is {num_free}, but the tables leave {unheld} blocks free"
@@ -237,6 +246,33 @@ def _window_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Itera
         )
 
 
+RUNNING = ("peak", "total", "weighted")  # leaves of a running softmax: no axis of rows
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "kind"))
+def _is_empty(state: StateCache, *, plan: CachePlan, kind: AttentionType) -> dict[str, jax.Array]:
+    """bool [layers, slots] per leaf of a tail that ends with a block: it holds what a new request's holds."""
+    empty, found = empty_state(plan, kind, (1, 1)), {}
+    for name in ("tail", "indexer_tail"):
+        for leaf in ("kb", "zb", *RUNNING):
+            if hasattr(tail := getattr(state, name), leaf):
+                same = getattr(tail, leaf) == getattr(getattr(empty, name), leaf)
+                found[f"{name}.{leaf}"] = jnp.all(same, axis=tuple(range(2, same.ndim)))
+    return found
+
+
+def _tail_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Iterator[str]:
+    """What a request is about to read as if it were its own: a former owner's, or of a block that is complete."""
+    plan, ratio = cache.plan, cache.plan.cfg.ratio(kind)
+    for part, empty in _is_empty(cache.stack(kind).state, plan=plan, kind=kind).items():
+        # A running softmax starts again with every block; b-streams are of the block before.
+        begins = tables.seq_lens % ratio == 0 if part.endswith(RUNNING) else tables.seq_lens < ratio
+        for index, slot in np.argwhere(~np.asarray(empty) & tables.admitted & begins).tolist():
+            yield (
+                f"layer {plan.layers(kind)[index]}, slot {slot}: {part} is not empty at length {tables.seq_lens[slot]}"
+            )
+
+
 @functools.partial(jax.jit, static_argnames="plan")
 def _finite_rows(stack: LayerStack, *, plan: CachePlan) -> dict[str, jax.Array]:
     """bool [layers, slots or blocks, rows] per part: all that the row decodes to is finite."""
@@ -250,8 +286,7 @@ def _finite_rows(stack: LayerStack, *, plan: CachePlan) -> dict[str, jax.Array]:
             if (tail := getattr(layer.state, name)) is not None:
                 for field in dataclasses.fields(tail):
                     rows = finite(getattr(tail, field.name))
-                    # A running softmax has no axis of rows.
-                    found[f"{name}.{field.name}"] = rows if rows.ndim == 2 else rows[:, None]
+                    found[f"{name}.{field.name}"] = rows[:, None] if field.name in RUNNING else rows
         if layer.pool is not None:
             found["entries"] = finite(plan.rows.decode(layer.pool.entries))
             if layer.pool.indexer_keys is not None:
@@ -262,11 +297,10 @@ def _finite_rows(stack: LayerStack, *, plan: CachePlan) -> dict[str, jax.Array]:
     return lax.map(finite_in_layer, stack)
 
 
-def _value_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Iterator[str]:
+def _value_faults(cache: KVCache, tables: Tables, holders: Holders, kind: AttentionType) -> Iterator[str]:
     plan, stack = cache.plan, cache.stack(kind)
-    holders = _holders(tables)
     for part, finite in _finite_rows(stack, plan=plan).items():
-        bad = ~np.asarray(finite) & _live_rows(part, tables, plan, kind)
+        bad = ~np.asarray(finite) & _live_rows(part, tables, holders, plan, kind)
         for index, owner in np.argwhere(bad.any(-1)).tolist():
             row = int(np.argmax(bad[index, owner]))
             if part in ("entries", "indexer_keys"):
@@ -275,11 +309,12 @@ def _value_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Iterat
             else:
                 where, store = f"slot {owner}", stack.state.window
             leaves = [part] if "tail" in part else _culprits(part, store, (index, owner, row), plan)
-            names = " and ".join(leaves)
-            yield f"layer {plan.layers(kind)[index]}, {where}: {names} of row {row} is NaN or infinite"
+            names = " and ".join(leaves) + ("" if part.endswith(RUNNING) else f" of row {row}")
+            verb = "is" if len(leaves) == 1 else "are"
+            yield f"layer {plan.layers(kind)[index]}, {where}: {names} {verb} NaN or infinite"
 
 
-def _live_rows(part: str, tables: Tables, plan: CachePlan, kind: AttentionType) -> np.ndarray:
+def _live_rows(part: str, tables: Tables, holders: Holders, plan: CachePlan, kind: AttentionType) -> np.ndarray:
     """bool [slots or blocks, rows], broadcastable: the rows of a part that a request can still see."""
     admitted, lengths = np.asarray(tables.admitted)[:, None], np.asarray(tables.seq_lens)[:, None]
     ratio = plan.cfg.ratio(kind)
@@ -287,17 +322,17 @@ def _live_rows(part: str, tables: Tables, plan: CachePlan, kind: AttentionType) 
         return _positions(tables, plan.cfg.sliding_window) >= 0
     if part in ("entries", "indexer_keys"):
         live = np.zeros((plan.num_blocks, plan.entries_per_block(kind)), bool)
-        for block, holders in enumerate(_holders(tables)):
-            for slot, column in holders:
+        for block, places in enumerate(holders):
+            for slot, column in places:
                 live[block, : max(0, int(tables.seq_lens[slot]) // ratio - column * live.shape[1])] = True
         return live
-    if part.split(".")[1] in ("kb", "zb", "peak", "total", "weighted"):
+    if part.endswith((".kb", ".zb", *RUNNING)):
         return admitted
     return admitted & (np.arange(ratio)[None] < lengths % ratio)
 
 
 def _culprits(part: str, store: Any, at: tuple[int, int, int], plan: CachePlan) -> list[str]:
-    """Which leaves of a row spoil it: those that spoil a row of zeros too; all of them where only together they do."""
+    """Which leaves of a row spoil it: those whose place zeros can take to cure it; all where no single one can."""
     cfg = plan.cfg
     zero: Any
     decode: Callable[[Any], jax.Array]
@@ -306,9 +341,9 @@ def _culprits(part: str, store: Any, at: tuple[int, int, int], plan: CachePlan) 
     else:
         zero, decode = plan.rows.encode(jnp.zeros(cfg.head_dim, jnp.float32), cfg.rope_dim), plan.rows.decode
     names = [field.name for field in dataclasses.fields(store) if getattr(store, field.name) is not None]
+    row = jax.tree.map(lambda leaf: leaf[at], store)
 
-    def spoils(name: str) -> bool:
-        row = dataclasses.replace(zero, **{name: getattr(store, name)[at]})
-        return not bool(jnp.all(jnp.isfinite(decode(row))))
+    def cures(name: str) -> bool:
+        return bool(jnp.all(jnp.isfinite(decode(dataclasses.replace(row, **{name: getattr(zero, name)})))))
 
-    return [f"{part}.{name}" for name in names if spoils(name)] or [f"{part}.{name}" for name in names]
+    return [f"{part}.{name}" for name in names if cures(name)] or [f"{part}.{name}" for name in names]

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from dsv4jax.allocator import Tables
+from dsv4jax.checks import check_one_shard
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +24,14 @@ def ownership(history: Tables | Sequence[Tables]) -> np.ndarray:
 
     Args:
       history: tables after each step: a sequence, or one whose leaves are stacked [steps, ...], as a scan returns them.
+
+    Raises:
+      ValueError: there are no tables, or they are those of several shards.
     """
+    if not isinstance(history, Tables) and not history:
+        raise ValueError("ownership: history has no tables, it needs those of one step at least")
     tables = history if isinstance(history, Tables) else jax.tree.map(lambda *leaves: np.stack(leaves), *history)
+    check_one_shard(tables.num_free, "ownership", on_host=True)
     table, num_blocks = np.asarray(tables.block_table), tables.block_refs.shape[-1]
     owner = np.full((len(table), num_blocks), FREE)
     for step, slot, column in np.argwhere(table >= 0).tolist():

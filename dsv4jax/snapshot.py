@@ -71,7 +71,7 @@ def extract(cache: KVCache, slots: Sequence[int] | np.ndarray | jax.Array) -> Sn
       ValueError: a slot is out of range or holds no request, -1 too, because a snapshot has no padding rows; or the
         cache has several shards.
     """
-    check_one_shard("extract", cache.tables.num_free)
+    check_one_shard(cache.tables.num_free, "extract", on_host=True)
     rows = np.asarray(slots)
     if rows.ndim != 1 or not rows.size or not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"extract: slots must be integers [n] with n >= 1, got {rows.dtype.name}{list(rows.shape)}")
@@ -133,6 +133,7 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
 
     Args:
       cache: of the snapshot's configuration, formats and tails, and of any capacity.
+      snapshot: on the cache's device; ``jax.device_put`` brings it there.
 
     Returns:
       (cache, slots int32 [n], ok bool []). Where slots or blocks run out, or a request is longer than the plan's
@@ -146,7 +147,7 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
     plan, lengths = cache.plan, snapshot.seq_lens
     if found := differing_fields(snapshot, plan, LAYOUT):
         raise ValueError("insert: snapshot and cache differ in " + "; ".join(found))
-    check_one_shard("insert", cache.tables.num_free)
+    check_one_shard(cache.tables.num_free, "insert")
     check_batch(seq_lens=lengths)
     chex.assert_trees_all_equal_shapes_and_dtypes(
         snapshot, abstract_snapshot(plan, snapshot.num_requests, snapshot.blocks)

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dsv4jax.plan import CachePlan, plan_cache
 from dsv4jax.snapshot import LAYOUT, Snapshot, abstract_snapshot, differing_fields
 
 FORMAT = "dsv4jax"
-VERSION = 1  # of the files; a change of a leaf's name, shape or meaning makes another
+VERSION = 1  # of the files; bumped by a change of a leaf's name, shape or meaning, or of a plan's fields
 CAPACITY = tuple(field.name for field in dataclasses.fields(CachePlan) if field.name not in LAYOUT)
 
 
@@ -38,7 +39,8 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
 
     Raises:
       ValueError: neither a cache nor a snapshot.
-      FileExistsError: there is something at ``path``; nothing is overwritten.
+      FileExistsError: there is something at ``path``, or at ``path.partial`` what no save has left; nothing is
+        overwritten.
       ImportError: orbax-checkpoint is not installed.
     """
     ocp, path = _orbax(), Path(path).absolute()
@@ -47,10 +49,9 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     if path.exists():
         raise FileExistsError(f"{path} exists: save to a new folder and remove the old one afterwards")
     partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    leaves = {
-        name: np.asarray(leaf) for name, leaf in _named_leaves(value).items() if leaf.size
-    }  # orbax: no empty ones
+    _remove_unfinished(partial)
+    # orbax takes no empty ones.
+    leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(value).items() if leaf.size}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(partial / "leaves", args=ocp.args.PyTreeSave(leaves))
     header = _describe(value) | {"files": _checksums(partial / "leaves")}
@@ -58,11 +59,14 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     header = json.loads(json.dumps(header, default=lambda number: number.item()))
     sealed = {"header": header, "crc32": _checksum_of_json(header)}
     (partial / "header.json").write_text(json.dumps(sealed, indent=1) + "\n")
+    for entry in (*partial.rglob("*"), partial):  # else a power failure may keep the new name and lose the contents
+        _sync(entry)
     partial.rename(path)
+    _sync(path.parent)
 
 
 def restore(path: str | os.PathLike[str], plan: CachePlan | None = None, device: Any = None) -> KVCache | Snapshot:
-    """Read what ``save`` wrote, bit for bit, on whatever device it was saved.
+    """Read what ``save`` wrote, bit for bit, whatever device it was saved from.
 
     Args:
       plan: what the reader expects. A cache must be of this very plan; of a snapshot only configuration, formats and
@@ -101,6 +105,26 @@ def _orbax() -> Any:
     except ImportError as error:
         raise ImportError("save and restore need orbax-checkpoint: pip install 'dsv4jax[ckpt]'") from error
     return ocp
+
+
+def _remove_unfinished(partial: Path) -> None:
+    """Remove what an interrupted save has left, and nothing else."""
+    if not partial.exists():
+        return
+    if not partial.is_dir() or any(
+        entry.name != "header.json" and not entry.name.startswith("leaves") for entry in partial.iterdir()
+    ):
+        raise FileExistsError(f"{partial} is where a save begins, and was left by none: move it away")
+    shutil.rmtree(partial)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -156,21 +180,35 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) -> KVCache | Snapshot:
     """Shapes and dtypes of what the header describes. ValueError where another plan is expected."""
-    layout = header["layout"] | {"cfg": DSV4Config(**header["layout"]["cfg"])}
-    capacity = header.get("cache", dict(max_requests=1, max_context=1, num_blocks=1))
     try:
+        layout = _exactly(header["layout"], LAYOUT)
+        fields = tuple(field.name for field in dataclasses.fields(DSV4Config))
+        layout = layout | {"cfg": DSV4Config(**_exactly(layout["cfg"], fields))}
+        any_capacity: dict[str, Any] = dict(max_requests=1, max_context=1, num_blocks=1)
+        capacity = _exactly(header["cache"], CAPACITY) if "cache" in header else any_capacity
         plan = plan_cache(**layout, **capacity)
-    except ValueError as error:  # a number format that this process does not know
-        raise ValueError(f"{path} has a plan that cannot be served: {error}") from error
+        if "snapshot" in header:
+            template = abstract_snapshot(plan, **header["snapshot"])
+        else:
+            cache = abstract_cache(plan)
+            num_free = jax.ShapeDtypeStruct((header["shards"],), np.int32)  # each shard counts its own
+            template = dataclasses.replace(cache, tables=dataclasses.replace(cache.tables, num_free=num_free))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a plan that this version does not know: {error}") from error
     if expected is not None:
         names = LAYOUT + CAPACITY if "cache" in header else LAYOUT
         if found := differing_fields(plan, expected, names):
             raise ValueError(f"{path} is of another plan: " + "; ".join(found))
-    if "snapshot" in header:
-        return abstract_snapshot(plan, **header["snapshot"])
-    cache = abstract_cache(plan)
-    num_free = jax.ShapeDtypeStruct((header["shards"],), np.int32)  # each shard counts its own
-    return dataclasses.replace(cache, tables=dataclasses.replace(cache.tables, num_free=num_free))
+    return template
+
+
+def _exactly(fields: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The fields, which must be these: for a missing one a default may stand that the writer did not mean."""
+    if unknown := sorted(set(fields) - set(names)):
+        raise ValueError(f"unknown {', '.join(unknown)}")
+    if missing := sorted(set(names) - set(fields)):
+        raise ValueError(f"missing {', '.join(missing)}")
+    return fields
 
 
 def _check_files(written: dict[str, int], found: dict[str, int], path: Path) -> None:

@@ -95,9 +95,9 @@ def main(target: str) -> None:
     from tests import in_place
 
     compiler = functools.partial(compile_for, target)
-    reports = {name: audit(compiler) for name, audit in (in_place.GPU_AUDITS | in_place.READ_AUDITS).items()}
+    reports = {name: audit(compiler) for name, audit in in_place.TARGETS[target].items()}
     prefill = {}
-    for layer, kind in enumerate(("swa", "csa", "hca")):
+    for layer, kind in enumerate(("swa", "csa", "hca") if target == "h200" else ()):
         function, args = in_place.flash_prefill(layer, "bfloat16")
         prefill[kind] = in_place.memory_of(compiler(function, *args, donate_argnums=2)).temp_size_in_bytes
     grants = [

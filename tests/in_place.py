@@ -170,6 +170,8 @@ READ_AUDITS = {
     "decode step, published heads": forward(cfg=PUBLISHED),
     "prefill chunk of 33, published heads": forward(tokens=33, cfg=PUBLISHED),
 }
+# What differs from one GPU to the next are the kernels; a step and a draft run all that a layer uses.
+TARGETS = {"h200": GPU_AUDITS | READ_AUDITS, "b200": READ_AUDITS | {"draft of 4": GPU_AUDITS["draft of 4"]}}
 AUDITS = GPU_AUDITS | {
     "decode step, bf16": forward(kv_format="bf16", indexer_format="bf16"),
     "decode step, f32": forward(kv_format="f32", indexer_format="f32"),

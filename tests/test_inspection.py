@@ -16,6 +16,7 @@ from tests.driver import (
     BATCH,
     BLOCKS,
     CFG,
+    FORMATS,
     LAYERS,
     REQUESTS,
     TOKENS,
@@ -28,11 +29,7 @@ from tests.driver import (
     small_plan,
 )
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "f32": dict(kv_format="f32", indexer_format="f32"),
-    "fp8_tile64, mxfp4, online": dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"),
-    "fp8_row, nvfp4, bf16 tails": dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16),
-}
+SERVED = "f32", "fp8_tile64, mxfp4, online", "fp8_row, nvfp4, bf16 tails"  # of FORMATS
 
 
 @functools.cache
@@ -61,7 +58,7 @@ def served(name: str = "f32", seed: int = 0) -> tuple[tuple[d4.KVCache, ...], d4
     return tuple(caches), jax.tree.map(lambda *leaves: np.stack(leaves), *history)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SERVED)
 def test_nothing_is_wrong_along_a_random_schedule(name):
     caches, _ = served(name)
     for cache in caches:
@@ -162,7 +159,9 @@ DAMAGE = {
 def test_damaged_tables_are_found_and_named(damage):
     edits, sentence = damage()
     assert d4.verify(sound()) == []
-    assert sentence in d4.verify(with_tables(sound(), **edits))
+    damaged = with_tables(sound(), **edits)
+    assert sentence in d4.verify(damaged)
+    assert d4.describe(damaged).slots[3].length == 32, "it reports on any tables"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ NAN, INF = float("nan"), float("inf")
             "state.tail.total",
             (0, 1, 8),
             NAN,
-            "layer 2, slot 1: tail.total of row 0",
+            "layer 2, slot 1: tail.total is NaN",
         ),
     ],
 )
@@ -281,13 +280,27 @@ def test_values_that_are_not_finite_are_found_and_named(name, kind, path, at, va
     assert found[0].endswith("is NaN or infinite")
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "path", "at", "sentence"),
+    [
+        ("f32", "csa", "state.tail.kb", (0, 2, 1, 5), "layer 1, slot 2: tail.kb is not empty at length 3"),
+        ("f32", "csa", "state.indexer_tail.zb", (0, 2, 1, 5), "layer 1, slot 2: indexer_tail.zb is not empty"),
+        ("fp8_row, nvfp4, bf16 tails", "csa", "state.tail.zb", (0, 2, 0, 0), "slot 2: tail.zb is not empty"),
+        ("fp8_tile64, mxfp4, online", "hca", "state.tail.total", (0, 3, 5), "layer 2, slot 3: tail.total is not empty"),
+        ("fp8_tile64, mxfp4, online", "hca", "state.tail.weighted", (0, 3, 5), "slot 3: tail.weighted is not empty"),
+    ],
+)
+def test_a_former_owners_tail_is_found_and_named(name, kind, path, at, sentence):
+    """Finite and plausible, where the request has no complete block, or has just completed one."""
+    (found,) = d4.verify(spoil(sound(name), kind, path, at, 0.5))
+    assert sentence in found
+
+
 def test_a_value_that_two_leaves_spoil_together_names_both():
     """A finite multiplier and finite codes whose product is not."""
     cache = sound("fp8_row, nvfp4, bf16 tails")
     cache = spoil(cache, "swa", "state.window.scale", (0, 2, 1), 3e38)
-    assert d4.verify(cache) == [
-        "layer 0, slot 2: window.nope and window.rope and window.scale of row 1 is NaN or infinite"
-    ]
+    assert d4.verify(cache) == ["layer 0, slot 2: window.nope and window.scale of row 1 are NaN or infinite"]
 
 
 def test_forked_requests_are_sound_and_count_their_blocks_once():
@@ -358,6 +371,10 @@ def test_ownership_is_what_the_tables_say():
     np.testing.assert_array_equal(ownership(steps), owner)
     tables = with_tables(sound(), block_table=((1, 0), block_of(0, 0))).tables
     assert ownership([tables])[0, block_of(0, 0)] == SHARED
+    with pytest.raises(ValueError, match="ownership: history has no tables"):
+        ownership([])
+    with pytest.raises(ValueError, match=r"ownership: this cache has 2 shards .* one shard's part at a time"):
+        ownership([dataclasses.replace(tables, num_free=ids(4, 4))])
 
 
 def test_the_plot_draws_every_block_in_its_owners_colour(tmp_path):

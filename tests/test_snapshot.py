@@ -16,6 +16,7 @@ from tests.driver import (
     BLOCKS,
     CFG,
     CONTEXT,
+    FORMATS,
     LAYERS,
     REQUESTS,
     TOKENS,
@@ -32,12 +33,6 @@ from tests.driver import (
     step,
 )
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "f32": dict(kv_format="f32", indexer_format="f32"),
-    "bf16, online": dict(kv_format="bf16", indexer_format="bf16", hca_tail="online"),
-    "fp8_row, nvfp4, bf16 tails": dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16),
-    "fp8_tile64, mxfp4, online": dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"),
-}
 formats = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 
 # Blocks, HCA entries and the window end at multiples of 128, as in the published models.

@@ -168,6 +168,7 @@ def test_a_draft_that_is_not_committed_shows_nowhere(name):
     drafted = ids(*[b % DRAFT + 1 for b in range(len(STARTS))])
     _, staged_cache, staged = stage_all(random_params(DEEP), x, cache, slots, drafted)
     assert_same(poisoned(staged_cache), poisoned(cache))
+    assert d4.verify(staged_cache) == []
     got, ok = d4.commit(staged_cache, staged, jnp.zeros_like(drafted))
     assert ok
     assert_same(got, staged_cache)
@@ -210,6 +211,7 @@ def test_commit_refuses_what_it_cannot_store_and_changes_nothing():
     refuse(d4.release(cache, slots[:1]), staged, 0 * drafted)  # of length 0, as its draft was
     less, ok = d4.prepare_forward(cache, slots, ids(*np.maximum(drafted - 1, 1)))  # takes back what was granted
     assert ok
+    assert d4.verify(less) == []
     refuse(less, staged, drafted)
     other = {
         "slots": jnp.roll(slots, 1),
@@ -244,6 +246,7 @@ def test_a_row_that_may_not_bring_tokens_stages_none():
     ys, cache, staged = stage_all(random_params(DEEP), given, cache, slots, ids(*drafted))
     assert not np.asarray(ys)[:, idle].any()
     assert staged[0].num_new.tolist() == [0] * 4 + [5] * (rows - 4)
+    assert d4.verify(cache) == [], "a grant of more tokens than there are is withdrawn"
     before = [contents(cache, int(slots[b])) for b in idle[1:]]
     after, ok = d4.commit(cache, staged, ids(*[0] * 4 + [5] * (rows - 4)))
     assert ok

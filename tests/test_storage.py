@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,6 +19,7 @@ from dsv4jax import storage
 from tests.driver import (
     BATCH,
     CFG,
+    FORMATS,
     LAYERS,
     TOKENS,
     assert_same,
@@ -29,13 +30,6 @@ from tests.driver import (
     sequence,
     small_plan,
 )
-
-FORMATS: dict[str, dict[str, Any]] = {
-    "f32": dict(kv_format="f32", indexer_format="f32"),
-    "bf16, online": dict(kv_format="bf16", indexer_format="bf16", hca_tail="online"),
-    "fp8_row, nvfp4, bf16 tails": dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16),
-    "fp8_tile64, mxfp4, online": dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"),
-}
 
 
 def filled(**options) -> tuple[d4.KVCache, jax.Array]:
@@ -112,7 +106,7 @@ def test_a_cache_of_several_shards(tmp_path):
     places = jax.tree.map(lambda leaf: jax.sharding.SingleDeviceSharding(jax.devices()[0]), cache)
     assert_same(d4.restore(tmp_path / "cache", cache.plan, places), cache)
     for refused in (d4.describe, d4.verify, lambda cache: d4.extract(cache, [0])):
-        with pytest.raises(ValueError, match="the cache has 2 shards, whose slots and blocks are their own"):
+        with pytest.raises(ValueError, match=r"this cache has 2 shards .*: it reads one shard's part at a time"):
             refused(cache)
 
 
@@ -163,8 +157,24 @@ def test_another_version_is_refused(saved, tmp_path):
     with pytest.raises(ValueError, match=f"{path} has version 2, this library reads version 1$"):
         d4.restore(path)
     reseal(path, version=1, layout={**layout_of(path), "kv_format": "fp7"})
-    with pytest.raises(ValueError, match=f"{path} has a plan that cannot be served: kv_format must be one of"):
+    with pytest.raises(ValueError, match=f"{path} has a plan that this version does not know: kv_format must be"):
         d4.restore(path)
+    layout: dict[str, Any] = layout_of(path) | {"kv_format": "fp8_row"}
+    without = {name: value for name, value in layout.items() if name != "hca_tail"}
+    for changes, what in (
+        (dict(layout={**layout, "cfg": {**layout["cfg"], "sinks": 1}}), "unknown sinks"),
+        (dict(layout={**layout, "cfg": {**layout["cfg"], "o_groups": 0}}), ".*o_groups"),
+        (dict(layout={**layout, "sinks": 1}), "unknown sinks"),
+        (dict(layout=without), "missing hca_tail"),
+        (dict(layout=layout, cache=dict(max_requests=1, max_context=80)), "missing num_blocks"),
+        (dict(layout=None), ""),
+    ):
+        changed = tmp_path / "changed"
+        shutil.copytree(path, changed)
+        reseal(changed, **changes)
+        with pytest.raises(ValueError, match=f"{changed} has a plan that this version does not know: {what}"):
+            d4.restore(changed)
+        shutil.rmtree(changed)
     reseal(path, format="something")
     with pytest.raises(ValueError, match=f"{path} is no checkpoint of dsv4jax: header.json does not say so"):
         d4.restore(path)
@@ -229,8 +239,15 @@ def test_an_interrupted_save_is_never_taken_for_a_whole_one(stage, saved, tmp_pa
     assert_same(d4.restore(path), saved[1])
 
 
-def test_nothing_is_overwritten(saved):
+def test_nothing_is_overwritten(saved, tmp_path):
     path, snapshot = saved
+    theirs = tmp_path / "requests.partial"
+    theirs.mkdir()
+    (theirs / "leaves").mkdir()
+    (theirs / "notes.txt").write_text("not ours")
+    with pytest.raises(FileExistsError, match=f"{theirs} .* move it away"):
+        d4.save(tmp_path / "requests", snapshot)
+    assert sorted(file.name for file in theirs.iterdir()) == ["leaves", "notes.txt"]
     with pytest.raises(FileExistsError, match=f"{path} exists: save to a new folder"):
         d4.save(path, snapshot)
     assert_same(d4.restore(path), snapshot)
