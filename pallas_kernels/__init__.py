@@ -9,7 +9,7 @@ decode_attention  attention over the stored window rows and entries
 
 batch window csa hca rows          what the cache update is made of
 indexer_parts indexer_keys fp4     what scores are made of; top_k: kth_key; attention: attention_keys
-*_sm90 *_sm100                     kernels of one architecture, where they differ: Hopper, Blackwell
+*_sm90 *_sm90_few *_sm100          kernels of one architecture, where they differ: Hopper (few queries apart), Blackwell
 machine lanes                      the language they are written in; ``ptx`` and ``simulator`` are its two machines
 tensor_cores tensor_memory         its words for products of matrices, on the same two machines
 launch target                      one kernel launch; what is compiled for
