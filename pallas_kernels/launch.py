@@ -55,8 +55,8 @@ def launch(
     if simulate:
         run = functools.partial(_simulate, body, name, grid, warpgroups, cluster, shared_bytes)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        if is_result:
-            state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+        if is_result:  # garbage at first, as on a GPU
+            state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, _garbage(leaf.dtype), leaf.dtype), state)
         return jax.pure_callback(run, shapes, inputs, state)
 
     from pallas_kernels.ptx_tensor_memory import TensorMemoryPTX  # needs Mosaic GPU, which not every jaxlib has
@@ -107,6 +107,11 @@ def launch(
 def _check_shared(name: str, machine: Machine, available: int) -> None:
     if machine.shared_bytes > available:
         raise ValueError(f"{name} takes {machine.shared_bytes} bytes of shared memory, its launch has {available}")
+
+
+def _garbage(dtype: Any) -> Any:
+    """A number that no body means to store: NaN, or the largest integer."""
+    return jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
 def _simulate(
