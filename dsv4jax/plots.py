@@ -47,25 +47,13 @@ def plot_ownership(history: Tables | Sequence[Tables], ax: Axes | None = None) -
       history: as for ``ownership``.
       ax: where to draw; None makes a figure, which ``.figure`` of the result is.
     """
-    from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
 
     owner = ownership(history)
     ax = ax or Figure(figsize=(8, 4), layout="constrained").subplots()
+    colours = draw_owners(ax, owner)
     slots = sorted(set(owner[owner >= 0].tolist()))
-    colours = {SHARED: SHARED_COLOUR, FREE: FREE_COLOUR}
-    colours |= {slot: COLOURS[slot % len(COLOURS)] for slot in range(max(slots, default=-1) + 1)}
-    norm = BoundaryNorm(np.arange(SHARED - 0.5, len(colours) + SHARED), len(colours))
-    ax.imshow(
-        owner.T,
-        cmap=ListedColormap(list(colours.values())),
-        norm=norm,
-        aspect="auto",
-        interpolation="nearest",
-        origin="lower",
-    )
     names = {slot: f"slot {slot}" for slot in slots}
     if (owner == SHARED).any():
         names[SHARED] = "shared"
@@ -75,8 +63,22 @@ def plot_ownership(history: Tables | Sequence[Tables], ax: Axes | None = None) -
         bbox_to_anchor=(1, 1),
         frameon=False,
     )
-    for axis, label in ((ax.xaxis, "step"), (ax.yaxis, "block")):
-        axis.set_major_locator(MaxNLocator(integer=True))
-        axis.set_label_text(label)
-    ax.set_title("pool: owner of each block, grey = free", loc="left")
+    ax.xaxis.set_label_text("step")
+    ax.yaxis.set_label_text("block")
     return ax
+
+
+def draw_owners(ax: Axes, owner: np.ndarray) -> dict[int, str]:
+    """Draw owner int [steps, blocks], a line per block. Returns the colours of FREE, of SHARED and of each owner."""
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    colours = {SHARED: SHARED_COLOUR, FREE: FREE_COLOUR}
+    colours |= {who: COLOURS[who % len(COLOURS)] for who in range(int(owner.max(initial=FREE)) + 1)}
+    norm = BoundaryNorm(np.arange(SHARED - 0.5, len(colours) + SHARED), len(colours))
+    cmap = ListedColormap(list(colours.values()))
+    ax.imshow(owner.T, cmap=cmap, norm=norm, aspect="auto", interpolation="nearest", origin="lower")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_title("pool: owner of each block, grey = free", fontsize="medium", loc="left")
+    return colours

@@ -9,14 +9,11 @@ import matplotlib as mpl
 import numpy as np
 from batching import Served
 from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 import dsv4jax as d4
+from dsv4jax.plots import COLOURS, FREE, draw_owners
 
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#a463f2", "#9c6b4e", "#3ca951", "#97bbf5")  # one per request
-FREE = "#eeeeee"
 INK, SHADE = "#333333", "#e6e6ee"
 
 
@@ -83,21 +80,16 @@ def _lanes(ax: Axes, owner: np.ndarray, value: np.ndarray, full: int, title: str
 
 def _ownership(ax: Axes, owner: np.ndarray, blocks: np.ndarray) -> None:
     """The pool over time: a line per block that was ever held, in its owner's colour."""
-    num_blocks, count = int(blocks.max()) + 1, int(owner.max()) + 1
-    held_by = np.full((len(owner), num_blocks), -1)
+    held_by = np.full((len(owner), int(blocks.max()) + 1), FREE)
     for i, rows in enumerate(blocks):
         for b, ids in enumerate(rows):
             held_by[i, ids[ids >= 0]] = owner[i, b]
     used = np.flatnonzero((held_by >= 0).any(axis=0))
-    colours = ListedColormap([FREE, *(COLOURS[r % len(COLOURS)] for r in range(count))])
-    norm = BoundaryNorm(np.arange(-1.5, count), count + 1)
-    ax.imshow(held_by[:, used].T, cmap=colours, norm=norm, aspect="auto", interpolation="nearest", origin="lower")
+    draw_owners(ax, held_by[:, used])
     ax.hlines(np.arange(1, len(used)) - 0.5, -0.5, len(owner) - 0.5, color="white", linewidth=1.5)
     ax.set_yticks(range(len(used)), [str(block) for block in used], fontsize=7 if len(used) > 12 else 9)
     ax.set_ylabel("block id")
-    ax.set_title("pool: owner of each block, grey = free", fontsize=9, loc="left")
     ax.set_xlabel("forward pass")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _explain(ax: Axes) -> None:

@@ -231,7 +231,8 @@ class Block:
         return End(self, head, channel, where, turns, (sink * LOG2E).maximum(LOWEST), angles)
 
     # Over the lanes that share a head.
-    def _of_row(self, i: int) -> range | list[int]:
+    def _of_row(self, i: int) -> list[int]:
+        """Numbers of a product that are in the first or second of a lane's rows."""
         return [n for n in range(self.layout.heads // 2) if n // 2 % 2 == i]
 
     def _leave_warps(self, op: Any, values: list[Value], room: int) -> None:

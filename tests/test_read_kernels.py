@@ -16,6 +16,7 @@ import dsv4jax as d4
 from dsv4jax import indexer, kernels, layer
 from dsv4jax.backend import OPS, Backend, choose
 from dsv4jax.reference import reference_layer
+from tests import driver
 from tests.driver import even_split, ids, moved_values, random_params, random_split, sequence
 from tests.machines import BACKENDS, requires_gpu
 
@@ -68,17 +69,7 @@ LARGE = Size(
 )
 
 
-@functools.partial(jax.jit, static_argnames=("layers", "backend"), donate_argnames="cache")
-def step(
-    params: Any, x: Any, cache: Any, slots: Any, num_new: Any, *, layers: tuple[int, ...], backend: Backend
-) -> Any:
-    """prepare_forward, some layers on the same input, advance."""
-    cache, ok = d4.prepare_forward(cache, slots, num_new)
-    outputs = []
-    for i in layers:
-        y, cache = d4.attention_layer(params[i], x, cache, i, slots, num_new, backend=backend)
-        outputs.append(y)
-    return outputs, d4.advance(cache, slots, num_new), ok
+step = jax.jit(driver.step, static_argnames=("layers", "backend"), donate_argnames="cache")
 
 
 @functools.cache

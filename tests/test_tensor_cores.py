@@ -1,5 +1,6 @@
 """Products, roles and barriers, on both machines."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.launch import launch
 from pallas_kernels.machine import Value
 from pallas_kernels.simulator import SimulationError
 from pallas_kernels.tensor_cores import Role, TensorCores, Tile, product_row
-from tests.lane_kernels import elementwise
+from tests.lane_kernels import elementwise, run
 from tests.machines import HOPPER_MACHINES
 
 SPEC = jax.ShapeDtypeStruct
@@ -64,18 +64,7 @@ def product(
 
     shapes = [(x.shape[0], x.shape[1] * size) for x in (a, b)]
     inputs = tuple(jnp.asarray(x if size == 2 else x.view(np.uint8)) for x in (a, b))
-    run = jax.jit(
-        lambda inputs: launch(
-            body,
-            name="product",
-            grid=(1,),
-            inputs=inputs,
-            state=SPEC((64, columns), jnp.float32),
-            shared_bytes=tile_bytes(*shapes),
-            simulate=simulate,
-        )
-    )
-    return np.asarray(run(inputs))
+    return run(body, inputs, SPEC((64, columns), jnp.float32), shared_bytes=tile_bytes(*shapes), simulate=simulate)
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -129,19 +118,10 @@ def test_a_left_operand_in_registers(simulate):
         words = [machine.to_f16(first[i], first[i + 1]) for i in range(0, len(first), 2)]
         store_product(machine, out, machine.wgmma_wait(machine.wgmma(None, words, tiles[2].transposed(0), columns=128)))
 
-    found = jax.jit(
-        lambda inputs: launch(
-            body,
-            name="chained",
-            grid=(1,),
-            inputs=inputs,
-            state=SPEC((64, 128), jnp.float32),
-            shared_bytes=tile_bytes((64, 128), (64, 128), (64, 256)),
-            simulate=simulate,
-        )
-    )(tuple(map(jnp.asarray, (a, b, c))))
+    room = tile_bytes((64, 128), (64, 128), (64, 256))
+    found = run(body, (a, b, c), SPEC((64, 128), jnp.float32), shared_bytes=room, simulate=simulate)
     a, b, c = (x.astype(np.float32) for x in (a, b, c))
-    np.testing.assert_array_equal(np.asarray(found), a @ b.T @ c)  # integers below 2^11: exact in f16
+    np.testing.assert_array_equal(found, a @ b.T @ c)  # integers below 2^11: exact in f16
 
 
 def pipeline(machine: TensorCores, inputs: Any, out: Any, *, fenced=True, full=True, free=True) -> None:
@@ -190,19 +170,9 @@ def pipeline(machine: TensorCores, inputs: Any, out: Any, *, fenced=True, full=T
 def run_pipeline(simulate: bool, rounds: int, **without: bool) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(rounds)
     a, b = rng.integers(-4, 5, (64, 64)).astype(np.float16), rng.integers(-4, 5, (rounds, 64, 64)).astype(np.float16)
-    found = jax.jit(
-        lambda inputs: launch(
-            lambda machine, inputs, out: pipeline(machine, inputs, out, **without),
-            name="pipeline",
-            grid=(1,),
-            inputs=inputs,
-            state=SPEC((64, 64), jnp.float32),
-            warpgroups=2,
-            shared_bytes=tile_bytes((64, 128), (64, 256)) + 64,
-            simulate=simulate,
-        )
-    )((jnp.asarray(a), jnp.asarray(b)))
-    return np.asarray(found), a.astype(np.float32) @ b.astype(np.float32).sum(0).T
+    body, room = functools.partial(pipeline, **without), tile_bytes((64, 128), (64, 256)) + 64
+    found = run(body, (a, b), SPEC((64, 64), jnp.float32), warpgroups=2, shared_bytes=room, simulate=simulate)
+    return found, a.astype(np.float32) @ b.astype(np.float32).sum(0).T
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -242,9 +212,7 @@ def test_roles_cannot_ask_for_more_registers_than_there_are():
 
     state = SPEC((1,), jnp.float32)
     with pytest.raises(Exception, match="roles ask for 512 registers per lane in all, a launch has 504"):
-        jax.block_until_ready(
-            launch(body, name="greedy", grid=(1,), inputs=(), state=state, warpgroups=3, simulate=True)
-        )
+        run(body, (), state, warpgroups=3, simulate=True)
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -265,20 +233,11 @@ def test_sums_in_f16(simulate):
         store_product(machine, out[0], [half for word in words for half in machine.from_f16(word)])
         store_product(machine, out[1], [half for word in words for half in machine.from_f16(machine.relu_f16(word))])
 
-    found = jax.jit(
-        lambda inputs: launch(
-            body,
-            name="packed",
-            grid=(1,),
-            inputs=inputs,
-            state=[SPEC((64, 64), jnp.float32)] * 2,
-            shared_bytes=tile_bytes((64, 256), (64, 256)),
-            simulate=simulate,
-        )
-    )((jnp.asarray(a), jnp.asarray(b)))
+    room = tile_bytes((64, 256), (64, 256))
+    found = run(body, (a, b), [SPEC((64, 64), jnp.float32)] * 2, shared_bytes=room, simulate=simulate)
     want = a.astype(np.float32) @ b.astype(np.float32).T  # integers below 2^11: exact in f16
-    np.testing.assert_array_equal(np.asarray(found[0]), want)
-    np.testing.assert_array_equal(np.asarray(found[1]), np.maximum(want, 0))
+    np.testing.assert_array_equal(found[0], want)
+    np.testing.assert_array_equal(found[1], np.maximum(want, 0))
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -329,22 +288,12 @@ def copies(machine: TensorCores, source: Any, out: Any, *, waits: bool) -> None:
 def test_copies(simulate):
     source = np.random.default_rng(10).integers(0, 256, (6, 128, 16)).astype(np.uint8)
 
-    def run(waits: bool) -> np.ndarray:
-        found = jax.jit(
-            lambda source: launch(
-                lambda machine, source, out: copies(machine, source, out, waits=waits),
-                name="copies",
-                grid=(1,),
-                inputs=source,
-                state=SPEC((6, 128, 4), jnp.int32),
-                shared_bytes=3 * 128 * 16,
-                simulate=simulate,
-            )
-        )(jnp.asarray(source))
-        return np.asarray(found)
+    def copied(waits: bool) -> np.ndarray:
+        body, state = functools.partial(copies, waits=waits), SPEC((6, 128, 4), jnp.int32)
+        return run(body, source, state, shared_bytes=3 * 128 * 16, simulate=simulate)
 
     there = np.arange(128) < 128 - np.arange(6)[:, None]
     want = np.where(there[..., None], source, 0).astype(np.uint8).view(np.int32)
-    np.testing.assert_array_equal(run(True), want)
+    np.testing.assert_array_equal(copied(True), want)
     if simulate:
-        assert not np.array_equal(run(False), want), "a copy that nobody waited for must not go unnoticed"
+        assert not np.array_equal(copied(False), want), "a copy that nobody waited for must not go unnoticed"

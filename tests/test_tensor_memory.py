@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.launch import launch
 from pallas_kernels.machine import WARP, WARPGROUP, Value
 from pallas_kernels.simulator import SimulationError
 from pallas_kernels.tensor_cores import Operand, Role, Tile
 from pallas_kernels.tensor_memory import Accumulator, TensorMemory
+from tests import lane_kernels
 from tests.machines import BLACKWELL_MACHINES
 from tests.test_tensor_cores import SPEC, fill, store_product, tile_bytes
 
@@ -30,12 +30,11 @@ def multiply(machine: Any, into: Accumulator, a: Operand, b: Operand, **options:
     machine.fence_tensor("after")
 
 
-def run(body: Any, inputs: Any, columns: int, *, simulate: bool, **options: Any) -> np.ndarray:
+def run(body: Any, inputs: Any, columns: int, **options: Any) -> np.ndarray:
     """A body's f32 [64, columns]."""
     shapes = [(x.shape[0], x.shape[1] * x.dtype.itemsize) for x in jax.tree.leaves(inputs)]
     state = SPEC((64, columns), jnp.float32)
-    run = functools.partial(launch, body, name="tensor_memory", grid=(1,), state=state, simulate=simulate, **options)
-    return np.asarray(jax.jit(lambda inputs: run(inputs=inputs, shared_bytes=tile_bytes(*shapes) + 256))(inputs))
+    return lane_kernels.run(body, inputs, state, shared_bytes=tile_bytes(*shapes) + 256, **options)
 
 
 def tiles(machine: TensorMemory, inputs: Any) -> list[Tile]:
@@ -211,11 +210,10 @@ def run_pipeline(simulate: bool, rounds: int, without: str | None = None) -> tup
     a, c = (rng.integers(-2, 3, (64, 64)).astype(np.float16) for _ in range(2))
     b = rng.integers(-2, 3, (rounds, 64, 64)).astype(np.float16)
     body = functools.partial(pipeline, without=without)
-    state = SPEC((64, 64), jnp.float32)
-    run = functools.partial(launch, body, name="pipeline", grid=(1,), state=state, warpgroups=3, simulate=simulate)
-    found = jax.jit(lambda inputs: run(inputs=inputs, shared_bytes=5 * 8192 + 256))(tuple(map(jnp.asarray, (a, b, c))))
+    state, room = SPEC((64, 64), jnp.float32), 5 * 8192 + 256
+    found = lane_kernels.run(body, (a, b, c), state, warpgroups=3, shared_bytes=room, simulate=simulate)
     a, b, c = (x.astype(F32) for x in (a, b, c))
-    return np.asarray(found), a @ b.sum(0).T @ c  # integers below 2^11 on the way: exact in f16
+    return found, a @ b.sum(0).T @ c  # integers below 2^11 on the way: exact in f16
 
 
 @pytest.mark.parametrize("simulate", BLACKWELL_MACHINES)
