@@ -1,15 +1,15 @@
 """What does a draft cost? python -m benchmarks.speculate
 
-Stage and commit of four tokens against one decode step, for 64 requests at all phases with 32K tokens each: all layers
-of V4-Flash with their matrix products in bf16. The layers of a kind share one set of weights, which no L2 cache holds,
-and cached rows are random bytes. Both advance one cache in turns, so that drift hits both; medians with their spread.
+Stage and commit of four tokens, in one program, against one decode step, for 64 requests at all phases with 32K tokens
+each: all layers of V4-Flash with their matrix products in bf16. The layers of a kind share one set of weights, which no
+L2 cache holds, and cached rows are random bytes. Both advance one cache in turns, so that drift hits both; medians with
+their spread.
 """
 
 import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -52,8 +52,11 @@ def long_cache(plan: d4.CachePlan, context: int) -> d4.KVCache:
     return dataclasses.replace(cache, tables=tables)
 
 
-def decode(params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array) -> tuple[jax.Array, d4.KVCache]:
-    cfg, one = cache.plan.cfg, jnp.ones_like(slots)
+def decode(
+    params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, count: jax.Array
+) -> tuple[jax.Array, d4.KVCache]:
+    """One token of each request. ``count`` is not read."""
+    cfg, one = cache.plan.cfg, jnp.ones_like(count)
     cache, ok = d4.prepare_forward(cache, slots, one)
     x = x[:, :1]
     for layer, spec in enumerate(d4.layer_schedule(cfg)):
@@ -62,24 +65,26 @@ def decode(params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array) -> tu
     return ok & jnp.isfinite(x[0, 0, 0]), d4.advance(cache, slots, one)
 
 
-def draft(params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array) -> tuple[jax.Array, d4.KVCache, Any]:
-    num_new = jnp.full_like(slots, x.shape[1])
-    cache, ok = d4.prepare_forward(cache, slots, num_new)
+def speculate(
+    params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, count: jax.Array
+) -> tuple[jax.Array, d4.KVCache]:
+    """All of x as drafts, of which the first ``count`` [B] of each request are accepted."""
+    num_new = jnp.full_like(count, x.shape[1])
+    cache, granted = d4.prepare_forward(cache, slots, num_new)
     staged = []
     for layer, spec in enumerate(d4.layer_schedule(cache.plan.cfg)):
         y, cache, rows = d4.stage(params[spec.attn], x, cache, layer, slots, num_new)
         x = x + y
         staged.append(rows)
-    return ok & jnp.isfinite(x[0, 0, 0]), cache, staged
+    cache, stored = d4.commit(cache, staged, count)
+    return granted & stored & jnp.isfinite(x[0, 0, 0]), cache
 
 
-def commit_all(staged: Any, cache: d4.KVCache) -> tuple[jax.Array, d4.KVCache]:
-    cache, ok = d4.commit(cache, staged, staged[0].num_new)
-    return ok, cache
+STEPS = {"decode step": decode, "stage and commit": speculate}
 
 
 class Programs:
-    """Three compiled programs on one cache, which each of them takes and gives back."""
+    """The compiled steps on one cache, which each of them takes and gives back."""
 
     def __init__(self, plan: d4.CachePlan, context: int, tokens: int, dtype: Any):
         cfg = plan.cfg
@@ -89,34 +94,27 @@ class Programs:
         }
         self.slots = jnp.asarray(np.random.default_rng(1).permutation(plan.max_requests), jnp.int32)
         self.x = jax.random.normal(jax.random.key(9), (plan.max_requests, tokens, cfg.hidden_size), dtype)
+        self.count = jnp.full(plan.max_requests, tokens, jnp.int32)
         self.cache = long_cache(plan, context)
-        given = self.params, self.x, self.cache, self.slots
-        staged = jax.eval_shape(draft, *given)[2]
         begin = time.perf_counter()
-        lowered = [jax.jit(function, donate_argnums=2).lower(*given) for function in (decode, draft)]
-        lowered.append(jax.jit(commit_all, donate_argnums=1).lower(staged, self.cache))
+        lowered = [jax.jit(step, donate_argnums=2).lower(*self.given) for step in STEPS.values()]
         with ThreadPoolExecutor() as threads:
-            self._decode, self._stage, self._commit = threads.map(lambda program: program.compile(), lowered)
+            compiled = threads.map(lambda program: program.compile(), lowered)
+            self._compiled = dict(zip(STEPS, compiled, strict=True))
         print(f"traced and compiled in {time.perf_counter() - begin:.0f} s", flush=True)
 
-    def decode(self) -> list[jax.Array]:
-        ok, self.cache = self._decode(self.params, self.x, self.cache, self.slots)
-        return [ok]
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.params, self.x, self.cache, self.slots, self.count
 
-    def stage(self) -> list[jax.Array]:
-        ok, self.cache, self.staged = self._stage(self.params, self.x, self.cache, self.slots)
-        return [ok]
-
-    def stage_and_commit(self) -> list[jax.Array]:
-        granted = self.stage()
-        ok, self.cache = self._commit(self.staged, self.cache)
-        return [*granted, ok]
-
-    def time(self, run: Callable[[], list[jax.Array]], steps: int) -> float:
-        """Microseconds per call, of several in a row."""
+    def time(self, name: str, steps: int) -> float:
+        """Microseconds per step, of several in a row."""
         jax.block_until_ready(self.cache)
+        oks = []
         begin = time.perf_counter()
-        oks = [ok for _ in range(steps) for ok in run()]
+        for _ in range(steps):
+            ok, self.cache = self._compiled[name](*self.given)
+            oks.append(ok)
         jax.block_until_ready((oks, self.cache))
         elapsed = time.perf_counter() - begin
         assert all(bool(ok) for ok in oks)
@@ -125,18 +123,12 @@ class Programs:
 
 def print_parts(programs: Programs) -> None:
     """Microseconds by kernel. Compiled once more: what is profiled runs twice, and so cannot donate its cache."""
-    given = programs.params, programs.x, programs.cache, programs.slots
-    _, cache, staged = jax.jit(draft)(*given)
-    for name, function, args in (
-        ("decode step", decode, given),
-        ("stage", draft, given),
-        ("commit", commit_all, (staged, cache)),
-    ):
-        events = [(kernel, ms) for kernel, ms in kernel_events(jax.jit(function), *args) if "copy" not in kernel]
+    for name, step in STEPS.items():
+        events = [(kernel, ms) for kernel, ms in kernel_events(jax.jit(step), *programs.given) if "copy" not in kernel]
         parts = {op: sum(ms for kernel, ms in events if op in kernel) * 1e3 for op in OPS}
         rest = sum(ms for _, ms in events) * 1e3 - sum(parts.values())
         listed = ", ".join(f"{op} {us:.0f}" for op, us in (parts | {"products and the rest": rest}).items() if us)
-        print(f"{name:12} {len(events):>4} kernels, us: {listed}")
+        print(f"{name:16} {len(events):>4} kernels, us: {listed}")
 
 
 def main() -> None:
@@ -160,17 +152,12 @@ def main() -> None:
     plan = d4.plan_cache(cfg, max_requests=requests, max_context=context + max(ROOM, room), headroom=1.0)
     programs = Programs(plan, context, options.tokens, dtype)
 
-    runs = {
-        "decode step": programs.decode,
-        "stage": programs.stage,
-        "stage and commit": programs.stage_and_commit,
-    }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        programs.time(run, 1)  # warms up
+    times: dict[str, list[float]] = {name: [] for name in STEPS}
+    for name in STEPS:
+        programs.time(name, 1)  # warms up
     for _ in range(options.rounds):
-        for name, run in runs.items():
-            times[name].append(programs.time(run, options.steps))
+        for name in STEPS:
+            times[name].append(programs.time(name, options.steps))
 
     device = jax.devices()[0]
     print(
@@ -179,7 +166,7 @@ def main() -> None:
     )
     for name, samples in times.items():
         low, high = np.percentile(samples, [10, 90])
-        print(f"{name:17} {statistics.median(samples):9.0f} us of wall (10-90 %: {low:.0f} to {high:.0f})")
+        print(f"{name:16} {statistics.median(samples):9.0f} us of wall (10-90 %: {low:.0f} to {high:.0f})")
     ratios = [b / a for a, b in zip(times["decode step"], times["stage and commit"], strict=True)]
     print(f"stage and commit of {options.tokens} tokens takes {statistics.median(ratios):.2f} decode steps")
     if options.parts:
