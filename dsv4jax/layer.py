@@ -241,7 +241,7 @@ def _attend_tile(
     kind: AttentionType,
     backends: OpBackends,
 ) -> jax.Array:
-    """One tile of queries, from W_qb to W_oa: f32 [B, tokens, o_groups * o_lora_rank]."""
+    """One tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32."""
     plan, cfg = window.plan, window.plan.cfg
     q_latent, positions, freqs = tile["q_latent"], tile["positions"], rope_frequencies(cfg, kind)
     q = linear(q_latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
@@ -258,7 +258,10 @@ def _attend_tile(
 
 
 def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """W_oa: each group of heads of out [B, T, H, head_dim] by its own rows. f32 [B, T, o_groups * o_lora_rank]."""
+    """W_oa: each group of heads of out [B, T, H, head_dim] by its own rows. [B, T, o_groups * o_lora_rank].
+
+    Summed in f32, and rounded to bf16 where W_ob takes it so: one pass over it less than as f32.
+    """
     batch, tokens, _, _ = out.shape
     groups = out.reshape(batch, tokens, cfg.o_groups, -1)
     weight = o_a.reshape(cfg.o_groups, cfg.o_lora_rank, -1)
@@ -268,7 +271,7 @@ def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Arra
         groups.astype(dtype),
         weight.astype(dtype),
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype,
     )
     return projected.reshape(batch, tokens, -1)
 

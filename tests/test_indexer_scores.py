@@ -99,7 +99,8 @@ class Case:
         return heads[..., None] * norms[1][self.block_table[self.slots]].reshape(len(heads), 1, -1)
 
     def check(self, got: np.ndarray) -> None:
-        error = np.abs(got - self.xla())[self.seen] / self.magnitude()[self.seen]
+        seen = self.seen  # what a GPU leaves unwritten may be anything
+        error = np.abs(got[seen] - self.xla()[seen]) / self.magnitude()[seen]
         assert np.max(error, initial=0.0) < TOLERANCE
 
 
