@@ -15,13 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dsv4jax import kernels
 from dsv4jax.backend import Backend, choose
 from dsv4jax.checks import check_array
 from dsv4jax.config import AttentionType
+from dsv4jax.linear import rms_norm
 from dsv4jax.paged_pool import PooledLayer
+from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.state_cache import SlidingWindow
 
@@ -98,6 +101,15 @@ def attend_all(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, 
     return layer.fold_tiles(visible, layer.tile_size(batch * tokens * heads * 4), fold, running)
 
 
+def attention_queries(
+    product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan, backend: str = "xla"
+) -> jax.Array:
+    """Products [B, T, H, head_dim] normed and roped, f32; f16, as the kernel takes them, where it attends."""
+    if backend != "xla":
+        return kernels.attention_queries(product, positions, freqs, plan.cfg.norm_eps, backend)
+    return apply_rope(rms_norm(product, None, plan.cfg.norm_eps), positions[..., None], freqs)
+
+
 @functools.partial(jax.jit, static_argnames=("kind", "dtype", "backend"))
 def decode_attention(
     q: jax.Array,
@@ -114,7 +126,7 @@ def decode_attention(
     """Attention of new tokens over the window and over compressed entries, turned back by the inverse rope.
 
     Args:
-      q: f32 [B, T, H, head_dim], normed and roped. The kernel rounds it to f16.
+      q: f32 [B, T, H, head_dim], normed and roped. The kernel rounds it to f16; f16 is rounded already.
       positions: int32 [B, T], consecutive in a row; -1 = padding, after the row's tokens.
       sinks: [H].
       window: of one token per row, its own row may be stored already; of more, they are the window's ``fresh`` rows.
@@ -130,7 +142,8 @@ def decode_attention(
     """
     kind, plan = AttentionType(kind), window.plan
     cfg = plan.cfg
-    check_array("q", q, {"B": None, "T": None, "num_heads": cfg.num_heads, "head_dim": cfg.head_dim}, jnp.float32)
+    axes = {"B": None, "T": None, "num_heads": cfg.num_heads, "head_dim": cfg.head_dim}
+    check_array("q", q, axes, (jnp.float32, jnp.float16))
     check_array("positions", positions, {"B": q.shape[0], "T": q.shape[1]}, jnp.int32)
     if picks is not None:
         check_array("picks", picks, {"B": q.shape[0], "T": q.shape[1], "K": None}, jnp.int32)
@@ -140,6 +153,7 @@ def decode_attention(
     visible = None if entries is None else (positions + 1) // cfg.ratio(kind)
     if (chosen := choose("decode_attention", backend, kernels.unsupported_attention(plan))) != "xla":
         return kernels.decode_attention(q, positions, sinks, window, entries, picks, visible, freqs, dtype, chosen)
+    q = q.astype(jnp.float32)
     running = attend_window(start_at_sinks(sinks, q), q, positions, window)
     if entries is not None:
         assert visible is not None

@@ -17,7 +17,8 @@ from jax import lax
 from dsv4jax import kernels
 from dsv4jax.backend import Backend, choose
 from dsv4jax.checks import check_array
-from dsv4jax.linear import hadamard_product, linear
+from dsv4jax.formats import KeyRows
+from dsv4jax.linear import hadamard, linear
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope
@@ -25,14 +26,24 @@ from dsv4jax.weights import IndexerParams
 
 
 def indexer_queries(
-    params: IndexerParams, q_latent: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
-) -> jax.Array:
-    """f32 [B, T, indexer_heads, indexer_head_dim]: projected, roped, rotated; to be rounded as the keys are."""
+    params: IndexerParams,
+    q_latent: jax.Array,
+    positions: jax.Array,
+    freqs: np.ndarray,
+    plan: CachePlan,
+    backend: str = "xla",
+) -> jax.Array | KeyRows:
+    """f32 [B, T, indexer_heads, indexer_head_dim]: projected, roped, rotated; to be rounded as the keys are.
+
+    The backend is that of ``indexer_scores``; a kernel rounds them too.
+    """
     cfg = plan.cfg
     # Apart from the main queries' product: XLA would join the two, and their weights, 84 MB, in every step.
     q_latent = lax.optimization_barrier(q_latent)
     q = linear(q_latent, params.q_b).reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
-    return hadamard_product(apply_rope(q, positions[..., None], freqs))
+    if backend != "xla":
+        return kernels.indexer_queries(q, positions, freqs, plan, backend)
+    return hadamard(apply_rope(q, positions[..., None], freqs))
 
 
 def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Array:
@@ -66,44 +77,54 @@ def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: 
 
 
 def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
-    """Entry numbers of the largest scores, int32 [B, T, min(top_k, entries)]; -1 past the visible ones.
+    """Entry numbers of the largest scores, int32 [B, T, min(top_k, entries)], ascending; then -1.
 
-    A NaN score ranks first in its own row and disturbs no other.
+    Of equal scores the first. A NaN score ranks first in its own row and disturbs no other.
     """
     _, picks = lax.top_k(score, min(top_k, score.shape[-1]))
-    return jnp.where(picks < visible[..., None], picks, -1).astype(jnp.int32)
+    # In the kernel's order: attention then sums in one order, whichever has picked.
+    picks = jnp.sort(picks.astype(jnp.int32), axis=-1)
+    return jnp.where(picks < visible[..., None], picks, -1)
 
 
 @functools.partial(jax.jit, static_argnames="backend")
 def select_entries(
-    queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: jax.Array, *, backend: Backend = None
+    queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array, *, backend: Backend = None
 ) -> jax.Array:
     """The entries each query reads.
 
     Args:
-      queries: f32 [B, T, indexer_heads, indexer_head_dim], roped and rotated; rounded here as the keys are.
+      queries: f32 [B, T, indexer_heads, indexer_head_dim], roped and rotated; rounded here as the keys are. Or
+        rounded already: rows [B, T, indexer_heads, ...] of the keys' format.
       weights: f32 [B, T, indexer_heads], with the indexer's scale factors.
       layer: of kind CSA.
       visible: int32 [B, T] entries complete at each query: floor((p + 1) / ratio).
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Returns:
-      int32 [B, T, k], k = min(indexer_top_k, max_entries); -1 past the visible ones. Order is free.
+      int32 [B, T, k], k = min(indexer_top_k, max_entries); the visible ones ascending, then -1.
     """
     plan, lead = layer.plan, visible.shape
     cfg, keys = plan.cfg, plan.keys
-    sizes = {"indexer_heads": cfg.indexer_heads, "indexer_head_dim": cfg.indexer_head_dim}
+    heads: dict[str, int | None] = {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}
     check_array("visible", visible, {"B": None, "T": None}, jnp.int32)
-    check_array("queries", queries, {"B": lead[0], "T": lead[1], **sizes}, jnp.float32)
-    check_array("weights", weights, {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}, jnp.float32)
+    if isinstance(queries, KeyRows):
+        row = keys.row(cfg.indexer_head_dim)
+        jax.tree.map(lambda x, of: check_array("queries", x, heads | {"row": of.shape[0]}, of.dtype), queries, row)
+    else:
+        check_array("queries", queries, heads | {"indexer_head_dim": cfg.indexer_head_dim}, jnp.float32)
+    check_array("weights", weights, heads, jnp.float32)
     entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None, None]
     if layer.max_entries <= cfg.indexer_top_k:  # everything visible is read: no need to score
         return jnp.where(entry < visible[..., None], entry, -1)
+    if not isinstance(queries, KeyRows) and keys.rounds_queries:
+        queries = keys.encode(queries)
     if (chosen := choose("indexer_scores", backend, kernels.unsupported_scores(plan))) != "xla":
-        score = kernels.indexer_scores(keys.encode(queries), weights, layer, visible, chosen)
+        assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
+        score = kernels.indexer_scores(queries, weights, layer, visible, chosen)
     else:
-        rounded = keys.decode(keys.encode(queries)) if keys.rounds_queries else queries
-        score = scores(rounded, weights, layer, visible)
+        values = keys.decode(queries) if isinstance(queries, KeyRows) else queries
+        score = scores(values, weights, layer, visible)
     if (picking := choose("top_k", backend, kernels.unsupported_top_k(plan))) != "xla":
         return kernels.top_k(score, visible, cfg.indexer_top_k, picking)
     if chosen != "xla":  # the kernel writes nothing past the visible ones

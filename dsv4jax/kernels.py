@@ -58,8 +58,7 @@ def unsupported_scores(plan: CachePlan) -> str | None:
 
 def unsupported_top_k(plan: CachePlan) -> str | None:
     """Why no kernel picks as many entries as a plan's queries read, or None where one does."""
-    k = plan.cfg.indexer_top_k
-    return None if k <= pk.MAX_K else f"indexer_top_k must be at most {pk.MAX_K}, got {k}"
+    return pk.unsupported_top_k(plan.cfg.indexer_top_k, plan.max_blocks * plan.entries_per_block(AttentionType.CSA))
 
 
 def unsupported_attention(plan: CachePlan) -> str | None:
@@ -257,6 +256,27 @@ def gather_request_rows(
     )
 
 
+def attention_queries(
+    product: jax.Array, positions: jax.Array, freqs: np.ndarray, eps: float, backend: str
+) -> jax.Array:
+    """Products f32 [B, T, H, head_dim] normed, roped and rounded: f16."""
+    angles = jnp.concatenate(rope_angles(positions, freqs), -1)
+    return pk.attention_queries(product, angles, eps=eps, simulate=backend == SIMULATED)
+
+
+def indexer_queries(
+    product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan, backend: str
+) -> KeyRows:
+    """Products f32 [B, T, H, key_dim] roped, rotated and encoded as the keys are: [B, T, H, ...]."""
+    return pk.indexer_queries(
+        product,
+        jnp.concatenate(rope_angles(positions, freqs), -1),
+        plan.keys.row(product.shape[-1]),
+        key_format=plan.indexer_format,
+        simulate=backend == SIMULATED,
+    )
+
+
 def indexer_scores(
     queries: KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array, backend: str
 ) -> jax.Array:
@@ -307,7 +327,7 @@ def decode_attention(
     """``attention.decode_attention``. visible: int32 [B, T], None without entries."""
     plan, state = window.plan, window.state
     return pk.decode_attention(
-        q.astype(jnp.float16),
+        q.astype(jnp.float16),  # no-op where it is so already
         state.window,
         state.pos,
         window.fresh,

@@ -244,11 +244,14 @@ def _attend_tile(
     """One tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32."""
     plan, cfg = window.plan, window.plan.cfg
     q_latent, positions, freqs = tile["q_latent"], tile["positions"], rope_frequencies(cfg, kind)
+    attends, scores = backends.decode_attention, backends.indexer_scores
+    assert attends is not None
     q = linear(q_latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
-    q = apply_rope(rms_norm(q, None, cfg.norm_eps), positions[..., None], freqs)
+    q = attention.attention_queries(q, positions, freqs, plan, attends)
     picks = None
     if entries is not None and params.indexer is not None:
-        key_queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, plan)
+        assert scores is not None
+        key_queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, plan, scores)
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, tile["head_weights"], entries, visible, backend=backends)
     out = attention.decode_attention(

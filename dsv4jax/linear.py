@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 
@@ -51,13 +50,3 @@ def hadamard(x: jax.Array) -> jax.Array:
         x = jnp.concatenate([pairs[..., :1, :] + pairs[..., 1:, :], pairs[..., :1, :] - pairs[..., 1:, :]], -2)
         half *= 2
     return x.reshape(shape) * n**-0.5
-
-
-def hadamard_product(x: jax.Array) -> jax.Array:
-    """As ``hadamard``, by the matrix itself: one pass over many rows, where the butterflies are one each. Sums are f32,
-    in another order.
-    """
-    n = x.shape[-1]
-    shared_bits = np.bitwise_count(np.arange(n)[:, None] & np.arange(n)[None])
-    matrix = np.where(shared_bits % 2 == 0, n**-0.5, -(n**-0.5))
-    return linear(x, jnp.asarray(matrix, jnp.float32))

@@ -72,20 +72,15 @@ class Bins:
 
 @dataclasses.dataclass(frozen=True)
 class KeyRange:
-    """The keys from low to high, a bin of ``bins``. i32 each, the same in all lanes."""
+    """The keys from low to high. i32 each, the same in all lanes."""
 
     low: Value
     high: Value
     above: Value  # how many are higher
     count: Value  # how many are in it; 0 if there is no k-th
-    bins: Bins
 
     def words(self) -> list[Value]:
-        return [self.low, self.high, self.above, self.count, self.bins.top, self.bins.shift, self.bins.gap]
-
-    @classmethod
-    def of_words(cls, words: list[Value]) -> KeyRange:
-        return cls(words[0], words[1], words[2], words[3], Bins(*words[4:]))
+        return [self.low, self.high, self.above, self.count]
 
 
 Visit = Callable[[Callable[[Value, Condition], None]], None]  # calls it with keys, and where there are any
@@ -108,10 +103,13 @@ class KthKey:
         place = self.machine.thread * 16 + self._histogram
         self.machine.store_shared(place, [self._zero] * VECTOR, 16, self.machine.thread < vectors)
 
-    def find(self, visit: Visit, low: Value, high: Value, limit: int, *, lowest: Value) -> KeyRange:
+    def find(
+        self, visit: Visit, low: Value, high: Value, limit: int, *, lowest: Value, above: Value | None = None
+    ) -> KeyRange:
         """A range with the k-th largest of the visited keys in [lowest, high]: in [low, high] first.
 
-        It holds at most ``limit`` of them, or only such as are among the k largest, or only equal ones.
+        It holds at most ``limit`` of them, or only such as are among the k largest, or only equal ones. ``above``
+        (default none) more keys are higher than all that are visited.
         """
         machine = self.machine
 
@@ -121,31 +119,32 @@ class KthKey:
             return (found.count > limit) & negate(is_enough) & (found.low <= found.high)
 
         def attempt(_: Value, words: list[Value]) -> list[Value]:
-            again = select(is_unclear(KeyRange.of_words(words)), self._one, 0)
+            again = select(is_unclear(KeyRange(*words)), self._one, 0)
             return machine.loop(again, split_again, words)
 
         def split_again(_: Value, words: list[Value]) -> list[Value]:
             self.clear()
             machine.barrier("block")
-            now = KeyRange.of_words(words)
+            now = KeyRange(*words)
             return self._split(visit, now.low, now.high, now.above, lowest=lowest, has_gap=False).words()
 
-        found = self._split(visit, low, high, self._zero, lowest=lowest, has_gap=True)
+        above = self._zero if above is None else above
+        found = self._split(visit, low, high, above, lowest=lowest, has_gap=True)
         times = select(is_unclear(found), self._zero + (_MAX_SPLITS - 1), 0)
-        found = KeyRange.of_words(machine.loop(times, attempt, found.words()))
+        found = KeyRange(*machine.loop(times, attempt, found.words()))
         return dataclasses.replace(found, count=select(found.count.equals(LARGEST), self._zero, found.count))
 
     def _split(self, visit: Visit, low: Value, high: Value, above: Value, *, lowest: Value, has_gap: bool) -> KeyRange:
         """The bin of [low, high] with the k-th largest key, where ``above`` keys are higher than these.
 
-        If it is not there, the keys from lowest that are below low, LARGEST in number. Leaves in the histogram how many
-        keys lie above each bin.
+        If it is not there, the keys from lowest that are below low, LARGEST in number.
         """
         machine = self.machine
         bins = Bins.over(low, high, has_gap=has_gap)
 
         def count(key: Value, where: Condition) -> None:
-            machine.add_shared(self.place(key, bins), self._one, where & (key >= low) & (key <= high))
+            place = bins.number(key) * 4 + self._histogram
+            machine.add_shared(place, self._one, where & (key >= low) & (key <= high))
 
         visit(count)
         machine.barrier("block")
@@ -157,12 +156,7 @@ class KthKey:
             words += [above, select(is_there, count_in_bin, self._largest)]
             machine.store_shared(self._zero + self._found, words, 16, machine.thread.equals(0))
         machine.barrier("block")
-        low, high, above, count_in_bin = machine.load_shared(self._zero + self._found, 16)
-        return KeyRange(low, high, above, count_in_bin, bins)
-
-    def place(self, key: Value, bins: Bins) -> Value:
-        """Where in shared memory the key's bin is."""
-        return bins.number(key) * 4 + self._histogram
+        return KeyRange(*machine.load_shared(self._zero + self._found, 16))
 
     def _search(self, above: Value) -> tuple[Value, Value, Value]:
         """By one warp: the number of the k-th key's bin, how many keys are above it, and how many in it."""
@@ -172,8 +166,6 @@ class KthKey:
         of_lane = list(itertools.accumulate(counts))
         before = running_sum(machine, of_lane[-1]) - of_lane[-1] + above
         through = [before + count for count in of_lane]
-        for place, numbers in zip(places, itertools.batched([before, *through[:-1]], VECTOR), strict=True):
-            machine.store_shared(place, numbers, 16, True)
         # Of the bins that end above the k-th: their number and their keys; and the keys through the next one.
         is_above = [number < self.k for number in through]
         number = fold(add, [select(ends, self._one, 0) for ends in is_above])

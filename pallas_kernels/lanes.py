@@ -1,7 +1,7 @@
 """The words that kernel bodies use on top of ``machine``: arrays in device memory, and rows spread over teams of lanes.
 
 Buffer   an array in device memory, addressed by indices
-Team     a warp or a warpgroup that holds a row between its lanes, and reduces over it
+Team     a part of a warp, a warp or a warpgroup that holds a row between its lanes, and reduces over it
 Row      how the channels of a row lie over a team: lane t holds channels 4t .. 4t + 3 of every step
 """
 
@@ -158,7 +158,7 @@ def fold_tree(op: Op, values: Sequence[Value]) -> Value:
 
 
 class Team:
-    """A warp or a warpgroup that works on one row at a time."""
+    """A part of a warp (a power of two of lanes), a warp or a warpgroup that works on one row at a time."""
 
     def __init__(self, machine: Machine, size: int):
         self.machine, self.size = machine, size
@@ -182,8 +182,8 @@ class Team:
 
         The exchange's shared memory is the block's: of a block's warpgroups, one at a time may reduce here.
         """
-        partial = [self.neighbours(op, x, WARP) for op, x in terms]
-        if self.size == WARP:
+        partial = [self.neighbours(op, x, min(self.size, WARP)) for op, x in terms]
+        if self.size <= WARP:
             return partial
         machine, warps = self.machine, self.size // WARP
         warp = self.lane // WARP

@@ -230,6 +230,10 @@ class Machine(abc.ABC):
         """Zero bits above an i32's highest one; 32 of 0."""
 
     @abc.abstractmethod
+    def population_count(self, x: Value) -> Value:
+        """One bits of an i32."""
+
+    @abc.abstractmethod
     def add_shared(self, address: Value, x: Value, where: Condition, *, rank: int | None = None) -> Value:
         """Add to an i32 in shared memory, atomically: what it held before, 0 where not.
 

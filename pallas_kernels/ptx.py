@@ -183,6 +183,9 @@ class PTX(Machine):
     def leading_zeros(self, x: Value) -> Value:
         return self._asm("clz.b32 $0, $1;", "=r,r", ["i32"], x)[0]
 
+    def population_count(self, x: Value) -> Value:
+        return self._asm("popc.b32 $0, $1;", "=r,r", ["i32"], x)[0]
+
     def add_shared(self, address: Value, x: Value, where: Condition, *, rank: int | None = None) -> Value:
         if where is False:
             return self.constant(0, "i32")

@@ -63,6 +63,13 @@ def norm(row: Row, y: Channels, weight: Channels, eps: float, nope_dim: int | No
     return row.map(lambda a: a * inverse_rms, weighted), row.machine.from_bits(peak) * inverse_rms
 
 
+def unit_norm(row: Row, y: Channels, eps: float) -> Channels:
+    """RMSNorm of a row, without a weight."""
+    (total,) = row.team.reduce((add, fold(add, [value * value for step in y for value in step])))
+    inverse_rms = row.machine.inverse_sqrt(total * (1 / row.dim) + eps)
+    return row.map(lambda a: a * inverse_rms, y)
+
+
 Angles = list[tuple[Condition, list[Value]]]  # per step: whether its channels turn; two cosines, two sines
 
 

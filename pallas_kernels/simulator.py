@@ -276,6 +276,10 @@ class Simulator(Machine):
         assert x.kind == "i32", x.kind
         return self._wrap("i32", 32 - np.frexp(x.raw.view(np.uint32).astype(np.float64))[1])  # exact in f64
 
+    def population_count(self, x: Value) -> Value:
+        assert x.kind == "i32", x.kind
+        return self._wrap("i32", np.bitwise_count(x.raw.view(np.uint32)))
+
     def add_shared(self, address: Value, x: Value, where: Condition, *, rank: int | None = None) -> Value:
         assert x.kind == "i32", x.kind
         active = self._active(where)

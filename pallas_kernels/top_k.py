@@ -1,12 +1,13 @@
-"""The k largest scores of each row, as a set of positions.
+"""The k largest scores of each row: their positions, in ascending order.
 
     1  every lane reads its part of the row in vectors of four scores, and keeps a few maxima of them
     2  a bound: a key that at least k group maxima reach, groups being a few of a lane's vectors
     3  what reaches the bound, a few percent, is listed
-    4  the k-th largest of the list; what is above it goes out, and as many of its equals as there is room
+    4  the k-th largest of the list; what is above it is marked in a bitmap of the row, and of its equals the first
+    5  what is marked goes to the place in the result that the bitmap gives it
 
-A row is read by a cluster of blocks, of which the first does step 4. If the list overflows (a row of ties), the whole
-row stands in for it.
+A row is read by a cluster of blocks, of which the first does steps 4 and 5. If the list overflows (a row of ties), the
+whole row stands in for it. A list is in the order of atomic additions, and nothing of that is left in the result.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from pallas_kernels.kth_key import INFINITY, LARGEST, SMALLEST, KeyRange, KthKey
 from pallas_kernels.lanes import Buffer, fold, maximum
 from pallas_kernels.launch import launch
 from pallas_kernels.machine import VECTOR, WARP, WARPGROUP, Condition, Machine, Step, Value, negate, select
+from pallas_kernels.marks import Marks
 
 MAX_K = 2048
+MAX_SIZE = 1 << 19  # of a row: the marks of its positions fit in shared memory beside the lists of MAX_K
 MAX_CLUSTER = 8  # what every card allows
 _BATCH = 4  # vectors that a lane waits for at a time in a row of several trips: registers for two blocks on an SM
 _RANKED = 64  # keys in the k-th one's range that are ranked one by one
@@ -80,29 +83,36 @@ def split_of(rows: int, size: int) -> Split:
     return Split(warpgroups=4, cluster=cluster, bundles=8 if share <= 16384 or rows * cluster > 128 else 16)
 
 
+def unsupported_top_k(k: int, size: int) -> str | None:
+    """Why this kernel does not find the k largest of ``size`` scores, or None where it does."""
+    if not 1 <= k <= MAX_K:
+        return f"top-k takes a k from 1 to {MAX_K}, got {k}"
+    return None if size <= MAX_SIZE else f"top-k takes rows of at most {MAX_SIZE} scores, got {size}"
+
+
 def top_k(
     scores: jax.Array, visible: jax.Array, *, k: int, simulate: bool = False, split: Split | None = None
 ) -> jax.Array:
-    """Positions of the k largest visible scores of each row, in any order.
+    """Positions of the k largest visible scores of each row, in ascending order.
 
-    Exact as a set; of scores that tie for the last places, any. NaN ranks first.
+    Of scores that tie for the last places, the first ones of the row, as of ``lax.top_k``. NaN ranks first, -0 is 0.
 
     Args:
-      scores: f32 [R, N]. What lies past ``visible`` has no influence.
+      scores: f32 [R, N], N at most MAX_SIZE. What lies past ``visible`` has no influence.
       visible: int32 [R].
       k: at most MAX_K.
       simulate: as of ``launch``.
       split: how a row is read, if not as its size suggests.
 
     Returns:
-      int32 [R, k]: min(k, visible) distinct positions, then -1.
+      int32 [R, k]: min(k, visible) positions, then -1. The same scores give the same bits.
     """
     chex.assert_rank([scores, visible], [2, 1])
     chex.assert_equal_shape_prefix([scores, visible], 1)
     chex.assert_type([scores, visible], [jnp.float32, jnp.int32])
-    if not 1 <= k <= MAX_K:
-        raise ValueError(f"k = {k} must be from 1 to {MAX_K}")
     rows, size = scores.shape
+    if (reason := unsupported_top_k(k, size)) is not None:
+        raise ValueError(reason)
     if size == 0:
         return jnp.full((rows, k), -1, jnp.int32)
     split = split_of(rows, size) if split is None else split
@@ -120,7 +130,7 @@ def top_k(
         state=jax.ShapeDtypeStruct((rows, k), jnp.int32),
         warpgroups=split.warpgroups,
         cluster=split.cluster,
-        shared_bytes=_Lists(k, split).size + 2 * KthKey.SHARED_BYTES,
+        shared_bytes=_Lists(k, size, split).size + 2 * KthKey.SHARED_BYTES,
         simulate=simulate,
     )
 
@@ -128,20 +138,22 @@ def top_k(
 class _Lists:
     """Byte offsets in the block's shared memory, from its first byte."""
 
-    def __init__(self, k: int, split: Split):
+    def __init__(self, k: int, size: int, split: Split):
         # Sorted rows take a bundle and four scores per place, random ones 1.3 of each.
         self.max_bundles, self.max_scores = 0 if split.keep else 4 * k + 256, 6 * k + 512
         self.size = 0
-        # Counters: bytes of the listed scores; blocks that lost bundles; bytes of the listed bundles; scores that are
-        # above the range of the last search.
+        # Counters: bytes of the listed scores; blocks that lost bundles; bytes of the listed bundles; scores in the
+        # k-th one's range.
         self.counters = self._take(16)
-        self.score_bytes, self.lost, self.bundle_bytes, self.above = (self.counters + 4 * i for i in range(4))
+        self.score_bytes, self.lost, self.bundle_bytes, self.tied = (self.counters + 4 * i for i in range(4))
         self.extremes = self._take(16 * WARP)  # of each warp
         self.bounds = self._take(8 * MAX_CLUSTER)  # of each block of the cluster
         # A lane that finds a list not full adds all that it has.
-        self.bundles = self._take(4 * (self.max_bundles + split.bundles))
         self.scores = self._take(8 * (self.max_scores + VECTOR * max(2, split.bundles) + 1))  # bits, position
         self.tied_keys, self.tied_positions = self._take(4 * _RANKED), self._take(4 * _RANKED)
+        # When the scores are listed, the marks take the place of the bundles.
+        bundle_bytes = 4 * (self.max_bundles + split.bundles)
+        self.bundles = self.marks = self._take(max(bundle_bytes, Marks.shared_bytes(size, split.threads)))
 
     def _take(self, size: int) -> int:
         offset = self.size
@@ -181,7 +193,7 @@ class _Selection:
         (_, self.size), self.k = scores.shape, out.shape[1]
         self.is_single = split.is_single(self.size)
 
-        self.lists = _Lists(self.k, split)
+        self.lists = _Lists(self.k, self.size, split)
         base = machine.take_shared(self.lists.size)
         assert base == 0, "the lists begin at the first byte"
         self.bound = KthKey(machine, split.threads, -(-self.k // split.cluster))
@@ -390,12 +402,15 @@ class _Selection:
             self.out.store_int(number, self.row, position, where=inside & self.is_first)
 
     def _put_largest(self, bound: Value, low: Value, top: Value) -> None:
-        """Store the positions of the k largest listed scores. Their keys are from bound to top, most from low."""
+        """Store the positions of the k largest listed scores. Their keys are from bound to top, most from low.
+
+        Of its range, the k-th one's key brings all with it; or the first of few, ranked one by one; or, of many equals,
+        those up to a position.
+        """
         machine, lists = self.machine, self.lists
         size, lost = machine.load_shared(self.zero + lists.score_bytes, 8)
         listed = size.minimum(8 * lists.max_scores) // 8
-        # If no score exceeds the bound, any k that are listed will do.
-        is_lost = ((size > 8 * lists.max_scores) | (lost > 0)) & (bound < top)
+        is_lost = (size > 8 * lists.max_scores) | (lost > 0)
 
         def visit(action: Callable[[Value, Value, Condition], None]) -> None:
             self._visit(listed, is_lost, action)
@@ -403,25 +418,47 @@ class _Selection:
         def visit_keys(action: Callable[[Value, Condition], None]) -> None:
             visit(lambda key, _, there: action(key, there))
 
+        marks = Marks(machine, self.split.threads, self.size, lists.marks)
+        marks.clear()
         kth = self.kth.find(visit_keys, low.minimum(top), top, _RANKED, lowest=bound)
-        # All in its range are taken, or any of them will do.
-        is_simple = kth.count.equals(self.k - kth.above) | kth.low.equals(kth.high)
+        is_whole = kth.count.equals(self.k - kth.above)
+        is_few = negate(is_whole) & (kth.count <= _RANKED)
+        is_tie = negate(is_whole) & (kth.count > _RANKED)
 
-        def put(key: Value, position: Value, there: Condition) -> None:
-            """A bin's count of scores above it becomes the next free place in the result."""
-            counter = select(key > kth.bins.top, self.zero + lists.above, self.kth.place(key, kth.bins))
-            there = there & (key >= kth.low)
-            place = machine.add_shared(counter, self.one, there)
-            is_sure = (key > kth.high) | is_simple
-            self.out.store_int(position, self.row, place, where=there & is_sure & (place < self.k))
-            at = (place - kth.above) * 4
-            machine.store_shared(at + lists.tied_keys, [key], 4, there & negate(is_sure))
-            machine.store_shared(at + lists.tied_positions, [position], 4, there & negate(is_sure))
+        def visit_equals(action: Callable[[Value, Condition], None]) -> None:
+            visit(lambda key, position, there: action(0 - position, there & key.equals(kth.low)))
 
-        visit(put)
-        with machine.when(negate(is_simple)):
+        def find_last(_: Value, carry: list[Value]) -> list[Value]:
+            """The last position that is chosen: of the equals by position, the first ones being the largest."""
+            del carry
+            self.kth.clear()
             machine.barrier("block")
-            self._put_ranked(kth)
+            lowest = 1 - self.visible
+            found = self.kth.find(visit_equals, lowest, self.zero, 1, lowest=lowest, above=kth.above)
+            return [0 - found.low]
+
+        (last,) = machine.loop(select(is_tie, self.one, 0), find_last, [self.zero + LARGEST])
+
+        def choose(key: Value, position: Value, there: Condition) -> None:
+            is_above, is_in_range = there & (key > kth.high), there & (key >= kth.low) & (key <= kth.high)
+            is_ranked = is_in_range & is_few
+            marks.mark(position, is_above | (is_in_range & negate(is_few) & (position <= last)))
+            at = machine.add_shared(self.zero + lists.tied, self.one, is_ranked) * 4
+            machine.store_shared(at + lists.tied_keys, [key], 4, is_ranked)
+            machine.store_shared(at + lists.tied_positions, [position], 4, is_ranked)
+
+        def put(_: Value, position: Value, there: Condition) -> None:
+            place, is_marked = marks.find(position, there)
+            self.out.store_int(position, self.row, place, where=is_marked)
+
+        visit(choose)
+        with machine.when(is_few):
+            machine.barrier("block")
+            self._mark_ranked(kth, marks)
+        machine.barrier("block")
+        marks.count()
+        machine.barrier("block")
+        visit(put)
 
     def _visit(self, listed: Value, is_lost: Value, action: Callable[[Value, Value, Condition], None]) -> None:
         """Key, position, and whether there is one, of the listed scores, or of the row's if some are lost."""
@@ -443,7 +480,7 @@ class _Selection:
 
         machine.loop((count + (pairs - 1)) // pairs, visit_pair, [])
 
-    def _put_ranked(self, kth: KeyRange) -> None:
+    def _mark_ranked(self, kth: KeyRange, marks: Marks) -> None:
         """Of the few scores in the k-th one's range, each in a lane: those with less than k before them."""
         machine, lists = self.machine, self.lists
         with machine.when(self.thread < kth.count):
@@ -452,11 +489,12 @@ class _Selection:
 
             def add_before(i: Value, carry: list[Value]) -> list[Value]:
                 (place,) = carry
-                for j, other in enumerate(machine.load_shared(i * 16 + lists.tied_keys, 16)):
-                    number = i * VECTOR + j
-                    is_before = (other > mine) | (other.equals(mine) & (number < self.thread))
-                    place = place + select(is_before & (number < kth.count), self.one, 0)
+                keys = machine.load_shared(i * 16 + lists.tied_keys, 16)
+                positions = machine.load_shared(i * 16 + lists.tied_positions, 16)
+                for j, (other, at) in enumerate(zip(keys, positions, strict=True)):
+                    is_before = (other > mine) | (other.equals(mine) & (at < position))
+                    place = place + select(is_before & (i * VECTOR + j < kth.count), self.one, 0)
                 return [place]
 
             (place,) = machine.loop((kth.count + (VECTOR - 1)) // VECTOR, add_before, [kth.above])
-            self.out.store_int(position, self.row, place, where=place < self.k)
+            marks.mark(position, place < self.k)

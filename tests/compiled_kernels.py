@@ -25,6 +25,7 @@ from dsv4jax import kernels
 from dsv4jax.compressor import Streams
 from dsv4jax.config import AttentionType
 from dsv4jax.flush import append_swa, flush_csa, flush_hca, reset_hca, rotate_csa
+from dsv4jax.formats import INDEXER_FORMATS
 from dsv4jax.paged_pool import PagedPool, gather_all_compressed, gather_compressed
 from tests.compile_for_gpu import compile_for, prepare_environment
 from tests.in_place import copied_bytes, memory_of
@@ -194,6 +195,22 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         yield Kernel(name=f"top_k [{rows}, {size}]", function=select, args=args, rows=None, reads_only=True)
 
 
+def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """What readers take, from matrix products."""
+    for batch, tokens in ((64, 1), DRAFT):
+        lead, angles = (batch, tokens), _f32(batch, tokens, cfg.rope_dim)
+        prepare: Any = functools.partial(pk.attention_queries, eps=cfg.norm_eps)
+        args = _f32(*lead, cfg.num_heads, cfg.head_dim), angles
+        yield Kernel(name=f"attention_queries {list(lead)}", function=prepare, args=args, rows=None, reads_only=True)
+        for options in FORMATS:
+            form = options["indexer_format"]
+            row = INDEXER_FORMATS[form].row(cfg.indexer_head_dim)
+            prepare = functools.partial(pk.indexer_queries, key_row=row, key_format=form)
+            args = _f32(*lead, cfg.indexer_heads, cfg.indexer_head_dim), angles
+            name = f"indexer_queries {form} {list(lead)}"
+            yield Kernel(name=name, function=prepare, args=args, rows=None, reads_only=True)
+
+
 def _piece(detail: str, static: dict[str, Any], function: Any, *args: Any) -> Kernel:
     name = f"{function.__name__} {detail}".strip()
     rows = args[0].entries.nope if isinstance(args[0], PagedPool) else None
@@ -294,7 +311,7 @@ def main(target: str, *options: str) -> None:
     os.environ.update(dict.fromkeys(DUMPS, "1"))
     reports: dict[str, dict[str, Any]] = {}
     for model, cfg in MODELS.items():
-        for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg)):
+        for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg), *_queries(cfg)):
             name = f"{model} {kernel.name}"
             assert name not in reports, name
             reports[name] = report(target, kernel)

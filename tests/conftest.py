@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 
 if shutil.which("nvidia-smi") is None:
     # The cross-compilation wheels make JAX look for a GPU; on a machine without one it must not try.
@@ -34,13 +33,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture
-def reproducible_picks() -> Iterator[None]:
-    """XLA's picks on a GPU. The kernel's come in any order, and attention's sums with them: they round differently."""
-    import dsv4jax as d4
-    from tests.driver import BACKEND
-
-    with BACKEND(None if jax.default_backend() == "cpu" else d4.OpBackends(top_k="xla")):
-        yield

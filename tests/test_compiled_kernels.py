@@ -20,6 +20,8 @@ LAUNCHES = {
     "reset_hca",
     "gather_compressed",
     "gather_all_compressed",
+    "attention_queries",
+    "indexer_queries",
     "decode_attention",
     "indexer_scores",
     "top_k",

@@ -45,8 +45,6 @@ from tests.driver import (
     step,
 )
 
-pytestmark = pytest.mark.usefixtures("reproducible_picks")
-
 DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4")  # with ring tails
 TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
 PLAN = small_plan(**TRAINED)  # blocks of 16 tokens

@@ -45,7 +45,7 @@ def test_shuffle_xor(distance, simulate):
 
 
 @machines
-@pytest.mark.parametrize("size", [WARP, WARPGROUP])
+@pytest.mark.parametrize("size", [8, WARP, WARPGROUP])
 def test_a_team_reduces_several_terms_at_once_and_again(size, simulate):
     """Sums of small whole numbers are exact in any order."""
     rng = np.random.default_rng(size)

@@ -174,17 +174,35 @@ def test_picks_are_the_largest_scores_by_kernel_or_not_in_any_mix(size, backend)
     seen = np.asarray(visible)
     assert seen.max() > cfg.indexer_top_k
     assert seen.min() == 0
+    picks_of_same_scores = []
     for scores, top_k in itertools.product((backend, "xla"), repeat=2):
         mix = d4.OpBackends(indexer_scores=scores, top_k=top_k)
         picks = np.asarray(d4.select_entries(jnp.asarray(queries), jnp.asarray(weights), entries, visible, backend=mix))
         for b, t in np.ndindex(seen.shape):
             picked = np.isin(np.arange(entries.max_entries), picks[b, t])
-            assert picked.sum() == (picks[b, t] >= 0).sum() == min(seen[b, t], cfg.indexer_top_k), mix
+            assert picked.sum() == min(seen[b, t], cfg.indexer_top_k), mix
+            np.testing.assert_array_equal(picks[b, t, : picked.sum()], np.flatnonzero(picked))
+            assert (picks[b, t, picked.sum() :] == -1).all(), mix
             assert not picked[seen[b, t] :].any(), mix
             rest = ~picked & (np.arange(entries.max_entries) < seen[b, t])
             if np.isfinite(norm[b, t]) and picked.any() and rest.any():
                 slack = (1e-6 if scores == "xla" else 3e-5) * norm[b, t]
                 assert score[b, t, picked].min() >= score[b, t, rest].max() - slack, mix
+        if scores == backend:
+            picks_of_same_scores.append(np.where(np.isfinite(norm)[..., None], picks, 0))
+    np.testing.assert_array_equal(*picks_of_same_scores)
+
+
+def test_rows_too_long_for_the_kernel_are_picked_in_xla():
+    def plan(max_context):
+        return d4.plan_cache(SMALL.cfg, max_requests=1, max_context=max_context, num_blocks=1)
+
+    assert kernels.unsupported_top_k(plan(1 << 21)) is None
+    reason = kernels.unsupported_top_k(plan((1 << 21) + 1))
+    assert "at most 524288 scores" in (reason or "")
+    assert choose("top_k", None, reason) == "xla"
+    with pytest.raises(ValueError, match="at most 524288 scores"):
+        choose("top_k", "pallas", reason)
 
 
 @requires_gpu

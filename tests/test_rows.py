@@ -15,7 +15,7 @@ from tests.lane_kernels import F32, machines, run, spec
 
 
 @machines
-@pytest.mark.parametrize("team", [WARP, WARPGROUP])
+@pytest.mark.parametrize("team", [8, WARP, WARPGROUP])
 @pytest.mark.parametrize("dim", [4, 8, 128, 136, 204, 512, 516])
 @pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
 def test_a_row_of_any_size(dtype, dim, team, simulate):

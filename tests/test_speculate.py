@@ -34,8 +34,6 @@ from tests.kernel_cases import Case, make_batch, make_inputs, make_params, make_
 from tests.machines import BACKENDS
 from tests.test_rules import DEFAULT, MOVED, TOLERANCE
 
-pytestmark = pytest.mark.usefixtures("reproducible_picks")
-
 DRAFT = 8
 DRAFTS = [(drafted, accepted) for drafted in range(1, DRAFT + 1) for accepted in range(drafted + 1)]
 # Requests of one batch: their first tokens, a window that begins to wrap, each phase around the ends of blocks.

@@ -1,4 +1,4 @@
-"""The exact top-k kernel against NumPy, as sets."""
+"""The exact top-k kernel against a stable sort in NumPy: which positions, and their order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from jax import lax
 
 from pallas_kernels.kth_key import INFINITY, KthKey, key_of, number_of
 from pallas_kernels.lanes import Buffer
-from pallas_kernels.machine import WARPGROUP, Machine, Value
-from pallas_kernels.top_k import MAX_K, Split, split_of, top_k
+from pallas_kernels.machine import WARPGROUP, Machine, Value, select
+from pallas_kernels.marks import Marks
+from pallas_kernels.top_k import MAX_K, MAX_SIZE, Split, split_of, top_k
 from tests.lane_kernels import F32, SPECIAL, elementwise, machines, random_bits, random_floats, run, spec
 from tests.machines import requires_gpu
 
@@ -33,20 +34,15 @@ splits = pytest.mark.parametrize(
 SIZE = 5000  # of which 4999, 4998 and 4997 leave no row, or not every row, on a 16-byte address
 
 
-def check(scores: np.ndarray, visible: np.ndarray, got: Any) -> None:
-    """The positions of min(k, visible) scores than which no other visible one is larger, NaN being the largest."""
-    got = np.asarray(got)
-    assert got.dtype == np.int32
-    for row, bound, picks in zip(scores, visible, got, strict=True):
-        seen = row[: max(bound, 0)]
-        count = min(len(seen), len(picks))
-        assert np.all(picks[count:] == -1)
-        picks = picks[:count]
-        assert np.all((picks >= 0) & (picks < len(seen))), "not visible"
-        assert len(np.unique(picks)) == count, "picked twice"
-        assert np.isnan(seen[picks]).sum() == min(np.isnan(seen).sum(), count)
-        ranked = np.where(np.isnan(seen), np.inf, seen)
-        np.testing.assert_array_equal(np.sort(ranked[picks]), np.sort(ranked)[len(seen) - count :])
+def wanted(scores: np.ndarray, visible: np.ndarray, k: int) -> np.ndarray:
+    """NaN before infinity; of equals the first; then by position."""
+    ranked = np.where(np.isnan(scores), np.inf, scores).astype(np.float64)
+    ranked[np.isposinf(scores)] = 1e300  # between the largest f32 and what stands for NaN
+    out = np.full((len(scores), k), -1, np.int32)
+    for picks, row, bound in zip(out, ranked, visible, strict=True):
+        first = np.sort(np.argsort(-row[: max(bound, 0)], kind="stable")[:k])
+        picks[: len(first)] = first
+    return out
 
 
 def run_and_check(scores: np.ndarray, visible: Any, k: int, *, simulate: bool, split: Split | None = None) -> None:
@@ -56,7 +52,9 @@ def run_and_check(scores: np.ndarray, visible: Any, k: int, *, simulate: bool, s
     poison = np.where(position % 2, F32(np.nan), F32(np.inf))
     poisoned = np.where(position < visible[:, None], scores, poison)
     call = jax.jit(functools.partial(top_k, k=k, simulate=simulate, split=split))
-    check(scores, visible, call(jnp.asarray(poisoned), jnp.asarray(visible)))
+    got = np.asarray(call(jnp.asarray(poisoned), jnp.asarray(visible)))
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, wanted(scores, visible, k))
 
 
 def normal(rows: int, size: int, seed: int = 0) -> np.ndarray:
@@ -133,12 +131,13 @@ def test_no_rows_and_no_scores(simulate):
 
 
 def test_what_xla_picks():
-    """The same sets as lax.top_k of the scores that are visible."""
+    """What lax.top_k takes of the scores that are visible, ties included."""
     scores, visible = normal(5, 3000, seed=3), np.array([3000, 2999, 700, 64, 65], np.int32)
+    scores[1:3] = np.round(scores[1:3] * 2) / 2 + F32(0.25)  # without -0, which XLA puts below 0
     seen = np.where(np.arange(3000) < visible[:, None], scores, -np.inf)
     _, want = lax.top_k(jnp.asarray(seen), 64)
     got = top_k(jnp.asarray(scores), jnp.asarray(visible), k=64, simulate=True)
-    np.testing.assert_array_equal(np.sort(got, -1), np.sort(want, -1))
+    np.testing.assert_array_equal(got, np.sort(want, -1))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 129, 256, 5000])
@@ -152,11 +151,13 @@ def test_a_split_fits_the_card(size, rows):
 def test_what_is_refused():
     scores, visible = jnp.zeros((2, 8)), jnp.zeros(2, jnp.int32)
     for k in (0, MAX_K + 1):
-        with pytest.raises(ValueError, match="must be from 1 to"):
+        with pytest.raises(ValueError, match="takes a k from 1 to"):
             top_k(scores, visible, k=k, simulate=True)
     split = Split(warpgroups=1, cluster=1, bundles=1, keep=True)
     with pytest.raises(ValueError, match="does not stay in the registers"):
         top_k(jnp.zeros((2, 513)), visible, k=1, simulate=True, split=split)
+    with pytest.raises(ValueError, match="takes rows of at most"):
+        top_k(jnp.zeros((1, MAX_SIZE + 1)), visible[:1], k=1, simulate=True)
     with pytest.raises(AssertionError):
         top_k(scores, visible.astype(jnp.float32), k=1, simulate=True)
     with pytest.raises(AssertionError):
@@ -185,6 +186,45 @@ def test_real_sizes(rows, size, k):
     kinds = rows_of_every_kind(size)
     kinds = kinds[:rows] if rows < len(kinds) else np.tile(kinds, (-(-rows // len(kinds)), 1))[:rows]
     run_and_check(kinds, size, k, simulate=False)
+
+
+# ---- where marked positions go ---------------------------------------------------------------------------------------
+
+
+@machines
+@pytest.mark.parametrize("size", [50, 40_000])
+def test_places_of_marked_positions(size, simulate):
+    """Marked by lanes in no order; looked up between positions that are not marked."""
+    rng, threads = np.random.default_rng(size), 2 * WARPGROUP
+    count = min(size, 4 * threads)
+    positions = np.full(4 * threads, -1, np.int32)
+    positions[:count] = rng.choice(size, count, replace=False)
+    is_marked = (positions >= 0) & (rng.random(len(positions)) < 0.7)
+
+    def body(machine: Machine, inputs: dict[str, Buffer], out: Buffer) -> None:
+        marks = Marks(machine, threads, size, machine.take_shared(Marks.shared_bytes(size, threads)))
+        marks.clear()
+        machine.barrier("block")
+        mine = [inputs["positions"].load_int(machine.thread + i * threads) for i in range(4)]
+        for i, position in enumerate(mine):
+            marks.mark(position, inputs["is_marked"].load_int(machine.thread + i * threads) > 0)
+        machine.barrier("block")
+        marks.count()
+        machine.barrier("block")
+        for i, position in enumerate(mine):
+            place, found = marks.find(position, position >= 0)
+            out.store_int(select(found, place, -1), machine.thread + i * threads)
+
+    places = run(
+        body,
+        {"positions": jnp.asarray(positions), "is_marked": jnp.asarray(is_marked.astype(np.int32))},
+        spec(positions.shape, np.int32),
+        simulate=simulate,
+        warpgroups=2,
+        shared_bytes=Marks.shared_bytes(size, threads),
+    )
+    marked = np.sort(positions[is_marked])
+    np.testing.assert_array_equal(places, np.where(is_marked, np.searchsorted(marked, positions), -1))
 
 
 # ---- the k-th largest key -------------------------------------------------------------------------------------------

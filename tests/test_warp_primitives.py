@@ -41,11 +41,13 @@ def test_reduce_warp(op, reduce, simulate):
 
 
 @machines
-def test_leading_zeros_and_shifts_by_values(simulate):
+def test_counts_of_bits_and_shifts_by_values(simulate):
     bits = np.arange(32)
     x = np.concatenate([[0, -1], 1 << bits, (1 << bits) - 1, integers(3)]).astype(np.int32)
     (got,) = elementwise(lambda m, x: m.leading_zeros(x), x, simulate=simulate, dtype=np.int32)
     np.testing.assert_array_equal(got, [32 - int(number).bit_length() for number in x.view(np.uint32)])
+    (got,) = elementwise(lambda m, x: m.population_count(x), x, simulate=simulate, dtype=np.int32)
+    np.testing.assert_array_equal(got, [int(number).bit_count() for number in x.view(np.uint32)])
     by = np.arange(len(x), dtype=np.int32) % 32
     (got,) = elementwise(lambda _, x, n: x >> n, x, by, simulate=simulate, dtype=np.int32)
     np.testing.assert_array_equal(got, (x.view(np.uint32) >> by.astype(np.uint32)).view(np.int32))
