@@ -18,7 +18,6 @@ INFINITY = 0x7F800000  # the bits of an f32, and its key
 _BINS = 256
 _PER_LANE = _BINS // WARP  # of the warp that searches them
 _GAP = 5 << 23  # keys of five powers of two
-_MAX_SPLITS = 5  # one that finds a gap, or nothing, and four of eight bits each
 
 
 def key_of(x: Value) -> Value:
@@ -45,10 +44,10 @@ class Bins:
     gap: Value
 
     @classmethod
-    def over(cls, low: Value, high: Value, *, has_gap: bool) -> Bins:
+    def over(cls, low: Value, high: Value, *, has_gap: Value) -> Bins:
         machine = low.machine
         zero = machine.constant(0, "i32")
-        gap = select((low < 0) & (high > 0), (high - _GAP).maximum(0), 0) if has_gap else zero
+        gap = select((low < 0) & (high > 0) & has_gap, (high - _GAP).maximum(0), 0)
         bins = cls(high, zero, gap)
         size = bins._closed(high) - bins._closed(low)
         return dataclasses.replace(bins, shift=(24 - machine.leading_zeros(size)).maximum(0))
@@ -104,42 +103,36 @@ class KthKey:
         self.machine.store_shared(place, [self._zero] * VECTOR, 16, self.machine.thread < vectors)
 
     def find(
-        self, visit: Visit, low: Value, high: Value, limit: int, *, lowest: Value, above: Value | None = None
+        self, visit: Visit, low: Value, high: Value, limit: Value | int, *, lowest: Value, above: Value | None = None
     ) -> KeyRange:
         """A range with the k-th largest of the visited keys in [lowest, high]: in [low, high] first.
 
         It holds at most ``limit`` of them, or only such as are among the k largest, or only equal ones. ``above``
-        (default none) more keys are higher than all that are visited.
+        (default none) more keys are higher than all that are visited. The histogram is clear again afterwards.
         """
-        machine = self.machine
 
-        def is_unclear(found: KeyRange) -> Value:
-            """Its count is LARGEST where the k-th is lower than ``low``."""
+        def split(carry: list[Value]) -> tuple[Value, list[Value]]:
+            """One that finds a gap, or nothing, and four of eight bits each, at most.
+
+            All are one piece of code: to jump over a second one, and fetch what lies behind it, takes 0.2 us.
+            """
+            is_first, *words = carry
+            found = self._split(visit, KeyRange(*words), lowest=lowest, has_gap=is_first > 0)
             is_enough = found.count.equals(self.k - found.above) | found.low.equals(found.high)
-            return (found.count > limit) & negate(is_enough) & (found.low <= found.high)
+            again = (found.count > limit) & negate(is_enough) & (found.low <= found.high)
+            return again, [self._zero, *found.words()]
 
-        def attempt(_: Value, words: list[Value]) -> list[Value]:
-            again = select(is_unclear(KeyRange(*words)), self._one, 0)
-            return machine.loop(again, split_again, words)
-
-        def split_again(_: Value, words: list[Value]) -> list[Value]:
-            self.clear()
-            machine.barrier("block")
-            now = KeyRange(*words)
-            return self._split(visit, now.low, now.high, now.above, lowest=lowest, has_gap=False).words()
-
-        above = self._zero if above is None else above
-        found = self._split(visit, low, high, above, lowest=lowest, has_gap=True)
-        times = select(is_unclear(found), self._zero + (_MAX_SPLITS - 1), 0)
-        found = KeyRange(*machine.loop(times, attempt, found.words()))
+        none = self._zero
+        _, *words = self.machine.repeat(split, [self._one, low, high, none if above is None else above, none])
+        found = KeyRange(*words)
         return dataclasses.replace(found, count=select(found.count.equals(LARGEST), self._zero, found.count))
 
-    def _split(self, visit: Visit, low: Value, high: Value, above: Value, *, lowest: Value, has_gap: bool) -> KeyRange:
-        """The bin of [low, high] with the k-th largest key, where ``above`` keys are higher than these.
+    def _split(self, visit: Visit, keys: KeyRange, *, lowest: Value, has_gap: Value) -> KeyRange:
+        """The bin of a range with the k-th largest key.
 
-        If it is not there, the keys from lowest that are below low, LARGEST in number.
+        If it is not there, the keys from lowest that are below the range, LARGEST in number.
         """
-        machine = self.machine
+        machine, low, high = self.machine, keys.low, keys.high
         bins = Bins.over(low, high, has_gap=has_gap)
 
         def count(key: Value, where: Condition) -> None:
@@ -149,7 +142,7 @@ class KthKey:
         visit(count)
         machine.barrier("block")
         with machine.when(machine.thread < WARP):
-            number, above, count_in_bin = self._search(above)
+            number, above, count_in_bin = self._search(keys.above)
             is_there = number < _BINS
             from_to = zip(bins.range_of(number, low), (lowest, low - 1), strict=True)
             words = [select(is_there, a, b) for a, b in from_to]
@@ -159,10 +152,13 @@ class KthKey:
         return KeyRange(*machine.load_shared(self._zero + self._found, 16))
 
     def _search(self, above: Value) -> tuple[Value, Value, Value]:
-        """By one warp: the number of the k-th key's bin, how many keys are above it, and how many in it."""
+        """By one warp, which clears the histogram: the number of the k-th key's bin, how many keys are above it, and
+        how many in it."""
         machine = self.machine
         places = [self._lane * (4 * _PER_LANE) + (self._histogram + 16 * i) for i in range(_PER_LANE // VECTOR)]
         counts = [count for place in places for count in machine.load_shared(place, 16)]
+        for place in places:
+            machine.store_shared(place, [self._zero] * VECTOR, 16, True)
         of_lane = list(itertools.accumulate(counts))
         before = running_sum(machine, of_lane[-1]) - of_lane[-1] + above
         through = [before + count for count in of_lane]

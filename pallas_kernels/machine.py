@@ -284,3 +284,7 @@ class Machine(abc.ABC):
     @abc.abstractmethod
     def loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
         """carry = body(i, carry) for i in range(count); count is the same in all lanes that share a barrier."""
+
+    @abc.abstractmethod
+    def repeat(self, body: Callable[[list[Value]], tuple[Value, list[Value]]], carry: list[Value]) -> list[Value]:
+        """again, carry = body(carry), while again: a bool, the same in all lanes that share a barrier."""

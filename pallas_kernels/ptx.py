@@ -291,3 +291,14 @@ class PTX(Machine):
             result = body(self._wrap("i32", operation.induction_variable), inner)
             scf.yield_([value.raw for value in result])
         return [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.results, strict=True)]
+
+    def repeat(self, body: Callable[[list[Value]], tuple[Value, list[Value]]], carry: list[Value]) -> list[Value]:
+        types = [value.raw.type for value in carry]
+        operation = scf.WhileOp(types, [value.raw for value in carry])
+        block, other = (region.blocks.append(*types) for region in operation.regions)
+        with ir.InsertionPoint(block):
+            again, result = body([self._wrap(v.kind, raw) for v, raw in zip(carry, block.arguments, strict=True)])
+            scf.condition(again.raw, [value.raw for value in result])
+        with ir.InsertionPoint(other):
+            scf.yield_(list(other.arguments))
+        return [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.results, strict=True)]

@@ -393,3 +393,13 @@ class Simulator(Machine):
                 new = body(self.constant(i, "i32"), carry)
             carry = [self.select(going, a, b) for a, b in zip(new, carry, strict=True)]
         return carry
+
+    def repeat(self, body: Callable[[list[Value]], tuple[Value, list[Value]]], carry: list[Value]) -> list[Value]:
+        taken, going = self.shared_bytes, self._wrap("bool", np.ones(self._shape, np.bool_))
+        while (going.raw & self._mask).any():
+            self.shared_bytes = taken
+            with self.when(going):
+                again, new = body(carry)
+            carry = [self.select(going, a, b) for a, b in zip(new, carry, strict=True)]
+            going = going & again
+        return carry

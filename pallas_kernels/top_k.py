@@ -13,6 +13,7 @@ whole row stands in for it. A list is in the order of atomic additions, and noth
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -404,40 +405,40 @@ class _Selection:
     def _put_largest(self, bound: Value, low: Value, top: Value) -> None:
         """Store the positions of the k largest listed scores. Their keys are from bound to top, most from low.
 
-        Of its range, the k-th one's key brings all with it; or the first of few, ranked one by one; or, of many equals,
-        those up to a position.
+        The k-th one's range goes out whole; or few are ranked one by one; or, of many equals, the first positions.
         """
         machine, lists = self.machine, self.lists
         size, lost = machine.load_shared(self.zero + lists.score_bytes, 8)
         listed = size.minimum(8 * lists.max_scores) // 8
         is_lost = (size > 8 * lists.max_scores) | (lost > 0)
+        visit = functools.partial(self._visit, listed, is_lost)
 
-        def visit(action: Callable[[Value, Value, Condition], None]) -> None:
-            self._visit(listed, is_lost, action)
+        def is_whole(kth: KeyRange) -> Value:
+            return kth.count.equals(self.k - kth.above)
 
-        def visit_keys(action: Callable[[Value, Condition], None]) -> None:
-            visit(lambda key, _, there: action(key, there))
+        def search(carry: list[Value]) -> tuple[Value, list[Value]]:
+            """By key; then, of many that have the k-th one's, by position, the first being the largest."""
+            by_position, kth, first = carry[0] > 0, KeyRange(*carry[1:5]), 1 - self.visible
+
+            def visit_keys(action: Callable[[Value, Condition], None]) -> None:
+                def act(key: Value, position: Value, there: Condition) -> None:
+                    action(select(by_position, 0 - position, key), there & (key.equals(kth.low) | negate(by_position)))
+
+                visit(act)
+
+            low, high = select(by_position, first, kth.low), select(by_position, self.zero, kth.high)
+            limit, lowest = select(by_position, self.one, _RANKED), select(by_position, first, bound)
+            found = self.kth.find(visit_keys, low, high, limit, lowest=lowest, above=kth.above)
+            tie = negate(by_position | is_whole(found)) & (found.count > _RANKED)
+            words = [select(by_position, old, new) for old, new in zip(kth.words(), found.words(), strict=True)]
+            return tie, [self.one, *words, select(by_position, 0 - found.low, LARGEST)]
 
         marks = Marks(machine, self.split.threads, self.size, lists.marks)
         marks.clear()
-        kth = self.kth.find(visit_keys, low.minimum(top), top, _RANKED, lowest=bound)
-        is_whole = kth.count.equals(self.k - kth.above)
-        is_few = negate(is_whole) & (kth.count <= _RANKED)
-        is_tie = negate(is_whole) & (kth.count > _RANKED)
-
-        def visit_equals(action: Callable[[Value, Condition], None]) -> None:
-            visit(lambda key, position, there: action(0 - position, there & key.equals(kth.low)))
-
-        def find_last(_: Value, carry: list[Value]) -> list[Value]:
-            """The last position that is chosen: of the equals by position, the first ones being the largest."""
-            del carry
-            self.kth.clear()
-            machine.barrier("block")
-            lowest = 1 - self.visible
-            found = self.kth.find(visit_equals, lowest, self.zero, 1, lowest=lowest, above=kth.above)
-            return [0 - found.low]
-
-        (last,) = machine.loop(select(is_tie, self.one, 0), find_last, [self.zero + LARGEST])
+        start = [self.zero, low.minimum(top), top, self.zero, self.zero, self.zero]
+        _, *words, last = machine.repeat(search, start)  # the last position of those that are chosen for their key
+        kth = KeyRange(*words)
+        is_few = negate(is_whole(kth)) & (kth.count <= _RANKED)
 
         def choose(key: Value, position: Value, there: Condition) -> None:
             is_above, is_in_range = there & (key > kth.high), there & (key >= kth.low) & (key <= kth.high)
@@ -488,10 +489,9 @@ class _Selection:
             (position,) = machine.load_shared(self.thread * 4 + lists.tied_positions, 4)
 
             def add_before(i: Value, carry: list[Value]) -> list[Value]:
-                (place,) = carry
-                keys = machine.load_shared(i * 16 + lists.tied_keys, 16)
-                positions = machine.load_shared(i * 16 + lists.tied_positions, 16)
-                for j, (other, at) in enumerate(zip(keys, positions, strict=True)):
+                place = carry[0]
+                others = [machine.load_shared(i * 16 + each, 16) for each in (lists.tied_keys, lists.tied_positions)]
+                for j, (other, at) in enumerate(zip(*others, strict=True)):
                     is_before = (other > mine) | (other.equals(mine) & (at < position))
                     place = place + select(is_before & (i * VECTOR + j < kth.count), self.one, 0)
                 return [place]

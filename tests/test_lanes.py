@@ -387,6 +387,17 @@ def test_a_loop_may_carry_nothing_and_store(simulate):
 
 
 @machines
+def test_each_lane_repeats_as_long_as_it_says(simulate):
+    def function(machine: Machine, x: Value) -> list[Value]:
+        turns = machine.constant(0.0, "f32")
+        return machine.repeat(lambda carry: (carry[0] > 1, [carry[0] >> 1, carry[1] + 1.0]), [x, turns])[1:]
+
+    numbers = np.array([0, 1, 2, 3, 1000, 1 << 30], np.int32)
+    (turns,) = elementwise(function, numbers, simulate=simulate)
+    np.testing.assert_array_equal(turns, [1, 1, 2, 2, 10, 31])
+
+
+@machines
 def test_when_nests_and_takes_a_condition_known_when_the_kernel_is_built(simulate):
     def body(machine: Machine, inputs: Any, out: Buffer) -> None:
         lane, block = machine.thread, machine.block(1)
