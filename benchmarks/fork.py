@@ -1,4 +1,4 @@
-"""Does the time of a fork grow with the request's length? python benchmarks/fork.py
+"""Does the time of a fork grow with the request's length? python -m benchmarks.fork
 
 Requests of 4K, 32K and 128K tokens, one at a time, are forked into four others in a donated cache of V4-Flash's sizes,
 timed in turns so that drift hits all. Prints medians with their spread and the ratio of the longest to the shortest; a

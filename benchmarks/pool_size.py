@@ -1,4 +1,4 @@
-"""Does a decode step's time grow with the pool? python benchmarks/pool_size.py
+"""Does a decode step's time grow with the pool? python -m benchmarks.pool_size
 
 The same step, the same requests, a pool of 1,024 and one of 16,384 blocks, timed in turns so that drift hits both.
 Prints medians with their spread and the ratio; a copy of the pool anywhere in the step would show as a ratio near 16.
@@ -19,7 +19,7 @@ BLOCKS = (1024, 16384)
 BATCH = 8
 
 
-def build(blocks: int, full_size: bool):
+def build(blocks: int, full_size: bool, backend: str | None):
     if full_size:
         cfg, dtype = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(0, 4, 128)), jnp.bfloat16
     else:
@@ -31,7 +31,7 @@ def build(blocks: int, full_size: bool):
         num_new = jnp.ones(BATCH, jnp.int32)
         cache, ok = d4.prepare_forward(cache, slots, num_new)
         for layer in range(cfg.num_layers):
-            y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new)
+            y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new, backend)
             x = x + y
         return ok, d4.advance(cache, slots, num_new)
 
@@ -46,9 +46,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20, help="steps per round")
     parser.add_argument("--full-size", action="store_true", help="V4-Flash sizes in bf16, one layer of each kind")
+    parser.add_argument("--backend", help="xla or pallas; the default takes the kernels where they serve")
     options = parser.parse_args()
 
-    programs = {blocks: build(blocks, options.full_size) for blocks in BLOCKS}
+    programs = {blocks: build(blocks, options.full_size, options.backend) for blocks in BLOCKS}
     times: dict[int, list[float]] = {blocks: [] for blocks in BLOCKS}
     for round_number in range(options.rounds + 1):
         for blocks, (step, (params, x, cache, slots)) in programs.items():
@@ -64,7 +65,8 @@ def main() -> None:
             assert bool(ok)
 
     device = jax.devices()[0]
-    print(f"decode step of {BATCH} requests on {device.device_kind}, jax {jax.__version__}")
+    backend = options.backend or "the default"
+    print(f"decode step of {BATCH} requests on {device.device_kind}, jax {jax.__version__}, backend {backend}")
     medians = {}
     for blocks, samples in times.items():
         step, (_, _, cache, _) = programs[blocks]

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dsv4jax as d4
-from pallas_kernels.bench.reads import randomise
+from pallas_kernels.bench.reads import with_random_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,17 +48,7 @@ def fill(cache: d4.KVCache, load: Load) -> tuple[d4.KVCache, jax.Array]:
     cache, slots, _ = d4.admit(cache, load.requests)
     length = load.context - jnp.arange(load.requests, dtype=jnp.int32) % cache.plan.cfg.block_tokens
     cache, _ = d4.prepare_forward(cache, slots, length)
-    cache = d4.advance(cache, slots, length)
-    n_win = cache.plan.cfg.sliding_window
-    last = cache.seq_lens[:, None] - 1
-    position = last - (last - jnp.arange(n_win, dtype=jnp.int32)[None]) % n_win
-    for kind in d4.AttentionType:
-        stack = cache.stack(kind)
-        pos = jnp.broadcast_to(position, stack.state.pos.shape)
-        state = dataclasses.replace(stack.state, window=randomise(stack.state.window), pos=pos)
-        pool = None if stack.pool is None else randomise(stack.pool)
-        cache = cache.with_stack(kind, dataclasses.replace(stack, state=state, pool=pool))
-    return cache, slots
+    return with_random_rows(d4.advance(cache, slots, length)), slots
 
 
 def decode(params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, steps: int) -> Any:

@@ -18,38 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
-from pallas_kernels.bench.reads import randomise
+from pallas_kernels.bench.reads import long_cache
 from pallas_kernels.bench.timing import kernel_events
 
-OPS = ("cache_step", "append_chunk", "append_swa", "stage_entries", "indexer_scores", "top_k", "decode_attention")
+OPS = (
+    *("cache_step", "append_chunk", "append_swa", "stage_entries"),
+    *("indexer_queries", "indexer_scores", "top_k", "attention_queries", "decode_attention"),
+)
 ROOM = 1024  # tokens that a request can grow by
-
-
-def long_cache(plan: d4.CachePlan, context: int) -> d4.KVCache:
-    """Every slot holds about ``context`` tokens, random ones, in blocks from all over the pool."""
-    rng, requests, n_win = np.random.default_rng(0), plan.max_requests, plan.cfg.sliding_window
-    length = context - rng.permutation(max(requests, 128))[:requests] % 128  # requests at all phases
-    pos = length[:, None] - 1 - (length[:, None] - 1 - np.arange(n_win)) % n_win
-    cache = d4.init_cache(plan)
-    for kind in d4.AttentionType:
-        if plan.layers(kind):
-            stack = cache.stack(kind)
-            held = jnp.asarray(np.broadcast_to(pos, stack.state.pos.shape), jnp.int32)
-            state = dataclasses.replace(stack.state, window=randomise(stack.state.window), pos=held)
-            pool = None if stack.pool is None else randomise(stack.pool)
-            cache = cache.with_stack(kind, dataclasses.replace(stack, state=state, pool=pool))
-    table = rng.permutation(plan.num_blocks)[: requests * plan.max_blocks].reshape(requests, -1)
-    tables = dataclasses.replace(
-        cache.tables,
-        admitted=jnp.ones(requests, jnp.bool),
-        seq_lens=jnp.asarray(length, jnp.int32),
-        prepared=jnp.asarray(length, jnp.int32),
-        block_table=jnp.asarray(table, jnp.int32),
-        block_lens=jnp.full(requests, plan.max_blocks, jnp.int32),
-        block_refs=cache.tables.block_refs.at[table.reshape(-1)].set(1),
-        num_free=jnp.full(1, plan.num_blocks - table.size, jnp.int32),
-    )
-    return dataclasses.replace(cache, tables=tables)
 
 
 def decode(

@@ -44,18 +44,22 @@ class Streams:
 
     @property
     def ka(self) -> jax.Array:
+        """K of the a-stream, which enters the entry of a token's own block; HCA's only one. f32 [B, T, dim]."""
         return self._part(self.k, 1)
 
     @property
     def za(self) -> jax.Array:
+        """Gate logits of the a-stream."""
         return self._part(self.z, 1)
 
     @property
     def kb(self) -> jax.Array:
+        """K of CSA's b-stream, which enters the entry of the next block."""
         return self._part(self.k, 0)
 
     @property
     def zb(self) -> jax.Array:
+        """Gate logits of the b-stream."""
         return self._part(self.z, 0)
 
 

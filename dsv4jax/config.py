@@ -93,6 +93,7 @@ class DSV4Config:
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model: one compress ratio each."""
         return len(self.compress_ratios)
 
     @property

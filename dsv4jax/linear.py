@@ -1,4 +1,4 @@
-"""The two dense pieces every projection is made of."""
+"""Matrix product, norm and Hadamard transform: the dense pieces that the layer is made of."""
 
 from __future__ import annotations
 

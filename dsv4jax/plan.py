@@ -96,10 +96,12 @@ class CachePlan:
 
     @property
     def rows(self) -> KVFormat:
+        """The format of window rows and entries, by its name ``kv_format``."""
         return KV_FORMATS[self.kv_format]
 
     @property
     def keys(self) -> KeyFormat:
+        """The format of indexer keys, by its name ``indexer_format``."""
         return INDEXER_FORMATS[self.indexer_format]
 
     @property
@@ -112,10 +114,12 @@ class CachePlan:
         return tuple(spec.layer_idx for spec in layer_schedule(self.cfg) if spec.attn == kind)
 
     def entries_per_block(self, kind: AttentionType) -> int:
+        """Entries that a block holds in a layer of a kind; 0 for SWA."""
         ratio = self.cfg.ratio(kind)
         return self.cfg.block_tokens // ratio if ratio else 0
 
     def schema(self, layer: int) -> LayerCacheSchema:
+        """``build_schema`` of this plan's model."""
         return build_schema(self.cfg, layer)
 
     def state_bytes(self, kind: AttentionType) -> dict[str, int]:

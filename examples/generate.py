@@ -1,4 +1,4 @@
-"""A whole generation in one compiled program: python examples/generate.py
+"""A whole generation in one compiled program: python -m examples.generate
 
 Prompts of different lengths wait in a queue; the batch has one row per slot of the cache. Everything happens inside one
 ``lax.while_loop``, and the host hears of nothing until all are done: a free row admits the next prompt, feeds it token

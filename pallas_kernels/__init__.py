@@ -1,7 +1,7 @@
 """GPU kernels of the cache: Pallas Mosaic GPU, for Hopper and Blackwell. Arrays in, arrays out.
 
 cache_update      the whole cache update of a layer in one launch: ``cache_step`` (decode), ``append_chunk`` (prefill)
-pieces            its parts alone: ``append_swa``, ``flush_csa``, ``flush_hca``, ``rotate_csa``, ``reset_hca``
+pieces            its parts alone: ``append_swa``, ``flush_entries``, ``rotate_csa``, ``reset_hca``
 gather            ``gather_rows``, ``gather_request_rows``: stored rows as dense ones
 queries           ``attention_queries``, ``indexer_queries``: matrix products as the next two take them
 indexer_scores    the score of every entry for every query, from the stored 4-bit keys

@@ -2,7 +2,7 @@
 
     I_s = sum over heads h of w_h relu(q_h . k_s)
 
-Queries are in the keys' own format: both enter the tensor cores as they are stored, without an error but that of a
+Queries are in the keys' own format: both enter the tensor cores as they are stored, without an error but that of an
 mxfp4 group far below its row's largest (``fp4.Mxfp4``). The sum over a head's dims and its positive part are f16, the
 sum over heads is f32: a few 1e-6 of sum_h |w_h| |q_h| |k_s| as a rule.
 """

@@ -1,9 +1,9 @@
 """The parts of a cache update, each callable alone: one launch each, in place.
 
-append_swa              window rows of new tokens, as ``cache_step`` writes them
-flush_hca, flush_csa    finished entries (and indexer keys) -> number format -> pool rows
-rotate_csa              kb, zb <- kb_next, zb_next where a block is complete
-reset_hca               an empty tail where a block is complete
+append_swa       window rows of new tokens, as ``cache_step`` writes them
+flush_entries    finished entries, and their indexer keys, -> number format -> pool rows
+rotate_csa       kb, zb <- kb_next, zb_next where a block is complete
+reset_hca        an empty tail where a block is complete
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def flush_entries(
     key_format: str,
     simulate: bool = False,
 ) -> Any:
-    """Encode finished entries and write them where the block table says: ``flush_hca``, and with keys ``flush_csa``.
+    """Encode finished entries and write them where the block table says.
+
+    The launch is named ``flush_hca``, and with keys ``flush_csa``, as the library's functions are.
 
     Args:
       pool: pytree with ``entries`` (``nope rope scale``) and ``indexer_keys`` (``codes scale``).

@@ -1,4 +1,20 @@
-"""Failures seen in other implementations of such caches, one test each."""
+"""Failures seen in other implementations of such caches, by number.
+
+ 1. One row of a batch completes an entry, its neighbours are in the middle of a block.
+ 2. The first entry comes with the fourth token exactly; a prompt may be shorter than that.
+ 3. Prompts end, and decoding goes on, at the edges of the window and of a block: 127 to 130, 255 to 257 and so on.
+ 4. A slot's next occupant must not see what the last one left of the overlap half.
+ 5. The token that completes an entry sees it: floor((p + 1) / ratio) are visible, not floor(p / ratio).
+ 6. Padding is not pooled; a sequence shorter than the window has its entries.
+ 7. NaN or infinite scores of one row give no pick out of range, and other rows nothing at all.
+ 8. Flat indices into a large pool are beyond an int32.
+ 9. A chunk is longer than the window's ring: the newest tokens stay.
+10. Decoding token by token keeps the overlap half that prefill has.
+11. State is addressed by slot, not by the row of the batch, whose order may change.
+12. Releasing or resetting one sequence leaves the others alone; window and pool are as large as what they hold.
+13. A part of a stored row is never written: every byte is, and no other.
+14. An allocation that fails changes nothing, and no block is free while it is held.
+"""
 
 import dataclasses
 import functools

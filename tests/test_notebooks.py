@@ -27,14 +27,22 @@ def kernel_name(tmp_path, monkeypatch):
     return folder.name
 
 
+def printed_plans(notebook) -> list[str]:
+    """What cells print that show a plan: the same on every machine."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and "print(plan)" in cell.source]
+    return ["".join(output.text for output in cell.outputs if output.get("name") == "stdout") for cell in cells]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # The kernel and its messages live in libraries whose warnings are not ours; errors inside a cell still fail the test.
 @pytest.mark.filterwarnings("default")
 def test_notebook_runs(path, kernel_name):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
+    stored = printed_plans(notebook)
     client = NotebookClient(notebook, kernel_name=kernel_name, timeout=300)
     client.execute(cwd=str(path.parent))
+    assert printed_plans(notebook) == stored, "run the notebook again and save it"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -29,9 +29,11 @@ def test_the_byte_table_is_the_printed_plan():
 
 
 def test_every_module_has_its_place_in_the_map():
-    private = {"__init__.py", "checks.py", "linear.py", "rope.py", "backend.py"}  # small tools that explain themselves
     modules = {module.name for package in PACKAGES for module in (ROOT / package).glob("*.py")}
-    for name in modules - private:
+    for name in modules - {"__init__.py"}:
         assert f"`{name}`" in README, name
+    programs = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("pallas_kernels/bench/[!_]*.py")]
+    for program in programs:
+        assert f"`{program.stem}`" in README, program
     named = set(re.findall(r"`(\w+\.py)`", README))
     assert named <= modules, f"README names {named - modules}, which are not there"

@@ -1,4 +1,4 @@
-"""python -m pallas_kernels.bench cache | attention | indexer | topk | step | tune | plot"""
+"""python -m pallas_kernels.bench cache | attention | indexer | topk | step | tune | plot; each has its -h"""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ def main() -> None:
         "indexer": "indexer scores",
         "topk": "top-k",
         "step": "a decode step of all layers",
-        "tune": "each of these by ways to share its work",
+        "tune": "attention, indexer and top-k by ways to share their work",
     }
     for command, what in timed.items():
         parser_of = commands.add_parser(command, help=f"time {what}")
         parser_of.add_argument("--out", type=Path, default=None, help="append JSON lines here")
+        if command == "step":
+            continue
         parser_of.add_argument("--only", default="", help="run the cases whose name matches this regular expression")
-        parser_of.add_argument("--no-xla", action="store_true", help="leave XLA's times out")
         parser_of.add_argument("--runs", type=int, default=8, help="timed runs per program")
+        if command != "tune":
+            parser_of.add_argument("--no-xla", action="store_true", help="leave XLA's times out")
     plot = commands.add_parser("plot", help="draw the picture of a file of JSON lines")
     plot.add_argument("lines", type=Path)
     plot.add_argument("--out", type=Path, default=Path("out/cache_update.png"))

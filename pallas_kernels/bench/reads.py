@@ -127,6 +127,42 @@ def randomise(tree: Any) -> Any:
     return jax.tree.unflatten(structure, [_random_bytes(key, leaf) for key, leaf in zip(keys, leaves, strict=True)])
 
 
+def with_random_rows(cache: d4.KVCache) -> d4.KVCache:
+    """Windows hold random rows, at the positions that the lengths of the slots ask for, and so do all blocks."""
+    n_win, last = cache.plan.cfg.sliding_window, cache.seq_lens[:, None] - 1
+    position = last - (last - jnp.arange(n_win, dtype=jnp.int32)) % n_win
+    for kind in filter(cache.plan.layers, d4.AttentionType):
+        stack = cache.stack(kind)
+        pos = jnp.broadcast_to(position, stack.state.pos.shape)
+        state = dataclasses.replace(stack.state, window=randomise(stack.state.window), pos=pos)
+        pool = None if stack.pool is None else randomise(stack.pool)
+        cache = cache.with_stack(kind, dataclasses.replace(stack, state=state, pool=pool))
+    return cache
+
+
+def long_cache(plan: d4.CachePlan, context: int) -> d4.KVCache:
+    """Every slot holds about ``context`` random tokens, at all phases of a block, in blocks from all over the pool.
+
+    Requests hold all blocks that they can grow into.
+    """
+    rng, requests, cache = np.random.default_rng(0), plan.max_requests, d4.init_cache(plan)
+    length = context - rng.permutation(max(requests, 128))[:requests] % 128
+    blocks, held = rng.permutation(plan.num_blocks), requests * plan.max_blocks
+    table = blocks[:held].reshape(requests, -1)
+    tables = dataclasses.replace(
+        cache.tables,
+        admitted=jnp.ones(requests, jnp.bool),
+        seq_lens=jnp.asarray(length, jnp.int32),
+        prepared=jnp.asarray(length, jnp.int32),
+        block_table=jnp.asarray(table, jnp.int32),
+        block_lens=jnp.full(requests, plan.max_blocks, jnp.int32),
+        block_refs=cache.tables.block_refs.at[blocks[:held]].set(1),
+        free_blocks=jnp.asarray(np.roll(blocks, -held), jnp.int32),
+        num_free=jnp.full(1, plan.num_blocks - held, jnp.int32),
+    )
+    return with_random_rows(dataclasses.replace(cache, tables=tables))
+
+
 def _cache(case: Case) -> dict[str, Any]:
     plan, rng = case.plan, np.random.default_rng(0)
     stack = d4.init_cache(plan).stack(case.kind)

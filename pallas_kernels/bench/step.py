@@ -23,7 +23,7 @@ from dsv4jax.cache_update import store_streams
 from dsv4jax.paged_pool import PooledLayer
 from dsv4jax.rope import rope_angles, rope_frequencies
 from pallas_kernels.bench.cache import Case, call_inputs, thunks
-from pallas_kernels.bench.reads import randomise
+from pallas_kernels.bench.reads import long_cache
 from pallas_kernels.bench.timing import Times, kernel_events, record
 
 OPS = ("cache_step", "indexer_scores", "top_k", "decode_attention")
@@ -34,24 +34,10 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
     plan = d4.plan_cache(
         cfg, max_requests=batch, max_context=context + 128, indexer_format=indexer_format, hca_tail=hca_tail
     )
-    rng = np.random.default_rng(0)
-    cache = d4.init_cache(plan)
-    begin = context - rng.permutation(max(batch, 128))[:batch] % 128  # requests at all phases
-    row = np.arange(cfg.sliding_window)[None]
-    pos = begin[:, None] - 1 - (begin[:, None] - 1 - row) % cfg.sliding_window
-    slots = rng.permutation(batch)
-    for kind in d4.AttentionType:
-        stack = cache.stack(kind)
-        held = np.zeros((batch, cfg.sliding_window), np.int32)
-        held[slots] = pos
-        state = dataclasses.replace(
-            stack.state,
-            window=randomise(stack.state.window),
-            pos=jnp.asarray(np.broadcast_to(held, stack.state.pos.shape).astype(np.int32)),
-        )
-        pool = None if stack.pool is None else randomise(stack.pool)
-        cache = cache.with_stack(kind, dataclasses.replace(stack, state=state, pool=pool))
-    table = jnp.asarray(rng.permutation(plan.num_blocks)[: batch * plan.max_blocks].reshape(batch, -1), jnp.int32)
+    rng = np.random.default_rng(1)
+    slots, one = jnp.asarray(rng.permutation(batch), jnp.int32), jnp.ones(batch, jnp.int32)
+    cache = long_cache(plan, context)
+    begin, table = cache.seq_lens[slots], jnp.copy(cache.tables.block_table)  # the cache is donated, the table is not
     kinds = [str(spec.attn) for spec in d4.layer_schedule(cfg)]
     cases = [Case(model="flash", kind=kind, batch=batch) for kind in kinds]
     streams = [call_inputs(case, seed=layer) for layer, case in enumerate(cases)]
@@ -60,7 +46,6 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
     weights = jnp.asarray(rng.standard_normal(heads, np.float32))
     sinks = jnp.asarray(rng.standard_normal(cfg.num_heads, np.float32))
     queries = jnp.asarray(rng.standard_normal((batch, 1, cfg.num_heads, cfg.head_dim), np.float32))
-    slots, one = jnp.asarray(slots, jnp.int32), jnp.ones(batch, jnp.int32)
 
     # An inner jit: one kernel is compiled once for all layers of its kind.
     @functools.partial(jax.jit, static_argnames="kind")
@@ -109,7 +94,7 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
                 cache = cache.with_stack(kind, stack)
             return (cache, start + 1, q), None
 
-        (cache, _, q), _ = jax.lax.scan(step, (cache, jnp.asarray(begin, jnp.int32), q), length=tokens)
+        (cache, _, q), _ = jax.lax.scan(step, (cache, begin, q), length=tokens)
         return cache, q
 
     q = queries.astype(jnp.bfloat16)

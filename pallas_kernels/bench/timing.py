@@ -98,10 +98,8 @@ def kernel_times(
         events = kernel_events(function, state, inputs, buffer, ticket)
         marks = [i for i, (name, _) in enumerate(events) if FLUSH_NAME in name]
         assert len(marks) == runs + 1, f"{len(marks)} reads of L2 where {runs + 1} were asked for"
-        between = list(itertools.pairwise(marks))[
-            1:
-        ]  # the first run comes with copies that protect the caller's arrays
-        for begin, end in between:
+        # Without the first run, which comes with copies that protect the caller's arrays.
+        for begin, end in itertools.pairwise(marks[1:]):
             counted = [ms for name, ms in events[begin + 1 : end] if named in name]
             samples.append(sum(counted) * 1e3)
             counts.append(len(counted))
