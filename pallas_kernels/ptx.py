@@ -1,4 +1,4 @@
-"""The machine of ``lanes`` on NVIDIA GPUs: every machine-level primitive of the kernels is in this file.
+"""The machine of ``lanes`` on NVIDIA GPUs. Tensor cores and tensor memory are in ``ptx_tensor_*``.
 
 Emits MLIR and inline PTX into the body of a Mosaic GPU kernel. PTX is used where MLIR has no op (packed conversions,
 predicated vector loads): a predicated load issues without a branch, so that all loads of a body are in flight at once.
