@@ -141,7 +141,7 @@ def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) 
     start, held = _read(tables.seq_lens, slots), _read(tables.block_lens, slots)
     fits = num_new <= plan.max_context - start
     length = jnp.where(legal & fits, start + num_new, 0)
-    missing = jnp.where(legal, jnp.maximum(blocks_for(plan, length) - held, 0), 0)
+    missing = jnp.maximum(blocks_for(plan, length) - held, 0)
     before = jnp.cumsum(missing, dtype=jnp.int32) - missing  # blocks that earlier rows of the batch take
     taken = jnp.sum(missing, dtype=jnp.int32)
     ok = jnp.all(~asking | (legal & fits)) & (taken <= tables.num_free[0])

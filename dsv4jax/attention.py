@@ -20,7 +20,7 @@ from jax import lax
 
 from dsv4jax import kernels
 from dsv4jax.backend import Backend, choose
-from dsv4jax.checks import check_array
+from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.config import AttentionType
 from dsv4jax.linear import rms_norm
 from dsv4jax.paged_pool import PooledLayer
@@ -139,16 +139,26 @@ def decode_attention(
 
     Returns:
       dtype [B, T, H, head_dim], 0 on padding.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: entries or picks of another kind of layer, several tokens without ``fresh`` rows, unknown backend.
     """
     kind, plan = AttentionType(kind), window.plan
     cfg = plan.cfg
     axes = {"B": None, "T": None, "num_heads": cfg.num_heads, "head_dim": cfg.head_dim}
     check_array("q", q, axes, (jnp.float32, jnp.float16))
     check_array("positions", positions, {"B": q.shape[0], "T": q.shape[1]}, jnp.int32)
+    check_array("sinks", sinks, {"num_heads": cfg.num_heads}, FLOATS)
+    _check_window(window, q.shape[0], q.shape[1])
     if picks is not None:
         check_array("picks", picks, {"B": q.shape[0], "T": q.shape[1], "K": None}, jnp.int32)
     if (entries is None) != (kind == AttentionType.SWA) or (entries is None and picks is not None):
         raise ValueError(f"entries and picks are for layers that compress; this one is {kind.upper()}")
+    if entries is not None:
+        check_array("entries.slots", entries.slots, {"B": q.shape[0]}, jnp.int32)
+        if (entries.pool.indexer_keys is not None) != (kind == AttentionType.CSA):
+            raise ValueError(f"entries: expected those of {kind.upper()} layers; CSA's alone have indexer keys")
     freqs = rope_frequencies(cfg, kind)
     visible = None if entries is None else (positions + 1) // cfg.ratio(kind)
     if (chosen := choose("decode_attention", backend, kernels.unsupported_attention(plan))) != "xla":
@@ -162,3 +172,21 @@ def decode_attention(
         else:
             running = attend_picked(running, q, entries, picks)
     return apply_rope(running.output, positions[..., None], freqs, inverse=True).astype(dtype)
+
+
+def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
+    """Require the windows of a batch, with fresh rows where there are several tokens."""
+    cfg = window.plan.cfg
+    check_array("window.slots", window.slots, {"B": batch}, jnp.int32)
+    check_array("window.start", window.start, {"B": batch}, jnp.int32)
+    if window.fresh is None:
+        if tokens > 1:
+            raise ValueError(f"window: {tokens} tokens need fresh rows: late ones overwrite what early ones see")
+        return
+    count = window.fresh.nope.shape[1]
+    row = window.plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)
+    for (path, leaf), of in zip(jax.tree.leaves_with_path(window.fresh), jax.tree.leaves(row), strict=True):
+        axes: dict[str, int | None] = {"B": batch, "F": count} | {f"axis {i}": n for i, n in enumerate(of.shape)}
+        check_array(f"window.fresh{jax.tree_util.keystr(path)}", leaf, axes, of.dtype)
+    if count < tokens:
+        raise ValueError(f"window: expected at least {tokens} fresh rows a request, one per token, got {count}")

@@ -1,8 +1,7 @@
 """Which implementation serves which op.
 
-An op's XLA form is its reference. A kernel registers itself here under the op's name; ``backend=None`` then picks it
-where device and sizes allow, and a named backend binds every op that has such an implementation and never slips to
-another. ``OpBackends`` names one op by op.
+An op's XLA form is its reference. ``backend=None`` picks the op's kernel where device and sizes allow; a named backend
+binds every op and never slips to another. ``OpBackends`` names one op by op.
 
     xla               plain JAX, on any device
     pallas            the kernels of ``pallas_kernels``, on NVIDIA GPUs of compute capability 9.0 and 10.0
@@ -21,20 +20,8 @@ import dataclasses
 
 from pallas_kernels import target
 
-ALL = ("xla", "pallas", "pallas_simulated")
-OPS: dict[str, tuple[str, ...]] = {
-    "cache_update": ALL,
-    "indexer_scores": ALL,
-    "top_k": ALL,
-    "decode_attention": ALL,
-    "gather_rows": ALL,
-}
+NAMES = ("xla", "pallas", "pallas_simulated")
 CAPABILITIES = ("9.0", "10.0")  # Hopper; Blackwell
-
-
-def backends() -> dict[str, tuple[str, ...]]:
-    """Op name -> the backends that implement it."""
-    return dict(OPS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +38,23 @@ class OpBackends:
     gather_rows: str | None = None
 
     def __post_init__(self) -> None:
-        for op, names in OPS.items():
-            if (name := getattr(self, op)) is not None and name not in names:
-                raise ValueError(f"{op} must be None or one of {list(names)}, got {name!r}")
+        for op in backends():
+            if (name := getattr(self, op)) is not None and name not in NAMES:
+                raise ValueError(f"{op} must be None or one of {list(NAMES)}, got {name!r}")
 
 
 Backend = str | OpBackends | None
 
 
+def backends() -> dict[str, tuple[str, ...]]:
+    """Op name -> the backends that implement it."""
+    return {field.name: NAMES for field in dataclasses.fields(OpBackends)}
+
+
 def check_name(backend: Backend) -> None:
-    """ValueError for a name that no op implements."""
-    known = sorted({name for names in OPS.values() for name in names})
-    if isinstance(backend, str) and backend not in known:
-        raise ValueError(f"backend must be None or one of {known}, got {backend!r}; ops and their backends: {OPS}")
+    """ValueError for what names no backend."""
+    if backend is not None and not isinstance(backend, OpBackends) and backend not in NAMES:
+        raise ValueError(f"backend must be None or one of {list(NAMES)}, or an OpBackends; got {backend!r}")
 
 
 def choose(op: str, backend: Backend, unsupported: str | None) -> str:
@@ -78,10 +69,7 @@ def choose(op: str, backend: Backend, unsupported: str | None) -> str:
     check_name(backend)
     name = getattr(backend, op) if isinstance(backend, OpBackends) else backend
     if name is None:
-        can = "pallas" in OPS[op] and unsupported is None and _device_reason() is None
-        return "pallas" if can else "xla"
-    if name not in OPS[op]:
-        return "xla"
+        return "pallas" if unsupported is None and _device_reason() is None else "xla"
     reason = None if name == "xla" else unsupported
     if reason is None and name == "pallas":
         reason = _device_reason()

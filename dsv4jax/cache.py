@@ -147,7 +147,9 @@ def prepare_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tup
     Returns:
       (cache, ok bool []). ``ok`` is False, and the cache unchanged, where blocks run out, a sequence would pass the
       plan's ``max_context``, a slot is not admitted, out of range or named twice, or num_new is negative. Layers and
-      ``advance`` then leave alone whatever was not granted.
+      ``advance`` then leave alone whatever was not granted. But a grant that ``advance`` has not used up stays, and
+      rows that it covers run. For a pass that leaves all rows alone where it is refused, continue with
+      ``num_new = jnp.where(ok, num_new, 0)``.
     """
     check_batch(slots=slots, num_new=num_new)
     tables, ok = allocator.grow(cache.tables, slots, num_new, cache.plan)

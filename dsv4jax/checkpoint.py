@@ -122,7 +122,10 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return json.loads(index.read_text())["weight_map"]
+        try:
+            return dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"cannot read {index}: expected JSON with a 'weight_map' of tensor names") from error
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {folder}")

@@ -47,7 +47,9 @@ def check_batch(**rows: Any) -> None:
 def check_one_shard(num_free: Any, name: str, *, on_host: bool = False) -> None:
     """Require tables of a single shard, by their ``num_free`` [..., shards]: an id is local to its shard."""
     if (shards := num_free.shape[-1]) != 1:
-        remedy = "it reads one shard's part at a time" if on_host else "use it inside jax.shard_map"
+        remedy = "use it inside jax.shard_map"
+        if on_host:
+            remedy = "give it one shard's part of each leaf, cut as partition_specs says, under a plan of that size"
         raise ValueError(f"{name}: this cache has {shards} shards with slots and blocks of their own: {remedy}")
 
 

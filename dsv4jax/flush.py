@@ -246,11 +246,9 @@ def reset_hca(
     return dataclasses.replace(state, tail=tail)
 
 
-def _check_entries(
-    name: str, entries: jax.Array, slots: jax.Array, first: jax.Array, count: jax.Array, dim: int
-) -> None:
+def _check_entries(entries: jax.Array, slots: jax.Array, first: jax.Array, count: jax.Array, plan: CachePlan) -> None:
     check_batch(slots=slots, first=first, count=count)
-    check_array(name, entries, {"B": slots.shape[0], "E": None, "dim": dim}, jnp.float32)
+    check_array("entries", entries, {"B": slots.shape[0], "E": None, "dim": plan.cfg.head_dim}, jnp.float32)
 
 
 @donating("pool")
@@ -273,7 +271,7 @@ def flush_hca(
       block_table: int32 [requests, max_blocks].
       slots, first, count: int32 [B]; count[b] <= E entries are real. An entry without a block is dropped.
     """
-    _check_entries("entries", entries, slots, first, count, plan.cfg.head_dim)
+    _check_entries(entries, slots, first, count, plan)
     count = fitting(count, entries.shape[1])
     if (chosen := _choose(backend, plan)) != "xla":
         return kernels.flush_entries(pool, index, entries, None, block_table, slots, first, count, plan, chosen)
@@ -298,10 +296,12 @@ def flush_csa(
     backend: Backend = None,
 ) -> PagedPool:
     """As ``flush_hca``, and the same for indexer_entries f32 [B, E, indexer_head_dim]: normed, roped and rotated."""
-    _check_entries("indexer_entries", indexer_entries, slots, first, count, plan.cfg.indexer_head_dim)
+    _check_entries(entries, slots, first, count, plan)
+    axes: dict[str, int | None] = {"B": slots.shape[0], "E": entries.shape[1], "dim": plan.cfg.indexer_head_dim}
+    check_array("indexer_entries", indexer_entries, axes, jnp.float32)
     if pool.indexer_keys is None:
         raise ValueError("flush_csa: expected the pool of CSA layers, this one has no indexer keys")
-    count = fitting(count, min(entries.shape[1], indexer_entries.shape[1]))
+    count = fitting(count, entries.shape[1])
     if (chosen := _choose(backend, plan)) != "xla":
         return kernels.flush_entries(
             pool, index, entries, indexer_entries, block_table, slots, first, count, plan, chosen

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 
 from dsv4jax import backend as backend_lib
 from dsv4jax import kernels
-from dsv4jax.allocator import granted_tokens, is_admitted
+from dsv4jax.allocator import granted_tokens, is_admitted, withdraw_grants
 from dsv4jax.backend import Backend
 from dsv4jax.cache import KVCache, LayerStack
 from dsv4jax.cache_update import store_tokens
-from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, fitting
 from dsv4jax.config import AttentionType
 from dsv4jax.flush import append_swa
 from dsv4jax.formats import KeyRows, KVRows
@@ -78,6 +78,7 @@ class LayerCacheHandle:
     kind: AttentionType = dataclasses.field(metadata={"static": True})
     schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
     backend: Backend = dataclasses.field(metadata={"static": True})
+    tokens: int | None = dataclasses.field(default=None, metadata={"static": True})  # T, once an array of T was written
 
     @property
     def num_query_heads(self) -> int:
@@ -105,9 +106,10 @@ class LayerCacheHandle:
         return (self.start + self.num_new) // ratio if ratio else jnp.zeros_like(self.start)
 
     def positions(self, num_tokens: int) -> jax.Array:
-        """int32 [B, T] position of each of this call's T tokens, -1 past num_new."""
+        """int32 [B, T] position of each of this call's T tokens, -1 past num_new, and where num_new exceeds T."""
+        self._check_tokens(num_tokens)
         token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-        return jnp.where(token < self.num_new[:, None], self.start[:, None] + token, -1)
+        return jnp.where(token < fitting(self.num_new, num_tokens)[:, None], self.start[:, None] + token, -1)
 
     def visible(self, num_tokens: int) -> jax.Array:
         """int32 [B, T] entries that each of this call's T tokens sees, its own included; 0 past num_new."""
@@ -134,7 +136,7 @@ class LayerCacheHandle:
         """
         cfg, fresh = self.cache.plan.cfg, None
         if kv is not None:
-            check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
+            check_array("kv", kv, {"B": self.slots.shape[0], "T": self.tokens, "head_dim": cfg.head_dim}, jnp.float32)
             fresh = self.cache.plan.rows.encode(kv, cfg.rope_dim)
         return SlidingWindow(
             state=self._stack.state,
@@ -148,19 +150,38 @@ class LayerCacheHandle:
     def _with_stack(self, stack: LayerStack) -> LayerCacheHandle:
         return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
 
+    def _check_tokens(self, num_tokens: int) -> None:
+        if self.tokens not in (None, num_tokens):
+            raise ValueError(f"expected T = {self.tokens} tokens as in what was written, got {num_tokens}")
+
+    def _taking(self, num_tokens: int) -> LayerCacheHandle:
+        """The handle of a call of T tokens: a row that names more is a no-op, and its grant is withdrawn."""
+        self._check_tokens(num_tokens)
+        more = self.num_new > num_tokens
+        return dataclasses.replace(
+            self,
+            cache=dataclasses.replace(self.cache, tables=withdraw_grants(self.cache.tables, self.slots, more)),
+            slots=jnp.where(more, -1, self.slots),
+            num_new=jnp.where(more, 0, self.num_new),
+            tokens=num_tokens,
+        )
+
     def write_swa(self, kv: jax.Array) -> LayerCacheHandle:
         """Round key rows f32 [B, T, head_dim] (normed, roped) and write them into the window."""
+        cfg = self.cache.plan.cfg
+        check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
+        call = self._taking(kv.shape[1])
         state = append_swa.__wrapped__(
-            self._stack.state,
-            self.index,
+            call._stack.state,
+            call.index,
             kv,
-            self.slots,
-            self.start,
-            self.num_new,
-            plan=self.cache.plan,
-            backend=self.backend,
+            call.slots,
+            call.start,
+            call.num_new,
+            plan=call.cache.plan,
+            backend=call.backend,
         )
-        return self._with_stack(dataclasses.replace(self._stack, state=state))
+        return call._with_stack(dataclasses.replace(call._stack, state=state))
 
     def flush_compression(
         self, params: CompressorParams, x: jax.Array, indexer: IndexerParams | None = None
@@ -177,22 +198,23 @@ class LayerCacheHandle:
         hidden = self.cache.plan.cfg.hidden_size
         check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, FLOATS)
         self._pool  # noqa: B018  refuses an SWA layer
+        call = self._taking(x.shape[1])
         stack = store_tokens(
             params,
             indexer,
             x,
             None,
-            self._stack,
-            self.index,
-            self.cache.tables.block_table,
-            self.slots,
-            self.start,
-            self.num_new,
-            self.cache.plan,
-            self.kind,
-            backend_lib.choose("cache_update", self.backend, kernels.unsupported(self.cache.plan, self.kind)),
+            call._stack,
+            call.index,
+            call.cache.tables.block_table,
+            call.slots,
+            call.start,
+            call.num_new,
+            call.cache.plan,
+            call.kind,
+            backend_lib.choose("cache_update", call.backend, kernels.unsupported(call.cache.plan, call.kind)),
         )
-        return self._with_stack(stack)
+        return call._with_stack(stack)
 
     def gather_swa(self) -> tuple[jax.Array, jax.Array]:
         """(rows f32 [B, n_win, head_dim], positions int32 [B, n_win]) of the window, oldest first, -1 = empty."""

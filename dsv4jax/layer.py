@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from dsv4jax import attention, indexer, kernels
 from dsv4jax import backend as backend_lib
@@ -93,7 +95,12 @@ def attention_layer_at(
     backend: Backend = None,
     model_axis: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """As ``attention_layer``, for the ``index``-th layer of a static kind; a traced index serves scans over layers."""
+    """As ``attention_layer``, for the ``index``-th layer of a static kind; a traced index serves scans over layers.
+
+    An index out of range is a ValueError where it is known. Under a traced one every row is left alone, as a row is
+    that names more tokens than x has: y is 0, nothing is stored here, and grants are withdrawn, so that ``advance``
+    counts nothing. What other layers have stored of the pass is not undone: release its requests.
+    """
     kind = AttentionType(kind)
     y, cache, _ = run_layer(params, x, cache, kind, index, slots, num_new, backend, model_axis, staged=False)
     return y, cache
@@ -114,8 +121,8 @@ def run_layer(
 ) -> tuple[jax.Array, KVCache, dict[str, Any]]:
     """Check the arguments of a layer and run it.
 
-    With ``staged`` the cache comes back with the same tables, windows and tails, new entries behind each request's
-    own, and what a commit needs beside it: the fields of ``speculate.StagedLayer`` but for the layer's number.
+    With ``staged`` the cache comes back with the same windows and tails, new entries behind each request's own, and
+    what a commit needs beside it: the fields of ``speculate.StagedLayer`` but for the layer's number.
     """
     plan = plan_of_heads(cache.plan, model_axis)
     cfg = plan.cfg
@@ -124,7 +131,11 @@ def run_layer(
     check_params(params, cfg, kind)
     cache.stack(kind)  # the model has such layers
     depth = len(cache.plan.layers(kind))
-    if isinstance(index, int) and not 0 <= index < depth:
+    if isinstance(index, Tracer):
+        nearest = jnp.clip(index, 0, depth - 1)
+        num_new = jnp.where(index == nearest, num_new, x.shape[1] + 1)
+        index = nearest
+    elif not 0 <= operator.index(index) < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
     backend_lib.check_name(backend)
     if x.size == 0:
@@ -170,6 +181,7 @@ def _attention_layer(
     # Nothing is stored of a row that names more tokens than x has. Its grant is withdrawn, so that neither another
     # layer nor advance counts what was never stored.
     tables = withdraw_grants(cache.tables, slots, num_new > given_tokens)
+    cache = dataclasses.replace(cache, tables=tables)
     start, count = granted_tokens(tables, slots, num_new)
     slots = jnp.where(count > 0, slots, -1)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
@@ -230,7 +242,7 @@ def _attention_layer(
     if fresh is not None:
         state = append_swa.__wrapped__(stack.state, index, kv, slots, start, count, plan=plan, backend=update)
         stack = dataclasses.replace(stack, state=state)
-    return y, dataclasses.replace(cache.with_stack(kind, stack), tables=tables), {}
+    return y, cache.with_stack(kind, stack), {}
 
 
 def _attend_tile(

@@ -26,13 +26,19 @@ def ownership(history: Tables | Sequence[Tables]) -> np.ndarray:
       history: tables after each step: a sequence, or one whose leaves are stacked [steps, ...], as a scan returns them.
 
     Raises:
-      ValueError: there are no tables, or they are those of several shards.
+      ValueError: there are no tables, or something else, or they are those of several shards.
     """
-    if not isinstance(history, Tables) and not history:
-        raise ValueError("ownership: history has no tables, it needs those of one step at least")
-    tables = history if isinstance(history, Tables) else jax.tree.map(lambda *leaves: np.stack(leaves), *history)
-    check_one_shard(tables.num_free, "ownership", on_host=True)
+    if isinstance(history, Tables):
+        tables = history
+    elif history and all(isinstance(one, Tables) for one in history):
+        tables = jax.tree.map(lambda *leaves: np.stack(leaves), *history)
+    else:
+        kinds = sorted({type(one).__name__ for one in history})
+        raise ValueError(f"ownership: expected the Tables of one step at least, got a sequence of {kinds}")
     table, num_blocks = np.asarray(tables.block_table), tables.block_refs.shape[-1]
+    if table.ndim != 3:
+        raise ValueError("ownership: these are the tables of one step, unstacked: give [tables]")
+    check_one_shard(tables.num_free, "ownership", on_host=True)
     owner = np.full((len(table), num_blocks), FREE)
     for step, slot, column in np.argwhere(table >= 0).tolist():
         block = table[step, slot, column]

@@ -26,6 +26,9 @@ b // (B / shards), and a batch that does not divide is padded with slot -1. The 
 There is one key-value head, so every shard of the model axis holds the same cache and writes the same rows to it; each
 computes its own heads, and a layer's one collective is the sum of its output. No step moves a part of the cache.
 ``check_vma`` must be off where kernels run: JAX's types do not cover what they update in place.
+A cache on a mesh of one shard may be used outside ``shard_map`` too, where the mesh's axes are automatic
+(``axis_types=(AxisType.Auto,)``): explicit ones, the default of ``jax.make_mesh``, ask every gather where its result
+belongs.
 The attention kernel needs a multiple of 64 heads on each shard; with fewer, ``backend=None`` attends in XLA.
 """
 
@@ -40,9 +43,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv4jax.cache import KVCache, abstract_cache
-from dsv4jax.config import DSV4Config, layer_schedule
+from dsv4jax.config import DSV4Config
 from dsv4jax.plan import CachePlan
-from dsv4jax.weights import AttentionParams, param_shapes
+from dsv4jax.weights import AttentionParams, layer_shapes
 
 
 def partition_specs(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
@@ -71,9 +74,7 @@ def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -
       ValueError: the mesh lacks the axis, the heads do not divide by it, or the model has no such layer.
     """
     _split_heads(cfg, _size(mesh, axis), axis)
-    if not 0 <= layer < cfg.num_layers:
-        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
-    whole = jax.tree.map(lambda _: P(), param_shapes(cfg, layer_schedule(cfg)[layer].attn))
+    whole = jax.tree.map(lambda _: P(), layer_shapes(cfg, layer))
     return dataclasses.replace(whole, q_b=P(axis), sinks=P(axis), o_a=P(axis), o_b=P(None, axis))
 
 

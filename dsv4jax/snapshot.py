@@ -16,6 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from dsv4jax.allocator import Tables, admit_slots, advance_lengths, blocks_for, grow
 from dsv4jax.cache import KVCache, LayerStack, abstract_cache
@@ -69,9 +70,11 @@ def extract(cache: KVCache, slots: Sequence[int] | np.ndarray | jax.Array) -> Sn
 
     Raises:
       ValueError: a slot is out of range or holds no request, -1 too, because a snapshot has no padding rows; or the
-        cache has several shards.
+        cache has several shards; or it is called under jit.
     """
     check_one_shard(cache.tables.num_free, "extract", on_host=True)
+    if isinstance(cache.seq_lens, Tracer):
+        raise ValueError("extract: lengths decide shapes, so it cannot be traced: call it outside of jit")
     rows = np.asarray(slots)
     if rows.ndim != 1 or not rows.size or not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"extract: slots must be integers [n] with n >= 1, got {rows.dtype.name}{list(rows.shape)}")

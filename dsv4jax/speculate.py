@@ -10,6 +10,8 @@
 A staged draft is nowhere that the request looks: its window rows and streams are kept beside the cache, and the entries
 that it completes lie in the request's blocks past its length, where a row is overwritten before it counts. So there is
 nothing to take back: a draft that is not committed is forgotten, and another one can be staged over it.
+
+The number of a layer is static, in ``stage`` as in ``StagedLayer``: a model that scans over its layers cannot stage.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax import kernels
-from dsv4jax.allocator import advance_lengths, granted_tokens, is_admitted
+from dsv4jax.allocator import advance_lengths, granted_tokens, is_admitted, withdraw_grants
 from dsv4jax.backend import Backend, choose
 from dsv4jax.cache import KVCache
 from dsv4jax.cache_update import Normed, store_streams
-from dsv4jax.checks import check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.config import AttentionType
 from dsv4jax.layer import run_layer
+from dsv4jax.plan import CachePlan
 from dsv4jax.weights import AttentionParams
 
 
@@ -61,7 +65,8 @@ def stage(
     """Run one attention layer on draft tokens, and leave the requests as they are.
 
     Arguments are those of ``attention_layer``. The draft's tokens see the cache, each other, and the entries that they
-    complete. A row that names more tokens than ``prepare_forward`` granted, or than x has, gives 0 and stages nothing.
+    complete. A row that names more tokens than ``prepare_forward`` granted, or than x has, gives 0 and stages nothing;
+    in the second case its grant is withdrawn.
 
     Returns:
       (y, as ``attention_layer`` gives it; the cache, with nothing changed that a request holds; what ``commit`` needs).
@@ -81,6 +86,8 @@ def commit(
 ) -> tuple[KVCache, jax.Array]:
     """Store the first tokens of a staged draft and count them: as if they alone had been fed.
 
+    What was granted for the rest of the draft is withdrawn; the blocks stay with their request.
+
     Args:
       cache: as the last layer's ``stage`` gave it.
       staged: what ``stage`` gave for every layer of the model, in any order.
@@ -95,7 +102,7 @@ def commit(
 
     Raises:
       AssertionError: (chex) an argument's shape or dtype is wrong.
-      ValueError: staged is not each layer of the model once; unknown backend.
+      ValueError: staged is not each layer of the model once, or not what such a layer stages; unknown backend.
     """
     plan, tables = cache.plan, cache.tables
     layers = sorted(one.layer for one in staged)
@@ -103,9 +110,8 @@ def commit(
         raise ValueError(f"staged must be each of the model's {plan.cfg.num_layers} layers once, got layers {layers}")
     slots, start, offered = staged[0].slots, staged[0].start, staged[0].num_new
     check_batch(slots=slots, num_accepted=num_accepted)
-    axes: dict[str, int | None] = {"B": slots.shape[0], "T": staged[0].kv.shape[1], "head_dim": plan.cfg.head_dim}
     for one in staged:
-        check_array(f"kv of layer {one.layer}", one.kv, axes, jnp.float32)
+        _check_staged(one, {"B": slots.shape[0], "T": staged[0].kv.shape[1]}, plan)
 
     agree = jnp.ones(slots.shape, jnp.bool)
     for one in staged:
@@ -115,7 +121,7 @@ def commit(
     _, count = granted_tokens(tables, slots, num_accepted)
     ok = jnp.all(agree & current & (num_accepted <= offered) & (count == num_accepted))
     count = jnp.where(ok, count, 0)
-    slots = jnp.where(count > 0, slots, -1)
+    drafting, slots = jnp.where(ok & (offered > 0), slots, -1), jnp.where(count > 0, slots, -1)
     for one in staged:
         kind, index = cache.locate(one.layer)
         stack = _store(
@@ -133,7 +139,26 @@ def commit(
             backend=choose("cache_update", backend, kernels.unsupported(plan, kind)),
         )
         cache = cache.with_stack(kind, stack)
-    return dataclasses.replace(cache, tables=advance_lengths(tables, slots, count)), ok
+    tables = advance_lengths(tables, slots, count)
+    return dataclasses.replace(cache, tables=withdraw_grants(tables, drafting, drafting >= 0)), ok
+
+
+def _check_staged(one: StagedLayer, tokens: dict[str, int | None], plan: CachePlan) -> None:
+    """Require what ``stage`` gives for a layer of a kind, with axes B and T of these sizes."""
+    cfg, kind, of = plan.cfg, plan.schema(one.layer).attn_type, f"of layer {one.layer}"
+    rows = {"slots": one.slots, "start": one.start, "num_new": one.num_new}
+    for name, row in rows.items():
+        check_array(f"{name} {of}", row, {"B": tokens["B"]}, jnp.int32)
+    check_array(f"kv {of}", one.kv, tokens | {"head_dim": cfg.head_dim}, jnp.float32)
+    if (one.entry is None) != (kind == AttentionType.SWA) or (one.key is None) == (kind == AttentionType.CSA):
+        raise ValueError(f"entry and key {of} are not those of a {kind.upper()} layer")
+    for name, normed, dim in (("entry", one.entry, cfg.head_dim), ("key", one.key, cfg.indexer_head_dim)):
+        if normed is not None:
+            streams, norm = normed
+            width = dim * (2 if kind == AttentionType.CSA else 1)
+            check_array(f"{name}.k {of}", streams.k, tokens | {"width": width}, jnp.float32)
+            check_array(f"{name}.z {of}", streams.z, tokens | {"width": width}, jnp.float32)
+            check_array(f"norm of {name} {of}", norm, {"dim": dim}, FLOATS)
 
 
 # Jitted so that the layers of a kind are traced once.

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from dsv4jax.checks import check_batch, donating
 from dsv4jax.config import AttentionType
@@ -138,7 +137,6 @@ def copy_rows(tree: Any, sources: jax.Array, targets: jax.Array) -> Any:
     def copy(leaf: jax.Array) -> jax.Array:
         target = unique_or_dropped(targets, targets >= 0, leaf.shape[1])
         rows = leaf.at[:, sources].get(mode="clip")
-        rows, leaf = lax.optimization_barrier((rows, leaf))  # else XLA may keep a copy of the leaf for the read
         return leaf.at[:, target].set(rows, mode="drop", unique_indices=True)
 
     return jax.tree.map(copy, tree)

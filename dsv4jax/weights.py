@@ -92,6 +92,13 @@ def param_shapes(cfg: DSV4Config, kind: AttentionType) -> AttentionParams:
     )
 
 
+def layer_shapes(cfg: DSV4Config, layer: int) -> AttentionParams:
+    """``param_shapes`` of a layer of the model. ValueError where it has no such layer."""
+    if not 0 <= layer < cfg.num_layers:
+        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
+    return param_shapes(cfg, layer_schedule(cfg)[layer].attn)
+
+
 def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) -> None:
     """Require weights of a layer of a kind: ValueError for another kind's, AssertionError (chex) for a wrong array."""
     expected, tree = jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))
@@ -105,9 +112,12 @@ def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) 
 
 
 def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: Any = jnp.float32) -> AttentionParams:
-    """Random weights, for tests and demos: linear weights of variance 1 / in, norms and sinks near 1 and 0."""
-    shapes = param_shapes(cfg, layer_schedule(cfg)[layer].attn)
-    paths, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    """Random weights, for tests and demos: linear weights of variance 1 / in, norms and sinks near 1 and 0.
+
+    Raises:
+      ValueError: the model has no such layer.
+    """
+    paths, tree = jax.tree_util.tree_flatten_with_path(layer_shapes(cfg, layer))
     leaves = []
     for i, (path, leaf) in enumerate(paths):
         noise = jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32)
@@ -153,14 +163,11 @@ def load_attention_params(
       naming: "hf" (transformers) or "deepseek".
 
     Raises:
-      ValueError: a tensor is missing, misshapen or of another dtype; the message names it.
+      ValueError: a tensor is missing, misshapen or of another dtype, and the message names it; unknown naming or layer.
     """
     if naming not in NAMINGS:
         raise ValueError(f"naming must be one of {list(NAMINGS)}, got {naming!r}")
-    if not 0 <= layer < cfg.num_layers:
-        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
-    shapes = param_shapes(cfg, layer_schedule(cfg)[layer].attn)
-    paths, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    paths, tree = jax.tree_util.tree_flatten_with_path(layer_shapes(cfg, layer))
     leaves = []
     for path, leaf in paths:
         name = NAMINGS[naming][jax.tree_util.keystr(path, simple=True, separator=".")]

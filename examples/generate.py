@@ -104,20 +104,21 @@ def one_pass(model: Model, stop_token: jax.Array, temperature: jax.Array, key: j
     """Admit, feed each row one token of its text, append what was sampled where a text was at its end, release."""
     loop = admit_waiting(loop)
     texts, text, slots = loop.texts, loop.text, loop.slots
+    count, longest = texts.lengths[text], texts.tokens.shape[1]
     position = loop.cache.seq_lens[slots]
-    logits, cache, ok = decode(model, texts.tokens[text, position], loop.cache, slots)
+    came_full = (slots >= 0) & (count >= longest)  # nothing to append: such a text is done unfed
+    logits, cache, ok = decode(model, texts.tokens[text, position], loop.cache, jnp.where(came_full, -1, slots))
 
     # A row's draw depends on its text and position alone, not on who shares the batch.
     keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(key, n), p))(text, position)
     drawn = sample(logits, temperature, keys)
-    count, longest = texts.lengths[text], texts.tokens.shape[1]
-    at_end = ok & (slots >= 0) & (position + 1 == count)
+    at_end = ok & (slots >= 0) & ~came_full & (position + 1 == count)
     target = jnp.where(at_end, text, texts.lengths.size)  # out of range: dropped
     texts = Texts(
         tokens=texts.tokens.at[target, count].set(drawn, mode="drop"),
         lengths=texts.lengths.at[target].set(jnp.minimum(count + 1, longest), mode="drop"),
     )
-    done = at_end & ((drawn == stop_token) | (count + 1 >= longest))
+    done = came_full | (at_end & ((drawn == stop_token) | (count + 1 >= longest)))
     return dataclasses.replace(
         loop,
         cache=d4.release(cache, jnp.where(done, slots, -1)),
@@ -133,6 +134,8 @@ def generate(
     model: Model, cache: d4.KVCache, texts: Texts, stop_token: jax.Array, temperature: jax.Array, key: jax.Array
 ) -> Loop:
     """Continue every text up to a stop token or the longest there is room for. Empty texts stand behind all others.
+
+    A text that fills its row already comes back as it is.
 
     Ends early, with ``ok`` False and texts as far as they came, where blocks run out for the rows at work.
     """

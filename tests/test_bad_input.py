@@ -44,10 +44,29 @@ def tokens():
     return jnp.asarray(sequence(1, BATCH * TOKENS, CFG.hidden_size).reshape(BATCH, TOKENS, -1))
 
 
-def test_an_index_past_the_stack_is_an_error(filled):
+@pytest.mark.parametrize("index", [1, -1, np.int64(1), np.int32(-1), jnp.int32(1)], ids=repr)
+def test_an_index_past_the_stack_is_an_error(filled, index):
     cache, slots = filled
-    with pytest.raises(ValueError, match=r"index must be in \[0, 1\) for CSA layers, got 1"):
-        d4.attention_layer_at(random_params()[1], tokens(), cache, "csa", 1, slots, ids(1, 1, 1, 1))
+    with pytest.raises(ValueError, match=rf"index must be in \[0, 1\) for CSA layers, got {int(index)}"):
+        d4.attention_layer_at(random_params()[1], tokens(), cache, "csa", index, slots, ids(1, 1, 1, 1))
+
+
+def test_a_traced_index_past_the_stack_leaves_every_row_alone(filled):
+    cache, slots = filled
+    counts = ids(2, TOKENS, 1, 0)
+    granted, ok = d4.prepare_forward(cache, slots, counts)
+    assert ok
+    run = jax.jit(
+        lambda index: d4.attention_layer_at(random_params()[1], tokens(), granted, "csa", index, slots, counts)
+    )
+    y, after = run(jnp.int32(0))
+    assert np.asarray(y)[:3].any(axis=(1, 2)).all()
+    assert (d4.advance(after, slots, counts).seq_lens - cache.seq_lens)[slots].tolist() == counts.tolist()
+    for index in (1, -1, INT_MAX, INT_MIN):
+        y, after = run(jnp.int32(index))
+        assert not np.asarray(y).any()
+        assert_same(d4.advance(after, slots, counts).seq_lens, cache.seq_lens)
+        assert_same(dataclasses.replace(after, tables=granted.tables), granted)
 
 
 @pytest.mark.parametrize(("batch", "width"), [(0, 3), (BATCH, 0)], ids=["no rows", "no tokens"])
@@ -182,7 +201,17 @@ def test_malformed_rows_are_errors_in_every_piece(filled):
         ),
         (
             lambda: d4.flush_csa(csa.pool, 0, rows, rows, table, slots, zero, zero, plan=plan),
-            "indexer_entries: expected float32 [B=4, E, dim=128], got float32[4, 2, 136]",
+            "indexer_entries: expected float32 [B=4, E=2, dim=128], got float32[4, 2, 136]",
+        ),
+        (
+            lambda: d4.flush_csa(csa.pool, 0, rows[:, :1], keys, table, slots, zero, zero, plan=plan),
+            "indexer_entries: expected float32 [B=4, E=1, dim=128], got float32[4, 2, 128]",
+        ),
+        (
+            lambda: d4.flush_csa(
+                csa.pool, 0, rows[..., 1:], keys, table, slots, zero, zero, plan=plan, backend="pallas_simulated"
+            ),
+            "entries: expected float32 [B=4, E, dim=136], got float32[4, 2, 135]",
         ),
         (
             lambda: d4.flush_csa(csa.pool, 0, rows, keys, table, slots, zero, zero[1:], plan=plan),
@@ -302,9 +331,17 @@ def test_pieces_and_handles_leave_alone_a_row_that_names_more_than_there_is(fill
     assert_same(after, pool)
     for layer, params in enumerate(random_params()):
         handle = d4.acquire(cache, layer, slots, counts)
-        assert_same(handle.write_swa(kv).cache, cache)
+        assert handle.num_new.tolist() == [TOKENS + 1, 0, TOKENS + 2, 0]
+        assert not (handle.positions(TOKENS) >= 0).any()
+        written = [handle.write_swa(kv)]
         if params.compressor is not None:
-            assert_same(handle.flush_compression(params.compressor, tokens(), params.indexer).cache, cache)
+            written.append(handle.flush_compression(params.compressor, tokens(), params.indexer))
+        for after in written:
+            assert_same(dataclasses.replace(after.cache, tables=cache.tables), cache)
+            # The grants are withdrawn, so that no token is counted that was not stored.
+            assert_same(d4.advance(after.cache, slots, counts).seq_lens, cache.seq_lens)
+            assert not after.num_new.any()
+            assert (after.slots == d4.acquire(after.cache, layer, slots, counts).slots).all()
 
 
 def test_nothing_at_all_is_ok_and_changes_nothing(filled):
@@ -346,6 +383,9 @@ def test_unknown_layers_kinds_and_backends_are_errors(filled):
                 call()
     with pytest.raises(ValueError, match=r"backend must be None or one of .*got 'cuda'"):
         d4.attention_layer(params, x, cache, 0, slots, counts, backend="cuda")
+    for backend in ({"top_k": "xla"}, ("xla",), d4.AttentionType.CSA, 3, False):
+        with pytest.raises(ValueError, match=r"backend must be None or one of .*, or an OpBackends; got"):
+            d4.attention_layer(params, x, cache, 0, slots, counts, backend=backend)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'mla' is not a valid AttentionType"):
         d4.attention_layer_at(params, x, cache, "mla", 0, slots, counts)
     swa_only = d4.plan_cache(dataclasses.replace(CFG, compress_ratios=(0, 0)), max_requests=1, max_context=16)

@@ -101,6 +101,16 @@ def test_a_draw_depends_on_the_text_and_its_place_in_the_queue_alone():
     assert fewer[:4] == first[:4]
 
 
+def test_a_text_that_fills_its_row_comes_back_as_it_is():
+    full, short = [prompt(LONGEST)] * (ROWS + 1), [prompt(46), prompt(40)]
+    texts, loop = run([full[0], short[0], *full[1:], short[1]])
+    assert loop.ok
+    assert_all_given_back(loop)
+    (first, second, *_), alone = run(short)
+    assert texts[: len(full) + 2] == [full[0], first, *full[1:], second]
+    assert int(loop.passes) <= int(alone.passes) + 2, "a full text takes its row for one pass"
+
+
 def test_without_enough_blocks_the_loop_ends_and_says_so():
     prompts = [prompt(length) for length in PROMPTS]
     whole, _ = run(prompts)

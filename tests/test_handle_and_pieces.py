@@ -244,6 +244,56 @@ def test_a_handle_refuses_what_its_layer_has_not():
         d4.acquire(cache, 2, slots, num_new).flush_compression(params[2].compressor, x, params[1].indexer)
 
 
+def test_what_a_handle_writes_has_one_number_of_tokens():
+    cache, slots, num_new, x = started()
+    params, kv = random_params()[1], jnp.ones((BATCH, TOKENS, CFG.head_dim))
+    handle = d4.acquire(cache, 1, slots, num_new)
+    with pytest.raises(ValueError, match="expected T = 8 tokens as in what was written, got 4"):
+        handle.write_swa(kv).flush_compression(params.compressor, x[:, :4], params.indexer)
+    with pytest.raises(ValueError, match="expected T = 8 tokens as in what was written, got 4"):
+        handle.write_swa(kv).visible(4)
+    with pytest.raises(AssertionError, match=r"kv: expected .*T=8"):
+        handle.write_swa(kv).window(kv[:, :4])
+
+
+def test_decode_attention_refuses_what_is_of_another_batch_or_layer():
+    cache, slots, num_new, x = started()
+    csa, hca = (d4.acquire(cache, layer, slots, num_new) for layer in (1, 2))
+    q, kv, sinks = jnp.ones((*x.shape[:2], CFG.num_heads, CFG.head_dim)), x[..., :1].repeat(CFG.head_dim, -1), x[0, 0]
+    window, entries = csa.window(kv), csa.entries
+    shorter = jax.tree.map(lambda leaf: leaf[:, 1:], window.fresh)
+    given = dict(sinks=sinks[: CFG.num_heads], window=window, entries=entries, kind="csa")
+    for change, message in (
+        (dict(sinks=sinks[:1]), r"sinks: expected float32 or bfloat16 \[num_heads=4\], got float32\[1\]"),
+        (dict(window=csa.window()), "window: 8 tokens need fresh rows"),
+        (dict(window=dataclasses.replace(window, fresh=shorter)), "expected at least 8 fresh rows .* got 7"),
+        (dict(window=dataclasses.replace(window, slots=slots[1:])), r"window.slots: expected int32 \[B=4\]"),
+        (dict(window=dataclasses.replace(window, start=slots[1:])), r"window.start: expected int32 \[B=4\]"),
+        (
+            dict(window=dataclasses.replace(window, fresh=jax.tree.map(lambda leaf: leaf[1:], window.fresh))),
+            r"window.fresh.nope: expected float32 \[B=4, F=8, axis 0=128\]",
+        ),
+        (dict(entries=dataclasses.replace(entries, slots=slots[1:])), r"entries.slots: expected int32 \[B=4\]"),
+        (dict(entries=hca.entries), "entries: expected those of CSA layers"),
+        (dict(kind="hca"), "entries: expected those of HCA layers"),
+    ):
+        with pytest.raises((AssertionError, ValueError), match=message):
+            d4.decode_attention(q, csa.positions(TOKENS), **(given | change))
+
+
+def test_a_row_without_new_tokens_reads():
+    cache, slots, num_new, _ = started()
+    reader = d4.acquire(cache, 1, slots, jnp.zeros_like(num_new))
+    assert reader.slots.tolist() == [3, 0, -1, 2]
+    assert reader.start.tolist() == [30, 21, 0, 3]
+    assert reader.num_entries.tolist() == [7, 5, 0, 0]
+    writer = d4.acquire(cache, 1, slots, num_new)
+    before = dataclasses.replace(writer, num_new=jnp.zeros_like(num_new))
+    assert_same(
+        (reader.gather_swa(), reader.gather_all_compressed()), (before.gather_swa(), before.gather_all_compressed())
+    )
+
+
 def test_a_handle_of_a_row_that_was_not_granted_does_nothing():
     cache, slots, _, _ = started()
     handle = d4.acquire(cache, 1, slots, ids(8, 5, 0, 2))  # row 1 was granted 4

@@ -371,9 +371,13 @@ def test_ownership_is_what_the_tables_say():
     np.testing.assert_array_equal(ownership(steps), owner)
     tables = with_tables(sound(), block_table=((1, 0), block_of(0, 0))).tables
     assert ownership([tables])[0, block_of(0, 0)] == SHARED
-    with pytest.raises(ValueError, match="ownership: history has no tables"):
+    with pytest.raises(ValueError, match=r"ownership: expected the Tables of one step at least, got .*\[\]"):
         ownership([])
-    with pytest.raises(ValueError, match=r"ownership: this cache has 2 shards .* one shard's part at a time"):
+    with pytest.raises(ValueError, match=r"ownership: expected the Tables of one step at least, got .*\['KVCache'\]"):
+        ownership([sound()])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="ownership: these are the tables of one step"):
+        ownership(tables)
+    with pytest.raises(ValueError, match=r"ownership: this cache has 2 shards .* one shard's part of each leaf"):
         ownership([dataclasses.replace(tables, num_free=ids(4, 4))])
 
 

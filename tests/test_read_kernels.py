@@ -14,7 +14,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax import indexer, kernels, layer
-from dsv4jax.backend import OPS, Backend, choose
+from dsv4jax.backend import Backend, choose
 from dsv4jax.reference import reference_layer
 from tests import driver
 from tests.driver import even_split, ids, moved_values, random_params, random_split, sequence
@@ -270,7 +270,7 @@ def test_a_named_backend_refuses_what_its_kernels_do_not_serve(op, change, optio
 
 
 def test_a_backend_op_by_op_names_ops_and_backends_that_there_are():
-    assert {field.name for field in dataclasses.fields(d4.OpBackends)} == OPS.keys()
+    assert {field.name for field in dataclasses.fields(d4.OpBackends)} == d4.backends().keys()
     with pytest.raises(ValueError, match=r"top_k must be None or one of .*got 'cuda'"):
         d4.OpBackends(top_k="cuda")
     named = d4.OpBackends(top_k="xla")

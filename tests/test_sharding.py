@@ -226,7 +226,7 @@ def test_kernels_run_under_shard_map_compiled_for_gpus():
     report = report_of("tests.compile_sharded", "h200")
     assert report["aliased"] == report["cache of a shard"]
     assert report["collectives"] == {"all-reduce": 3}  # one a layer
-    assert report["kernels"] == 2 + 4 + 2  # update and attention; CSA scores and picks besides
+    assert report["kernels"] == 3 + 6 + 3  # update, queries, attention; CSA its index queries, scores and picks besides
 
 
 def test_automatic_axes_take_arrays_from_anywhere():

@@ -246,6 +246,11 @@ def test_another_layout_is_refused_by_name(options, message):
         jax.eval_shape(d4.insert, d4.abstract_cache(other), abstract_snapshot(plan, 1, 1))
 
 
+def test_extract_cannot_be_traced_and_says_so():
+    with pytest.raises(ValueError, match="extract: lengths decide shapes"):
+        jax.eval_shape(lambda cache: d4.extract(cache, [0]), d4.abstract_cache(small_plan()))
+
+
 def test_a_snapshot_of_another_shape_is_refused():
     plan = small_plan()
     snapshot, cache = abstract_snapshot(plan, 2, 1), d4.abstract_cache(plan)

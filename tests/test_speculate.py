@@ -169,7 +169,9 @@ def test_a_draft_that_is_not_committed_shows_nowhere(name):
     assert d4.verify(staged_cache) == []
     got, ok = d4.commit(staged_cache, staged, jnp.zeros_like(drafted))
     assert ok
-    assert_same(got, staged_cache)
+    assert_same(got.tables.prepared, cache.seq_lens)  # what was granted for it is withdrawn
+    tables = dataclasses.replace(got.tables, prepared=cache.tables.prepared)
+    assert_same(dataclasses.replace(got, tables=tables), staged_cache)
     # What another call makes of it, with garbage where the draft's entries lay; and of a draft staged over the first.
     another, everything = x[::-1].copy(), ids(*[DRAFT] * len(STARTS))
     want, after, _ = step(random_params(DEEP), another, cache, slots, everything, layers=layers)
@@ -227,6 +229,23 @@ def test_commit_refuses_what_it_cannot_store_and_changes_nothing():
     shorter = dataclasses.replace(staged[1], kv=staged[1].kv[:, 1:])
     with pytest.raises(AssertionError, match="kv of layer 1"):
         d4.commit(cache, [staged[0], shorter], ids(*drafted))
+    entry, key = staged[0].entry, staged[0].key
+    assert entry is not None
+    half = jax.tree.map(lambda leaf: leaf[:, :4], entry[0]), entry[1]
+    for change, message in (
+        (dict(start=staged[0].start[:1]), r"start of layer 0: expected int32 \[B=32\], got int32\[1\]"),
+        (dict(num_new=staged[0].num_new[:1]), "num_new of layer 0"),
+        (dict(slots=slots[:1]), "slots of layer 0"),
+        (dict(entry=half), r"entry.k of layer 0: expected float32 \[B=32, T=8, width=272\]"),
+        (dict(key=half), "key.k of layer 0"),
+        (dict(entry=(entry[0], entry[1][1:])), "norm of entry of layer 0"),
+        (dict(entry=None), "entry and key of layer 0 are not those of a CSA layer"),
+        (dict(key=None), "entry and key of layer 0 are not those of a CSA layer"),
+    ):
+        with pytest.raises((AssertionError, ValueError), match=message):
+            d4.commit(cache, [staged[1], dataclasses.replace(staged[0], **change)], ids(*drafted))
+    with pytest.raises(ValueError, match="entry and key of layer 1 are not those of a HCA layer"):
+        d4.commit(cache, [staged[0], dataclasses.replace(staged[1], key=key)], ids(*drafted))
     with pytest.raises(ValueError, match="a draft must have rows and tokens"):
         d4.stage(random_params(DEEP)[0], jnp.asarray(x[:, :0]), cache, 0, slots, ids(*drafted))
 
@@ -234,7 +253,7 @@ def test_commit_refuses_what_it_cannot_store_and_changes_nothing():
 def test_a_row_that_may_not_bring_tokens_stages_none():
     """Padding, no token, more than was granted, more than there are: their outputs are 0, and so may be accepted."""
     cache, slots, x = prefilled("f32, ring")
-    cache, ok = d4.prepare_forward(cache, slots[2:3], ids(3))
+    cache, ok = d4.prepare_forward(cache, slots[2:4], ids(3, DRAFT + 1))
     assert ok
     rows, idle = len(STARTS), [0, 1, 2, 3]
     slots = slots.at[0].set(-1)
@@ -244,7 +263,8 @@ def test_a_row_that_may_not_bring_tokens_stages_none():
     ys, cache, staged = stage_all(random_params(DEEP), given, cache, slots, ids(*drafted))
     assert not np.asarray(ys)[:, idle].any()
     assert staged[0].num_new.tolist() == [0] * 4 + [5] * (rows - 4)
-    assert d4.verify(cache) == [], "a grant of more tokens than there are is withdrawn"
+    assert d4.verify(cache) == []
+    assert cache.tables.prepared[slots[3]] == cache.seq_lens[slots[3]], "a grant of more than there are is withdrawn"
     before = [contents(cache, int(slots[b])) for b in idle[1:]]
     after, ok = d4.commit(cache, staged, ids(*[0] * 4 + [5] * (rows - 4)))
     assert ok
@@ -253,6 +273,25 @@ def test_a_row_that_may_not_bring_tokens_stages_none():
     for b in idle:
         _, ok = d4.commit(cache, staged, ids(*np.arange(rows) == b))
         assert not ok
+
+
+def test_a_pass_that_is_refused_after_a_draft_that_was_not_accepted_leaves_all_rows_alone():
+    """What was granted for the rest of a draft lets nothing run later."""
+    cache, slots, x = prefilled("f32, ring")
+    rows = len(STARTS)
+    _, cache, staged = stage_all(random_params(DEEP), x, cache, slots, ids(*[DRAFT] * rows))
+    accepted = np.arange(rows) % (DRAFT + 1)
+    cache, ok = d4.commit(cache, staged, ids(*accepted.tolist()))
+    assert ok
+    assert_same(cache.tables.prepared, cache.seq_lens)
+    assert d4.verify(cache) == []
+    num_new = ids(*np.where(np.arange(rows) == 5, -1, np.maximum(DRAFT - accepted, 1)).tolist())
+    cache, ok = d4.prepare_forward(cache, slots, num_new)
+    assert not ok
+    ys, _, staged = stage_all(random_params(DEEP), x, cache, slots, num_new)
+    assert not any(np.asarray(y).any() for y in ys)
+    assert not staged[0].num_new.any()
+    assert_same(d4.advance(cache, slots, num_new).seq_lens, cache.seq_lens)
 
 
 # ---- inside a loop of the compiler ----------------------------------------------------------------------------------

@@ -159,6 +159,8 @@ def test_unknown_naming_and_unknown_layer_are_refused():
     for layer in (-1, 1):
         with pytest.raises(ValueError, match=rf"layer must be in \[0, 1\), got {layer}"):
             d4.load_attention_params(recording.tensors("hf"), recording.cfg, layer)
+        with pytest.raises(ValueError, match=rf"layer must be in \[0, 1\), got {layer}"):
+            d4.init_attention_params(jax.random.key(0), recording.cfg, layer)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -257,6 +259,13 @@ def test_a_tensor_that_the_index_promises_and_the_shard_lacks_is_named(tmp_path)
         d4.load_safetensors(tmp_path, recording.cfg, 0)
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "{", '{"weight_map": 3}'])
+def test_an_index_without_a_map_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors\.index\.json: expected JSON"):
+        d4.load_safetensors(tmp_path, d4.DSV4Config.tiny(), 0)
+
+
 def test_folders_without_the_layer_or_without_any_checkpoint_are_refused(tmp_path):
     recording = recorded.load("swa")
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in"):
@@ -350,6 +359,17 @@ def test_fp8_weights_without_a_scale_or_with_a_misshapen_one_are_named(tmp_path)
         save_file(in_checkpoint(stored | {"wq_b.scale": np.ascontiguousarray(wrong)}, "deepseek", 1), file)
         with pytest.raises(ValueError, match=r"layer 1: tensor 'wq_b\.weight': block scales of shape"):
             d4.load_safetensors(tmp_path, FP8_CFG, 1)
+
+
+def test_fp8_weights_with_other_scales_become_f32(tmp_path):
+    """Scales that are no powers of two: bf16 would round the products."""
+    stored, _ = fp8_checkpoint(2)
+    scale = np.random.default_rng(0).uniform(0.5, 1, stored["wq_b.scale"].shape).astype(np.float32)
+    save_file(in_checkpoint(stored | {"wq_b.scale": scale}, "deepseek", 1), tmp_path / "model.safetensors")
+    params = d4.load_safetensors(tmp_path, FP8_CFG, 1)
+    assert params.q_b.dtype == jnp.float32
+    assert_same(np.asarray(params.q_b), dequantise_blocks(stored["wq_b.weight"], scale))
+    assert params.q_a.dtype == jnp.bfloat16
 
 
 def test_block_scales_meet_the_block_they_belong_to():

@@ -214,7 +214,11 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
         state, slots, positions = inputs["state"], inputs["slots"], inputs["positions"]
         start, layer = positions[:, -1] + 1, _layer(case, inputs, ticket[0])
         if backend == "xla":
-            window = SlidingWindow(state=state, index=ticket[0], slots=slots, start=start, fresh=None, plan=case.plan)
+            fresh = None
+            if case.tokens > 1:  # its time without the cost of a draft's rows, which are few
+                fresh = jax.tree.map(lambda leaf: leaf[ticket[0], slots, : case.tokens], state.window)
+                start = positions[:, 0]
+            window = SlidingWindow(state=state, index=ticket[0], slots=slots, start=start, fresh=fresh, plan=case.plan)
             arguments = inputs["q"].astype(jnp.float32), positions, inputs["sinks"], window, layer, inputs["picks"]
             return attention.decode_attention(*arguments, kind=case.kind, dtype=jnp.bfloat16, backend=backend)
         freqs, ratio = rope_frequencies(cfg, d4.AttentionType(case.kind)), cfg.ratio(d4.AttentionType(case.kind))
