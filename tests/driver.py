@@ -19,13 +19,12 @@ CFG = d4.DSV4Config.tiny(compress_ratios=(0, 4, 16), hca_compression_ratio=16)
 LAYERS = (0, 1, 2)
 REQUESTS, CONTEXT, BLOCKS = 5, 80, 14
 BATCH, TOKENS = 4, 8
-# Options of a plan that between them have every form of rows, keys and tails.
-FORMATS: dict[str, dict[str, Any]] = {
-    "f32": dict(kv_format="f32", indexer_format="f32"),
-    "bf16, online": dict(kv_format="bf16", indexer_format="bf16", hca_tail="online"),
-    "fp8_row, nvfp4, bf16 tails": dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16),
-    "fp8_tile64, mxfp4, online": dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"),
-}
+F32: dict[str, Any] = dict(kv_format="f32", indexer_format="f32")
+TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
+BF16_TAILS: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16)
+# Options of a plan that between them have every form of rows, keys and tails; and the three that differ most.
+THREE_FORMATS = {"f32": F32, "fp8_tile64, mxfp4, online": TRAINED, "fp8_row, nvfp4, bf16 tails": BF16_TAILS}
+FORMATS = THREE_FORMATS | {"bf16, online": dict(kv_format="bf16", indexer_format="bf16", hca_tail="online")}
 
 TRACES: collections.Counter[str] = collections.Counter()  # how often each function below was traced
 # The backend of ``step`` where none is named, set by ``with BACKEND(name):``. It is part of jit's cache key.

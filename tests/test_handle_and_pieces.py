@@ -21,6 +21,7 @@ from tests.driver import (
     CFG,
     LAYERS,
     TOKENS,
+    TRAINED,
     assert_same,
     feed,
     ids,
@@ -30,7 +31,6 @@ from tests.driver import (
     small_plan,
 )
 
-TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
 # The same arithmetic in another compilation unit: fp32 sums may run in another order.
 TOLERANCE = 2e-5
 KINDS = tuple(d4.AttentionType)

@@ -19,6 +19,7 @@ from tests.driver import (
     FORMATS,
     LAYERS,
     REQUESTS,
+    THREE_FORMATS,
     TOKENS,
     feed,
     ids,
@@ -28,8 +29,6 @@ from tests.driver import (
     sequence,
     small_plan,
 )
-
-SERVED = "f32", "fp8_tile64, mxfp4, online", "fp8_row, nvfp4, bf16 tails"  # of FORMATS
 
 
 @functools.cache
@@ -58,7 +57,7 @@ def served(name: str = "f32", seed: int = 0) -> tuple[tuple[d4.KVCache, ...], d4
     return tuple(caches), jax.tree.map(lambda *leaves: np.stack(leaves), *history)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", THREE_FORMATS)
 def test_nothing_is_wrong_along_a_random_schedule(name):
     caches, _ = served(name)
     for cache in caches:

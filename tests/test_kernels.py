@@ -18,7 +18,7 @@ from dsv4jax.backend import Backend, choose
 from dsv4jax.cache import LayerStack
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KV_FORMATS
-from tests.driver import CFG, moved_values, random_params, sequence, small_plan
+from tests.driver import CFG, THREE_FORMATS, moved_values, random_params, sequence, small_plan
 from tests.kernel_cases import (
     BAD,
     BF16,
@@ -472,20 +472,13 @@ def assert_decodes_alike(backend: Backend, steps: int, batch: int, options: dict
     assert moved <= 0.02 * total, f"{moved} of {total} outputs differ"
 
 
-DECODED = {
-    "f32": dict(kv_format="f32", indexer_format="f32"),
-    "fp8_tile64, mxfp4, online": dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"),
-    "fp8_row, nvfp4, bf16 tails": dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16),
-}
-
-
-@pytest.mark.parametrize("options", list(DECODED.values())[:2], ids=list(DECODED)[:2])
+@pytest.mark.parametrize("options", list(THREE_FORMATS.values())[:2], ids=list(THREE_FORMATS)[:2])
 def test_forty_decode_steps_inside_a_scan(options):
     assert_decodes_alike(d4.OpBackends(cache_update="pallas_simulated"), 40, 3, options)
 
 
 @requires_gpu
-@pytest.mark.parametrize("options", DECODED.values(), ids=DECODED)
+@pytest.mark.parametrize("options", THREE_FORMATS.values(), ids=THREE_FORMATS)
 def test_three_hundred_decode_steps_inside_a_scan(options):
     assert choose("cache_update", None, None) == "pallas"
     assert_decodes_alike(None, 300, 8, options)

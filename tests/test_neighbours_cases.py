@@ -35,6 +35,7 @@ from tests.driver import (
     BLOCKS,
     CFG,
     LAYERS,
+    THREE_FORMATS,
     TOKENS,
     assert_same,
     contents,
@@ -52,12 +53,6 @@ from tests.driver import (
 TOLERANCE = 2e-5
 LENGTH = 44
 CSA, HCA = d4.AttentionType.CSA, d4.AttentionType.HCA
-
-FORMATS: dict[str, dict[str, Any]] = {
-    "f32": dict(kv_format="f32", indexer_format="f32"),
-    "fp8_tile64, mxfp4, online": dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"),
-    "fp8_row, nvfp4, bf16 tails": dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16),
-}
 
 
 def tokens(row, length=LENGTH):
@@ -410,7 +405,7 @@ def test_case_12_window_and_pool_are_each_as_large_as_what_they_hold():
     assert d4.memory_bytes(cache) == plan.memory_bytes()
 
 
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("options", THREE_FORMATS.values(), ids=THREE_FORMATS)
 def test_case_13_every_byte_of_every_part_is_written_and_no_other(options):
     cache = poisoned(d4.init_cache(small_plan(**options)))
     garbage = jax.tree.map(np.asarray, cache)

@@ -17,7 +17,7 @@ from dsv4jax import indexer, kernels, layer
 from dsv4jax.backend import Backend, choose
 from dsv4jax.reference import reference_layer
 from tests import driver
-from tests.driver import even_split, ids, moved_values, random_params, random_split, sequence
+from tests.driver import TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
 from tests.machines import BACKENDS, requires_gpu
 
 SWA, CSA, HCA = d4.AttentionType
@@ -32,7 +32,6 @@ CFG = d4.DSV4Config(
     yarn_original_max_position=64,
 )
 DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4")
-TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
 
 # The kernel rounds queries, rows and softmax weights to f16, a relative 2^-11: measured 4e-4 on outputs of rms 0.4.
 TOLERANCE = 1.5e-3

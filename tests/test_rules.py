@@ -17,7 +17,9 @@ from tests.driver import (
     BATCH,
     CFG,
     LAYERS,
+    THREE_FORMATS,
     TOKENS,
+    TRAINED,
     assert_same,
     contents,
     even_split,
@@ -38,13 +40,8 @@ TOLERANCE = 2e-5
 # less often elsewhere; one moved scale takes a whole tile along.
 MOVED = 1e-3
 
-F32: dict[str, Any] = dict(kv_format="f32", indexer_format="f32")
-TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
-DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16)
-FORMATS = {"f32": F32, "fp8_tile64, mxfp4, online": TRAINED, "fp8_row, nvfp4, bf16 tails": DEFAULT}
-
 LENGTHS = (63, 37, 16, 50)
-formats = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+formats = pytest.mark.parametrize("options", THREE_FORMATS.values(), ids=THREE_FORMATS)
 
 
 def inputs(lengths=LENGTHS, seed=0):
@@ -70,7 +67,7 @@ def expected(name):
     """What every other split is compared with: one pass, or full chunks where a third step would have to compile."""
     whole = name in ("f32", "fp8_tile64, mxfp4, online")
     splits = [[length] if whole else even_split(length, TOKENS) for length in LENGTHS]
-    outputs, cache, slots = run(splits, width=64 if whole else TOKENS, **FORMATS[name])
+    outputs, cache, slots = run(splits, width=64 if whole else TOKENS, **THREE_FORMATS[name])
     return outputs, [contents(cache, int(slot)) for slot in slots]
 
 
@@ -91,7 +88,7 @@ def assert_equal_up_to_rounding(name, outputs, cache, slots):
 # ---- 1: any split of a sequence into calls gives the same cache and outputs -----------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", THREE_FORMATS)
 def test_rule_1_any_chunking_equals_one_pass(name):
     @settings(max_examples=5)
     @given(seed=st.integers(0, 2**32 - 1), order=st.permutations(range(BATCH)))
@@ -101,7 +98,7 @@ def test_rule_1_any_chunking_equals_one_pass(name):
         for split in splits:  # idle steps: rows of one batch come to be at unrelated phases
             for _ in range(int(rng.integers(0, 5))):
                 split.insert(int(rng.integers(0, len(split) + 1)), 0)
-        assert_equal_up_to_rounding(name, *run(splits, order=order, **FORMATS[name]))
+        assert_equal_up_to_rounding(name, *run(splits, order=order, **THREE_FORMATS[name]))
 
     check()
 

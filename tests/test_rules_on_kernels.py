@@ -23,7 +23,7 @@ from tests.test_rules import (  # noqa: F401  collected here as well
 
 @pytest.fixture(autouse=True, params=BACKENDS)
 def backend(request):
-    for name in test_rules.FORMATS:
+    for name in test_rules.THREE_FORMATS:
         test_rules.expected(name)  # on the default backend, and kept for the tests of test_rules itself
     with driver.BACKEND(d4.OpBackends(cache_update=request.param)):
         yield

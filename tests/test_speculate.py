@@ -16,9 +16,12 @@ from tests import kernel_cases
 from tests.driver import (
     BACKEND,
     BATCH,
+    BF16_TAILS,
     CFG,
+    F32,
     LAYERS,
     TOKENS,
+    TRAINED,
     assert_same,
     contents,
     feed,
@@ -32,17 +35,14 @@ from tests.driver import (
 )
 from tests.kernel_cases import Case, make_batch, make_inputs, make_params, make_stack, same_bytes
 from tests.machines import BACKENDS
-from tests.test_rules import DEFAULT, MOVED, TOLERANCE
+from tests.test_rules import MOVED, TOLERANCE
 
 DRAFT = 8
 DRAFTS = [(drafted, accepted) for drafted in range(1, DRAFT + 1) for accepted in range(drafted + 1)]
 # Requests of one batch: their first tokens, a window that begins to wrap, each phase around the ends of blocks.
 STARTS = (*range(6), 15, 16, 61, 62, *range(118, 134), *range(250, 256))
 DEEP = d4.DSV4Config.tiny(compress_ratios=(4, 128))
-PLANS: dict[str, dict[str, Any]] = {
-    "f32, ring": dict(kv_format="f32", indexer_format="f32"),
-    "fp8_tile64, mxfp4, online": dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"),
-}
+PLANS = {"f32, ring": F32, "fp8_tile64, mxfp4, online": TRAINED}
 plans = pytest.mark.parametrize("name", PLANS)
 layers = tuple(range(DEEP.num_layers))
 
@@ -308,7 +308,7 @@ def test_a_speculative_generation_inside_scan_equals_feeding_what_was_accepted()
         for b, n in enumerate(row):
             draft[b, :n] = xs[b][done[b] : done[b] + n]
         done += row
-    cache, slots, ok = d4.admit(d4.init_cache(small_plan(**DEFAULT)), BATCH)
+    cache, slots, ok = d4.admit(d4.init_cache(small_plan(**BF16_TAILS)), BATCH)
     assert ok
 
     @jax.jit
