@@ -124,7 +124,7 @@ def main() -> None:
     if options.tiny:
         cfg, dtype, requests, context = d4.DSV4Config.tiny(), jnp.float32, 4, 512
     cfg = dataclasses.replace(cfg, compress_ratios=cfg.compress_ratios[: options.layers])
-    room = options.rounds * options.steps * (1 + options.tokens) + options.tokens
+    room = (options.rounds * options.steps + 1) * (1 + options.tokens) + options.tokens  # 1: warming up
     plan = d4.plan_cache(cfg, max_requests=requests, max_context=context + max(ROOM, room), headroom=1.0)
     programs = Programs(plan, context, options.tokens, dtype)
 

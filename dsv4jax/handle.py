@@ -2,7 +2,8 @@
 
 For those who write their own layer: the same pieces that ``attention_layer`` is made of, with the indices of a batch
 already resolved. A handle is a value: a write returns a new one, and ``.cache`` gives the cache back. Use it in a jit
-that donates the cache: outside of one, every write copies what it changes.
+that donates the cache: outside of one, every write copies what it changes. A handle remembers T once it has written:
+out of a branch or a loop give its ``.cache``, and acquire again.
 
     handle = acquire(cache, layer, slots, num_new)
     handle = handle.flush_compression(compressor, x, indexer)
@@ -101,7 +102,7 @@ class LayerCacheHandle:
 
     @property
     def num_entries(self) -> jax.Array:
-        """int32 [B] entries complete once this call's tokens are stored."""
+        """int32 [B] entries complete once this call's tokens are stored, where num_new is at most T."""
         ratio = self.schema.compression_ratio
         return (self.start + self.num_new) // ratio if ratio else jnp.zeros_like(self.start)
 

@@ -81,9 +81,11 @@ def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
 
     Of equal scores the first. A NaN score ranks first in its own row and disturbs no other.
     """
+    # As the kernel ranks and orders them: attention then sums in one order, whichever has picked. To XLA -0 is below 0,
+    # and a NaN's sign counts.
+    score = jnp.where(score == 0, 0.0, jnp.where(jnp.isnan(score), jnp.nan, score))
     _, picks = lax.top_k(score, min(top_k, score.shape[-1]))
-    # In the kernel's order: attention then sums in one order, whichever has picked.
-    picks = jnp.sort(picks.astype(jnp.int32), axis=-1)
+    picks = jnp.sort(picks, axis=-1)
     return jnp.where(picks < visible[..., None], picks, -1)
 
 

@@ -57,7 +57,7 @@ def unsupported_scores(plan: CachePlan) -> str | None:
 
 
 def unsupported_top_k(plan: CachePlan) -> str | None:
-    """Why no kernel picks as many entries as a plan's queries read, or None where one does."""
+    """Why no kernel picks as many entries as a plan's queries read out of so many, or None where one does."""
     return pk.unsupported_top_k(plan.cfg.indexer_top_k, plan.max_blocks * plan.entries_per_block(AttentionType.CSA))
 
 

@@ -86,7 +86,8 @@ def commit(
 ) -> tuple[KVCache, jax.Array]:
     """Store the first tokens of a staged draft and count them: as if they alone had been fed.
 
-    What was granted for the rest of the draft is withdrawn; the blocks stay with their request.
+    Whatever was granted past the tokens stored is withdrawn, so each draft begins with ``prepare_forward``. Blocks stay
+    with their request.
 
     Args:
       cache: as the last layer's ``stage`` gave it.

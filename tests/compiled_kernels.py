@@ -202,7 +202,7 @@ def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         prepare: Any = functools.partial(pk.attention_queries, eps=cfg.norm_eps)
         args = _f32(*lead, cfg.num_heads, cfg.head_dim), angles
         yield Kernel(name=f"attention_queries {list(lead)}", function=prepare, args=args, rows=None, reads_only=True)
-        for options in FORMATS:
+        for options in FORMATS if cfg is MODELS["flash"] else ():  # Pro's indexer is the same
             form = options["indexer_format"]
             row = INDEXER_FORMATS[form].row(cfg.indexer_head_dim)
             prepare = functools.partial(pk.indexer_queries, key_row=row, key_format=form)

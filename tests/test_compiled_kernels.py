@@ -80,9 +80,9 @@ def check(name: str, found: dict[str, Any], architecture: str) -> None:
 def test_every_kernel_compiled_for(target):
     found = report_of("tests.compiled_kernels", target)
     reports = found["kernels"]
-    assert {tuple(name.split()[:2]) for name in reports} == {
-        (m, launch) for m in ("flash", "pro") for launch in LAUNCHES
-    }
+    launches = {(model, launch) for model in ("flash", "pro") for launch in LAUNCHES}
+    launches -= {("pro", "indexer_queries")}  # the same as Flash's
+    assert {tuple(name.split()[:2]) for name in reports} == launches
     for name, report in reports.items():
         check(name, report, ARCHITECTURES[target])
     # Each launch that addresses CSA entries was seen on a pool that 32 bits do not address.
