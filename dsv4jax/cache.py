@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from dsv4jax import allocator
 from dsv4jax.allocator import Tables
 from dsv4jax.checks import check_batch
-from dsv4jax.config import AttentionType, layer_schedule
+from dsv4jax.config import AttentionType, layer_kind
 from dsv4jax.paged_pool import PagedPool, init_pool
 from dsv4jax.plan import CachePlan
 from dsv4jax.state_cache import StateCache, init_state, reset_slots
@@ -62,10 +62,7 @@ class KVCache:
 
     def locate(self, layer: int) -> tuple[AttentionType, int]:
         """Kind of a layer and its place in that kind's stack. ValueError where the model has no such layer."""
-        schedule = layer_schedule(self.plan.cfg)
-        if not 0 <= layer < len(schedule):
-            raise ValueError(f"layer must be in [0, {len(schedule)}), got {layer}")
-        kind = schedule[layer].attn
+        kind = layer_kind(self.plan.cfg, layer)
         return kind, self.plan.layers(kind).index(layer)
 
     def with_stack(self, kind: AttentionType | str, stack: LayerStack) -> KVCache:

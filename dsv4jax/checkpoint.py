@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.config import DSV4Config
+from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.weights import NAMINGS, AttentionParams, load_attention_params
 
 # Where a checkpoint keeps a layer's attention.
@@ -45,8 +45,7 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
     from safetensors import SafetensorError
 
     folder = Path(path)
-    if not 0 <= layer < cfg.num_layers:
-        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
+    layer_kind(cfg, layer)  # the model has it
     where = _tensor_files(folder)
     prefixes = {pattern.format(layer=layer): naming for naming, pattern in _PREFIXES.items()}
     prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in where)), None)

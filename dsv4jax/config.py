@@ -172,6 +172,13 @@ def layer_schedule(cfg: DSV4Config) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(i, kinds[ratio]) for i, ratio in enumerate(cfg.compress_ratios))
 
 
+def layer_kind(cfg: DSV4Config, layer: int) -> AttentionType:
+    """Kind of layer number ``layer``. ValueError where the model has no such layer."""
+    if not 0 <= layer < cfg.num_layers:
+        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
+    return layer_schedule(cfg)[layer].attn
+
+
 _HF_LAYER_TYPES = {
     "sliding_attention": AttentionType.SWA,
     "compressed_sparse_attention": AttentionType.CSA,

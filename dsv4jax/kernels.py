@@ -13,7 +13,7 @@ import pallas_kernels as pk
 from dsv4jax.compressor import Streams, num_touched_blocks
 from dsv4jax.config import AttentionType
 from dsv4jax.plan import CachePlan
-from dsv4jax.rope import rope_angles, rope_frequencies
+from dsv4jax.rope import packed_angles, rope_frequencies
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,7 +106,7 @@ def update(
         ratio = cfg.ratio(kind)
         touched = num_touched_blocks(entry[0].k.shape[1], ratio)
         number = (start // ratio)[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
-        rope = jnp.concatenate(rope_angles(ratio * number, rope_frequencies(cfg, kind)), -1)
+        rope = packed_angles(ratio * number, rope_frequencies(cfg, kind))
 
     def streams(given: tuple[Streams, jax.Array] | None) -> pk.Streams | None:
         return given and pk.Streams(k=given[0].k, z=given[0].z, norm=given[1].astype(jnp.float32))
@@ -260,7 +260,7 @@ def attention_queries(
     product: jax.Array, positions: jax.Array, freqs: np.ndarray, eps: float, backend: str
 ) -> jax.Array:
     """Products f32 [B, T, H, head_dim] normed, roped and rounded: f16."""
-    angles = jnp.concatenate(rope_angles(positions, freqs), -1)
+    angles = packed_angles(positions, freqs)
     return pk.attention_queries(product, angles, eps=eps, simulate=backend == SIMULATED)
 
 
@@ -270,7 +270,7 @@ def indexer_queries(
     """Products f32 [B, T, H, key_dim] roped, rotated and encoded as the keys are: [B, T, H, ...]."""
     return pk.indexer_queries(
         product,
-        jnp.concatenate(rope_angles(positions, freqs), -1),
+        packed_angles(positions, freqs),
         plan.keys.row(product.shape[-1]),
         key_format=plan.indexer_format,
         simulate=backend == SIMULATED,
@@ -339,7 +339,7 @@ def decode_attention(
         positions,
         visible,
         sinks.astype(jnp.float32),
-        jnp.concatenate(rope_angles(positions, freqs), -1),
+        packed_angles(positions, freqs),
         layer_number(window.index),
         kv_format=plan.kv_format,
         dtype=dtype,

@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.config import AttentionType, DSV4Config, layer_schedule
+from dsv4jax.config import AttentionType, DSV4Config, layer_kind, layer_schedule
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KVFormat, row_bytes
 
 MAX_CONTEXT = 1 << 24  # positions become fp32 angles, which hold integers exactly up to here
@@ -44,9 +44,7 @@ class LayerCacheSchema:
 
 def build_schema(cfg: DSV4Config, layer: int) -> LayerCacheSchema:
     """Schema of layer number ``layer``. ValueError where the model has no such layer."""
-    if not 0 <= layer < cfg.num_layers:
-        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
-    kind = layer_schedule(cfg)[layer].attn
+    kind = layer_kind(cfg, layer)
     ratio, indexed = cfg.ratio(kind), kind == AttentionType.CSA
     per_block = cfg.block_tokens // ratio if ratio else 0
     return LayerCacheSchema(

@@ -46,6 +46,11 @@ def rope_angles(positions: jax.Array, freqs: np.ndarray) -> tuple[jax.Array, jax
     return jnp.cos(angle), jnp.sin(angle)
 
 
+def packed_angles(positions: jax.Array, freqs: np.ndarray) -> jax.Array:
+    """f32 [..., rope_dim]: the cosines of ``rope_angles``, then the sines, as the kernels take them."""
+    return jnp.concatenate(rope_angles(positions, freqs), -1)
+
+
 def apply_rope(x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse: bool = False) -> jax.Array:
     """Turn the last 2 * len(freqs) dims of x: (e, o) -> (e cos - o sin, o cos + e sin); the inverse flips sin.
 

@@ -29,10 +29,9 @@ from dsv4jax.backend import Backend, choose
 from dsv4jax.cache import KVCache
 from dsv4jax.cache_update import Normed, store_streams
 from dsv4jax.checks import FLOATS, check_array, check_batch
-from dsv4jax.config import AttentionType
 from dsv4jax.layer import run_layer
 from dsv4jax.plan import CachePlan
-from dsv4jax.weights import AttentionParams
+from dsv4jax.weights import AttentionParams, param_shapes
 
 
 @jax.tree_util.register_dataclass
@@ -151,15 +150,17 @@ def _check_staged(one: StagedLayer, tokens: dict[str, int | None], plan: CachePl
     for name, row in rows.items():
         check_array(f"{name} {of}", row, {"B": tokens["B"]}, jnp.int32)
     check_array(f"kv {of}", one.kv, tokens | {"head_dim": cfg.head_dim}, jnp.float32)
-    if (one.entry is None) != (kind == AttentionType.SWA) or (one.key is None) == (kind == AttentionType.CSA):
-        raise ValueError(f"entry and key {of} are not those of a {kind.upper()} layer")
-    for name, normed, dim in (("entry", one.entry, cfg.head_dim), ("key", one.key, cfg.indexer_head_dim)):
-        if normed is not None:
+    params = param_shapes(cfg, kind)
+    of_key = params.indexer and params.indexer.compressor
+    for name, normed, compressor in (("entry", one.entry, params.compressor), ("key", one.key, of_key)):
+        if (normed is None) != (compressor is None):
+            raise ValueError(f"entry and key {of} are not those of a {kind.upper()} layer")
+        if normed is not None and compressor is not None:
             streams, norm = normed
-            width = dim * (2 if kind == AttentionType.CSA else 1)
+            width = compressor.kv.shape[0]
             check_array(f"{name}.k {of}", streams.k, tokens | {"width": width}, jnp.float32)
             check_array(f"{name}.z {of}", streams.z, tokens | {"width": width}, jnp.float32)
-            check_array(f"norm of {name} {of}", norm, {"dim": dim}, FLOATS)
+            check_array(f"norm of {name} {of}", norm, {"dim": compressor.norm.shape[0]}, FLOATS)
 
 
 # Jitted so that the layers of a kind are traced once.

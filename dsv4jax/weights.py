@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.checks import FLOATS, check_array
-from dsv4jax.config import AttentionType, DSV4Config, layer_schedule
+from dsv4jax.config import AttentionType, DSV4Config, layer_kind
 
 
 @jax.tree_util.register_dataclass
@@ -94,9 +94,7 @@ def param_shapes(cfg: DSV4Config, kind: AttentionType) -> AttentionParams:
 
 def layer_shapes(cfg: DSV4Config, layer: int) -> AttentionParams:
     """``param_shapes`` of a layer of the model. ValueError where it has no such layer."""
-    if not 0 <= layer < cfg.num_layers:
-        raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
-    return param_shapes(cfg, layer_schedule(cfg)[layer].attn)
+    return param_shapes(cfg, layer_kind(cfg, layer))
 
 
 def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) -> None:

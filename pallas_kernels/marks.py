@@ -57,20 +57,15 @@ class Marks:
         self.machine.add_shared(position // WARP * 4 + self.words, self._bit(position), where)
 
     def count(self) -> None:
-        if self.has_words is True:
-            self._count()
-        else:
-            with self.machine.when(self.has_words):
-                self._count()
-
-    def _count(self) -> None:
-        machine, vectors = self.machine, self._vectors()
-        words = [word for vector in vectors for word in machine.load_shared(vector * 16 + self.words, 16)]
-        through = list(itertools.accumulate(machine.population_count(word) for word in words))
-        before = self._before_lane(through[-1])
-        counts = [before, *(before + count for count in through[:-1])]
-        for vector, (a, b, c, d) in zip(vectors, itertools.batched(counts, VECTOR), strict=True):
-            machine.store_shared(vector * 8 + self.before, [a | (b << 16), c | (d << 16)], 8, True)
+        machine = self.machine
+        with machine.when(self.has_words):  # all lanes, where it takes a barrier
+            vectors = self._vectors()
+            words = [word for vector in vectors for word in machine.load_shared(vector * 16 + self.words, 16)]
+            through = list(itertools.accumulate(machine.population_count(word) for word in words))
+            before = self._before_lane(through[-1])
+            counts = [before, *(before + count for count in through[:-1])]
+            for vector, (a, b, c, d) in zip(vectors, itertools.batched(counts, VECTOR), strict=True):
+                machine.store_shared(vector * 8 + self.before, [a | (b << 16), c | (d << 16)], 8, True)
 
     def _before_lane(self, count: Value) -> Value:
         """The sum of the counts of all lanes before."""

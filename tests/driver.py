@@ -21,7 +21,8 @@ REQUESTS, CONTEXT, BLOCKS = 5, 80, 14
 BATCH, TOKENS = 4, 8
 F32: dict[str, Any] = dict(kv_format="f32", indexer_format="f32")
 TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
-BF16_TAILS: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4", tail_dtype=jnp.bfloat16)
+DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4")  # with ring tails in f32
+BF16_TAILS = DEFAULT | dict(tail_dtype=jnp.bfloat16)
 # Options of a plan that between them have every form of rows, keys and tails; and the three that differ most.
 THREE_FORMATS = {"f32": F32, "fp8_tile64, mxfp4, online": TRAINED, "fp8_row, nvfp4, bf16 tails": BF16_TAILS}
 FORMATS = THREE_FORMATS | {"bf16, online": dict(kv_format="bf16", indexer_format="bf16", hca_tail="online")}

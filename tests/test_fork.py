@@ -5,7 +5,6 @@ reader.
 import dataclasses
 import itertools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +29,11 @@ from tests.driver import (
     BLOCKS,
     CFG,
     CONTEXT,
+    DEFAULT,
     LAYERS,
     REQUESTS,
     TOKENS,
+    TRAINED,
     assert_same,
     contents,
     even_split,
@@ -45,8 +46,6 @@ from tests.driver import (
     step,
 )
 
-DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4")  # with ring tails
-TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
 PLAN = small_plan(**TRAINED)  # blocks of 16 tokens
 PUBLISHED_RATIOS = d4.plan_cache(  # blocks of 128
     d4.DSV4Config.tiny(), max_requests=REQUESTS, max_context=256, num_blocks=2 * BATCH, **DEFAULT

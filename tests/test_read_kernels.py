@@ -17,7 +17,7 @@ from dsv4jax import indexer, kernels, layer
 from dsv4jax.backend import Backend, choose
 from dsv4jax.reference import reference_layer
 from tests import driver
-from tests.driver import TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
+from tests.driver import DEFAULT, TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
 from tests.machines import BACKENDS, requires_gpu
 
 SWA, CSA, HCA = d4.AttentionType
@@ -31,7 +31,6 @@ CFG = d4.DSV4Config(
     indexer_top_k=32,
     yarn_original_max_position=64,
 )
-DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4")
 
 # The kernel rounds queries, rows and softmax weights to f16, a relative 2^-11: measured 4e-4 on outputs of rms 0.4.
 TOLERANCE = 1.5e-3
@@ -268,7 +267,8 @@ def test_a_named_backend_refuses_what_its_kernels_do_not_serve(op, change, optio
 
 
 def test_a_backend_op_by_op_names_ops_and_backends_that_there_are():
-    assert {field.name for field in dataclasses.fields(d4.OpBackends)} == d4.backends().keys()
+    ops = {"cache_update", "indexer_scores", "top_k", "decode_attention", "gather_rows"}
+    assert {field.name for field in dataclasses.fields(d4.OpBackends)} == d4.backends().keys() == ops
     with pytest.raises(ValueError, match=r"top_k must be None or one of .*got 'cuda'"):
         d4.OpBackends(top_k="cuda")
     named = d4.OpBackends(top_k="xla")

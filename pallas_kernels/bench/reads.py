@@ -23,7 +23,7 @@ import pallas_kernels as pk
 from dsv4jax import attention, indexer
 from dsv4jax.formats import row_bytes
 from dsv4jax.paged_pool import PooledLayer
-from dsv4jax.rope import rope_angles, rope_frequencies
+from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.state_cache import SlidingWindow
 from pallas_kernels import decode_attention_sm90 as sm90
 from pallas_kernels import decode_attention_sm90_few as sm90_few
@@ -235,7 +235,7 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
             positions,
             None if layer is None else (positions + 1) // ratio,
             inputs["sinks"],
-            jnp.concatenate(rope_angles(positions, freqs), -1),
+            packed_angles(positions, freqs),
             ticket,
             kv_format=case.kv_format,
             **options,

@@ -21,7 +21,7 @@ import pallas_kernels as pk
 from dsv4jax import kernels
 from dsv4jax.cache_update import store_streams
 from dsv4jax.paged_pool import PooledLayer
-from dsv4jax.rope import rope_angles, rope_frequencies
+from dsv4jax.rope import packed_angles, rope_frequencies
 from pallas_kernels.bench.cache import Case, call_inputs, thunks
 from pallas_kernels.bench.reads import long_cache
 from pallas_kernels.bench.timing import Times, kernel_events, record
@@ -64,7 +64,7 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
             layer = PooledLayer(pool=pool, index=index, block_table=table, slots=slots, plan=plan)
             scores = kernels.indexer_scores(key_queries, weights, layer, visible, "pallas")
             picks = kernels.top_k(scores, visible, cfg.indexer_top_k, "pallas")
-        angles = jnp.concatenate(rope_angles(positions, rope_frequencies(cfg, kind)), -1)
+        angles = packed_angles(positions, rope_frequencies(cfg, kind))
         q = pk.decode_attention(
             q,
             updated.state.window,
