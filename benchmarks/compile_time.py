@@ -7,7 +7,7 @@ import time
 
 import jax
 
-from tests import in_place
+from tests.support import in_place
 
 if __name__ == "__main__":
     function, args = in_place.pro_scan()

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dsv4jax as d4
-from pallas_kernels.bench.reads import with_random_rows
+from benchmarks.kernels.reads import with_random_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

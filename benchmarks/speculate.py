@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
-from pallas_kernels.bench.reads import long_cache
-from pallas_kernels.bench.timing import kernel_events
+from benchmarks.kernels.reads import long_cache
+from benchmarks.kernels.timing import kernel_events
 
 OPS = (
     *("cache_step", "append_chunk", "append_swa", "stage_entries"),

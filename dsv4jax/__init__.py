@@ -1,9 +1,6 @@
 """dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable pytree."""
 
-from dsv4jax.allocator import Tables
-from dsv4jax.attention import decode_attention
-from dsv4jax.backend import OpBackends, backends
-from dsv4jax.cache import (
+from dsv4jax.cache.cache import (
     KVCache,
     LayerStack,
     abstract_cache,
@@ -14,23 +11,26 @@ from dsv4jax.cache import (
     prepare_forward,
     release,
 )
-from dsv4jax.checkpoint import load_safetensors
+from dsv4jax.cache.inspection import CacheReport, describe, verify
+from dsv4jax.cache.pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
+from dsv4jax.cache.sharding import params_specs, partition_specs, shardings
+from dsv4jax.cache.state import SlidingWindow, StateCache, gather_swa, reset_slots
+from dsv4jax.cache.tables import Tables
 from dsv4jax.config import AttentionType, DSV4Config, LayerSpec, layer_schedule
 from dsv4jax.flashmla import from_flashmla_pages, to_flashmla_pages
-from dsv4jax.flush import append_swa, append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
-from dsv4jax.fork import fork
-from dsv4jax.handle import LayerCacheHandle, acquire
-from dsv4jax.indexer import select_entries
-from dsv4jax.inspection import CacheReport, describe, verify
-from dsv4jax.layer import attention_layer, attention_layer_at
-from dsv4jax.paged_pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
+from dsv4jax.layer.attention import decode_attention
+from dsv4jax.layer.backend import OpBackends, backends
+from dsv4jax.layer.flush import append_swa, append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
+from dsv4jax.layer.handle import LayerCacheHandle, acquire
+from dsv4jax.layer.indexer import select_entries
+from dsv4jax.layer.layer import attention_layer, attention_layer_at
 from dsv4jax.plan import CachePlan, LayerCacheSchema, build_schema, compute_block_budget, plan_cache
-from dsv4jax.sharding import params_specs, partition_specs, shardings
-from dsv4jax.snapshot import Snapshot, extract, insert
-from dsv4jax.speculate import StagedLayer, commit, stage
-from dsv4jax.state_cache import SlidingWindow, StateCache, gather_swa, reset_slots
-from dsv4jax.storage import restore, save
-from dsv4jax.weights import AttentionParams, init_attention_params, load_attention_params
+from dsv4jax.requests.fork import fork
+from dsv4jax.requests.snapshot import Snapshot, extract, insert
+from dsv4jax.requests.speculate import StagedLayer, commit, stage
+from dsv4jax.requests.storage import restore, save
+from dsv4jax.weights.checkpoint import load_safetensors
+from dsv4jax.weights.params import AttentionParams, init_attention_params, load_attention_params
 
 __all__ = [
     "AttentionParams",

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import dsv4jax as d4
-from dsv4jax.reference import reference_layer
+from dsv4jax.layer.reference import reference_layer
 
 RECORDINGS = Path(__file__).parents[1] / "tests" / "data"
 

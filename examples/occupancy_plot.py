@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import dsv4jax as d4
-from dsv4jax.plots import COLOURS, FREE, draw_owners
+from dsv4jax.cache.plots import COLOURS, FREE, draw_owners
 
 INK, SHADE = "#333333", "#e6e6ee"
 

@@ -16,14 +16,14 @@ tensor_cores tensor_memory         its words for products of matrices, on the sa
 launch target                      one kernel launch; what is compiled for
 """
 
-from pallas_kernels.batch import NewTokens, Streams
-from pallas_kernels.cache_update import append_chunk, cache_step, unsupported
-from pallas_kernels.decode_attention import decode_attention, unsupported_attention
+from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.gather import gather_request_rows, gather_rows
-from pallas_kernels.indexer_scores import indexer_scores, unsupported_scores
-from pallas_kernels.pieces import append_swa, flush_entries, reset_hca, rotate_csa
 from pallas_kernels.queries import attention_queries, indexer_queries
-from pallas_kernels.top_k import top_k, unsupported_top_k
+from pallas_kernels.scores.call import indexer_scores, unsupported_scores
+from pallas_kernels.selection.call import top_k, unsupported_top_k
+from pallas_kernels.update.batch import NewTokens, Streams
+from pallas_kernels.update.call import append_chunk, cache_step, unsupported
+from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
 
 __all__ = [
     "NewTokens",

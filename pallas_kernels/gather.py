@@ -14,9 +14,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.lanes import Row, Team
-from pallas_kernels.launch import launch
-from pallas_kernels.machine import WARP, WARPGROUP, Condition, Machine, Value, select
+from pallas_kernels.language.lanes import Row, Team
+from pallas_kernels.language.launch import launch
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Machine, Value, select
 from pallas_kernels.rows import load_kv
 
 _WARPS = WARPGROUP // WARP

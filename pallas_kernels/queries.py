@@ -15,11 +15,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.lanes import Buffer, Row, Team
-from pallas_kernels.launch import Body, launch
-from pallas_kernels.machine import VECTOR, WARPGROUP, Channels, Condition, Value
+from pallas_kernels.language.lanes import Buffer, Row, Team
+from pallas_kernels.language.launch import Body, launch
+from pallas_kernels.language.machine import VECTOR, WARPGROUP, Channels, Condition, Value
+from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.rows import KEY_GROUP, hadamard, load_angles, rope, store_key, unit_norm
-from pallas_kernels.tensor_cores import TensorCores
 
 ATTENTION_LANES, INDEXER_LANES = 32, 8  # that hold a head's row
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.lanes import Buffer, Divisor, Row, add, fold, maximum
-from pallas_kernels.machine import VECTOR, Channels, Condition, Index, Value, negate, select
+from pallas_kernels.language.lanes import Buffer, Divisor, Row, add, fold, maximum
+from pallas_kernels.language.machine import VECTOR, Channels, Condition, Index, Value, negate, select
 
 KV_FORMATS = ("f32", "bf16", "fp8_row", "fp8_tile64")
 KEY_FORMATS = ("f32", "bf16", "nvfp4", "mxfp4")

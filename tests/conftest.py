@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.machines import no_gpu  # asks for devices: not before their number is set
+    from tests.support.machines import no_gpu  # asks for devices: not before their number is set
 
     reason = no_gpu()
     if reason is not None:

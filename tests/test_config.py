@@ -7,7 +7,7 @@ import json
 import pytest
 
 import dsv4jax as d4
-from tests import recorded
+from tests.support import recorded
 
 CSA, HCA, SWA = d4.AttentionType.CSA, d4.AttentionType.HCA, d4.AttentionType.SWA
 

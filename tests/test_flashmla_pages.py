@@ -8,7 +8,7 @@ import pytest
 
 from dsv4jax.flashmla import from_flashmla_pages, page_bytes, to_flashmla_pages
 from dsv4jax.formats import KV_FORMATS, KVRows
-from tests.driver import assert_same
+from tests.support.driver import assert_same
 
 # 64 is FlashMLA's own page; 1, 2 and 65 put the scales at odd places; 32 is a CSA block of this cache; 72 rows are the
 # one size here whose scales end on the page's last byte (72 * 8 = 576), so that no byte is left to pad.

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyRows, KVRows, row_bytes
-from tests import recorded
-from tests.driver import assert_same
+from tests.support import recorded
+from tests.support.driver import assert_same
 
 ROPE_DIM, HEAD_DIM, KEY_DIM = 64, 512, 128
 KV, KEYS = list(KV_FORMATS), list(INDEXER_FORMATS)

@@ -9,7 +9,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.rope import apply_rope, rope_frequencies
-from tests import recorded
+from tests.support import recorded
 
 SWA, CSA, HCA = d4.AttentionType.SWA, d4.AttentionType.CSA, d4.AttentionType.HCA
 FLASH = d4.DSV4Config.flash()

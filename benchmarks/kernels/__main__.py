@@ -1,0 +1,63 @@
+"""python -m benchmarks.kernels cache | attention | indexer | topk | step | tune | plot; each has its -h"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    timed = {
+        "cache": "the cache update and the gather",
+        "attention": "decode attention",
+        "indexer": "indexer scores",
+        "topk": "top-k",
+        "step": "a decode step of all layers",
+        "tune": "attention, indexer and top-k by ways to share their work",
+    }
+    for command, what in timed.items():
+        parser_of = commands.add_parser(command, help=f"time {what}")
+        parser_of.add_argument("--out", type=Path, default=None, help="append JSON lines here")
+        if command == "step":
+            continue
+        parser_of.add_argument("--only", default="", help="run the cases whose name matches this regular expression")
+        parser_of.add_argument("--runs", type=int, default=8, help="timed runs per program")
+        if command != "tune":
+            parser_of.add_argument("--no-xla", action="store_true", help="leave XLA's times out")
+    plot = commands.add_parser("plot", help="draw the picture of a file of JSON lines")
+    plot.add_argument("lines", type=Path)
+    plot.add_argument("--out", type=Path, default=Path("out/cache_update.png"))
+    arguments = parser.parse_args()
+    dump = Path(tempfile.mkdtemp(prefix="xla_dump_"))
+    if arguments.command in ("cache", "step"):
+        # XLA says in its dump which launches it captured. Set before JAX is imported.
+        flags = f"--xla_dump_to={dump} --xla_dump_hlo_module_re=.*decode_loop.*"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    if arguments.command == "cache":
+        from benchmarks.kernels.update import main as run
+
+        run(arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs, dump=dump)
+    elif arguments.command == "step":
+        from benchmarks.kernels.step import main as run_step
+
+        run_step(arguments.out, dump, tokens=16)
+    elif arguments.command == "tune":
+        from benchmarks.kernels.reads import tune
+
+        tune(arguments.out, arguments.only, runs=arguments.runs)
+    elif arguments.command in timed:
+        from benchmarks.kernels.reads import main as run_reads
+
+        run_reads(arguments.command, arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs)
+    else:
+        from benchmarks.kernels.plot import main as draw
+
+        draw(arguments.lines, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""PagedPool: the compressed entries of all requests, in blocks.
+
+A block stands for 128 tokens in every layer: 32 CSA entries (with their indexer keys) or one HCA entry. One block table
+serves all layers. A row is addressed as (layer, block, row), never by one flat offset, which would overflow int32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv4jax.cache.state import unique_or_dropped
+from dsv4jax.checks import check_array, check_batch
+from dsv4jax.config import AttentionType
+from dsv4jax.formats import KeyRows, KVRows
+from dsv4jax.layer import kernels
+from dsv4jax.layer.backend import Backend, choose
+from dsv4jax.plan import CachePlan
+
+TILE_BYTES = 32 << 20  # temporaries of one tile of entries
+FoldTile = Callable[[Any, jax.Array | int, jax.Array, jax.Array], Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PagedPool:
+    """Entries of all layers of one kind."""
+
+    entries: KVRows  # [layers, num_blocks, entries_per_block, ...]
+    indexer_keys: KeyRows | None  # [layers, num_blocks, entries_per_block, ...], CSA only
+
+
+def init_pool(plan: CachePlan, kind: AttentionType) -> PagedPool | None:
+    """An empty pool; None for SWA, which compresses nothing."""
+    if kind == AttentionType.SWA:
+        return None
+    cfg = plan.cfg
+    lead = len(plan.layers(kind)), plan.num_blocks, plan.entries_per_block(kind)
+
+    def zeros(row: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), row)
+
+    keys = zeros(plan.keys.row(cfg.indexer_head_dim)) if kind == AttentionType.CSA else None
+    return PagedPool(entries=zeros(plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)), indexer_keys=keys)
+
+
+def _entries_per_block(store: Any) -> int:
+    return jax.tree.leaves(store)[0].shape[2]
+
+
+def scatter_entries(
+    store: Any,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    rows: Any,
+) -> Any:
+    """Write entries first .. first + count of each request; rows' leaves are [B, E, ...] with E >= count.
+
+    An entry whose block is not allocated is dropped, never written elsewhere.
+    """
+    per_block, num_blocks = _entries_per_block(store), jax.tree.leaves(store)[0].shape[1]
+    k = jnp.arange(jax.tree.leaves(rows)[0].shape[1], dtype=jnp.int32)[None]
+    entry = first[:, None] + k
+    block = block_table.at[slots[:, None], entry // per_block].get(mode="fill", fill_value=-1)
+    valid = (k < count[:, None]) & (slots[:, None] >= 0) & (block >= 0)
+    target = unique_or_dropped(block, valid, num_blocks)
+    return jax.tree.map(
+        lambda leaf, value: leaf.at[index, target, entry % per_block].set(value, mode="drop", unique_indices=True),
+        store,
+        rows,
+    )
+
+
+def _find_entries(
+    store: Any, block_table: jax.Array, slots: jax.Array, entry: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Block (-1 = not there) and row of entries by number: entry int32 [B, ...]."""
+    per_block = _entries_per_block(store)
+    rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
+    block = block_table.at[rows, entry // per_block].get(mode="fill", fill_value=-1)
+    return jnp.where((entry >= 0) & (rows >= 0), block, -1), jnp.maximum(entry, 0) % per_block
+
+
+def gather_entries(
+    store: Any, index: jax.Array | int, block_table: jax.Array, slots: jax.Array, entry: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Read encoded entries by number: entry int32 [B, ...] -> leaves [B, ..., *row], and which are really there.
+
+    What is not there (entry -1, slot -1, block not allocated) reads some row in range: mask it.
+    """
+    block, row = _find_entries(store, block_table, slots, entry)
+    at = index, jnp.maximum(block, 0), row
+    return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip"), store), block >= 0
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "dtype", "backend"))
+def gather_compressed(
+    pool: PagedPool,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    picks: jax.Array,
+    *,
+    plan: CachePlan,
+    dtype: Any = jnp.float32,
+    backend: Backend = None,
+) -> jax.Array:
+    """Chosen entries as dense rows. K = V: the one array serves as both.
+
+    Args:
+      index: layer's place in its stack.
+      block_table: int32 [requests, max_blocks].
+      slots: int32 [B].
+      picks: int32 [B, ...] entry numbers, -1 = none.
+      dtype: of the result, f32 or bf16.
+      backend: None for the fastest available, or a name from ``backends()``.
+
+    Returns:
+      dtype [B, ..., head_dim], zero where there is no entry.
+    """
+    check_batch(slots=slots)
+    check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
+    check_array("picks", picks, {"B": slots.shape[0]} | {f"axis {i}": None for i in range(1, picks.ndim)}, jnp.int32)
+    if (chosen := choose("gather_rows", backend, kernels.unsupported_rows(plan))) != "xla":
+        block, row = _find_entries(pool.entries, block_table, slots, picks)
+        return kernels.gather_rows(pool.entries, index, block, row, plan, dtype, chosen)
+    rows, valid = gather_entries(pool.entries, index, block_table, slots, picks)
+    return jnp.where(valid[..., None], plan.rows.decode(rows), 0.0).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "dtype", "backend"))
+def gather_all_compressed(
+    pool: PagedPool,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    num_entries: jax.Array,
+    *,
+    plan: CachePlan,
+    dtype: Any = jnp.float32,
+    backend: Backend = None,
+) -> jax.Array:
+    """The first ``num_entries[b]`` entries of each request as dense rows.
+
+    Returns:
+      dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
+    """
+    check_batch(slots=slots, num_entries=num_entries)
+    if (chosen := choose("gather_rows", backend, kernels.unsupported_rows(plan))) != "xla":
+        return kernels.gather_request_rows(pool.entries, index, block_table, slots, num_entries, plan, dtype, chosen)
+    entry = jnp.arange(block_table.shape[1] * _entries_per_block(pool.entries), dtype=jnp.int32)[None]
+    picks = jnp.where(entry < num_entries[:, None], entry, -1)
+    return gather_compressed(pool, index, block_table, slots, picks, plan=plan, dtype=dtype, backend="xla")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PooledLayer:
+    """One layer's pool as the requests of a batch see it: entries by number."""
+
+    pool: PagedPool
+    index: jax.Array  # int32 [] layer's place in its stack
+    block_table: jax.Array  # int32 [requests, max_blocks]
+    slots: jax.Array  # int32 [B]
+    plan: CachePlan = dataclasses.field(metadata={"static": True})
+
+    @property
+    def max_entries(self) -> int:
+        """Entries one request can have."""
+        return self.block_table.shape[1] * _entries_per_block(self.pool.entries)
+
+    def rows(self, entry: jax.Array) -> jax.Array:
+        """Entries int32 [B, ...] (-1 = none) as f32 [B, ..., head_dim], zero where there is none."""
+        return gather_compressed(
+            self.pool, self.index, self.block_table, self.slots, entry, plan=self.plan, backend="xla"
+        )
+
+    def keys(self, entry: jax.Array) -> jax.Array:
+        """CSA: their indexer keys, f32 [B, ..., indexer_head_dim], zero where there is none."""
+        keys, valid = gather_entries(self.pool.indexer_keys, self.index, self.block_table, self.slots, entry)
+        return jnp.where(valid[..., None], self.plan.keys.decode(keys), 0.0)
+
+    def tile_size(self, bytes_per_entry: int) -> int:
+        """Entries per tile, in whole blocks: as many as keep a tile's temporaries near ``TILE_BYTES``."""
+        per_block, max_blocks = _entries_per_block(self.pool.entries), self.block_table.shape[1]
+        return min(max_blocks, max(1, TILE_BYTES // (bytes_per_entry * per_block))) * per_block
+
+    def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any) -> Any:
+        """carry = fold(carry, first, entry, seen) over tiles of entries, up to the last one that any query sees.
+
+        So a short context costs little in a cache planned for a long one.
+
+        Args:
+          visible: int32 [B, T] entries that each query sees.
+          tile: from ``tile_size``. The last tile may stand out past ``max_entries``.
+          fold: gets the tile's first entry number; entry int32 [B, tile], -1 for those that no query of the request
+            sees; seen bool [B, T, tile].
+        """
+
+        def fold_tile(i: jax.Array | int, carry: Any) -> Any:
+            entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
+            seen = entry[None, None] < visible[..., None]
+            return fold(carry, i * tile, jnp.where(jnp.any(seen, axis=1), entry[None], -1), seen)
+
+        if tile == self.max_entries:
+            return fold_tile(0, carry)
+        return lax.fori_loop(0, (jnp.max(visible) + tile - 1) // tile, fold_tile, carry)

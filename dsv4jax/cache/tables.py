@@ -1,0 +1,253 @@
+"""Slots and blocks: who holds what, as pure functions of data.
+
+Every function takes the tables and returns new ones, with any batch and no host decision, so a whole generation runs in
+``lax.scan``. Allocation is all or nothing: where ``ok`` is False the tables come back as they were.
+
+    admit            free slot -> admitted
+    prepare_forward  blocks for the entries that the next tokens complete; records the length granted
+    advance          seq_lens += num_new, up to the length granted
+    fork             full blocks of another request by reference, a new block for the one it is filling
+    release          blocks without another reader back to the free list, slot free
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv4jax.cache.state import unique_or_dropped
+from dsv4jax.checks import check_array, check_batch, check_one_shard
+from dsv4jax.plan import CachePlan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Who holds which slots and blocks. Every leaf has rank >= 1 and ids are local, so requests can be sharded."""
+
+    admitted: jax.Array  # bool [requests] slot is held by a request
+    seq_lens: jax.Array  # int32 [requests] tokens stored; 0 for a free slot
+    prepared: jax.Array  # int32 [requests] length prepare_forward has granted; 0 for a free slot
+    block_table: jax.Array  # int32 [requests, max_blocks] block ids, -1 = none
+    block_lens: jax.Array  # int32 [requests] blocks held
+    block_refs: jax.Array  # int32 [num_blocks] readers of a block, 0 = free
+    free_blocks: jax.Array  # int32 [num_blocks] a stack: its first num_free ids are free, the rest is stale
+    num_free: jax.Array  # int32 [1]; [shards] of a cache over several
+
+
+def init_tables(plan: CachePlan) -> Tables:
+    """All slots and blocks free."""
+    requests = plan.max_requests
+    return Tables(
+        admitted=jnp.zeros(requests, jnp.bool),
+        seq_lens=jnp.zeros(requests, jnp.int32),
+        prepared=jnp.zeros(requests, jnp.int32),
+        block_table=jnp.full((requests, plan.max_blocks), -1, jnp.int32),
+        block_lens=jnp.zeros(requests, jnp.int32),
+        block_refs=jnp.zeros(plan.num_blocks, jnp.int32),
+        free_blocks=jnp.arange(plan.num_blocks, dtype=jnp.int32),
+        num_free=jnp.full(1, plan.num_blocks, jnp.int32),
+    )
+
+
+def _has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
+    """bool [B]: another active row of the batch names the same slot."""
+    same = (slots[:, None] == slots[None]) & active[:, None] & active[None]
+    return jnp.sum(same, axis=1, dtype=jnp.int32) > 1
+
+
+def _read(table: jax.Array, slots: jax.Array) -> jax.Array:
+    return table.at[slots].get(mode="clip")
+
+
+def _put(table: jax.Array, slots: jax.Array, value: jax.Array) -> jax.Array:
+    """table[slots] = value, for slots from ``unique_or_dropped``."""
+    return table.at[slots].set(value, mode="drop", unique_indices=True)
+
+
+def is_admitted(tables: Tables, slots: jax.Array) -> jax.Array:
+    """bool [B]: the slot exists and is held by a request."""
+    return (slots >= 0) & (slots < tables.admitted.shape[0]) & _read(tables.admitted, slots)
+
+
+def active_rows(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which rows ask for tokens (slot not -1, num_new not 0), and which of those are well formed.
+
+    Well formed: an admitted slot that no other asking row names, and num_new > 0.
+    """
+    asking = (slots != -1) & (num_new != 0)
+    return asking, asking & (num_new > 0) & is_admitted(tables, slots) & ~_has_twin(slots, asking)
+
+
+def granted_tokens(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a forward pass may do with each row: (tokens stored so far, tokens to take), int32 [B] each.
+
+    Both are 0 for a row to be left alone: padding, malformed, or not granted by ``prepare_forward``.
+    """
+    check_one_shard(tables.num_free, "a forward pass")
+    _, legal = active_rows(tables, slots, num_new)
+    start = _read(tables.seq_lens, slots)
+    # Compared by subtraction: start + num_new may exceed int32 where num_new is garbage.
+    legal &= num_new <= _read(tables.prepared, slots) - start
+    return jnp.where(legal, start, 0), jnp.where(legal, num_new, 0)
+
+
+def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Tables:
+    """Take back what ``prepare_forward`` granted beyond the tokens stored, for slots [B] where bool [B].
+
+    Every layer of a forward pass does this, with the same rows: min(min(p, limit), limit) is min(p, limit) to XLA, and
+    so all layers' grants are computed once.
+    """
+    check_one_shard(tables.num_free, "a forward pass")
+    limit = jnp.full(tables.prepared.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
+    target = jnp.where(where & (slots >= 0), slots, limit.size)
+    limit = limit.at[target].set(_read(tables.seq_lens, slots), mode="drop")
+    return dataclasses.replace(tables, prepared=jnp.minimum(tables.prepared, limit))
+
+
+def admit_slots(tables: Tables, n: int, where: jax.Array | None = None) -> tuple[Tables, jax.Array, jax.Array]:
+    """Take up to n free slots. Returns (tables, slots int32 [n], ok): slots are -1 where masked out or not ok."""
+    check_one_shard(tables.num_free, "admit")
+    wanted = jnp.ones(n, jnp.bool) if where is None else where
+    check_array("where", wanted, {"n": n}, jnp.bool)
+    requests = tables.admitted.shape[0]
+    rank = jnp.cumsum(wanted, dtype=jnp.int32) - 1
+    free = jnp.nonzero(~tables.admitted, size=requests, fill_value=-1)[0].astype(jnp.int32)
+    slots = jnp.where(wanted, free.at[rank].get(mode="fill", fill_value=-1), -1)
+    ok = jnp.all(~wanted | (slots >= 0))
+    slots = jnp.where(ok, slots, -1)
+    target = unique_or_dropped(slots, slots >= 0, requests)
+    admitted = tables.admitted.at[target].set(True, mode="drop", unique_indices=True)
+    return dataclasses.replace(tables, admitted=admitted), slots, ok
+
+
+def blocks_for(plan: CachePlan, length: jax.Array | int) -> Any:
+    """Blocks that ``length`` tokens need: entries completed at the smallest ratio, in whole blocks."""
+    if not plan.min_ratio:
+        return length * 0
+    per_block = plan.cfg.block_tokens // plan.min_ratio
+    return (length // plan.min_ratio + per_block - 1) // per_block
+
+
+def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) -> tuple[Tables, jax.Array]:
+    """Grant num_new [B] more tokens to slots [B], with the blocks that takes. Returns (tables, ok bool [])."""
+    check_one_shard(tables.num_free, "prepare_forward")
+    asking, legal = active_rows(tables, slots, num_new)
+    requests, max_blocks = tables.block_table.shape
+    start, held = _read(tables.seq_lens, slots), _read(tables.block_lens, slots)
+    fits = num_new <= plan.max_context - start
+    length = jnp.where(legal & fits, start + num_new, 0)
+    missing = jnp.maximum(blocks_for(plan, length) - held, 0)
+    before = jnp.cumsum(missing, dtype=jnp.int32) - missing  # blocks that earlier rows of the batch take
+    taken = jnp.sum(missing, dtype=jnp.int32)
+    ok = jnp.all(~asking | (legal & fits)) & (taken <= tables.num_free[0])
+
+    slot = unique_or_dropped(slots, legal & ok, requests)
+    # Row b takes its missing blocks from the top of the stack, in order.
+    j = jnp.arange(max_blocks, dtype=jnp.int32)[None]
+    new = (j >= held[:, None]) & (j < (held + missing)[:, None]) & ok
+    from_top = before[:, None] + j - held[:, None]
+    ids = tables.free_blocks.at[tables.num_free[0] - 1 - from_top].get(mode="clip")
+    rows = jnp.where(new, ids, tables.block_table.at[slots].get(mode="clip"))
+    num_blocks = tables.block_refs.shape[0]
+    refs = tables.block_refs.at[unique_or_dropped(ids, new, num_blocks)].set(1, mode="drop", unique_indices=True)
+
+    return dataclasses.replace(
+        tables,
+        prepared=_put(tables.prepared, slot, length),
+        block_table=_put(tables.block_table, slot, rows),
+        block_lens=_put(tables.block_lens, slot, held + missing),
+        block_refs=refs,
+        num_free=tables.num_free - jnp.where(ok, taken, 0),
+    ), ok
+
+
+def advance_lengths(tables: Tables, slots: jax.Array, num_new: jax.Array) -> Tables:
+    """Count num_new [B] tokens as stored, where they were granted."""
+    check_batch(slots=slots, num_new=num_new)
+    start, count = granted_tokens(tables, slots, num_new)
+    target = unique_or_dropped(slots, count > 0, tables.seq_lens.shape[0])
+    seq_lens = _put(tables.seq_lens, target, start + count)
+    return dataclasses.replace(tables, seq_lens=seq_lens)
+
+
+def fork_slots(
+    tables: Tables, sources: jax.Array, targets: jax.Array, plan: CachePlan
+) -> tuple[Tables, jax.Array, jax.Array, jax.Array]:
+    """Give the empty requests of targets [B] the length and the blocks of the requests of sources [B]; -1 = padding.
+
+    A block that the source has filled is shared. The one it is filling, if any, gets a block of the target's own, whose
+    contents are the caller's to copy. Blocks granted past the length stored are not given.
+
+    Returns:
+      (tables, ok bool [], filling int32 [B], own int32 [B]): copy block filling[b] to block own[b], where own[b] >= 0.
+    """
+    check_one_shard(tables.num_free, "fork")
+    requests, max_blocks = tables.block_table.shape
+    num_blocks = tables.block_refs.shape[0]
+    asking = targets != -1
+    empty = (_read(tables.block_lens, targets) == 0) & (_read(tables.prepared, targets) == 0)
+    legal = is_admitted(tables, sources) & is_admitted(tables, targets) & empty & (sources != targets)
+    legal &= asking & ~_has_twin(targets, asking)
+    length = jnp.where(legal, _read(tables.seq_lens, sources), 0)
+    held = blocks_for(plan, length)
+    full = jnp.minimum(length // plan.cfg.block_tokens, held)  # held is 0 where no layer is compressed
+    takes = held > full
+    ok = jnp.all(~asking | legal) & (jnp.sum(takes, dtype=jnp.int32) <= tables.num_free[0])
+    takes &= ok
+    from_top = jnp.cumsum(takes, dtype=jnp.int32)
+    own = jnp.where(takes, tables.free_blocks.at[tables.num_free[0] - from_top].get(mode="clip"), -1)
+    # Read, then written: else XLA may keep a copy of the table for the read.
+    row, table = lax.optimization_barrier((_read(tables.block_table, sources), tables.block_table))
+    filling = jnp.take_along_axis(row, full[:, None], axis=1, mode="clip")[:, 0]
+    j = jnp.arange(max_blocks, dtype=jnp.int32)[None]
+    row = jnp.where(j < full[:, None], row, jnp.where(j == full[:, None], own[:, None], -1))
+    row = jnp.where(ok, row, -1)
+    refs = tables.block_refs.at[jnp.where(row >= 0, row, num_blocks)].add(1, mode="drop")
+    slot = unique_or_dropped(targets, legal & ok, requests)
+
+    tables = dataclasses.replace(
+        tables,
+        seq_lens=_put(tables.seq_lens, slot, length),
+        prepared=_put(tables.prepared, slot, length),
+        block_table=_put(table, slot, row),
+        block_lens=_put(tables.block_lens, slot, held),
+        block_refs=refs,
+        num_free=tables.num_free - jnp.sum(takes, dtype=jnp.int32),
+    )
+    return tables, ok, filling, own
+
+
+def release_slots(tables: Tables, slots: jax.Array) -> Tables:
+    """Free slots [B] and the blocks whose last reader they were. Free, repeated or negative slots are no-ops."""
+    check_one_shard(tables.num_free, "release")
+    check_batch(slots=slots)
+    requests, num_blocks = tables.admitted.shape[0], tables.block_refs.shape[0]
+    named = jnp.zeros(requests, jnp.bool).at[jnp.where(slots >= 0, slots, requests)].set(True, mode="drop")
+    leaving = named & tables.admitted
+    held = leaving[:, None] & (tables.block_table >= 0)
+    refs = tables.block_refs.at[jnp.where(held, tables.block_table, num_blocks)].add(-1, mode="drop")
+    freed = (tables.block_refs > 0) & (refs == 0)
+    place = tables.num_free[0] + jnp.cumsum(freed, dtype=jnp.int32) - 1
+    free_blocks = tables.free_blocks.at[unique_or_dropped(place, freed, num_blocks)].set(
+        jnp.arange(num_blocks, dtype=jnp.int32), mode="drop", unique_indices=True
+    )
+
+    def cleared(table: jax.Array, value: int | bool = 0) -> jax.Array:
+        mask = leaving.reshape(leaving.shape + (1,) * (table.ndim - 1))
+        return jnp.where(mask, jnp.asarray(value, table.dtype), table)
+
+    return Tables(
+        admitted=cleared(tables.admitted, False),
+        seq_lens=cleared(tables.seq_lens),
+        prepared=cleared(tables.prepared),
+        block_table=cleared(tables.block_table, -1),
+        block_lens=cleared(tables.block_lens),
+        block_refs=refs,
+        free_blocks=free_blocks,
+        num_free=tables.num_free + jnp.sum(freed, dtype=jnp.int32),
+    )

@@ -1,0 +1,192 @@
+"""Attention of one shared key-value head (K = V) over window and entries, with a sink per head.
+
+    out_h = sum over keys of exp(l) k / (sum of exp(l) + exp(sink_h)),      l = q_h . k / sqrt(head_dim)
+
+Parts (window, picked entries, tiles of all entries) are folded in one after another as a running softmax that starts at
+the sink: a logit without key or value. So no part is ever joined with another in memory, and a query without any key
+gives zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv4jax.cache.pool import PooledLayer
+from dsv4jax.cache.state import SlidingWindow
+from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.config import AttentionType
+from dsv4jax.layer import kernels
+from dsv4jax.layer.backend import Backend, choose
+from dsv4jax.linear import rms_norm
+from dsv4jax.plan import CachePlan
+from dsv4jax.rope import apply_rope, rope_frequencies
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSoftmax:
+    """Attention over the keys seen so far."""
+
+    peak: jax.Array  # f32 [B, T, H] largest logit
+    total: jax.Array  # f32 [B, T, H] sum of exp(l - peak)
+    weighted: jax.Array  # f32 [B, T, H, dim] sum of exp(l - peak) * k
+
+    @property
+    def output(self) -> jax.Array:
+        return self.weighted / self.total[..., None]
+
+
+def start_at_sinks(sinks: jax.Array, queries: jax.Array) -> RunningSoftmax:
+    """No keys yet: sinks [H] count in the denominator alone."""
+    peak = jnp.broadcast_to(sinks.astype(jnp.float32), queries.shape[:3])
+    return RunningSoftmax(peak=peak, total=jnp.ones_like(peak), weighted=jnp.zeros_like(queries))
+
+
+def attend(running: RunningSoftmax, queries: jax.Array, keys: jax.Array, mask: jax.Array) -> RunningSoftmax:
+    """Fold keys in.
+
+    Args:
+      queries: f32 [B, T, H, dim].
+      keys: f32 [B, K, dim], shared by a request's queries, or [B, T, K, dim], each query's own. Masked keys must be
+        finite: they are multiplied by zero.
+      mask: bool [B, T, K], which keys a query sees.
+    """
+    own = "t" if keys.ndim == 4 else ""
+    logits = (
+        jnp.einsum(f"bthd,b{own}kd->bthk", queries, keys, precision=lax.Precision.HIGHEST) * queries.shape[-1] ** -0.5
+    )
+    logits = jnp.where(mask[:, :, None], logits, -jnp.inf)
+    peak = jnp.maximum(running.peak, jnp.max(logits, axis=-1))
+    weight, carried = jnp.exp(logits - peak[..., None]), jnp.exp(running.peak - peak)
+    values = jnp.einsum(f"bthk,b{own}kd->bthd", weight, keys, precision=lax.Precision.HIGHEST)
+    return RunningSoftmax(
+        peak=peak,
+        total=running.total * carried + jnp.sum(weight, axis=-1),
+        weighted=running.weighted * carried[..., None] + values,
+    )
+
+
+def attend_window(
+    running: RunningSoftmax, queries: jax.Array, positions: jax.Array, window: SlidingWindow
+) -> RunningSoftmax:
+    """Fold in the sliding window of queries at consecutive positions [B, T], -1 = padding at the end."""
+    tokens, n_win = queries.shape[1], window.plan.cfg.sliding_window
+    key = positions[:, :1] + jnp.arange(1 - n_win, tokens, dtype=jnp.int32)[None]
+    # What stands in a padding token's row may be NaN.
+    key = jnp.where(key <= jnp.max(positions, axis=1, keepdims=True), key, -1)
+    rows, held = window.rows(key)
+    age = positions[:, :, None] - key[:, None]
+    return attend(running, queries, rows, held[:, None] & (age >= 0) & (age < n_win))
+
+
+def attend_picked(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, picks: jax.Array) -> RunningSoftmax:
+    """Fold in each query's picked entries int32 [B, T, k]; -1 = none."""
+    return attend(running, queries, layer.rows(picks), picks >= 0)
+
+
+def attend_all(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, visible: jax.Array) -> RunningSoftmax:
+    """Fold in every entry below visible [B, T]."""
+
+    def fold(running: RunningSoftmax, _: jax.Array | int, entry: jax.Array, seen: jax.Array) -> RunningSoftmax:
+        return attend(running, queries, layer.rows(entry), seen)
+
+    batch, tokens, heads, _ = queries.shape
+    return layer.fold_tiles(visible, layer.tile_size(batch * tokens * heads * 4), fold, running)
+
+
+def attention_queries(
+    product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan, backend: str = "xla"
+) -> jax.Array:
+    """Products [B, T, H, head_dim] normed and roped, f32; f16, as the kernel takes them, where it attends."""
+    if backend != "xla":
+        return kernels.attention_queries(product, positions, freqs, plan.cfg.norm_eps, backend)
+    return apply_rope(rms_norm(product, None, plan.cfg.norm_eps), positions[..., None], freqs)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "dtype", "backend"))
+def decode_attention(
+    q: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array,
+    window: SlidingWindow,
+    entries: PooledLayer | None = None,
+    picks: jax.Array | None = None,
+    *,
+    kind: AttentionType | str,
+    dtype: Any = jnp.float32,
+    backend: Backend = None,
+) -> jax.Array:
+    """Attention of new tokens over the window and over compressed entries, turned back by the inverse rope.
+
+    Args:
+      q: f32 [B, T, H, head_dim], normed and roped. The kernel rounds it to f16; f16 is rounded already.
+      positions: int32 [B, T], consecutive in a row; -1 = padding, after the row's tokens.
+      sinks: [H].
+      window: of one token per row, its own row may be stored already; of more, they are the window's ``fresh`` rows.
+      entries: of a layer that compresses; what the tokens complete is stored already.
+      picks: int32 [B, T, K] the entries each query reads, -1 = none, from ``select_entries``. None: all that a query
+        at p sees, the first floor((p + 1) / ratio).
+      kind: of the layer.
+      dtype: of the result, f32 or bf16.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      dtype [B, T, H, head_dim], 0 on padding.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: entries or picks of another kind of layer, several tokens without ``fresh`` rows, unknown backend.
+    """
+    kind, plan = AttentionType(kind), window.plan
+    cfg = plan.cfg
+    axes = {"B": None, "T": None, "num_heads": cfg.num_heads, "head_dim": cfg.head_dim}
+    check_array("q", q, axes, (jnp.float32, jnp.float16))
+    check_array("positions", positions, {"B": q.shape[0], "T": q.shape[1]}, jnp.int32)
+    check_array("sinks", sinks, {"num_heads": cfg.num_heads}, FLOATS)
+    _check_window(window, q.shape[0], q.shape[1])
+    if picks is not None:
+        check_array("picks", picks, {"B": q.shape[0], "T": q.shape[1], "K": None}, jnp.int32)
+    if (entries is None) != (kind == AttentionType.SWA) or (entries is None and picks is not None):
+        raise ValueError(f"entries and picks are for layers that compress; this one is {kind.upper()}")
+    if entries is not None:
+        check_array("entries.slots", entries.slots, {"B": q.shape[0]}, jnp.int32)
+        if (entries.pool.indexer_keys is not None) != (kind == AttentionType.CSA):
+            raise ValueError(f"entries: expected those of {kind.upper()} layers; CSA's alone have indexer keys")
+    freqs = rope_frequencies(cfg, kind)
+    visible = None if entries is None else (positions + 1) // cfg.ratio(kind)
+    if (chosen := choose("decode_attention", backend, kernels.unsupported_attention(plan))) != "xla":
+        return kernels.decode_attention(q, positions, sinks, window, entries, picks, visible, freqs, dtype, chosen)
+    q = q.astype(jnp.float32)
+    running = attend_window(start_at_sinks(sinks, q), q, positions, window)
+    if entries is not None:
+        assert visible is not None
+        if picks is None:
+            running = attend_all(running, q, entries, visible)
+        else:
+            running = attend_picked(running, q, entries, picks)
+    return apply_rope(running.output, positions[..., None], freqs, inverse=True).astype(dtype)
+
+
+def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
+    """Require the windows of a batch, with fresh rows where there are several tokens."""
+    cfg = window.plan.cfg
+    check_array("window.slots", window.slots, {"B": batch}, jnp.int32)
+    check_array("window.start", window.start, {"B": batch}, jnp.int32)
+    if window.fresh is None:
+        if tokens > 1:
+            raise ValueError(f"window: {tokens} tokens need fresh rows: late ones overwrite what early ones see")
+        return
+    count = window.fresh.nope.shape[1]
+    row = window.plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)
+    for (path, leaf), of in zip(jax.tree.leaves_with_path(window.fresh), jax.tree.leaves(row), strict=True):
+        axes: dict[str, int | None] = {"B": batch, "F": count} | {f"axis {i}": n for i, n in enumerate(of.shape)}
+        check_array(f"window.fresh{jax.tree_util.keystr(path)}", leaf, axes, of.dtype)
+    if count < tokens:
+        raise ValueError(f"window: expected at least {tokens} fresh rows a request, one per token, got {count}")

@@ -1,0 +1,305 @@
+"""LayerCacheHandle: one layer's cache as one call of a model sees it.
+
+For those who write their own layer: the same pieces that ``attention_layer`` is made of, with the indices of a batch
+already resolved. A handle is a value: a write returns a new one, and ``.cache`` gives the cache back. Use it in a jit
+that donates the cache: outside of one, every write copies what it changes. A handle remembers T once it has written:
+out of a branch or a loop give its ``.cache``, and acquire again.
+
+    handle = acquire(cache, layer, slots, num_new)
+    handle = handle.flush_compression(compressor, x, indexer)
+    picks = select_entries(queries, weights, handle.entries, handle.visible(tokens))    # CSA
+    out = decode_attention(q, handle.positions(tokens), sinks, handle.window(kv), handle.entries, picks, kind="csa")
+    cache = handle.write_swa(kv).cache
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.cache.cache import KVCache, LayerStack
+from dsv4jax.cache.pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
+from dsv4jax.cache.state import SlidingWindow, gather_swa, read_slots
+from dsv4jax.cache.tables import granted_tokens, is_admitted, withdraw_grants
+from dsv4jax.checks import FLOATS, check_array, check_batch, fitting
+from dsv4jax.config import AttentionType
+from dsv4jax.formats import KeyRows, KVRows
+from dsv4jax.layer import backend as backend_lib
+from dsv4jax.layer import kernels
+from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.flush import append_swa
+from dsv4jax.layer.update import store_tokens
+from dsv4jax.plan import LayerCacheSchema
+from dsv4jax.weights.params import CompressorParams, IndexerParams
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SWAView:
+    """The stored windows of a batch, as bytes."""
+
+    rows: KVRows  # [B, n_win, ...]
+    positions: jax.Array  # int32 [B, n_win], -1 = empty
+    head: jax.Array  # int32 [B] row the next token goes to
+    slots: jax.Array  # int32 [B]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClassicalView:
+    """One layer's compressed entries, as bytes, and who owns which block."""
+
+    rows: KVRows  # [num_blocks, entries_per_block, ...]
+    block_table: jax.Array  # int32 [B, max_blocks], -1 = none
+    block_lens: jax.Array  # int32 [B]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerView:
+    """One CSA layer's indexer keys, as bytes."""
+
+    keys: KeyRows  # [num_blocks, entries_per_block, ...]
+    block_table: jax.Array  # int32 [B, max_blocks], -1 = none
+    block_lens: jax.Array  # int32 [B]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCacheHandle:
+    """Read and write interface to one layer for a batch. Build it with ``acquire``."""
+
+    cache: KVCache
+    index: jax.Array  # int32 [] place in the kind's stack
+    slots: jax.Array  # int32 [B] request of each row; -1 where it is padding, not admitted or not granted its tokens
+    start: jax.Array  # int32 [B] tokens stored before this call
+    num_new: jax.Array  # int32 [B] tokens of this call
+    kind: AttentionType = dataclasses.field(metadata={"static": True})
+    schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
+    backend: Backend = dataclasses.field(metadata={"static": True})
+    tokens: int | None = dataclasses.field(default=None, metadata={"static": True})  # T, once an array of T was written
+
+    @property
+    def num_query_heads(self) -> int:
+        return self.cache.plan.cfg.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.schema.entry_head_dim
+
+    @property
+    def _stack(self) -> LayerStack:
+        return self.cache.stack(self.kind)
+
+    @property
+    def _pool(self) -> PagedPool:
+        pool = self._stack.pool
+        if pool is None:
+            raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: it has no compressed entries")
+        return pool
+
+    @property
+    def num_entries(self) -> jax.Array:
+        """int32 [B] entries complete once this call's tokens are stored, where num_new is at most T."""
+        ratio = self.schema.compression_ratio
+        return (self.start + self.num_new) // ratio if ratio else jnp.zeros_like(self.start)
+
+    def positions(self, num_tokens: int) -> jax.Array:
+        """int32 [B, T] position of each of this call's T tokens, -1 past num_new, and where num_new exceeds T."""
+        self._check_tokens(num_tokens)
+        token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+        return jnp.where(token < fitting(self.num_new, num_tokens)[:, None], self.start[:, None] + token, -1)
+
+    def visible(self, num_tokens: int) -> jax.Array:
+        """int32 [B, T] entries that each of this call's T tokens sees, its own included; 0 past num_new."""
+        self._pool  # noqa: B018  refuses an SWA layer
+        return (self.positions(num_tokens) + 1) // self.schema.compression_ratio
+
+    @property
+    def entries(self) -> PooledLayer:
+        """The layer's entries as the requests of this batch see them."""
+        return PooledLayer(
+            pool=self._pool,
+            index=self.index,
+            block_table=self.cache.tables.block_table,
+            slots=self.slots,
+            plan=self.cache.plan,
+        )
+
+    def window(self, kv: jax.Array | None = None) -> SlidingWindow:
+        """The windows of this batch, for ``decode_attention``.
+
+        Args:
+          kv: f32 [B, T, head_dim] this call's key rows, before ``write_swa``. None after it, where T is 1: of more
+            tokens the late ones overwrite what the early ones see.
+        """
+        cfg, fresh = self.cache.plan.cfg, None
+        if kv is not None:
+            check_array("kv", kv, {"B": self.slots.shape[0], "T": self.tokens, "head_dim": cfg.head_dim}, jnp.float32)
+            fresh = self.cache.plan.rows.encode(kv, cfg.rope_dim)
+        return SlidingWindow(
+            state=self._stack.state,
+            index=self.index,
+            slots=self.slots,
+            start=self.start,
+            fresh=fresh,
+            plan=self.cache.plan,
+        )
+
+    def _with_stack(self, stack: LayerStack) -> LayerCacheHandle:
+        return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
+
+    def _check_tokens(self, num_tokens: int) -> None:
+        if self.tokens not in (None, num_tokens):
+            raise ValueError(f"expected T = {self.tokens} tokens as in what was written, got {num_tokens}")
+
+    def _taking(self, num_tokens: int) -> LayerCacheHandle:
+        """The handle of a call of T tokens: a row that names more is a no-op, and its grant is withdrawn."""
+        self._check_tokens(num_tokens)
+        more = self.num_new > num_tokens
+        return dataclasses.replace(
+            self,
+            cache=dataclasses.replace(self.cache, tables=withdraw_grants(self.cache.tables, self.slots, more)),
+            slots=jnp.where(more, -1, self.slots),
+            num_new=jnp.where(more, 0, self.num_new),
+            tokens=num_tokens,
+        )
+
+    def write_swa(self, kv: jax.Array) -> LayerCacheHandle:
+        """Round key rows f32 [B, T, head_dim] (normed, roped) and write them into the window."""
+        cfg = self.cache.plan.cfg
+        check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
+        call = self._taking(kv.shape[1])
+        state = append_swa.__wrapped__(
+            call._stack.state,
+            call.index,
+            kv,
+            call.slots,
+            call.start,
+            call.num_new,
+            plan=call.cache.plan,
+            backend=call.backend,
+        )
+        return call._with_stack(dataclasses.replace(call._stack, state=state))
+
+    def flush_compression(
+        self, params: CompressorParams, x: jax.Array, indexer: IndexerParams | None = None
+    ) -> LayerCacheHandle:
+        """Feed x [B, T, hidden] to the compressor(s): complete the entries it fills, store them, update the tails.
+
+        Tails and entries are written together because T tokens may fill several blocks while a tail holds one.
+        ``indexer`` is required for CSA layers, and only there.
+        """
+        if (indexer is not None) != (self.kind == AttentionType.CSA):
+            raise ValueError(
+                f"flush_compression: indexer is for CSA layers and only for them; this one is {self.kind.upper()}"
+            )
+        hidden = self.cache.plan.cfg.hidden_size
+        check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, FLOATS)
+        self._pool  # noqa: B018  refuses an SWA layer
+        call = self._taking(x.shape[1])
+        stack = store_tokens(
+            params,
+            indexer,
+            x,
+            None,
+            call._stack,
+            call.index,
+            call.cache.tables.block_table,
+            call.slots,
+            call.start,
+            call.num_new,
+            call.cache.plan,
+            call.kind,
+            backend_lib.choose("cache_update", call.backend, kernels.unsupported(call.cache.plan, call.kind)),
+        )
+        return call._with_stack(stack)
+
+    def gather_swa(self) -> tuple[jax.Array, jax.Array]:
+        """(rows f32 [B, n_win, head_dim], positions int32 [B, n_win]) of the window, oldest first, -1 = empty."""
+        return gather_swa(self._stack.state, self.index, self.slots, self.start + self.num_new, plan=self.cache.plan)
+
+    def gather_compressed(self, picks: jax.Array) -> jax.Array:
+        """Entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim]. K = V."""
+        return gather_compressed(
+            self._pool,
+            self.index,
+            self.cache.tables.block_table,
+            self.slots,
+            picks,
+            plan=self.cache.plan,
+            backend=self.backend,
+        )
+
+    def gather_all_compressed(self) -> jax.Array:
+        """All complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
+        return gather_all_compressed(
+            self._pool,
+            self.index,
+            self.cache.tables.block_table,
+            self.slots,
+            self.num_entries,
+            plan=self.cache.plan,
+            backend=self.backend,
+        )
+
+    def read_swa_view(self) -> SWAView:
+        """The stored window rows of this batch; those of slot -1 mean nothing."""
+        rows, positions = read_slots((self._stack.state.window, self._stack.state.pos), self.index, self.slots)
+        head = (self.start + self.num_new) % self.cache.plan.cfg.sliding_window
+        return SWAView(rows=rows, positions=positions, head=head, slots=self.slots)
+
+    def read_classical_view(self) -> ClassicalView:
+        """The layer's stored entries, addressed through this batch's block tables."""
+        table, lens = self._block_rows()
+        return ClassicalView(
+            rows=jax.tree.map(lambda leaf: leaf[self.index], self._pool.entries), block_table=table, block_lens=lens
+        )
+
+    def read_indexer_view(self) -> IndexerView:
+        """CSA only: the layer's stored indexer keys."""
+        if self._pool.indexer_keys is None:
+            raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: only CSA layers have indexer keys")
+        table, lens = self._block_rows()
+        keys = jax.tree.map(lambda leaf: leaf[self.index], self._pool.indexer_keys)
+        return IndexerView(keys=keys, block_table=table, block_lens=lens)
+
+    def _block_rows(self) -> tuple[jax.Array, jax.Array]:
+        tables = self.cache.tables
+        table, lens = (
+            tables.block_table.at[self.slots].get(mode="clip"),
+            tables.block_lens.at[self.slots].get(mode="clip"),
+        )
+        there = self.slots >= 0
+        return jnp.where(there[:, None], table, -1), jnp.where(there, lens, 0)
+
+
+def acquire(
+    cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array, backend: Backend = None
+) -> LayerCacheHandle:
+    """A handle on one layer for this call's batch.
+
+    Args:
+      layer: static number of the layer in the model.
+      slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op; one with
+        num_new 0 only reads.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+    """
+    backend_lib.check_name(backend)
+    check_batch(slots=slots, num_new=num_new)
+    kind, index = cache.locate(layer)
+    start, count = granted_tokens(cache.tables, slots, num_new)
+    reading = is_admitted(cache.tables, slots) & (num_new == 0)
+    start = jnp.where(reading, cache.seq_lens.at[slots].get(mode="clip"), start)
+    return LayerCacheHandle(
+        cache=cache,
+        index=jnp.asarray(index, jnp.int32),
+        slots=jnp.where(reading | (count > 0), slots, -1),
+        start=start,
+        num_new=count,
+        kind=kind,
+        schema=cache.plan.schema(layer),
+        backend=backend,
+    )

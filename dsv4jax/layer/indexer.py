@@ -1,0 +1,134 @@
+"""Lightning indexer: which entries a query of a CSA layer reads.
+
+    I_s = sum over heads h of w_h * relu(q_h . k_s)      for visible entries s; the top_k largest are read
+
+Queries and keys are rotated by the Hadamard matrix after their rope, then rounded in the keys' format (4-bit formats).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv4jax.cache.pool import PooledLayer
+from dsv4jax.checks import check_array
+from dsv4jax.formats import KeyRows
+from dsv4jax.layer import kernels
+from dsv4jax.layer.backend import Backend, choose
+from dsv4jax.linear import hadamard, linear
+from dsv4jax.plan import CachePlan
+from dsv4jax.rope import apply_rope
+from dsv4jax.weights.params import IndexerParams
+
+
+def indexer_queries(
+    params: IndexerParams,
+    q_latent: jax.Array,
+    positions: jax.Array,
+    freqs: np.ndarray,
+    plan: CachePlan,
+    backend: str = "xla",
+) -> jax.Array | KeyRows:
+    """f32 [B, T, indexer_heads, indexer_head_dim]: projected, roped, rotated; to be rounded as the keys are.
+
+    The backend is that of ``indexer_scores``; a kernel rounds them too.
+    """
+    cfg = plan.cfg
+    # Apart from the main queries' product: XLA would join the two, and their weights, 84 MB, in every step.
+    q_latent = lax.optimization_barrier(q_latent)
+    q = linear(q_latent, params.q_b).reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
+    if backend != "xla":
+        return kernels.indexer_queries(q, positions, freqs, plan, backend)
+    return hadamard(apply_rope(q, positions[..., None], freqs))
+
+
+def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Array:
+    """w, f32 [B, T, indexer_heads], signed; carries both of the indexer's scale factors."""
+    return linear(x, params.head_weights) * (plan.cfg.indexer_head_dim**-0.5 * plan.cfg.indexer_heads**-0.5)
+
+
+def masked(score: jax.Array, seen: jax.Array) -> jax.Array:
+    """-inf where not seen, and only there: a visible entry that scores -inf must still beat those that are not."""
+    return jnp.where(seen, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+
+
+def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: jax.Array) -> jax.Array:
+    """f32 [B, T, max_entries]; -inf at and past ``visible`` [B, T], and only there.
+
+    By tiles of entries: no per-head score of a whole context ever exists.
+    """
+
+    def fold(out: jax.Array, first: jax.Array | int, entry: jax.Array, seen: jax.Array) -> jax.Array:
+        dots = jnp.einsum("bthd,bkd->bthk", queries, layer.keys(entry), precision=lax.Precision.HIGHEST)
+        total = jnp.einsum("bth,bthk->btk", weights, jnp.maximum(dots, 0.0), precision=lax.Precision.HIGHEST)
+        # NaN goes first: left as it is, its sign bit, which differs between machines, would place it first or last.
+        total = masked(jnp.where(jnp.isnan(total), jnp.inf, total), seen)
+        return lax.dynamic_update_slice_in_dim(out, total, first, axis=2)
+
+    batch, tokens, heads, _ = queries.shape
+    tile = layer.tile_size(batch * tokens * heads * 4)
+    padded = -(-layer.max_entries // tile) * tile
+    out = jnp.full((batch, tokens, padded), -jnp.inf, jnp.float32)
+    return layer.fold_tiles(visible, tile, fold, out)[..., : layer.max_entries]
+
+
+def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
+    """Entry numbers of the largest scores, int32 [B, T, min(top_k, entries)], ascending; then -1.
+
+    Of equal scores the first. A NaN score ranks first in its own row and disturbs no other.
+    """
+    # As the kernel ranks and orders them: attention then sums in one order, whichever has picked. To XLA -0 is below 0,
+    # and a NaN's sign counts.
+    score = jnp.where(score == 0, 0.0, jnp.where(jnp.isnan(score), jnp.nan, score))
+    _, picks = lax.top_k(score, min(top_k, score.shape[-1]))
+    picks = jnp.sort(picks, axis=-1)
+    return jnp.where(picks < visible[..., None], picks, -1)
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def select_entries(
+    queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array, *, backend: Backend = None
+) -> jax.Array:
+    """The entries each query reads.
+
+    Args:
+      queries: f32 [B, T, indexer_heads, indexer_head_dim], roped and rotated; rounded here as the keys are. Or
+        rounded already: rows [B, T, indexer_heads, ...] of the keys' format.
+      weights: f32 [B, T, indexer_heads], with the indexer's scale factors.
+      layer: of kind CSA.
+      visible: int32 [B, T] entries complete at each query: floor((p + 1) / ratio).
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      int32 [B, T, k], k = min(indexer_top_k, max_entries); the visible ones ascending, then -1.
+    """
+    plan, lead = layer.plan, visible.shape
+    cfg, keys = plan.cfg, plan.keys
+    heads: dict[str, int | None] = {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}
+    check_array("visible", visible, {"B": None, "T": None}, jnp.int32)
+    if isinstance(queries, KeyRows):
+        row = keys.row(cfg.indexer_head_dim)
+        jax.tree.map(lambda x, of: check_array("queries", x, heads | {"row": of.shape[0]}, of.dtype), queries, row)
+    else:
+        check_array("queries", queries, heads | {"indexer_head_dim": cfg.indexer_head_dim}, jnp.float32)
+    check_array("weights", weights, heads, jnp.float32)
+    entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None, None]
+    if layer.max_entries <= cfg.indexer_top_k:  # everything visible is read: no need to score
+        return jnp.where(entry < visible[..., None], entry, -1)
+    if not isinstance(queries, KeyRows) and keys.rounds_queries:
+        queries = keys.encode(queries)
+    if (chosen := choose("indexer_scores", backend, kernels.unsupported_scores(plan))) != "xla":
+        assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
+        score = kernels.indexer_scores(queries, weights, layer, visible, chosen)
+    else:
+        values = keys.decode(queries) if isinstance(queries, KeyRows) else queries
+        score = scores(values, weights, layer, visible)
+    if (picking := choose("top_k", backend, kernels.unsupported_top_k(plan))) != "xla":
+        return kernels.top_k(score, visible, cfg.indexer_top_k, picking)
+    if chosen != "xla":  # the kernel writes nothing past the visible ones
+        score = masked(score, entry < visible[..., None])
+    return pick(score, visible, cfg.indexer_top_k)

@@ -1,0 +1,1 @@
+"""Whole requests: several continuations, drafts, snapshots, files."""

@@ -1,0 +1,219 @@
+"""Caches and snapshots in files, over orbax-checkpoint (``pip install 'dsv4jax[ckpt]'``).
+
+    path/header.json    format, version, plan; CRC-32 of every file of leaves; a CRC-32 of the header itself
+    path/leaves/        the leaves, as orbax stores arrays
+
+Written beside ``path`` and renamed once the header, which comes last, is there. tensorstore, which orbax stands on,
+guards its index and not the bytes of an array; so every file is checked before it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsv4jax.cache.cache import KVCache, abstract_cache
+from dsv4jax.config import DSV4Config
+from dsv4jax.plan import CachePlan, plan_cache
+from dsv4jax.requests.snapshot import LAYOUT, Snapshot, abstract_snapshot, differing_fields
+
+FORMAT = "dsv4jax"
+VERSION = 1  # of the files; bumped by a change of a leaf's name, shape or meaning, or of a plan's fields
+CAPACITY = tuple(field.name for field in dataclasses.fields(CachePlan) if field.name not in LAYOUT)
+
+
+def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
+    """Write a whole cache, or the requests of a snapshot, to a new folder.
+
+    An interrupted save leaves no ``path``, only ``path.partial``, which the next one replaces. All leaves pass through
+    this process's memory.
+
+    Raises:
+      ValueError: neither a cache nor a snapshot.
+      FileExistsError: there is something at ``path``, or at ``path.partial`` what no save has left; nothing is
+        overwritten.
+      ImportError: orbax-checkpoint is not installed.
+    """
+    ocp, path = _orbax(), Path(path).absolute()
+    if not isinstance(value, KVCache | Snapshot):
+        raise ValueError(f"save: expected a KVCache or a Snapshot, got {type(value).__name__}")
+    if path.exists():
+        raise FileExistsError(f"{path} exists: save to a new folder and remove the old one afterwards")
+    partial = path.with_name(path.name + ".partial")
+    _remove_unfinished(partial)
+    # orbax takes no empty ones.
+    leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(value).items() if leaf.size}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(partial / "leaves", args=ocp.args.PyTreeSave(leaves))
+    header = _describe(value) | {"files": _checksums(partial / "leaves")}
+    # NumPy integers are legal in a plan, and JSON knows none.
+    header = json.loads(json.dumps(header, default=lambda number: number.item()))
+    sealed = {"header": header, "crc32": _checksum_of_json(header)}
+    (partial / "header.json").write_text(json.dumps(sealed, indent=1) + "\n")
+    for entry in (*partial.rglob("*"), partial):  # else a power failure may keep the new name and lose the contents
+        _sync(entry)
+    partial.rename(path)
+    _sync(path.parent)
+
+
+def restore(path: str | os.PathLike[str], plan: CachePlan | None = None, device: Any = None) -> KVCache | Snapshot:
+    """Read what ``save`` wrote, bit for bit, whatever device it was saved from.
+
+    Args:
+      plan: what the reader expects. A cache must be of this very plan; of a snapshot only configuration, formats and
+        tails are compared, because ``insert`` takes it into a cache of any capacity. None accepts what is there.
+      device: where to put it, as ``jax.device_put`` takes it: a device, a sharding, a pytree of them. None is the
+        default device.
+
+    Raises:
+      FileNotFoundError: there is nothing at ``path``.
+      ValueError: it is no such checkpoint, of another version or plan, incomplete or damaged; the message says which.
+      ImportError: orbax-checkpoint is not installed.
+    """
+    ocp, path = _orbax(), Path(path).absolute()
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    header = _read_header(path)
+    template = _template(header, plan, path)
+    _check_files(header["files"], _checksums(path / "leaves"), path)
+    specs = _named_leaves(template)
+    # As NumPy arrays: which devices held them when they were saved does not matter.
+    wanted = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name, spec in specs.items() if spec.size}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        leaves = checkpointer.restore(path / "leaves", args=ocp.args.PyTreeRestore(restore_args=wanted))
+    restored = []
+    for name, spec in specs.items():
+        leaf = leaves[name] if spec.size else np.zeros(spec.shape, spec.dtype)
+        if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
+            raise ValueError(f"{path}: {name} is {leaf.dtype}{leaf.shape}, expected {spec.dtype}{spec.shape}")
+        restored.append(leaf)
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(template), restored), device)
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError("save and restore need orbax-checkpoint: pip install 'dsv4jax[ckpt]'") from error
+    return ocp
+
+
+def _remove_unfinished(partial: Path) -> None:
+    """Remove what an interrupted save has left, and nothing else."""
+    if not partial.exists():
+        return
+    if not partial.is_dir() or any(
+        entry.name != "header.json" and not entry.name.startswith("leaves") for entry in partial.iterdir()
+    ):
+        raise FileExistsError(f"{partial} is where a save begins, and was left by none: move it away")
+    shutil.rmtree(partial)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Leaves by their place, such as ``csa.state.window.nope``."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of every file under a folder, by its path there."""
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            with file.open("rb") as stream:
+                crc = 0
+                while piece := stream.read(1 << 24):
+                    crc = zlib.crc32(piece, crc)
+            found[file.relative_to(folder).as_posix()] = crc
+    return found
+
+
+def _checksum_of_json(value: Any) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _describe(value: KVCache | Snapshot) -> dict[str, Any]:
+    layout = value.plan if isinstance(value, KVCache) else value
+    fields = {name: getattr(layout, name) for name in LAYOUT}
+    fields |= {"cfg": dataclasses.asdict(layout.cfg), "tail_dtype": layout.tail_dtype.name}
+    described = {"format": FORMAT, "version": VERSION, "layout": fields}
+    if isinstance(value, KVCache):
+        capacity = {name: getattr(value.plan, name) for name in CAPACITY}
+        return described | {"cache": capacity, "shards": value.tables.num_free.shape[0]}
+    return described | {"snapshot": {"num_requests": value.num_requests, "blocks": value.blocks}}
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    try:
+        sealed = json.loads((path / "header.json").read_text())
+    except OSError as error:
+        raise ValueError(f"{path} is no checkpoint of {FORMAT}, or an unfinished one: {error}") from error
+    except ValueError as error:  # no JSON, or no text
+        raise ValueError(f"{path} is damaged: header.json cannot be read: {error}") from error
+    header = sealed.get("header") if isinstance(sealed, dict) else None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"{path} is no checkpoint of {FORMAT}: header.json does not say so")
+    if header.get("version") != VERSION:
+        raise ValueError(f"{path} has version {header.get('version')}, this library reads version {VERSION}")
+    if sealed.get("crc32") != _checksum_of_json(header):
+        raise ValueError(f"{path} is damaged: header.json does not match its checksum")
+    return header
+
+
+def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) -> KVCache | Snapshot:
+    """Shapes and dtypes of what the header describes. ValueError where another plan is expected."""
+    try:
+        layout = _exactly(header["layout"], LAYOUT)
+        fields = tuple(field.name for field in dataclasses.fields(DSV4Config))
+        layout = layout | {"cfg": DSV4Config(**_exactly(layout["cfg"], fields))}
+        any_capacity: dict[str, Any] = dict(max_requests=1, max_context=1, num_blocks=1)
+        capacity = _exactly(header["cache"], CAPACITY) if "cache" in header else any_capacity
+        plan = plan_cache(**layout, **capacity)
+        if "snapshot" in header:
+            template = abstract_snapshot(plan, **header["snapshot"])
+        else:
+            cache = abstract_cache(plan)
+            num_free = jax.ShapeDtypeStruct((header["shards"],), np.int32)  # each shard counts its own
+            template = dataclasses.replace(cache, tables=dataclasses.replace(cache.tables, num_free=num_free))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a plan that this version does not know: {error}") from error
+    if expected is not None:
+        names = LAYOUT + CAPACITY if "cache" in header else LAYOUT
+        if found := differing_fields(plan, expected, names):
+            raise ValueError(f"{path} is of another plan: " + "; ".join(found))
+    return template
+
+
+def _exactly(fields: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The fields, which must be these: for a missing one a default may stand that the writer did not mean."""
+    if unknown := sorted(set(fields) - set(names)):
+        raise ValueError(f"unknown {', '.join(unknown)}")
+    if missing := sorted(set(names) - set(fields)):
+        raise ValueError(f"missing {', '.join(missing)}")
+    return fields
+
+
+def _check_files(written: dict[str, int], found: dict[str, int], path: Path) -> None:
+    for name, checksum in written.items():
+        if name not in found:
+            raise ValueError(f"{path} is incomplete: leaves/{name} is missing")
+        if checksum != found[name]:
+            raise ValueError(f"{path} is damaged: leaves/{name} does not match its checksum")

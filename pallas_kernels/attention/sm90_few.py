@@ -1,0 +1,318 @@
+"""Decode attention on Hopper for few queries: what counts is how long one waits, not how much the chip does.
+
+    logits^T [keys, heads] = K q^T,      out^T [channels, heads] = K^T weights^T
+
+Heads are the columns of both products, so that a block can do with few of them: a query's heads are shared by clusters,
+its keys by the blocks of each. A block brings all its tiles at once, a warpgroup for each, and is done with them after
+one pass. Then each block of a cluster puts together the parts of its share of the channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.keys import (
+    HEAD_DIM,
+    KEYS,
+    LOG2E,
+    LOWEST,
+    NOPE_DIM,
+    ROPE_DIM,
+    SCALED_ROWS,
+    Inputs,
+    KeyLoader,
+    Query,
+)
+from pallas_kernels.language.lanes import Buffer, add, fold, maximum
+from pallas_kernels.language.machine import WARP, WARPGROUP, Value, select
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
+
+_ROWS = 64  # channels of a product
+_PRODUCTS = HEAD_DIM // _ROWS
+_WARPS = WARPGROUP // WARP
+SHARED_BYTES = 232448 - 1024  # of a block, at most, beside what every launch has
+_ALIGNMENT = 1024  # of the first tile
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scratch:
+    """Where the blocks of a cluster leave their parts of an output."""
+
+    stats: Any  # f32 [queries, groups of heads, cluster, heads, 2] peak and total of each block
+    parts: Any  # f16 [queries, groups of heads, cluster, cluster, heads, channels] to, from
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a query is shared."""
+
+    heads: int  # of a block
+    cluster: int  # blocks that share the keys
+    tiles: int  # of a block, at most
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tiles
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = (self.heads + self.tiles * KEYS) * HEAD_DIM * 2 + self.tiles * self.heads * KEYS * 2
+        return tiles + self.tiles * (KEYS * 8 + _WARPS * self.heads * 8) + _ALIGNMENT
+
+    @property
+    def fits(self) -> bool:
+        """Its tiles fit into a block's shared memory."""
+        return self.shared_bytes <= SHARED_BYTES
+
+    def check(self, heads: int, tiles: int) -> None:
+        """ValueError where it does not share a query of so many heads and tiles."""
+        if tiles > self.cluster * self.tiles or not self.fits:
+            raise ValueError(f"{self} does not serve queries of {tiles} tiles")
+        if self.heads % 8 or heads % self.heads or self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"{self} does not share {heads} heads of {HEAD_DIM} channels")
+
+    @property
+    def channels(self) -> int:
+        """Of a block, where the parts are put together."""
+        return HEAD_DIM // self.cluster
+
+    def scratch(self, queries: int, groups: int) -> Scratch:
+        lead = queries, groups, self.cluster
+        return Scratch(
+            stats=jax.ShapeDtypeStruct((*lead, self.heads, 2), jnp.float32),
+            parts=jax.ShapeDtypeStruct((*lead, self.cluster, self.heads, self.channels), jnp.float16),
+        )
+
+    def body(self, machine: TensorCores, inputs: Inputs, state: tuple[Buffer, Any], *, kv_format: str) -> None:
+        """Inputs -> out bf16 or f32 [B, T, H, 512], and scratch. Grid (B * T, H / heads)."""
+        Block(machine, inputs, self, kv_format).run(*state)
+
+
+class Block:
+    """A block's share of a query."""
+
+    def __init__(self, machine: TensorCores, inputs: Inputs, layout: Layout, kv_format: str):
+        self.machine, self.layout, self.kv_format = machine, layout, kv_format
+        self.query = Query.of_block(machine, inputs)
+        self.first_head = machine.block(1) * layout.heads
+        self.lanes = layout.tiles * WARPGROUP
+        self.warpgroup = machine.thread // WARPGROUP
+        self.column = machine.thread % 4 * 2  # of a product: the first of two neighbours that a lane holds
+        self.q = Tile.take(machine, layout.heads, HEAD_DIM * 2)
+        self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=layout.tiles)
+        self.weights = Tile.take(machine, layout.heads, KEYS * 2, copies=layout.tiles)
+        self.key = machine.take_shared(layout.tiles * KEYS * 8)  # f32 [tiles, KEYS, 2], as ``KeyLoader.store`` says
+        size = layout.tiles * _WARPS * layout.heads * 4
+        self.peaks, self.totals = machine.take_shared(size), machine.take_shared(size)  # f32 [warps, heads]
+
+    def run(self, out: Buffer, scratch: Scratch) -> None:
+        machine = self.machine
+        self._load()
+        machine.fence_shared()
+        machine.barrier("block")
+        peak = self._weigh()
+        machine.fence_shared()
+        machine.barrier("block")
+        parts = self._multiply_values()
+        total = self._over_warps(add, self.totals)
+        self._leave(scratch, machine.wgmma_wait(parts), peak, total)
+        ends = [self._prepare(n) for n in range(0, self.layout.heads * self.layout.channels // 8, self.lanes)]
+        machine.barrier("cluster")
+        for end in ends:
+            end.finish(out, scratch)
+
+    def _load(self) -> None:
+        """The queries of the block's heads, and a tile of keys per warpgroup."""
+        machine, query, units = self.machine, self.query, HEAD_DIM * 2 // 16
+        loader = KeyLoader(query, self.kv_format)
+        tile = self.warpgroup * self.layout.cluster + machine.rank
+        # Asked for first: nothing of this waits for another load.
+        places = [machine.thread + n for n in range(0, self.layout.heads * units, self.lanes)]
+        there = [place < self.layout.heads * units for place in places]
+        numbers = loader.find(tile)
+        words = [
+            query.head_words(self.first_head + place // units, place % units, where)
+            for place, where in zip(places, there, strict=True)
+        ]
+        rows = loader.resolve(tile, numbers, loader.find_blocks(tile, numbers))
+        stored = [loader.load(tile, which, rows[which], None) for which in range(2)]
+        for place, where, unit in zip(places, there, words, strict=True):
+            machine.store_shared(self.q.unit(place // units, place % units), unit, 16, where)
+        keys, key = self.keys.copy(self.warpgroup), self.warpgroup * (KEYS * 8) + self.key
+        for which in range(2):
+            loader.store(tile, which, stored[which], None, keys, key)
+
+    def _weigh(self) -> list[Value]:
+        """Weights of the block's keys to shared memory. Returns the peaks of this lane's heads."""
+        machine, keys = self.machine, self.keys.copy(self.warpgroup)
+        scaled = machine.wgmma_wait(machine.wgmma(None, keys.k_major(), self.q.k_major(), columns=self.layout.heads))
+        row = product_row(machine)
+        unit = HEAD_DIM**-0.5 * LOG2E
+        factors = []
+        for i in range(2):
+            at = (self.warpgroup * KEYS + row + 8 * i) * 8 + self.key
+            factor, added = (machine.from_bits(word) for word in machine.load_shared(at, 8))
+            factors.append(factor)
+            for n in self._of_row(i):
+                scaled[n] = machine.fma(scaled[n], factor * unit, added)
+        self._leave_warps(maximum, scaled, self.peaks)
+        machine.barrier("block")
+        peak = [value.maximum(LOWEST) for value in self._over_warps(maximum, self.peaks)]
+        weights = [machine.exp2(value - peak[_column(n)]) for n, value in enumerate(scaled)]
+        self._leave_warps(add, weights, self.totals)
+        if self.kv_format in SCALED_ROWS:
+            weights = [weight * factors[n // 2 % 2] for n, weight in enumerate(weights)]
+        tile = self.weights.copy(self.warpgroup)
+        for n in range(0, len(weights), 2):
+            head, key, word = self._pair_rows(weights[n : n + 2], n)
+            at = tile.unit(head, key // 8) + key % 8 * 2
+            machine.store_shared(at, [word], 4, True)
+        return peak
+
+    def _multiply_values(self) -> list[Value]:
+        """This warpgroup's products, of 64 channels each, one behind the other. They run still."""
+        values = []
+        for number in self._products():
+            offset = number.minimum(_PRODUCTS - 1) * (_ROWS * 2 * 8) + self.keys.offset
+            tile = dataclasses.replace(self.keys, offset=offset)
+            a, b = tile.transposed(0), self.weights.k_major()
+            tiles = range(self.layout.tiles)
+            a = dataclasses.replace(a, steps=tuple(self.keys.size * i + step for i in tiles for step in a.steps))
+            b = dataclasses.replace(b, steps=tuple(self.weights.size * i + step for i in tiles for step in b.steps))
+            values += self.machine.wgmma(None, a, b, columns=self.layout.heads)
+        return values
+
+    def _products(self) -> list[Value]:
+        """Numbers of this warpgroup's products. Where they do not come out even there is one too many."""
+        return [self.warpgroup + n for n in range(0, _PRODUCTS, self.layout.tiles)]
+
+    def _leave(self, scratch: Scratch, values: list[Value], peak: list[Value], total: list[Value]) -> None:
+        """This block's part of the output, each share of channels to the block that puts it together.
+
+        Parts are means, in f16 like the weights that they were made with.
+        """
+        machine, layout, query = self.machine, self.layout, self.machine.block(0)
+        lane = machine.thread
+        for n, pair in enumerate(zip(peak, total, strict=True)):
+            head = self.column + (n // 2 * 8 + n % 2)
+            scratch.stats.store_floats(list(pair), query, machine.block(1), machine.rank, head, 0, where=lane < 4)
+        inverse = [machine.reciprocal(value.maximum(2.0**-126)) for value in total]  # 0 where there was no key
+        each = layout.heads // 2
+        for i, number in enumerate(self._products()):
+            where = True if (i + 1) * layout.tiles <= _PRODUCTS else number < _PRODUCTS
+            for n in range(0, each, 2):
+                pair = [values[i * each + n + c] * inverse[_column(n + c)] for c in range(2)]
+                head, row, word = self._pair_rows(pair, n)
+                channel = number * _ROWS + row
+                place = query, machine.block(1), channel // layout.channels, machine.rank
+                scratch.parts.store_words([word], *place, head, channel % layout.channels, where=where)
+
+    def _prepare(self, first: int) -> End:
+        """What an end of the output waits for, besides the parts."""
+        layout, query = self.layout, self.query
+        units = layout.channels // 8
+        number = self.machine.thread + first
+        where = True if first + self.lanes <= layout.heads * units else number < layout.heads * units
+        head, channel = number // units, number % units * 8
+        (sink,) = query.inputs.sinks.load_floats(self.first_head + head, count=1, where=where)
+        angles: list[list[Value]] = []
+        turns = (self.machine.rank * layout.channels + channel) >= NOPE_DIM
+        if query.inputs.angles is not None:
+            pair = (self.machine.rank * layout.channels + channel - NOPE_DIM) // 2
+            angles = [
+                query.inputs.angles.load_floats(query.batch, query.token, pair + at, where=turns & where)
+                for at in (0, ROPE_DIM // 2)
+            ]
+        return End(self, head, channel, where, turns, (sink * LOG2E).maximum(LOWEST), angles)
+
+    # Over the lanes that share a head.
+    def _of_row(self, i: int) -> list[int]:
+        """Numbers of a product that are in the first or second of a lane's rows."""
+        return [n for n in range(self.layout.heads // 2) if n // 2 % 2 == i]
+
+    def _leave_warps(self, op: Any, values: list[Value], room: int) -> None:
+        """values of a product, reduced over the warp's rows, to f32 [warps, heads]."""
+        machine, warp = self.machine, self.machine.thread // WARP
+        for j in range(0, len(values), 4):
+            pair = [op(values[j + c], values[j + 2 + c]) for c in range(2)]
+            for distance in (4, 8, 16):
+                pair = [op(value, machine.shuffle_xor(value, distance)) for value in pair]
+            at = (warp * self.layout.heads + self.column + 2 * j) * 4 + room
+            machine.store_shared(at, [machine.bits(value) for value in pair], 8, machine.thread % WARP < 4)
+
+    def _over_warps(self, op: Any, room: int) -> list[Value]:
+        """f32 [warps, heads], reduced over warps: what belongs to this lane's heads, in order."""
+        machine, values = self.machine, []
+        for j in range(0, self.layout.heads, 8):
+            pairs = [
+                machine.load_shared((self.column + (warp * self.layout.heads + j)) * 4 + room, 8)
+                for warp in range(self.lanes // WARP)
+            ]
+            values += [fold(op, [machine.from_bits(pair[c]) for pair in pairs]) for c in range(2)]
+        return values
+
+    def _pair_rows(self, pair: list[Value], n: int) -> tuple[Value, Value, Value]:
+        """Two columns of a row, from number n of a product on, as two rows of one column: (column, row, f16 pair).
+
+        A lane of an even row and its neighbour of the next one exchange: the first column to one, the second to the
+        other.
+        """
+        machine = self.machine
+        odd = (machine.thread // 4 % 2).equals(1)
+        other = machine.shuffle_xor(select(odd, pair[0], pair[1]), 4)
+        word = machine.to_f16(select(odd, other, pair[0]), select(odd, pair[1], other))
+        row = (product_row(machine) & -2) + n // 2 % 2 * 8
+        return self.column + machine.thread // 4 % 2 + n // 4 * 8, row, word
+
+
+def _column(n: int) -> int:
+    """Which of a lane's columns number n of a product is in."""
+    return n // 4 * 2 + n % 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class End:
+    """Eight channels of a head, where the parts of a cluster become the output."""
+
+    block: Block
+    head: Value
+    channel: Value  # among those of the block
+    where: Any
+    turns: Value  # the channels have rope
+    sink: Value
+    angles: list[list[Value]]  # cosines and sines of four pairs
+
+    def finish(self, out: Buffer, scratch: Scratch) -> None:
+        """The mean over all blocks' parts, turned back, to the output."""
+        machine, layout, query = self.block.machine, self.block.layout, self.block.query
+        unit = machine.block(0), machine.block(1)
+        sources = range(layout.cluster)
+        stats = [
+            scratch.stats.load_floats(*unit, source, self.head, 0, count=2, where=self.where) for source in sources
+        ]
+        words = [
+            scratch.parts.load_words(*unit, machine.rank, source, self.head, self.channel, count=8, where=self.where)
+            for source in sources
+        ]
+        top = fold(maximum, [self.sink, *(peak for peak, _ in stats)])
+        weights = [total * machine.exp2(peak - top) for peak, total in stats]
+        inverse = machine.reciprocal(fold(add, [machine.exp2(self.sink - top), *weights]))
+        merged = [machine.constant(0.0, "f32")] * 8
+        for source in sources:
+            share = weights[source] * inverse
+            halves = [half for word in words[source] for half in machine.from_f16(word)]
+            merged = [machine.fma(half, share, value) for half, value in zip(halves, merged, strict=True)]
+        if self.angles:
+            for n, (cos, sin) in enumerate(zip(*self.angles, strict=True)):
+                a, b = merged[2 * n : 2 * n + 2]
+                merged[2 * n] = select(self.turns, a * cos + b * sin, a)
+                merged[2 * n + 1] = select(self.turns, b * cos - a * sin, b)
+        channel = machine.rank * layout.channels + self.channel
+        place = query.batch, query.token, self.block.first_head + self.head
+        for n in range(0, 8, 16 // out.dtype.itemsize):
+            out.store_floats(merged[n : n + 16 // out.dtype.itemsize], *place, channel + n, where=self.where)

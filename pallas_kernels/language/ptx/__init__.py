@@ -1,0 +1,1 @@
+"""The machine that emits MLIR and PTX into a Mosaic GPU kernel."""

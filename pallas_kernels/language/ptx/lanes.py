@@ -1,0 +1,304 @@
+"""The machine of ``lanes`` on NVIDIA GPUs. Tensor cores and tensor memory are in ``ptx_tensor_*``.
+
+Emits MLIR and inline PTX into the body of a Mosaic GPU kernel. PTX is used where MLIR has no op (packed conversions,
+predicated vector loads): a predicated load issues without a branch, so that all loads of a body are in flight at once.
+Runs on sm_90 and newer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
+from jax.experimental.mosaic import gpu as mgpu
+
+from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.machine import Condition, Index, Kind, Machine, Scope, Step, Value, negate
+
+_COMPARISONS = {
+    "lt": (arith.CmpFPredicate.OLT, arith.CmpIPredicate.slt),
+    "le": (arith.CmpFPredicate.OLE, arith.CmpIPredicate.sle),
+    "gt": (arith.CmpFPredicate.OGT, arith.CmpIPredicate.sgt),
+    "ge": (arith.CmpFPredicate.OGE, arith.CmpIPredicate.sge),
+    "eq": (arith.CmpFPredicate.OEQ, arith.CmpIPredicate.eq),
+}
+_FLOAT_OPS = {
+    "add": arith.addf,
+    "sub": arith.subf,
+    "mul": arith.mulf,
+    "max": arith.maximumf,
+    "min": arith.minimumf,
+}
+_INT_OPS = {
+    "add": arith.addi,
+    "sub": arith.subi,
+    "mul": arith.muli,
+    "div": arith.divui,
+    "and": arith.andi,
+    "or": arith.ori,
+    "xor": arith.xori,
+    "shr": arith.shrui,
+    "shl": arith.shli,
+    "max": arith.maxsi,
+    "min": arith.minsi,
+}
+_EXP = "{ .reg .f32 t; mul.rn.f32 t, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, t; }"
+_TO_E4M3 = """{
+ .reg .b16 low, high;
+ cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+ cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+ mov.b32 $0, {low, high}; }"""
+_FROM_E4M3 = """{
+ .reg .b16 low, high, a, b; .reg .b32 pair;
+ mov.b32 {low, high}, $4;
+ cvt.rn.f16x2.e4m3x2 pair, low; mov.b32 {a, b}, pair; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
+ cvt.rn.f16x2.e4m3x2 pair, high; mov.b32 {a, b}, pair; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }"""
+
+
+def _integer(width: int) -> ir.Type:
+    return ir.IntegerType.get_signless(width)
+
+
+def _type(kind: Kind) -> ir.Type:
+    return ir.F32Type.get() if kind == "f32" else _integer({"i32": 32, "i64": 64, "bool": 1}[kind])
+
+
+def _access(size: int) -> tuple[str, int]:
+    """PTX type of an access of ``size`` bytes and the 32-bit words that it moves."""
+    return (f"u{8 * size}", 1) if size <= 4 else (f"v{size // 4}.u32", size // 4)
+
+
+class PTX(Machine):
+    """Emits into the current MLIR insertion point, for one lane."""
+
+    def __init__(self, blocks: Sequence[Any], shared: Any):
+        """blocks: the block's number along each grid axis, i32. shared: the block's shared memory, a memref."""
+        super().__init__()
+        self._blocks = [self._wrap("i32", number) for number in blocks]
+        pointer = llvm.ptrtoint(_integer(32), mgpu.utils.memref_ptr(shared))
+        self._shared = self._wrap("i32", pointer)
+        self._thread = self._wrap("i32", mgpu.utils.thread_idx())
+
+    def buffer(self, ref: Any, shape: tuple[int, ...], dtype: Any, *, constant: bool) -> Buffer:
+        """An array in device memory, from its memref."""
+        address = self._wrap("i64", llvm.ptrtoint(_integer(64), mgpu.utils.memref_ptr(ref)))
+        return Buffer(self, address, shape, jnp.dtype(dtype), constant)
+
+    def _wrap(self, kind: Kind, raw: Any) -> Value:
+        return Value(self, kind, raw)
+
+    @property
+    def thread(self) -> Value:
+        return self._thread
+
+    def block(self, axis: int) -> Value:
+        return self._blocks[axis]
+
+    @property
+    def rank(self) -> Value:
+        return self._asm("mov.u32 $0, %cluster_ctarank;", "=r", ["i32"])[0]
+
+    def constant(self, number: float, kind: Kind) -> Value:
+        kind_type = _type(kind)
+        if kind == "f32":
+            return self._wrap(kind, arith.constant(kind_type, ir.FloatAttr.get(kind_type, float(np.float32(number)))))
+        return self._wrap(kind, arith.constant(kind_type, ir.IntegerAttr.get(kind_type, int(number))))
+
+    def binary(self, op: str, a: Value, b: Value) -> Value:
+        if op in _COMPARISONS:
+            on_floats, on_integers = _COMPARISONS[op]
+            if a.kind == "f32":
+                return self._wrap("bool", arith.cmpf(on_floats, a.raw, b.raw))
+            return self._wrap("bool", arith.cmpi(on_integers, a.raw, b.raw))
+        return self._wrap(a.kind, (_FLOAT_OPS if a.kind == "f32" else _INT_OPS)[op](a.raw, b.raw))
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        return self._wrap(a.kind, arith.select(condition.raw, a.raw, b.raw))
+
+    def widen(self, x: Value) -> Value:
+        return self._wrap("i64", arith.extsi(_integer(64), x.raw))
+
+    def bits(self, x: Value) -> Value:
+        return self._wrap("i32", arith.bitcast(_integer(32), x.raw))
+
+    def from_bits(self, x: Value) -> Value:
+        return self._wrap("f32", arith.bitcast(ir.F32Type.get(), x.raw))
+
+    def _asm(
+        self, text: str, constraints: str, results: Sequence[Kind], *args: Value, effects: bool = False
+    ) -> list[Value]:
+        types = [_type(kind) for kind in results]
+        if not types:
+            returned = ir.Type.parse("!llvm.void")
+        else:
+            returned = types[0] if len(types) == 1 else llvm.StructType.get_literal(types)
+        out = llvm.inline_asm(returned, [arg.raw for arg in args], text, constraints, has_side_effects=effects)
+        if len(types) <= 1:
+            return [self._wrap(kind, out) for kind in results]
+        return [
+            self._wrap(kind, llvm.extractvalue(one, out, [i]))
+            for i, (kind, one) in enumerate(zip(results, types, strict=True))
+        ]
+
+    def exp(self, x: Value) -> Value:
+        return self._asm(_EXP, "=f,f", ["f32"], x)[0]
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self._asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", ["f32"], a, b, c)[0]
+
+    def reciprocal(self, x: Value) -> Value:
+        return self._asm("rcp.rn.f32 $0, $1;", "=f,f", ["f32"], x)[0]
+
+    def divide(self, a: Value, b: Value) -> Value:
+        return self._asm("div.rn.f32 $0, $1, $2;", "=f,f,f", ["f32"], a, b)[0]
+
+    def inverse_sqrt(self, x: Value) -> Value:
+        return self._asm("{ .reg .f32 root; sqrt.rn.f32 root, $1; rcp.rn.f32 $0, root; }", "=f,f", ["f32"], x)[0]
+
+    def to_e4m3(self, values: Step) -> Value:
+        return self._asm(_TO_E4M3, "=r,f,f,f,f", ["i32"], *values)[0]
+
+    def from_e4m3(self, word: Value) -> Step:
+        return self._asm(_FROM_E4M3, "=f,=f,=f,=f,r", ("f32",) * 4, word)
+
+    def to_bf16(self, low: Value, high: Value) -> Value:
+        return self._asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", ["i32"], low, high)[0]
+
+    def shuffle_xor(self, x: Value, distance: int) -> Value:
+        return self._wrap(x.kind, mgpu.utils.shfl_bfly(x.raw, distance))
+
+    def shuffle_up(self, x: Value, distance: int) -> Value:
+        register = "f" if x.kind == "f32" else "r"
+        text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
+        return self._asm(text, f"={register},{register}", [x.kind], x, effects=True)[0]
+
+    def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
+        return self._asm(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r", ["i32"], x, effects=True)[0]
+
+    def leading_zeros(self, x: Value) -> Value:
+        return self._asm("clz.b32 $0, $1;", "=r,r", ["i32"], x)[0]
+
+    def population_count(self, x: Value) -> Value:
+        return self._asm("popc.b32 $0, $1;", "=r,r", ["i32"], x)[0]
+
+    def add_shared(self, address: Value, x: Value, where: Condition, *, rank: int | None = None) -> Value:
+        if where is False:
+            return self.constant(0, "i32")
+        address, space = self._shared_address(address, rank)
+        add = f"atom.{space}.add.u32 $0, [$1], $2;"
+        if where is True:
+            return self._asm(add, "=r,r,r", ["i32"], address, x, effects=True)[0]
+        text = f"{{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; @p {add} }}"
+        return self._asm(text, "=&r,r,r,r", ["i32"], address, x, self._flag(where), effects=True)[0]
+
+    def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
+        assert leave is False or scope == "cluster", "only a cluster's barrier may be left"
+        if scope == "cluster":
+            self._asm("barrier.cluster.arrive.release.aligned;", "", [], effects=True)
+            with self.when(negate(leave)):
+                self._asm("barrier.cluster.wait.acquire.aligned;", "", [], effects=True)
+        elif scope == "block":
+            gpu.barrier()
+        elif scope == "warp":
+            self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
+        else:
+            mgpu.utils.warpgroup_barrier()
+
+    def _flag(self, condition: Value) -> Value:
+        return self._wrap("i32", arith.extui(_integer(32), condition.raw))  # inline PTX takes no i1
+
+    def load(self, address: Value, size: int, where: Condition, *, constant: bool, otherwise: int = 0) -> list[Value]:
+        ptx_type, words = _access(size)
+        # Measured on an H200: inputs without a place in L1, state with the default policy. Any other pairing is slower.
+        cache = (".nc.L1::no_allocate" if size == 16 else ".nc") if constant else ""
+        registers = [f"${i}" for i in range(words)]
+        target = registers[0] if words == 1 else "{" + ", ".join(registers) + "}"
+        read = f"ld.global{cache}.{ptx_type} {target}, [${words}];"
+        if where is True:
+            return self._asm(read, ",".join(["=r"] * words + ["l"]), ("i32",) * words, address, effects=True)
+        assert isinstance(where, Value)
+        first = " ".join(f"mov.b32 {register}, {otherwise};" for register in registers)
+        text = f"{{ .reg .pred p; setp.ne.s32 p, ${words + 1}, 0; {first} @p {read} }}"
+        constraints = ",".join(["=&r"] * words + ["l", "r"])
+        return self._asm(text, constraints, ("i32",) * words, address, self._flag(where), effects=True)
+
+    def hold(self, values: list[Value]) -> list[Value]:
+        # Empty volatile assembly: it stays behind the loads before it, which are volatile too.
+        return [
+            self._asm("", "=f,0" if value.kind == "f32" else "=r,0", [value.kind], value, effects=True)[0]
+            for value in values
+        ]
+
+    def store(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
+        self._store("global", "l", address, words, size, where)
+
+    def _store(
+        self, space: str, address_kind: str, address: Value, words: Sequence[Value], size: int, where: Condition
+    ) -> None:
+        if where is False:
+            return
+        ptx_type, count = _access(size)
+        assert len(words) == count, (len(words), size)
+        registers = [f"${1 + i}" for i in range(count)]
+        source = registers[0] if count == 1 else "{" + ", ".join(registers) + "}"
+        write = f"st.{space}.{ptx_type} [$0], {source};"
+        constraints = [address_kind] + ["r"] * count
+        if where is True:
+            self._asm(write, ",".join(constraints), [], address, *words, effects=True)
+            return
+        text = f"{{ .reg .pred p; setp.ne.s32 p, ${1 + count}, 0; @p {write} }}"
+        flag = self._flag(where)
+        self._asm(text, ",".join([*constraints, "r"]), [], address, *words, flag, effects=True)
+
+    def load_shared(self, address: Value, size: int) -> list[Value]:
+        ptx_type, words = _access(size)
+        registers = [f"${i}" for i in range(words)]
+        target = registers[0] if words == 1 else "{" + ", ".join(registers) + "}"
+        text = f"ld.shared.{ptx_type} {target}, [${words}];"
+        constraints = ",".join(["=r"] * words + ["r"])
+        return self._asm(text, constraints, ("i32",) * words, self._shared + address, effects=True)
+
+    def store_shared(
+        self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
+    ) -> None:
+        address, space = self._shared_address(address, rank)
+        self._store(space, "r", address, words, size, where)
+
+    def _shared_address(self, address: Value, rank: int | None) -> tuple[Value, str]:
+        """Of a byte offset into the shared memory of the block, or of a rank's: the address and its state space."""
+        address = self._shared + address
+        if rank is None:
+            return address, "shared"
+        remote = self._asm(f"mapa.shared::cluster.u32 $0, $1, {rank};", "=r,r", ["i32"], address)[0]
+        return remote, "shared::cluster"
+
+    def when(self, condition: Condition) -> contextlib.AbstractContextManager[None]:
+        if condition is True:
+            return contextlib.nullcontext()
+        known = self.constant(False, "bool") if condition is False else condition
+        return mgpu.utils.when(known.raw)
+
+    def loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+        bounds = [b if isinstance(b, Value) else self.constant(b, "i32") for b in (0, count, 1)]
+        operation = scf.ForOp(bounds[0].raw, bounds[1].raw, bounds[2].raw, [value.raw for value in carry])
+        with ir.InsertionPoint(operation.body):
+            inner = [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.inner_iter_args, strict=True)]
+            result = body(self._wrap("i32", operation.induction_variable), inner)
+            scf.yield_([value.raw for value in result])
+        return [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.results, strict=True)]
+
+    def repeat(self, body: Callable[[list[Value]], tuple[Value, list[Value]]], carry: list[Value]) -> list[Value]:
+        types = [value.raw.type for value in carry]
+        operation = scf.WhileOp(types, [value.raw for value in carry])
+        block, other = (region.blocks.append(*types) for region in operation.regions)
+        with ir.InsertionPoint(block):
+            again, result = body([self._wrap(v.kind, raw) for v, raw in zip(carry, block.arguments, strict=True)])
+            scf.condition(again.raw, [value.raw for value in result])
+        with ir.InsertionPoint(other):
+            scf.yield_(list(other.arguments))
+        return [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.results, strict=True)]

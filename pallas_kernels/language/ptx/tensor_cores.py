@@ -1,0 +1,169 @@
+"""The machine of ``tensor_cores`` on Hopper, as PTX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax._src.lib.mlir.dialects import gpu  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental.mosaic import gpu as mgpu
+
+from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Value
+from pallas_kernels.language.ptx.lanes import PTX
+from pallas_kernels.language.tensor_cores import DType, Operand, Role, TensorCores
+
+_SWIZZLE_128 = 1 << 62
+_E4M3_TO_F16 = """{
+ .reg .b16 low, high;
+ mov.b32 {low, high}, $2;
+ cvt.rn.f16x2.e4m3x2 $0, low;
+ cvt.rn.f16x2.e4m3x2 $1, high; }"""
+_FROM_F16 = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+_WAIT = """{
+ .reg .pred done;
+ WAIT_${:uid}:
+ mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
+ @!done bra WAIT_${:uid}; }"""
+# A loop of one round: ptxas moves no arithmetic from one basic block to another, and cannot know that it ends at once.
+_KEEP_ORDER = """{
+ .reg .pred again; .reg .b32 blocks;
+ AGAIN_${:uid}:
+ bar.warp.sync 0xffffffff;
+ mov.u32 blocks, %nctaid.x;
+ setp.eq.u32 again, blocks, 0x7ffffffe;
+ @again bra.uni AGAIN_${:uid}; }"""
+_FAMILY = {"f16": ("k16", "f16.f16"), "e4m3": ("k32", "e4m3.e4m3"), "e5m2": ("k32", "e5m2.e5m2")}
+
+
+class TensorCorePTX(PTX, TensorCores):
+    """Emits for one lane; products run on sm_90a."""
+
+    def exp2(self, x: Value) -> Value:
+        return self._asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", ["f32"], x)[0]
+
+    def to_f16(self, low: Value, high: Value) -> Value:
+        return self._asm("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", ["i32"], low, high)[0]
+
+    def from_f16(self, word: Value) -> tuple[Value, Value]:
+        low, high = self._asm(_FROM_F16, "=f,=f,r", ("f32", "f32"), word)
+        return low, high
+
+    def e4m3_to_f16(self, word: Value) -> tuple[Value, Value]:
+        low, high = self._asm(_E4M3_TO_F16, "=&r,=r,r", ("i32", "i32"), word)
+        return low, high
+
+    def multiply_f16(self, a: Value, b: Value) -> Value:
+        return self._asm("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", ["i32"], a, b)[0]
+
+    def relu_f16(self, x: Value) -> Value:
+        # A product and a sum: of the pipe that integers leave idle.
+        one, zero = self.constant(0x3C003C00, "i32"), self.constant(0, "i32")
+        return self._asm("fma.rn.relu.f16x2 $0, $1, $2, $3;", "=r,r,r,r", ["i32"], x, one, zero)[0]
+
+    def maximum_u16(self, a: Value, b: Value) -> Value:
+        return self._asm("max.u16x2 $0, $1, $2;", "=r,r,r", ["i32"], a, b)[0]
+
+    def permute_bytes(self, a: Value, b: Value, selector: Index) -> Value:
+        if isinstance(selector, int):
+            return self._asm(f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r", ["i32"], a, b)[0]
+        return self._asm("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", ["i32"], a, b, selector)[0]
+
+    def copy_async(self, to: Value, address: Value, where: Condition) -> None:
+        size = self._flag(where) << 4 if isinstance(where, Value) else self.constant(16 * where, "i32")
+        text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+        self._asm(text, "r,l,r", [], self._shared + to, address, size, effects=True)
+
+    def wait_copies(self) -> None:
+        self._asm("cp.async.wait_all;", "", [], effects=True)
+
+    def keep_order(self) -> None:
+        self._asm(_KEEP_ORDER, "", [], effects=True)
+
+    def roles(self, *roles: Role) -> None:
+        warpgroup = self._wrap("i32", mgpu.utils.warpgroup_idx(sync=True))
+        at_launch, first = self.registers_at_launch(roles), 0
+        for role in roles:
+            inside = warpgroup >= first
+            first += role.warpgroups
+            with self.when(inside & (warpgroup < first)):
+                change = "inc" if role.registers > at_launch else "dec"
+                self._asm(f"setmaxnreg.{change}.sync.aligned.u32 {role.registers};", "", [], effects=True)
+                role.body()
+
+    def init_barriers(self, counts: Sequence[tuple[int, int]]) -> None:
+        with self.when(self.thread.equals(0)):
+            for address, count in counts:
+                self._asm(
+                    f"mbarrier.init.shared::cta.b64 [$0], {count};", "r", [], self._shared + address, effects=True
+                )
+            self._asm("fence.mbarrier_init.release.cluster;", "", [], effects=True)  # for who arrives beside the lanes
+        gpu.barrier()
+
+    def arrive(self, barrier: Value, where: Condition = True) -> None:
+        first = (self.thread % WARP).equals(0)
+        self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
+        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+        self._asm(text, "r,r", [], self._shared + barrier, self._flag(where & first), effects=True)
+
+    def wait(self, barrier: Value, parity: Value) -> None:
+        self._asm(_WAIT, "r,r", [], self._shared + barrier, parity, effects=True)
+
+    def fence_shared(self) -> None:
+        self._asm("fence.proxy.async.shared::cta;", "", [], effects=True)
+
+    def _descriptor(self, operand: Operand) -> Value:
+        """i64 descriptor of an operand's first step."""
+        address = ((self._shared + operand.address) & 0x3FFFF) >> 4
+        fixed = _SWIZZLE_128 | operand.leading >> 4 << 16 | operand.stride >> 4 << 32
+        return self.widen(address) | fixed
+
+    def wgmma(
+        self,
+        start: list[Value] | None,
+        a: Operand | list[Value],
+        b: Operand,
+        *,
+        columns: int,
+        dtype: DType = "f16",
+        packed: bool = False,
+    ) -> list[Value]:
+        assert start is None or not packed, "sums in f16 start at zero"
+        count, steps = columns // (4 if packed else 2), len(b.steps)
+        depth, operands = _FAMILY[dtype]
+        shape = f"m64n{columns}{depth}.{'f16' if packed else 'f32'}.{operands}"
+        held = 0 if start is None else count  # inputs that share the results' registers
+        result = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+        first = count + held  # number of the next operand
+        if isinstance(a, Operand):
+            assert dtype == "f16" or not a.transposed, "the left operand is K-major"
+            assert len(a.steps) == steps, "both operands have as many steps"
+            left, left_constraints = [self._descriptor(a)], ["l"]
+        else:
+            assert len(a) == 4 * steps, "four words per step"
+            left, left_constraints = a, ["r"] * len(a)
+        right = f"${first + len(left)}"
+        # One block of text: nothing may come between the instructions of a group.
+        lines = ["{ .reg .b64 a, b; .reg .pred more;", "wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            if isinstance(a, Operand):
+                lines.append(f"add.s64 a, ${first}, {a.steps[step] >> 4};")
+                operand = "a"
+            else:
+                operand = "{" + ", ".join(f"${first + 4 * step + i}" for i in range(4)) + "}"
+            lines.append(f"add.s64 b, {right}, {b.steps[step] >> 4};")
+            lines.append(f"setp.ne.s32 more, {int(start is not None or step > 0)}, 0;")
+            flags = "1, 1"
+            if dtype == "f16":
+                flags += f", {int(a.transposed)}" if isinstance(a, Operand) else ""
+                flags += f", {int(b.transposed)}"
+            lines.append(f"wgmma.mma_async.sync.aligned.{shape} {result}, {operand}, b, more, {flags};")
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        # Early clobber: the results' registers are written while a's and the descriptors are still read.
+        constraints = ["=&r" if packed else "=&f"] * count + [str(i) for i in range(held)] + left_constraints + ["l"]
+        inputs = [*(start or []), *left, self._descriptor(b)]
+        kinds: list[Kind] = ["i32" if packed else "f32"] * count
+        return self._asm("\n".join(lines), ",".join(constraints), kinds, *inputs, effects=True)
+
+    def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
+        # Two pieces: a copy of a register, as a constraint makes, must not come before the wait.
+        self._asm(f"wgmma.wait_group.sync.aligned {pending};", "", [], effects=True)
+        return self.hold(values)

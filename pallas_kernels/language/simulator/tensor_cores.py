@@ -1,0 +1,421 @@
+"""The machine of ``tensor_cores`` in NumPy.
+
+Warpgroups in roles take turns in an order that is drawn at random, from a fixed seed, at every barrier. A product is
+computed when it is waited for: what it reads too early, or what is overwritten too early, makes a wrong result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Scope, Value
+from pallas_kernels.language.simulator.lanes import SimulationError, Simulator
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, ATOM_ROWS, STEP_BYTES, DType, Operand, Role, TensorCores
+
+_NUMPY = {"f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+
+
+class _Turn:
+    """A warpgroup in its role, in a thread of its own, of which one runs at a time."""
+
+    def __init__(self, body: Callable[[], None], mask: np.ndarray):
+        self.mask = mask
+        self.groups: list[_Group] = []  # products that run
+        self.copies: list[Any] = []  # arguments of copies that run, and their lanes
+        self.ready: Callable[[], bool] = lambda: True
+        self.done, self.error = False, None
+        self._go, self._back = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
+
+    def _run(self, body: Callable[[], None]) -> None:
+        self._wait()
+        try:
+            body()
+        except BaseException as error:  # handed to the thread that runs the roles
+            self.error = error
+        self.done = True
+        self._back.set()
+
+    def _wait(self) -> None:
+        self._go.wait()
+        self._go.clear()
+
+    def take(self) -> None:
+        """Run the role until it gives way."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._go.set()
+        self._back.wait()
+        self._back.clear()
+        if self.error is not None:
+            raise self.error
+
+    def give_way(self, ready: Callable[[], bool]) -> None:
+        self.ready = ready
+        self._back.set()
+        self._wait()
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """A product that was asked for."""
+
+    start: list[Any] | None  # raw values
+    a: Operand | list[Any]
+    b: Operand
+    columns: int
+    dtype: DType
+    packed: bool
+    active: np.ndarray  # bool [blocks, threads]
+    result: list[np.ndarray] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pending:
+    """A raw value that only ``wgmma_wait`` may look at: that of a group, or a choice between two."""
+
+    group: _Group | None = None
+    index: int = 0
+    choice: tuple[np.ndarray, Any, Any] | None = None
+
+    def value(self) -> np.ndarray:
+        if self.choice is not None:
+            condition, a, b = self.choice
+            return np.where(condition, _value(a), _value(b))
+        assert self.group is not None
+        if self.group.result is None:
+            raise SimulationError("a product is used before it was waited for")
+        return self.group.result[self.index]
+
+
+def _value(raw: Any) -> np.ndarray:
+    return raw.value() if isinstance(raw, _Pending) else raw
+
+
+class TensorCoreSimulator(Simulator, TensorCores):
+    """Runs one launch."""
+
+    def __init__(self, grid: tuple[int, ...], threads: int, shared_bytes: int, cluster: int = 1):
+        super().__init__(grid, threads, shared_bytes, cluster)
+        blocks = self._shape[0]
+        self._turn = _Turn(lambda: None, self._mask)
+        self._random = np.random.default_rng(0)
+        self._in_roles = False
+        self._met, self._meetings = np.zeros(self._shape, bool), 0  # lanes at a barrier of the block; such barriers
+        # Of the barrier at each 8 bytes of a block's shared memory: warps per phase (0 = no barrier), those that have
+        # arrived, phases that have ended.
+        self._expected, self._phase = (np.zeros((blocks, shared_bytes // 8), np.int64) for _ in range(2))
+        self._arrived = np.zeros((blocks, shared_bytes // 8, threads // WARP), bool)
+        self._fenced = np.zeros(blocks * shared_bytes, bool)  # what tensor cores may read
+        # Shared bytes written since a fence, and those accessed since a barrier of their warps.
+        self._unfenced: list[np.ndarray] = []
+        self._touched: list[np.ndarray] = []
+
+    def exp2(self, x: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", np.exp2(x.raw))
+
+    def to_f16(self, low: Value, high: Value) -> Value:
+        pair = np.stack(np.broadcast_arrays(low.raw, high.raw), -1)
+        with np.errstate(all="ignore"):
+            return self._wrap("i32", np.ascontiguousarray(pair.astype(np.float16)).view(np.int32)[..., 0])
+
+    def from_f16(self, word: Value) -> tuple[Value, Value]:
+        halves = np.ascontiguousarray(word.raw)[..., None].view(np.float16).astype(np.float32)
+        return self._wrap("f32", halves[..., 0]), self._wrap("f32", halves[..., 1])
+
+    def e4m3_to_f16(self, word: Value) -> tuple[Value, Value]:
+        codes = np.ascontiguousarray(word.raw)[..., None].view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+        words = np.ascontiguousarray(codes).view(np.int32)
+        return self._wrap("i32", words[..., 0]), self._wrap("i32", words[..., 1])
+
+    def multiply_f16(self, a: Value, b: Value) -> Value:
+        halves = [np.ascontiguousarray(x.raw)[..., None].view(np.float16) for x in (a, b)]
+        with np.errstate(all="ignore"):
+            product = np.ascontiguousarray(halves[0] * halves[1])
+        return self._wrap("i32", product.view(np.int32)[..., 0])
+
+    def relu_f16(self, x: Value) -> Value:
+        halves = np.ascontiguousarray(x.raw)[..., None].view(np.float16)
+        return self._wrap("i32", np.maximum(halves, np.float16(0)).view(np.int32)[..., 0])
+
+    def maximum_u16(self, a: Value, b: Value) -> Value:
+        halves = [np.ascontiguousarray(x.raw)[..., None].view(np.uint16) for x in (a, b)]
+        return self._wrap("i32", np.ascontiguousarray(np.maximum(*halves)).view(np.int32)[..., 0])
+
+    def permute_bytes(self, a: Value, b: Value, selector: Index) -> Value:
+        chosen = np.asarray(selector if isinstance(selector, int) else selector.raw)[..., None] >> np.arange(0, 16, 4)
+        pair = np.stack(np.broadcast_arrays(a.raw, b.raw), -1).view(np.int8)
+        shape = np.broadcast_shapes(pair.shape[:-1], chosen.shape[:-1])
+        pair, chosen = (np.broadcast_to(x, (*shape, x.shape[-1])) for x in (pair, chosen))
+        taken = np.take_along_axis(pair, chosen & 7, -1)
+        taken = np.ascontiguousarray(np.where(chosen & 8, taken >> 7, taken))
+        return self._wrap("i32", taken.view(np.int32)[..., 0])
+
+    def copy_async(self, to: Value, address: Value, where: Condition) -> None:
+        self._turn.copies.append((to, address, where, self._active(True).copy()))
+
+    def wait_copies(self) -> None:
+        """Copies are made when they are waited for: what is read before is what was there."""
+        for to, address, where, active in self._turn.copies:
+            mask, self._mask = self._mask, active
+            self.store_shared(to, self.load(address, 16, where, constant=True), 16, True)
+            self._mask = mask
+        self._turn.copies.clear()
+
+    def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
+        if not self._in_roles or scope in ("warp", "warpgroup"):
+            super().barrier(scope, leave=leave)
+            return
+        # Roles meet: the last one to come does it for all.
+        self._met |= self._active(True)
+        size = self._threads * (self._cluster if scope == "cluster" else 1)
+        groups = self._met.reshape(-1, size)
+        if np.array_equal(groups.any(-1), groups.all(-1)):
+            mask, self._mask = self._mask, self._met.copy()
+            super().barrier(scope, leave=leave)
+            self._mask = mask
+            self._met[:] = False
+            self._meetings += 1
+        else:
+            meeting = self._meetings
+            self._give_way(lambda: self._meetings > meeting)
+
+    def keep_order(self) -> None:
+        pass
+
+    # Roles.
+    def roles(self, *roles: Role) -> None:
+        self.registers_at_launch(roles)
+        outer, turns, first = self._mask, [], 0
+        thread = np.arange(self._threads)[None]
+        for role in roles:
+            for _ in range(role.warpgroups):
+                turns.append(_Turn(role.body, outer & (thread // WARPGROUP == first // WARPGROUP)))
+                first += WARPGROUP
+        if first != self._threads:
+            raise SimulationError(f"roles for {first} of {self._threads} lanes")
+        before, self._in_roles = self._turn, True
+        while going := [turn for turn in turns if not turn.done]:
+            ready = [turn for turn in going if turn.ready()]
+            if not ready:
+                if self._go_on():
+                    continue
+                raise SimulationError("every role waits for another one")
+            self._turn = ready[self._random.integers(len(ready))]
+            self._mask = self._turn.mask
+            self._turn.take()
+        self._mask, self._turn, self._in_roles = outer, before, False
+
+    def _give_way(self, ready: Callable[[], bool]) -> None:
+        if self._in_roles:
+            self._turn.mask = self._mask
+            self._turn.give_way(ready)
+            self._mask = self._turn.mask
+            return
+        while not ready():
+            if not self._go_on():
+                raise SimulationError("a wait for a phase that nobody can end")
+
+    def _go_on(self) -> bool:
+        """Let something end that runs beside the lanes, which all wait; whether there was such a thing."""
+        return False
+
+    # Barriers.
+    def init_barriers(self, counts: Sequence[tuple[int, int]]) -> None:
+        for address, count in counts:
+            if address % 8:
+                raise SimulationError("a misaligned barrier")
+            self._expected[:, address // 8] = count
+        self.barrier("block")
+
+    def _barrier_of(self, barrier: Value) -> tuple[np.ndarray, np.ndarray]:
+        """(block, number of the barrier) of each active warp's first lane."""
+        active = self._active(True)
+        at = np.broadcast_to(barrier.raw, self._shape)
+        warps = active.reshape(-1, WARP)
+        if np.any(warps.any(-1) & ~warps.all(-1)):
+            raise SimulationError("a barrier that only some lanes of a warp reach")
+        warp = np.flatnonzero(warps.all(-1))
+        number = at.reshape(-1, WARP)[warp, 0] // 8
+        block = warp * WARP // self._threads
+        if np.any(self._expected[block, number] == 0):
+            raise SimulationError("no barrier stands there")
+        return warp, number
+
+    def arrive(self, barrier: Value, where: Condition = True) -> None:
+        chosen = self._active(where)
+        warp, number = self._barrier_of(barrier)
+        going = chosen.reshape(-1, WARP)[warp]
+        if np.any(going.any(-1) & ~going.all(-1)):
+            raise SimulationError("a barrier that only some lanes of a warp reach")
+        warp, number = warp[going.all(-1)], number[going.all(-1)]
+        self._count(warp, number)
+        if self._random.integers(2):
+            self._give_way(lambda: True)
+
+    def _count(self, warp: np.ndarray, number: np.ndarray) -> None:
+        """These warps have arrived at barriers of their blocks."""
+        warps = self._threads // WARP
+        block, place = warp // warps, warp % warps
+        if np.any(self._arrived[block, number, place]):
+            raise SimulationError("a warp arrives twice in one phase")
+        self._arrived[block, number, place] = True
+        block, number = np.unique(np.stack([block, number]), axis=1)
+        ended = self._arrived[block, number].sum(-1) == self._expected[block, number]
+        block, number = block[ended], number[ended]
+        at, place = np.nonzero(self._arrived[block, number])
+        self._order_warps(block[at] * warps + place)
+        self._phase[block, number] += 1
+        self._arrived[block, number] = False
+
+    def _order_warps(self, arrived: np.ndarray) -> None:
+        """What these warps did in shared memory comes before what their block does next."""
+        came = np.zeros(self._shape[0] * self._threads // WARP + 1, bool)  # the last one stands for "nobody"
+        came[arrived] = True
+        if not arrived.size:
+            return
+        touched = np.concatenate([np.empty(0, np.int64), *self._touched])
+        open_ended = np.zeros(touched.size, bool)
+        for low, high, scope in self._shared.accesses():
+            low_lane, high_lane = low[touched], high[touched]
+            somebody = high_lane >= 0
+            inside = somebody & came[np.where(somebody, high_lane // WARP, -1)]
+            inside &= came[np.where(somebody, low_lane // WARP, -1)]
+            scope[touched[inside]] = np.maximum(scope[touched[inside]], self._threads)
+            open_ended |= somebody & (scope[touched] < self._threads)
+        self._touched = [touched[open_ended]]
+
+    def wait(self, barrier: Value, parity: Value) -> None:
+        warp, number = self._barrier_of(barrier)
+        block = warp * WARP // self._threads
+        wanted = np.broadcast_to(parity.raw, self._shape).reshape(-1, WARP)[warp, 0]
+        self._give_way(lambda: bool(np.all(self._phase[block, number] % 2 != wanted)))
+
+    # Products.
+    def fence_shared(self) -> None:
+        lanes, unfenced = self._active(True).reshape(-1), np.concatenate([np.empty(0, np.int64), *self._unfenced])
+        mine = lanes[self._shared.writer[unfenced]]
+        self._fenced[unfenced[mine]] = True
+        self._unfenced = [unfenced[~mine]]
+
+    def load_shared(self, address: Value, size: int) -> list[Value]:
+        active = self._active(True)
+        if active.any():
+            self._touched.append((self._shared_offset(address, active)[:, None] + np.arange(size)).reshape(-1))
+        return super().load_shared(address, size)
+
+    def store_shared(
+        self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
+    ) -> None:
+        active = self._active(where)
+        super().store_shared(address, words, size, where, rank=rank)
+        if active.any():
+            at = (self._shared_offset(address, active, rank)[:, None] + np.arange(size)).reshape(-1)
+            self._fenced[at] = False
+            self._unfenced.append(at)
+            self._touched.append(at)
+
+    def wgmma(
+        self,
+        start: list[Value] | None,
+        a: Operand | list[Value],
+        b: Operand,
+        *,
+        columns: int,
+        dtype: DType = "f16",
+        packed: bool = False,
+    ) -> list[Value]:
+        raw = None if start is None else [value.raw for value in start]
+        left = a if isinstance(a, Operand) else [value.raw for value in a]
+        group = _Group(raw, left, b, columns, dtype, packed, self._active(True).copy())
+        self._turn.groups.append(group)
+        kind, count = ("i32", columns // 4) if packed else ("f32", columns // 2)
+        return [Value(self, kind, _Pending(group, i)) for i in range(count)]
+
+    def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
+        groups = self._turn.groups
+        while len(groups) > pending:
+            self._multiply(groups.pop(0))
+        return [self._wrap(value.kind, _value(value.raw)) for value in values]
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        if isinstance(a.raw, _Pending) or isinstance(b.raw, _Pending):  # at the end of a loop's iteration
+            return Value(self, a.kind, _Pending(choice=(condition.raw, a.raw, b.raw)))
+        return super().select(condition, a, b)
+
+    def _multiply(self, group: _Group) -> None:
+        result = [np.zeros(self._shape, np.float32) for _ in range(group.columns // 2)]
+        if group.start is not None:
+            result = [np.array(np.broadcast_to(_value(raw), self._shape)) for raw in group.start]
+        lane = np.arange(WARPGROUP)
+        row = lane // WARP * 16 + lane % WARP // 4
+        column = lane % 4 * 2
+        for block, first in self._warpgroups(group.active):
+            lanes = slice(first, first + WARPGROUP)
+            if isinstance(group.a, Operand):
+                a = self._operand(group.a, block, first, 64, group.dtype)
+            else:
+                a = self._registers(group.a, block, lanes, group.dtype)
+            b = self._operand(group.b, block, first, group.columns, group.dtype)
+            with np.errstate(all="ignore"):
+                product = a.astype(np.float32) @ b.astype(np.float32).T
+            for i, value in enumerate(result):
+                value[block, lanes] += product[row + i // 2 % 2 * 8, i // 4 * 8 + column + i % 2]
+        if group.packed:
+            pairs = [self.to_f16(*(self._wrap("f32", x) for x in result[i : i + 2])) for i in range(0, len(result), 2)]
+            result = [pair.raw for pair in pairs]
+        group.result = result
+
+    def _warpgroups(self, active: np.ndarray) -> Iterator[tuple[int, int]]:
+        """(block, first lane) of each active warpgroup."""
+        groups = active.reshape(self._shape[0], -1, WARPGROUP)
+        if np.any(groups.any(-1) & ~groups.all(-1)):
+            raise SimulationError("a product that only some lanes of a warpgroup ask for")
+        for block, number in zip(*np.nonzero(groups.all(-1)), strict=True):
+            yield int(block), int(number) * WARPGROUP
+
+    def _operand(self, operand: Operand, block: int, lane: int, rows: int, dtype: DType) -> np.ndarray:
+        """[rows, K] of a block's shared memory."""
+        return self._matrix(self._operand_bytes(operand, block, lane, rows), rows, dtype)
+
+    def _matrix(self, at: np.ndarray, rows: int, dtype: DType) -> np.ndarray:
+        return self._shared.data[at].reshape(rows, -1).view(_NUMPY[dtype])
+
+    def _operand_bytes(self, operand: Operand, block: int, lane: int, rows: int) -> np.ndarray:
+        """Where the bytes of an operand lie, row after row."""
+        address = int(np.broadcast_to(operand.address.raw, self._shape)[block, lane])
+        start = address + np.asarray(operand.steps)
+        if operand.transposed:
+            k, n = np.arange(16)[:, None], np.arange(rows)[None]
+            at = k // ATOM_ROWS * operand.stride + k % ATOM_ROWS * ATOM_BYTES
+            at = at + n // 64 * operand.leading + n % 64 * 2
+            at = (start[:, None, None] + at).reshape(-1, rows).T[..., None] + np.arange(2)
+        else:
+            row = np.arange(rows)[:, None]
+            at = row // ATOM_ROWS * operand.stride + row % ATOM_ROWS * ATOM_BYTES + np.arange(STEP_BYTES)
+            at = (start[None, :, None] + at[:, None]).reshape(rows, -1)
+        at = at ^ (at >> 3 & 0x70)  # the swizzle, on addresses
+        if np.any(at >= self._shared_size):
+            raise SimulationError("an operand past the block's shared memory")
+        at = at + block * self._shared_size
+        if not np.all(self._fenced[at]):
+            raise SimulationError("a product reads shared memory that was not fenced since it was written")
+        return at
+
+    def _registers(self, words: list[Any], block: int, lanes: slice, dtype: DType) -> np.ndarray:
+        """[64, K] of a warpgroup's registers."""
+        lane = np.arange(WARPGROUP)
+        row, byte = lane // WARP * 16 + lane % WARP // 4, lane % 4 * 4
+        out = np.zeros((64, len(words) // 4 * STEP_BYTES), np.uint8)
+        for i, raw in enumerate(words):
+            at = i // 4 * STEP_BYTES + i % 4 // 2 * 16 + byte
+            data = np.ascontiguousarray(np.broadcast_to(raw, self._shape)[block, lanes], np.int32)
+            out[(row + i % 2 * 8)[:, None], at[:, None] + np.arange(4)] = data.view(np.uint8).reshape(-1, 4)
+        return out.view(_NUMPY[dtype])

@@ -1,0 +1,244 @@
+"""What a kernel that multiplies matrices needs besides ``machine``: roles, barriers between them, and tensor cores.
+
+    Tile          a matrix in shared memory, laid out as tensor cores read it
+    Operand       a part of a tile that enters a product
+    TensorCores   the machine: packed 16-bit arithmetic, warpgroups with roles of their own, mbarriers, ``wgmma``
+
+A product runs beside the lanes that asked for it: what it reads must not be overwritten, and its result not be used,
+before ``wgmma_wait``. Shared memory that lanes wrote is seen by tensor cores after ``fence_shared``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Machine, Value
+
+ATOM_ROWS, ATOM_BYTES, UNIT = 8, 128, 16  # of the 128-byte swizzle
+REGISTERS = 65536  # of a block, at most
+STEP_BYTES = 32  # of K per instruction: 16 f16 or 32 e4m3
+DType = Literal["f16", "e4m3", "e5m2"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What some of a block's warpgroups do."""
+
+    warpgroups: int
+    registers: int  # per lane while the role runs, a multiple of 8
+    body: Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """Shared memory that enters a product: K steps of ``STEP_BYTES`` (K-major) or of 16 rows (transposed, f16 only).
+
+    An atom is 8 rows of 128 bytes. K-major: rows are those of the operand, ``stride`` bytes lie between atoms along
+    them. Transposed: rows are K; ``stride`` lies between atoms along K, ``leading`` between those along the operand.
+    """
+
+    address: Value  # i32 byte offset of the first element in the block's shared memory
+    steps: tuple[int, ...]  # byte offset of each K step
+    leading: int
+    stride: int
+    transposed: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A matrix [rows, columns] in shared memory: atoms of 8 rows x 128 bytes in row-major order.
+
+    The 16-byte units of an atom's row are permuted: unit u of row r lies at u ^ r (the 128-byte swizzle).
+    """
+
+    machine: Machine
+    offset: Index  # bytes, a multiple of 1024
+    rows: int
+    row_bytes: int  # a multiple of 128
+
+    @classmethod
+    def take(cls, machine: Machine, rows: int, row_bytes: int, copies: int = 1) -> Tile:
+        """Fresh shared memory for ``copies`` tiles, one behind the other."""
+        return cls(
+            machine=machine,
+            offset=machine.take_shared(copies * rows * row_bytes, alignment=1024),
+            rows=rows,
+            row_bytes=row_bytes,
+        )
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.row_bytes
+
+    def copy(self, number: Value) -> Tile:
+        """The ``number``-th of the copies."""
+        return dataclasses.replace(self, offset=number * self.size + self.offset)
+
+    def unit(self, row: Value, unit: Index) -> Value:
+        """Shared address of a row's 16-byte unit."""
+        atom_units = ATOM_BYTES // UNIT
+        in_atom = row % ATOM_ROWS
+        atom = row // ATOM_ROWS * (self.row_bytes // ATOM_BYTES)
+        if isinstance(unit, int):
+            atom, swizzled = atom + unit // atom_units, in_atom ^ unit % atom_units
+        else:
+            atom, swizzled = atom + unit // atom_units, unit % atom_units ^ in_atom
+        return atom * (ATOM_ROWS * ATOM_BYTES) + in_atom * ATOM_BYTES + swizzled * UNIT + self.offset
+
+    @property
+    def _row_of_atoms(self) -> int:
+        return self.row_bytes * ATOM_ROWS
+
+    def k_major(self, first: int = 0, count: int | None = None) -> Operand:
+        """All rows, bytes [first, first + count) of each as K."""
+        count = self.row_bytes - first if count is None else count
+        steps = tuple(
+            at // ATOM_BYTES * ATOM_BYTES * ATOM_ROWS + at % ATOM_BYTES
+            for at in range(first, first + count, STEP_BYTES)
+        )
+        return Operand(address=self._address(0), steps=steps, leading=0, stride=self._row_of_atoms, transposed=False)
+
+    def transposed(self, first: int) -> Operand:
+        """All rows as K; f16 columns from byte ``first`` of each, a multiple of 128."""
+        steps = tuple(row // ATOM_ROWS * self._row_of_atoms for row in range(0, self.rows, 16))
+        atom = ATOM_ROWS * ATOM_BYTES
+        return Operand(
+            address=self._address(first * ATOM_ROWS),
+            steps=steps,
+            leading=atom,
+            stride=self._row_of_atoms,
+            transposed=True,
+        )
+
+    def _address(self, at: int) -> Value:
+        known = self.offset + at
+        return known if isinstance(known, Value) else self.machine.constant(known, "i32")
+
+
+class TensorCores(Machine):
+    """A machine with Hopper's asynchronous tensor cores."""
+
+    # Packed 16-bit arithmetic: two f16 in an i32, element 0 in the low half.
+    @abc.abstractmethod
+    def exp2(self, x: Value) -> Value:
+        """2^x with a relative error below 2^-22; 0 at -inf."""
+
+    @abc.abstractmethod
+    def to_f16(self, low: Value, high: Value) -> Value:
+        """Two f32 -> two f16, to nearest even; infinite above 65504."""
+
+    @abc.abstractmethod
+    def from_f16(self, word: Value) -> tuple[Value, Value]:
+        """Two f16 -> two f32."""
+
+    @abc.abstractmethod
+    def e4m3_to_f16(self, word: Value) -> tuple[Value, Value]:
+        """Four E4M3 bytes -> elements 0, 1 and 2, 3 as f16."""
+
+    @abc.abstractmethod
+    def multiply_f16(self, a: Value, b: Value) -> Value:
+        """Products of both halves."""
+
+    @abc.abstractmethod
+    def relu_f16(self, x: Value) -> Value:
+        """Both halves, 0 below 0; keeps NaN."""
+
+    @abc.abstractmethod
+    def maximum_u16(self, a: Value, b: Value) -> Value:
+        """The larger of both halves, unsigned."""
+
+    @abc.abstractmethod
+    def permute_bytes(self, a: Value, b: Value, selector: Index) -> Value:
+        """Byte i is the one whose number is in bits 4i .. 4i + 2 of the selector: 0 .. 3 of a, 4 .. 7 of b.
+
+        Where bit 4i + 3 is set, all its bits are that byte's top bit. Bits from 16 on are not looked at.
+        """
+
+    # Copies from device memory to shared memory, that run beside the lane.
+    @abc.abstractmethod
+    def copy_async(self, to: Value, address: Value, where: Condition) -> None:
+        """Start copying 16 bytes from an i64 address to shared memory; zeros where not."""
+
+    @abc.abstractmethod
+    def wait_copies(self) -> None:
+        """Until this lane's copies are there, for this lane."""
+
+    @abc.abstractmethod
+    def keep_order(self) -> None:
+        """What the program asks for from here on is issued after what it asked for before.
+
+        A compiler may move arithmetic that is meant to run beside a product to where the product is waited for.
+        """
+
+    # Roles.
+    @abc.abstractmethod
+    def roles(self, *roles: Role) -> None:
+        """Each role's warpgroups, in order, run its body; the block is done when all are."""
+
+    @staticmethod
+    def registers_at_launch(roles: Sequence[Role]) -> int:
+        """Per lane, before the roles change it. ValueError where they want more in all: they would wait for ever."""
+        warpgroups = sum(role.warpgroups for role in roles)
+        at_launch = REGISTERS // (warpgroups * WARPGROUP) // 8 * 8
+        wanted = sum(role.warpgroups * role.registers for role in roles)
+        if wanted > warpgroups * at_launch:
+            raise ValueError(f"roles ask for {wanted} registers per lane in all, a launch has {warpgroups * at_launch}")
+        return at_launch
+
+    # Barriers in shared memory. A phase ends when ``count`` warps have arrived.
+    def take_barriers(self, count: int) -> int:
+        """Shared address of ``count`` barriers of 8 bytes."""
+        return self.take_shared(8 * count)
+
+    @abc.abstractmethod
+    def init_barriers(self, counts: Sequence[tuple[int, int]]) -> None:
+        """(address, warps that arrive per phase) of each barrier. All lanes of the block call it, before any role."""
+
+    @abc.abstractmethod
+    def arrive(self, barrier: Value, where: Condition = True) -> None:
+        """All lanes of a warp arrive as one: what they did before is seen by those who then wait."""
+
+    @abc.abstractmethod
+    def wait(self, barrier: Value, parity: Value) -> None:
+        """Until the phase of this parity (0 for the first, 1 for the second, ...) has ended."""
+
+    # Products, asked for by all lanes of a warpgroup.
+    @abc.abstractmethod
+    def fence_shared(self) -> None:
+        """What this lane wrote to shared memory is seen by products that are asked for after the next arrive."""
+
+    @abc.abstractmethod
+    def wgmma(
+        self,
+        start: list[Value] | None,
+        a: Operand | list[Value],
+        b: Operand,
+        *,
+        columns: int,
+        dtype: DType = "f16",
+        packed: bool = False,
+    ) -> list[Value]:
+        """start + a b, f32 [64, columns], as one group of instructions; None starts at zero.
+
+        The result is spread over the lanes: lane t of warp w holds rows 16 w + t // 4 (+ 8) and columns
+        8 j + 2 (t % 4) (+ 1), in the order j, row, column: columns / 2 values.
+
+        Args:
+          a: [64, K] in shared memory; or in registers, four words per K step: rows r and r + 8 of K bytes
+            4 (t % 4) .. + 3, then of the K bytes 16 further.
+          b: [columns, K] in shared memory.
+          packed: sums in f16, rounded at every step, from zero; columns / 4 words of two.
+        """
+
+    @abc.abstractmethod
+    def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
+        """The values of a finished group: waits until at most ``pending`` newer groups of the warpgroup run."""
+
+
+def product_row(machine: Machine) -> Value:
+    """The first of the two rows of a product that a lane holds; the other is 8 further."""
+    lane = machine.thread % 128
+    return lane // WARP * 16 + lane % WARP // 4

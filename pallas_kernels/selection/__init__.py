@@ -1,0 +1,1 @@
+"""The positions of the largest scores."""

@@ -1,0 +1,1 @@
+"""The cache update of a layer, in one launch."""

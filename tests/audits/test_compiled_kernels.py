@@ -1,0 +1,123 @@
+"""The kernels as a compiler leaves them: right architecture, nothing spilled, updated in place, one launch each."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from tests.support.compile_for_gpu import report_of
+from tests.support.compiled_kernels import blocks_per_sm, strides_in_32_bits
+
+ARCHITECTURES = {"h200": "sm_90a", "b200": "sm_100a"}
+LAUNCHES = {
+    "cache_step",
+    "append_chunk",
+    "stage_entries",
+    "append_swa",
+    "flush_csa",
+    "flush_hca",
+    "rotate_csa",
+    "reset_hca",
+    "gather_compressed",
+    "gather_all_compressed",
+    "attention_queries",
+    "indexer_queries",
+    "decode_attention",
+    "indexer_scores",
+    "top_k",
+}
+MAX_REGISTERS = 255  # a lane's
+
+# A sound report, and what each fault would turn it into.
+SOUND = {
+    "targets": ["sm_90a"],
+    "architectures": ["sm_90a"],
+    "entry points": 1,
+    "custom calls": ["mosaic_gpu_v2"],
+    "setmaxnreg ignored": False,
+    "stack and spills": [0, 0, 0],
+    "registers": [128],
+    "blocks per SM": 4,
+    "strides in 32 bits": [],
+    "donated": 1 << 20,
+    "aliased": 1 << 20,
+    "smallest leaf": 4096,
+    "temporaries": 1024,
+    "copied": 0,
+}
+FAULTS = {
+    "another architecture": dict(targets=["sm_100a"]),
+    "ptxas for another architecture": dict(architectures=["sm_90"]),
+    "two kernels": {"custom calls": ["mosaic_gpu_v2"] * 2},
+    "another custom call": {"custom calls": ["mosaic_gpu_v2", "__cublas$gemm"]},
+    "two entry points": {"entry points": 2},
+    "a spill": {"stack and spills": [8, 8, 8]},
+    "ptxas said nothing": dict(registers=[]),
+    "a block that no SM holds": {"blocks per SM": 0},
+    "a 32-bit offset": {"strides in 32 bits": [14336]},
+    "a byte not aliased": dict(aliased=(1 << 20) - 1),
+    "a copied leaf": dict(copied=4096),
+    "a leaf among the temporaries": dict(temporaries=4096),
+}
+
+
+def check(name: str, found: dict[str, Any], architecture: str) -> None:
+    # First: the one report of an undonated update is of a kernel compiled before, which leaves no dump a second time.
+    assert found["aliased"] == found["donated"], f"{name}: a donated byte is not updated in place"
+    assert found["targets"] == found["architectures"] == [architecture], f"{name}: compiled for {found['targets']}"
+    assert found["entry points"] == 1, f"{name}: not one kernel"
+    assert found["custom calls"] == ["mosaic_gpu_v2"], f"{name}: not one launch"
+    # jax 0.12 compiles kernels as relocatable code, where ptxas ignores setmaxnreg: what counts on it spills.
+    assert found["setmaxnreg ignored"] or found["stack and spills"] == [0, 0, 0], f"{name}: bytes of stack and spills"
+    assert len(found["registers"]) == 1, f"{name}: no register count"
+    assert 0 < found["registers"][0] <= MAX_REGISTERS
+    assert found["blocks per SM"] >= 1, f"{name}: cannot be launched"
+    assert not found["strides in 32 bits"], f"{name}: an offset into the pool may overflow"
+    assert found["temporaries"] + found["copied"] < found["smallest leaf"], f"{name}: room for a copy of a leaf"
+
+
+@pytest.mark.parametrize("target", ARCHITECTURES)
+def test_every_kernel_compiled_for(target):
+    found = report_of("tests.support.compiled_kernels", target)
+    reports = found["kernels"]
+    launches = {(model, launch) for model in ("flash", "pro") for launch in LAUNCHES}
+    launches -= {("pro", "indexer_queries")}  # the same as Flash's
+    assert {tuple(name.split()[:2]) for name in reports} == launches
+    for name, report in reports.items():
+        check(name, report, ARCHITECTURES[target])
+    # Each launch that addresses CSA entries was seen on a pool that 32 bits do not address.
+    large = {name.split()[1] for name, report in reports.items() if report["elements"] > 1 << 31}
+    assert large >= {
+        "cache_step",
+        "append_chunk",
+        "stage_entries",
+        "flush_csa",
+        "gather_compressed",
+        "gather_all_compressed",
+    }
+    with pytest.raises(AssertionError, match="not updated in place"):
+        check("undonated", found["undonated"], ARCHITECTURES[target])
+
+
+def test_a_sound_report_passes():
+    check("sound", SOUND, "sm_90a")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_would_be_noticed(fault):
+    with pytest.raises(AssertionError):
+        check(fault, SOUND | FAULTS[fault], "sm_90a")
+
+
+def test_a_32_bit_offset_is_recognised():
+    rows = jax.ShapeDtypeStruct((21, 160_000, 32, 448), "uint8")
+    layer = "mad.lo.s64 \t%rd3, %rd1, 2293760000, %rd2;"
+    assert strides_in_32_bits(f"{layer}\nmul.wide.s32 \t%rd2, %r1, 14336;", rows) == []
+    assert strides_in_32_bits(f"{layer}\nmul.lo.s32 \t%r2, %r1, 14336;", rows) == [14336]
+    assert strides_in_32_bits("", rows) == [2293760000, 14336]
+
+
+def test_blocks_per_sm():
+    assert blocks_per_sm(registers=32, threads=128, shared=1024) == 16  # all threads
+    assert blocks_per_sm(registers=129, threads=128, shared=1024) == 3  # 136 registers a lane
+    assert blocks_per_sm(registers=32, threads=128, shared=100 << 10) == 2

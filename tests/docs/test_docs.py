@@ -1,0 +1,95 @@
+"""What the pages of docs/ show is what happens: their code, their numbers and pictures, their names."""
+
+import re
+import runpy
+
+import pytest
+
+import dsv4jax as d4
+import pallas_kernels
+from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, row_bytes
+from tests.support.paths import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+CODE = {name: re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for name, page in PAGES.items()}
+API = set(re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", [name for name, blocks in CODE.items() if blocks])
+def test_the_code_of_a_page_runs_and_prints_what_it_says(name, capsys):
+    """``` ```python ``` blocks run one after another; ``` ```py ``` ones are for reading. A print is one line."""
+    code = "\n".join(CODE[name])
+    exec(compile(code, name, "exec"), {"__name__": name})
+    calls = re.findall(r"^ *print\(.*", code, re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(calls) == len(printed)
+    for call, line in zip(calls, printed, strict=True):
+        _, _, said = call.partition(")  # ")
+        assert not said or said == line, call
+
+
+def table_row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def size_of(leaf) -> str:
+    return "-" if leaf is None else f"{leaf.size * leaf.dtype.itemsize} B"
+
+
+def test_byte_tables():
+    page, cfg = PAGES["layouts.md"], d4.DSV4Config.flash()
+    for name, form in KV_FORMATS.items():
+        row = form.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)
+        parts = [size_of(leaf) for leaf in (row.nope, row.rope, row.scale)]
+        assert table_row(f"`{name}`", *parts, f"{row_bytes(row)} B") in page
+    for name, form in INDEXER_FORMATS.items():
+        row = form.row(cfg.indexer_head_dim)
+        assert table_row(f"`{name}`", size_of(row.codes), size_of(row.scale), f"{row_bytes(row)} B") in page
+
+
+def test_tables_of_blocks_and_state():
+    page, plan = PAGES["layouts.md"], d4.plan_cache(d4.DSV4Config.flash())
+    kinds = d4.AttentionType
+    csa, hca = plan.block_bytes(kinds.CSA), plan.block_bytes(kinds.HCA)
+    count = str(plan.entries_per_block(kinds.CSA))
+    assert table_row("CSA", count, f"{csa['entries']:,} B", f"{csa['indexer keys']:,} B") in page
+    assert table_row("HCA", "1", f"{hca['entries']:,} B", "-") in page
+    online = d4.plan_cache(plan.cfg, hca_tail="online")
+    state = {
+        "window, `fp8_row`": plan.state_bytes(kinds.SWA)["window"],
+        "CSA tail": plan.state_bytes(kinds.CSA)["tail"],
+        "CSA indexer tail": plan.state_bytes(kinds.CSA)["indexer tail"],
+        "HCA tail, ring": plan.state_bytes(kinds.HCA)["tail"],
+        "HCA tail, online": online.state_bytes(kinds.HCA)["tail"],
+    }
+    for name, size in state.items():
+        assert table_row(name, f"{size:,} B") in page
+
+
+def test_pictures_are_those_that_the_plan_draws():
+    pictures = runpy.run_path(str(DOCS / "draw_layouts.py"))["PICTURES"]
+    stored = {path.stem: path.read_text() for path in (DOCS / "layouts").glob("*.svg")}
+    assert stored == {name: str(draw()) for name, draw in pictures.items()}, "run docs/draw_layouts.py"
+
+
+@pytest.mark.parametrize("package", [d4, pallas_kernels], ids=lambda package: package.__name__)
+def test_every_public_name_is_in_the_api_pages(package):
+    missing = {f"{package.__name__}.{name}" for name in package.__all__} - API
+    assert not missing
+
+
+def test_sections_of_the_readme_are_there():
+    read = runpy.run_path(str(DOCS / "readme_sections.py"))
+    included = re.findall(r"^\{\{ README: (.*) \}\}$", "\n".join(PAGES.values()), re.MULTILINE)
+    assert included
+    for heading in included:
+        assert read["section"](heading) in read["on_page_markdown"](f"{{{{ README: {heading} }}}}")
+    with pytest.raises(ValueError, match="no section 'Nothing'"):
+        read["section"]("Nothing")
+
+
+def test_files_that_the_pages_name_are_there():
+    for name, page in PAGES.items():
+        for file in re.findall(r"`((?:dsv4jax|pallas_kernels|tests|docs|examples|notebooks)/[\w/]+\.\w+)`", page):
+            assert (ROOT / file).exists(), f"{name} names {file}"

@@ -1,0 +1,484 @@
+"""The kernels against the XLA forms: whole stacks of garbage, compared leaf by leaf after an update."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import dsv4jax as d4
+from dsv4jax.cache.cache import LayerStack
+from dsv4jax.config import AttentionType
+from dsv4jax.formats import KV_FORMATS
+from dsv4jax.layer import kernels
+from dsv4jax.layer.backend import Backend, choose
+from tests.support.driver import CFG, THREE_FORMATS, moved_values, random_params, sequence, small_plan
+from tests.support.kernel_cases import (
+    BAD,
+    BF16,
+    EVEN,
+    F32,
+    FLASH,
+    LAYER,
+    LONG,
+    ODD,
+    Batch,
+    Case,
+    assert_updated_alike,
+    make_batch,
+    make_inputs,
+    make_stack,
+    rows_at,
+    same_bytes,
+    store,
+    written_entries,
+    written_window,
+)
+from tests.support.machines import BACKENDS, requires_gpu
+
+SWA, CSA, HCA = AttentionType
+backends = pytest.mark.parametrize("backend", BACKENDS)
+BF16_TAIL: dict[str, Any] = dict(tail_dtype="bfloat16")
+LONG_BLOCKS: dict[str, Any] = dict(cfg=LONG, max_context=500)
+
+
+def swa(tokens: int, kv_format: str, **options: Any) -> Case:
+    return Case(kind=SWA, tokens=tokens, kv_format=kv_format, **options)
+
+
+def csa(tokens: int, kv_format: str, indexer_format: str, **options: Any) -> Case:
+    return Case(kind=CSA, tokens=tokens, kv_format=kv_format, indexer_format=indexer_format, **options)
+
+
+def hca(hca_tail: str, tokens: int, kv_format: str, **options: Any) -> Case:
+    return Case(kind=HCA, tokens=tokens, kv_format=kv_format, hca_tail=hca_tail, **options)
+
+
+# Each number of tokens with each kind, and each format, tail and tail dtype at some of them: a decode step; a few
+# tokens within or across a block; a block and more; more tokens than the window has rows.
+CASES = [
+    *(swa(1, "f32"), swa(2, "bf16"), swa(5, "fp8_row"), swa(8, "fp8_tile64"), swa(33, "f32"), swa(40, "fp8_row")),
+    *(swa(1, "fp8_tile64", cfg=ODD), swa(40, "bf16", cfg=ODD)),
+    *(csa(1, "f32", "f32"), csa(1, "fp8_row", "nvfp4", **BF16_TAIL), csa(1, "fp8_tile64", "mxfp4", cfg=ODD)),
+    *(csa(2, "fp8_tile64", "mxfp4"), csa(5, "bf16", "bf16", **BF16_TAIL), csa(8, "f32", "nvfp4")),
+    *(csa(33, "fp8_tile64", "mxfp4", **BF16_TAIL), csa(40, "fp8_row", "f32"), csa(8, "bf16", "f32", cfg=ODD)),
+    csa(33, "fp8_row", "nvfp4", cfg=ODD, **BF16_TAIL),
+    *(hca("ring", 1, "f32"), hca("ring", 1, "fp8_tile64", **BF16_TAIL), hca("ring", 2, "bf16")),
+    *(hca("ring", 5, "fp8_row", **BF16_TAIL), hca("ring", 8, "fp8_tile64"), hca("ring", 33, "f32")),
+    *(hca("ring", 40, "fp8_row", **BF16_TAIL), hca("ring", 1, "bf16", cfg=ODD), hca("ring", 33, "fp8_tile64", cfg=ODD)),
+    *(hca("online", 1, "f32"), hca("online", 1, "fp8_row", cfg=ODD), hca("online", 2, "fp8_tile64", **BF16_TAIL)),
+    *(hca("online", 5, "bf16"), hca("online", 8, "f32", **BF16_TAIL), hca("online", 33, "fp8_row")),
+    *(hca("online", 40, "fp8_tile64"), hca("online", 40, "f32", cfg=ODD, **BF16_TAIL)),
+    *(hca("ring", 1, "f32", **LONG_BLOCKS), hca("ring", 33, "fp8_row", **BF16_TAIL, **LONG_BLOCKS)),
+    *(hca("online", 1, "bf16", **LONG_BLOCKS), hca("online", 150, "f32", **LONG_BLOCKS)),
+]
+FULL_SIZE = [
+    *(swa(1, "fp8_tile64"), csa(1, "fp8_tile64", "mxfp4"), csa(1, "fp8_row", "nvfp4", **BF16_TAIL)),
+    *(hca("ring", 1, "fp8_tile64"), hca("ring", 1, "fp8_row", **BF16_TAIL), hca("online", 1, "fp8_tile64")),
+    *(swa(512, "fp8_row"), csa(512, "fp8_tile64", "mxfp4"), hca("ring", 512, "fp8_row"), hca("online", 512, "bf16")),
+]
+FULL_SIZE = [
+    dataclasses.replace(case, cfg=FLASH, batch=64 if case.tokens == 1 else 12, requests=70, max_context=2048)
+    for case in FULL_SIZE
+]
+
+
+def check(case: Case, backend: str, **options: Any) -> tuple[Batch, LayerStack, LayerStack]:
+    """Run a case on a backend and in XLA and compare all bytes; the batch, the stack before and after."""
+    batch = make_batch(case)
+    before, (x, kv) = make_stack(case, batch), make_inputs(case)
+    got, want = (store(case, batch, before, x, kv, name, **options) for name in (backend, "xla"))
+    assert_updated_alike(case, batch, before, got, want)
+    return batch, jax.tree.map(np.asarray, before), got
+
+
+@backends
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_update_leaves_what_the_xla_form_leaves(case, backend):
+    batch, before, got = check(case, backend)
+    # Not for want of anything to do: tokens, and entries, are there.
+    assert np.count_nonzero(written_window(case, batch) >= 0) >= 7
+    if got.pool is not None:
+        assert before.pool is not None
+        written = written_entries(case, batch)
+        assert np.count_nonzero(written) >= (3 if case.tokens < case.ratio else 7)
+        old, new = rows_at(before.pool.entries, written), rows_at(got.pool.entries, written)
+        assert not np.any(np.all(old.nope == new.nope, axis=-1)), "a row was not written"
+
+
+@requires_gpu
+@pytest.mark.parametrize("case", FULL_SIZE, ids=str)
+def test_an_update_at_full_size_leaves_what_the_xla_form_leaves(case):
+    check(case, "pallas")
+
+
+@backends
+@pytest.mark.parametrize(
+    "case", [csa(5, "bf16", "bf16", **BF16_TAIL), hca("ring", 33, "f32"), hca("online", 1, "f32")], ids=str
+)
+def test_without_window_rows_the_window_stays(case, backend):
+    """What a handle does: the compressor's part and the window's part of an update are two calls."""
+    _, before, got = check_without_window(case, backend)
+    for old, new in zip(
+        jax.tree.leaves((before.state.window, before.state.pos)),
+        jax.tree.leaves((got.state.window, got.state.pos)),
+        strict=True,
+    ):
+        same_bytes("window", new, old)
+
+
+def check_without_window(case: Case, backend: str) -> tuple[Batch, LayerStack, LayerStack]:
+    batch = make_batch(case)
+    before, (x, kv) = make_stack(case, batch), make_inputs(case)
+    got, want = (store(case, batch, before, x, kv, name, window=False) for name in (backend, "xla"))
+    whole = store(case, batch, before, x, kv, "xla")
+    # The rest is compared as ever, with a window that the update would have written in both.
+    got_whole, want_whole = (
+        dataclasses.replace(
+            stack, state=dataclasses.replace(stack.state, window=whole.state.window, pos=whole.state.pos)
+        )
+        for stack in (got, want)
+    )
+    assert_updated_alike(case, batch, before, got_whole, want_whole)
+    return batch, jax.tree.map(np.asarray, before), got
+
+
+# ---- bad numbers ----------------------------------------------------------------------------------------------------
+
+
+@backends
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(swa(5, "fp8_row"), csa(2, "fp8_tile64", "mxfp4"), csa(1, "fp8_row", "nvfp4", **BF16_TAIL)),
+        *(csa(5, "bf16", "bf16", **BF16_TAIL), hca("ring", 40, "fp8_row", **BF16_TAIL), hca("ring", 1, "f32")),
+        *(hca("online", 40, "fp8_tile64"), hca("online", 1, "f32")),
+    ],
+    ids=str,
+)
+def test_bad_numbers_of_one_request_stay_in_its_rows(case, bad, backend):
+    """In one token's input, and in one channel of another one's window row. Others' bytes are those without it."""
+    batch = make_batch(case)
+    if case.kind != SWA:
+        batch.start[BAD] = max(batch.start[BAD] // case.ratio, 1) * case.ratio - min(case.tokens, 2) + case.ratio
+    before, (x, kv) = make_stack(case, batch), make_inputs(case)
+    clean = store(case, batch, before, x, kv, backend)
+    x[BAD, case.tokens // 3, 7], kv[BAD, case.tokens - 1, 3] = bad, bad
+    got, want = (store(case, batch, before, x, kv, name) for name in (backend, "xla"))
+
+    slot = batch.slots[BAD]
+    for old, new in zip(jax.tree.leaves(clean.state), jax.tree.leaves(got.state), strict=True):
+        same_bytes("state of other requests", np.delete(new, slot, 1), np.delete(old, slot, 1))
+    own = written_window(case, batch)[slot] >= 0
+    decode = case.plan.rows.decode
+    rows = [jax.tree.map(lambda leaf: leaf[LAYER, slot][own], stack.state.window) for stack in (clean, got, want)]
+    of_clean, of_got, of_want = (np.asarray(decode(jax.tree.map(jnp.asarray, encoded))) for encoded in rows)
+    assert np.isfinite(of_clean).all()
+    np.testing.assert_array_equal(of_got, of_want)
+    assert np.count_nonzero(~np.isfinite(of_got).all(-1)) == 1
+    if case.kind == SWA:
+        return
+
+    for part in ("tail", "indexer_tail"):
+        tails = [getattr(stack.state, part) for stack in (got, want)]
+        for field in dataclasses.fields(tails[0]) if tails[0] is not None else ():
+            a, b = (getattr(tail, field.name)[LAYER, slot] for tail in tails)
+            if field.name in ("peak", "total", "weighted"):
+                # A float maximum of XLA on CPU may lose NaN: the peak is then another number, the sums are NaN anyhow.
+                assert field.name == "peak" or np.array_equal(np.isnan(a), np.isnan(b)), field.name
+            else:
+                same_bytes(f"{part}.{field.name}", a, b, nan_bits=False)
+
+    assert clean.pool is not None
+    assert got.pool is not None
+    assert want.pool is not None
+    written = written_entries(case, batch)
+    alone = dataclasses.replace(batch, slots=np.where(np.arange(case.batch) == BAD, batch.slots, -1))
+    own = written_entries(case, alone)
+    assert own.any()
+    for old, new in zip(jax.tree.leaves(clean.pool), jax.tree.leaves(got.pool), strict=True):
+        same_bytes("entries of other requests", new[LAYER][~own], old[LAYER][~own])
+    assert np.count_nonzero(written & ~own) > 0
+    for part, form in (("entries", case.plan.rows), ("indexer_keys", case.plan.keys)):
+        stores = [getattr(stack.pool, part) for stack in (got, want)]
+        if stores[0] is None:
+            continue
+        a, b = (np.asarray(form.decode(jax.tree.map(jnp.asarray, rows_at(rows, own)))) for rows in stores)
+        finite = np.isfinite(b)
+        np.testing.assert_array_equal(np.isfinite(a), finite)
+        assert not finite.all()
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: Batch) -> list[jax.Array]:
+    return [jnp.asarray(x) for x in (batch.slots, batch.start, batch.num_new)]
+
+
+def assert_same_leaves(got: Any, want: Any, before: Any) -> None:
+    """Byte for byte, and something was done."""
+    leaves = [[np.asarray(leaf) for leaf in jax.tree.leaves(tree)] for tree in (got, want, before)]
+    for i, (a, b, _) in enumerate(zip(*leaves, strict=True)):
+        same_bytes(f"leaf {i}", a, b)
+    assert any(b.tobytes() != old.tobytes() for _, b, old in zip(*leaves, strict=True))
+
+
+def give(tree: Any) -> Any:
+    """A copy with buffers of its own, to be donated."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+@backends
+@pytest.mark.parametrize(("tokens", "cfg"), [(1, ODD), (40, EVEN)], ids=["T1 odd", "T40 even"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_append_swa(tokens, kv_format, cfg, backend):
+    case = swa(tokens, kv_format, cfg=cfg)
+    batch = make_batch(case)
+    state, kv = make_stack(case, batch).state, jnp.asarray(make_inputs(case)[1])
+    kv = kv.at[BAD, 0, 3].set(jnp.nan)  # its row is NaN in both
+    rows = rows_of(batch)
+    got, want = (
+        d4.append_swa(give(state), LAYER, kv, *rows, plan=case.plan, backend=name) for name in (backend, "xla")
+    )
+    assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(state))
+
+
+def without_nan_bits(tree: Any) -> Any:
+    """All NaN made one, in floats and in E4M3 codes: its bits, and so its sign, are not promised."""
+
+    def unify(path: Any, leaf: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        if leaf.dtype in (F32, BF16):
+            return np.where(np.isnan(leaf), np.full_like(leaf, np.nan), leaf)
+        if leaf.dtype == np.uint8 and jax.tree_util.keystr(path).endswith("nope"):
+            return np.where(leaf & 0x7F == 0x7F, np.uint8(0x7F), leaf)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(unify, tree)
+
+
+@backends
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(csa(17, "f32", "f32"), csa(17, "bf16", "bf16", cfg=ODD), csa(17, "fp8_row", "nvfp4")),
+        *(csa(17, "fp8_tile64", "mxfp4", cfg=ODD), csa(17, "f32", "nvfp4", cfg=ODD)),
+        *(hca("ring", 17, "f32", cfg=ODD), hca("ring", 17, "fp8_tile64"), hca("ring", 17, "fp8_row", cfg=ODD)),
+    ],
+    ids=str,
+)
+def test_flush(case, backend):
+    """Finished entries are only rounded: no byte may differ."""
+    batch, rng = make_batch(case), np.random.default_rng(3)
+    pool = make_stack(case, batch).pool
+    entries = rng.standard_normal((case.batch, 5, case.cfg.head_dim)).astype(F32)
+    entries *= F32(10) ** rng.integers(-3, 3, (case.batch, 5, 1)).astype(F32)
+    keys = rng.standard_normal((case.batch, 5, case.cfg.indexer_head_dim)).astype(F32)
+    for values, largest in ((entries, 448), (keys, 6)):  # a scale of 1, and ties between neighbouring codes
+        values[:4] = rng.integers(-16 * largest, 16 * largest + 1, values[:4].shape) / 16
+        values[:4, :, ::16] = largest
+    entries[BAD, 1, 3] = np.inf
+    keys[BAD, 2, 9] = np.nan
+    first = batch.start // case.ratio
+    count = np.minimum(rng.integers(1, 6, case.batch), case.plan.max_blocks * case.plan.entries_per_block(case.kind))
+    count[[5, 6, BAD]] = 0, 6, 5  # nothing; more than there are; the bad ones too
+    given = [jnp.asarray(entries)] + ([jnp.asarray(keys)] if case.kind == CSA else [])
+    where = [jnp.asarray(x, jnp.int32) for x in (batch.block_table, batch.slots, first, count)]
+    flush = d4.flush_csa if case.kind == CSA else d4.flush_hca
+    got, want = (flush(give(pool), LAYER, *given, *where, plan=case.plan, backend=name) for name in (backend, "xla"))
+    assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(pool))
+
+
+@backends
+@pytest.mark.parametrize("cfg", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize("tail_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tail", ["csa", "ring", "online"])
+def test_rotate_and_reset(tail, tail_dtype, cfg, backend):
+    options: Any = dict(cfg=cfg, tail_dtype=tail_dtype)
+    case = csa(1, "f32", "f32", **options) if tail == "csa" else hca(tail, 1, "f32", **options)
+    batch = make_batch(case)
+    # Complete blocks: all of their rows are there.
+    batch = dataclasses.replace(batch, start=batch.start // case.ratio * case.ratio + case.ratio - 1)
+    rng = np.random.default_rng(5)
+    state: Any = make_stack(case, batch).state
+    last = {name: getattr(state.tail, name) for name in ("kb_next", "zb_next") if tail == "csa"}
+    fresh = {name: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype) for name, leaf in last.items()}
+    state = dataclasses.replace(state, tail=dataclasses.replace(state.tail, **fresh))
+    if tail == "csa":
+        keys = {name: getattr(state.indexer_tail, name) for name in fresh}
+        keys = {name: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype) for name, leaf in keys.items()}
+        state = dataclasses.replace(state, indexer_tail=dataclasses.replace(state.indexer_tail, **keys))
+    complete = jnp.asarray(rng.random(case.batch) < 0.7)
+    assert 0 < complete.sum() < case.batch
+
+    def call(state: Any, name: str) -> Any:
+        slots = jnp.asarray(batch.slots)
+        if tail == "csa":
+            return d4.rotate_csa(state, LAYER, slots, complete, backend=name)
+        return d4.reset_hca(state, LAYER, slots, complete, plan=case.plan, backend=name)
+
+    assert_same_leaves(call(give(state), backend), call(give(state), "xla"), state)
+
+
+# ---- gathering ------------------------------------------------------------------------------------------------------
+
+
+def readable_pool(case: Case) -> Any:
+    """Random bytes as entries. Scales stay clear of subnormal products, which XLA may flush and the kernels keep."""
+    rng = np.random.default_rng(7)
+    pool = make_stack(case, make_batch(case)).pool
+    assert pool is not None
+    scale = pool.entries.scale
+    if scale is not None and scale.dtype == jnp.uint8:
+        scale = rng.integers(60, 190, scale.shape).astype(np.uint8)
+        scale[rng.random(scale.shape) < 0.02] = 255  # NaN
+    return dataclasses.replace(pool, entries=dataclasses.replace(pool.entries, scale=scale))
+
+
+@backends
+def test_gathering_nothing_gives_nothing(backend):
+    case = csa(5, "f32", "f32", cfg=ODD)
+    batch, pool = make_batch(case), jax.tree.map(jnp.asarray, readable_pool(case))
+    table, slots = jnp.asarray(batch.block_table), jnp.asarray(batch.slots)
+    picks = jnp.zeros((case.batch, 0), jnp.int32)
+    rows = d4.gather_compressed(pool, LAYER, table, slots, picks, plan=case.plan, backend=backend)
+    assert rows.shape == (case.batch, 0, ODD.head_dim)
+    none = jnp.zeros(0, jnp.int32)
+    rows = d4.gather_all_compressed(pool, LAYER, table, none, none, plan=case.plan, backend=backend)
+    assert rows.shape == (0, case.plan.max_blocks * case.plan.entries_per_block(CSA), ODD.head_dim)
+
+
+@backends
+@pytest.mark.parametrize(("dtype", "cfg"), [(jnp.float32, ODD), (jnp.bfloat16, EVEN)], ids=["f32 odd", "bf16 even"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_gathering_gives_what_the_xla_form_gives(kv_format, cfg, dtype, backend):
+    """Values are decoded by one product and rounded once: no bit may differ, but for NaN's own."""
+    case = csa(5, kv_format, "f32", cfg=cfg)
+    plan, batch, rng = case.plan, make_batch(case), np.random.default_rng(8)
+    pool = jax.tree.map(jnp.asarray, readable_pool(case))
+    table, slots = jnp.asarray(batch.block_table), jnp.asarray(batch.slots)
+    capacity = plan.max_blocks * plan.entries_per_block(CSA)
+    picks = rng.integers(-1, capacity, (case.batch, 3, 7)).astype(np.int32)
+    picks[0, :, ::2] = -1
+    held = np.minimum(rng.integers(0, capacity + 1, case.batch), capacity)
+    held[[0, 1, 2]] = 0, 1, capacity
+    options: dict[str, Any] = dict(plan=plan, dtype=dtype)
+    chosen = [
+        d4.gather_compressed(pool, LAYER, table, slots, jnp.asarray(picks), backend=name, **options)
+        for name in (backend, "xla")
+    ]
+    everything = [
+        d4.gather_all_compressed(pool, LAYER, table, slots, jnp.asarray(held, jnp.int32), backend=name, **options)
+        for name in (backend, "xla")
+    ]
+    for got, want in (chosen, everything):
+        got, want = np.asarray(got), np.asarray(want)
+        same_bytes("gathered rows", got, want, nan_bits=False)
+        assert np.isnan(got).any()
+        assert np.count_nonzero(np.nan_to_num(got.astype(F32))) > got.size // 10
+    assert chosen[0].shape == (case.batch, 3, 7, cfg.head_dim)
+    there = (picks >= 0) & (batch.slots >= 0)[:, None, None]
+    assert not np.asarray(chosen[0])[~there].any()
+    past = np.arange(capacity) >= held[:, None]
+    assert not np.asarray(everything[0])[past].any()
+
+
+# ---- which kernels serve what ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (dict(rope_dim=6, head_dim=134), "must be divisible by 4"),
+        (dict(head_dim=520), "head_dim must be at most 512"),
+        (dict(csa_compression_ratio=9, compress_ratios=(0, 9, 128)), "CSA ratio must be at most 8"),
+        (dict(indexer_head_dim=16), r"power of two in \[32, 128\]"),
+        (dict(indexer_head_dim=256), r"power of two in \[32, 128\]"),
+    ],
+)
+def test_a_named_backend_refuses_sizes_that_its_kernels_do_not_serve(sizes, reason):
+    cfg = d4.DSV4Config.tiny(**sizes)
+    plan = d4.plan_cache(cfg, max_requests=1, max_context=128, kv_format="f32", indexer_format="f32")
+    for backend in ("pallas", "pallas_simulated"):
+        with pytest.raises(ValueError, match=reason):
+            choose("cache_update", backend, kernels.unsupported(plan, CSA))
+    assert choose("cache_update", None, kernels.unsupported(plan, CSA)) == "xla"
+    assert choose("cache_update", "xla", kernels.unsupported(plan, CSA)) == "xla"
+
+
+# ---- a decode loop --------------------------------------------------------------------------------------------------
+
+# Entries and outputs in f32 differ by the order of sums: see test_rules.
+TOLERANCE = 2e-5
+# Rounded values and picks of entries move where a sum lies on a boundary; a moved one shows in what reads it.
+MOVED = 1e-3
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def decode(params: Any, cache: Any, slots: Any, xs: Any, active: Any, *, backend: Backend) -> Any:
+    """One token a step for the requests that are active: xs [steps, B, 1, hidden] -> (outputs, cache)."""
+
+    def body(cache: Any, given: Any) -> Any:
+        x, active = given
+        num_new = active.astype(jnp.int32)
+        cache, ok = d4.prepare_forward(cache, slots, num_new)
+        outputs = []
+        for layer in range(len(params)):
+            y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new, backend=backend)
+            outputs.append(y)
+        return d4.advance(cache, slots, num_new), (jnp.stack(outputs), ok)
+
+    cache, (ys, ok) = lax.scan(body, cache, (xs, active))
+    return ys, cache, ok
+
+
+def decode_on(backend: Backend, steps: int, batch: int, options: dict[str, Any]) -> tuple[Any, Any, np.ndarray]:
+    sizes = dict(max_requests=batch + 1, max_context=steps + 16, num_blocks=(batch + 1) * (steps // 16 + 1))
+    plan = small_plan(**sizes, **options)
+    cache, slots, ok = d4.admit(d4.init_cache(plan), batch)
+    assert ok
+    slots = slots[jnp.asarray(np.random.default_rng(1).permutation(batch))]
+    xs = jnp.asarray(sequence(2, steps * batch, CFG.hidden_size).reshape(steps, batch, 1, -1))
+    # Ragged: requests begin at different steps and pause now and then.
+    rng = np.random.default_rng(3)
+    active = (rng.random((steps, batch)) < 0.9) & (np.arange(steps)[:, None] >= rng.permutation(batch) * steps // 20)
+    ys, cache, ok = decode(random_params(), cache, slots, xs, jnp.asarray(active), backend=backend)
+    assert np.asarray(ok).all()
+    assert cache.seq_lens[slots].tolist() == active.sum(0).tolist()
+    return np.asarray(ys), cache, active
+
+
+def assert_decodes_alike(backend: Backend, steps: int, batch: int, options: dict[str, Any]) -> None:
+    """Both are fed the same inputs at every step, so that a difference of one step's output ends there."""
+    ys, cache, active = decode_on(backend, steps, batch, options)
+    want_ys, want, _ = decode_on("xla", steps, batch, options)
+    for i, layer in enumerate(np.moveaxis(ys, 1, 0)):
+        assert not layer[~active].any(), i
+        assert np.abs(layer[active]).max(-1).min() > 0, i
+    assert jax.tree.structure(cache) == jax.tree.structure(want)
+    moved, total = moved_values(cache, want, TOLERANCE)
+    assert moved <= MOVED * total, f"{moved} of {total} stored values differ"
+    if options["kv_format"] == "f32":
+        assert moved == 0
+    moved, total = moved_values(ys, want_ys, TOLERANCE)
+    assert moved <= 0.02 * total, f"{moved} of {total} outputs differ"
+
+
+@pytest.mark.parametrize("options", list(THREE_FORMATS.values())[:2], ids=list(THREE_FORMATS)[:2])
+def test_forty_decode_steps_inside_a_scan(options):
+    assert_decodes_alike(d4.OpBackends(cache_update="pallas_simulated"), 40, 3, options)
+
+
+@requires_gpu
+@pytest.mark.parametrize("options", THREE_FORMATS.values(), ids=THREE_FORMATS)
+def test_three_hundred_decode_steps_inside_a_scan(options):
+    assert choose("cache_update", None, None) == "pallas"
+    assert_decodes_alike(None, 300, 8, options)

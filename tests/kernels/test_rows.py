@@ -1,0 +1,118 @@
+"""Rows that are spread over the lanes of a team, and what loads give where they are not to load."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.language.lanes import Buffer, Row, Team
+from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Machine, select
+from tests.support.lane_kernels import F32, machines, run, spec
+
+
+@machines
+@pytest.mark.parametrize("team", [8, WARP, WARPGROUP])
+@pytest.mark.parametrize("dim", [4, 8, 128, 136, 204, 512, 516])
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
+def test_a_row_of_any_size(dtype, dim, team, simulate):
+    """Channels [first, first + dim) of one array go to [0, dim) of another's rows; what lies past them stays."""
+    first, rows, teams = 12, 7, WARPGROUP // team
+    rng = np.random.default_rng(dim)
+    source = rng.standard_normal((rows, first + dim + 4)).astype(dtype)
+    other = rng.standard_normal((rows, dim)).astype(dtype)
+    kept = rng.standard_normal((rows, dim + 8)).astype(dtype)
+
+    def body(machine: Machine, inputs: dict[str, Buffer], state: dict[str, Buffer]) -> None:
+        row = Row(Team(machine, team), dim)
+        n = machine.block(0) * teams + machine.thread // team
+        inside = n < rows
+        x = row.load(inputs["source"], n, first=first, where=inside)
+        row.store(state["kept"], row.map(lambda a, b: a * 2.0 - b, x, row.constant(1.0)), n, where=inside)
+        # Odd rows of the one array, even rows of the other.
+        picked = row.load_either(
+            (n & 1) > 0, (inputs["source"], (n,)), (inputs["other"], (n,)), first=(first, 0), where=inside
+        )
+        row.store(state["picked"], picked, n, where=inside)
+        bound = dim // 8 * VECTOR
+        below = [select(row.before(i, bound), machine.constant(1.0, "f32"), 0.0) for i in range(row.steps)]
+        row.store(state["below"], [[flag] * VECTOR for flag in below], n, where=inside)
+
+    out = run(
+        body,
+        {"source": jnp.asarray(source), "other": jnp.asarray(other)},
+        {"kept": kept, "picked": np.zeros((rows, dim), dtype), "below": np.zeros((rows, dim), dtype)},
+        simulate=simulate,
+        grid=(-(-rows // teams),),
+    )
+    part = source[:, first : first + dim]
+    want = kept.copy()
+    want[:, :dim] = (part.astype(F32) * 2 - 1).astype(dtype)
+    assert out["kept"].tobytes() == want.tobytes()
+    odd = (np.arange(rows) % 2 == 1)[:, None]
+    assert out["picked"].tobytes() == np.where(odd, part, other).tobytes()
+    below = np.broadcast_to(np.arange(dim) < dim // 8 * VECTOR, (rows, dim))
+    np.testing.assert_array_equal(out["below"].astype(bool), below)
+
+
+@machines
+@pytest.mark.parametrize("otherwise", [1 / 3, -1e9, -math.inf])
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("where", ["some", False])
+def test_what_a_load_gives_otherwise(where, dtype, otherwise, simulate):
+    """``otherwise``, rounded to the array's dtype. Where there is no load, the index is far out of bounds."""
+    source = np.random.default_rng(27).standard_normal((WARPGROUP, VECTOR)).astype(dtype)
+
+    def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+        lane = machine.thread
+        there = (lane % 5) > 0
+        index = select(there, lane, lane + 1000000)
+        got = inputs.load_floats(index, 0, where=there if where == "some" else False, otherwise=otherwise)
+        out.store_floats(got, lane, 0)
+
+    got = run(body, jnp.asarray(source), spec(source.shape, F32), simulate=simulate)
+    there = (np.arange(WARPGROUP) % 5 > 0) & (where == "some")
+    np.testing.assert_array_equal(got, np.where(there[:, None], source, dtype(otherwise)).astype(F32))
+
+
+@machines
+@pytest.mark.parametrize("dtypes", [(F32, F32), (ml_dtypes.bfloat16,) * 2, (ml_dtypes.bfloat16, F32)])
+@pytest.mark.parametrize("where", ["some", False])
+def test_what_a_row_is_otherwise(where, dtypes, simulate):
+    """Rounded to the dtype of the array that would have been read; past the row's end, too."""
+    rows, dim, otherwise = 7, 136, -1 / 3
+    rng = np.random.default_rng(28)
+    a, b = (rng.standard_normal((rows, dim)).astype(dtype) for dtype in dtypes)
+
+    def body(machine: Machine, inputs: list[Buffer], out: list[Buffer]) -> None:
+        row = Row(Team(machine, WARP), dim)
+        n = machine.block(0)
+        there = (n % 3) > 0 if where == "some" else False
+        at_a, at_b = (inputs[0], (n,)), (inputs[1], (n,))
+        every = [
+            row.load(inputs[0], n, where=there, otherwise=otherwise),
+            row.load_either((n & 1) > 0, at_a, at_b, where=there, otherwise=otherwise),
+            row.load_either(True, at_a, at_b, where=there, otherwise=otherwise),
+            row.load_either(False, at_a, at_b, where=there, otherwise=otherwise),
+        ]
+        with machine.when(machine.thread < WARP):
+            for buffer, values in zip(out, every, strict=True):
+                for step, channel in enumerate(row.channel):
+                    buffer.store_floats(values[step], n, channel)
+
+    width = 2 * VECTOR * WARP  # of two steps, the second one mostly past the end
+    out = run(body, [jnp.asarray(a), jnp.asarray(b)], [spec((rows, width), F32)] * 4, simulate=simulate, grid=(rows,))
+    n = np.arange(rows)[:, None]
+    there = np.broadcast_to((n % 3 > 0) & (where == "some"), (rows, dim))
+
+    def loaded(source: np.ndarray) -> np.ndarray:
+        want = np.full((rows, width), source.dtype.type(otherwise), F32)
+        want[:, :dim][there] = source.astype(F32)[there]
+        return want
+
+    either = np.where(n % 2 == 1, loaded(a), loaded(b))
+    for got, want in zip(out, [loaded(a), either, loaded(a), loaded(b)], strict=True):
+        np.testing.assert_array_equal(got, want)

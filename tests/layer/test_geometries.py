@@ -1,0 +1,65 @@
+"""Ratios, windows and schedules other than the real models': whatever the configuration allows, the layer computes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4jax as d4
+from dsv4jax.layer.reference import reference_layer
+from tests.support.driver import feed, ids, random_params, sequence
+
+TOLERANCE = 2e-5  # fp32 sums in another order
+LENGTH, WIDTH = 41, 16
+
+
+@pytest.mark.parametrize(
+    ("csa", "hca", "window", "tail"),
+    [(2, 6, 16, "ring"), (3, 5, 4, "online"), (6, 4, 3, "ring"), (1, 7, 1, "online"), (4, 8, 40, "ring")],
+)
+def test_odd_ratios_and_windows_equal_the_full_recompute(csa, hca, window, tail):
+    cfg = d4.DSV4Config.tiny(
+        compress_ratios=(csa, hca), csa_compression_ratio=csa, hca_compression_ratio=hca, sliding_window=window,
+        indexer_top_k=5,
+    )  # fmt: skip
+    plan = d4.plan_cache(cfg, max_requests=3, max_context=LENGTH, kv_format="f32", indexer_format="f32", hca_tail=tail)
+    params = random_params(cfg)
+    cache, slots, _ = d4.admit(d4.init_cache(plan), 3)
+    xs = [sequence(seed, length, cfg.hidden_size) for seed, length in ((1, LENGTH), (2, 23))]
+    # One long chunk, one token, odd ones; the second request is out of phase with the first.
+    splits = [[WIDTH, 1, 7, 15, 1, 1], [3, 5, 1, 0, 13, 1]]
+    outputs, cache = feed(params, xs, cache, slots[jnp.asarray([2, 0])], splits, layers=(0, 1), width=WIDTH)
+    for layer in (0, 1):
+        for got, x in zip(outputs[layer], xs, strict=True):
+            want = reference_layer(params[layer], jnp.asarray(x), cfg, layer).out
+            np.testing.assert_allclose(got, np.asarray(want), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("ratios", [(0,), (4,), (128,)], ids=["window only", "CSA only", "HCA only"])
+def test_a_model_may_lack_kinds(ratios):
+    cfg = d4.DSV4Config.tiny(compress_ratios=ratios)
+    plan = d4.plan_cache(cfg, max_requests=2, max_context=50, kv_format="f32", indexer_format="f32")
+    x = sequence(3, 50, cfg.hidden_size)
+    cache, slots, _ = d4.admit(d4.init_cache(plan), 1)
+    outputs, cache = feed(random_params(cfg), [x], cache, slots, [[50]])
+    want = reference_layer(random_params(cfg)[0], jnp.asarray(x), cfg, 0).out
+    np.testing.assert_allclose(outputs[0][0], np.asarray(want), rtol=0, atol=TOLERANCE)
+    _, ok = d4.prepare_forward(cache, slots, ids(1))
+    assert not ok, "the context is full, with or without blocks"
+
+
+def test_admission_empties_a_slot_in_every_layer():
+    cfg = d4.DSV4Config.tiny(compress_ratios=(0, 4, 128, 4, 128, 0))
+    plan = d4.plan_cache(cfg, max_requests=3, max_context=256)
+    fresh = d4.init_cache(plan)
+    for kind in d4.AttentionType:
+        stack = fresh.stack(kind)
+        used = dataclasses.replace(stack, state=jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), stack.state))
+        cache, slots, ok = d4.admit(fresh.with_stack(kind, used), 2)
+        assert ok
+        leaves = zip(*map(jax.tree.leaves, (cache.stack(kind).state, stack.state)), strict=True)
+        for got, empty in leaves:
+            assert np.asarray(got[:, slots]).tobytes() == np.asarray(empty[:, slots]).tobytes()
+            assert (got[:, 2] == 7).all(), "a slot that was not taken is not touched"

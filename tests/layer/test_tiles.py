@@ -1,0 +1,64 @@
+"""Long chunks and long contexts run in tiles; tiny models never need to. Here tiles are made tiny."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4jax as d4
+from dsv4jax.cache import pool as paged_pool
+from dsv4jax.layer import layer
+from tests.support import recorded
+from tests.support.driver import even_split, feed
+
+TOLERANCE = 2e-5  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("chunk", [1, 64])
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, monkeypatch):
+    recording = recorded.load(kind)
+    length = len(recording.x)
+    # A plan of its own (6 requests), so that nothing traced with the usual tiles is used again.
+    plan = d4.plan_cache(recording.cfg, max_requests=6, max_context=640, kv_format="f32", indexer_format="f32")
+    batch, heads = 2, recording.cfg.num_heads
+    monkeypatch.setitem(layer.QUERY_TILE_BYTES, "xla", 1 << 18)
+    tile = min(chunk, layer.query_tile(plan, recording.kind, batch, d4.OpBackends(decode_attention="xla")))
+    # Two blocks per tile of entries: five blocks make three tiles, the last one half empty.
+    queries_heads = recording.cfg.indexer_heads if kind == "csa" else heads
+    per_block = plan.entries_per_block(recording.kind)
+    monkeypatch.setattr(paged_pool, "TILE_BYTES", 2 * max(per_block, 1) * batch * tile * queries_heads * 4)
+    if chunk > 1:
+        assert 1 < tile < chunk, "the chunk takes several tiles of several queries"
+
+    cache, slots, _ = d4.admit(d4.init_cache(plan), 6)
+    shorter = length - 37
+    splits = [even_split(length, chunk), even_split(shorter, chunk)]
+    outputs, _ = feed({0: recording.params}, [recording.x, recording.x[:shorter]], cache, slots[2:4], splits)
+    for got in outputs[0]:
+        np.testing.assert_allclose(got, recording.arrays["out"][: len(got)], rtol=0, atol=TOLERANCE)
+
+
+def test_a_short_context_reads_few_tiles():
+    """The loop over entries ends at the longest row: garbage past it in the pool is never read."""
+    recording = recorded.load("csa")
+    plan = d4.plan_cache(recording.cfg, max_requests=1, max_context=640)
+    seen = []
+    pool = d4.init_cache(plan).stack("csa").pool
+    assert pool is not None
+    pooled = paged_pool.PooledLayer(
+        pool=pool,
+        index=jnp.int32(0),
+        block_table=jnp.zeros((1, 5), jnp.int32),
+        slots=jnp.zeros(1, jnp.int32),
+        plan=plan,
+    )
+
+    def fold(carry, first, entry, mask):
+        jax.debug.callback(lambda first: seen.append(int(first)), first)
+        return carry + jnp.sum(mask, dtype=jnp.int32)
+
+    total = pooled.fold_tiles(jnp.asarray([[33, 40]], jnp.int32), 32, fold, jnp.int32(0))
+    jax.effects_barrier()
+    assert int(total) == 73
+    assert sorted(seen) == [0, 32]

@@ -1,0 +1,111 @@
+"""Compile for an NVIDIA GPU on a machine that has none, and report: python -m tests.support.compile_for_gpu h200
+
+XLA is given a description of the device in place of the device. What comes out is what would run there: its buffer
+assignment says which donated bytes are updated in place and what else the program allocates. One target per process.
+Needs the extra ``cross``.
+"""
+
+import functools
+import glob
+import importlib.util
+import json
+import math
+import os
+import site
+import subprocess
+import sys
+from typing import Any
+
+TARGETS = {"h200": ("NVIDIA H200", 9, 132), "b200": ("NVIDIA B200", 10, 148)}
+
+DEVICE = """
+gpu_device_info {{
+  name: "{name}" cuda_compute_capability {{ major: {major} feature_extension: ACCELERATED_FEATURES }}
+  core_count: {cores} fpus_per_core: 128 clock_rate_ghz: 1.9 device_address_bits: 64
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 device_memory_size: 150000000000
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+}}
+platform_name: "CUDA" device_description_str: "{name}" dnn_version_info {{ major: 9 minor: 10 }}
+"""
+
+
+def prepare_environment() -> None:
+    """Before JAX is imported: stay on the CPU, skip autotuning (it needs a device), use the wheels' own ptxas."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+    tools = [path for root in site.getsitepackages() for path in glob.glob(f"{root}/nvidia/cu13/bin")]
+    os.environ["PATH"] = os.pathsep.join([*tools, os.environ["PATH"]])
+
+
+@functools.cache
+def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)):
+    """GPUs of one host: the mesh that arrays are placed on, and the abstract one that says what is compiled for."""
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    name, major, cores = TARGETS[target]
+    device = DEVICE.format(name=name, major=major, cores=cores)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=device, topology=f"1x1x{math.prod(sizes)}")
+    mesh = topologies.make_mesh(topology, sizes, names)
+    # The backend is chosen, and kernels are compiled, by the abstract device's compute capability.
+    device_type = type("Device", (AbstractDevice,), {"compute_capability": f"{major}.0"})
+    return mesh, AbstractMesh(
+        mesh.abstract_mesh.axis_sizes,
+        mesh.abstract_mesh.axis_names,
+        axis_types=mesh.abstract_mesh.axis_types,
+        abstract_device=device_type(device_kind=name, num_cores=cores, platform="gpu"),
+    )
+
+
+def compile_for(target: str, function, *args, **jit_options):
+    """Compile ``function`` for a target; args are pytrees of arrays or ShapeDtypeStructs."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh, abstract = meshes(target)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+    with jax.sharding.use_abstract_mesh(abstract):
+        return jax.jit(function, **jit_options).lower(*args).compile()
+
+
+def report_of(module: str, target: str) -> dict[str, Any]:
+    """What ``python -m module target`` prints last, as JSON; skips the test where nothing can be compiled for a GPU.
+
+    A process of its own: one target per process, and it must not see this one's backend.
+    """
+    import pytest
+
+    from tests.support.paths import ROOT
+
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("compiling for a GPU without one needs the extra 'cross'")
+    command = [sys.executable, "-m", module, target]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main(target: str) -> None:
+    prepare_environment()
+    from tests.support import in_place
+
+    compiler = functools.partial(compile_for, target)
+    reports = {name: audit(compiler) for name, audit in in_place.TARGETS[target].items()}
+    prefill = {}
+    for layer, kind in enumerate(("swa", "csa", "hca") if target == "h200" else ()):
+        function, args = in_place.flash_prefill(layer, "bfloat16")
+        prefill[kind] = in_place.memory_of(compiler(function, *args, donate_argnums=2)).temp_size_in_bytes
+    grants = [
+        (compiler(function, *args).as_text() or "").count(" gather(") for function, args in map(in_place.grants, (1, 8))
+    ]
+    print(json.dumps(reports | {"prefill temporaries": prefill, "reads of grants": grants}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,222 @@
+"""Drive a cache the way a model does, and compare caches."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4jax as d4
+from dsv4jax.weights.params import param_shapes
+
+# One layer of each kind. HCA blocks are short, so that a short sequence fills several blocks of the pool; the pool then
+# holds more entries than the indexer picks. Tests share these shapes, and so share their compiled steps.
+CFG = d4.DSV4Config.tiny(compress_ratios=(0, 4, 16), hca_compression_ratio=16)
+LAYERS = (0, 1, 2)
+REQUESTS, CONTEXT, BLOCKS = 5, 80, 14
+BATCH, TOKENS = 4, 8
+F32: dict[str, Any] = dict(kv_format="f32", indexer_format="f32")
+TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
+DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4")  # with ring tails in f32
+BF16_TAILS = DEFAULT | dict(tail_dtype=jnp.bfloat16)
+# Options of a plan that between them have every form of rows, keys and tails; and the three that differ most.
+THREE_FORMATS = {"f32": F32, "fp8_tile64, mxfp4, online": TRAINED, "fp8_row, nvfp4, bf16 tails": BF16_TAILS}
+FORMATS = THREE_FORMATS | {"bf16, online": dict(kv_format="bf16", indexer_format="bf16", hca_tail="online")}
+
+TRACES: collections.Counter[str] = collections.Counter()  # how often each function below was traced
+# The backend of ``step`` where none is named, set by ``with BACKEND(name):``. It is part of jit's cache key.
+BACKEND = jax.make_user_context(None)
+
+
+def small_plan(**options: Any) -> d4.CachePlan:
+    """A plan for ``CFG`` in f32, with options changed. Its blocks are too few for all requests at full length."""
+    sizes: dict[str, Any] = dict(max_requests=REQUESTS, max_context=CONTEXT, num_blocks=BLOCKS)
+    formats: dict[str, Any] = dict(kv_format="f32", indexer_format="f32")
+    return d4.plan_cache(CFG, **(sizes | formats | options))
+
+
+@functools.cache
+def random_params(cfg: d4.DSV4Config = CFG, seed: int = 0) -> tuple[Any, ...]:
+    """Random weights of every layer, drawn by NumPy: nothing to compile."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        if len(leaf.shape) == 1:
+            return jnp.asarray(noise * np.float32(0.1) + np.float32("norm" in jax.tree_util.keystr(path)))
+        return jnp.asarray(noise * np.float32(leaf.shape[-1] ** -0.5))
+
+    return tuple(
+        jax.tree_util.tree_map_with_path(draw, param_shapes(cfg, spec.attn)) for spec in d4.layer_schedule(cfg)
+    )
+
+
+def ids(*values: int) -> jax.Array:
+    """int32 vector."""
+    return jnp.asarray(values, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("layers", "backend"))
+def step(params, x, cache, slots, num_new, *, layers=(0,), backend=None):
+    """prepare_forward, some layers on the same input, advance. Returns ([y per layer], cache, ok)."""
+    TRACES["step"] += 1
+    backend = backend or BACKEND.value
+    cache, ok = d4.prepare_forward(cache, slots, num_new)
+    outputs = []
+    for layer in layers:
+        y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new, backend=backend)
+        outputs.append(y)
+    return outputs, d4.advance(cache, slots, num_new), ok
+
+
+def feed(params, xs: Sequence[np.ndarray], cache, slots, splits, *, layers=(0,), width=None, backend=None):
+    """Feed sequences xs[b] [T_b, hidden] to slots[b] in chunks; splits[b] are the chunk lengths of row b, 0 allowed.
+
+    Rows run side by side, padded to ``width`` tokens (the longest chunk by default); padding is NaN, which nothing may
+    read. Returns (outputs [layer][b] f32 [T_b, hidden], cache).
+    """
+    batch, hidden = len(xs), xs[0].shape[-1]
+    width = width or max(max(s) for s in splits)
+    steps = max(len(s) for s in splits)
+    done = [0] * batch
+    outputs = [[[] for _ in range(batch)] for _ in layers]
+    for i in range(steps):
+        num_new = [s[i] if i < len(s) else 0 for s in splits]
+        x = np.full((batch, width, hidden), np.nan, xs[0].dtype)
+        for b, n in enumerate(num_new):
+            x[b, :n] = xs[b][done[b] : done[b] + n]
+        ys, cache, ok = step(params, jnp.asarray(x), cache, slots, ids(*num_new), layers=layers, backend=backend)
+        assert bool(ok)
+        for layer, y in enumerate(ys):
+            y = np.asarray(y)
+            for b, n in enumerate(num_new):
+                outputs[layer][b].append(y[b, :n])
+                assert not y[b, n:].any(), "padding tokens must give 0"
+        done = [d + n for d, n in zip(done, num_new, strict=True)]
+    assert done == [len(x) for x in xs]
+    return [[np.concatenate(parts) for parts in rows] for rows in outputs], cache
+
+
+def even_split(length: int, chunk: int) -> list[int]:
+    """length as chunks of ``chunk`` tokens, the last one shorter."""
+    return [chunk] * (length // chunk) + ([length % chunk] if length % chunk else [])
+
+
+def random_split(rng: np.random.Generator, length: int, longest: int) -> list[int]:
+    """length as random chunks of 1 .. longest tokens."""
+    split: list[int] = []
+    while sum(split) < length:
+        split.append(min(int(rng.integers(1, longest + 1)), length - sum(split)))
+    return split
+
+
+def assert_same(a, b) -> None:
+    """Two pytrees agree in every leaf, byte for byte (NaN equals NaN of the same bits)."""
+    leaves_a, tree_a = jax.tree_util.tree_flatten_with_path(a)
+    leaves_b, tree_b = jax.tree_util.tree_flatten_with_path(b)
+    assert tree_a == tree_b
+    for (path, x), (_, y) in zip(leaves_a, leaves_b, strict=True):
+        name = jax.tree_util.keystr(path)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), f"{name} differs"
+
+
+def sequence(seed: int, length: int, hidden: int) -> np.ndarray:
+    """f32 [length, hidden], unit normal."""
+    return np.random.default_rng(seed).standard_normal((length, hidden), np.float32)
+
+
+def contents(cache: d4.KVCache, slot: int) -> dict[str, Any]:
+    """All that a cache holds of one request, whichever blocks it lies in: NumPy leaves without the requests axis."""
+    tables = jax.tree.map(np.asarray, cache.tables)
+    blocks = tables.block_table[slot, : tables.block_lens[slot]]
+    held: dict[str, Any] = {"seq_len": tables.seq_lens[slot], "blocks": tables.block_lens[slot]}
+    for kind in d4.AttentionType:
+        if cache.plan.layers(kind):
+            stack = cache.stack(kind)
+            held[f"{kind} state"] = jax.tree.map(lambda leaf: np.asarray(leaf)[:, slot], stack.state)
+            held[f"{kind} pool"] = jax.tree.map(lambda leaf: np.asarray(leaf)[:, blocks], stack.pool)
+    return held
+
+
+def moved_values(a: Any, b: Any, tolerance: float) -> tuple[int, int]:
+    """How many values of two pytrees differ by more than rounding, of how many.
+
+    f32 leaves may differ by ``tolerance`` and bfloat16 ones not at all; whole numbers (stored bytes, positions) not
+    either. NaN differs from everything but NaN.
+    """
+    moved = total = 0
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        total += x.size
+        if x.dtype == np.float32:
+            moved += int(np.sum(~np.isclose(x, y, rtol=0, atol=tolerance, equal_nan=True)))
+        else:
+            moved += int(np.sum(x != y))
+    return moved, total
+
+
+def garbage(cache: d4.KVCache, seed: int = 0) -> d4.KVCache:
+    """The cache with random bytes in every leaf but the tables."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf: jax.Array) -> jax.Array:
+        return jnp.asarray(np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape))
+
+    return dataclasses.replace(jax.tree.map(draw, cache), tables=cache.tables)
+
+
+def poisoned(cache: d4.KVCache) -> d4.KVCache:
+    """The cache with garbage in every row that holds nothing: NaN, 0xFF, or a plausible wrong number.
+
+    Free slots in all layers; window rows without a token; tail rows past the unfinished block's tokens; pool rows of
+    free blocks, and rows of a request's blocks that it has not filled yet; the free list past its end.
+    """
+    tables = jax.tree.map(np.array, cache.tables)
+    tables.free_blocks[tables.num_free[0] :] = 3
+    held = np.flatnonzero(tables.admitted)
+
+    def spoil(leaf: jax.Array, dead: np.ndarray) -> jax.Array:
+        garbage = np.asarray(leaf).copy()
+        if garbage.dtype == np.uint8:
+            garbage[dead] = 0xFF
+        else:
+            garbage[dead] = 7 if garbage.dtype == np.int32 else np.nan
+        return jnp.asarray(garbage)
+
+    def spoil_tail(leaf: jax.Array, ratio: int) -> jax.Array:
+        dead = np.broadcast_to(np.arange(ratio) >= (tables.seq_lens % ratio)[:, None], tuple(leaf.shape[:3]))
+        return spoil(leaf, dead)
+
+    for kind in d4.AttentionType:
+        if not cache.plan.layers(kind):
+            continue
+        stack, ratio = cache.stack(kind), cache.plan.cfg.ratio(kind)
+        layers = stack.state.pos.shape[0]
+        free = np.broadcast_to(~tables.admitted, (layers, len(tables.admitted)))
+        state = jax.tree.map(lambda leaf, free=free: spoil(leaf, free), stack.state)
+        empty = np.asarray(stack.state.pos) == -1
+        state = dataclasses.replace(
+            state, window=jax.tree.map(lambda leaf, dead=empty: spoil(leaf, dead), state.window)
+        )
+        for name in ("tail", "indexer_tail"):
+            tail = getattr(state, name)
+            rows = [field for field in ("ka", "za", "kb_next", "zb_next") if hasattr(tail, field)]
+            if rows:
+                tail = dataclasses.replace(tail, **{field: spoil_tail(getattr(tail, field), ratio) for field in rows})
+                state = dataclasses.replace(state, **{name: tail})
+        pool = stack.pool
+        if pool is not None:
+            layers, blocks, per_block = jax.tree.leaves(pool)[0].shape[:3]
+            dead = np.ones((layers, blocks, per_block), bool)
+            for slot in held:
+                entry = np.arange(tables.seq_lens[slot] // ratio)
+                dead[:, tables.block_table[slot, entry // per_block], entry % per_block] = False
+            pool = jax.tree.map(lambda leaf, dead=dead: spoil(leaf, dead), pool)
+        cache = cache.with_stack(kind, dataclasses.replace(stack, state=state, pool=pool))
+    return dataclasses.replace(cache, tables=jax.tree.map(jnp.asarray, tables))

@@ -1,0 +1,102 @@
+"""How the tests of the per-lane language run it: bodies on one block, and functions of one element per lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.launch import launch
+from pallas_kernels.language.machine import WARPGROUP, Machine, Value, select
+from tests.support.machines import MACHINES
+
+machines = pytest.mark.parametrize("simulate", MACHINES)
+F32 = np.float32
+TINY = F32(2.0**-126)  # the smallest normal f32
+
+# What arithmetic is known to go wrong at, besides ordinary numbers.
+SPECIAL = np.array(
+    [0.0, -0.0, 1.0, -1.0, 1 / 3, 88.7, -87.4, -104.0, 1e30, -1e30, 3.4e38, -3.4e38, 2.0**-126, 1e-30, 16777217.0]
+    + [np.nan, np.inf, -np.inf],
+    F32,
+)
+
+
+def spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def run(body: Callable[..., None], inputs: Any, state: Any, *, simulate: bool, **options: Any) -> Any:
+    """Launch a body on one block, unless told otherwise, and return its state as NumPy arrays."""
+    options = dict(name="probe", grid=(1,), simulate=simulate) | options
+    call = jax.jit(lambda inputs, state: launch(body, inputs=inputs, state=state, **options))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        out = jax.jit(lambda inputs: launch(body, inputs=inputs, state=state, **options))(inputs)
+    else:
+        out = call(inputs, jax.tree.map(jnp.asarray, state))
+    return jax.tree.map(np.asarray, out)
+
+
+def load_value(buffer: Buffer, at: Value) -> Value:
+    return buffer.load_floats(at, count=1)[0] if buffer.dtype == jnp.float32 else buffer.load_int(at)
+
+
+def store_value(buffer: Buffer, at: Value, value: Value) -> None:
+    if value.kind == "bool":
+        value = select(value, value.machine.constant(1, "i32"), 0)
+    if value.kind == "f32":
+        buffer.store_floats([value], at)
+    else:
+        buffer.store_int(value, at)
+
+
+def elementwise(
+    function: Callable[..., Value | Sequence[Value]],
+    *operands: np.ndarray,
+    simulate: bool,
+    outputs: int = 1,
+    dtype: Any = F32,
+) -> list[np.ndarray]:
+    """function of a machine and one element of each operand per lane, over as many blocks as that takes."""
+    size = len(operands[0])
+    padded = [np.concatenate([x, np.ones(-size % WARPGROUP, x.dtype)]) for x in operands]
+
+    def body(machine: Machine, inputs: list[Buffer], out: list[Buffer]) -> None:
+        n = machine.block(0) * WARPGROUP + machine.thread
+        results = function(machine, *[load_value(buffer, n) for buffer in inputs])
+        for buffer, value in zip(out, [results] if isinstance(results, Value) else results, strict=True):
+            store_value(buffer, n, value)
+
+    inputs = [jnp.asarray(x) for x in padded]
+    state = [spec(padded[0].shape, dtype)] * outputs
+    out = run(body, inputs, state, simulate=simulate, grid=(len(padded[0]) // WARPGROUP,))
+    return [x[:size] for x in out]
+
+
+def pairs_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Every value with every other."""
+    a, b = np.meshgrid(values, values, indexing="ij")
+    return a.ravel(), b.ravel()
+
+
+def random_floats(seed: int, size: int) -> np.ndarray:
+    """Finite f32 of all magnitudes from 1e-30 to 1e30, none of them subnormal."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(size) * 10.0 ** rng.uniform(-30, 30, size)).astype(F32)
+
+
+def random_bits(seed: int, size: int) -> np.ndarray:
+    """f32 of any bits whatever: NaN, infinity and subnormals among them."""
+    return np.random.default_rng(seed).integers(0, 1 << 32, size, np.uint32).view(F32)
+
+
+def assert_same_floats(got: np.ndarray, want: np.ndarray) -> None:
+    """The same bits, but for those of NaN: no machine promises which NaN comes of an operation."""
+    nan = np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    np.testing.assert_array_equal(got.view(np.int32)[~nan], want.view(np.int32)[~nan])

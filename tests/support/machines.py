@@ -1,0 +1,39 @@
+"""Who runs a kernel in a test: the simulator on any device, and a GPU where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from dsv4jax.layer.backend import CAPABILITIES
+
+requires_gpu = pytest.mark.gpu  # conftest skips what is marked so where ``no_gpu`` has a reason
+
+
+def no_gpu() -> str | None:
+    """Why kernels do not run on this machine's own device, or None where they do."""
+    device = jax.devices()[0]
+    if getattr(device, "compute_capability", None) in CAPABILITIES:
+        return None
+    return f"needs an NVIDIA GPU of compute capability {' or '.join(CAPABILITIES)}, this is {device.device_kind}"
+
+
+def _lacks(major: int) -> bool:
+    return not str(getattr(jax.devices()[0], "compute_capability", "")).startswith(f"{major}.")
+
+
+# Values of ``launch``'s simulate, and the backends that they stand for.
+MACHINES = [pytest.param(True, id="simulated"), pytest.param(False, id="gpu", marks=requires_gpu)]
+BACKENDS = [pytest.param("pallas_simulated", id="simulated"), pytest.param("pallas", id="gpu", marks=requires_gpu)]
+
+
+def _machines_of(major: int, what: str) -> list[Any]:
+    reason = f"{what} needs an NVIDIA GPU of compute capability {major}"
+    marks = [requires_gpu, pytest.mark.skipif(_lacks(major), reason=reason)]
+    return [MACHINES[0], pytest.param(False, id="gpu", marks=marks)]
+
+
+HOPPER_MACHINES = _machines_of(9, "wgmma")
+BLACKWELL_MACHINES = _machines_of(10, "tensor memory")
