@@ -1,36 +1,61 @@
-"""dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable pytree."""
+"""dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable pytree.
 
-from dsv4jax.cache.cache import (
-    KVCache,
-    LayerStack,
-    abstract_cache,
-    admit,
-    advance,
-    init_cache,
-    memory_bytes,
-    prepare_forward,
-    release,
-)
+The rooms, and the modules beneath them; each imports from those below it alone:
+
+requests  whole requests: forks, drafts, snapshots, files
+pieces    the pieces of a layer, jitted and donating what they update
+layer     storing new tokens, picking entries, attending to them
+cache     windows, entries, tables, and the calls that drive them
+weights   the weights of a layer, and checkpoints
+
+plan      the shapes and bytes of a cache, and what a shard's share of them is
+tails     what compressors keep between steps, and how entries come of it
+formats   how a row becomes bytes and comes back
+flashmla  conversion to and from FlashMLA's pages
+config    the sizes of a model, and the kind of each of its layers
+kinds     what tells one kind of layer from another
+indexing  reads and writes of stacked leaves by layer, request and row
+rope      rotary positions and YaRN
+linear    matrix product, norm and Hadamard transform
+checks    shapes and dtypes at trace time
+"""
+
+import dsv4jax.layer.kernels as _kernels  # noqa: F401  registers the kernels as implementations of the ops
+from dsv4jax.cache.cache import KVCache, admit, advance, memory_bytes, prepare_forward, release
+from dsv4jax.cache.create import abstract_cache, init_cache
 from dsv4jax.cache.inspection import CacheReport, describe, verify
-from dsv4jax.cache.pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
-from dsv4jax.cache.sharding import params_specs, partition_specs, shardings
-from dsv4jax.cache.state import SlidingWindow, StateCache, gather_swa, reset_slots
+from dsv4jax.cache.pool import PagedPool, PooledLayer
+from dsv4jax.cache.sharding import partition_specs, shardings
+from dsv4jax.cache.stack import LayerStack
+from dsv4jax.cache.state import SlidingWindow, StateCache
 from dsv4jax.cache.tables import Tables
-from dsv4jax.config import AttentionType, DSV4Config, LayerSpec, layer_schedule
+from dsv4jax.config import DSV4Config, LayerSpec, layer_schedule
 from dsv4jax.flashmla import from_flashmla_pages, to_flashmla_pages
-from dsv4jax.layer.attention import decode_attention
+from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import OpBackends, backends
-from dsv4jax.layer.flush import append_swa, append_tail, flush_csa, flush_hca, reset_hca, rotate_csa
 from dsv4jax.layer.handle import LayerCacheHandle, acquire
-from dsv4jax.layer.indexer import select_entries
 from dsv4jax.layer.layer import attention_layer, attention_layer_at
+from dsv4jax.pieces import (
+    append_swa,
+    append_tail,
+    decode_attention,
+    flush_csa,
+    flush_hca,
+    gather_all_compressed,
+    gather_compressed,
+    gather_swa,
+    reset_hca,
+    reset_slots,
+    rotate_csa,
+    select_entries,
+)
 from dsv4jax.plan import CachePlan, LayerCacheSchema, build_schema, compute_block_budget, plan_cache
 from dsv4jax.requests.fork import fork
 from dsv4jax.requests.snapshot import Snapshot, extract, insert
 from dsv4jax.requests.speculate import StagedLayer, commit, stage
 from dsv4jax.requests.storage import restore, save
 from dsv4jax.weights.checkpoint import load_safetensors
-from dsv4jax.weights.params import AttentionParams, init_attention_params, load_attention_params
+from dsv4jax.weights.params import AttentionParams, init_attention_params, load_attention_params, params_specs
 
 __all__ = [
     "AttentionParams",

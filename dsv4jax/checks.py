@@ -1,12 +1,10 @@
-"""Trace-time checks of shapes and dtypes, and the jit decorator of functions that update state in place."""
+"""Trace-time checks of shapes and dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import chex
-import jax
 import jax.numpy as jnp
 
 FLOATS = (jnp.float32, jnp.bfloat16)  # what inputs and weights come in
@@ -51,22 +49,3 @@ def check_one_shard(num_free: Any, name: str, *, on_host: bool = False) -> None:
         if on_host:
             remedy = "give it one shard's part of each leaf, cut as partition_specs says, under a plan of that size"
         raise ValueError(f"{name}: this cache has {shards} shards with slots and blocks of their own: {remedy}")
-
-
-def fitting(count: jax.Array, available: int) -> jax.Array:
-    """count, and 0 where it names more than there is: such a row is left alone, not done in part."""
-    return jnp.where(count <= available, count, 0)
-
-
-def donating(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """Jit a function that updates the arguments ``names`` in place: their buffers are donated.
-
-    ``plan``, ``kind`` and ``backend`` are static. ``__wrapped__`` is the function under the jit, which donates nothing:
-    the library composes that one, because only the outermost jit may decide what is given away.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        static = [name for name in ("plan", "kind", "backend") if name in function.__annotations__]
-        return jax.jit(function, static_argnames=static, donate_argnames=names)
-
-    return decorate

@@ -7,7 +7,6 @@ attention (CSA, entries picked by an indexer) and the large one is heavily compr
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import math
 import operator
@@ -16,13 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-
-class AttentionType(enum.StrEnum):
-    """Kind of a layer. A member equals its string, so ``"csa"`` serves wherever a kind is asked for."""
-
-    SWA = "swa"
-    CSA = "csa"
-    HCA = "hca"
+from dsv4jax.kinds import AttentionType
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,12 +172,6 @@ def layer_kind(cfg: DSV4Config, layer: int) -> AttentionType:
     return layer_schedule(cfg)[layer].attn
 
 
-_HF_LAYER_TYPES = {
-    "sliding_attention": AttentionType.SWA,
-    "compressed_sparse_attention": AttentionType.CSA,
-    "heavily_compressed_attention": AttentionType.HCA,
-}
-
 _HF_KEYS = {
     "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads",
@@ -220,14 +207,13 @@ def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     if layers is None:
         raise ValueError("configuration lacks num_hidden_layers")
     rates = hf.get("compress_rates") or {}
-    m = rates.get("compressed_sparse_attention", 4)
-    m_hca = rates.get("heavily_compressed_attention", 128)
+    m, m_hca = rates.get(AttentionType.CSA.hf_name, 4), rates.get(AttentionType.HCA.hf_name, 128)
     types, ratios = hf.get("layer_types"), hf.get("compress_ratios")
     if types is not None:
-        if unknown := sorted(set(types) - set(_HF_LAYER_TYPES)):
-            raise ValueError(f"layer_types holds {unknown}; known are {sorted(_HF_LAYER_TYPES)}")
-        by_kind = {AttentionType.SWA: 0, AttentionType.CSA: m, AttentionType.HCA: m_hca}
-        ratios = [by_kind[_HF_LAYER_TYPES[name]] for name in types]
+        by_name = {AttentionType.SWA.hf_name: 0, AttentionType.CSA.hf_name: m, AttentionType.HCA.hf_name: m_hca}
+        if unknown := sorted(set(types) - set(by_name)):
+            raise ValueError(f"layer_types holds {unknown}; known are {sorted(by_name)}")
+        ratios = [by_name[name] for name in types]
     if ratios is None:
         raise ValueError(
             f"configuration has no layer schedule: neither compress_ratios nor layer_types; its keys are {sorted(hf)}"

@@ -90,8 +90,8 @@ class KeyFormat(Protocol):
         ...
 
 
-def row_bytes(row: KVRows | KeyRows) -> int:
-    """Bytes of one encoded row, from the shapes that a format's ``row`` gives."""
+def row_bytes(row: Any) -> int:
+    """Bytes of a pytree of ``jax.ShapeDtypeStruct``, such as the encoded row that a format's ``row`` gives."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(row))
 
 

@@ -16,12 +16,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
 
-from dsv4jax.config import AttentionType, DSV4Config, layer_kind, layer_schedule
-from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KVFormat, row_bytes
+from dsv4jax.config import DSV4Config, layer_kind, layer_schedule
+from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KeyRows, KVFormat, KVRows, row_bytes
+from dsv4jax.kinds import AttentionType
+from dsv4jax.tails import HCA_TAILS, CSATail, Tail, tail_specs
 
 MAX_CONTEXT = 1 << 24  # positions become fp32 angles, which hold integers exactly up to here
-HCA_TAILS = ("ring", "online")
 TAIL_DTYPES = ("float32", "bfloat16")  # narrower ones do not hold -1e9, the gate of an empty slot
 
 
@@ -45,7 +48,7 @@ class LayerCacheSchema:
 def build_schema(cfg: DSV4Config, layer: int) -> LayerCacheSchema:
     """Schema of layer number ``layer``. ValueError where the model has no such layer."""
     kind = layer_kind(cfg, layer)
-    ratio, indexed = cfg.ratio(kind), kind == AttentionType.CSA
+    ratio = cfg.ratio(kind)
     per_block = cfg.block_tokens // ratio if ratio else 0
     return LayerCacheSchema(
         layer_idx=layer,
@@ -54,11 +57,11 @@ def build_schema(cfg: DSV4Config, layer: int) -> LayerCacheSchema:
         entries_per_block=per_block,
         entry_head_dim=cfg.head_dim,
         rope_dim=cfg.rope_dim,
-        indexer_entries_per_block=per_block if indexed else 0,
-        indexer_head_dim=cfg.indexer_head_dim if indexed else 0,
+        indexer_entries_per_block=per_block if kind.is_indexed else 0,
+        indexer_head_dim=cfg.indexer_head_dim if kind.is_indexed else 0,
         swa_window_size=cfg.sliding_window,
         tail_buffer_size_a=ratio,
-        tail_buffer_size_b=ratio if indexed else 0,
+        tail_buffer_size_b=ratio if kind.overlaps else 0,
     )
 
 
@@ -120,27 +123,36 @@ class CachePlan:
         """``build_schema`` of this plan's model."""
         return build_schema(self.cfg, layer)
 
+    @property
+    def row_spec(self) -> KVRows:
+        """One row of a window or pool, as ``jax.ShapeDtypeStruct`` leaves."""
+        return self.rows.row(self.cfg.head_dim - self.cfg.rope_dim, self.cfg.rope_dim)
+
+    @property
+    def key_spec(self) -> KeyRows:
+        """One indexer key, as ``jax.ShapeDtypeStruct`` leaves."""
+        return self.keys.row(self.cfg.indexer_head_dim)
+
+    def tail_specs(self, kind: AttentionType) -> tuple[Tail | None, CSATail | None]:
+        """``tails.tail_specs`` of this plan's layers of a kind."""
+        return tail_specs(self.cfg, AttentionType(kind), self.tail_dtype, self.hca_tail)
+
     def state_bytes(self, kind: AttentionType) -> dict[str, int]:
         """Bytes of one request's state in one layer of a kind, by part."""
-        cfg, word = self.cfg, self.tail_dtype.itemsize
-        window = cfg.sliding_window * (row_bytes(self.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)) + 4)
-        if kind == AttentionType.SWA:
-            return {"window": window}
-        if kind == AttentionType.CSA:  # K and Z of: current a-stream, current b-stream, previous b-stream
-            row = 6 * cfg.csa_compression_ratio * word
-            return {"window": window, "tail": row * cfg.head_dim, "indexer tail": row * cfg.indexer_head_dim}
-        if self.hca_tail == "online":
-            return {"window": window, "tail": 3 * cfg.head_dim * 4}  # always f32
-        return {"window": window, "tail": 2 * cfg.hca_compression_ratio * cfg.head_dim * word}
+        parts = {"window": self.cfg.sliding_window * (row_bytes(self.row_spec) + 4)}
+        for name, tail in zip(("tail", "indexer tail"), self.tail_specs(kind), strict=True):
+            if tail is not None:
+                parts[name] = row_bytes(tail)
+        return parts
 
     def block_bytes(self, kind: AttentionType) -> dict[str, int]:
         """Bytes of one block in one layer of a kind, by part."""
-        cfg, count = self.cfg, self.entries_per_block(kind)
-        parts = {}
-        if kind != AttentionType.SWA:
-            parts["entries"] = count * row_bytes(self.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim))
-        if kind == AttentionType.CSA:
-            parts["indexer keys"] = count * row_bytes(self.keys.row(cfg.indexer_head_dim))
+        kind = AttentionType(kind)
+        count, parts = self.entries_per_block(kind), {}
+        if kind.compresses:
+            parts["entries"] = count * row_bytes(self.row_spec)
+        if kind.is_indexed:
+            parts["indexer keys"] = count * row_bytes(self.key_spec)
         return parts
 
     @property
@@ -268,6 +280,44 @@ def plan_cache(
     )
     plan.memory_bytes()  # a format refuses sizes it cannot hold: here, not at the first write
     return plan
+
+
+def shard_plan(plan: CachePlan, mesh: Mesh, axis: str) -> CachePlan:
+    """The plan of one shard's cache: its share of slots and blocks. ValueError where they do not divide."""
+    shards = axis_size(mesh, axis)
+    for name in ("max_requests", "num_blocks"):
+        if (count := getattr(plan, name)) % shards:
+            raise ValueError(
+                f"{name}={count} must be divisible by the {shards} shards of mesh axis {axis!r}: "
+                f"{-(-count // shards) * shards} would be"
+            )
+    return dataclasses.replace(plan, max_requests=plan.max_requests // shards, num_blocks=plan.num_blocks // shards)
+
+
+def plan_of_heads(plan: CachePlan, axis: str | None) -> CachePlan:
+    """The plan with one shard's heads, inside ``jax.shard_map``: no part of the cache depends on their number."""
+    if axis is None:
+        return plan
+    try:
+        shards = lax.axis_size(axis)
+    except NameError as error:
+        raise ValueError(f"model_axis={axis!r} is no axis of an enclosing jax.shard_map") from error
+    return dataclasses.replace(plan, cfg=split_heads(plan.cfg, shards, axis))
+
+
+def split_heads(cfg: DSV4Config, shards: int, axis: str) -> DSV4Config:
+    if cfg.o_groups % shards:  # a group's output is one product: W_oa mixes its heads
+        raise ValueError(
+            f"o_groups={cfg.o_groups}, of {cfg.num_heads} heads, must be divisible by the {shards} shards of mesh axis "
+            f"{axis!r}"
+        )
+    return dataclasses.replace(cfg, num_heads=cfg.num_heads // shards, o_groups=cfg.o_groups // shards)
+
+
+def axis_size(mesh: Mesh, axis: str) -> int:
+    if axis not in mesh.shape:
+        raise ValueError(f"the mesh has no axis {axis!r}, its axes are {dict(mesh.shape)}")
+    return mesh.shape[axis]
 
 
 def _size(num_bytes: float) -> str:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.config import AttentionType, DSV4Config
+from dsv4jax.config import DSV4Config
+from dsv4jax.kinds import AttentionType
 
 
 def rope_frequencies(cfg: DSV4Config, kind: AttentionType) -> np.ndarray:
@@ -24,10 +25,11 @@ def rope_frequencies(cfg: DSV4Config, kind: AttentionType) -> np.ndarray:
     blended linearly between.
     """
     dim = cfg.rope_dim
-    base = cfg.rope_theta if kind == AttentionType.SWA else cfg.compress_rope_theta
+    compresses = AttentionType(kind).compresses
+    base = cfg.compress_rope_theta if compresses else cfg.rope_theta
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     freqs = np.float32(1.0) / np.float32(base) ** exponent
-    if kind == AttentionType.SWA:
+    if not compresses:
         return freqs
 
     def corrected_dim(rotations: float) -> float:

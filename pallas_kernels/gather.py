@@ -1,23 +1,24 @@
 """Stored rows of the paged pool as dense rows: gather and dequantise in one pass.
 
-    gather_rows           out[n] = decode(rows[layer, block[n], row[n]])
+    gather_rows           out[n] = decode(rows[layer, page[n], row[n]])
     gather_request_rows   out[n] = decode of a request's n-th entry, through its row of the block table
 
-One warp per row. What is not there (a negative block, an entry past the end) is zero.
+One warp per row. What is not there (a negative page, an entry past the end) is zero.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.language.lanes import Row, Team
+from pallas_kernels.formats import KV_FORMATS
+from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Machine, Value, select
-from pallas_kernels.rows import load_kv
 
 _WARPS = WARPGROUP // WARP
 
@@ -35,9 +36,9 @@ def gather_rows(
     """Any rows of one layer.
 
     Args:
-      rows: pytree ``nope rope scale``, leaves [layers, num_blocks, entries_per_block, ...].
+      rows: pytree ``nope rope scale``, leaves [layers, num_pages, entries_per_page, ...].
       layer: int32 [1].
-      blocks, row: int32 [N]; block -1 = none.
+      blocks, row: int32 [N], page and row in the page; page -1 = none.
       dtype: of the result, bf16 or f32.
 
     Returns:
@@ -47,11 +48,8 @@ def gather_rows(
     chex.assert_rank(blocks, 1)
     chex.assert_type([layer, blocks, row], jnp.int32)
 
-    def locate(machine: Machine, inputs: Any, n: Value, inside: Condition) -> tuple[Value, Value]:
-        return inputs["blocks"].load_int(n, where=inside), inputs["row"].load_int(n, where=inside)
-
-    inputs = {"rows": rows, "layer": layer, "blocks": blocks, "row": row}
-    return _gather(locate, inputs, blocks.shape[0], kv_format, dtype, simulate)
+    places = _Places(rows=rows, layer=layer, pages=blocks, row=row)
+    return _gather(places, blocks.shape[0], kv_format, dtype, simulate)
 
 
 def gather_request_rows(
@@ -73,44 +71,70 @@ def gather_request_rows(
       slots, num_entries: int32 [B].
 
     Returns:
-      dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
+      dtype [B, max_blocks * entries_per_page, head_dim], zero past num_entries.
     """
     chex.assert_equal_shape([slots, num_entries])
     chex.assert_type([layer, block_table, slots, num_entries], jnp.int32)
-    (requests, max_blocks), (batch,) = block_table.shape, slots.shape
-    per_block = rows.nope.shape[2]
-    capacity = max_blocks * per_block
-
-    def locate(machine: Machine, inputs: Any, n: Value, inside: Condition) -> tuple[Value, Value]:
-        b, entry = n // capacity, n % capacity
-        slot = inputs["slots"].load_int(b, where=inside)
-        held = inputs["num_entries"].load_int(b, where=inside)
-        there = inside & (slot >= 0) & (slot < requests) & (entry < held)
-        block = inputs["block_table"].load_int(slot, entry // per_block, where=there)
-        return select(there, block, -1), entry % per_block
-
-    inputs = {
-        "rows": rows,
-        "layer": layer,
-        "block_table": block_table,
-        "slots": slots,
-        "num_entries": num_entries,
-    }
-    out = _gather(locate, inputs, batch * capacity, kv_format, dtype, simulate)
-    return out.reshape(batch, capacity, out.shape[-1])
+    requests = _Requests(rows=rows, layer=layer, block_table=block_table, slots=slots, num_entries=num_entries)
+    count, capacity = slots.shape[0], requests.capacity
+    out = _gather(requests, count * capacity, kv_format, dtype, simulate)
+    return out.reshape(count, capacity, out.shape[-1])
 
 
-def _gather(locate: Any, inputs: dict[str, Any], count: int, kv_format: str, dtype: Any, simulate: bool) -> jax.Array:
-    stored = inputs["rows"].nope
-    head_dim = stored.shape[-1] + inputs["rows"].rope.shape[-1]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Rows of a layer, by page and row in the page."""
 
-    def body(machine: Machine, inputs: Any, out: Any) -> None:
+    pages: Any  # int32 [N]
+    layer: Any  # int32 [1]
+    row: Any  # int32 [N]
+    rows: Any  # [layers, num_pages, entries_per_page, ...]
+
+    def locate(self, n: Value, inside: Condition) -> tuple[Value, Value]:
+        """(page, row in the page) of the n-th result; page -1 = none."""
+        return self.pages.load_int(n, where=inside), self.row.load_int(n, where=inside)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Requests:
+    """All entries of requests, by request and number of the entry."""
+
+    block_table: Any  # int32 [requests, max_blocks]
+    layer: Any  # int32 [1]
+    num_entries: Any  # int32 [B]
+    rows: Any  # [layers, num_pages, entries_per_page, ...]
+    slots: Any  # int32 [B]
+
+    @property
+    def capacity(self) -> int:
+        """Entries that a request has pages for."""
+        return self.block_table.shape[1] * self.rows.nope.shape[2]
+
+    def locate(self, n: Value, inside: Condition) -> tuple[Value, Value]:
+        """(page, row in the page) of the n-th result; page -1 = none."""
+        b, entry = n // self.capacity, n % self.capacity
+        slot = self.slots.load_int(b, where=inside)
+        held = self.num_entries.load_int(b, where=inside)
+        there = inside & (slot >= 0) & (slot < self.block_table.shape[0]) & (entry < held)
+        per_page = self.rows.nope.shape[2]
+        page = self.block_table.load_int(slot, entry // per_page, where=there)
+        return select(there, page, -1), entry % per_page
+
+
+def _gather(inputs: _Places | _Requests, count: int, kv_format: str, dtype: Any, simulate: bool) -> jax.Array:
+    """dtype [count, head_dim]: the rows that ``inputs.locate`` finds."""
+    stored, form = inputs.rows.nope, KV_FORMATS[kv_format]
+    head_dim = stored.shape[-1] + inputs.rows.rope.shape[-1]
+
+    def body(machine: Machine, inputs: _Places | _Requests, out: Buffer) -> None:
         n = machine.block(0) * _WARPS + machine.thread // WARP
         inside = n < count
-        block, at = locate(machine, inputs, n, inside)
-        there = inside & (block >= 0) & (block < stored.shape[1]) & (at >= 0) & (at < stored.shape[2])
+        page, at = inputs.locate(n, inside)
+        there = inside & (page >= 0) & (page < stored.shape[1]) & (at >= 0) & (at < stored.shape[2])
         row = Row(Team(machine, WARP), head_dim)
-        values = load_kv(row, inputs["rows"], inputs["layer"].load_int(0), block, at, kv_format=kv_format, where=there)
+        values = form.load(row, inputs.rows, inputs.layer.load_int(0), page, at, where=there)
         row.store(out, values, n, where=inside)
 
     out = jax.ShapeDtypeStruct((count, head_dim), dtype)

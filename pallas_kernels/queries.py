@@ -15,11 +15,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import Body, launch
 from pallas_kernels.language.machine import VECTOR, WARPGROUP, Channels, Condition, Value
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.rows import KEY_GROUP, hadamard, load_angles, rope, store_key, unit_norm
+from pallas_kernels.rows import hadamard, load_angles, rope, unit_norm
 
 ATTENTION_LANES, INDEXER_LANES = 32, 8  # that hold a head's row
 
@@ -63,15 +64,17 @@ def indexer_queries(
       pytree as key_row, leaves [B, T, H, ...].
     """
     heads, dim = product.shape[2:]
-    if key_format not in KEY_GROUP:
-        raise ValueError(f"key_format must be one of {tuple(KEY_GROUP)}, got {key_format!r}")
-    if dim & (dim - 1) or dim < KEY_GROUP[key_format]:
-        raise ValueError(f"key_dim must be a power of two from {KEY_GROUP[key_format]} on, got {dim}")
+    known = {name: form for name, form in KEY_FORMATS.items() if isinstance(form, Fp4Keys)}
+    if key_format not in known:
+        raise ValueError(f"key_format must be one of {tuple(known)}, got {key_format!r}")
+    keys = known[key_format]
+    if dim & (dim - 1) or dim < keys.per_scale:
+        raise ValueError(f"key_dim must be a power of two from {keys.per_scale} on, got {dim}")
 
     def body(machine: TensorCores, inputs: Any, out: Any) -> None:
         head = _Head.load(machine, inputs, heads, INDEXER_LANES)
         values = hadamard(head.row, head.turned(head.values))
-        store_key(head.row, values, out, head.number, key_format=key_format, where=head.there)
+        keys.store(head.row, values, out, head.number, where=head.there)
 
     return _launch("indexer_queries", body, product, angles, key_row, INDEXER_LANES, simulate)
 

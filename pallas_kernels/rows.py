@@ -3,29 +3,24 @@
     norm      y * w / sqrt(mean(y^2) + eps)
     rope      (e, o) -> (e cos - o sin, o cos + e sin) on the last channels
     hadamard  y H / sqrt(n), Sylvester order
-    store_kv  f32, bf16, fp8_row, fp8_tile64: E4M3 NoPE bytes, bf16 RoPE, scale
-    store_key f32, bf16, nvfp4, mxfp4: E2M1 pairs, scale bytes
+    f16       bf16 times a factor, as tensor cores read it
+    scales    a power of two for the largest magnitude, as a UE8M0 byte, and back; codes of E2M1
 
-Every formula rounds where the XLA form in ``dsv4jax`` rounds, so that stored bytes agree.
+The layouts of stored bytes are in ``formats``. Every formula rounds where the XLA form in ``dsv4jax`` rounds, so that
+the bytes agree.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 
-from pallas_kernels.language.lanes import Buffer, Divisor, Row, add, fold, maximum
+from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
 from pallas_kernels.language.machine import VECTOR, Channels, Condition, Index, Value, negate, select
+from pallas_kernels.language.tensor_cores import TensorCores
 
-KV_FORMATS = ("f32", "bf16", "fp8_row", "fp8_tile64")
-KEY_FORMATS = ("f32", "bf16", "nvfp4", "mxfp4")
-TILE = 64  # NoPE channels under one scale of fp8_tile64
-KEY_GROUP = {"nvfp4": 16, "mxfp4": 32}
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MIN_AMAX = 1e-4
 _INFINITY = 0x7F800000
 _NAN = 0x7FFFFFFF
 
@@ -35,7 +30,8 @@ def magnitude_bits(x: Value) -> Value:
     return x.machine.bits(x) & 0x7FFFFFFF
 
 
-def _is_finite(bits: Value) -> Value:
+def is_finite(bits: Value) -> Value:
+    """Of the number whose magnitude has these bits."""
     return bits < _INFINITY
 
 
@@ -122,6 +118,14 @@ def hadamard(row: Row, y: Channels) -> Channels:
     return row.map(lambda value: value * row.dim**-0.5, y)
 
 
+def bf16_to_f16(machine: TensorCores, word: Value, factor: Value | None = None) -> Value:
+    """Two bf16 -> two f16: of their products with an f32 factor, where there is one."""
+    pair = [machine.from_bits(word << 16), machine.from_bits(word & -65536)]
+    if factor is not None:
+        pair = [value * factor for value in pair]
+    return machine.to_f16(*pair)
+
+
 def power_of_two_scale(amax: Value, largest: float) -> Value:
     """UE8M0 byte of the smallest power of two s with amax / s <= largest, from amax's bits; 255 where not finite.
 
@@ -130,11 +134,12 @@ def power_of_two_scale(amax: Value, largest: float) -> Value:
     """
     exponent, fraction = divmod(int(np.float32(largest).view(np.int32)), 1 << 23)
     byte = ((amax + ((1 << 23) - 1 - fraction)) >> 23) - (exponent - 127)
-    return select(_is_finite(amax), byte, 255)
+    return select(is_finite(amax), byte, 255)
 
 
 def from_ue8m0(byte: Value) -> Value:
-    return byte.machine.from_bits(select(byte.equals(255), byte.machine.constant(_NAN, "i32"), byte << 23))
+    """f32 of a UE8M0 byte, 2^(byte - 127); NaN of 255."""
+    return byte.machine.from_bits(select(byte == 255, byte.machine.constant(_NAN, "i32"), byte << 23))
 
 
 def to_e2m1(x: Value) -> Value:
@@ -145,98 +150,3 @@ def to_e2m1(x: Value) -> Value:
         above = magnitude >= (a + b) / 2 if low % 2 else magnitude > (a + b) / 2
         code = code + select(above, x.machine.constant(1, "i32"), 0)
     return code
-
-
-def store_kv(
-    row: Row, values: Channels, rows: Any, *lead: Index, kv_format: str, where: Condition, amax: Value | None = None
-) -> None:
-    """Encode a row f32 [head_dim] and store it at rows' leading indices.
-
-    Args:
-      rows: buffers ``nope``, ``rope`` and ``scale`` (None for the plain formats).
-      amax: f32, the row's largest NoPE magnitude, if known already.
-    """
-    machine, nope_dim = row.machine, rows.nope.shape[-1]
-    divisors: list[Divisor] = []  # one per step
-    if kv_format == "fp8_row":
-        if amax is None:
-            (bits,) = row.team.reduce((maximum, amax_bits(row, values, nope_dim)))
-            amax = machine.from_bits(bits)
-        scale = amax.maximum(MIN_AMAX) * float(np.float32(1 / E4M3_MAX))
-        divisors = [Divisor(scale)] * row.steps
-        rows.scale.store_floats([scale], *lead, where=where & row.team.lane.equals(0))
-    elif kv_format == "fp8_tile64":
-        floor = int(np.float32(MIN_AMAX).view(np.int32))
-        for step, channels in enumerate(values):
-            bits = fold(maximum, [magnitude_bits(value) for value in channels])
-            bits = row.team.neighbours(maximum, bits, TILE // VECTOR)
-            byte = power_of_two_scale(bits.maximum(floor), E4M3_MAX)
-            divisors.append(Divisor(from_ue8m0(byte)))
-            first = row.before(step, nope_dim)
-            if first is not False:
-                first = where & first & (row.channel[step] % TILE).equals(0)
-                rows.scale.store_bytes(byte, *lead, row.channel[step] // TILE, count=1, where=first)
-    for step, channels in enumerate(values):
-        is_nope, channel = row.before(step, nope_dim), row.channel[step]
-        if is_nope is not False:
-            if divisors:
-                codes = machine.to_e4m3([value / divisors[step] for value in channels])
-                rows.nope.store_bytes(codes, *lead, channel, where=where & is_nope)
-            else:
-                rows.nope.store_floats(channels, *lead, channel, where=where & is_nope)
-        is_rope = negate(is_nope) & row.before(step, row.dim)
-        if is_rope is not False:
-            rows.rope.store_floats(channels, *lead, channel - nope_dim, where=where & is_rope)
-
-
-def store_key(row: Row, values: Channels, rows: Any, *lead: Index, key_format: str, where: Condition) -> None:
-    """Encode an indexer key f32 [dim] and store it at rows' leading indices; buffers ``codes`` and ``scale``."""
-    machine = row.machine
-    for step, channels in enumerate(values):
-        channel, stored = row.channel[step], where & row.before(step, row.dim)
-        if key_format not in KEY_GROUP:
-            rows.codes.store_floats(channels, *lead, channel, where=stored)
-            continue
-        group = KEY_GROUP[key_format]
-        bits = fold(maximum, [magnitude_bits(value) for value in channels])
-        bits = row.team.neighbours(maximum, bits, group // VECTOR)
-        if key_format == "nvfp4":
-            scale = machine.from_bits(bits) * float(np.float32(1 / E2M1_MAX))
-            scale = scale.maximum(2.0**-9).minimum(E4M3_MAX)
-            scale = select(_is_finite(bits), scale, float("nan"))
-            byte = machine.to_e4m3([scale] * 4)
-            scale, byte = machine.from_e4m3(byte)[0], byte & 0xFF
-        else:
-            floor = int(np.float32(E2M1_MAX * 2.0**-126).view(np.int32))
-            byte = power_of_two_scale(bits.maximum(floor), E2M1_MAX)
-            scale = from_ue8m0(byte)
-        first = stored & (channel % group).equals(0)
-        rows.scale.store_bytes(byte, *lead, channel // group, count=1, where=first)
-        divisor = Divisor(scale)
-        codes = [to_e2m1(value / divisor) for value in channels]
-        packed = (codes[0] | (codes[1] << 4)) | ((codes[2] << 8) | (codes[3] << 12))
-        rows.codes.store_bytes(packed, *lead, channel >> 1, count=2, where=stored)
-
-
-def load_kv(row: Row, rows: Any, *lead: Index, kv_format: str, where: Condition) -> Channels:
-    """Decode the row at rows' leading indices to f32; 0 where not."""
-    machine, nope_dim = row.machine, rows.nope.shape[-1]
-    row_scale = rows.scale.load_floats(*lead, count=1, where=where)[0] if kv_format == "fp8_row" else None
-    decoded = []
-    for step, channel in enumerate(row.channel):
-        is_nope = row.before(step, nope_dim)
-        is_rope = negate(is_nope) & row.before(step, row.dim)
-        nope: Any = None
-        if is_nope is not False and kv_format.startswith("fp8"):
-            codes = rows.nope.load_bytes(*lead, channel, where=where & is_nope)
-            scale = row_scale
-            if scale is None:
-                scale = from_ue8m0(rows.scale.load_bytes(*lead, channel // TILE, count=1, where=where & is_nope))
-            nope = [value * scale for value in machine.from_e4m3(codes)]
-        elif is_nope is not False:
-            nope = rows.nope.load_floats(*lead, channel, where=where & is_nope)
-        if is_rope is not False:
-            tail = rows.rope.load_floats(*lead, channel - nope_dim, where=where & is_rope)
-            nope = tail if nope is None else [select(is_nope, a, b) for a, b in zip(nope, tail, strict=True)]
-        decoded.append(nope if nope is not None else [machine.constant(0, "f32")] * VECTOR)
-    return decoded

@@ -27,10 +27,11 @@ from dsv4jax.formats import row_bytes
 from dsv4jax.layer import attention, indexer
 from dsv4jax.rope import packed_angles, rope_frequencies
 from pallas_kernels.attention import sm90, sm90_few
-from pallas_kernels.attention.call import Layout
+from pallas_kernels.attention.block import HEADS
 from pallas_kernels.attention.keys import KEYS
+from pallas_kernels.attention.layout import AttentionLayout
 from pallas_kernels.scores.sm90 import Tuning
-from pallas_kernels.selection.call import Split
+from pallas_kernels.selection.split import Split
 
 LAYERS = 2  # of the kind, in the timed cache; the second one is read
 XLA_BYTES = 8 << 30  # of XLA's temporaries; where it needs more it is not timed
@@ -221,24 +222,23 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
             arguments = inputs["q"].astype(jnp.float32), positions, inputs["sinks"], window, layer, inputs["picks"]
             return attention.decode_attention(*arguments, kind=case.kind, dtype=jnp.bfloat16, backend=backend)
         freqs, ratio = rope_frequencies(cfg, d4.AttentionType(case.kind)), cfg.ratio(d4.AttentionType(case.kind))
-        return pk.decode_attention(
-            inputs["q"],
-            state.window,
-            state.pos,
-            None,
-            None if layer is None else layer.pool.entries,
-            inputs["picks"],
-            inputs["table"],
-            slots,
-            start,
-            positions,
-            None if layer is None else (positions + 1) // ratio,
-            inputs["sinks"],
-            packed_angles(positions, freqs),
-            ticket,
-            kv_format=case.kv_format,
-            **options,
+        reads = pk.AttentionInputs(
+            q=inputs["q"],
+            window=state.window,
+            pos=state.pos,
+            fresh=None,
+            entries=None if layer is None else layer.pool.entries,
+            picks=inputs["picks"],
+            block_table=inputs["table"],
+            slots=slots,
+            start=start,
+            positions=positions,
+            visible=None if layer is None else (positions + 1) // ratio,
+            sinks=inputs["sinks"],
+            angles=packed_angles(positions, freqs),
+            layer=ticket,
         )
+        return pk.decode_attention(reads, kv_format=case.kv_format, **options)
 
     return call, jnp.zeros(shape, jnp.bfloat16), inputs
 
@@ -255,9 +255,16 @@ def indexer_call(case: Case) -> tuple[Call, Any, Any]:
         assert layer is not None
         if backend == "xla":
             return indexer.scores(keys.decode(inputs["queries"]), inputs["weights"], layer, visible)
-        key_rows, table = layer.pool.indexer_keys, (layer.block_table, layer.slots, visible)
-        options["key_format"] = case.indexer_format
-        return pk.indexer_scores(inputs["queries"], inputs["weights"], key_rows, ticket, *table, **options)
+        arrays = pk.ScoreInputs(
+            queries=inputs["queries"],
+            weights=inputs["weights"],
+            keys=layer.pool.indexer_keys,
+            layer=ticket,
+            block_table=layer.block_table,
+            slots=layer.slots,
+            visible=visible,
+        )
+        return pk.indexer_scores(arrays, key_format=case.indexer_format, **options)
 
     return call, jnp.zeros((*lead[:2], case.entries), jnp.float32), inputs
 
@@ -332,7 +339,7 @@ def main(op: str, out: Path | None, only: str, *, xla: bool, runs: int) -> None:
 
 
 def tune(out: Path | None, only: str, *, runs: int) -> None:
-    """Each op with each way to share its work: what ``choose_layout``, ``tuning_of`` and ``split_of`` are read from."""
+    """Each op with each way to share its work: the ground of ``choose_layout``, ``Tuning.fastest`` and ``split_of``."""
     for case in cases():
         if not re.search(only, case.name):
             continue
@@ -345,14 +352,14 @@ def tune(out: Path | None, only: str, *, runs: int) -> None:
             record(out, case=f"tune {case.name}", choice=str(choice), pallas=dataclasses.asdict(times))
 
 
-def _layouts(case: Case) -> Iterator[dict[str, Layout]]:
+def _layouts(case: Case) -> Iterator[dict[str, AttentionLayout]]:
     """Those whose blocks have a tile each, and run at once or nearly so."""
     tiles = -(-case.plan.cfg.sliding_window // KEYS) - (-case.entries_read // KEYS)
     heads = case.batch * case.tokens * case.heads
     for cluster in (8, 4, 2, 1):
         if cluster > tiles:
             continue
-        if heads // sm90.HEADS * cluster <= 160 or cluster == 1:
+        if heads // HEADS * cluster <= 160 or cluster == 1:
             yield dict(layout=sm90.Layout(cluster=cluster))
         for some in (8, 16, 32):
             few = sm90_few.Layout(heads=some, cluster=cluster, tiles=-(-tiles // cluster))

@@ -21,9 +21,11 @@ import pallas_kernels as pk
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import Times, kernel_events, record
 from benchmarks.kernels.update import Case, call_inputs, thunks
-from dsv4jax.cache.pool import PooledLayer
-from dsv4jax.layer import kernels
-from dsv4jax.layer.update import store_streams
+from dsv4jax.indexing import Batch
+from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.kernels import layer_number
+from dsv4jax.layer.ops import INDEXER_SCORES, TOP_K
+from dsv4jax.layer.update import store
 from dsv4jax.rope import packed_angles, rope_frequencies
 
 OPS = ("cache_step", "indexer_scores", "top_k", "decode_attention")
@@ -53,37 +55,36 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
         stack: Any, index: jax.Array, inputs: Any, start: jax.Array, q: jax.Array, kind: d4.AttentionType
     ) -> Any:
         entry, key, kv = inputs
-        updated: Any = store_streams(entry, key, kv, stack, index, table, slots, start, one, plan, kind, "pallas")
-        positions, number = start[:, None], kernels.layer_number(index)
+        batch = Batch(slots=slots, start=start, num_new=one)
+        call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
+        call = call.with_stack(store(call, TokenRows(kv=kv, entry=entry, key=key), "pallas"))
+        positions, entries = start[:, None], call.entries
         visible: Any = None
-        picks = entries = None
-        if updated.pool is not None:
-            entries, visible = updated.pool.entries, (positions + 1) // cfg.ratio(kind)
-        if kind == d4.AttentionType.CSA:
-            pool: Any = updated.pool
-            layer = PooledLayer(pool=pool, index=index, block_table=table, slots=slots, plan=plan)
-            scores = kernels.indexer_scores(key_queries, weights, layer, visible, "pallas")
-            picks = kernels.top_k(scores, visible, cfg.indexer_top_k, "pallas")
-        angles = packed_angles(positions, rope_frequencies(cfg, kind))
-        q = pk.decode_attention(
-            q,
-            updated.state.window,
-            updated.state.pos,
-            None,
-            entries,
-            picks,
-            table,
-            slots,
-            start,
-            positions,
-            visible,
-            sinks,
-            angles,
-            number,
-            kv_format=plan.kv_format,
+        picks = None
+        if entries is not None:
+            visible = (positions + 1) // call.ratio
+            if kind.is_indexed:
+                scores = INDEXER_SCORES["pallas"].scores(key_queries, weights, entries, visible)
+                picks = TOP_K["pallas"].pick(scores, visible, cfg.indexer_top_k)
+        reads = pk.AttentionInputs(
+            q=q,
+            window=call.stack.state.window,
+            pos=call.stack.state.pos,
+            fresh=None,
+            entries=None if entries is None else entries.pool.entries,
+            picks=picks,
+            block_table=table,
+            slots=slots,
+            start=start,
+            positions=positions,
+            visible=visible,
+            sinks=sinks,
+            angles=packed_angles(positions, rope_frequencies(cfg, kind)),
+            layer=layer_number(index),
         )
+        q = pk.decode_attention(reads, kv_format=plan.kv_format)
         # The next layer's write waits for this one's reads: XLA would else keep a copy of the cache for them.
-        return lax.optimization_barrier((q, updated))
+        return lax.optimization_barrier((q, call.stack))
 
     def decode_loop(cache: Any, streams: Any, q: jax.Array) -> Any:
         def step(carry: Any, _: None) -> Any:

@@ -20,8 +20,10 @@ import numpy as np
 import dsv4jax as d4
 from benchmarks.kernels.timing import Times, ceilings, kernel_events, kernel_times, record
 from dsv4jax.formats import row_bytes
-from dsv4jax.layer.compressor import Streams
-from dsv4jax.layer.update import store_streams
+from dsv4jax.indexing import Batch
+from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.update import store
+from dsv4jax.tails import Streams
 
 CONFIGS = {"flash": d4.DSV4Config.flash, "pro": d4.DSV4Config.pro}
 BATCHES = (1, 8, 64, 256)
@@ -183,8 +185,9 @@ def update(case: Case, backend: str, stack: Any, inputs: dict[str, Any], layer: 
     names = "block_table", "slots", "start", "num_new"
     entry, key, kv = (inputs[name] for name in ("entry", "key", "kv"))
     table, slots, start, num_new = (inputs[name] for name in names)
-    kind = d4.AttentionType(case.kind)
-    return store_streams(entry, key, kv, stack, layer[0], table, slots, start, num_new, case.plan, kind, backend)
+    batch, kind = Batch(slots=slots, start=start, num_new=num_new), d4.AttentionType(case.kind)
+    call = LayerCall(stack=stack, index=layer[0], block_table=table, batch=batch, kind=kind, plan=case.plan)
+    return store(call, TokenRows(kv=kv, entry=entry, key=key), backend)
 
 
 def run_case(case: Case, ceiling: float, *, xla: bool, runs: int) -> dict[str, Any]:
@@ -251,7 +254,9 @@ def run_step(backend: str, batch: int, dump: Path, *, tokens: int, hca_tail: str
     @functools.partial(jax.jit, static_argnames="kind")
     def one_layer(stack: Any, index: jax.Array, inputs: Any, start: jax.Array, kind: d4.AttentionType) -> Any:
         entry, key, kv = inputs
-        return store_streams(entry, key, kv, stack, index, table, slots, start, one, plan, kind, backend)
+        batch = Batch(slots=slots, start=start, num_new=one)
+        call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
+        return store(call, TokenRows(kv=kv, entry=entry, key=key), backend)
 
     def decode_loop(cache: Any, drawn: Any) -> Any:
         def step(carry: Any, _: None) -> Any:

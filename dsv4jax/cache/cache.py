@@ -8,34 +8,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from dsv4jax.cache import tables as allocator
-from dsv4jax.cache.pool import PagedPool, init_pool
-from dsv4jax.cache.state import StateCache, init_state, reset_slots
-from dsv4jax.cache.tables import Tables
+from dsv4jax.cache.pool import init_pool
+from dsv4jax.cache.stack import LayerStack, Stacks
+from dsv4jax.cache.state import init_state, reset_slots
+from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, grow, init_tables, release_slots
 from dsv4jax.checks import check_batch
-from dsv4jax.config import AttentionType, layer_kind
+from dsv4jax.config import layer_kind
+from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerStack:
-    """All layers of one kind: every leaf has a leading [layers of that kind] axis."""
-
-    state: StateCache
-    pool: PagedPool | None  # None for SWA
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class KVCache:
+class KVCache(Stacks):
     """The cache of a whole model, a frozen pytree. A kind that the model lacks is None."""
 
-    swa: LayerStack | None
-    csa: LayerStack | None
-    hca: LayerStack | None
     tables: Tables
     plan: CachePlan = dataclasses.field(metadata={"static": True})
 
@@ -53,62 +41,20 @@ class KVCache:
         """int32 [requests]: tokens of the unfinished block in the tails of a kind."""
         return self.seq_lens % max(1, self.plan.cfg.ratio(AttentionType(kind)))
 
-    def stack(self, kind: AttentionType | str) -> LayerStack:
-        """The layers of a kind. ValueError where the model has none."""
-        stack = getattr(self, AttentionType(kind))
-        if stack is None:
-            raise ValueError(f"the model has no {AttentionType(kind).upper()} layer: {self.plan.cfg.compress_ratios}")
-        return stack
-
     def locate(self, layer: int) -> tuple[AttentionType, int]:
         """Kind of a layer and its place in that kind's stack. ValueError where the model has no such layer."""
         kind = layer_kind(self.plan.cfg, layer)
         return kind, self.plan.layers(kind).index(layer)
 
-    def with_stack(self, kind: AttentionType | str, stack: LayerStack) -> KVCache:
-        """This cache with another stack for a kind."""
-        return dataclasses.replace(self, **{AttentionType(kind).value: stack})
 
-
-def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
-    """An empty cache on the default device, or split over an axis of a mesh as ``sharding`` tells.
-
-    Raises:
-      ValueError: the mesh lacks the axis, or requests or blocks do not divide by it.
-    """
-    if mesh is not None:
-        from dsv4jax.cache import sharding  # which needs this module
-
-        local = sharding.shard_plan(plan, mesh, axis)
-        specs = sharding.partition_specs(plan, mesh, axis)
-
-        def one_shard() -> KVCache:
-            return dataclasses.replace(init_cache(local), plan=plan)
-
-        return jax.jit(jax.shard_map(one_shard, mesh=mesh, in_specs=(), out_specs=specs))()
+def empty_cache(plan: CachePlan) -> KVCache:
+    """A cache that holds nothing, of one shard."""
 
     def stack(kind: AttentionType) -> LayerStack | None:
         return LayerStack(state=init_state(plan, kind), pool=init_pool(plan, kind)) if plan.layers(kind) else None
 
-    return KVCache(
-        **{kind.value: stack(kind) for kind in AttentionType},  # type: ignore[arg-type]
-        tables=allocator.init_tables(plan),
-        plan=plan,
-    )
-
-
-def abstract_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
-    """Shapes, dtypes and shardings of ``init_cache`` without its memory, for lowering and for restoring."""
-    cache = jax.eval_shape(functools.partial(init_cache, plan, mesh, axis))
-    if mesh is None:
-        return cache
-    from dsv4jax.cache.sharding import shardings
-
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        cache,
-        shardings(plan, mesh, axis),
-    )
+    stacks: dict[str, Any] = {kind.value: stack(kind) for kind in AttentionType}
+    return KVCache(**stacks, tables=init_tables(plan), plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames="n")
@@ -123,14 +69,12 @@ def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCac
       (cache, slots int32 [n], ok bool []). A slot is -1 where masked out; all are -1 and the cache is unchanged when
       too few slots are free (``ok`` False).
     """
-    tables, slots, ok = allocator.admit_slots(cache.tables, n, where)
-    cache = dataclasses.replace(cache, tables=tables)
-    for kind in AttentionType:
-        if cache.plan.layers(kind):
-            stack = cache.stack(kind)
-            state = reset_slots.__wrapped__(stack.state, slots, plan=cache.plan, kind=kind)
-            cache = cache.with_stack(kind, dataclasses.replace(stack, state=state))
-    return cache, slots, ok
+    tables, slots, ok = admit_slots(cache.tables, n, where)
+
+    def emptied(kind: AttentionType, stack: LayerStack) -> LayerStack:
+        return dataclasses.replace(stack, state=reset_slots(stack.state, slots, plan=cache.plan, kind=kind))
+
+    return dataclasses.replace(cache.map_stacks(emptied), tables=tables), slots, ok
 
 
 @jax.jit
@@ -149,7 +93,7 @@ def prepare_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tup
       ``num_new = jnp.where(ok, num_new, 0)``.
     """
     check_batch(slots=slots, num_new=num_new)
-    tables, ok = allocator.grow(cache.tables, slots, num_new, cache.plan)
+    tables, ok = grow(cache.tables, slots, num_new, cache.plan)
     return dataclasses.replace(cache, tables=tables), ok
 
 
@@ -160,13 +104,13 @@ def advance(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> KVCache:
     Args:
       slots, num_new: int32 [B], as given to ``prepare_forward`` and the layers. What was not granted is not counted.
     """
-    return dataclasses.replace(cache, tables=allocator.advance_lengths(cache.tables, slots, num_new))
+    return dataclasses.replace(cache, tables=advance_lengths(cache.tables, slots, num_new))
 
 
 @jax.jit
 def release(cache: KVCache, slots: jax.Array) -> KVCache:
     """Give back slots int32 [B] and their blocks. Free, repeated and negative slots are no-ops."""
-    return dataclasses.replace(cache, tables=allocator.release_slots(cache.tables, slots))
+    return dataclasses.replace(cache, tables=release_slots(cache.tables, slots))
 
 
 def memory_bytes(tree: Any) -> int:

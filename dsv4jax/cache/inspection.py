@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dsv4jax.cache.cache import KVCache, LayerStack
+from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache, empty_state
 from dsv4jax.cache.tables import Tables, blocks_for
 from dsv4jax.checks import check_one_shard
-from dsv4jax.config import AttentionType
+from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
+from dsv4jax.tails import Tail
 
 # ---- describe -------------------------------------------------------------------------------------------------------
 
@@ -246,27 +248,55 @@ def _window_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Itera
         )
 
 
-RUNNING = ("peak", "total", "weighted")  # leaves of a running softmax: no axis of rows
+def _tails(state: StateCache) -> Iterator[tuple[str, Tail]]:
+    """The tails that a state has, by name."""
+    for name in ("tail", "indexer_tail"):
+        if (tail := getattr(state, name)) is not None:
+            yield name, tail
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """A leaf of a tail: whose rows it holds, and for how long."""
+
+    name: str  # such as tail.kb
+    is_previous: bool  # of the block before the unfinished one
+    is_running: bool  # a sum, without an axis of rows
+
+    @classmethod
+    def of(cls, tail_name: str, tail: Tail, leaf: str) -> _Part:
+        return cls(f"{tail_name}.{leaf}", leaf in tail.PREVIOUS, leaf in tail.RUNNING)
+
+
+def _tail_parts(state: StateCache) -> dict[str, _Part]:
+    """Every leaf of every tail, by its name."""
+    parts = [
+        _Part.of(name, tail, leaf)
+        for name, tail in _tails(state)
+        for leaf in tail.CURRENT + tail.PREVIOUS + tail.RUNNING
+    ]
+    return {part.name: part for part in parts}
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "kind"))
 def _is_empty(state: StateCache, *, plan: CachePlan, kind: AttentionType) -> dict[str, jax.Array]:
     """bool [layers, slots] per leaf of a tail that ends with a block: it holds what a new request's holds."""
-    empty, found = empty_state(plan, kind, (1, 1)), {}
-    for name in ("tail", "indexer_tail"):
-        for leaf in ("kb", "zb", *RUNNING):
-            if hasattr(tail := getattr(state, name), leaf):
-                same = getattr(tail, leaf) == getattr(getattr(empty, name), leaf)
-                found[f"{name}.{leaf}"] = jnp.all(same, axis=tuple(range(2, same.ndim)))
+    empty, found = dict(_tails(empty_state(plan, kind, (1, 1)))), {}
+    for name, tail in _tails(state):
+        for leaf in tail.PREVIOUS + tail.RUNNING:
+            same = getattr(tail, leaf) == getattr(empty[name], leaf)
+            found[f"{name}.{leaf}"] = jnp.all(same, axis=tuple(range(2, same.ndim)))
     return found
 
 
 def _tail_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Iterator[str]:
     """What a request is about to read as if it were its own: a former owner's, or of a block that is complete."""
     plan, ratio = cache.plan, cache.plan.cfg.ratio(kind)
-    for part, empty in _is_empty(cache.stack(kind).state, plan=plan, kind=kind).items():
+    state = cache.stack(kind).state
+    parts = _tail_parts(state)
+    for part, empty in _is_empty(state, plan=plan, kind=kind).items():
         # A running softmax starts again with every block; b-streams are of the block before.
-        begins = tables.seq_lens % ratio == 0 if part.endswith(RUNNING) else tables.seq_lens < ratio
+        begins = tables.seq_lens % ratio == 0 if parts[part].is_running else tables.seq_lens < ratio
         for index, slot in np.argwhere(~np.asarray(empty) & tables.admitted & begins).tolist():
             yield (
                 f"layer {plan.layers(kind)[index]}, slot {slot}: {part} is not empty at length {tables.seq_lens[slot]}"
@@ -282,11 +312,11 @@ def _finite_rows(stack: LayerStack, *, plan: CachePlan) -> dict[str, jax.Array]:
 
     def finite_in_layer(layer: LayerStack) -> dict[str, jax.Array]:
         found = {"window": finite(plan.rows.decode(layer.state.window))}
-        for name in ("tail", "indexer_tail"):
-            if (tail := getattr(layer.state, name)) is not None:
-                for field in dataclasses.fields(tail):
-                    rows = finite(getattr(tail, field.name))
-                    found[f"{name}.{field.name}"] = rows[:, None] if field.name in RUNNING else rows
+        for name, tail in _tails(layer.state):
+            for leaf in tail.CURRENT + tail.PREVIOUS:
+                found[f"{name}.{leaf}"] = finite(getattr(tail, leaf))
+            for leaf in tail.RUNNING:
+                found[f"{name}.{leaf}"] = finite(getattr(tail, leaf))[:, None]
         if layer.pool is not None:
             found["entries"] = finite(plan.rows.decode(layer.pool.entries))
             if layer.pool.indexer_keys is not None:
@@ -299,8 +329,14 @@ def _finite_rows(stack: LayerStack, *, plan: CachePlan) -> dict[str, jax.Array]:
 
 def _value_faults(cache: KVCache, tables: Tables, holders: Holders, kind: AttentionType) -> Iterator[str]:
     plan, stack = cache.plan, cache.stack(kind)
+    tail_parts = _tail_parts(stack.state)
     for part, finite in _finite_rows(stack, plan=plan).items():
-        bad = ~np.asarray(finite) & _live_rows(part, tables, holders, plan, kind)
+        of_tail = tail_parts.get(part)
+        if of_tail is not None:
+            live = _live_tail_rows(of_tail, tables, plan.cfg.ratio(kind))
+        else:
+            live = _live_rows(part, tables, holders, plan, kind)
+        bad = ~np.asarray(finite) & live
         for index, owner in np.argwhere(bad.any(-1)).tolist():
             row = int(np.argmax(bad[index, owner]))
             if part in ("entries", "indexer_keys"):
@@ -308,25 +344,28 @@ def _value_faults(cache: KVCache, tables: Tables, holders: Holders, kind: Attent
                 where, store = f"slot {slots}, block {owner}", getattr(stack.pool, part)
             else:
                 where, store = f"slot {owner}", stack.state.window
-            leaves = [part] if "tail" in part else _culprits(part, store, (index, owner, row), plan)
-            names = " and ".join(leaves) + ("" if part.endswith(RUNNING) else f" of row {row}")
+            leaves = [part] if of_tail else _culprits(part, store, (index, owner, row), plan)
+            names = " and ".join(leaves) + ("" if of_tail and of_tail.is_running else f" of row {row}")
             verb = "is" if len(leaves) == 1 else "are"
             yield f"layer {plan.layers(kind)[index]}, {where}: {names} {verb} NaN or infinite"
 
 
 def _live_rows(part: str, tables: Tables, holders: Holders, plan: CachePlan, kind: AttentionType) -> np.ndarray:
-    """bool [slots or blocks, rows], broadcastable: the rows of a part that a request can still see."""
-    admitted, lengths = np.asarray(tables.admitted)[:, None], np.asarray(tables.seq_lens)[:, None]
-    ratio = plan.cfg.ratio(kind)
+    """bool [slots or blocks, rows]: the rows of the window, or of a part of the pool, that a request can still see."""
     if part == "window":
         return _positions(tables, plan.cfg.sliding_window) >= 0
-    if part in ("entries", "indexer_keys"):
-        live = np.zeros((plan.num_blocks, plan.entries_per_block(kind)), bool)
-        for block, places in enumerate(holders):
-            for slot, column in places:
-                live[block, : max(0, int(tables.seq_lens[slot]) // ratio - column * live.shape[1])] = True
-        return live
-    if part.endswith((".kb", ".zb", *RUNNING)):
+    live = np.zeros((plan.num_blocks, plan.entries_per_block(kind)), bool)
+    for block, places in enumerate(holders):
+        for slot, column in places:
+            complete = int(tables.seq_lens[slot]) // plan.cfg.ratio(kind)
+            live[block, : max(0, complete - column * live.shape[1])] = True
+    return live
+
+
+def _live_tail_rows(part: _Part, tables: Tables, ratio: int) -> np.ndarray:
+    """bool [slots, rows], broadcastable: the rows of a tail's leaf that a request can still see."""
+    admitted, lengths = np.asarray(tables.admitted)[:, None], np.asarray(tables.seq_lens)[:, None]
+    if part.is_previous or part.is_running:
         return admitted
     return admitted & (np.arange(ratio)[None] < lengths % ratio)
 

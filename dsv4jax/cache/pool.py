@@ -7,7 +7,6 @@ serves all layers. A row is addressed as (layer, block, row), never by one flat 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.cache.state import unique_or_dropped
-from dsv4jax.checks import check_array, check_batch
-from dsv4jax.config import AttentionType
 from dsv4jax.formats import KeyRows, KVRows
-from dsv4jax.layer import kernels
-from dsv4jax.layer.backend import Backend, choose
+from dsv4jax.indexing import unique_or_dropped
+from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
 TILE_BYTES = 32 << 20  # temporaries of one tile of entries
@@ -38,19 +34,18 @@ class PagedPool:
 
 def init_pool(plan: CachePlan, kind: AttentionType) -> PagedPool | None:
     """An empty pool; None for SWA, which compresses nothing."""
-    if kind == AttentionType.SWA:
+    if not kind.compresses:
         return None
-    cfg = plan.cfg
     lead = len(plan.layers(kind)), plan.num_blocks, plan.entries_per_block(kind)
 
     def zeros(row: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), row)
 
-    keys = zeros(plan.keys.row(cfg.indexer_head_dim)) if kind == AttentionType.CSA else None
-    return PagedPool(entries=zeros(plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)), indexer_keys=keys)
+    keys = zeros(plan.key_spec) if kind.is_indexed else None
+    return PagedPool(entries=zeros(plan.row_spec), indexer_keys=keys)
 
 
-def _entries_per_block(store: Any) -> int:
+def entries_per_block(store: Any) -> int:
     return jax.tree.leaves(store)[0].shape[2]
 
 
@@ -67,7 +62,7 @@ def scatter_entries(
 
     An entry whose block is not allocated is dropped, never written elsewhere.
     """
-    per_block, num_blocks = _entries_per_block(store), jax.tree.leaves(store)[0].shape[1]
+    per_block, num_blocks = entries_per_block(store), jax.tree.leaves(store)[0].shape[1]
     k = jnp.arange(jax.tree.leaves(rows)[0].shape[1], dtype=jnp.int32)[None]
     entry = first[:, None] + k
     block = block_table.at[slots[:, None], entry // per_block].get(mode="fill", fill_value=-1)
@@ -80,11 +75,9 @@ def scatter_entries(
     )
 
 
-def _find_entries(
-    store: Any, block_table: jax.Array, slots: jax.Array, entry: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def find_entries(store: Any, block_table: jax.Array, slots: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Block (-1 = not there) and row of entries by number: entry int32 [B, ...]."""
-    per_block = _entries_per_block(store)
+    per_block = entries_per_block(store)
     rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
     block = block_table.at[rows, entry // per_block].get(mode="fill", fill_value=-1)
     return jnp.where((entry >= 0) & (rows >= 0), block, -1), jnp.maximum(entry, 0) % per_block
@@ -97,69 +90,9 @@ def gather_entries(
 
     What is not there (entry -1, slot -1, block not allocated) reads some row in range: mask it.
     """
-    block, row = _find_entries(store, block_table, slots, entry)
+    block, row = find_entries(store, block_table, slots, entry)
     at = index, jnp.maximum(block, 0), row
     return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip"), store), block >= 0
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "dtype", "backend"))
-def gather_compressed(
-    pool: PagedPool,
-    index: jax.Array | int,
-    block_table: jax.Array,
-    slots: jax.Array,
-    picks: jax.Array,
-    *,
-    plan: CachePlan,
-    dtype: Any = jnp.float32,
-    backend: Backend = None,
-) -> jax.Array:
-    """Chosen entries as dense rows. K = V: the one array serves as both.
-
-    Args:
-      index: layer's place in its stack.
-      block_table: int32 [requests, max_blocks].
-      slots: int32 [B].
-      picks: int32 [B, ...] entry numbers, -1 = none.
-      dtype: of the result, f32 or bf16.
-      backend: None for the fastest available, or a name from ``backends()``.
-
-    Returns:
-      dtype [B, ..., head_dim], zero where there is no entry.
-    """
-    check_batch(slots=slots)
-    check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
-    check_array("picks", picks, {"B": slots.shape[0]} | {f"axis {i}": None for i in range(1, picks.ndim)}, jnp.int32)
-    if (chosen := choose("gather_rows", backend, kernels.unsupported_rows(plan))) != "xla":
-        block, row = _find_entries(pool.entries, block_table, slots, picks)
-        return kernels.gather_rows(pool.entries, index, block, row, plan, dtype, chosen)
-    rows, valid = gather_entries(pool.entries, index, block_table, slots, picks)
-    return jnp.where(valid[..., None], plan.rows.decode(rows), 0.0).astype(dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "dtype", "backend"))
-def gather_all_compressed(
-    pool: PagedPool,
-    index: jax.Array | int,
-    block_table: jax.Array,
-    slots: jax.Array,
-    num_entries: jax.Array,
-    *,
-    plan: CachePlan,
-    dtype: Any = jnp.float32,
-    backend: Backend = None,
-) -> jax.Array:
-    """The first ``num_entries[b]`` entries of each request as dense rows.
-
-    Returns:
-      dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
-    """
-    check_batch(slots=slots, num_entries=num_entries)
-    if (chosen := choose("gather_rows", backend, kernels.unsupported_rows(plan))) != "xla":
-        return kernels.gather_request_rows(pool.entries, index, block_table, slots, num_entries, plan, dtype, chosen)
-    entry = jnp.arange(block_table.shape[1] * _entries_per_block(pool.entries), dtype=jnp.int32)[None]
-    picks = jnp.where(entry < num_entries[:, None], entry, -1)
-    return gather_compressed(pool, index, block_table, slots, picks, plan=plan, dtype=dtype, backend="xla")
 
 
 @jax.tree_util.register_dataclass
@@ -168,7 +101,7 @@ class PooledLayer:
     """One layer's pool as the requests of a batch see it: entries by number."""
 
     pool: PagedPool
-    index: jax.Array  # int32 [] layer's place in its stack
+    index: jax.Array | int  # int32 [] layer's place in its stack
     block_table: jax.Array  # int32 [requests, max_blocks]
     slots: jax.Array  # int32 [B]
     plan: CachePlan = dataclasses.field(metadata={"static": True})
@@ -176,13 +109,12 @@ class PooledLayer:
     @property
     def max_entries(self) -> int:
         """Entries one request can have."""
-        return self.block_table.shape[1] * _entries_per_block(self.pool.entries)
+        return self.block_table.shape[1] * entries_per_block(self.pool.entries)
 
     def rows(self, entry: jax.Array) -> jax.Array:
         """Entries int32 [B, ...] (-1 = none) as f32 [B, ..., head_dim], zero where there is none."""
-        return gather_compressed(
-            self.pool, self.index, self.block_table, self.slots, entry, plan=self.plan, backend="xla"
-        )
+        rows, valid = gather_entries(self.pool.entries, self.index, self.block_table, self.slots, entry)
+        return jnp.where(valid[..., None], self.plan.rows.decode(rows), 0.0)
 
     def keys(self, entry: jax.Array) -> jax.Array:
         """CSA: their indexer keys, f32 [B, ..., indexer_head_dim], zero where there is none."""
@@ -191,7 +123,7 @@ class PooledLayer:
 
     def tile_size(self, bytes_per_entry: int) -> int:
         """Entries per tile, in whole blocks: as many as keep a tile's temporaries near ``TILE_BYTES``."""
-        per_block, max_blocks = _entries_per_block(self.pool.entries), self.block_table.shape[1]
+        per_block, max_blocks = entries_per_block(self.pool.entries), self.block_table.shape[1]
         return min(max_blocks, max(1, TILE_BYTES // (bytes_per_entry * per_block))) * per_block
 
     def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any) -> Any:

@@ -34,18 +34,15 @@ The attention kernel needs a multiple of 64 heads on each shard; with fewer, ``b
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsv4jax.cache.cache import KVCache, abstract_cache
-from dsv4jax.config import DSV4Config
-from dsv4jax.plan import CachePlan
-from dsv4jax.weights.params import AttentionParams, layer_shapes
+from dsv4jax.cache.cache import KVCache, empty_cache
+from dsv4jax.plan import CachePlan, shard_plan
 
 
 def partition_specs(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
@@ -59,58 +56,9 @@ def partition_specs(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
     def spec(path: Any, _: Any) -> P:
         return P(axis) if path[0].name == "tables" else P(None, axis)  # stacks have their layers first
 
-    return jax.tree_util.tree_map_with_path(spec, abstract_cache(plan))
+    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(functools.partial(empty_cache, plan)))
 
 
 def shardings(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
     """A ``NamedSharding`` for each leaf of ``init_cache(plan, mesh)``, for ``device_put``, jit and restoring."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(plan, mesh, axis))
-
-
-def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -> AttentionParams:
-    """A ``PartitionSpec`` for each weight of a layer whose heads are split over a mesh axis.
-
-    Raises:
-      ValueError: the mesh lacks the axis, the heads do not divide by it, or the model has no such layer.
-    """
-    _split_heads(cfg, _size(mesh, axis), axis)
-    whole = jax.tree.map(lambda _: P(), layer_shapes(cfg, layer))
-    return dataclasses.replace(whole, q_b=P(axis), sinks=P(axis), o_a=P(axis), o_b=P(None, axis))
-
-
-def shard_plan(plan: CachePlan, mesh: Mesh, axis: str) -> CachePlan:
-    """The plan of one shard's cache: its share of slots and blocks. ValueError where they do not divide."""
-    shards = _size(mesh, axis)
-    for name in ("max_requests", "num_blocks"):
-        if (count := getattr(plan, name)) % shards:
-            raise ValueError(
-                f"{name}={count} must be divisible by the {shards} shards of mesh axis {axis!r}: "
-                f"{-(-count // shards) * shards} would be"
-            )
-    return dataclasses.replace(plan, max_requests=plan.max_requests // shards, num_blocks=plan.num_blocks // shards)
-
-
-def plan_of_heads(plan: CachePlan, axis: str | None) -> CachePlan:
-    """The plan with one shard's heads, inside ``jax.shard_map``: no part of the cache depends on their number."""
-    if axis is None:
-        return plan
-    try:
-        shards = lax.axis_size(axis)
-    except NameError as error:
-        raise ValueError(f"model_axis={axis!r} is no axis of an enclosing jax.shard_map") from error
-    return dataclasses.replace(plan, cfg=_split_heads(plan.cfg, shards, axis))
-
-
-def _split_heads(cfg: DSV4Config, shards: int, axis: str) -> DSV4Config:
-    if cfg.o_groups % shards:  # a group's output is one product: W_oa mixes its heads
-        raise ValueError(
-            f"o_groups={cfg.o_groups}, of {cfg.num_heads} heads, must be divisible by the {shards} shards of mesh axis "
-            f"{axis!r}"
-        )
-    return dataclasses.replace(cfg, num_heads=cfg.num_heads // shards, o_groups=cfg.o_groups // shards)
-
-
-def _size(mesh: Mesh, axis: str) -> int:
-    if axis not in mesh.shape:
-        raise ValueError(f"the mesh has no axis {axis!r}, its axes are {dict(mesh.shape)}")
-    return mesh.shape[axis]

@@ -1,64 +1,23 @@
 """StateCache: what a layer keeps per request whatever its length. Sliding window and compressor tails.
 
-Position p of a request sits in window row p mod n_win and in tail row p mod ratio. Nothing is cleared on the way: a row
-is overwritten by the next token that maps to it, and a tail row is never read between the end of its block and that
-write. The write heads of the window and the fill of a tail are the request's length modulo their sizes, so they are not
-stored.
+Position p of a request sits in window row p mod n_win. Nothing is cleared on the way: a row is overwritten by the next
+token that maps to it. The write heads of the window and the fill of a tail are the request's length modulo their sizes,
+so they are not stored. ``tails`` says what the tails are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.checks import check_batch, donating
-from dsv4jax.config import AttentionType
+from dsv4jax.checks import check_batch
 from dsv4jax.formats import KVRows
+from dsv4jax.indexing import unique_or_dropped
+from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
-
-EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CSATail:
-    """Streams a CSA compressor keeps between steps. A token has TWO learned streams of key rows k and gate logits z:
-
-    its a-stream enters the entry of its own block, its b-stream the NEXT block's entry, as the overlap half.
-    """
-
-    ka: jax.Array  # [layers, requests, m, dim] a-stream of the current block
-    za: jax.Array  # [layers, requests, m, dim]
-    kb_next: jax.Array  # [layers, requests, m, dim] b-stream of the current block
-    zb_next: jax.Array  # [layers, requests, m, dim]
-    kb: jax.Array  # [layers, requests, m, dim] b-stream of the previous block
-    zb: jax.Array  # [layers, requests, m, dim]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HCATail:
-    """The one stream of an HCA compressor: the rows of the current block."""
-
-    ka: jax.Array  # [layers, requests, m', head_dim]
-    za: jax.Array  # [layers, requests, m', head_dim]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HCAOnlineTail:
-    """The current HCA block as a running softmax per channel: entry = weighted / total once the block is full."""
-
-    peak: jax.Array  # [layers, requests, head_dim] largest gate logit so far
-    total: jax.Array  # [layers, requests, head_dim] sum of exp(z - peak)
-    weighted: jax.Array  # [layers, requests, head_dim] sum of exp(z - peak) * k
-
-
-Tail = CSATail | HCATail | HCAOnlineTail
+from dsv4jax.tails import CSATail, Tail, empty_tail
 
 
 @jax.tree_util.register_dataclass
@@ -74,43 +33,14 @@ class StateCache:
 
 def empty_state(plan: CachePlan, kind: AttentionType, lead: tuple[int, ...]) -> StateCache:
     """The state of requests that have seen no token, with leading axes ``lead`` (layers, requests)."""
-    cfg, dtype = plan.cfg, plan.tail_dtype
-    row = plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)
-    window = jax.tree.map(lambda leaf: jnp.zeros((*lead, cfg.sliding_window, *leaf.shape), leaf.dtype), row)
-    pos = jnp.full((*lead, cfg.sliding_window), -1, jnp.int32)
-
-    def keys(*shape: int) -> jax.Array:  # a fresh array each: leaves that share one buffer cannot be donated
-        return jnp.zeros((*lead, *shape), dtype)
-
-    def gates(*shape: int) -> jax.Array:
-        return jnp.full((*lead, *shape), EMPTY_GATE, dtype)
-
-    def csa_tail(dim: int) -> CSATail:
-        shape = cfg.csa_compression_ratio, dim
-        return CSATail(
-            ka=keys(*shape),
-            za=gates(*shape),
-            kb_next=keys(*shape),
-            zb_next=gates(*shape),
-            kb=keys(*shape),
-            zb=gates(*shape),
-        )
-
-    tail: Tail | None = None
-    indexer_tail = None
-    if kind == AttentionType.CSA:
-        tail, indexer_tail = csa_tail(cfg.head_dim), csa_tail(cfg.indexer_head_dim)
-    elif kind == AttentionType.HCA and plan.hca_tail == "ring":
-        shape = cfg.hca_compression_ratio, cfg.head_dim
-        tail = HCATail(ka=keys(*shape), za=gates(*shape))
-    elif kind == AttentionType.HCA:
-        shape = (*lead, cfg.head_dim)
-        tail = HCAOnlineTail(
-            peak=jnp.full(shape, EMPTY_GATE, jnp.float32),
-            total=jnp.zeros(shape, jnp.float32),
-            weighted=jnp.zeros(shape, jnp.float32),
-        )
-    return StateCache(window=window, pos=pos, tail=tail, indexer_tail=indexer_tail)
+    n_win = plan.cfg.sliding_window
+    tail, indexer_tail = plan.tail_specs(kind)
+    return StateCache(
+        window=jax.tree.map(lambda leaf: jnp.zeros((*lead, n_win, *leaf.shape), leaf.dtype), plan.row_spec),
+        pos=jnp.full((*lead, n_win), -1, jnp.int32),
+        tail=empty_tail(tail, lead),
+        indexer_tail=empty_tail(indexer_tail, lead),
+    )
 
 
 def init_state(plan: CachePlan, kind: AttentionType) -> StateCache:
@@ -118,31 +48,6 @@ def init_state(plan: CachePlan, kind: AttentionType) -> StateCache:
     return empty_state(plan, kind, (len(plan.layers(kind)), plan.max_requests))
 
 
-def unique_or_dropped(slots: jax.Array, valid: jax.Array, size: int) -> jax.Array:
-    """Scatter indices: ``slots`` where valid, else distinct ones past ``size`` (dropped, and still unique)."""
-    return jnp.where(valid, slots, size + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape))
-
-
-def read_slots(tree: Any, index: jax.Array | int, slots: jax.Array) -> Any:
-    """Leaves [layers, requests, ...] -> [B, ...] of one layer; a slot out of range reads some row in range."""
-    return jax.tree.map(lambda leaf: leaf.at[index, slots].get(mode="clip"), tree)
-
-
-def copy_rows(tree: Any, sources: jax.Array, targets: jax.Array) -> Any:
-    """Leaves [layers, size, ...]: row sources[b] to row targets[b] in all layers; target -1 is a no-op.
-
-    A row is a slot's state or a block's entries. All rows are read before any is written.
-    """
-
-    def copy(leaf: jax.Array) -> jax.Array:
-        target = unique_or_dropped(targets, targets >= 0, leaf.shape[1])
-        rows = leaf.at[:, sources].get(mode="clip")
-        return leaf.at[:, target].set(rows, mode="drop", unique_indices=True)
-
-    return jax.tree.map(copy, tree)
-
-
-@donating("state")
 def reset_slots(state: StateCache, slots: jax.Array, *, plan: CachePlan, kind: AttentionType) -> StateCache:
     """Make slots [B] empty in all layers of a kind at once, as ``init_state`` made them; -1 is a no-op."""
     check_batch(slots=slots)
@@ -193,7 +98,6 @@ class SlidingWindow:
         return jnp.where(held[..., None], self.plan.rows.decode(rows), 0.0), held
 
 
-@functools.partial(jax.jit, static_argnames="plan")
 def gather_swa(
     state: StateCache, index: jax.Array | int, slots: jax.Array, seq_lens: jax.Array, *, plan: CachePlan
 ) -> tuple[jax.Array, jax.Array]:

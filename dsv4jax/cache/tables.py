@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.cache.state import unique_or_dropped
 from dsv4jax.checks import check_array, check_batch, check_one_shard
+from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.plan import CachePlan
 
 

@@ -10,7 +10,6 @@ gives zero.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -21,9 +20,9 @@ from jax import lax
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.checks import FLOATS, check_array
-from dsv4jax.config import AttentionType
-from dsv4jax.layer import kernels
-from dsv4jax.layer.backend import Backend, choose
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.backend import XLA, Anywhere, Backend
+from dsv4jax.layer.ops import DECODE_ATTENTION, AttentionInputs
 from dsv4jax.linear import rms_norm
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -102,15 +101,12 @@ def attend_all(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, 
 
 
 def attention_queries(
-    product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan, backend: str = "xla"
+    product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan, backend: str = XLA
 ) -> jax.Array:
-    """Products [B, T, H, head_dim] normed and roped, f32; f16, as the kernel takes them, where it attends."""
-    if backend != "xla":
-        return kernels.attention_queries(product, positions, freqs, plan.cfg.norm_eps, backend)
-    return apply_rope(rms_norm(product, None, plan.cfg.norm_eps), positions[..., None], freqs)
+    """Products [B, T, H, head_dim] normed and roped: f32, or f16 where the kernel of this backend attends."""
+    return DECODE_ATTENTION[backend].queries(product, positions, freqs, plan)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "dtype", "backend"))
 def decode_attention(
     q: jax.Array,
     positions: jax.Array,
@@ -153,25 +149,22 @@ def decode_attention(
     _check_window(window, q.shape[0], q.shape[1])
     if picks is not None:
         check_array("picks", picks, {"B": q.shape[0], "T": q.shape[1], "K": None}, jnp.int32)
-    if (entries is None) != (kind == AttentionType.SWA) or (entries is None and picks is not None):
+    if (entries is None) == kind.compresses or (entries is None and picks is not None):
         raise ValueError(f"entries and picks are for layers that compress; this one is {kind.upper()}")
     if entries is not None:
         check_array("entries.slots", entries.slots, {"B": q.shape[0]}, jnp.int32)
-        if (entries.pool.indexer_keys is not None) != (kind == AttentionType.CSA):
+        if (entries.pool.indexer_keys is not None) != kind.is_indexed:
             raise ValueError(f"entries: expected those of {kind.upper()} layers; CSA's alone have indexer keys")
-    freqs = rope_frequencies(cfg, kind)
-    visible = None if entries is None else (positions + 1) // cfg.ratio(kind)
-    if (chosen := choose("decode_attention", backend, kernels.unsupported_attention(plan))) != "xla":
-        return kernels.decode_attention(q, positions, sinks, window, entries, picks, visible, freqs, dtype, chosen)
-    q = q.astype(jnp.float32)
-    running = attend_window(start_at_sinks(sinks, q), q, positions, window)
-    if entries is not None:
-        assert visible is not None
-        if picks is None:
-            running = attend_all(running, q, entries, visible)
-        else:
-            running = attend_picked(running, q, entries, picks)
-    return apply_rope(running.output, positions[..., None], freqs, inverse=True).astype(dtype)
+    inputs = AttentionInputs(
+        q=q,
+        positions=positions,
+        sinks=sinks,
+        window=window,
+        entries=entries,
+        picks=picks,
+        visible=(positions + 1) // cfg.ratio(kind) if kind.compresses else None,
+    )
+    return DECODE_ATTENTION.of(backend, plan, kind).attend(inputs, rope_frequencies(cfg, kind), dtype)
 
 
 def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
@@ -190,3 +183,27 @@ def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
         check_array(f"window.fresh{jax.tree_util.keystr(path)}", leaf, axes, of.dtype)
     if count < tokens:
         raise ValueError(f"window: expected at least {tokens} fresh rows a request, one per token, got {count}")
+
+
+class XLADecodeAttention(Anywhere):
+    """Attention in plain JAX: the reference of the kernel."""
+
+    tile_bytes = 96 << 20
+    gathers_picks = True
+
+    def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
+        return apply_rope(rms_norm(product, None, plan.cfg.norm_eps), positions[..., None], freqs)
+
+    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array:
+        q = inputs.q.astype(jnp.float32)
+        running = attend_window(start_at_sinks(inputs.sinks, q), q, inputs.positions, inputs.window)
+        if inputs.entries is not None:
+            assert inputs.visible is not None
+            if inputs.picks is None:
+                running = attend_all(running, q, inputs.entries, inputs.visible)
+            else:
+                running = attend_picked(running, q, inputs.entries, inputs.picks)
+        return apply_rope(running.output, inputs.positions[..., None], freqs, inverse=True).astype(dtype)
+
+
+DECODE_ATTENTION.register(XLA, XLADecodeAttention())

@@ -1,66 +1,25 @@
-"""Compressors: streams of tokens -> entries (paper eq. 9 to 12 for CSA, 9 to 10 for HCA).
+"""Compressors: from the input of new tokens to their streams, and from pooled rows to finished entries.
 
-A token contributes a key row k and a gate logit z per channel, both projections of its input. An entry is
-the gate-weighted mean over its tokens, channel by channel, normed and roped at the position of its block's first token:
-
-    CSA  entry i = sum softmax(Z) * K over 2m slots: the b-stream of block i - 1, then the a-stream of block i
-    HCA  entry i = sum softmax(Z) * K over the m' tokens of block i
-
-A forward pass brings T tokens of each request, anywhere in their blocks: a request's ``phase`` is its length modulo the
-ratio. Tokens and tail are laid out on a grid of blocks, so that one code path serves decode, prefill and mixed batches.
+A token contributes a key row k and a gate logit z per channel, both projections of its input. ``tails`` pools them;
+an entry is then normed, and roped at the position of its block's first token.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.cache.state import EMPTY_GATE, CSATail, HCAOnlineTail, HCATail
-from dsv4jax.config import AttentionType, DSV4Config
+from dsv4jax.config import DSV4Config
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.call import Normed, TokenRows
 from dsv4jax.linear import linear, rms_norm
+from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
-from dsv4jax.weights.params import CompressorParams
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Streams:
-    """What T new tokens contribute, as the projections give it: CSA's a- and b-stream, HCA's a-stream alone.
-
-    Checkpoint columns [0:dim] are CSA's b-stream and [dim:2 dim] its a-stream.
-    """
-
-    k: jax.Array  # f32 [B, T, dim], CSA: [B, T, 2 dim]
-    z: jax.Array  # f32, as k
-    overlap: bool = dataclasses.field(metadata={"static": True})  # CSA's two streams
-
-    def _part(self, both: jax.Array, number: int) -> jax.Array:
-        dim = both.shape[-1] // 2
-        return both[..., number * dim : (number + 1) * dim] if self.overlap else both
-
-    @property
-    def ka(self) -> jax.Array:
-        """K of the a-stream, which enters the entry of a token's own block; HCA's only one. f32 [B, T, dim]."""
-        return self._part(self.k, 1)
-
-    @property
-    def za(self) -> jax.Array:
-        """Gate logits of the a-stream."""
-        return self._part(self.z, 1)
-
-    @property
-    def kb(self) -> jax.Array:
-        """K of CSA's b-stream, which enters the entry of the next block."""
-        return self._part(self.k, 0)
-
-    @property
-    def zb(self) -> jax.Array:
-        """Gate logits of the b-stream."""
-        return self._part(self.z, 0)
+from dsv4jax.tails import Streams
+from dsv4jax.weights.params import CompressorParams, IndexerParams
 
 
 def project_streams(
@@ -86,96 +45,26 @@ def project_streams(
     return Streams(k=k, z=z, overlap=overlap)
 
 
-def num_touched_blocks(num_tokens: int, ratio: int) -> int:
-    """Most blocks that T consecutive tokens can touch."""
-    return (num_tokens + 2 * ratio - 2) // ratio
+def project_tokens(
+    compressor: CompressorParams | None,
+    indexer: IndexerParams | None,
+    x: jax.Array,
+    start: jax.Array,
+    plan: CachePlan,
+    kind: AttentionType,
+) -> TokenRows:
+    """What new tokens x [B, T, hidden] from positions start [B] on contribute to entries, and to the indexer's.
 
-
-def _on_grid(
-    tokens: jax.Array,
-    tail: jax.Array | None,
-    phase: jax.Array,
-    num_new: jax.Array,
-    ratio: int,
-    empty: float,
-    width: int | None = None,
-) -> jax.Array:
-    """Lay tokens [B, T, dim] on their blocks: [B, N, ratio, dim]; block 0 begins with the tail's first ``phase`` rows.
-
-    Slots without a token hold ``empty``. With ``width`` and no tail, a block's row holds only its first ``width`` new
-    tokens: enough when T <= width, and far smaller.
+    x is finite past a row's tokens: the projections of all T are computed.
     """
-    num_tokens = tokens.shape[1]
-    block = jnp.arange(num_touched_blocks(num_tokens, ratio), dtype=jnp.int32)
-    begin = (block * ratio)[None] - phase[:, None]  # [B, N] token index of a block's first slot, negative in block 0
-    if width is not None:
-        token = jnp.maximum(begin, 0)[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None]
-        inside = token < (begin + ratio)[..., None]
-    else:
-        token = begin[..., None] + jnp.arange(ratio, dtype=jnp.int32)[None, None]
-        inside = token >= 0
-    inside &= token < num_new[:, None, None]
-    flat = jnp.clip(token, 0, num_tokens - 1).reshape(token.shape[0], -1, 1)
-    rows = jnp.take_along_axis(tokens, flat, axis=1).reshape(*token.shape, -1)
-    rows = jnp.where(inside[..., None], rows, empty)
-    if tail is not None:
-        from_tail = jnp.arange(ratio, dtype=jnp.int32)[None] < phase[:, None]
-        first = jnp.where(from_tail[..., None], tail.astype(jnp.float32), rows[:, 0])
-        rows = jnp.concatenate([first[:, None], rows[:, 1:]], axis=1)
-    return rows
 
+    def normed(params: CompressorParams | None) -> Normed | None:
+        if params is None:
+            return None
+        ratio = plan.cfg.ratio(kind)
+        return project_streams(params, x, start, ratio, plan.tail_dtype, overlap=kind.overlaps), params.norm
 
-def _softmax_pool(k: jax.Array, z: jax.Array) -> jax.Array:
-    """sum softmax(z) * k over axis -2, per channel."""
-    weight = jnp.exp(z - jnp.max(z, axis=-2, keepdims=True))
-    return jnp.sum(weight * k, axis=-2) / jnp.sum(weight, axis=-2)
-
-
-def pool_csa(tail: CSATail, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> jax.Array:
-    """Pooled rows f32 [B, N, dim] of every block the tokens touch; those of incomplete blocks mean nothing.
-
-    tail's leaves are one layer's rows of the batch, [B, ratio, dim].
-    """
-    ka = _on_grid(streams.ka, tail.ka, phase, num_new, ratio, 0.0)
-    za = _on_grid(streams.za, tail.za, phase, num_new, ratio, EMPTY_GATE)
-    kb = _on_grid(streams.kb, tail.kb_next, phase, num_new, ratio, 0.0)
-    zb = _on_grid(streams.zb, tail.zb_next, phase, num_new, ratio, EMPTY_GATE)
-    kb = jnp.concatenate([tail.kb.astype(jnp.float32)[:, None], kb[:, :-1]], axis=1)  # of the block before
-    zb = jnp.concatenate([tail.zb.astype(jnp.float32)[:, None], zb[:, :-1]], axis=1)
-    return _softmax_pool(jnp.concatenate([kb, ka], axis=2), jnp.concatenate([zb, za], axis=2))
-
-
-def pool_hca(tail: HCATail, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> jax.Array:
-    """As ``pool_csa``, for the one stream of HCA."""
-    return _softmax_pool(
-        _on_grid(streams.ka, tail.ka, phase, num_new, ratio, 0.0),
-        _on_grid(streams.za, tail.za, phase, num_new, ratio, EMPTY_GATE),
-    )
-
-
-def pool_hca_online(
-    tail: HCAOnlineTail, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int
-) -> tuple[jax.Array, HCAOnlineTail]:
-    """As ``pool_hca`` from a running softmax. Also returns the running softmax of the block of the last token.
-
-    tail's leaves are [B, dim]. The returned tail is that of a full block where the last token completes one: reset it.
-    """
-    width = min(ratio, streams.ka.shape[1])
-    k = _on_grid(streams.ka, None, phase, num_new, ratio, 0.0, width)
-    z = _on_grid(streams.za, None, phase, num_new, ratio, EMPTY_GATE, width)
-    peak = jnp.max(z, axis=2)  # [B, N, dim]
-    peak = peak.at[:, 0].max(tail.peak)
-    # An empty slot under an empty peak would weigh exp(0) = 1.
-    weight = jnp.where(z == EMPTY_GATE, 0.0, jnp.exp(z - peak[:, :, None]))
-    carried = jnp.exp(tail.peak - peak[:, 0])
-    total = jnp.sum(weight, axis=2).at[:, 0].add(carried * tail.total)
-    weighted = jnp.sum(weight * k, axis=2).at[:, 0].add(carried * tail.weighted)
-    last = jnp.maximum(phase + num_new - 1, 0) // ratio
-    at_last = jax.tree.map(
-        lambda leaf: jnp.take_along_axis(leaf, last[:, None, None], axis=1)[:, 0],
-        HCAOnlineTail(peak=peak, total=total, weighted=weighted),
-    )
-    return weighted / jnp.where(total > 0, total, 1.0), at_last
+    return TokenRows(kv=None, entry=normed(compressor), key=normed(indexer and indexer.compressor))
 
 
 def finish_entries(

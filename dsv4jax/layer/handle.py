@@ -19,18 +19,20 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.cache.cache import KVCache, LayerStack
-from dsv4jax.cache.pool import PagedPool, PooledLayer, gather_all_compressed, gather_compressed
-from dsv4jax.cache.state import SlidingWindow, gather_swa, read_slots
+from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.pool import PooledLayer
+from dsv4jax.cache.state import SlidingWindow, gather_swa
 from dsv4jax.cache.tables import granted_tokens, is_admitted, withdraw_grants
-from dsv4jax.checks import FLOATS, check_array, check_batch, fitting
-from dsv4jax.config import AttentionType
+from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.formats import KeyRows, KVRows
-from dsv4jax.layer import backend as backend_lib
-from dsv4jax.layer import kernels
-from dsv4jax.layer.backend import Backend
-from dsv4jax.layer.flush import append_swa
-from dsv4jax.layer.update import store_tokens
+from dsv4jax.indexing import Batch, read_slots
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.backend import Backend, check_name
+from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.compressor import project_tokens
+from dsv4jax.layer.gather import gather_all_compressed, gather_compressed
+from dsv4jax.layer.ops import CACHE_UPDATE
+from dsv4jax.layer.update import store
 from dsv4jax.plan import LayerCacheSchema
 from dsv4jax.weights.params import CompressorParams, IndexerParams
 
@@ -90,15 +92,17 @@ class LayerCacheHandle:
         return self.schema.entry_head_dim
 
     @property
-    def _stack(self) -> LayerStack:
-        return self.cache.stack(self.kind)
+    def _call(self) -> LayerCall:
+        batch = Batch(slots=self.slots, start=self.start, num_new=self.num_new)
+        return LayerCall.of(self.cache, self.kind, self.index, batch)
 
     @property
-    def _pool(self) -> PagedPool:
-        pool = self._stack.pool
-        if pool is None:
+    def entries(self) -> PooledLayer:
+        """The layer's entries as the requests of this batch see them. ValueError where the kind has none."""
+        entries = self._call.entries
+        if entries is None:
             raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: it has no compressed entries")
-        return pool
+        return entries
 
     @property
     def num_entries(self) -> jax.Array:
@@ -109,24 +113,13 @@ class LayerCacheHandle:
     def positions(self, num_tokens: int) -> jax.Array:
         """int32 [B, T] position of each of this call's T tokens, -1 past num_new, and where num_new exceeds T."""
         self._check_tokens(num_tokens)
-        token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-        return jnp.where(token < fitting(self.num_new, num_tokens)[:, None], self.start[:, None] + token, -1)
+        call = self._call
+        return dataclasses.replace(call, batch=call.batch.fitting(num_tokens)).positions(num_tokens)
 
     def visible(self, num_tokens: int) -> jax.Array:
         """int32 [B, T] entries that each of this call's T tokens sees, its own included; 0 past num_new."""
-        self._pool  # noqa: B018  refuses an SWA layer
+        self.entries  # noqa: B018  refuses an SWA layer
         return (self.positions(num_tokens) + 1) // self.schema.compression_ratio
-
-    @property
-    def entries(self) -> PooledLayer:
-        """The layer's entries as the requests of this batch see them."""
-        return PooledLayer(
-            pool=self._pool,
-            index=self.index,
-            block_table=self.cache.tables.block_table,
-            slots=self.slots,
-            plan=self.cache.plan,
-        )
 
     def window(self, kv: jax.Array | None = None) -> SlidingWindow:
         """The windows of this batch, for ``decode_attention``.
@@ -139,17 +132,7 @@ class LayerCacheHandle:
         if kv is not None:
             check_array("kv", kv, {"B": self.slots.shape[0], "T": self.tokens, "head_dim": cfg.head_dim}, jnp.float32)
             fresh = self.cache.plan.rows.encode(kv, cfg.rope_dim)
-        return SlidingWindow(
-            state=self._stack.state,
-            index=self.index,
-            slots=self.slots,
-            start=self.start,
-            fresh=fresh,
-            plan=self.cache.plan,
-        )
-
-    def _with_stack(self, stack: LayerStack) -> LayerCacheHandle:
-        return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
+        return self._call.window(fresh)
 
     def _check_tokens(self, num_tokens: int) -> None:
         if self.tokens not in (None, num_tokens):
@@ -171,18 +154,8 @@ class LayerCacheHandle:
         """Round key rows f32 [B, T, head_dim] (normed, roped) and write them into the window."""
         cfg = self.cache.plan.cfg
         check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
-        call = self._taking(kv.shape[1])
-        state = append_swa.__wrapped__(
-            call._stack.state,
-            call.index,
-            kv,
-            call.slots,
-            call.start,
-            call.num_new,
-            plan=call.cache.plan,
-            backend=call.backend,
-        )
-        return call._with_stack(dataclasses.replace(call._stack, state=state))
+        taking = self._taking(kv.shape[1])
+        return taking._stored(TokenRows(kv=kv, entry=None, key=None))
 
     def flush_compression(
         self, params: CompressorParams, x: jax.Array, indexer: IndexerParams | None = None
@@ -192,78 +165,59 @@ class LayerCacheHandle:
         Tails and entries are written together because T tokens may fill several blocks while a tail holds one.
         ``indexer`` is required for CSA layers, and only there.
         """
-        if (indexer is not None) != (self.kind == AttentionType.CSA):
+        if (indexer is not None) != self.kind.is_indexed:
             raise ValueError(
                 f"flush_compression: indexer is for CSA layers and only for them; this one is {self.kind.upper()}"
             )
         hidden = self.cache.plan.cfg.hidden_size
         check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, FLOATS)
-        self._pool  # noqa: B018  refuses an SWA layer
-        call = self._taking(x.shape[1])
-        stack = store_tokens(
-            params,
-            indexer,
-            x,
-            None,
-            call._stack,
-            call.index,
-            call.cache.tables.block_table,
-            call.slots,
-            call.start,
-            call.num_new,
-            call.cache.plan,
-            call.kind,
-            backend_lib.choose("cache_update", call.backend, kernels.unsupported(call.cache.plan, call.kind)),
-        )
-        return call._with_stack(stack)
+        self.entries  # noqa: B018  refuses an SWA layer
+        taking = self._taking(x.shape[1])
+        rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind)
+        return taking._stored(rows)
+
+    def _stored(self, rows: TokenRows) -> LayerCacheHandle:
+        backend = CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
+        stack = store(self._call, rows, backend)
+        return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
 
     def gather_swa(self) -> tuple[jax.Array, jax.Array]:
         """(rows f32 [B, n_win, head_dim], positions int32 [B, n_win]) of the window, oldest first, -1 = empty."""
-        return gather_swa(self._stack.state, self.index, self.slots, self.start + self.num_new, plan=self.cache.plan)
+        call = self._call
+        return gather_swa(call.stack.state, self.index, self.slots, self.start + self.num_new, plan=self.cache.plan)
 
     def gather_compressed(self, picks: jax.Array) -> jax.Array:
         """Entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim]. K = V."""
-        return gather_compressed(
-            self._pool,
-            self.index,
-            self.cache.tables.block_table,
-            self.slots,
-            picks,
-            plan=self.cache.plan,
-            backend=self.backend,
-        )
+        layer = self.entries
+        place = layer.pool, layer.index, layer.block_table, layer.slots
+        return gather_compressed(*place, picks, plan=layer.plan, backend=self.backend)
 
     def gather_all_compressed(self) -> jax.Array:
         """All complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
-        return gather_all_compressed(
-            self._pool,
-            self.index,
-            self.cache.tables.block_table,
-            self.slots,
-            self.num_entries,
-            plan=self.cache.plan,
-            backend=self.backend,
-        )
+        layer = self.entries
+        place = layer.pool, layer.index, layer.block_table, layer.slots
+        return gather_all_compressed(*place, self.num_entries, plan=layer.plan, backend=self.backend)
 
     def read_swa_view(self) -> SWAView:
         """The stored window rows of this batch; those of slot -1 mean nothing."""
-        rows, positions = read_slots((self._stack.state.window, self._stack.state.pos), self.index, self.slots)
+        state = self._call.stack.state
+        rows, positions = read_slots((state.window, state.pos), self.index, self.slots)
         head = (self.start + self.num_new) % self.cache.plan.cfg.sliding_window
         return SWAView(rows=rows, positions=positions, head=head, slots=self.slots)
 
     def read_classical_view(self) -> ClassicalView:
         """The layer's stored entries, addressed through this batch's block tables."""
         table, lens = self._block_rows()
-        return ClassicalView(
-            rows=jax.tree.map(lambda leaf: leaf[self.index], self._pool.entries), block_table=table, block_lens=lens
-        )
+        rows = jax.tree.map(lambda leaf: leaf[self.index], self.entries.pool.entries)
+        return ClassicalView(rows=rows, block_table=table, block_lens=lens)
 
     def read_indexer_view(self) -> IndexerView:
         """CSA only: the layer's stored indexer keys."""
-        if self._pool.indexer_keys is None:
+        stored = self.entries.pool.indexer_keys
+        if stored is None:
             raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: only CSA layers have indexer keys")
         table, lens = self._block_rows()
-        keys = jax.tree.map(lambda leaf: leaf[self.index], self._pool.indexer_keys)
+        keys = jax.tree.map(lambda leaf: leaf[self.index], stored)
         return IndexerView(keys=keys, block_table=table, block_lens=lens)
 
     def _block_rows(self) -> tuple[jax.Array, jax.Array]:
@@ -287,7 +241,7 @@ def acquire(
         num_new 0 only reads.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
     """
-    backend_lib.check_name(backend)
+    check_name(backend)
     check_batch(slots=slots, num_new=num_new)
     kind, index = cache.locate(layer)
     start, count = granted_tokens(cache.tables, slots, num_new)

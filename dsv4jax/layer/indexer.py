@@ -7,8 +7,6 @@ Queries and keys are rotated by the Hadamard matrix after their rope, then round
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +15,9 @@ from jax import lax
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.checks import check_array
 from dsv4jax.formats import KeyRows
-from dsv4jax.layer import kernels
-from dsv4jax.layer.backend import Backend, choose
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.backend import XLA, Anywhere, Backend
+from dsv4jax.layer.ops import INDEXER_SCORES, TOP_K
 from dsv4jax.linear import hadamard, linear
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope
@@ -31,7 +30,7 @@ def indexer_queries(
     positions: jax.Array,
     freqs: np.ndarray,
     plan: CachePlan,
-    backend: str = "xla",
+    backend: str = XLA,
 ) -> jax.Array | KeyRows:
     """f32 [B, T, indexer_heads, indexer_head_dim]: projected, roped, rotated; to be rounded as the keys are.
 
@@ -41,9 +40,7 @@ def indexer_queries(
     # Apart from the main queries' product: XLA would join the two, and their weights, 84 MB, in every step.
     q_latent = lax.optimization_barrier(q_latent)
     q = linear(q_latent, params.q_b).reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
-    if backend != "xla":
-        return kernels.indexer_queries(q, positions, freqs, plan, backend)
-    return hadamard(apply_rope(q, positions[..., None], freqs))
+    return INDEXER_SCORES[backend].queries(q, positions, freqs, plan)
 
 
 def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Array:
@@ -79,17 +76,18 @@ def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: 
 def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
     """Entry numbers of the largest scores, int32 [B, T, min(top_k, entries)], ascending; then -1.
 
-    Of equal scores the first. A NaN score ranks first in its own row and disturbs no other.
+    Of equal scores the first. A NaN score ranks first in its own row and disturbs no other. What stands at and past
+    ``visible`` [B, T] has no influence.
     """
+    entry = jnp.arange(score.shape[-1], dtype=jnp.int32)
     # As the kernel ranks and orders them: attention then sums in one order, whichever has picked. To XLA -0 is below 0,
     # and a NaN's sign counts.
     score = jnp.where(score == 0, 0.0, jnp.where(jnp.isnan(score), jnp.nan, score))
-    _, picks = lax.top_k(score, min(top_k, score.shape[-1]))
+    _, picks = lax.top_k(masked(score, entry[None, None] < visible[..., None]), min(top_k, score.shape[-1]))
     picks = jnp.sort(picks, axis=-1)
     return jnp.where(picks < visible[..., None], picks, -1)
 
 
-@functools.partial(jax.jit, static_argnames="backend")
 def select_entries(
     queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array, *, backend: Backend = None
 ) -> jax.Array:
@@ -121,14 +119,30 @@ def select_entries(
         return jnp.where(entry < visible[..., None], entry, -1)
     if not isinstance(queries, KeyRows) and keys.rounds_queries:
         queries = keys.encode(queries)
-    if (chosen := choose("indexer_scores", backend, kernels.unsupported_scores(plan))) != "xla":
-        assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
-        score = kernels.indexer_scores(queries, weights, layer, visible, chosen)
-    else:
-        values = keys.decode(queries) if isinstance(queries, KeyRows) else queries
-        score = scores(values, weights, layer, visible)
-    if (picking := choose("top_k", backend, kernels.unsupported_top_k(plan))) != "xla":
-        return kernels.top_k(score, visible, cfg.indexer_top_k, picking)
-    if chosen != "xla":  # the kernel writes nothing past the visible ones
-        score = masked(score, entry < visible[..., None])
-    return pick(score, visible, cfg.indexer_top_k)
+    score = INDEXER_SCORES.of(backend, plan, AttentionType.CSA).scores(queries, weights, layer, visible)
+    return TOP_K.of(backend, plan, AttentionType.CSA).pick(score, visible, cfg.indexer_top_k)
+
+
+class XLAIndexerScores(Anywhere):
+    """Scores in plain JAX."""
+
+    def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
+        del plan
+        return hadamard(apply_rope(product, positions[..., None], freqs))
+
+    def scores(
+        self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
+    ) -> jax.Array:
+        values = layer.plan.keys.decode(queries) if isinstance(queries, KeyRows) else queries
+        return scores(values, weights, layer, visible)
+
+
+class XLATopK(Anywhere):
+    """Picks in plain JAX."""
+
+    def pick(self, score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
+        return pick(score, visible, top_k)
+
+
+INDEXER_SCORES.register(XLA, XLAIndexerScores())
+TOP_K.register(XLA, XLATopK())

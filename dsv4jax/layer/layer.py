@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +23,21 @@ from jax.core import Tracer
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.pool import PooledLayer
-from dsv4jax.cache.sharding import plan_of_heads
 from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.cache.tables import granted_tokens, withdraw_grants
 from dsv4jax.checks import FLOATS, check_array, check_batch
-from dsv4jax.config import AttentionType, DSV4Config
-from dsv4jax.layer import attention, indexer, kernels
-from dsv4jax.layer import backend as backend_lib
-from dsv4jax.layer.backend import Backend, OpBackends
-from dsv4jax.layer.flush import append_swa
-from dsv4jax.layer.update import project_tokens, store_streams
+from dsv4jax.config import DSV4Config
+from dsv4jax.indexing import Batch
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer import attention, indexer
+from dsv4jax.layer.backend import Backend, OpBackends, check_name
+from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.compressor import project_tokens
+from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, choose_backends
+from dsv4jax.layer.update import store
 from dsv4jax.linear import linear, product_dtype, rms_norm
-from dsv4jax.plan import CachePlan
+from dsv4jax.plan import CachePlan, plan_of_heads
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.params import AttentionParams, check_params
-
-# Temporaries of one tile of queries, which set how many tokens a tile holds. Where kernels attend, a draft of a few
-# tokens for many requests should be one tile: each reads the weights of the heads again.
-QUERY_TILE_BYTES = {"xla": 96 << 20, "pallas": 256 << 20, "pallas_simulated": 256 << 20}
 
 
 def attention_layer(
@@ -101,9 +97,21 @@ def attention_layer_at(
     that names more tokens than x has: y is 0, nothing is stored here, and grants are withdrawn, so that ``advance``
     counts nothing. What other layers have stored of the pass is not undone: release its requests.
     """
-    kind = AttentionType(kind)
-    y, cache, _ = run_layer(params, x, cache, kind, index, slots, num_new, backend, model_axis, staged=False)
+    options = RunOptions(backend=backend, model_axis=model_axis)
+    y, cache, _ = run_layer(params, x, cache, AttentionType(kind), index, slots, num_new, options)
     return y, cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a layer is run, besides on what."""
+
+    backend: Backend = None
+    model_axis: str | None = None  # the mesh axis over which heads are split
+    is_draft: bool = False  # leave windows and tails as they are, and hand out what ``commit`` needs
+
+
+Draft = tuple[Batch, TokenRows]  # the rows of a draft's batch, and what its tokens bring
 
 
 def run_layer(
@@ -114,17 +122,13 @@ def run_layer(
     index: jax.Array | int,
     slots: jax.Array,
     num_new: jax.Array,
-    backend: Backend,
-    model_axis: str | None = None,
-    *,
-    staged: bool,
-) -> tuple[jax.Array, KVCache, dict[str, Any]]:
+    options: RunOptions,
+) -> tuple[jax.Array, KVCache, Draft | None]:
     """Check the arguments of a layer and run it.
 
-    With ``staged`` the cache comes back with the same windows and tails, new entries behind each request's own, and
-    what a commit needs beside it: the fields of ``speculate.StagedLayer`` but for the layer's number.
+    A draft's cache comes back with the same windows and tails, and new entries behind each request's own.
     """
-    plan = plan_of_heads(cache.plan, model_axis)
+    plan = plan_of_heads(cache.plan, options.model_axis)
     cfg = plan.cfg
     check_batch(slots=slots, num_new=num_new)
     check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, FLOATS)
@@ -137,90 +141,59 @@ def run_layer(
         index = nearest
     elif not 0 <= operator.index(index) < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
-    backend_lib.check_name(backend)
+    check_name(options.backend)
+    asked = Batch(slots=slots, start=jnp.zeros_like(slots), num_new=num_new)
     if x.size == 0:
-        if staged:
+        if options.is_draft:
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
-        tables = withdraw_grants(cache.tables, slots, num_new > x.shape[1])
-        return jnp.zeros_like(x), dataclasses.replace(cache, tables=tables), {}
-    reasons = {
-        "cache_update": kernels.unsupported(plan, kind),
-        "decode_attention": kernels.unsupported_attention(plan),
-    }
-    if kind == AttentionType.CSA:
-        reasons["indexer_scores"] = kernels.unsupported_scores(plan)
-        reasons["top_k"] = kernels.unsupported_top_k(plan)
-    backends = backend_lib.choose_all(backend, reasons)
-    index = jnp.asarray(index, jnp.int32)
-    options: Any = dict(kind=kind, backends=backends, model_axis=model_axis, staged=staged)
-    return _attention_layer(params, x, cache, index, slots, num_new, **options)
+        cache, _ = LayerCall.begin(cache, kind, index, asked, x.shape[1])
+        return jnp.zeros_like(x), cache, None
+    chosen = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
+    return _run_layer(params, x, cache, jnp.asarray(index, jnp.int32), asked, kind=kind, options=chosen)
 
 
 # Jitted so that the layers of a kind are traced once; it donates nothing.
-@functools.partial(jax.jit, static_argnames=("kind", "backends", "model_axis", "staged"))
-def _attention_layer(
+@functools.partial(jax.jit, static_argnames=("kind", "options"))
+def _run_layer(
     params: AttentionParams,
     x: jax.Array,
     cache: KVCache,
     index: jax.Array,
-    slots: jax.Array,
-    num_new: jax.Array,
+    asked: Batch,
     *,
     kind: AttentionType,
-    backends: OpBackends,
-    model_axis: str | None,
-    staged: bool,
-) -> tuple[jax.Array, KVCache, dict[str, Any]]:
-    plan = plan_of_heads(cache.plan, model_axis)
+    options: RunOptions,
+) -> tuple[jax.Array, KVCache, Draft | None]:
+    """``options.backend`` names the backend of every op that the kind runs."""
+    plan, backends = plan_of_heads(cache.plan, options.model_axis), _named(options.backend)
     cfg = plan.cfg
     batch, given_tokens, _ = x.shape
     tile = min(given_tokens, query_tile(plan, kind, batch, backends))
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
     num_tokens = x.shape[1]
 
-    # Nothing is stored of a row that names more tokens than x has. Its grant is withdrawn, so that neither another
-    # layer nor advance counts what was never stored.
-    tables = withdraw_grants(cache.tables, slots, num_new > given_tokens)
-    cache = dataclasses.replace(cache, tables=tables)
-    start, count = granted_tokens(tables, slots, num_new)
-    slots = jnp.where(count > 0, slots, -1)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    real = token < count[:, None]
-    positions = jnp.where(real, start[:, None] + token, -1)
+    cache, call = LayerCall.begin(cache, kind, index, asked, given_tokens)
+    call = dataclasses.replace(call, plan=plan)
+    positions = call.positions(num_tokens)
+    real = positions >= 0
     x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
 
     kv = rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps)
     kv = apply_rope(kv, positions, rope_frequencies(cfg, kind))
-    fresh = plan.rows.encode(kv, cfg.rope_dim) if staged or given_tokens > 1 else None
-    update = backends.cache_update
-    assert update is not None
-    entry, key = project_tokens(params.compressor, params.indexer, x, start, plan, kind)
-    stack = store_streams(
-        entry,
-        key,
-        kv if fresh is None else None,
-        cache.stack(kind),
-        index,
-        tables.block_table,
-        slots,
-        start,
-        count,
-        plan,
-        kind,
-        update,
-        keep_tails=staged,
+    fresh = plan.rows.encode(kv, cfg.rope_dim) if options.is_draft or given_tokens > 1 else None
+    rows = project_tokens(params.compressor, params.indexer, x, call.batch.start, plan, kind)
+    rows = dataclasses.replace(rows, kv=kv if fresh is None else None)
+    assert backends.cache_update is not None
+    call = call.with_stack(store(call, rows, backends.cache_update, keep_tails=options.is_draft))
+    window, entries = call.window(fresh), call.entries
+    tokens = Queries(
+        latent=rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype),
+        positions=positions,
+        head_weights=None if params.indexer is None else indexer.head_weights(params.indexer, x, plan),
     )
-    window = SlidingWindow(state=stack.state, index=index, slots=slots, start=start, fresh=fresh, plan=plan)
-    entries = None
-    if stack.pool is not None:
-        entries = PooledLayer(pool=stack.pool, index=index, block_table=tables.block_table, slots=slots, plan=plan)
-    q_latent = rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype)
-    tokens = {"q_latent": q_latent, "positions": positions}
-    if params.indexer is not None:
-        tokens["head_weights"] = indexer.head_weights(params.indexer, x, plan)
 
     def attend_tile(first: jax.Array | int) -> jax.Array:
-        queries = {name: lax.dynamic_slice_in_dim(leaf, first, tile, axis=1) for name, leaf in tokens.items()}
+        queries = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, tile, axis=1), tokens)
         return _attend_tile(params, queries, window, entries, kind, backends)
 
     if num_tokens == tile:
@@ -229,25 +202,39 @@ def _attention_layer(
         tiles = lax.map(attend_tile, jnp.arange(0, num_tokens, tile, dtype=jnp.int32))
         grouped = jnp.moveaxis(tiles, 0, 1).reshape(batch, num_tokens, -1)
     y = linear(grouped.astype(x.dtype), params.o_b)
-    if model_axis is not None:
-        y = lax.psum(y, model_axis)
+    if options.model_axis is not None:
+        y = lax.psum(y, options.model_axis)
     y = jnp.where(real[..., None], y, 0.0).astype(x.dtype)[:, :given_tokens]
     # The next write into these buffers waits for this layer's reads: without this, XLA may order the write first and
     # keep a copy of the pool, or of the window, for the read.
-    y, stack = lax.optimization_barrier((y, stack))
-    if staged:
-        rows = jax.tree.map(lambda leaf: leaf[:, :given_tokens] if leaf.ndim == 3 else leaf, (kv, entry, key))
-        batch_rows = dict(slots=slots, start=start, num_new=count)
-        return y, cache.with_stack(kind, stack), dict(zip(("kv", "entry", "key"), rows, strict=True)) | batch_rows
+    y, stack = lax.optimization_barrier((y, call.stack))
+    if options.is_draft:
+        draft = call.batch, dataclasses.replace(rows, kv=kv).first(given_tokens)
+        return y, cache.with_stack(kind, stack), draft
     if fresh is not None:
-        state = append_swa.__wrapped__(stack.state, index, kv, slots, start, count, plan=plan, backend=update)
+        state = CACHE_UPDATE[backends.cache_update].append_swa(stack.state, index, kv, call.batch, plan)
         stack = dataclasses.replace(stack, state=state)
-    return y, cache.with_stack(kind, stack), {}
+    return y, cache.with_stack(kind, stack), None
+
+
+def _named(backend: Backend) -> OpBackends:
+    assert isinstance(backend, OpBackends), "run_layer names a backend for each op"
+    return backend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """What queries are made of, for every token."""
+
+    latent: jax.Array  # [B, T, q_lora_rank] normed
+    positions: jax.Array  # int32 [B, T], -1 = padding
+    head_weights: jax.Array | None  # f32 [B, T, indexer_heads]; None without an indexer
 
 
 def _attend_tile(
     params: AttentionParams,
-    tile: dict[str, jax.Array],
+    queries: Queries,
     window: SlidingWindow,
     entries: PooledLayer | None,
     kind: AttentionType,
@@ -255,19 +242,19 @@ def _attend_tile(
 ) -> jax.Array:
     """One tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32."""
     plan, cfg = window.plan, window.plan.cfg
-    q_latent, positions, freqs = tile["q_latent"], tile["positions"], rope_frequencies(cfg, kind)
-    attends, scores = backends.decode_attention, backends.indexer_scores
-    assert attends is not None
-    q = linear(q_latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
-    q = attention.attention_queries(q, positions, freqs, plan, attends)
+    latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
+    assert backends.decode_attention is not None
+    q = linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
+    q = attention.attention_queries(q, positions, freqs, plan, backends.decode_attention)
     picks = None
     if entries is not None and params.indexer is not None:
-        assert scores is not None
-        key_queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, plan, scores)
+        assert backends.indexer_scores is not None
+        assert queries.head_weights is not None
+        key_queries = indexer.indexer_queries(params.indexer, latent, positions, freqs, plan, backends.indexer_scores)
         visible = (positions + 1) // cfg.ratio(kind)
-        picks = indexer.select_entries(key_queries, tile["head_weights"], entries, visible, backend=backends)
+        picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
     out = attention.decode_attention(
-        q, positions, params.sinks, window, entries, picks, kind=kind, dtype=q_latent.dtype, backend=backends
+        q, positions, params.sinks, window, entries, picks, kind=kind, dtype=latent.dtype, backend=backends
     )
     return _project_groups(out, params.o_a, cfg)
 
@@ -292,16 +279,15 @@ def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Arra
 
 
 def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
-    """Tokens per query tile: as many as keep its temporaries near ``QUERY_TILE_BYTES``, a power of two."""
+    """Tokens per query tile: as many as keep its temporaries near ``tile_bytes`` of attention, a power of two."""
     cfg = plan.cfg
-    attends = backends.decode_attention
-    assert attends is not None
-    gathers = attends == "xla"  # each query's picks as rows
+    assert backends.decode_attention is not None
+    attends = DECODE_ATTENTION[backends.decode_attention]
     per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output
-    if kind == AttentionType.CSA:
+    if kind.is_indexed:
         entries = plan.max_blocks * plan.entries_per_block(kind)
         picks = min(cfg.indexer_top_k, entries)
         per_token += 2 * entries + cfg.indexer_heads * cfg.indexer_head_dim
-        per_token += picks * (cfg.head_dim + cfg.num_heads if gathers else 1)
-    tokens = QUERY_TILE_BYTES[attends] // (4 * per_token * batch)
+        per_token += picks * (cfg.head_dim + cfg.num_heads if attends.gathers_picks else 1)
+    tokens = attends.tile_bytes // (4 * per_token * batch)
     return 1 << max(0, tokens.bit_length() - 1)

@@ -7,11 +7,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.cache import tables as allocator
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.state import copy_rows
+from dsv4jax.cache.stack import LayerStack
+from dsv4jax.cache.tables import fork_slots
 from dsv4jax.checks import check_array, check_batch
-from dsv4jax.config import AttentionType
+from dsv4jax.indexing import copy_rows
+from dsv4jax.kinds import AttentionType
 
 
 @jax.jit
@@ -37,12 +38,10 @@ def fork(cache: KVCache, source_slot: jax.Array, target_slots: jax.Array) -> tup
     check_batch(target_slots=target_slots)
     check_array("source_slot", source_slot, {"B": target_slots.shape[0]} if jnp.ndim(source_slot) else {}, jnp.int32)
     sources = jnp.broadcast_to(source_slot, target_slots.shape)
-    tables, ok, filling, own = allocator.fork_slots(cache.tables, sources, target_slots, cache.plan)
+    tables, ok, filling, own = fork_slots(cache.tables, sources, target_slots, cache.plan)
     targets = jnp.where(ok, target_slots, -1)
-    cache = dataclasses.replace(cache, tables=tables)
-    for kind in AttentionType:
-        if cache.plan.layers(kind):
-            stack = cache.stack(kind)
-            state, pool = copy_rows(stack.state, sources, targets), copy_rows(stack.pool, filling, own)
-            cache = cache.with_stack(kind, dataclasses.replace(stack, state=state, pool=pool))
-    return cache, ok
+
+    def forked(_: AttentionType, stack: LayerStack) -> LayerStack:
+        return LayerStack(state=copy_rows(stack.state, sources, targets), pool=copy_rows(stack.pool, filling, own))
+
+    return dataclasses.replace(cache.map_stacks(forked), tables=tables), ok

@@ -18,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from dsv4jax.cache.cache import KVCache, LayerStack, abstract_cache
-from dsv4jax.cache.state import unique_or_dropped
+from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.create import abstract_cache
+from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, blocks_for, grow
 from dsv4jax.checks import check_batch, check_one_shard
-from dsv4jax.config import AttentionType, DSV4Config
+from dsv4jax.config import DSV4Config
+from dsv4jax.indexing import unique_or_dropped
+from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import MAX_CONTEXT, CachePlan, plan_cache
 
 # What decides the meaning of a request's bytes. The other fields of a plan say how many requests fit.
@@ -31,7 +34,7 @@ LAYOUT = ("cfg", "kv_format", "indexer_format", "tail_dtype", "hca_tail")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(Stacks):
     """n requests apart from any cache. A kind that the model lacks is None.
 
     ``state`` leaves are [layers, n, ...], as in a cache; ``pool`` leaves [layers, n, blocks, entries_per_block, ...],
@@ -39,9 +42,6 @@ class Snapshot:
     """
 
     seq_lens: jax.Array  # int32 [n] tokens of each request
-    swa: LayerStack | None
-    csa: LayerStack | None
-    hca: LayerStack | None
     cfg: DSV4Config = dataclasses.field(metadata={"static": True})
     kv_format: str = dataclasses.field(metadata={"static": True})
     indexer_format: str = dataclasses.field(metadata={"static": True})
@@ -55,8 +55,8 @@ class Snapshot:
     @property
     def blocks(self) -> int:
         """Blocks kept of each request."""
-        pools = [stack.pool for stack in (self.csa, self.hca) if stack is not None]
-        return jax.tree.leaves(pools)[0].shape[2] if pools else 0
+        entries = jax.tree.leaves([self.stack(kind).pool for kind in self.kinds])
+        return entries[0].shape[2] if entries else 0
 
 
 def extract(cache: KVCache, slots: Sequence[int] | np.ndarray | jax.Array) -> Snapshot:
@@ -114,7 +114,7 @@ def _gather(cache: KVCache, slots: jax.Array, *, blocks: int) -> Snapshot:
 
     return Snapshot(
         seq_lens=lengths,
-        **{kind.value: requests_of(kind) for kind in AttentionType},  # type: ignore[arg-type]
+        **{kind.value: requests_of(kind) for kind in AttentionType},
         **{name: getattr(plan, name) for name in LAYOUT},
     )
 
@@ -166,13 +166,11 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
             lambda leaf, value: leaf.at[:, target].set(value, mode="drop", unique_indices=True), stored, rows
         )
 
-    cache = dataclasses.replace(cache, tables=tables)
-    for kind in AttentionType:
-        if plan.layers(kind):
-            stack, rows = cache.stack(kind), getattr(snapshot, kind)
-            stack = LayerStack(state=put(stack.state, rows.state, slot), pool=put(stack.pool, rows.pool, block))
-            cache = cache.with_stack(kind, stack)
-    return cache, slots, ok
+    def with_requests(kind: AttentionType, stack: LayerStack) -> LayerStack:
+        rows = snapshot.stack(kind)
+        return LayerStack(state=put(stack.state, rows.state, slot), pool=put(stack.pool, rows.pool, block))
+
+    return dataclasses.replace(cache.map_stacks(with_requests), tables=tables), slots, ok
 
 
 def _take_room(tables: Tables, lengths: jax.Array, blocks: int, plan: CachePlan) -> tuple[Tables, jax.Array, jax.Array]:

@@ -26,10 +26,12 @@ import jax.numpy as jnp
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.tables import advance_lengths, granted_tokens, is_admitted, withdraw_grants
 from dsv4jax.checks import FLOATS, check_array, check_batch
-from dsv4jax.layer import kernels
-from dsv4jax.layer.backend import Backend, choose
-from dsv4jax.layer.layer import run_layer
-from dsv4jax.layer.update import Normed, store_streams
+from dsv4jax.indexing import Batch
+from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.call import LayerCall, Normed, TokenRows
+from dsv4jax.layer.layer import RunOptions, run_layer
+from dsv4jax.layer.ops import CACHE_UPDATE
+from dsv4jax.layer.update import store
 from dsv4jax.plan import CachePlan
 from dsv4jax.weights.params import AttentionParams, param_shapes
 
@@ -75,8 +77,24 @@ def stage(
       ValueError: unknown layer or backend, weights of another kind of layer, no token at all.
     """
     kind, index = cache.locate(layer)
-    y, cache, rows = run_layer(params, x, cache, kind, index, slots, num_new, backend, model_axis, staged=True)
-    return y, cache, StagedLayer(**rows, layer=layer)
+    options = RunOptions(backend=backend, model_axis=model_axis, is_draft=True)
+    y, cache, draft = run_layer(params, x, cache, kind, index, slots, num_new, options)
+    assert draft is not None
+    batch, rows = draft
+    assert rows.kv is not None
+    return (
+        y,
+        cache,
+        StagedLayer(
+            kv=rows.kv,
+            entry=rows.entry,
+            key=rows.key,
+            slots=batch.slots,
+            start=batch.start,
+            num_new=batch.num_new,
+            layer=layer,
+        ),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="backend")
@@ -122,23 +140,12 @@ def commit(
     ok = jnp.all(agree & current & (num_accepted <= offered) & (count == num_accepted))
     count = jnp.where(ok, count, 0)
     drafting, slots = jnp.where(ok & (offered > 0), slots, -1), jnp.where(count > 0, slots, -1)
+    batch = Batch(slots=slots, start=start, num_new=count)
     for one in staged:
         kind, index = cache.locate(one.layer)
-        stack = _store(
-            one.entry,
-            one.key,
-            one.kv,
-            cache.stack(kind),
-            jnp.asarray(index, jnp.int32),
-            tables.block_table,
-            slots,
-            start,
-            count,
-            plan=plan,
-            kind=kind,
-            backend=choose("cache_update", backend, kernels.unsupported(plan, kind)),
-        )
-        cache = cache.with_stack(kind, stack)
+        call = LayerCall.of(cache, kind, jnp.asarray(index, jnp.int32), batch)
+        rows = TokenRows(kv=one.kv, entry=one.entry, key=one.key)
+        cache = cache.with_stack(kind, _store(call, rows, CACHE_UPDATE.choose(backend, plan, kind)))
     tables = advance_lengths(tables, slots, count)
     return dataclasses.replace(cache, tables=withdraw_grants(tables, drafting, drafting >= 0)), ok
 
@@ -164,4 +171,4 @@ def _check_staged(one: StagedLayer, tokens: dict[str, int | None], plan: CachePl
 
 
 # Jitted so that the layers of a kind are traced once.
-_store = jax.jit(store_streams, static_argnames=("plan", "kind", "backend"))
+_store = jax.jit(store, static_argnames="backend")

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv4jax.cache.cache import KVCache, abstract_cache
+from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.create import abstract_cache
 from dsv4jax.config import DSV4Config
 from dsv4jax.plan import CachePlan, plan_cache
 from dsv4jax.requests.snapshot import LAYOUT, Snapshot, abstract_snapshot, differing_fields

@@ -1,1 +1,5 @@
-"""Weights of an attention layer: the pytree that a layer reads, and the checkpoints that fill it."""
+"""The weights of an attention layer.
+
+params      the pytree that a layer reads, its shapes, random values and shards
+checkpoint  one layer's tensors out of a folder of safetensors files
+"""

@@ -12,9 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from dsv4jax.checks import FLOATS, check_array
-from dsv4jax.config import AttentionType, DSV4Config, layer_kind
+from dsv4jax.config import DSV4Config, layer_kind
+from dsv4jax.kinds import AttentionType
+from dsv4jax.plan import axis_size, split_heads
 
 
 @jax.tree_util.register_dataclass
@@ -57,26 +61,25 @@ class AttentionParams:
 
 def param_shapes(cfg: DSV4Config, kind: AttentionType) -> AttentionParams:
     """Shapes of a layer's weights, as float32 ``ShapeDtypeStruct`` leaves."""
+    kind = AttentionType(kind)
 
     def of(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def compressor(ratio: int, dim: int, width: int) -> CompressorParams:
+    def compressor(dim: int) -> CompressorParams:
+        ratio, width = cfg.ratio(kind), dim * (2 if kind.overlaps else 1)  # a stream each
         return CompressorParams(
             ape=of(ratio, width), kv=of(width, cfg.hidden_size), gate=of(width, cfg.hidden_size), norm=of(dim)
         )
 
-    main = indexer = None
-    if kind == AttentionType.CSA:
-        m, dim = cfg.csa_compression_ratio, cfg.indexer_head_dim
-        main = compressor(m, cfg.head_dim, 2 * cfg.head_dim)
+    main = compressor(cfg.head_dim) if kind.compresses else None
+    indexer = None
+    if kind.is_indexed:
         indexer = IndexerParams(
-            q_b=of(cfg.indexer_heads * dim, cfg.q_lora_rank),
+            q_b=of(cfg.indexer_heads * cfg.indexer_head_dim, cfg.q_lora_rank),
             head_weights=of(cfg.indexer_heads, cfg.hidden_size),
-            compressor=compressor(m, dim, 2 * dim),
+            compressor=compressor(cfg.indexer_head_dim),
         )
-    elif kind == AttentionType.HCA:
-        main = compressor(cfg.hca_compression_ratio, cfg.head_dim, cfg.head_dim)
     heads = cfg.num_heads * cfg.head_dim
     return AttentionParams(
         q_a=of(cfg.q_lora_rank, cfg.hidden_size),
@@ -95,6 +98,17 @@ def param_shapes(cfg: DSV4Config, kind: AttentionType) -> AttentionParams:
 def layer_shapes(cfg: DSV4Config, layer: int) -> AttentionParams:
     """``param_shapes`` of a layer of the model. ValueError where it has no such layer."""
     return param_shapes(cfg, layer_kind(cfg, layer))
+
+
+def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -> AttentionParams:
+    """A ``PartitionSpec`` for each weight of a layer whose heads are split over a mesh axis.
+
+    Raises:
+      ValueError: the mesh lacks the axis, the heads do not divide by it, or the model has no such layer.
+    """
+    split_heads(cfg, axis_size(mesh, axis), axis)
+    whole = jax.tree.map(lambda _: P(), layer_shapes(cfg, layer))
+    return dataclasses.replace(whole, q_b=P(axis), sinks=P(axis), o_a=P(axis), o_b=P(None, axis))
 
 
 def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) -> None:

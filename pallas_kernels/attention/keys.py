@@ -5,10 +5,11 @@ The list is cut into tiles of 64 keys, window and entries apart. One warpgroup b
 through registers to shared memory: a quad of lanes per row, two rows per quad, 16 stored bytes at a time, widened to
 f16 on the way.
 
-    find     entry number of a key, from the picks
-    resolve  where the row lies: through the ring, or through the block table
-    load     its bytes, to where they can wait
-    store    as f16, into a tile
+    find        number of a key: its position in the window, or that of the entry that the list names
+    find_pages  page of an entry, from the block table
+    resolve     where the row lies: in the ring, among the fresh rows, or in its page
+    load        its bytes, to where they can wait
+    store       as f16, into a tile
 
 Each step loads what the next one needs, so they run tiles ahead of each other.
 """
@@ -17,47 +18,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 
-from pallas_kernels.language.lanes import Buffer, Team
-from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value, negate, select
+from pallas_kernels.attention.inputs import NOPE_DIM, AttentionInputs
+from pallas_kernels.formats import AttendedFormat, Quad
+from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, negate, select
+from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
-from pallas_kernels.rows import from_ue8m0
+from pallas_kernels.rows import bf16_to_f16
 
 KEYS = 64  # of a tile
-HEAD_DIM, NOPE_DIM, ROPE_DIM = 512, 448, 64
-_QUAD = 4
-_UNIT = 16  # bytes of a load
-_EXPONENT = 0x7F800000
+_LOAD = Quad.LOAD_BYTES
+_STAGED_LOADS = 14  # of each lane: both rows of a quad where a row takes 7 loads, one row where it takes 14
 _AT_ONCE = 3  # loads from shared memory: enough to wait for them together, few enough for the registers
-ROOM = 7 * WARPGROUP * _UNIT * 2  # bytes that a tile's rows wait in: both of a quad, of bf16 one
-FORMATS = ("fp8_row", "fp8_tile64", "bf16")
-LOG2E = 1 / math.log(2)
-LOWEST = -1e30  # in place of -inf, of which a difference would be NaN
-SCALED_ROWS = ("fp8_row",)  # formats whose scale is no power of two
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What decode attention reads."""
-
-    q: Any  # f16 or bf16 [B, T, H, 512]
-    window: Any  # rows [layers, requests, n_win, ...], rings
-    pos: Any  # int32 [layers, requests, n_win] position of a ring's row, -1 = empty
-    fresh: Any  # rows [B, F, ...] of positions start, start + 1, ..., which the ring does not hold yet; or None
-    entries: Any  # rows [layers, num_blocks, entries_per_block, ...], or None
-    picks: Any  # int32 [B, T, K] entry numbers, -1 = none; None = all below visible
-    block_table: Any  # int32 [requests, max_blocks], -1 = none
-    slots: Any  # int32 [B], -1 = none
-    start: Any  # int32 [B] position of the first fresh row
-    positions: Any  # int32 [B, T] of the queries, -1 = none
-    visible: Any  # int32 [B, T] entries that a query sees; None without entries
-    sinks: Any  # f32 [H]
-    angles: Any  # f32 [B, T, 64] cosines, then sines, that the output is turned back by; or None
-    layer: Any  # int32 [1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -65,19 +40,19 @@ class Query:
     """The query of a block, and how many keys it has."""
 
     machine: TensorCores
-    inputs: Inputs  # of buffers
+    inputs: AttentionInputs  # of buffers
     batch: Value
     token: Value
     layer: Value
     slot: Value
-    start: Value
-    first: Value  # position of the oldest window key
+    start: Value  # position of the first fresh row
+    first_position: Value  # of the window
     window_keys: Value
     visible: Value
     entry_keys: Value  # places in the list: picks, or entries below visible
 
     @classmethod
-    def of_block(cls, machine: TensorCores, inputs: Inputs) -> Query:
+    def of_block(cls, machine: TensorCores, inputs: AttentionInputs) -> Query:
         tokens = inputs.q.shape[1]
         batch, token = machine.block(0) // tokens, machine.block(0) % tokens
         slot, layer = inputs.slots.load_int(batch), inputs.layer.load_int(0)
@@ -113,43 +88,47 @@ class Query:
         machine, q = self.machine, self.inputs.q
         words = q.load_words(self.batch, self.token, head, unit * 8, count=8, where=where)
         if q.dtype == "bfloat16":
-            pairs = [(machine.from_bits(word << 16), machine.from_bits(word & -65536)) for word in words]
-            words = [machine.to_f16(*pair) for pair in pairs]
+            words = [bf16_to_f16(machine, word) for word in words]
         return words
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StoredRow:
     """What a lane of a quad holds of a row on its way."""
 
     nope: list[Value]  # words, where they do not wait in shared memory
     rope: list[Value]  # words
-    scale: list[Value]  # i32, what the format needs
+    scales: list[Value]  # what the format's ``load_scales`` gave
     position: Value  # that the ring says the row has
-    place: Value  # -1 = there is no key
+    index: Value  # of the row in its array, -1 = there is no key
 
-    def flat(self) -> list[Value]:
-        return [*self.nope, *self.rope, *self.scale, self.position, self.place]
 
-    def like(self, flat: list[Value]) -> StoredRow:
-        """From what ``flat`` gave, elsewhere."""
-        *words, position, place = flat
-        rope, scale = len(self.nope), len(self.nope) + len(self.rope)
-        return StoredRow(words[:rope], words[rope:scale], words[scale:], position, place)
+def take_staging(machine: TensorCores) -> Shared:
+    """Shared memory in which the stored NoPE bytes of a tile wait: u8 [loads, lanes, 16], each lane's for itself."""
+    return Shared.take(machine, (_STAGED_LOADS, WARPGROUP, _LOAD), "u8")
+
+
+STAGING_BYTES = _STAGED_LOADS * WARPGROUP * _LOAD
 
 
 class KeyLoader:
-    """A warpgroup that brings tiles of keys. A key's number is its position in the window, or that of an entry."""
+    """A warpgroup that brings tiles of keys; each lane takes part in two rows of a tile."""
 
-    def __init__(self, query: Query, kv_format: str):
-        self.query, self.machine, self.kv_format = query, query.machine, kv_format
-        lane = self.machine.thread % WARPGROUP
-        self.quarter = lane % _QUAD
+    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None):
+        """Without ``staging``, u8 of ``take_staging``, the NoPE bytes wait in registers."""
+        self.query, self.machine, self.form = query, query.machine, form
+        self._lane = self.machine.thread % WARPGROUP
+        self._quad = Quad(self.machine, self._lane % Quad.LANES, NOPE_DIM)
         # Rows r and r + 8 of 16: a quarter of a warp's lanes, two rows, writes all banks of shared memory once.
-        row = lane // 32 * 16 + lane % 32 // _QUAD
-        self.rows = [row, row + 8]
-        self.itemsize = query.inputs.window.nope.dtype.itemsize
-        self.nope_loads = NOPE_DIM * self.itemsize // (_UNIT * _QUAD)  # per row
+        row = self._lane // WARP * 16 + self._lane % WARP // Quad.LANES
+        self._rows = [row, row + 8]
+        self._loads = form.num_loads(self._quad)  # of NoPE bytes, per row
+        self._staged = [staging] * 2  # of either row
+        self.stages_both = 2 * self._loads <= _STAGED_LOADS
+        if staging is not None and self.stages_both:
+            both = staging.view((2, self._loads, WARPGROUP, _LOAD), "u8")
+            self._staged = [both[0], both[1]]
 
     # Where a key is.
     def _is_window(self, tile: Value) -> Value:
@@ -159,7 +138,7 @@ class KeyLoader:
         """The number of each row's key, -1 = none."""
         query, found = self.query, []
         in_window = self._is_window(tile)
-        for row in self.rows:
+        for row in self._rows:
             place = tile * KEYS + row
             entry = place - query.window_tiles * KEYS
             if query.inputs.entries is None:
@@ -172,54 +151,55 @@ class KeyLoader:
                 (number,) = self.machine.load(
                     picks.address_of((query.batch, query.token, entry)), 4, inside, constant=True, otherwise=-1
                 )
-            found.append(select(in_window, select(place < query.window_keys, query.first + place, -1), number))
+            position = select(place < query.window_keys, query.first_position + place, -1)
+            found.append(select(in_window, position, number))
         return found
 
-    def find_blocks(self, tile: Value, numbers: list[Value]) -> list[Value]:
-        """Entries: the block of each row's key, -1 = none."""
+    def find_pages(self, tile: Value, numbers: list[Value]) -> list[Value]:
+        """Entries: the page of each row's key, -1 = none."""
         query = self.query
         if query.inputs.entries is None:
             return [self.machine.constant(-1, "i32")] * 2
-        per_block, table = query.inputs.entries.nope.shape[2], query.inputs.block_table
-        blocks = []
+        per_page, table = query.inputs.entries.nope.shape[2], query.inputs.block_table
+        pages = []
         for number in numbers:
             known = (number >= 0) & (number < query.visible) & negate(self._is_window(tile))
-            known = known & (number < table.shape[1] * per_block)
-            address = table.address_of((query.slot, number // per_block))
-            blocks += self.machine.load(address, 4, known, constant=True, otherwise=-1)
-        return blocks
+            known = known & (number < table.shape[1] * per_page)
+            address = table.address_of((query.slot, number // per_page))
+            pages += self.machine.load(address, 4, known, constant=True, otherwise=-1)
+        return pages
 
-    def resolve(self, tile: Value, numbers: list[Value], blocks: list[Value]) -> list[Value]:
-        """The row number of each key in the whole of its array (rings, fresh rows, or entries), -1 = none."""
+    def resolve(self, tile: Value, numbers: list[Value], pages: list[Value]) -> list[Value]:
+        """The index of each key's row in the whole of its array (rings, fresh rows, or entries), -1 = none."""
         query, inputs = self.query, self.query.inputs
-        in_window, places = self._is_window(tile), []
+        in_window, found = self._is_window(tile), []
         _, requests, n_win = inputs.pos.shape
-        for number, block in zip(numbers, blocks, strict=True):
-            place = (query.layer * requests + query.slot) * n_win + number % n_win
+        for number, page in zip(numbers, pages, strict=True):
+            index = (query.layer * requests + query.slot) * n_win + number % n_win
             if inputs.fresh is not None:
                 length = inputs.fresh.nope.shape[1]
                 ahead = number - query.start
-                row = select(ahead < length, query.batch * length + ahead, -1)
-                place = select(ahead >= 0, row, place)
-            place = select(number >= 0, place, -1)
+                fresh = select(ahead < length, query.batch * length + ahead, -1)
+                index = select(ahead >= 0, fresh, index)
+            index = select(number >= 0, index, -1)
             if inputs.entries is not None:
-                _, num_blocks, per_block = inputs.entries.nope.shape[:3]
-                row = (query.layer * num_blocks + block) * per_block + number % per_block
-                there = (block >= 0) & (block < num_blocks)
-                place = select(in_window, place, select(there, row, -1))
-            places.append(place)
-        return places
+                _, num_pages, per_page = inputs.entries.nope.shape[:3]
+                entry = (query.layer * num_pages + page) * per_page + number % per_page
+                there = (page >= 0) & (page < num_pages)
+                index = select(in_window, index, select(there, entry, -1))
+            found.append(index)
+        return found
 
     # Its bytes.
     def _is_fresh(self, tile: Value, row: Value) -> Condition:
         """Whether a window row is one of the new tokens'."""
         if self.query.inputs.fresh is None:
             return False
-        number = self.query.first + (tile * KEYS + row)
-        return self._is_window(tile) & (number >= self.query.start)
+        position = self.query.first_position + (tile * KEYS + row)
+        return self._is_window(tile) & (position >= self.query.start)
 
-    def _address(self, name: str, tile: Value, row: Value, place: Value, first: Index) -> Value:
-        """i64 address of a row's leaf, from element ``first``."""
+    def _address(self, name: str, tile: Value, row: Value, index: Value) -> Value:
+        """i64 address of a row's leaf."""
         inputs = self.query.inputs
         leaf: Buffer = getattr(inputs.window, name)
         start = leaf.address
@@ -227,111 +207,73 @@ class KeyLoader:
             start = select(self._is_fresh(tile, row), getattr(inputs.fresh, name).address, start)
         if inputs.entries is not None:
             start = select(self._is_window(tile), start, getattr(inputs.entries, name).address)
-        width = leaf.shape[3] if len(leaf.shape) == 4 else 1
-        start = start + self.machine.widen(place) * (width * leaf.dtype.itemsize)
-        return start + self.machine.widen(first * leaf.dtype.itemsize) if isinstance(first, Value) else start
+        return start + self.machine.widen(index) * (math.prod(leaf.shape[3:]) * leaf.dtype.itemsize)
 
-    def load(self, tile: Value, which: int, place: Value, room: int | None) -> StoredRow:
-        """Start to bring the first or second row of a tile: zeros where there is no key.
-
-        Its NoPE bytes come to shared memory, ``ROOM`` bytes at ``room``, each lane's to a place of its own; or, where
-        that is None, to registers.
-        """
-        query, machine, row = self.query, self.machine, self.rows[which]
-        there, unit = place >= 0, _UNIT // self.itemsize
-        nope = self._address("nope", tile, row, place, self.quarter * unit)
+    def load(self, tile: Value, which: int, index: Value) -> StoredRow:
+        """Start to bring the first or second row of a tile: zeros where there is no key."""
+        query, machine, row = self.query, self.machine, self._rows[which]
+        there, quarter, staged = index >= 0, self._quad.quarter, self._staged[which]
+        nope = self._address("nope", tile, row, index) + machine.widen(quarter * _LOAD)
         in_registers: list[Value] = []
-        for i in range(self.nope_loads):
-            if room is None:
-                in_registers += machine.load(nope + i * _UNIT * _QUAD, _UNIT, there, constant=True)
+        for i in range(self._loads):
+            address = nope + i * _LOAD * Quad.LANES
+            if staged is None:
+                in_registers += machine.load(address, _LOAD, there, constant=True)
             else:
-                machine.copy_async(self._lane_room(room, i), nope + i * _UNIT * _QUAD, there)
+                machine.copy_async(staged.address_of(i, self._lane, 0), address, there)
         # Both RoPE units of a lane lie beside each other where they widen to two units, as NoPE bytes do.
-        beside = self.itemsize == 1
-        rope = self._address("rope", tile, row, place, self.quarter * (_UNIT if beside else _UNIT // 2))
+        beside = self.form.itemsize == 1
+        rope = self._address("rope", tile, row, index) + machine.widen(quarter * (_LOAD * 2 if beside else _LOAD))
         words: list[Value] = []
         for i in range(2):
-            words += machine.load(rope + i * _UNIT * (1 if beside else _QUAD), 16, there, constant=True)
-        scale: list[Value] = []
-        if self.kv_format == "fp8_row":
-            scale = machine.load(self._address("scale", tile, row, place, 0), 4, there, constant=True)
-        elif self.kv_format == "fp8_tile64":  # of seven bytes this lane's, and the one four further
-            address = self._address("scale", tile, row, place, self.quarter)
-            scale = machine.load(address, 1, there, constant=True)
-            scale += machine.load(address + _QUAD, 1, there & (self.quarter < 3), constant=True)
-        ring = query.inputs.pos.address + machine.widen(place) * 4
+            words += machine.load(rope + i * _LOAD * (1 if beside else Quad.LANES), _LOAD, there, constant=True)
+        scales: list[Value] = []
+        if query.inputs.window.scale is not None:
+            scales = self.form.load_scales(self._quad, self._address("scale", tile, row, index), there)
+        ring = query.inputs.pos.address + machine.widen(index) * 4
         from_ring = there & self._is_window(tile) & negate(self._is_fresh(tile, row))
         (position,) = machine.load(ring, 4, from_ring, constant=True)
-        return StoredRow(in_registers, words, scale, position, place)
+        return StoredRow(in_registers, words, scales, position, index)
 
-    def _lane_room(self, room: int, load: int) -> Value:
-        return self.machine.thread % WARPGROUP * _UNIT + (room + load * WARPGROUP * _UNIT)
+    def store(self, tile: Value, which: int, stored: StoredRow, keys: Tile, factor_and_bias: Shared) -> None:
+        """Write a row that has come to a tile of keys as f16, and its factor and bias to f32 [KEYS, 2].
 
-    def store(self, tile: Value, which: int, stored: StoredRow, room: int | None, to: Tile, key: Value) -> None:
-        """Write a row that has come to a tile as f16, and to ``key`` (f32 [KEYS, 2]) what its logits are multiplied by
-        and what is added.
-
-        A row is its f16 times a factor in [1, 2): the fraction of its scale, so that a code times the scale's power of
-        two is exact in f16. What is added is 0, or -inf where there is no key.
+        A row is its f16 times a factor in [1, 2), the fraction of its scale: a code times the scale's power of two is
+        exact in f16. The bias is added to the logits: 0, or -inf where there is no key.
         """
-        machine, row = self.machine, self.rows[which]
-        number = self.query.first + (tile * KEYS + row)
+        machine, row, staged = self.machine, self._rows[which], self._staged[which]
+        position = self.query.first_position + (tile * KEYS + row)
         has_no_ring = negate(self._is_window(tile) & negate(self._is_fresh(tile, row)))
-        valid = (stored.place >= 0) & (stored.position.equals(number) | has_no_ring)
+        valid = (stored.index >= 0) & ((stored.position == position) | has_no_ring)
         mask = select(valid, machine.constant(-1, "i32"), 0)
         # What a ring's row of another position holds is masked as well: NaN times a weight of 0 would be NaN.
-        powers, factor, inverse = self._powers(stored.scale), machine.constant(1.0, "f32"), None
-        if self.kv_format in SCALED_ROWS:
-            factor = machine.from_bits(stored.scale[0] & 0x7FFFFF | 0x3F800000)
-            inverse = machine.reciprocal(factor)
+        scale = self.form.split_scale(self._quad, stored.scales)
+        inverse = None if scale.factor is None else machine.reciprocal(scale.factor)
         # A few loads at once: none from shared memory is moved in front of a store to it.
         waiting = [stored.nope[n : n + 4] for n in range(0, len(stored.nope), 4)]
-        for i in range(self.nope_loads):
+        for i in range(self._loads):
             if not waiting:
-                assert room is not None
-                several = range(i, min(i + _AT_ONCE, self.nope_loads))
-                waiting = [machine.load_shared(self._lane_room(room, n), 16) for n in several]
+                assert staged is not None
+                several = range(i, min(i + _AT_ONCE, self._loads))
+                waiting = [staged.load_words(n, self._lane, 0, count=_LOAD) for n in several]
             words = [word & mask for word in waiting.pop(0)]
-            if self.itemsize == 2:
-                halves = [self._bf16_to_f16(word, None) for word in words]
-            else:
-                halves = [half for word in words for half in machine.e4m3_to_f16(word)]
-                halves = [machine.multiply_f16(half, powers[i]) for half in halves]
-            self._store_units(halves, to, row, i)
+            self._store_units(self.form.to_f16(self._quad, words, scale, i), keys, row, i)
         for i in range(2):
             words = [word & mask for word in stored.rope[4 * i : 4 * i + 4]]
-            self._store_units([self._bf16_to_f16(word, inverse) for word in words], to, row, self.nope_loads + i)
-        added = select(valid, machine.constant(0.0, "f32"), -math.inf)
-        pair = [machine.bits(factor), machine.bits(added)]
-        machine.store_shared(key + row * 8, pair, 8, self.quarter.equals(0))
+            self._store_units([bf16_to_f16(machine, word, inverse) for word in words], keys, row, self._loads + i)
+        factor = machine.constant(1.0, "f32") if scale.factor is None else scale.factor
+        bias = select(valid, machine.constant(0.0, "f32"), -math.inf)
+        factor_and_bias.store_floats([factor, bias], row, 0, where=self._quad.quarter == 0)
 
-    def _store_units(self, halves: list[Value], to: Tile, row: Value, load: int) -> None:
+    def _store_units(self, halves: list[Value], keys: Tile, row: Value, load: int) -> None:
         for part in range(len(halves) // 4):
-            self.machine.store_shared(to.unit(row, self._unit(load, part)), halves[4 * part : 4 * part + 4], 16, True)
+            self.machine.store_shared(keys.unit(row, self._unit(load, part)), halves[4 * part : 4 * part + 4], 16, True)
 
     def _unit(self, load: int, part: int) -> Value:
         """Which 16-byte unit of the f16 row a load's part becomes."""
-        if self.itemsize == 2:
-            return self.quarter + load * _QUAD
-        if load < self.nope_loads:
-            return self.quarter * 2 + (load * 2 * _QUAD + part)
-        return self.quarter * 2 + (self.nope_loads * 2 * _QUAD + load - self.nope_loads)
-
-    def _bf16_to_f16(self, word: Value, factor: Value | None) -> Value:
-        pair = [self.machine.from_bits(word << 16), self.machine.from_bits(word & -65536)]
-        if factor is not None:
-            pair = [value * factor for value in pair]
-        return self.machine.to_f16(*pair)
-
-    def _powers(self, scale: list[Value]) -> list[Value]:
-        """Per NoPE load, the power of two that its codes are multiplied by, as a pair of f16."""
-        machine = self.machine
-        if self.kv_format == "fp8_row":
-            power = machine.from_bits(scale[0] & _EXPONENT)
-            return [machine.to_f16(power, power)] * self.nope_loads
-        if self.kv_format != "fp8_tile64":
-            return []
-        packed = [byte << self.quarter * 8 for byte in scale]
-        packed = [Team(machine, WARPGROUP).neighbours(lambda a, b: a | b, word, _QUAD) for word in packed]
-        powers = [from_ue8m0(packed[i // _QUAD] >> i % _QUAD * 8 & 0xFF) for i in range(self.nope_loads)]
-        return [machine.to_f16(power, power) for power in powers]
+        quarter = self._quad.quarter
+        if self.form.itemsize == 2:
+            return quarter + load * Quad.LANES
+        if load < self._loads:
+            return quarter * 2 + (load * 2 * Quad.LANES + part)
+        return quarter * 2 + (self._loads * 2 * Quad.LANES + load - self._loads)

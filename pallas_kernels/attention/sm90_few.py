@@ -10,50 +10,35 @@ one pass. Then each block of a cluster puts together the parts of its share of t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
-
-from pallas_kernels.attention.keys import (
-    HEAD_DIM,
-    KEYS,
-    LOG2E,
-    LOWEST,
-    NOPE_DIM,
-    ROPE_DIM,
-    SCALED_ROWS,
-    Inputs,
-    KeyLoader,
-    Query,
-)
-from pallas_kernels.language.lanes import Buffer, add, fold, maximum
-from pallas_kernels.language.machine import WARP, WARPGROUP, Value, select
+from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM, AttentionInputs
+from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
+from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
+from pallas_kernels.attention.softmax import LOG2E, LOGIT_SCALE, LOWEST, row_of
+from pallas_kernels.formats import AttendedFormat
+from pallas_kernels.language.lanes import Op, add, fold, maximum
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, select
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 
 _ROWS = 64  # channels of a product
 _PRODUCTS = HEAD_DIM // _ROWS
 _WARPS = WARPGROUP // WARP
-SHARED_BYTES = 232448 - 1024  # of a block, at most, beside what every launch has
 _ALIGNMENT = 1024  # of the first tile
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Scratch:
-    """Where the blocks of a cluster leave their parts of an output."""
-
-    stats: Any  # f32 [queries, groups of heads, cluster, heads, 2] peak and total of each block
-    parts: Any  # f16 [queries, groups of heads, cluster, cluster, heads, channels] to, from
+_REDUCTIONS = 1024  # bytes of shared memory that every launch has besides
+_UNITS = HEAD_DIM * 2 // 16  # of a head's f16 row
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How a query is shared."""
+class Layout(AttentionLayout):
+    """A block serves a multiple of 8 heads of a query, and as many tiles as it has warpgroups."""
 
-    heads: int  # of a block
-    cluster: int  # blocks that share the keys
     tiles: int  # of a block, at most
+
+    gpu: ClassVar[GPU] = HOPPER
 
     @property
     def warpgroups(self) -> int:
@@ -67,14 +52,14 @@ class Layout:
     @property
     def fits(self) -> bool:
         """Its tiles fit into a block's shared memory."""
-        return self.shared_bytes <= SHARED_BYTES
+        return self.shared_bytes + _REDUCTIONS <= self.gpu.shared_bytes
 
     def check(self, heads: int, tiles: int) -> None:
-        """ValueError where it does not share a query of so many heads and tiles."""
         if tiles > self.cluster * self.tiles or not self.fits:
             raise ValueError(f"{self} does not serve queries of {tiles} tiles")
-        if self.heads % 8 or heads % self.heads or self.cluster not in (1, 2, 4, 8):
-            raise ValueError(f"{self} does not share {heads} heads of {HEAD_DIM} channels")
+        if self.heads % 8:
+            raise ValueError(f"{self} does not share {heads} heads: a product has a multiple of 8 columns")
+        AttentionLayout.check(self, heads, tiles)  # super() knows the class from before its slots
 
     @property
     def channels(self) -> int:
@@ -82,22 +67,17 @@ class Layout:
         return HEAD_DIM // self.cluster
 
     def scratch(self, queries: int, groups: int) -> Scratch:
-        lead = queries, groups, self.cluster
-        return Scratch(
-            stats=jax.ShapeDtypeStruct((*lead, self.heads, 2), jnp.float32),
-            parts=jax.ShapeDtypeStruct((*lead, self.cluster, self.heads, self.channels), jnp.float16),
-        )
+        return Scratch.of(self, queries, groups, part=(self.heads, self.channels))
 
-    def body(self, machine: TensorCores, inputs: Inputs, state: tuple[Buffer, Any], *, kv_format: str) -> None:
-        """Inputs -> out bf16 or f32 [B, T, H, 512], and scratch. Grid (B * T, H / heads)."""
-        Block(machine, inputs, self, kv_format).run(*state)
+    def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
+        _Block(machine, inputs, self, form).run(outputs)
 
 
-class Block:
-    """A block's share of a query."""
+class _Block:
+    """A block's share of a query, and its shared memory."""
 
-    def __init__(self, machine: TensorCores, inputs: Inputs, layout: Layout, kv_format: str):
-        self.machine, self.layout, self.kv_format = machine, layout, kv_format
+    def __init__(self, machine: TensorCores, inputs: AttentionInputs, layout: Layout, form: AttendedFormat):
+        self.machine, self.layout, self.form = machine, layout, form
         self.query = Query.of_block(machine, inputs)
         self.first_head = machine.block(1) * layout.heads
         self.lanes = layout.tiles * WARPGROUP
@@ -106,11 +86,12 @@ class Block:
         self.q = Tile.take(machine, layout.heads, HEAD_DIM * 2)
         self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=layout.tiles)
         self.weights = Tile.take(machine, layout.heads, KEYS * 2, copies=layout.tiles)
-        self.key = machine.take_shared(layout.tiles * KEYS * 8)  # f32 [tiles, KEYS, 2], as ``KeyLoader.store`` says
-        size = layout.tiles * _WARPS * layout.heads * 4
-        self.peaks, self.totals = machine.take_shared(size), machine.take_shared(size)  # f32 [warps, heads]
+        self.factor_and_bias = Shared.take(machine, (layout.tiles, KEYS, 2), "f32")  # of ``KeyLoader.store``
+        warps = layout.tiles * _WARPS
+        self.peaks, self.totals = (Shared.take(machine, (warps * layout.heads,), "f32") for _ in range(2))
 
-    def run(self, out: Buffer, scratch: Scratch) -> None:
+    def run(self, outputs: Outputs) -> None:
+        assert outputs.scratch is not None
         machine = self.machine
         self._load()
         machine.fence_shared()
@@ -120,53 +101,52 @@ class Block:
         machine.barrier("block")
         parts = self._multiply_values()
         total = self._over_warps(add, self.totals)
-        self._leave(scratch, machine.wgmma_wait(parts), peak, total)
+        self._leave(outputs.scratch, machine.wgmma_wait(parts), peak, total)
         ends = [self._prepare(n) for n in range(0, self.layout.heads * self.layout.channels // 8, self.lanes)]
         machine.barrier("cluster")
         for end in ends:
-            end.finish(out, scratch)
+            end.finish(outputs)
 
     def _load(self) -> None:
         """The queries of the block's heads, and a tile of keys per warpgroup."""
-        machine, query, units = self.machine, self.query, HEAD_DIM * 2 // 16
-        loader = KeyLoader(query, self.kv_format)
+        machine, query = self.machine, self.query
+        loader = KeyLoader(query, self.form)
         tile = self.warpgroup * self.layout.cluster + machine.rank
         # Asked for first: nothing of this waits for another load.
-        places = [machine.thread + n for n in range(0, self.layout.heads * units, self.lanes)]
-        there = [place < self.layout.heads * units for place in places]
+        places = [machine.thread + n for n in range(0, self.layout.heads * _UNITS, self.lanes)]
+        there = [place < self.layout.heads * _UNITS for place in places]
         numbers = loader.find(tile)
         words = [
-            query.head_words(self.first_head + place // units, place % units, where)
+            query.head_words(self.first_head + place // _UNITS, place % _UNITS, where)
             for place, where in zip(places, there, strict=True)
         ]
-        rows = loader.resolve(tile, numbers, loader.find_blocks(tile, numbers))
-        stored = [loader.load(tile, which, rows[which], None) for which in range(2)]
+        indices = loader.resolve(tile, numbers, loader.find_pages(tile, numbers))
+        rows = [loader.load(tile, which, index) for which, index in enumerate(indices)]
         for place, where, unit in zip(places, there, words, strict=True):
-            machine.store_shared(self.q.unit(place // units, place % units), unit, 16, where)
-        keys, key = self.keys.copy(self.warpgroup), self.warpgroup * (KEYS * 8) + self.key
-        for which in range(2):
-            loader.store(tile, which, stored[which], None, keys, key)
+            machine.store_shared(self.q.unit(place // _UNITS, place % _UNITS), unit, 16, where)
+        keys, factor_and_bias = self.keys.copy(self.warpgroup), self.factor_and_bias[self.warpgroup]
+        for which, row in enumerate(rows):
+            loader.store(tile, which, row, keys, factor_and_bias)
 
     def _weigh(self) -> list[Value]:
         """Weights of the block's keys to shared memory. Returns the peaks of this lane's heads."""
         machine, keys = self.machine, self.keys.copy(self.warpgroup)
         scaled = machine.wgmma_wait(machine.wgmma(None, keys.k_major(), self.q.k_major(), columns=self.layout.heads))
-        row = product_row(machine)
-        unit = HEAD_DIM**-0.5 * LOG2E
-        factors = []
+        row, factors = product_row(machine), []
+        of_keys = self.factor_and_bias.view((self.layout.tiles * KEYS, 2), "f32")
         for i in range(2):
-            at = (self.warpgroup * KEYS + row + 8 * i) * 8 + self.key
-            factor, added = (machine.from_bits(word) for word in machine.load_shared(at, 8))
+            factor, bias = of_keys.load_floats(self.warpgroup * KEYS + row + 8 * i, 0, count=2)
             factors.append(factor)
-            for n in self._of_row(i):
-                scaled[n] = machine.fma(scaled[n], factor * unit, added)
+            for n in range(len(scaled)):
+                if row_of(n) == i:
+                    scaled[n] = machine.fma(scaled[n], factor * LOGIT_SCALE, bias)
         self._leave_warps(maximum, scaled, self.peaks)
         machine.barrier("block")
         peak = [value.maximum(LOWEST) for value in self._over_warps(maximum, self.peaks)]
         weights = [machine.exp2(value - peak[_column(n)]) for n, value in enumerate(scaled)]
         self._leave_warps(add, weights, self.totals)
-        if self.kv_format in SCALED_ROWS:
-            weights = [weight * factors[n // 2 % 2] for n, weight in enumerate(weights)]
+        if not self.form.scale_is_power_of_two:
+            weights = [weight * factors[row_of(n)] for n, weight in enumerate(weights)]
         tile = self.weights.copy(self.warpgroup)
         for n in range(0, len(weights), 2):
             head, key, word = self._pair_rows(weights[n : n + 2], n)
@@ -196,11 +176,11 @@ class Block:
 
         Parts are means, in f16 like the weights that they were made with.
         """
-        machine, layout, query = self.machine, self.layout, self.machine.block(0)
-        lane = machine.thread
+        machine, layout = self.machine, self.layout
+        lane, query, group = machine.thread, machine.block(0), machine.block(1)
         for n, pair in enumerate(zip(peak, total, strict=True)):
             head = self.column + (n // 2 * 8 + n % 2)
-            scratch.stats.store_floats(list(pair), query, machine.block(1), machine.rank, head, 0, where=lane < 4)
+            scratch.stats.store_floats(list(pair), query, group, machine.rank, head, 0, where=lane < 4)
         inverse = [machine.reciprocal(value.maximum(2.0**-126)) for value in total]  # 0 where there was no key
         each = layout.heads // 2
         for i, number in enumerate(self._products()):
@@ -209,10 +189,10 @@ class Block:
                 pair = [values[i * each + n + c] * inverse[_column(n + c)] for c in range(2)]
                 head, row, word = self._pair_rows(pair, n)
                 channel = number * _ROWS + row
-                place = query, machine.block(1), channel // layout.channels, machine.rank
+                place = query, group, channel // layout.channels, machine.rank
                 scratch.parts.store_words([word], *place, head, channel % layout.channels, where=where)
 
-    def _prepare(self, first: int) -> End:
+    def _prepare(self, first: int) -> _End:
         """What an end of the output waits for, besides the parts."""
         layout, query = self.layout, self.query
         units = layout.channels // 8
@@ -228,32 +208,25 @@ class Block:
                 query.inputs.angles.load_floats(query.batch, query.token, pair + at, where=turns & where)
                 for at in (0, ROPE_DIM // 2)
             ]
-        return End(self, head, channel, where, turns, (sink * LOG2E).maximum(LOWEST), angles)
+        return _End(self, head, channel, where, turns, (sink * LOG2E).maximum(LOWEST), angles)
 
     # Over the lanes that share a head.
-    def _of_row(self, i: int) -> list[int]:
-        """Numbers of a product that are in the first or second of a lane's rows."""
-        return [n for n in range(self.layout.heads // 2) if n // 2 % 2 == i]
-
-    def _leave_warps(self, op: Any, values: list[Value], room: int) -> None:
-        """values of a product, reduced over the warp's rows, to f32 [warps, heads]."""
+    def _leave_warps(self, op: Op, values: list[Value], to: Shared) -> None:
+        """values of a product, reduced over the warp's rows, to f32 [warps * heads]."""
         machine, warp = self.machine, self.machine.thread // WARP
         for j in range(0, len(values), 4):
             pair = [op(values[j + c], values[j + 2 + c]) for c in range(2)]
             for distance in (4, 8, 16):
                 pair = [op(value, machine.shuffle_xor(value, distance)) for value in pair]
-            at = (warp * self.layout.heads + self.column + 2 * j) * 4 + room
-            machine.store_shared(at, [machine.bits(value) for value in pair], 8, machine.thread % WARP < 4)
+            to.store_floats(pair, warp * self.layout.heads + self.column + 2 * j, where=machine.thread % WARP < 4)
 
-    def _over_warps(self, op: Any, room: int) -> list[Value]:
-        """f32 [warps, heads], reduced over warps: what belongs to this lane's heads, in order."""
-        machine, values = self.machine, []
-        for j in range(0, self.layout.heads, 8):
-            pairs = [
-                machine.load_shared((self.column + (warp * self.layout.heads + j)) * 4 + room, 8)
-                for warp in range(self.lanes // WARP)
-            ]
-            values += [fold(op, [machine.from_bits(pair[c]) for pair in pairs]) for c in range(2)]
+    def _over_warps(self, op: Op, of_warps: Shared) -> list[Value]:
+        """f32 [warps * heads], reduced over warps: what belongs to this lane's heads, in order."""
+        heads, values = self.layout.heads, []
+        for j in range(0, heads, 8):
+            first = [self.column + (warp * heads + j) for warp in range(self.lanes // WARP)]
+            pairs = [of_warps.load_floats(at, count=2) for at in first]
+            values += [fold(op, [pair[c] for pair in pairs]) for c in range(2)]
         return values
 
     def _pair_rows(self, pair: list[Value], n: int) -> tuple[Value, Value, Value]:
@@ -263,7 +236,7 @@ class Block:
         other.
         """
         machine = self.machine
-        odd = (machine.thread // 4 % 2).equals(1)
+        odd = machine.thread // 4 % 2 == 1
         other = machine.shuffle_xor(select(odd, pair[0], pair[1]), 4)
         word = machine.to_f16(select(odd, other, pair[0]), select(odd, pair[1], other))
         row = (product_row(machine) & -2) + n // 2 % 2 * 8
@@ -276,27 +249,31 @@ def _column(n: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class End:
+class _End:
     """Eight channels of a head, where the parts of a cluster become the output."""
 
-    block: Block
+    block: _Block
     head: Value
     channel: Value  # among those of the block
-    where: Any
+    where: Condition
     turns: Value  # the channels have rope
     sink: Value
-    angles: list[list[Value]]  # cosines and sines of four pairs
+    angles: Sequence[list[Value]]  # cosines and sines of four pairs
 
-    def finish(self, out: Buffer, scratch: Scratch) -> None:
+    def finish(self, outputs: Outputs) -> None:
         """The mean over all blocks' parts, turned back, to the output."""
         machine, layout, query = self.block.machine, self.block.layout, self.block.query
-        unit = machine.block(0), machine.block(1)
+        out, scratch = outputs.out, outputs.scratch
+        assert scratch is not None
+        of_query = machine.block(0), machine.block(1)
         sources = range(layout.cluster)
         stats = [
-            scratch.stats.load_floats(*unit, source, self.head, 0, count=2, where=self.where) for source in sources
+            scratch.stats.load_floats(*of_query, source, self.head, 0, count=2, where=self.where) for source in sources
         ]
         words = [
-            scratch.parts.load_words(*unit, machine.rank, source, self.head, self.channel, count=8, where=self.where)
+            scratch.parts.load_words(
+                *of_query, machine.rank, source, self.head, self.channel, count=8, where=self.where
+            )
             for source in sources
         ]
         top = fold(maximum, [self.sink, *(peak for peak, _ in stats)])

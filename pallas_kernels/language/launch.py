@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -13,18 +14,38 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.language import target
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.simulator.tensor_memory import TensorMemorySimulator
 
 Body = Callable[[Any, Any, Any], None]  # of a TensorMemory machine, inputs and state
+MAX_WARPGROUPS, MAX_CLUSTER = 8, 8
 _SCRATCH_BYTES = 1024  # shared memory every launch has, for reductions
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The blocks of a launch."""
+
+    blocks: tuple[int, ...]  # along one or two axes, ``machine.block(0)`` and ``machine.block(1)``
+    warpgroups: int = 1  # of 128 lanes each, per block
+    cluster: int = 1  # blocks at each place of the grid, which run together and reach each other's shared memory
+    shared_bytes: int = 0  # shared memory per block, beside the KiB that every launch has for reductions
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) not in (1, 2):
+            raise ValueError(f"a grid has one axis or two, got {self.blocks}")
+        if not 1 <= self.warpgroups <= MAX_WARPGROUPS:
+            raise ValueError(f"a block has 1 to {MAX_WARPGROUPS} warpgroups, got {self.warpgroups}")
+        if not 1 <= self.cluster <= MAX_CLUSTER:
+            raise ValueError(f"a cluster has 1 to {MAX_CLUSTER} blocks, got {self.cluster}")
 
 
 def launch(
     body: Body,
     *,
     name: str,
-    grid: tuple[int, ...],
+    grid: Grid | tuple[int, ...],
     inputs: Any,
     state: Any,
     warpgroups: int = 1,
@@ -34,30 +55,50 @@ def launch(
 ) -> Any:
     """Run ``body(machine, inputs, state)`` on each block of a grid and return the updated state.
 
+        def double(machine: Machine, x: Buffer, out: Buffer) -> None:
+            lane = machine.thread
+            out.store_floats([x.load_floats(lane, count=1)[0] * 2.0], lane)
+
+        launch(double, name="double", grid=(1,), inputs=x, state=jax.ShapeDtypeStruct((128,), jnp.float32))
+
     Args:
-      body: gets the two pytrees back with a ``lanes.Buffer`` in place of each array.
-      name: the kernel's name in a profile.
-      grid: blocks along one or two axes.
-      inputs: pytree of arrays that the kernel only reads.
+      body: gets the two pytrees back with a ``lanes.Buffer`` in place of each array. It is called once, when the kernel
+        is built, and by the simulator once per launch, for all blocks together.
+      name: the kernel's name in a profile, and in errors.
+      grid: the blocks; a tuple for blocks of one warpgroup, without clusters and shared memory of their own.
+      inputs: pytree of arrays that the kernel only reads. None is a part of it that is not there.
       state: pytree of arrays that it updates in place where the caller's jit donates them, or of
         ``jax.ShapeDtypeStruct`` for results that it writes whole.
-      warpgroups: of 128 lanes each, per block.
-      cluster: blocks that stand at each place of the grid, run together and reach each other's shared memory.
-      shared_bytes: shared memory per block, besides that of the reductions.
+      warpgroups, cluster, shared_bytes: as of ``Grid``, beside a tuple.
       simulate: run in NumPy on the host, with checks, on any device.
+
+    Returns:
+      The state, of the same structure, with arrays throughout.
+
+    Raises:
+      ValueError: no kernels for the target (``target.unsupported``), unless it is simulated; more shared memory than a
+        block has, or a body that takes more than its launch has.
+      TypeError: where the body misuses the language. Of a simulated body it comes as the text of a JaxRuntimeError, and
+        so does SimulationError.
     """
+    if not isinstance(grid, Grid):
+        grid = Grid(blocks=grid, warpgroups=warpgroups, cluster=cluster, shared_bytes=shared_bytes)
     operands, inputs_tree = jax.tree.flatten(inputs)
     state_leaves, state_tree = jax.tree.flatten(state)
     is_result = isinstance(state_leaves[0], jax.ShapeDtypeStruct)
     if not any(leaf.size for leaf in state_leaves):
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state) if is_result else state
-    shared_bytes = -(-(shared_bytes + _SCRATCH_BYTES) // 16) * 16
+    shared_bytes = -(-(grid.shared_bytes + _SCRATCH_BYTES) // 16) * 16
+    if shared_bytes > (most := target.gpu_or_first().shared_bytes):
+        raise ValueError(f"{name} asks for {shared_bytes} bytes of shared memory, a block has at most {most}")
     if simulate:
-        run = functools.partial(_simulate, body, name, grid, warpgroups, cluster, shared_bytes)
+        run = functools.partial(_simulate, body, name, grid, shared_bytes)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         if is_result:  # garbage at first, as on a GPU
             state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, _garbage(leaf.dtype), leaf.dtype), state)
         return jax.pure_callback(run, shapes, inputs, state)
+    if (reason := target.unsupported()) is not None:
+        raise ValueError(f"{name} has no kernel for this target: {reason}")
 
     from pallas_kernels.language.ptx.tensor_memory import (
         TensorMemoryPTX,  # needs Mosaic GPU, which not every jaxlib has
@@ -66,7 +107,7 @@ def launch(
     # A ref handed to a kernel is updated in place: XLA aliases it, and copies it only if its old value is used later.
     refs = [] if is_result else [jax.new_ref(leaf) for leaf in state_leaves]
     shapes = [(leaf.shape, leaf.dtype) for leaf in (*operands, *state_leaves)]
-    axes = ("block", "unit")[: len(grid)]
+    axes = ("block", "unit")[: len(grid.blocks)]
 
     def kernel(*arguments: Any) -> None:
         *arrays, shared = arguments
@@ -93,15 +134,18 @@ def launch(
         emit(*arrays, shared, *numbers)
 
     kernel.__name__ = name
-    shape: dict[str, Any] = {} if warpgroups == 1 else dict(num_threads=warpgroups, thread_name="warpgroup")
-    shape |= {} if cluster == 1 else dict(cluster=(cluster,), cluster_names=("rank",))
+    several: dict[str, Any] = {}
+    if grid.warpgroups > 1:
+        several |= dict(num_threads=grid.warpgroups, thread_name="warpgroup")
+    if grid.cluster > 1:
+        several |= dict(cluster=(grid.cluster,), cluster_names=("rank",))
     results = plgpu.kernel(
         kernel,
         out_type=tuple(state_leaves) if is_result else (),
-        grid=grid,
+        grid=grid.blocks,
         grid_names=axes,
         scratch_types=[plgpu.SMEM((shared_bytes // 4,), jnp.int32)],
-        **shape,
+        **several,
     )(*operands, *refs)
     return jax.tree.unflatten(state_tree, results if is_result else [jax.freeze(ref) for ref in refs])
 
@@ -116,19 +160,10 @@ def _garbage(dtype: Any) -> Any:
     return jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
-def _simulate(
-    body: Body,
-    name: str,
-    grid: tuple[int, ...],
-    warpgroups: int,
-    cluster: int,
-    shared_bytes: int,
-    inputs: Any,
-    state: Any,
-) -> Any:
-    if not math.prod(grid):
+def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, inputs: Any, state: Any) -> Any:
+    if not math.prod(grid.blocks):
         return state
-    machine = TensorMemorySimulator(grid, warpgroups * WARPGROUP, shared_bytes, cluster)
+    machine = TensorMemorySimulator(grid.blocks, grid.warpgroups * WARPGROUP, shared_bytes, grid.cluster)
 
     def buffers(tree: Any, *, constant: bool) -> Any:
         return jax.tree_util.tree_map_with_path(

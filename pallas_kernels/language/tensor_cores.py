@@ -2,10 +2,19 @@
 
     Tile          a matrix in shared memory, laid out as tensor cores read it
     Operand       a part of a tile that enters a product
+    Role          what some of a block's warpgroups do
     TensorCores   the machine: packed 16-bit arithmetic, warpgroups with roles of their own, mbarriers, ``wgmma``
+    product_row   where a lane's part of a product lies
 
 A product runs beside the lanes that asked for it: what it reads must not be overwritten, and its result not be used,
 before ``wgmma_wait``. Shared memory that lanes wrote is seen by tensor cores after ``fence_shared``.
+
+    left, right = Tile.take(machine, 64, 128), Tile.take(machine, 32, 128)  # f16 [64, 64] and [32, 64]
+    ...  # all lanes store: machine.store_shared(left.unit(row, unit), words, 16, True)
+    machine.fence_shared()
+    machine.barrier("block")
+    sums = machine.wgmma(None, left.k_major(), right.k_major(), columns=32)  # left right^T, f32 [64, 32]
+    sums = machine.wgmma_wait(sums)
 """
 
 from __future__ import annotations
@@ -25,11 +34,15 @@ DType = Literal["f16", "e4m3", "e5m2"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What some of a block's warpgroups do."""
+    """What some of a block's warpgroups do, while others do something else."""
 
-    warpgroups: int
-    registers: int  # per lane while the role runs, a multiple of 8
-    body: Callable[[], None]
+    warpgroups: int  # how many
+    registers: int  # per lane while the role runs, a multiple of 8 from 24 to 256
+    body: Callable[[], None]  # called once for all of them; in the simulator once for each
+
+    def __post_init__(self) -> None:
+        if self.registers % 8 or not 24 <= self.registers <= 256:
+            raise ValueError(f"a role has a multiple of 8 registers from 24 to 256, got {self.registers}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +64,18 @@ class Operand:
 class Tile:
     """A matrix [rows, columns] in shared memory: atoms of 8 rows x 128 bytes in row-major order.
 
-    The 16-byte units of an atom's row are permuted: unit u of row r lies at u ^ r (the 128-byte swizzle).
+    The 16-byte units of an atom's row are permuted: unit u of row r lies at u ^ r (the 128-byte swizzle). So a lane
+    finds where to write by ``unit``, and a product reads through ``k_major`` or ``transposed``.
     """
 
     machine: Machine
-    offset: Index  # bytes, a multiple of 1024
-    rows: int
+    offset: Index  # bytes from the beginning of the block's shared memory, a multiple of 1024
+    rows: int  # a multiple of 8
     row_bytes: int  # a multiple of 128
 
     @classmethod
     def take(cls, machine: Machine, rows: int, row_bytes: int, copies: int = 1) -> Tile:
-        """Fresh shared memory for ``copies`` tiles, one behind the other."""
+        """Fresh shared memory for ``copies`` tiles, one behind the other: ``copy`` picks one."""
         return cls(
             machine=machine,
             offset=machine.take_shared(copies * rows * row_bytes, alignment=1024),
@@ -71,14 +85,15 @@ class Tile:
 
     @property
     def size(self) -> int:
+        """Bytes of one copy."""
         return self.rows * self.row_bytes
 
-    def copy(self, number: Value) -> Tile:
-        """The ``number``-th of the copies."""
+    def copy(self, number: Index) -> Tile:
+        """The ``number``-th of the copies: ``ring.copy(i % stages)``."""
         return dataclasses.replace(self, offset=number * self.size + self.offset)
 
     def unit(self, row: Value, unit: Index) -> Value:
-        """Shared address of a row's 16-byte unit."""
+        """i32 byte offset of a row's 16-byte unit, for ``store_shared`` and ``load_shared``; the first one is 0."""
         atom_units = ATOM_BYTES // UNIT
         in_atom = row % ATOM_ROWS
         atom = row // ATOM_ROWS * (self.row_bytes // ATOM_BYTES)
@@ -93,7 +108,7 @@ class Tile:
         return self.row_bytes * ATOM_ROWS
 
     def k_major(self, first: int = 0, count: int | None = None) -> Operand:
-        """All rows, bytes [first, first + count) of each as K."""
+        """The operand of all rows, with bytes [first, first + count) of each as K; multiples of ``STEP_BYTES``."""
         count = self.row_bytes - first if count is None else count
         steps = tuple(
             at // ATOM_BYTES * ATOM_BYTES * ATOM_ROWS + at % ATOM_BYTES
@@ -102,7 +117,7 @@ class Tile:
         return Operand(address=self._address(0), steps=steps, leading=0, stride=self._row_of_atoms, transposed=False)
 
     def transposed(self, first: int) -> Operand:
-        """All rows as K; f16 columns from byte ``first`` of each, a multiple of 128."""
+        """The operand with all rows as K, a multiple of 16; f16 columns from byte ``first``, a multiple of 128."""
         steps = tuple(row // ATOM_ROWS * self._row_of_atoms for row in range(0, self.rows, 16))
         atom = ATOM_ROWS * ATOM_BYTES
         return Operand(
@@ -124,47 +139,53 @@ class TensorCores(Machine):
     # Packed 16-bit arithmetic: two f16 in an i32, element 0 in the low half.
     @abc.abstractmethod
     def exp2(self, x: Value) -> Value:
-        """2^x with a relative error below 2^-22; 0 at -inf."""
+        """2^x of an f32 with a relative error below 2^-22; 0 at -inf."""
 
     @abc.abstractmethod
     def to_f16(self, low: Value, high: Value) -> Value:
-        """Two f32 -> two f16, to nearest even; infinite above 65504."""
+        """Two f32 -> two f16 in an i32, to nearest even; infinite above 65504."""
 
     @abc.abstractmethod
     def from_f16(self, word: Value) -> tuple[Value, Value]:
-        """Two f16 -> two f32."""
+        """Two f16 in an i32 -> two f32, exactly."""
 
     @abc.abstractmethod
     def e4m3_to_f16(self, word: Value) -> tuple[Value, Value]:
-        """Four E4M3 bytes -> elements 0, 1 and 2, 3 as f16."""
+        """Four E4M3 bytes in an i32 -> two i32 of two f16 each, exactly: elements 0, 1 and 2, 3."""
 
     @abc.abstractmethod
     def multiply_f16(self, a: Value, b: Value) -> Value:
-        """Products of both halves."""
+        """Products of both f16 halves of two i32, to nearest even."""
 
     @abc.abstractmethod
     def relu_f16(self, x: Value) -> Value:
-        """Both halves, 0 below 0; keeps NaN."""
+        """Both f16 halves of an i32, 0 below 0; keeps NaN."""
 
     @abc.abstractmethod
     def maximum_u16(self, a: Value, b: Value) -> Value:
-        """The larger of both halves, unsigned."""
+        """The larger of both 16-bit halves of two i32, as unsigned numbers."""
 
     @abc.abstractmethod
     def permute_bytes(self, a: Value, b: Value, selector: Index) -> Value:
-        """Byte i is the one whose number is in bits 4i .. 4i + 2 of the selector: 0 .. 3 of a, 4 .. 7 of b.
+        """Any four of the eight bytes of two i32: ``permute_bytes(a, b, 0x5410)`` has the low half of each.
 
-        Where bit 4i + 3 is set, all its bits are that byte's top bit. Bits from 16 on are not looked at.
+        Byte i is the one whose number is in bits 4i .. 4i + 2 of the selector: 0 .. 3 of a, 4 .. 7 of b. Where bit
+        4i + 3 is set, all its bits are that byte's top bit. Bits from 16 on are not looked at.
         """
 
     # Copies from device memory to shared memory, that run beside the lane.
     @abc.abstractmethod
     def copy_async(self, to: Value, address: Value, where: Condition) -> None:
-        """Start copying 16 bytes from an i64 address to shared memory; zeros where not."""
+        """Start copying 16 bytes of device memory to the block's shared memory; zeros where not.
+
+        Args:
+          to: i32 byte offset, a multiple of 16.
+          address: i64, a multiple of 16, of an array that nothing writes while the kernel runs.
+        """
 
     @abc.abstractmethod
     def wait_copies(self) -> None:
-        """Until this lane's copies are there, for this lane."""
+        """Until all of this lane's copies are there. Other lanes see them after a barrier."""
 
     @abc.abstractmethod
     def keep_order(self) -> None:
@@ -176,7 +197,14 @@ class TensorCores(Machine):
     # Roles.
     @abc.abstractmethod
     def roles(self, *roles: Role) -> None:
-        """Each role's warpgroups, in order, run its body; the block is done when all are."""
+        """Each role's warpgroups, in order, run its body; the block is done when all are. Roles tell each other by
+        ``barriers.Barrier``.
+
+        Together they have all of the block's warpgroups. Values made in a role end with it (TypeError).
+
+        Raises:
+          ValueError: more registers in all than a block has: the roles would wait for them for ever.
+        """
 
     @staticmethod
     def registers_at_launch(roles: Sequence[Role]) -> int:
@@ -188,22 +216,19 @@ class TensorCores(Machine):
             raise ValueError(f"roles ask for {wanted} registers per lane in all, a launch has {warpgroups * at_launch}")
         return at_launch
 
-    # Barriers in shared memory. A phase ends when ``count`` warps have arrived.
-    def take_barriers(self, count: int) -> int:
-        """Shared address of ``count`` barriers of 8 bytes."""
-        return self.take_shared(8 * count)
-
+    # Barriers in shared memory, by address: what ``barriers.Barrier`` is made of.
     @abc.abstractmethod
     def init_barriers(self, counts: Sequence[tuple[int, int]]) -> None:
-        """(address, warps that arrive per phase) of each barrier. All lanes of the block call it, before any role."""
+        """(byte offset, warps that arrive per phase) of each barrier. All lanes of the block call it, before any role;
+        write ``barriers.init_barriers``."""
 
     @abc.abstractmethod
     def arrive(self, barrier: Value, where: Condition = True) -> None:
-        """All lanes of a warp arrive as one: what they did before is seen by those who then wait."""
+        """All lanes of a warp arrive as one, at an i32 byte offset: write ``Barrier.arrive``."""
 
     @abc.abstractmethod
     def wait(self, barrier: Value, parity: Value) -> None:
-        """Until the phase of this parity (0 for the first, 1 for the second, ...) has ended."""
+        """Until the phase of this parity (an i32, 0 or 1) has ended, at an i32 byte offset: write ``Barrier.wait``."""
 
     # Products, asked for by all lanes of a warpgroup.
     @abc.abstractmethod
@@ -221,16 +246,23 @@ class TensorCores(Machine):
         dtype: DType = "f16",
         packed: bool = False,
     ) -> list[Value]:
-        """start + a b, f32 [64, columns], as one group of instructions; None starts at zero.
+        """start + a b^T, f32 [64, columns], as one group of instructions; None starts at zero.
 
         The result is spread over the lanes: lane t of warp w holds rows 16 w + t // 4 (+ 8) and columns
-        8 j + 2 (t % 4) (+ 1), in the order j, row, column: columns / 2 values.
+        8 j + 2 (t % 4) (+ 1), in the order j, row, column: columns / 2 values. ``product_row`` is the first of the two
+        rows. They are to be used after ``wgmma_wait`` only.
 
         Args:
+          start: what an earlier product left, of the same shape.
           a: [64, K] in shared memory; or in registers, four words per K step: rows r and r + 8 of K bytes
             4 (t % 4) .. + 3, then of the K bytes 16 further.
           b: [columns, K] in shared memory.
+          columns: a multiple of 8, 256 at most.
+          dtype: of both operands. Only f16 may be transposed.
           packed: sums in f16, rounded at every step, from zero; columns / 4 words of two.
+
+        Raises:
+          TypeError: operands of different depth, or such as the instruction does not take.
         """
 
     @abc.abstractmethod
@@ -239,6 +271,6 @@ class TensorCores(Machine):
 
 
 def product_row(machine: Machine) -> Value:
-    """The first of the two rows of a product that a lane holds; the other is 8 further."""
+    """i32, the first of the two rows of a product that a lane holds; the other is 8 further."""
     lane = machine.thread % 128
     return lane // WARP * 16 + lane % WARP // 4

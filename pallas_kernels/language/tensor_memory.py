@@ -20,6 +20,7 @@ import dataclasses
 from contextlib import AbstractContextManager
 from typing import Literal
 
+from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.machine import Condition, Index, Value
 from pallas_kernels.language.tensor_cores import DType, Operand, TensorCores
 
@@ -34,12 +35,12 @@ class Accumulator:
     A warp can reach 32 rows, of which a product uses 16: another one, of the other half, may have the same columns.
     """
 
-    column: Index  # the first one
-    columns: int  # a multiple of 8
-    half: Index = 0
+    column: Index  # the first one, of the columns that ``tensor_memory`` gave the block
+    columns: int  # a multiple of 8; of a transfer a power of two, or a multiple of 64
+    half: Index = 0  # 0 or 1
 
     def part(self, first: Index, columns: int) -> Accumulator:
-        """Columns [first, first + columns)."""
+        """Columns [first, first + columns) of it."""
         return dataclasses.replace(self, column=first + self.column, columns=columns)
 
 
@@ -50,29 +51,41 @@ class TensorMemory(TensorCores):
     def tensor_memory(self, columns: int) -> AbstractContextManager[None]:
         """Inside, the block has so many columns: a power of two from 32 to 512. All lanes of the block, in no role.
 
-        Blocks that share a multiprocessor share its columns, and wait here for each other.
+            with machine.tensor_memory(128):
+                machine.roles(...)
+
+        Nothing is in them at first. Blocks that share a multiprocessor share its columns, and wait here for each other.
         """
 
     @abc.abstractmethod
     def one_lane(self) -> AbstractContextManager[None]:
-        """What is inside runs in one lane of each warp."""
+        """What is inside runs in one lane of each warp, always the same: a ``when`` for ``mma`` and ``commit``."""
 
     @abc.abstractmethod
     def mma(self, into: Accumulator, a: Operand, b: Operand, *, accumulate: Condition, dtype: DType = "f16") -> None:
-        """into = a b^T, or into += a b^T. Inside ``one_lane``.
+        """into = a b^T, or into += a b^T where ``accumulate`` holds. Inside ``one_lane``, of one warp.
+
+        It runs beside all lanes: its end is known by a barrier at which ``commit`` arrives.
 
         Args:
           into: f32 [64, columns], at most 256.
           a: [64, K] in shared memory.
           b: [columns, K] in shared memory.
+          dtype: of both operands. Only f16 may be transposed.
+
+        Raises:
+          TypeError: operands of different depth, or such as the instruction does not take.
         """
 
-    @abc.abstractmethod
-    def commit(self, barrier: Value) -> None:
+    def commit(self, barrier: Barrier | Value) -> None:
         """The barrier counts one more warp when all products are done that its lane has asked for.
 
-        Inside ``one_lane``, which chooses the same lane each time.
+        Inside ``one_lane``, which chooses the same lane each time. A Value is a barrier's byte offset.
         """
+        self._commit(barrier.address if isinstance(barrier, Barrier) else barrier)
+
+    @abc.abstractmethod
+    def _commit(self, barrier: Value) -> None: ...
 
     @abc.abstractmethod
     def fence_tensor(self, side: Literal["before", "after"]) -> None:
@@ -81,7 +94,8 @@ class TensorMemory(TensorCores):
     # By all lanes of a warpgroup, spread over them as the result of ``wgmma``.
     @abc.abstractmethod
     def load_tensor(self, source: Accumulator) -> list[Value]:
-        """columns / 2 values of f32."""
+        """This lane's columns / 2 values of f32, in the order of ``wgmma``'s result; they are there at once."""
 
     @abc.abstractmethod
-    def store_tensor(self, into: Accumulator, values: list[Value]) -> None: ...
+    def store_tensor(self, into: Accumulator, values: list[Value]) -> None:
+        """This lane's columns / 2 values of f32, in the order of ``wgmma``'s result."""

@@ -10,19 +10,20 @@ sum over heads is f32: a few 1e-6 of sum_h |w_h| |q_h| |k_s| as a rule.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.language import target
-from pallas_kernels.language.launch import launch
+from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.scores import sm90, sm100
-from pallas_kernels.scores.fp4 import DIM, FORMATS
-from pallas_kernels.scores.parts import ENTRIES, HEADS, PER_BLOCK, Inputs
+from pallas_kernels.scores.fp4 import DIM, FORMATS, Fp4
+from pallas_kernels.scores.inputs import HEADS, PAGE_ENTRIES, ScoreInputs, check_inputs
+from pallas_kernels.scores.share import TILE_ENTRIES
+from pallas_kernels.scores.tuning import Tuning
 
-_KERNELS: dict[str, Any] = {"sm90": sm90, "sm100": sm100}
+KERNELS: dict[target.Architecture, type[Tuning]] = {"sm90": sm90.Tuning, "sm100": sm100.Tuning}
 MAX_TOKENS = 8  # of a launch: their queries stand in shared memory
 
 
@@ -30,7 +31,7 @@ def unsupported_scores(*, key_format: str, heads: int, key_dim: int, entries_per
     """Why the kernel cannot serve these formats and sizes, or None where it can."""
     if key_format not in FORMATS:
         return f"key_format must be one of {tuple(FORMATS)}, got {key_format!r}"
-    sizes = {"heads": (heads, HEADS), "key_dim": (key_dim, DIM), "entries_per_block": (entries_per_block, PER_BLOCK)}
+    sizes = {"heads": (heads, HEADS), "key_dim": (key_dim, DIM), "entries_per_block": (entries_per_block, PAGE_ENTRIES)}
     for name, (size, needed) in sizes.items():
         if size != needed:
             return f"{name} must be {needed}, got {size}"
@@ -38,82 +39,63 @@ def unsupported_scores(*, key_format: str, heads: int, key_dim: int, entries_per
 
 
 def indexer_scores(
-    queries: Any,
-    weights: jax.Array,
-    keys: Any,
-    layer: jax.Array,
-    block_table: jax.Array,
-    slots: jax.Array,
-    visible: jax.Array,
+    inputs: ScoreInputs,
     *,
     key_format: str,
-    tuning: sm90.Tuning | sm100.Tuning | None = None,
-    architecture: str | None = None,
+    tuning: Tuning | None = None,
+    architecture: target.Architecture | None = None,
     simulate: bool = False,
 ) -> jax.Array:
     """Scores of the entries that queries see.
 
     Args:
-      queries: pytree ``codes scale``, u8 [B, T, 64, 64] and [B, T, 64, groups], encoded as the keys are.
-      weights: f32 [B, T, 64], signed.
-      keys: pytree ``codes scale``, u8 [layers, num_blocks, 32, 64] and [layers, num_blocks, 32, groups].
-      layer: int32 [1].
-      block_table: int32 [requests, max_blocks], -1 = none: the entries score 0.
-      slots: int32 [B], -1 = none: nothing is read or written.
-      visible: int32 [B, T], entries that a query sees.
-      tuning: None for what the sizes ask for.
-      architecture: "sm90" or "sm100", whose kernel it is; None for the device's.
+      inputs: queries, head weights, and the tables in which they find their keys.
+      key_format: of queries and keys: "mxfp4" or "nvfp4".
+      tuning: which kernel, and how it shares the work; None for what is fastest at the inputs' sizes.
+      architecture: "sm90" or "sm100", whose kernel it is; None for the target's.
+      simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
       f32 [B, T, max_blocks * 32]; anything at and past ``visible``. A key that holds NaN scores +inf; with a query
       that does, or a weight that is not finite, all entries do. No score is below the lowest finite number.
+
+    Raises:
+      AssertionError: (chex) an array's shape or dtype is wrong.
+      ValueError: a format, sizes or a target that no kernel serves.
     """
-    chex.assert_rank([queries.codes, keys.codes, block_table], [4, 4, 2])
-    batch, tokens, heads, width = queries.codes.shape
-    layers, num_blocks, per_block, _ = keys.codes.shape
-    reason = unsupported_scores(key_format=key_format, heads=heads, key_dim=2 * width, entries_per_block=per_block)
+    chex.assert_rank([inputs.queries.codes, inputs.keys.codes], 4)
+    heads, width = inputs.queries.codes.shape[2:]
+    reason = unsupported_scores(
+        key_format=key_format, heads=heads, key_dim=2 * width, entries_per_block=inputs.keys.codes.shape[2]
+    )
     if reason is not None:
         raise ValueError(reason)
-    groups = FORMATS[key_format].scale_bytes
-    chex.assert_shape([queries.scale, weights], [(batch, tokens, heads, groups), (batch, tokens, heads)])
-    chex.assert_shape([keys.codes, keys.scale], [(layers, num_blocks, per_block, n) for n in (width, groups)])
-    chex.assert_shape([layer, slots, visible], [(1,), (batch,), (batch, tokens)])
-    chex.assert_type([queries.codes, queries.scale, keys.codes, keys.scale], jnp.uint8)
-    chex.assert_type([weights, layer, block_table, slots, visible], [jnp.float32] + [jnp.int32] * 4)
-    if not simulate and (capability := target.compute_capability()) not in ((9, 0), (10, 0)):
-        raise ValueError(f"indexer_scores runs on compute capability 9.0 or 10.0, the target has {capability}")
+    fp4 = FORMATS[key_format]
+    check_inputs(inputs, fp4)
     architecture = architecture or target.architecture()
-    if architecture not in _KERNELS:
-        raise ValueError(f"architecture must be one of {tuple(_KERNELS)}, got {architecture!r}")
-    inputs = Inputs(
-        queries=queries,
-        weights=weights,
-        keys=keys,
-        layer=layer,
-        block_table=block_table,
-        slots=slots,
-        visible=visible,
-    )
-    parts = []
-    for first in range(0, tokens, MAX_TOKENS):
-        some = inputs.of_tokens(first, min(first + MAX_TOKENS, tokens))
-        parts.append(_launch(some, key_format, tuning, _KERNELS[architecture], simulate))
+    if architecture not in KERNELS:
+        raise ValueError(f"architecture must be one of {tuple(KERNELS)}, got {architecture!r}")
+    if tuning is not None and not isinstance(tuning, KERNELS[architecture]):
+        raise ValueError(f"the kernel of {architecture} has tunings of its own, got {tuning}")
+    starts = range(0, inputs.visible.shape[1], MAX_TOKENS)
+    groups = [inputs.of_tokens(first, first + MAX_TOKENS) for first in starts]
+    parts = [_launch(group, fp4, tuning, KERNELS[architecture], simulate) for group in groups]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
 
 
-def _launch(inputs: Inputs, key_format: str, tuning: Any, kernel: Any, simulate: bool) -> jax.Array:
+def _launch(
+    inputs: ScoreInputs, fp4: type[Fp4], tuning: Tuning | None, kernel: type[Tuning], simulate: bool
+) -> jax.Array:
     batch, tokens = inputs.visible.shape
-    max_entries = inputs.block_table.shape[1] * PER_BLOCK
-    tiles = batch * -(-max_entries // ENTRIES)
-    tuning = tuning or kernel.tuning_of(key_format, tokens, tiles)
+    max_entries = inputs.block_table.shape[1] * PAGE_ENTRIES
+    tiles = batch * -(-max_entries // TILE_ENTRIES)
+    tuning = tuning or kernel.fastest(fp4, tokens, tiles)
     blocks = max(1, min(tuning.blocks, tiles))
     return launch(
-        functools.partial(kernel.body, key_format=key_format, tuning=tuning, blocks=blocks),
+        functools.partial(tuning.body, fp4=fp4, blocks=blocks),
         name="indexer_scores",
-        grid=(blocks,),
+        grid=Grid(blocks=(blocks,), warpgroups=tuning.warpgroups, shared_bytes=tuning.shared_bytes(fp4, tokens)),
         inputs=inputs,
         state=jax.ShapeDtypeStruct((batch, tokens, max_entries), jnp.float32),
-        warpgroups=tuning.warpgroups,
-        shared_bytes=kernel.shared_bytes(key_format, tokens, tuning),
         simulate=simulate,
     )

@@ -94,7 +94,7 @@ class Mxfp4(Fp4):
             pair = machine.maximum_u16(pair, machine.shuffle_xor(pair, distance))
         largest = [pair & 0xFF, pair >> 16]
         rows = [self._unpack(*row) for row in zip(codes, scales, largest, strict=True)]
-        return rows, [self._scale(select((self.quarter & 1).equals(0), *largest))]
+        return rows, [self._scale(select(self.quarter & 1 == 0, *largest))]
 
     def finish(self, parts: list[Value]) -> list[Value]:
         return [magnitudes + positive * 2 for magnitudes, positive in zip(parts[::2], parts[1::2], strict=True)]

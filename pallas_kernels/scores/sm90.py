@@ -13,121 +13,117 @@ A multiprocessor has work for its integer units (unpacking) and for its tensor c
 from __future__ import annotations
 
 import dataclasses
+from typing import Self
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARPGROUP, Index, Value, select
-from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.scores.fp4 import FORMATS
-from pallas_kernels.scores.keys import Keys
-from pallas_kernels.scores.parts import HEADS, SUM_COLUMNS, Inputs, Queries, Share, store_scores
+from pallas_kernels.language.machine import Index, Value, select
+from pallas_kernels.language.target import HOPPER
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, TensorCores
+from pallas_kernels.scores import tuning
+from pallas_kernels.scores.fp4 import Fp4
+from pallas_kernels.scores.inputs import HEADS, ScoreInputs
+from pallas_kernels.scores.keys import StoredKeys
+from pallas_kernels.scores.queries import SUM_COLUMNS, Queries
+from pallas_kernels.scores.share import Share
+from pallas_kernels.scores.tiles import Block, Tiles
 
-_BLOCKS = 132  # of a launch, at most: one per multiprocessor
+_BLOCKS = HOPPER.multiprocessors  # of a launch, at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    warpgroups: int  # per block
+class Tuning(tuning.Tuning):
+    """Hopper's kernel."""
+
+    blocks: int = _BLOCKS
     stages: int = 1  # tiles on their way to a warpgroup, where they are taken in turn
     overlapped: bool = False
-    blocks: int = _BLOCKS
+
+    @classmethod
+    def fastest(cls, fp4: type[Fp4], tokens: int, tiles: int) -> Self:
+        """Measured on an H200."""
+        is_short, has_long_products = tiles <= 8 * _BLOCKS, fp4.row_bytes > ATOM_BYTES
+        if tokens > 1:
+            return cls(warpgroups=2, overlapped=True)
+        if has_long_products:
+            return cls(warpgroups=2 if is_short else 3, overlapped=True)
+        if is_short:
+            return cls(warpgroups=4)
+        return cls(warpgroups=4 if tiles <= 64 * _BLOCKS else 5, stages=2)
+
+    def shared_bytes(self, fp4: type[Fp4], tokens: int) -> int:
+        return Queries.shared_bytes(fp4, tokens)
+
+    def body(self, machine: TensorCores, inputs: ScoreInputs, out: Buffer, *, fp4: type[Fp4], blocks: int) -> None:
+        share = Share.of_block(machine, inputs, blocks)
+        block = Block.of(inputs, out, fp4(machine), self.warpgroups)
+
+        def request(b: Value, first: Value, end: Value, _: None) -> None:
+            with machine.when(first < end):
+                tiles = _Tiles.of(block, b, first, end)
+                if self.overlapped:
+                    tiles.score_overlapped()
+                else:
+                    tiles.score_in_turn(self.stages)
+                machine.barrier("block")
+
+        share.loop(request, None)
 
 
-def tuning_of(key_format: str, tokens: int, tiles: int) -> Tuning:
-    """Measured on an H200. tiles: of all requests, at most."""
-    is_short = tiles <= 8 * _BLOCKS
-    if tokens > 1:
-        return Tuning(warpgroups=2, overlapped=True)
-    if key_format == "nvfp4":
-        return Tuning(warpgroups=2 if is_short else 3, overlapped=True)
-    if is_short:
-        return Tuning(warpgroups=4)
-    return Tuning(warpgroups=4 if tiles <= 64 * _BLOCKS else 5, stages=2)
+# The operand of a tile's product, the scale of its rows and the product; the next tile, and the page of the one after.
+_Overlap = tuple[list[Value], list[Value], list[Value], StoredKeys, Value]
 
 
-def shared_bytes(key_format: str, tokens: int, tuning: Tuning) -> int:
-    del tuning
-    return Queries.shared_bytes(FORMATS[key_format], tokens)
+class _Tiles(Tiles):
+    """What becomes of a warpgroup's tiles on Hopper."""
 
+    __slots__ = ()
 
-def body(machine: TensorCores, inputs: Inputs, out: Buffer, *, key_format: str, tuning: Tuning, blocks: int) -> None:
-    """Inputs -> out f32 [B, T, max_entries]. Grid (blocks,)."""
-    share, fp4 = Share.of_block(machine, inputs, blocks), FORMATS[key_format](machine)
-    queries, keys = Queries(machine, inputs, fp4, tuning.warpgroups), Keys(machine, inputs, fp4)
+    def _page(self, i: Index) -> Value:
+        return self.page(i, self.number(i) < self.end)
 
-    def request(i: Value, carry: list[Value]) -> list[Value]:
-        b, before = share.first + i, carry[0]
-        count = inputs.num_tiles(b, True)
-        first, last = share.of_request(before, count)
-        with machine.when(first < last):
-            tiles = _Tiles(keys, queries, out, b, first, last, tuning)
-            (tiles.overlapped if tuning.overlapped else tiles.in_turn)()
-            machine.barrier("block")
-        return [before + share.cost(count)]
+    def _start(self, loads: int, pages: int) -> tuple[list[StoredKeys], list[Value]]:
+        """The first tiles' keys, and the pages of those that follow; the queries stand in shared memory."""
+        queries, keys = self.block.queries, self.block.keys
+        loaded = queries.load(self.b)
+        found = [self._page(i) for i in range(loads + pages)]
+        stored = [keys.load(page) for page in found[:loads]]
+        queries.store(loaded)
+        return stored, found[loads:]
 
-    machine.loop(share.requests, request, [share.before])
+    def score_in_turn(self, stages: int) -> None:
+        machine, keys = self.block.machine, self.block.keys
 
-
-class _Tiles:
-    """Tiles first .. last - 1 of a batch row, which warpgroups take in turn."""
-
-    def __init__(self, keys: Keys, queries: Queries, out: Buffer, b: Value, first: Value, last: Value, tuning: Tuning):
-        self.machine, self.keys, self.queries, self.out, self.b = queries.machine, keys, queries, out, b
-        self.slot = keys.inputs.slots.load_int(b)
-        self.first, self.last = first + self.machine.thread // WARPGROUP, last
-        self.step, self.stages = tuning.warpgroups, tuning.stages
-        self.count = (last - self.first + self.step - 1).maximum(0) // self.step
-
-    def _number(self, i: Index) -> Value:
-        return self.first + i * self.step
-
-    def _block(self, i: Index) -> Value:
-        return self.keys.block(self.slot, self._number(i), self._number(i) < self.last)
-
-    def _start(self, loads: int, blocks: int) -> tuple[list[list[Value]], list[Value]]:
-        """The first tiles' words, and the blocks of those that follow; the queries stand in shared memory."""
-        loaded = self.queries.load(self.b)
-        found = [self._block(i) for i in range(loads + blocks)]
-        words = [self.keys.load(block) for block in found[:loads]]
-        self.queries.store(loaded)
-        return words, found[loads:]
-
-    def in_turn(self) -> None:
-        machine, keys, stages = self.machine, self.keys, self.stages
-
-        def some(i: Value, flat: list[Value]) -> list[Value]:
-            # A stage holds a tile on its way, and the block of the one that comes into it next. The body is as many
+        def some(i: Value, on_the_way: list[tuple[StoredKeys, Value]]) -> list[tuple[StoredKeys, Value]]:
+            # A stage holds a tile on its way, and the page of the one that comes into it next. The body is as many
             # tiles long as there are stages: a word on its way must not move to another register.
-            width, after = len(flat) // stages, []
-            for j in range(stages):
+            after = []
+            for j, (stored, page) in enumerate(on_the_way):
                 n = i * stages + j
-                *words, block = flat[j * width : (j + 1) * width]
-                parts, scale = keys.unpack(words)
+                parts, scale = keys.unpack(stored)
                 operand = self._operand(parts)
-                after += [*keys.load(block), self._block(n + 2 * stages)]
+                after.append((keys.load(page), self._page(n + 2 * stages)))
                 with machine.when(True if j == 0 else n < self.count):
-                    for t in range(self.queries.tokens):
+                    for t in range(self.block.queries.tokens):
                         dots = machine.wgmma_wait(self._dots(operand, t))
                         sums = machine.wgmma_wait(self._sums(dots, t))
-                        self._store(t, n, sums, scale)
+                        self._put(t, n, sums, scale)
             return after
 
-        words, blocks = self._start(stages, stages)
-        flat = [value for part, block in zip(words, blocks, strict=True) for value in (*part, block)]
-        machine.loop((self.count + stages - 1) // stages, some, flat)
+        start = list(zip(*self._start(stages, stages), strict=True))
+        machine.loop((self.count + stages - 1) // stages, some, start)
 
-    def overlapped(self) -> None:
-        machine, keys, tokens = self.machine, self.keys, self.queries.tokens
+    def score_overlapped(self) -> None:
+        machine, keys, tokens = self.block.machine, self.block.keys, self.block.queries.tokens
         (now, later), (following,) = self._start(2, 1)
         parts, scale = keys.unpack(now)
         operand = self._operand(parts)
         dots = self._dots(operand, 0)
-        widths = [len(operand), len(scale), len(dots), len(later)]
 
-        def one(i: Value, carry: list[Value]) -> list[Value]:
-            operand, scale, dots, words, (block,) = _split(carry, widths)
+        def one(i: Value, carry: _Overlap) -> _Overlap:
+            operand, scale, dots, stored, page = carry
             # Registers that enter a product must not be written while one runs: the last step of unpacking is left out.
-            parts, next_scale = keys.unpack(words)
-            words, block = keys.load(block), self._block(i + 3)
+            parts, next_scale = keys.unpack(stored)
+            stored, page = keys.load(page), self._page(i + 3)
             parts = [machine.hold(row) for row in parts]
             machine.keep_order()
             for t in range(tokens):
@@ -137,40 +133,32 @@ class _Tiles:
                     operand = self._operand([machine.hold(row) for row in parts])
                 sums = self._sums(dots, t)
                 dots = self._dots(operand, (t + 1) % tokens)
-                self._store(t, i, machine.wgmma_wait(sums, pending=1), scale)
-            return [*operand, *next_scale, *dots, *words, block]
+                self._put(t, i, machine.wgmma_wait(sums, pending=1), scale)
+            return operand, next_scale, dots, stored, page
 
-        carry = machine.loop(self.count, one, [*operand, *scale, *dots, *later, following])
-        operand, _, dots, *_ = _split(carry, widths)
+        operand, _, dots, *_ = machine.loop(self.count, one, (operand, scale, dots, later, following))
         machine.wgmma_wait(dots)  # of a tile that is not there
         machine.hold(operand)
 
     def _operand(self, parts: list[list[Value]]) -> list[Value]:
-        one, other = (self.keys.fp4.finish(row) for row in parts)
+        """The rows' words in the order in which the first product takes them."""
+        one, other = (self.block.keys.fp4.finish(row) for row in parts)
         return [word for i in range(0, len(one), 2) for word in (one[i], other[i], one[i + 1], other[i + 1])]
 
     def _dots(self, operand: list[Value], t: int) -> list[Value]:
         """The first product for a token, to be waited for: pairs of f16."""
-        heads = self.queries.operand.copy(self.machine.constant(t, "i32")).k_major()
-        return self.machine.wgmma(None, operand, heads, columns=HEADS, dtype=self.keys.fp4.dtype, packed=True)
+        machine, dtype = self.block.machine, self.block.keys.fp4.dtype
+        heads = self.block.queries.operand.copy(machine.constant(t, "i32")).k_major()
+        return machine.wgmma(None, operand, heads, columns=HEADS, dtype=dtype, packed=True)
 
     def _sums(self, dots: list[Value], t: int) -> list[Value]:
         """The second one, f32."""
-        positive = [self.machine.relu_f16(pair) for pair in dots]
-        weights = self.queries.weights.copy(self.machine.constant(t, "i32")).k_major()
-        return self.machine.wgmma(None, positive, weights, columns=SUM_COLUMNS)
+        machine = self.block.machine
+        positive = [machine.relu_f16(pair) for pair in dots]
+        weights = self.block.queries.weights.copy(machine.constant(t, "i32")).k_major()
+        return machine.wgmma(None, positive, weights, columns=SUM_COLUMNS)
 
-    def _store(self, t: int, i: Value, sums: list[Value], row_scale: list[Value]) -> None:
+    def _put(self, t: int, i: Value, sums: list[Value], key_scale: list[Value]) -> None:
         # Columns of the sums are alike: each lane has those of both of its rows.
-        is_first = (self.machine.thread & 1).equals(0)
-        total = select(is_first, sums[0] + sums[1], sums[2] + sums[3])
-        store_scores(self.out, self.b, t, self._number(i), total, [self.queries.scale(t), *row_scale])
-
-
-def _split(values: list[Value], widths: list[int]) -> list[list[Value]]:
-    """Neighbouring parts of these lengths, and the rest."""
-    parts = []
-    for width in widths:
-        parts.append(values[:width])
-        values = values[width:]
-    return [*parts, values]
+        is_first = self.block.machine.thread & 1 == 0
+        self.store(t, i, select(is_first, sums[0] + sums[1], sums[2] + sums[3]), key_scale)

@@ -1,4 +1,8 @@
-"""What the bodies of a cache update are given, and what they first work out: which request, at which phase."""
+"""What a cache update is given, and what each CTA first works out of it: which request is its own, and at which phase.
+
+A request's tokens are cut into groups of ``ratio`` tokens, which become one entry each. The phase of a request is the
+number of tokens that its unfinished group holds.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.language.lanes import Buffer, Row
-from pallas_kernels.language.machine import Channels, Condition, Index, Machine, Value
-from pallas_kernels.rows import Angles, hadamard, load_angles, norm, rope, store_key, store_kv
-
-
-def max_entries(num_tokens: int, ratio: int) -> int:
-    """Most entries that T tokens can complete."""
-    return (num_tokens + ratio - 1) // ratio
-
-
-def max_blocks(num_tokens: int, ratio: int) -> int:
-    """Most blocks of ``ratio`` tokens that T consecutive tokens can touch."""
-    return (num_tokens + 2 * ratio - 2) // ratio
+from pallas_kernels.formats import KeyFormat, KVFormat
+from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.machine import Condition, Machine, Value
 
 
 @jax.tree_util.register_dataclass
@@ -44,90 +38,107 @@ class NewTokens:
     slots: Any  # int32 [B], -1 = no-op
     start: Any  # int32 [B] tokens the request holds
     num_new: Any  # int32 [B] tokens it gets; 0 or more than T: no-op
-    block_table: Any  # int32 [requests, max_blocks], -1 = none; None for SWA
+    block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none; None for SWA
     kv: Any  # f32 [B, T, head_dim] window rows, normed and roped
     entry: Streams | None  # of the compressor; None for SWA
     key: Streams | None  # of the indexer's compressor; CSA only
     rope: Any  # f32 [B, N, rope_dim] cosines, then sines, at the position of entry start // ratio + n; None for SWA
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewEntries:
+    """Up to E finished entries of each of B requests, and where they go. One whose page is missing is dropped."""
+
+    layer: Any  # int32 [1] place of the layer in its stack
+    slots: Any  # int32 [B], -1 = no-op
+    first: Any  # int32 [B] number of the request's entry that row 0 is
+    count: Any  # int32 [B] entries it gets; 0 or more than E: no-op
+    block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none
+    entries: Any  # f32 [B, E, head_dim], normed and roped
+    keys: Any  # f32 [B, E, indexer_head_dim] their indexer keys, normed, roped and transformed; None for HCA
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What is known of a cache update when its kernel is built."""
+
+    requests: int  # B
+    num_tokens: int  # T, of each request
+    ratio: int  # tokens of a group; 0 for SWA
+    kv_format: KVFormat
+    key_format: KeyFormat
+    eps: float  # of the norms
+    keep_tails: bool  # write entries, and leave the tails as they are
+
+    @property
+    def max_entries(self) -> int:
+        """Most entries that a request's tokens can complete."""
+        return (self.num_tokens + self.ratio - 1) // self.ratio
+
+    @property
+    def max_groups(self) -> int:
+        """Most groups that a request's tokens can touch."""
+        return (self.num_tokens + 2 * self.ratio - 2) // self.ratio
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """The request of a block."""
+    """The request that a CTA works for."""
 
     machine: Machine
-    tokens: NewTokens  # of buffers
-    batch: Value
+    batch: Value  # its place in the batch
     layer: Value
     slot: Value
     start: Value
     count: Value
-    live: Value  # it has a slot and tokens to store
+    live: Value  # it has a slot, and something to store
 
     @classmethod
-    def of_block(cls, machine: Machine, tokens: NewTokens, num_tokens: int, num_slots: int) -> Request:
-        batch = machine.block(0)
-        layer = tokens.layer.load_int(0)
-        slot, start = tokens.slots.load_int(batch), tokens.start.load_int(batch)
-        count = tokens.num_new.load_int(batch)
-        live = (slot >= 0) & (slot < num_slots) & (start >= 0) & (count > 0) & (count <= num_tokens)
-        return cls(machine, tokens, batch, layer, slot, start, count, live)
+    def load(
+        cls, machine: Machine, *, layer: Buffer, slots: Buffer, start: Buffer, count: Buffer, most: int, num_slots: int
+    ) -> Request:
+        """The CTA's number along the first axis of the grid is the request's place in the batch.
 
-
-def locate_entry(request: Request, leaf: Buffer, entry: Value, where: Condition) -> tuple[Value, Value, Condition]:
-    """(block, row in the block, whether the block is there) of a request's entry in a pool with this leaf."""
-    _, num_blocks, per_block = leaf.shape[:3]
-    table, column = request.tokens.block_table, entry // per_block
-    inside = where & (column < table.shape[1])
-    block = table.load_int(request.slot, column, where=inside)
-    return block, entry % per_block, inside & (block >= 0) & (block < num_blocks)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Destination:
-    """All that finishing an entry needs besides its pooled row. Loaded early: none of it waits for the pooling."""
-
-    weight: Channels  # of the norm
-    angles: Angles
-    block: Value
-    at: Value  # row in the block
-    stored: Condition  # the block is there
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class EntryStore:
-    """Where a compressor's entries go, and how they are finished: norm, rope, number format, bytes."""
-
-    request: Request
-    row: Row
-    rows: Any  # buffers of the pool, [layers, num_blocks, entries_per_block, ...]
-    weight: Buffer  # of the norm
-    number_format: str
-    eps: float
-    is_key: bool
-
-    def prepare(self, number: Index, ratio: int, where: Condition, *, known: bool = False) -> Destination:
-        """For the ``number``-th entry of this call, where it is complete.
-
-        known: ``number`` is in range whatever the request, so that what does not depend on the slot is loaded at once.
+        most: the largest count that is no mistake.
         """
-        request, row = self.request, self.row
-        leaf = self.rows.codes if self.is_key else self.rows.nope
-        at_once = True if known else where
-        return Destination(
-            row.load(self.weight, where=at_once),
-            load_angles(row, request.tokens.rope, request.batch, number, where=at_once),
-            *locate_entry(request, leaf, request.start // ratio + number, where),
-        )
+        batch = machine.block(0)
+        layer_number = layer.load_int(0)
+        slot, begin, length = slots.load_int(batch), start.load_int(batch), count.load_int(batch)
+        live = (slot >= 0) & (slot < num_slots) & (begin >= 0) & (length > 0) & (length <= most)
+        return cls(machine, batch, layer_number, slot, begin, length, live)
 
-    def finish(self, pooled: Channels, to: Destination) -> None:
-        """Norm, rope, encode and store a pooled row."""
-        row, lead = self.row, (self.request.layer, to.block, to.at)
-        if self.is_key:
-            y, _ = norm(row, pooled, to.weight, self.eps)
-            y = hadamard(row, rope(y, to.angles))
-            store_key(row, y, self.rows, *lead, key_format=self.number_format, where=to.stored)
-        else:
-            y, amax = norm(row, pooled, to.weight, self.eps, nope_dim=self.rows.nope.shape[-1])
-            y = rope(y, to.angles)
-            store_kv(row, y, self.rows, *lead, kv_format=self.number_format, where=to.stored, amax=amax)
+    def locate(self, block_table: Buffer, leaf: Buffer, entry: Value, where: Condition) -> tuple[Value, Value, Value]:
+        """(page, row in the page, whether the page is there) of an entry in a pool that has this leaf."""
+        _, num_pages, per_page = leaf.shape[:3]
+        column = entry // per_page
+        inside = where & (column < block_table.shape[1])
+        page = block_table.load_int(self.slot, column, where=inside)
+        return page, entry % per_page, inside & (page >= 0) & (page < num_pages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """What a CTA of a cache update works with: its request, all new tokens, and the arrays that they go to."""
+
+    call: Call
+    request: Request
+    tokens: NewTokens  # of buffers
+    stack: Any  # of buffers, as of ``append_chunk``
+
+    @classmethod
+    def load(cls, machine: Machine, call: Call, tokens: NewTokens, stack: Any) -> Block:
+        request = Request.load(
+            machine,
+            layer=tokens.layer,
+            slots=tokens.slots,
+            start=tokens.start,
+            count=tokens.num_new,
+            most=call.num_tokens,
+            num_slots=stack.state.pos.shape[1],
+        )
+        return cls(call, request, tokens, stack)
+
+    @property
+    def machine(self) -> Machine:
+        return self.request.machine

@@ -1,28 +1,28 @@
 """CSA: entries of two overlapping streams, and their tails.
 
-    entry i = norm(sum softmax(Z) * K) over 2m rows: the b-stream of block i - 1, then the a-stream of block i
+    entry i = norm(sum softmax(Z) * K) over 2m rows: the b-stream of group i - 1, then the a-stream of group i
 
-A request's tail holds the a- and b-stream of its current block (``ka za kb_next zb_next``) and the b-stream of the
-block before (``kb zb``). A tail's channel is read and written by one lane only, so its program order is all the order
+A request's tail holds the a- and b-stream of its current group (``ka za kb_next zb_next``) and the b-stream of the
+group before (``kb zb``). A tail's channel is read and written by one lane only, so its program order is all the order
 that is needed: every load of an old row stands before the first store. The main compressor and the indexer's run the
 same code, on a warpgroup and on a warp.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
-from pallas_kernels.language.machine import Channels, Condition, Index, Value, select
-from pallas_kernels.update.batch import EntryStore, Request, Streams, max_entries
+from pallas_kernels.language.machine import VECTOR, WARP, Channels, Condition, Index, Value, select
+from pallas_kernels.update.batch import Block, Call, NewTokens
+from pallas_kernels.update.entries import KeyStore
+from pallas_kernels.update.tail_update import TailUpdate
+from pallas_kernels.update.work import Jobs
+
+MAX_RATIO = 8  # rows of an entry are all in registers at once
+MIN_KEY_DIM, MAX_KEY_DIM = 32, VECTOR * WARP
 
 Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
-
-
-def num_units(num_tokens: int, ratio: int) -> int:
-    """Units of work per request: the first takes two entries and the tails, each other one an entry."""
-    return max(1, max_entries(num_tokens, ratio) - 1)
 
 
 def softmax_pool(row: Row, pairs: list[Pair]) -> Channels:
@@ -38,86 +38,109 @@ def softmax_pool(row: Row, pairs: list[Pair]) -> Channels:
     return row.map(pool, *[k for k, _ in pairs], *[z for _, z in pairs])
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CSAUpdate:
-    """One compressor of one request."""
+class CSAUpdate(TailUpdate):
+    """With the tail of both streams."""
 
-    request: Request
-    row: Row
-    tail: Any  # buffers ka za kb_next zb_next kb zb, [layers, requests, m, dim]
-    streams: Streams  # of buffers
-    entries: EntryStore
-    num_tokens: int
-    keep_tails: bool  # write entries alone
+    __slots__ = ()
+    leaves = "ka", "za", "kb_next", "zb_next", "kb", "zb"
+    num_streams = 2
+    has_keys = True
+
+    @classmethod
+    def of_keys(cls, block: Block, row: Row) -> CSAUpdate:
+        """The indexer's compressor."""
+        key = block.tokens.key
+        assert key is not None
+        store = KeyStore(block, row, block.stack.pool.indexer_keys, key.norm)
+        return cls(block, row, block.stack.state.indexer_tail, key, store)
+
+    @classmethod
+    def unsupported(cls, ratio: int, key_dim: int | None) -> str | None:
+        if ratio > MAX_RATIO:
+            return f"CSA ratio must be at most {MAX_RATIO}, got {ratio}"
+        if key_dim is not None and (key_dim & (key_dim - 1) or not MIN_KEY_DIM <= key_dim <= MAX_KEY_DIM):
+            return f"indexer_head_dim must be a power of two in [{MIN_KEY_DIM}, {MAX_KEY_DIM}], got {key_dim}"
+        return None
+
+    @classmethod
+    def num_units(cls, call: Call) -> int:
+        """The first unit takes two entries and the tails, each other one an entry."""
+        return max(1, call.max_entries - 1)
+
+    @classmethod
+    def jobs(cls, call: Call, tokens: NewTokens) -> tuple[Jobs, ...]:
+        """The units of the indexer's compressor."""
+        assert tokens.key is not None
+
+        def run(block: Block, row: Row, i: Value) -> None:
+            cls.of_keys(block, row).run(i)
+
+        return (Jobs(count=cls.num_units(call), dim=tokens.key.norm.shape[0], run=run),)
+
+    @classmethod
+    def reset(cls, row: Row, tail: Any, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
+        """The current b-stream becomes the previous one."""
+        where = where & (j < tail.kb.shape[2])
+        for current, previous in ((tail.kb_next, tail.kb), (tail.zb_next, tail.zb)):
+            row.store(previous, row.load(current, *lead, j, where=where), *lead, j, where=where)
 
     def run(self, unit: Value) -> None:
-        """Do a unit's share; units count from 0 to ``num_units``."""
-        if self.num_tokens == 1 and not self.keep_tails:
+        if self.call.num_tokens == 1 and not self.call.keep_tails:
             self._step()
         else:
             self._chunk(unit)
 
     def _step(self) -> None:
-        """One token: it completes a block exactly from the block's last row."""
-        request, tail, live, last = self.request, self.tail, self.request.live, self._ratio - 1
-        phase = request.start % self._ratio
-        flush = live & phase.equals(last)
+        """One token: it completes a group exactly from the group's last row."""
+        request, tail, live, last = self.request, self.tail, self.request.live, self.call.ratio - 1
+        phase = self.phase
+        flush = live & (phase == last)
         a, b = (self._new(0, first=first, where=True) for first in (self.row.dim, 0))
-        to = self.entries.prepare(0, self._ratio, flush, known=True)
+        to = self.store.prepare(0, flush, known=True)
         before = [self._old(tail.kb, tail.zb, j, flush) for j in range(last + 1)]
         current = [self._old(tail.ka, tail.za, j, flush) for j in range(last)]
-        self._store(a, tail.ka, tail.za, phase, live)
-        self._store(b, tail.kb_next, tail.zb_next, phase, live)
+        self._write(a, tail.ka, tail.za, phase, live)
+        self._write(b, tail.kb_next, tail.zb_next, phase, live)
         with request.machine.when(flush):
             pooled = softmax_pool(self.row, [*before, *current, a])
             # Loaded only now: with these rows in flight too, the registers would hold one CTA less per SM.
             following = [self._old(tail.kb_next, tail.zb_next, j, True) for j in range(last)]
-            self.entries.finish(pooled, to)
+            self.store.finish(pooled, to)
             for j, pair in enumerate([*following, b]):
-                self._store(pair, tail.kb, tail.zb, j, True)
+                self._write(pair, tail.kb, tail.zb, j, True)
 
     def _chunk(self, unit: Value) -> None:
         """Several tokens: the first unit takes entries 0 and 1, whose rows may be in the tails; the others one each."""
-        machine, is_first = self.request.machine, unit.equals(0)
+        machine, is_first = self.machine, unit == 0
 
-        def entry(i: Value, carry: list[Value]) -> list[Value]:
+        def entry(i: Value, carry: None) -> None:
             number = select(is_first, i, unit + 1)
-            flush = self.request.live & (number < self._completed)
-            to = self.entries.prepare(number, self._ratio, flush)
-            rows = self._before(number, flush) + self._block(number, self.tail.ka, self.tail.za, self.row.dim, flush)
+            flush = self.request.live & (number < self.completed)
+            to = self.store.prepare(number, flush)
+            rows = self._before(number, flush) + self._group(number, self.tail.ka, self.tail.za, self.row.dim, flush)
             with machine.when(flush):
-                self.entries.finish(softmax_pool(self.row, rows), to)
+                self.store.finish(softmax_pool(self.row, rows), to)
                 self.row.team.barrier()
-            return carry
 
-        most = min(2, max_entries(self.num_tokens, self._ratio))
-        machine.loop(select(is_first, machine.constant(most, "i32"), 1), entry, [])
-        if not self.keep_tails:
+        machine.loop(select(is_first, machine.constant(min(2, self.call.max_entries), "i32"), 1), entry)
+        if not self.call.keep_tails:
             with machine.when(is_first):
                 self._store_tails()
 
     def _store_tails(self) -> None:
-        """The last complete block's b-stream becomes the previous one; the newest tokens' rows become current."""
-        request, tail = self.request, self.tail
-        moved = request.live & (self._completed > 0)
-        # The last complete block may be the one that was unfinished: its first rows are in the tail still.
-        for j, pair in enumerate(self._before(self._completed, moved)):
-            self._store(pair, tail.kb, tail.zb, j, moved)
-        width = min(self.num_tokens, self._ratio)
+        """The last complete group's b-stream becomes the previous one; the newest tokens' rows become current."""
+        request, tail, ratio = self.request, self.tail, self.call.ratio
+        moved = request.live & (self.completed > 0)
+        # The last complete group may be the one that was unfinished: its first rows are in the tail still.
+        for j, pair in enumerate(self._before(self.completed, moved)):
+            self._write(pair, tail.kb, tail.zb, j, moved)
+        width = min(self.call.num_tokens, ratio)
         for i in range(width):
             token = request.count - width + i
             there = request.live & (token >= 0)
-            at = (request.start + token) % self._ratio
+            at = (request.start + token) % ratio
             for first, k, z in ((self.row.dim, tail.ka, tail.za), (0, tail.kb_next, tail.zb_next)):
-                self._store(self._new(token, first=first, where=there), k, z, at, there)
-
-    @property
-    def _ratio(self) -> int:
-        return self.tail.ka.shape[2]
-
-    @property
-    def _completed(self) -> Value:
-        return (self.request.start % self._ratio + self.request.count) // self._ratio
+                self._write(self._new(token, first=first, where=there), k, z, at, there)
 
     def _new(self, token: Index, *, first: int, where: Condition) -> Pair:
         """A new token's row; its stream begins at channel ``first`` of k and z: 0 (b) or dim (a)."""
@@ -133,18 +156,18 @@ class CSAUpdate:
         return self.row.load(k, *lead, where=where), self.row.load(z, *lead, where=where)
 
     def _before(self, number: Value, where: Condition) -> list[Pair]:
-        """b-stream rows of the block before the ``number``-th that this call touches."""
-        is_older = number.equals(0)  # than the block that was unfinished
+        """b-stream rows of the group before the ``number``-th that this call touches."""
+        is_older = number == 0  # than the group that was unfinished
         k = self.tail.kb_next.instead(is_older, self.tail.kb)
         z = self.tail.zb_next.instead(is_older, self.tail.zb)
-        return self._block(number - 1, k, z, 0, where)
+        return self._group(number - 1, k, z, 0, where)
 
-    def _block(self, n: Value, tail_k: Buffer, tail_z: Buffer, first: int, where: Condition) -> list[Pair]:
-        """The rows of the n-th block that this call touches: of a tail before the first new token, then new tokens."""
-        at, batch = (self.request.layer, self.request.slot), self.request.batch
+    def _group(self, n: Value, tail_k: Buffer, tail_z: Buffer, first: int, where: Condition) -> list[Pair]:
+        """The rows of the n-th group that this call touches: of a tail before the first new token, then new tokens."""
+        at, batch, ratio = (self.request.layer, self.request.slot), self.request.batch, self.call.ratio
         rows = []
-        for j in range(self._ratio):
-            token = (n * self._ratio + j) - self.request.start % self._ratio
+        for j in range(ratio):
+            token = (n * ratio + j) - self.phase
             k, z = (
                 self.row.load_either(token < 0, (old, (*at, j)), (new, (batch, token)), first=(0, first), where=where)
                 for old, new in ((tail_k, self.streams.k), (tail_z, self.streams.z))
@@ -152,6 +175,6 @@ class CSAUpdate:
             rows.append((k, z))
         return rows
 
-    def _store(self, pair: Pair, k: Buffer, z: Buffer, j: Index, where: Condition) -> None:
+    def _write(self, pair: Pair, k: Buffer, z: Buffer, j: Index, where: Condition) -> None:
         for buffer, values in zip((k, z), pair, strict=True):
             self.row.store(buffer, values, self.request.layer, self.request.slot, j, where=where)

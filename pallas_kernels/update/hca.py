@@ -1,234 +1,236 @@
-"""HCA: entries of one stream over long blocks, and their two tails.
+"""HCA: entries of one stream over long groups, and their two tails.
 
-    entry i = norm(sum softmax(Z) * K) over the m' rows of block i
+    entry i = norm(sum softmax(Z) * K) over the m' rows of group i
 
-The ring tail holds a block's rows (``ka za``). The online tail holds their running softmax: with peak p, total s and
+The ring tail holds a group's rows (``ka za``). The online tail holds their running softmax: with peak p, total s and
 weighted sum a of the rows so far, a row (k, z) makes
 
     p' = max(p, z);  s' = e^(p - p') s + e^(z - p');  a' = e^(p - p') a + e^(z - p') k;  entry = a / s
 
-Both are pooled in this form: a block's rows are split over the warpgroups of a cluster of CTAs, whose running softmaxes
-are merged through shared memory. One CTA could not do it: a ring's block is 512 KiB, which takes one SM 8 us to read.
+Both are pooled in this form: a group's rows are split over the warpgroups of a cluster of CTAs, whose running softmaxes
+are merged through shared memory. One CTA could not do it: a ring's group is 512 KiB, which takes one SM 8 us to read.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
 
 from pallas_kernels.language.lanes import Row, add, fold, maximum
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Channels, Condition, Index, Machine, Value, select
-from pallas_kernels.update.batch import Destination, EntryStore, Request, Streams, max_blocks, max_entries
+from pallas_kernels.language.machine import VECTOR, WARPGROUP, Channels, Condition, Index, Value, select
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.update.batch import Block, Call, NewTokens
+from pallas_kernels.update.entries import Destination
+from pallas_kernels.update.tail_update import TailUpdate
+from pallas_kernels.update.work import Jobs, Split
 
 EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
 
 BATCH = 4  # rows in flight per warpgroup, besides those being added
+_SCRATCH = 3, WARPGROUP, VECTOR  # f32 of a warpgroup's running softmax; it holds the longest row in one step
 
-Softmax = tuple[Channels, Channels, Channels]  # peak, total, weighted
+Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
+
+# (row of the group, whether it is in the warpgroup's share) -> its k and z; z is EMPTY_GATE where there is no row.
+LoadRow = Callable[[Value, Condition], Pair]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """How the rows of one block are shared: ``cluster`` CTAs of ``warpgroups`` each."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Softmax:
+    """The running softmax of rows, per channel."""
 
-    rows: int
-    cluster: int
-    warpgroups: int
+    peak: Channels
+    total: Channels
+    weighted: Channels
 
     @classmethod
-    def of(cls, rows: int, requests: int, num_tokens: int) -> Split:
-        """At least two batches of rows for each warpgroup. Chosen by measuring on an H200:
+    def empty(cls, row: Row) -> Softmax:
+        return cls(row.constant(EMPTY_GATE), row.constant(0.0), row.constant(0.0))
 
-        A decode step of few requests wants a block on many SMs. One of many has CTAs enough, and pays for each that
-        finds nothing to do; all of them should be resident at once.
-        """
-        cluster, warpgroups = (4, 2) if num_tokens > 1 else (8, 1) if requests <= 64 else (2, 1)
-        parts = max(1, min(cluster * warpgroups, rows // (2 * BATCH)))
-        parts = 1 << (parts.bit_length() - 1)
-        warpgroups = min(warpgroups, parts)
-        return cls(rows=rows, cluster=parts // warpgroups, warpgroups=warpgroups)
+    @classmethod
+    def select(cls, condition: Condition, a: Softmax, b: Softmax) -> Softmax:
+        """a where the condition holds, else b."""
+        return jax.tree.map(lambda x, y: select(condition, x, y), a, b)
 
-    @property
-    def parts(self) -> int:
-        return self.cluster * self.warpgroups
+    def add(self, row: Row, rows: list[Pair]) -> Softmax:
+        """With rows (k, z) added; a z of ``EMPTY_GATE``, or what it rounds to in bf16, is no row."""
+        machine = row.machine
 
-    @property
-    def share(self) -> int:
-        """Rows of a warpgroup."""
-        return -(-self.rows // self.parts)
+        def update(*numbers: Value) -> tuple[Value, Value, Value]:
+            peak, total, weighted, *rest = numbers
+            k, z = rest[: len(rows)], rest[len(rows) :]
+            new_peak = fold(maximum, [*z, peak])
+            kept = machine.exp(peak - new_peak)
+            # Under an empty peak, an empty row would weigh e^0.
+            weight = [
+                select(gate <= EMPTY_GATE / 2, machine.constant(0.0, "f32"), machine.exp(gate - new_peak)) for gate in z
+            ]
+            products = [w * key for w, key in zip(weight, k, strict=True)]
+            return new_peak, fold(add, weight) + kept * total, fold(add, products) + kept * weighted
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory in which the first warpgroup finds the running softmaxes of the others."""
-        return (self.parts - 1) * 3 * 4 * VECTOR * WARPGROUP
-
-
-def empty_softmax(row: Row) -> Softmax:
-    return row.constant(EMPTY_GATE), row.constant(0.0), row.constant(0.0)
-
-
-def add_rows(row: Row, softmax: Softmax, rows: list[tuple[Channels, Channels]]) -> Softmax:
-    """The running softmax with rows (k, z) added; a z of ``EMPTY_GATE``, or what it rounds to in bf16, is no row."""
-    machine = row.machine
-
-    def update(*numbers: Value) -> tuple[Value, Value, Value]:
-        peak, total, weighted, *rest = numbers
-        k, z = rest[: len(rows)], rest[len(rows) :]
-        new_peak = fold(maximum, [*z, peak])
-        kept = machine.exp(peak - new_peak)
-        # Under an empty peak, an empty row would weigh e^0.
-        weight = [
-            select(gate <= EMPTY_GATE / 2, machine.constant(0.0, "f32"), machine.exp(gate - new_peak)) for gate in z
+        results = [
+            [update(*channels) for channels in zip(*steps, strict=True)]
+            for steps in zip(
+                self.peak, self.total, self.weighted, *[k for k, _ in rows], *[z for _, z in rows], strict=True
+            )
         ]
-        products = [w * key for w, key in zip(weight, k, strict=True)]
-        return new_peak, fold(add, weight) + kept * total, fold(add, products) + kept * weighted
+        return Softmax(*([[channel[i] for channel in step] for step in results] for i in range(3)))
 
-    results = [
-        [update(*channels) for channels in zip(*steps, strict=True)]
-        for steps in zip(*softmax, *[k for k, _ in rows], *[z for _, z in rows], strict=True)
-    ]
-    peak, total, weighted = ([[channel[i] for channel in step] for step in results] for i in range(3))
-    return peak, total, weighted
+    def merge(self, row: Row, other: Softmax) -> Softmax:
+        """That of the rows of both."""
+        peak = row.map(maximum, self.peak, other.peak)
+        own, new = (row.map(lambda old, p: row.machine.exp(old - p), part.peak, peak) for part in (self, other))
+
+        def total(x: Channels, y: Channels) -> Channels:
+            return row.map(lambda x, wx, y, wy: x * wx + y * wy, x, own, y, new)
+
+        return Softmax(peak, total(self.total, other.total), total(self.weighted, other.weighted))
+
+    def pooled(self, row: Row) -> Channels:
+        """The weighted mean. A total of 0 is a group without rows: 0."""
+        return row.map(lambda a, s: row.machine.divide(a, select(s > 0, s, 1.0)), self.weighted, self.total)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class HCAUpdate:
+class HCAUpdate(TailUpdate):
     """The compressor of one request, on all warpgroups of a cluster."""
 
-    request: Request
-    row: Row  # over a warpgroup
-    tail: Any  # buffers ka za [layers, requests, m', dim], or peak total weighted [layers, requests, dim]
-    streams: Streams  # of buffers
-    entries: EntryStore
-    num_tokens: int
-    ratio: int
-    split: Split
-    keep_tails: bool  # write entries alone
+    __slots__ = ()
+    empty: ClassVar[dict[str, float]]
+    """What the leaves of an empty tail hold."""
+
+    @classmethod
+    @abc.abstractmethod
+    def _pooled_rows(cls, call: Call) -> int:
+        """Most rows of a group that are read, to be shared between warpgroups."""
+
+    @classmethod
+    def split(cls, call: Call) -> Split:
+        """At least two batches of rows for each warpgroup. Chosen by measuring on an H200:
+
+        A decode step of few requests wants a group on many SMs. One of many has CTAs enough, and pays for each that
+        finds nothing to do; all of them should be resident at once.
+        """
+        cluster, warpgroups = (4, 2) if call.num_tokens > 1 else (8, 1) if call.requests <= 64 else (2, 1)
+        parts = max(1, min(cluster * warpgroups, cls._pooled_rows(call) // (2 * BATCH)))
+        parts = 1 << (parts.bit_length() - 1)
+        warpgroups = min(warpgroups, parts)
+        # The first warpgroup finds the running softmaxes of the others in shared memory.
+        scratch = (parts - 1) * math.prod(_SCRATCH) * 4
+        return Split(cluster=parts // warpgroups, warpgroups=warpgroups, shared_bytes=scratch)
+
+    @classmethod
+    def reset(cls, row: Row, tail: Any, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
+        """No rows."""
+        for name, number in cls.empty.items():
+            leaf = getattr(tail, name)
+            at = (*lead, j)[: len(leaf.shape) - 1]
+            row.store(leaf, row.constant(number), *at, where=where)
 
     @property
-    def machine(self) -> Machine:
-        return self.request.machine
-
-    @property
-    def _phase(self) -> Value:
-        return self.request.start % self.ratio
-
-    @property
-    def _completed(self) -> Value:
-        return (self._phase + self.request.count) // self.ratio
+    def _split(self) -> Split:
+        return self.split(self.call)
 
     @property
     def _part(self) -> Value:
         """The warpgroup's number in the cluster."""
-        warpgroup = self.machine.thread // WARPGROUP
-        return warpgroup if self.split.cluster == 1 else self.machine.rank * self.split.warpgroups + warpgroup
+        warpgroup, split = self.machine.thread // WARPGROUP, self._split
+        return warpgroup if split.cluster == 1 else self.machine.rank * split.warpgroups + warpgroup
 
     def _barrier(self, *, leave: Condition = False) -> None:
-        if self.split.cluster > 1:
+        if self._split.cluster > 1:
             self.machine.barrier("cluster", leave=leave)
-        elif self.split.warpgroups > 1:
+        elif self._split.warpgroups > 1:
             self.machine.barrier("block")
         else:
             self.row.team.barrier()
 
     def _pool(self, load: LoadRow, start: Softmax) -> Softmax:
-        """The running softmax of a block's rows added to ``start``.
+        """The running softmax of a group's rows added to ``start``.
 
         Every warpgroup of the cluster takes part; the first one alone begins from ``start`` and has the whole result.
         """
-        row, part, share = self.row, self._part, self.split.share
-        if self.split.parts > 1:
-            is_first = part.equals(0)
-            peak, total, weighted = (
-                row.map(lambda a, b: select(is_first, a, b), s, e)
-                for s, e in zip(start, empty_softmax(row), strict=True)
-            )
-            start = peak, total, weighted
+        row, part, parts = self.row, self._part, self._split.parts
+        share = -(-self._pooled_rows(self.call) // parts)
+        if parts > 1:
+            start = Softmax.select(part == 0, start, Softmax.empty(row))
         batch = min(share, BATCH)
 
-        def fetch(i: Index) -> list[Channels]:
-            rows = []
-            for j in range(batch):
-                place = i * batch + j
-                rows += load(part * share + place, place < share)
-            return rows
+        def fetch(i: Index) -> list[Pair]:
+            places = [i * batch + j for j in range(batch)]
+            return [load(part * share + place, place < share) for place in places]
 
-        def add_and_fetch(i: Value, carry: list[Value]) -> list[Value]:
+        def add_and_fetch(i: Value, carry: tuple[Softmax, list[Pair]]) -> tuple[Softmax, list[Pair]]:
             """Add the rows that have come while the next ones are on their way."""
             later = fetch(i + 1)
-            return _flat([*add_carried(self.machine.hold(carry)), *later])
+            softmax, rows = self.machine.hold(carry)
+            return softmax.add(row, rows), later
 
-        def add_carried(carry: list[Value]) -> Softmax:
-            peak, total, weighted, *rows = _nested(row, carry)
-            return add_rows(row, (peak, total, weighted), list(zip(rows[::2], rows[1::2], strict=True)))
-
-        carry = _flat([*start, *fetch(0)])
-        carry = self.machine.loop(-(-share // batch) - 1, add_and_fetch, carry)
-        return self._merged(add_carried(carry))
+        softmax, rows = self.machine.loop(-(-share // batch) - 1, add_and_fetch, (start, fetch(0)))
+        return self._merged(softmax.add(row, rows))
 
     def _merged(self, softmax: Softmax) -> Softmax:
         """The warpgroups' running softmaxes as one, in the first warpgroup."""
-        if self.split.parts == 1:
+        machine, row, part, split = self.machine, self.row, self._part, self._split
+        if split.parts == 1:
             return softmax
-        machine, row, part = self.machine, self.row, self._part
-        # [part - 1][peak, total, weighted][lane], a vector each: a warpgroup holds the longest row in one step
-        vector = 4 * VECTOR
-        size = vector * WARPGROUP
-        base, lane = machine.take_shared(self.split.shared_bytes), row.team.lane * vector
-        rank = 0 if self.split.cluster > 1 else None
-        for i, values in enumerate(step for quantity in softmax for step in quantity):
-            words = [machine.bits(value) for value in values]
-            place = lane + ((part - 1) * (3 * size) + (base + i * size))
-            machine.store_shared(place, words, vector, part > 0, rank=rank)
-        self._barrier(leave=part > 0 if self.num_tokens == 1 else False)
+        others = Shared.take(machine, (split.parts - 1, *_SCRATCH), "f32")
+        lane, rank = row.team.lane, 0 if split.cluster > 1 else None
+        for i, (values,) in enumerate((softmax.peak, softmax.total, softmax.weighted)):
+            others[part - 1][i].store_floats(values, lane, 0, where=part > 0, rank=rank)
+        self._barrier(leave=part > 0 if self.call.num_tokens == 1 else False)
 
-        def add_one(other: Value, carry: list[Value]) -> list[Value]:
-            numbers: list[Value] = []
-            for i in range(3):
-                words = machine.load_shared(lane + (other * (3 * size) + (base + i * size)), vector)
-                numbers += [machine.from_bits(word) for word in words]
-            return _flat(_merge(row, _nested(row, carry), _nested(row, numbers)))
+        def add_one(other: Value, softmax: Softmax) -> Softmax:
+            return softmax.merge(row, Softmax(*([others[other][i].load_floats(lane, 0)] for i in range(3))))
 
-        others = select(part.equals(0), machine.constant(self.split.parts - 1, "i32"), 0)
-        peak, total, weighted = _nested(row, machine.loop(others, add_one, _flat(softmax)))
-        return peak, total, weighted
+        count = select(part == 0, machine.constant(split.parts - 1, "i32"), 0)
+        return machine.loop(count, add_one, softmax)
 
     def _finish(self, softmax: Softmax, to: Destination) -> None:
-        _, total, weighted = softmax
-        # A total of 0 is a block without rows.
-        self.entries.finish(
-            self.row.map(lambda a, s: self.machine.divide(a, select(s > 0, s, 1.0)), weighted, total), to
-        )
-
-
-# (row of the block, whether it is in the warpgroup's share) -> its k and z; z is EMPTY_GATE where there is no row.
-LoadRow = Callable[[Value, Condition], tuple[Channels, Channels]]
+        self.store.finish(softmax.pooled(self.row), to)
 
 
 class HCARingUpdate(HCAUpdate):
     """With the ring tail."""
 
     __slots__ = ()
+    empty: ClassVar[dict[str, float]] = {"ka": 0.0, "za": EMPTY_GATE}
+    leaves = tuple(empty)
 
-    @staticmethod
-    def num_units(num_tokens: int, ratio: int) -> int:
-        """Clusters per request: one per block that T tokens can complete."""
-        return max_entries(num_tokens, ratio)
+    @classmethod
+    def num_units(cls, call: Call) -> int:
+        """A cluster for each entry that the tokens can complete."""
+        return call.max_entries
 
-    @staticmethod
-    def num_jobs(num_tokens: int, ratio: int) -> int:
-        """Jobs for single warps: tail rows that new tokens fill."""
-        return min(num_tokens, ratio)
+    @classmethod
+    def jobs(cls, call: Call, tokens: NewTokens) -> tuple[Jobs, ...]:
+        """Tail rows that the new tokens fill."""
+        if call.keep_tails:
+            return ()
+        assert tokens.entry is not None
+
+        def run(block: Block, row: Row, i: Value) -> None:
+            cls.of_block(block).write_tail_row(row, i)
+
+        return (Jobs(count=_num_tail_rows(call), dim=tokens.entry.norm.shape[0], run=run),)
+
+    @classmethod
+    def _pooled_rows(cls, call: Call) -> int:
+        return call.ratio
 
     def run(self, unit: Value) -> None:
         """The unit-th entry."""
-        request, row, tail = self.request, self.row, self.tail
-        flush = request.live & (unit < self._completed)
+        request, row, tail, ratio = self.request, self.row, self.tail, self.call.ratio
+        flush = request.live & (unit < self.completed)
 
-        def load(j: Value, inside: Condition) -> tuple[Channels, Channels]:
-            there = inside & (j < self.ratio)
-            token = (unit * self.ratio + j) - self._phase
+        def load(j: Value, inside: Condition) -> Pair:
+            there = inside & (j < ratio)
+            token = (unit * ratio + j) - self.phase
             at = request.layer, request.slot, j
             k, z = (
                 row.load_either(token < 0, (old, at), (new, (request.batch, token)), where=there, otherwise=empty)
@@ -237,124 +239,112 @@ class HCARingUpdate(HCAUpdate):
             return k, z
 
         with self.machine.when(flush):
-            to = self.entries.prepare(unit, self.ratio, self._part.equals(0))
-            softmax = self._pool(load, empty_softmax(row))
-            with self.machine.when(self._part.equals(0)):
+            to = self.store.prepare(unit, self._part == 0)
+            softmax = self._pool(load, Softmax.empty(row))
+            with self.machine.when(self._part == 0):
                 self._finish(softmax, to)
-        if self.num_tokens > 1 and not self.keep_tails:
+        if self.call.num_tokens > 1 and not self.call.keep_tails:
             self._write_read_rows(unit)
 
     def _write_read_rows(self, unit: Value) -> None:
         """Tail rows that the first entry has read; its pooling ends in a barrier, and the same cluster writes them."""
-        width = self.num_jobs(self.num_tokens, self.ratio)
-        with self.machine.when(self.request.live & unit.equals(0) & (self._phase > 0)):
+        parts = self._split.parts
+        with self.machine.when(self.request.live & (unit == 0) & (self.phase > 0)):
 
-            def write(i: Value, carry: list[Value]) -> list[Value]:
-                self._write_row(self.row, i * self.split.parts + self._part, width, was_read=True)
-                return carry
+            def write(i: Value, carry: None) -> None:
+                self._write_row(self.row, i * parts + self._part, was_read=True)
 
-            self.machine.loop(-(-width // self.split.parts), write, [])
+            self.machine.loop(-(-_num_tail_rows(self.call) // parts), write)
 
     def write_tail_row(self, row: Row, job: Value) -> None:
         """A warp's job: write the ``job``-th of the newest rows, unless the first entry may be reading it."""
-        self._write_row(row, job, self.num_jobs(self.num_tokens, self.ratio), was_read=False)
+        self._write_row(row, job, was_read=False)
 
-    def _write_row(self, row: Row, i: Value, width: int, *, was_read: bool) -> None:
-        request = self.request
+    def _write_row(self, row: Row, i: Value, *, was_read: bool) -> None:
+        request, width = self.request, _num_tail_rows(self.call)
         token = request.count - width + i
-        at = (request.start + token) % self.ratio
+        at = (request.start + token) % self.call.ratio
         there = request.live & (token >= 0) & (i < width)
-        if self.num_tokens > 1:
-            there = there & (at < self._phase if was_read else at >= self._phase)
+        if self.call.num_tokens > 1:
+            there = there & (at < self.phase if was_read else at >= self.phase)
         for new, old in ((self.streams.k, self.tail.ka), (self.streams.z, self.tail.za)):
             values = row.load(new, request.batch, token, where=there)
             row.store(old, values, request.layer, request.slot, at, where=there)
+
+
+def _num_tail_rows(call: Call) -> int:
+    """Rows of a ring tail that the new tokens fill."""
+    return min(call.num_tokens, call.ratio)
 
 
 class HCAOnlineUpdate(HCAUpdate):
     """With the online tail."""
 
     __slots__ = ()
+    empty: ClassVar[dict[str, float]] = {"peak": EMPTY_GATE, "total": 0.0, "weighted": 0.0}
+    leaves = tuple(empty)
 
-    @staticmethod
-    def num_units(num_tokens: int, ratio: int) -> int:
-        """Clusters per request: one for the first and the last block that T tokens touch, one for each other block."""
-        return max(1, max_blocks(num_tokens, ratio) - 1)
+    @classmethod
+    def tail_shape(cls, ratio: int, dim: int) -> tuple[int, ...]:
+        return (dim,)
+
+    @classmethod
+    def num_units(cls, call: Call) -> int:
+        """Clusters per request: one for the first and the last group that T tokens touch, one for each other group."""
+        return max(1, call.max_groups - 1)
+
+    @classmethod
+    def _pooled_rows(cls, call: Call) -> int:
+        return min(call.num_tokens, call.ratio)
 
     def run(self, unit: Value) -> None:
-        """A unit's blocks."""
+        """A unit's groups."""
         request, machine = self.request, self.machine
-        if self.num_tokens == 1:
+        if self.call.num_tokens == 1:
             only = machine.constant(0, "i32")
             with machine.when(self._needed(only)):
-                self._block(only, True)
+                self._group(only, True)
             return
-        last = (self._phase + request.count - 1) // self.ratio
-        is_first = unit.equals(0)
+        last = (self.phase + request.count - 1) // self.call.ratio
+        is_first = unit == 0
 
-        def block(i: Value, carry: list[Value]) -> list[Value]:
+        def group(i: Value, carry: None) -> None:
             n = select(is_first, i * last, unit)
             with machine.when(self._needed(n) & (is_first | (unit < last))):
-                self._block(n, n.equals(last))
+                self._group(n, n == last)
                 self._barrier()
-            return carry
 
-        machine.loop(select(is_first & (last > 0), machine.constant(2, "i32"), 1), block, [])
+        more = is_first & request.live & (last > 0)  # of a request without new tokens, ``last`` is no number
+        machine.loop(select(more, machine.constant(2, "i32"), 1), group)
 
     def _needed(self, n: Value) -> Value:
-        """Whether the n-th touched block has to be pooled: for its entry, or for the tail."""
+        """Whether the n-th touched group has to be pooled: for its entry, or for the tail."""
         live = self.request.live
-        return live & (self._completed > n) if self.keep_tails else live
+        return live & (self.completed > n) if self.call.keep_tails else live
 
-    def _block(self, n: Value, is_last: Condition) -> None:
-        """Pool the new tokens of the n-th touched block; finish it if it is full, keep it if it is the last."""
-        request, row, streams, machine = self.request, self.row, self.streams, self.machine
-        begin = (n * self.ratio - self._phase).maximum(0)
-        end = ((n + 1) * self.ratio - self._phase).minimum(request.count)
+    def _group(self, n: Value, is_last: Condition) -> None:
+        """Pool the new tokens of the n-th touched group; finish it if it is full, keep it if it is the last."""
+        request, row, streams, machine, ratio = self.request, self.row, self.streams, self.machine, self.call.ratio
+        begin = (n * ratio - self.phase).maximum(0)
+        end = ((n + 1) * ratio - self.phase).minimum(request.count)
 
-        def load(j: Value, inside: Condition) -> tuple[Channels, Channels]:
+        def load(j: Value, inside: Condition) -> Pair:
             token = begin + j
             there = inside & (token < end)
             k = row.load(streams.k, request.batch, token, where=there)
             return k, row.load(streams.z, request.batch, token, where=there, otherwise=EMPTY_GATE)
 
-        is_holder, continues = self._part.equals(0), n.equals(0)
-        leaves = self.tail.peak, self.tail.total, self.tail.weighted
-        peak, total, weighted = (
-            row.map(
-                lambda old, empty: select(continues, old, empty),
-                row.load(leaf, request.layer, request.slot, where=continues & is_holder),
-                empty,
-            )
-            for leaf, empty in zip(leaves, empty_softmax(row), strict=True)
-        )
-        is_full = self._completed > n
-        to = self.entries.prepare(n, self.ratio, is_holder & is_full)
-        softmax = self._pool(load, (peak, total, weighted))
+        is_holder, continues, at = self._part == 0, n == 0, (request.layer, request.slot)
+        leaves = [getattr(self.tail, name) for name in self.leaves]
+        kept = Softmax(*(row.load(leaf, *at, where=continues & is_holder) for leaf in leaves))
+        kept = Softmax.select(continues, kept, Softmax.empty(row))
+        is_full = self.completed > n
+        to = self.store.prepare(n, is_holder & is_full)
+        softmax = self._pool(load, kept)
         with machine.when(is_holder):
-            if not self.keep_tails:
-                for leaf, values, empty in zip(leaves, softmax, empty_softmax(row), strict=True):
-                    kept = row.map(lambda value, reset: select(is_full, reset, value), values, empty)
-                    row.store(leaf, kept, request.layer, request.slot, where=is_last)
+            if not self.call.keep_tails:
+                left = Softmax.select(is_full, Softmax.empty(row), softmax)
+                for leaf, values in zip(leaves, (left.peak, left.total, left.weighted), strict=True):
+                    row.store(leaf, values, *at, where=is_last)
             with machine.when(is_full):
                 self._finish(softmax, to)
-
-
-def _flat(rows: Sequence[Channels]) -> list[Value]:
-    return [value for channels in rows for step in channels for value in step]
-
-
-def _nested(row: Row, flat: list[Value]) -> list[Channels]:
-    steps = [flat[i : i + VECTOR] for i in range(0, len(flat), VECTOR)]
-    return [steps[i : i + row.steps] for i in range(0, len(steps), row.steps)]
-
-
-def _merge(row: Row, a: Sequence[Channels], b: Sequence[Channels]) -> Softmax:
-    """The running softmax of all rows of both."""
-    peak = row.map(maximum, a[0], b[0])
-    weights = [row.map(lambda own, new: row.machine.exp(own - new), part[0], peak) for part in (a, b)]
-
-    def total(i: int) -> Channels:
-        return row.map(lambda x, wx, y, wy: x * wx + y * wy, a[i], weights[0], b[i], weights[1])
-
-    return peak, total(1), total(2)

@@ -11,26 +11,30 @@ from typing import Any
 
 from pallas_kernels.language.lanes import Row
 from pallas_kernels.language.machine import Value
-from pallas_kernels.rows import store_kv
-from pallas_kernels.update.batch import Request
+from pallas_kernels.update.batch import Block, Call, NewTokens
+from pallas_kernels.update.work import Jobs
 
 
-def num_window_rows(num_tokens: int, n_win: int) -> int:
-    """Rows that T new tokens can fill."""
-    return min(num_tokens, n_win)
+def window_jobs(call: Call, tokens: NewTokens, state: Any) -> Jobs:
+    """A job for each window row that a request's new tokens can fill."""
+    return Jobs(count=_num_rows(call, state), dim=tokens.kv.shape[-1], run=write_window_row)
 
 
-def write_window_row(request: Request, row: Row, state: Any, i: Value, num_tokens: int, kv_format: str) -> None:
+def _num_rows(call: Call, state: Any) -> int:
+    return min(call.num_tokens, state.pos.shape[2])
+
+
+def write_window_row(block: Block, row: Row, i: Value) -> None:
     """Write the ``i``-th of the newest rows; ``i`` is the same in all lanes of the row's team."""
-    machine, tokens = request.machine, request.tokens
-    n_win = state.pos.shape[2]
+    call, request, state, kv = block.call, block.request, block.stack.state, block.tokens.kv
     # Of several tokens for one row only the newest lands.
-    token = request.count - num_window_rows(num_tokens, n_win) + i
+    token = request.count - _num_rows(call, state) + i
     stored = request.live & (token >= 0)
     # One token's row does not wait for the slot.
-    kv = row.load(tokens.kv, request.batch, 0 if num_tokens == 1 else token, where=num_tokens == 1 or stored)
+    is_only = call.num_tokens == 1
+    values = row.load(kv, request.batch, 0 if is_only else token, where=is_only or stored)
     position = request.start + token
-    lead = request.layer, request.slot, position % n_win
-    with machine.when(stored):
-        store_kv(row, kv, state.window, *lead, kv_format=kv_format, where=True)
-        state.pos.store_int(position, *lead, where=row.team.lane.equals(0))
+    lead = request.layer, request.slot, position % state.pos.shape[2]
+    with block.machine.when(stored):
+        call.kv_format.store(row, values, state.window, *lead, where=True)
+        state.pos.store_int(position, *lead, where=row.team.lane == 0)

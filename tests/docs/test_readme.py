@@ -1,11 +1,15 @@
 """What README shows is what happens."""
 
+import ast
 import re
+
+import pytest
 
 import dsv4jax as d4
 from tests.support.paths import ROOT
 
 PACKAGES = ("dsv4jax", "pallas_kernels")
+ROOMS = sorted(path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py"))
 README = (ROOT / "README.md").read_text()
 
 
@@ -27,16 +31,21 @@ def test_the_byte_table_is_the_printed_plan():
     assert block("text").strip() == str(d4.plan_cache(d4.DSV4Config.flash()))
 
 
-def test_every_module_has_its_place_in_the_map():
-    modules = {module.relative_to(ROOT) for package in PACKAGES for module in (ROOT / package).rglob("*.py")}
-    names = {module.name for module in modules} - {"__init__.py"}
-    for name in names:
-        # A machine has a module for each module of words, in a folder of its own.
-        assert f"`{name}`" in README, name
-    for room in {module.parent for module in modules}:
-        assert f"`{room.name}/`" in README, room
-    programs = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/kernels/[!_]*.py")]
-    for program in programs:
+def test_every_room_has_its_place_in_the_map():
+    folders = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    for folder in folders:
+        assert f"`{folder}/`" in README, folder
+    for program in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/kernels/[!_]*.py")):
         assert f"`{program.stem}`" in README, program
-    named = set(re.findall(r"`(\w+\.py)`", README))
-    assert named <= names, f"README names {named - names}, which are not there"
+    for name in re.findall(r"`((?:dsv4jax|pallas_kernels|tests|docs|examples|benchmarks)/[\w/]*(?:\.\w+)?)`", README):
+        assert (ROOT / name).exists(), f"README names {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_a_room_names_its_modules(room):
+    """Its docstring has a line for each, and for nothing else: that is the map of the code."""
+    docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
+    named = set(re.findall(r"^([a-z]\w*) {2,}\S", docstring, re.MULTILINE))
+    modules = {path.stem for path in (ROOT / room).glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in (ROOT / room).glob("*/__init__.py")}
+    assert named == modules | folders

@@ -13,11 +13,13 @@ import pytest
 from jax import lax
 
 import dsv4jax as d4
+import pallas_kernels as pk
 from dsv4jax.cache.cache import LayerStack
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KV_FORMATS
-from dsv4jax.layer import kernels
-from dsv4jax.layer.backend import Backend, choose
+from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.ops import CACHE_UPDATE
+from dsv4jax.tails import num_touched_blocks
 from tests.support.driver import CFG, THREE_FORMATS, moved_values, random_params, sequence, small_plan
 from tests.support.kernel_cases import (
     BAD,
@@ -409,9 +411,60 @@ def test_a_named_backend_refuses_sizes_that_its_kernels_do_not_serve(sizes, reas
     plan = d4.plan_cache(cfg, max_requests=1, max_context=128, kv_format="f32", indexer_format="f32")
     for backend in ("pallas", "pallas_simulated"):
         with pytest.raises(ValueError, match=reason):
-            choose("cache_update", backend, kernels.unsupported(plan, CSA))
-    assert choose("cache_update", None, kernels.unsupported(plan, CSA)) == "xla"
-    assert choose("cache_update", "xla", kernels.unsupported(plan, CSA)) == "xla"
+            CACHE_UPDATE.choose(backend, plan, CSA)
+    assert CACHE_UPDATE.choose(None, plan, CSA) == "xla"
+    assert CACHE_UPDATE.choose("xla", plan, CSA) == "xla"
+
+
+def new_tokens(case: Case) -> pk.NewTokens:
+    """A call's arrays, of which only the shapes matter."""
+    cfg, plan, batch, is_csa = case.cfg, case.plan, case.batch, case.kind == CSA
+
+    def streams(dim: int) -> pk.Streams:
+        rows = jnp.zeros((batch, case.tokens, dim * (2 if is_csa else 1)))
+        return pk.Streams(k=rows, z=rows, norm=jnp.zeros(dim))
+
+    row = jnp.zeros(batch, jnp.int32)
+    return pk.NewTokens(
+        layer=row[:1],
+        slots=row,
+        start=row,
+        num_new=row,
+        block_table=jnp.zeros((case.requests, plan.max_blocks), jnp.int32),
+        kv=jnp.zeros((batch, case.tokens, cfg.head_dim)),
+        entry=streams(cfg.head_dim),
+        key=streams(cfg.indexer_head_dim) if is_csa else None,
+        rope=jnp.zeros((batch, num_touched_blocks(case.tokens, case.ratio), cfg.rope_dim)),
+    )
+
+
+def test_arrays_that_do_not_fit_each_other_are_refused():
+    case = csa(5, "fp8_row", "nvfp4")
+    stack = jax.eval_shape(functools.partial(make_stack, case, make_batch(case)))
+    tokens = new_tokens(case)
+    assert tokens.entry is not None
+    update = functools.partial(pk.append_chunk, kv_format="fp8_row", key_format="nvfp4", eps=1e-6, simulate=True)
+
+    def refused(message: str, error: type[Exception], stack: Any = stack, ratio: int | None = 4, **changes: Any):
+        with pytest.raises(error, match=message):
+            update(stack, dataclasses.replace(tokens, **changes), ratio=ratio)
+
+    def with_tail(**leaves: Any) -> Any:
+        return dataclasses.replace(stack, state=dataclasses.replace(stack.state, **leaves))
+
+    jax.eval_shape(functools.partial(update, ratio=4), stack, tokens)
+    refused("this one has no tail or no ratio", ValueError, with_tail(tail=None))
+    refused("this one has no tail or no ratio", ValueError, ratio=None)
+    refused("tokens.key is for CSA layers, and only for them", ValueError, key=None)
+    refused(
+        r"a tail must have the leaves .* got \('pos', 'window'\)", ValueError, with_tail(tail=dict(window=1, pos=2))
+    )
+    refused("CSA ratio must be at most 8, got 16", ValueError, ratio=16)
+    refused("assert_shape failed", AssertionError, ratio=3)  # than the tail has rows
+    refused("assert_shape failed", AssertionError, slots=tokens.slots[1:])
+    refused("assert_shape failed", AssertionError, kv=tokens.kv[..., 1:])
+    refused("assert_shape failed", AssertionError, entry=dataclasses.replace(tokens.entry, z=tokens.entry.z[..., 1:]))
+    refused("assert_shape failed", AssertionError, rope=tokens.rope[:, 1:])
 
 
 # ---- a decode loop --------------------------------------------------------------------------------------------------
@@ -480,5 +533,6 @@ def test_forty_decode_steps_inside_a_scan(options):
 @requires_gpu
 @pytest.mark.parametrize("options", THREE_FORMATS.values(), ids=THREE_FORMATS)
 def test_three_hundred_decode_steps_inside_a_scan(options):
-    assert choose("cache_update", None, None) == "pallas"
+    plan = small_plan(**options)
+    assert all(CACHE_UPDATE.choose(None, plan, kind) == "pallas" for kind in d4.AttentionType)
     assert_decodes_alike(None, 300, 8, options)

@@ -13,9 +13,9 @@ import pytest
 
 import dsv4jax as d4
 import pallas_kernels as pk
-from dsv4jax.formats import INDEXER_FORMATS
-from dsv4jax.layer import kernels
+from dsv4jax.formats import INDEXER_FORMATS, KeyRows
 from dsv4jax.layer.attention import attention_queries
+from dsv4jax.layer.ops import INDEXER_SCORES
 from dsv4jax.linear import hadamard
 from dsv4jax.rope import apply_rope, rope_frequencies
 from tests.support.driver import ids
@@ -86,7 +86,7 @@ def test_attention_queries_are_normed_roped_and_rounded(size, backend):
 def test_indexer_queries_are_the_bytes_of_the_formulas(size, key_format, backend):
     """Of the formulas operation by operation: a program that fuses them may round a product and a sum together."""
     product, positions = size.draw(size.key_dim)
-    call = functools.partial(kernels.indexer_queries, freqs=size.freqs, plan=plan(key_format), backend=backend)
+    call = functools.partial(INDEXER_SCORES[backend].queries, freqs=size.freqs, plan=plan(key_format))
     got = jax.jit(call)(product, positions)
     rotated = hadamard(apply_rope(product, positions[..., None], size.freqs))
     want = INDEXER_FORMATS[key_format].encode(rotated)
@@ -100,7 +100,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(backend):
     for bad in (np.nan, np.inf):
         spoilt = [(x.at[1, 0, 5, 100].set(bad), positions) for x, positions in map(size.draw, (512, 128))]
         attention = attention_queries(*spoilt[0], size.freqs, plan("nvfp4"), backend)
-        indexer = keys.decode(kernels.indexer_queries(*spoilt[1], size.freqs, plan("nvfp4"), backend))
+        rounded = INDEXER_SCORES[backend].queries(*spoilt[1], size.freqs, plan("nvfp4"))
+        assert isinstance(rounded, KeyRows)
+        indexer = keys.decode(rounded)
         for queries in (attention, indexer):
             finite = np.isfinite(np.asarray(queries)).all(-1)
             assert np.argwhere(~finite).tolist() == [[1, 0, 5]]

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from dsv4jax.layer.indexer import pick
+from pallas_kernels.language import target
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARPGROUP, Machine, Value, select
-from pallas_kernels.selection.call import MAX_K, MAX_SIZE, Split, _Lists, split_of, top_k
-from pallas_kernels.selection.kth_key import INFINITY, KthKey, key_of, number_of
+from pallas_kernels.language.machine import WARPGROUP, Machine, select
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.selection.call import MAX_K, MAX_SIZE, top_k
+from pallas_kernels.selection.kth_largest import INFINITY, KthLargest, number_of, ordinal_of
 from pallas_kernels.selection.marks import Marks
+from pallas_kernels.selection.memory import Memory, Room
+from pallas_kernels.selection.split import Split, split_of
 from tests.support.lane_kernels import F32, SPECIAL, elementwise, machines, random_bits, random_floats, run, spec
 from tests.support.machines import requires_gpu
 
@@ -77,7 +81,7 @@ def rows_of_every_kind(size: int) -> np.ndarray:
     x[9, 100:200] = np.inf
     x[10] = np.where(lane % 2 == 0, F32(0.0), F32(-0.0))
     x[10, ::9] = -1
-    x[11] = x[11] - 1000  # all in a few bins of the keys
+    x[11] = x[11] - 1000  # all in a few bins of the ordinals
     x[11, 17] = 3e38
     x[12] = random_bits(12, size)
     x[13] = np.array(0xFF800001, np.uint32).view(F32)
@@ -145,10 +149,21 @@ def test_what_xla_picks():
 @pytest.mark.parametrize("size", [1, 8192, 8193, 32768, 100_000, 262_144, MAX_SIZE])
 def test_a_split_fits_the_card(size, rows):
     split = split_of(rows, size)
-    shared = _Lists(MAX_K, size, split).size + 2 * KthKey.SHARED_BYTES
-    assert shared <= (227 << 10) - 1024  # what a block may have, but for what every launch takes
+    shared = Room(k=MAX_K, size=size, split=split).shared_bytes
+    assert all(shared <= gpu.shared_bytes - 1024 for gpu in target.GPUS)  # but for what every launch takes
     assert split.is_single(size) or not split.keep
     assert split.cluster in (1, 2, 4, 8)
+
+
+@splits
+def test_a_launch_has_the_shared_memory_that_is_taken(split):
+    room = Room(k=70, size=SIZE, split=split)
+
+    def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+        Memory(machine, room)
+        assert machine.shared_bytes == room.shared_bytes
+
+    run(body, jnp.zeros(1), spec((1,), F32), simulate=True, shared_bytes=room.shared_bytes)
 
 
 def test_what_is_refused():
@@ -205,7 +220,7 @@ def test_places_of_marked_positions(size, simulate):
     is_marked = (positions >= 0) & (rng.random(len(positions)) < 0.7)
 
     def body(machine: Machine, inputs: dict[str, Buffer], out: Buffer) -> None:
-        marks = Marks(machine, threads, size, machine.take_shared(Marks.shared_bytes(size, threads)))
+        marks = Marks(machine, threads, size, Shared.take(machine, (Marks.shared_bytes(size, threads),), "u8"))
         marks.clear()
         machine.barrier("block")
         mine = [inputs["positions"].load_int(machine.thread + i * threads) for i in range(4)]
@@ -230,25 +245,25 @@ def test_places_of_marked_positions(size, simulate):
     np.testing.assert_array_equal(places, np.where(is_marked, np.searchsorted(marked, positions), -1))
 
 
-# ---- the k-th largest key -------------------------------------------------------------------------------------------
+# ---- the k-th largest ordinal ---------------------------------------------------------------------------------------
 
 
 @machines
-def test_keys_are_in_the_order_of_their_numbers(simulate):
+def test_ordinals_are_in_the_order_of_their_numbers(simulate):
     x = np.concatenate([SPECIAL, random_floats(1, 300), random_bits(2, 300)])
-    (keys,) = elementwise(lambda _, x: key_of(x), x, simulate=simulate, dtype=np.int32)
-    (back,) = elementwise(lambda _, x: number_of(key_of(x)), x, simulate=simulate)
+    (ordinals,) = elementwise(lambda _, x: ordinal_of(x), x, simulate=simulate, dtype=np.int32)
+    (back,) = elementwise(lambda _, x: number_of(ordinal_of(x)), x, simulate=simulate)
     nan = np.isnan(x)
-    assert np.all(keys[nan] == 2**31 - 1)
+    assert np.all(ordinals[nan] == 2**31 - 1)
     ordered = x[~nan].argsort(kind="stable")
     steps = np.sign(np.diff(x[~nan][ordered].astype(np.float64)))
-    np.testing.assert_array_equal(np.sign(np.diff(keys[~nan][ordered].astype(np.int64))), steps)
+    np.testing.assert_array_equal(np.sign(np.diff(ordinals[~nan][ordered].astype(np.int64))), steps)
     np.testing.assert_array_equal(back[~nan], x[~nan])
     assert np.isnan(back[nan]).all()
 
 
-def key_of_normal(rng: np.random.Generator) -> np.ndarray:
-    """Keys of numbers of both signs, some of them tiny."""
+def ordinals_of_normal(rng: np.random.Generator) -> np.ndarray:
+    """Those of numbers of both signs, some of them tiny."""
     bits = (rng.standard_normal(512) * 10.0 ** rng.choice([0, -30], 512)).astype(F32).view(np.int32)
     return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
@@ -257,48 +272,47 @@ def key_of_normal(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["any", "normal", "few", "equal", "close"])
 @pytest.mark.parametrize("k", [1, 100, 512, 600])
 @pytest.mark.parametrize(("begin", "limit"), [("low", 1), ("half", 20), ("high", 1)])
-def test_the_range_of_the_kth_key(begin, limit, k, kind, simulate):
-    """Of 512 keys, looked for among the upper ones first; the 600th is none of them."""
+def test_the_range_of_the_kth_largest(begin, limit, k, kind, simulate):
+    """Of 512 ordinals, looked for among the upper ones first; the 600th is none of them."""
     rng = np.random.default_rng(k)
-    keys = {
+    ordinals = {
         "any": rng.integers(-INFINITY, 2**31, 512),
-        "normal": key_of_normal(rng),
+        "normal": ordinals_of_normal(rng),
         "few": rng.integers(0, 5, 512) * 2**28,
         "equal": np.full(512, -7),
         "close": rng.integers(2**20, 2**20 + 3000, 512),
     }[kind].astype(np.int32)
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
-        search = KthKey(machine, 2 * WARPGROUP, k)
+        search = KthLargest(machine, 2 * WARPGROUP, k)
         search.clear()
         mine = [inputs.load_int(machine.thread + half * (2 * WARPGROUP)) for half in range(2)]
         machine.barrier("block")
 
         def visit(action: Any) -> None:
-            for key in mine:
-                action(key, True)
+            for ordinal in mine:
+                action(ordinal, True)
 
-        lowest, high = keys.min(), keys.max()
-        first = {"low": lowest, "half": np.sort(keys)[256], "high": high}[begin]
-        lowest, first, high = (machine.constant(int(key), "i32") for key in (lowest, first, high))
-        found: list[Value] = search.find(visit, first, high, limit, lowest=lowest).words()
-        for i, word in enumerate(found[:4]):
-            out.store_int(word, machine.thread, i)
+        lowest, high = ordinals.min(), ordinals.max()
+        first = {"low": lowest, "half": np.sort(ordinals)[256], "high": high}[begin]
+        lowest, first, high = (machine.constant(int(ordinal), "i32") for ordinal in (lowest, first, high))
+        found = search.find(visit, first, high, limit, lowest=lowest)
+        out.store_words([found.low, found.high, found.above, found.count], machine.thread, 0)
 
     out = run(
         body,
-        jnp.asarray(keys),
+        jnp.asarray(ordinals),
         spec((2 * WARPGROUP, 4), np.int32),
         simulate=simulate,
         warpgroups=2,
-        shared_bytes=KthKey.SHARED_BYTES,
+        shared_bytes=KthLargest.SHARED_BYTES,
     )
     assert np.all(out == out[0])
     low, high, above, count = out[0].tolist()
-    if k > len(keys):
+    if k > len(ordinals):
         assert count == 0
         return
-    assert above == np.sum(keys > high) < k <= above + count
-    assert count == np.sum((keys >= low) & (keys <= high))
-    assert low <= np.sort(keys)[-k] <= high
+    assert above == np.sum(ordinals > high) < k <= above + count
+    assert count == np.sum((ordinals >= low) & (ordinals <= high))
+    assert low <= np.sort(ordinals)[-k] <= high
     assert count <= limit or low == high or above + count == k

@@ -110,7 +110,7 @@ CONDITIONS = ("all", "some", "none")
 
 def condition_of(name: str, machine: Machine, which: int) -> Any:
     """The condition and, below, its lanes."""
-    return {"all": True, "none": machine.thread < 0, "some": ((machine.thread + which) % 3).equals(0)}[name]
+    return {"all": True, "none": machine.thread < 0, "some": (machine.thread + which) % 3 == 0}[name]
 
 
 def lanes_of(name: str, which: int) -> np.ndarray:
@@ -403,7 +403,7 @@ def test_when_nests_and_takes_a_condition_known_when_the_kernel_is_built(simulat
         lane, block = machine.thread, machine.block(1)
         with machine.when(lane < 100):
             out.store_int(lane, block, 0, lane)
-            with machine.when((lane % 2).equals(0)), machine.when(True), machine.when(block > 0):
+            with machine.when(lane % 2 == 0), machine.when(True), machine.when(block > 0):
                 out.store_int(lane, block, 1, lane)
             out.store_int(lane, block, 2, lane)
         with machine.when(lane < 0):
@@ -445,13 +445,13 @@ def test_blocks_of_a_cluster_reach_each_others_shared_memory(cluster, simulate):
         number = block * 1000 + rank * 100 + lane
         machine.store_shared((rank * WARPGROUP + lane) * 4 + base, [number], 4, True, rank=0)
         machine.barrier("cluster")
-        with machine.when(rank.equals(0)):
+        with machine.when(rank == 0):
             total = machine.constant(0, "i32")
             for other in range(cluster):
                 (word,) = machine.load_shared((lane ^ 3) * 4 + (base + 4 * other * WARPGROUP), 4)
                 total = total + word
             out.store_int(total, block, lane)
-        with machine.when(rank.equals(cluster - 1)):
+        with machine.when(rank == cluster - 1):
             out.store_int(rank, block + 3, lane)
 
     out = run(
@@ -475,9 +475,9 @@ def test_a_block_may_leave_its_cluster_at_a_barrier(simulate):
     def body(machine: Machine, inputs: Any, out: Buffer) -> None:
         lane, rank, block = machine.thread, machine.rank, machine.block(0)
         base = machine.take_shared(4 * WARPGROUP)
-        machine.store_shared(lane * 4 + base, [block * 1000 + lane], 4, rank.equals(1), rank=0)
-        machine.barrier("cluster", leave=rank.equals(1))
-        with machine.when(rank.equals(0)):
+        machine.store_shared(lane * 4 + base, [block * 1000 + lane], 4, rank == 1, rank=0)
+        machine.barrier("cluster", leave=rank == 1)
+        with machine.when(rank == 0):
             (word,) = machine.load_shared((lane ^ 3) * 4 + base, 4)
             out.store_int(word, block, lane)
 

@@ -50,7 +50,7 @@ def misaligned_load(machine: Machine, inputs: Buffer, out: Buffer) -> None:
 
 
 def misaligned_store(machine: Machine, inputs: Buffer, out: Buffer) -> None:
-    machine.store(out.address + machine.widen(machine.thread) * 8, [machine.thread] * 4, 16, machine.thread.equals(3))
+    machine.store(out.address + machine.widen(machine.thread) * 8, [machine.thread] * 4, 16, machine.thread == 3)
 
 
 def misaligned_in_shared_memory(machine: Machine, inputs: Buffer, out: Buffer) -> None:
@@ -67,7 +67,7 @@ def two_writers_in_shared_memory(machine: Machine, inputs: Buffer, out: Buffer) 
 
 def two_writers_in_turn(machine: Machine, inputs: Buffer, out: Buffer) -> None:
     out.store_int(machine.thread, machine.thread, where=machine.thread > 3)
-    out.store_int(machine.thread, machine.thread + 1, where=machine.thread.equals(3))
+    out.store_int(machine.thread, machine.thread + 1, where=machine.thread == 3)
 
 
 def two_blocks_write(machine: Machine, inputs: Buffer, out: Buffer) -> None:
@@ -130,22 +130,22 @@ def too_much_shared_memory(machine: Machine, inputs: Buffer, out: Buffer) -> Non
 
 
 def store_after_leaving(machine: Machine, inputs: Buffer, out: Buffer) -> None:
-    machine.barrier("cluster", leave=machine.rank.equals(1))
-    out.store_int(machine.thread, machine.thread, where=machine.rank.equals(1))
+    machine.barrier("cluster", leave=machine.rank == 1)
+    out.store_int(machine.thread, machine.thread, where=machine.rank == 1)
 
 
 def load_after_leaving(machine: Machine, inputs: Buffer, out: Buffer) -> None:
-    machine.barrier("cluster", leave=machine.rank.equals(1))
+    machine.barrier("cluster", leave=machine.rank == 1)
     inputs.load_int(machine.thread)
 
 
 def load_shared_after_leaving(machine: Machine, inputs: Buffer, out: Buffer) -> None:
-    machine.barrier("cluster", leave=machine.rank.equals(1))
+    machine.barrier("cluster", leave=machine.rank == 1)
     machine.load_shared(machine.thread * 4, 4)
 
 
 def arrive_after_leaving(machine: Machine, inputs: Buffer, out: Buffer) -> None:
-    machine.barrier("cluster", leave=machine.rank.equals(1))
+    machine.barrier("cluster", leave=machine.rank == 1)
     machine.barrier("cluster")
 
 
@@ -201,7 +201,7 @@ def orderly(machine: Machine, inputs: Buffer, out: Buffer) -> None:
     machine.barrier("block")
     with machine.when(lane < WARPGROUP):  # a whole warpgroup
         machine.barrier("warpgroup")
-    with machine.when((lane // WARP).equals(1)):  # a whole warp
+    with machine.when(lane // WARP == 1):  # a whole warp
         machine.shuffle_xor(lane, 1)
     # What another lane has written and read, and (at 0) all lanes have read.
     out.store_int(other * 1000000 + far * 1000 + near + first, lane ^ 2)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.machine import Value
 from pallas_kernels.language.simulator.lanes import SimulationError
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, product_row
@@ -128,37 +129,35 @@ def pipeline(machine: TensorCores, inputs: Any, out: Any, *, fenced=True, full=T
     """A role loads tiles of b in turn, another adds up a b_i^T; two tiles of room."""
     a, b = inputs
     left, ring = Tile.take(machine, 64, 128), Tile.take(machine, 64, 128, copies=2)
-    barriers = machine.take_barriers(4)
-    machine.init_barriers([(barriers + 8 * i, 4) for i in range(4)])
-    is_full, is_free = barriers, barriers + 16
+    is_full, is_free = (Barrier.take(machine, warps=4, copies=2) for _ in range(2))
+    init_barriers(is_full, is_free)
     rounds = b.shape[0]
 
     def load() -> None:
         fill(machine, left, a, 128)
 
-        def one(i: Value, carry: list[Value]) -> list[Value]:
+        def one(i: Value, carry: None) -> None:
             slot = i % 2
             if free:
-                machine.wait(slot * 8 + is_free, (i >> 1) & 1 ^ 1)
+                is_free.copy(slot).wait((i >> 1) & 1 ^ 1)
             for step in range(4):
                 n = machine.thread % 128 + step * 128
                 words = b.load_words(i, n // 8, n % 8 * 8, count=8)
                 machine.store_shared(ring.copy(slot).unit(n // 8, n % 8), words, 16, where=True)
             if fenced:
                 machine.fence_shared()
-            machine.arrive(slot * 8 + is_full)
-            return carry
+            is_full.copy(slot).arrive()
 
-        machine.loop(rounds, one, [])
+        machine.loop(rounds, one)
 
     def multiply() -> None:
         def one(i: Value, carry: list[Value]) -> list[Value]:
             slot = i % 2
             if full:
-                machine.wait(slot * 8 + is_full, (i >> 1) & 1)
+                is_full.copy(slot).wait((i >> 1) & 1)
             new = machine.wgmma(carry, left.k_major(), ring.copy(slot).k_major(), columns=64)
             new = machine.wgmma_wait(new)
-            machine.arrive(slot * 8 + is_free)
+            is_free.copy(slot).arrive()
             return new
 
         total = machine.loop(rounds, one, [machine.constant(0.0, "f32")] * 32)
@@ -213,6 +212,9 @@ def test_roles_cannot_ask_for_more_registers_than_there_are():
     state = SPEC((1,), jnp.float32)
     with pytest.raises(Exception, match="roles ask for 512 registers per lane in all, a launch has 504"):
         run(body, (), state, warpgroups=3, simulate=True)
+    for registers in (100, 16, 264):
+        with pytest.raises(ValueError, match=f"a multiple of 8 registers from 24 to 256, got {registers}"):
+            Role(warpgroups=1, registers=registers, body=lambda: None)
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -296,4 +298,5 @@ def test_copies(simulate):
     want = np.where(there[..., None], source, 0).astype(np.uint8).view(np.int32)
     np.testing.assert_array_equal(copied(True), want)
     if simulate:
-        assert not np.array_equal(copied(False), want), "a copy that nobody waited for must not go unnoticed"
+        with pytest.raises(jax.errors.JaxRuntimeError, match="comes of shared memory that nobody has written"):
+            copied(False)  # nobody waits

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.language.machine import WARP, WARPGROUP, Value
+from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value
 from pallas_kernels.language.simulator.lanes import SimulationError
 from pallas_kernels.language.tensor_cores import Operand, Role, Tile
 from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
@@ -21,12 +22,12 @@ F32 = np.float32
 
 def multiply(machine: Any, into: Accumulator, a: Operand, b: Operand, **options: Any) -> None:
     """One product, asked for by the first warp, once all lanes have written its operands; and its end."""
-    barrier = machine.take_barriers(1)
-    machine.init_barriers([(barrier, 1)])
+    barrier = Barrier.take(machine, warps=1)
+    init_barriers(barrier)
     with machine.when(machine.thread < WARP), machine.one_lane():
         machine.mma(into, a, b, **({"accumulate": False} | options))
-        machine.commit(machine.constant(barrier, "i32"))
-    machine.wait(machine.constant(barrier, "i32"), machine.constant(0, "i32"))
+        machine.commit(barrier)
+    barrier.wait(0)
     machine.fence_tensor("after")
 
 
@@ -124,15 +125,15 @@ def pipeline(machine: TensorMemory, inputs: Any, out: Any, *, without: str | Non
     a, b, c = inputs
     left, right = (Tile.take(machine, 64, 128) for _ in range(2))
     ring, handed = Tile.take(machine, 64, 128, copies=2), Tile.take(machine, 64, 128)
-    barriers = machine.take_barriers(7)
-    full, free, scored, ready, done = (barriers + 8 * i for i in (0, 2, 4, 5, 6))
-    machine.init_barriers([*((full + 8 * i, 4) for i in range(2)), *((free + 8 * i, 1) for i in range(2))])
-    machine.init_barriers([(scored, 1), (ready, 4), (done, 1)])
+    full, free = (Barrier.take(machine, warps=warps, copies=2) for warps in (4, 1))
+    scored, ready, done = (Barrier.take(machine, warps=warps) for warps in (1, 4, 1))
+    init_barriers(full, free)
+    init_barriers(scored, ready, done)
     scores, sums = Accumulator(column=64, columns=64), Accumulator(column=0, columns=64, half=1)
 
-    def wait(name: str, barrier: int | Value, parity: Value) -> None:
+    def wait(name: str, barrier: Barrier, parity: Index) -> None:
         if name != without:
-            machine.wait(barrier if isinstance(barrier, Value) else machine.constant(barrier, "i32"), parity)
+            barrier.wait(parity)
 
     def fence(side: Any) -> None:
         if side != without:
@@ -142,38 +143,36 @@ def pipeline(machine: TensorMemory, inputs: Any, out: Any, *, without: str | Non
         for tile, source in ((left, a), (right, c)):
             fill(machine, tile, source, WARPGROUP)
 
-        def one(i: Value, carry: list[Value]) -> list[Value]:
-            wait("free", i % 2 * 8 + free, i // 2 % 2 ^ 1)
+        def one(i: Value, _: None) -> None:
+            wait("free", free.copy(i % 2), i // 2 % 2 ^ 1)
             for step in range(4):
                 n = machine.thread % WARPGROUP + step * WARPGROUP
                 words = b.load_words(i, n // 8, n % 8 * 8, count=8)
                 machine.store_shared(ring.copy(i % 2).unit(n // 8, n % 8), words, 16, where=True)
             if without != "shared":
                 machine.fence_shared()
-            machine.arrive(i % 2 * 8 + full)
-            return carry
+            full.copy(i % 2).arrive()
 
-        machine.loop(b.shape[0], one, [])
+        machine.loop(b.shape[0], one)
 
     def ask() -> None:
-        def one(i: Value, carry: list[Value]) -> list[Value]:
-            wait("full", i % 2 * 8 + full, i // 2 % 2)
+        def one(i: Value, _: None) -> None:
+            wait("full", full.copy(i % 2), i // 2 % 2)
             with machine.one_lane():
                 machine.mma(scores, left.k_major(), ring.copy(i % 2).k_major(), accumulate=False)
-                machine.commit(i % 2 * 8 + free)
-                machine.commit(machine.constant(scored, "i32"))
+                machine.commit(free.copy(i % 2))
+                machine.commit(scored)
             wait("started", ready, i % 2)
             fence("after")
             with machine.one_lane():
                 machine.mma(sums, handed.k_major(), right.transposed(0), accumulate=i > 0)
-            return carry
 
-        machine.loop(b.shape[0], one, [])
+        machine.loop(b.shape[0], one)
         with machine.one_lane():
-            machine.commit(machine.constant(done, "i32"))
+            machine.commit(done)
 
     def hand() -> None:
-        def one(i: Value, carry: list[Value]) -> list[Value]:
+        def one(i: Value, _: None) -> None:
             wait("scored", scored, i % 2)
             fence("after")
             values = machine.load_tensor(scores)
@@ -184,11 +183,10 @@ def pipeline(machine: TensorMemory, inputs: Any, out: Any, *, without: str | Non
                 machine.store_shared(at, [machine.to_f16(*values[n : n + 2])], 4, True)
             machine.fence_shared()
             fence("before")
-            machine.arrive(machine.constant(ready, "i32"))
-            return carry
+            ready.arrive()
 
-        machine.loop(b.shape[0], one, [])
-        wait("last", done, machine.constant(0, "i32"))
+        machine.loop(b.shape[0], one)
+        wait("last", done, 0)
         machine.fence_tensor("after")
         store_product(machine, out, machine.load_tensor(sums))
 
@@ -196,7 +194,7 @@ def pipeline(machine: TensorMemory, inputs: Any, out: Any, *, without: str | Non
         warp = machine.thread // WARP
         with machine.when(warp < 4):
             hand()
-        with machine.when(warp.equals(4)):
+        with machine.when(warp == 4):
             ask()
 
     with machine.tensor_memory(128):

@@ -65,7 +65,7 @@ def test_additions_in_shared_memory(where, simulate):
         base = machine.take_shared(4 * words)
         machine.store_shared(lane * 4 + base, [lane * 1000], 4, lane < words)
         machine.barrier("block")
-        condition: Any = {"all": True, "never": False, "none": lane < 0, "some": (lane % 3).equals(1)}[where]
+        condition: Any = {"all": True, "never": False, "none": lane < 0, "some": lane % 3 == 1}[where]
         before = machine.add_shared(lane % words * 4 + base, inputs.load_int(block, lane), condition)
         out["before"].store_int(before, block, lane)
         machine.barrier("block")
@@ -97,14 +97,14 @@ def test_blocks_of_a_cluster_add_in_the_shared_memory_of_one(simulate):
     def body(machine: Machine, inputs: Any, out: Buffer) -> None:
         lane, block, zero = machine.thread, machine.block(0), machine.constant(0, "i32")
         base = machine.take_shared(16)
-        machine.store_shared(zero + base, [block], 4, lane.equals(0))
+        machine.store_shared(zero + base, [block], 4, lane == 0)
         machine.barrier("cluster")
         place = machine.add_shared(zero + base, machine.constant(1, "i32"), True, rank=2)
         out.store_int(machine.rank * 1000 + lane, block, place - block)
         machine.barrier("cluster", leave=machine.rank > 2)
-        with machine.when(machine.rank.equals(2)):
+        with machine.when(machine.rank == 2):
             (total,) = machine.load_shared(zero + base, 4)
-            with machine.when(lane.equals(0)):
+            with machine.when(lane == 0):
                 out.store_int(total, block, cluster * WARPGROUP)
 
     shape = 3, cluster * WARPGROUP + 1
@@ -167,7 +167,11 @@ def reduction_in_half_a_warp(machine: Machine) -> None:
 
 
 def simulated(fault: Callable[[Machine], None]) -> None:
+    """Run a body on shared memory that has been written."""
+
     def body(machine: Machine, inputs: Any, out: Buffer) -> None:
+        machine.store_shared(machine.thread * 4, [machine.constant(0, "i32")], 4, True)
+        machine.barrier("block")
         fault(machine)
 
     run(body, {}, np.zeros(4, np.int32), simulate=True, warpgroups=2)

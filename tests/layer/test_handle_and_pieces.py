@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 
 import dsv4jax as d4
-from dsv4jax.cache.state import read_slots
+from dsv4jax.indexing import read_slots
 from dsv4jax.layer import indexer
-from dsv4jax.layer.compressor import finish_entries, pool_csa, pool_hca, project_streams
+from dsv4jax.layer.compressor import finish_entries, project_streams
 from dsv4jax.linear import hadamard, linear, rms_norm
 from dsv4jax.rope import apply_rope, rope_frequencies
 from tests.support.driver import (
@@ -96,15 +96,15 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
         key_params = params.indexer.compressor
         key_streams = project_streams(key_params, x, start, ratio, plan.tail_dtype, overlap=True)
         key_tail = read_slots(state.indexer_tail, index, slots)
-        entries = pool_csa(tail, streams, phase, num_new, ratio)
-        keys = pool_csa(key_tail, key_streams, phase, num_new, ratio)
+        entries = tail.pool(streams, phase, num_new, ratio)
+        keys = key_tail.pool(key_streams, phase, num_new, ratio)
         keys = hadamard(finish_entries(keys, key_params.norm, first, d4.AttentionType.CSA, CFG))
         entries = finish_entries(entries, params.compressor.norm, first, d4.AttentionType.CSA, CFG)
         pool = d4.flush_csa(pool, index, entries, keys, tables.block_table, slots, first, count, plan=plan)
         state = d4.append_tail(state, index, streams, key_streams, slots, start, num_new, plan=plan)
         state = d4.rotate_csa(state, index, slots, full)
     else:
-        entries = pool_hca(tail, streams, phase, num_new, ratio)
+        entries = tail.pool(streams, phase, num_new, ratio)
         entries = finish_entries(entries, params.compressor.norm, first, kind, CFG)
         pool = d4.flush_hca(pool, index, entries, tables.block_table, slots, first, count, plan=plan)
         state = d4.append_tail(state, index, streams, None, slots, start, num_new, plan=plan)
@@ -153,7 +153,7 @@ def outputs_through_the_handle(params, handle, x):
     if params.indexer is not None:
         queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, handle.cache.plan)
         weights = indexer.head_weights(params.indexer, x, handle.cache.plan)
-        picks = d4.select_entries(queries, weights, entries, handle.visible(tokens))
+        picks = d4.select_entries(queries, weights, handle.entries, handle.visible(tokens))
     window = handle.write_swa(kv).window() if tokens == 1 else handle.window(kv)
     out = d4.decode_attention(q, positions, params.sinks, window, entries, picks, kind=handle.kind)
     groups = out.reshape(*positions.shape, CFG.o_groups, -1)
@@ -262,8 +262,8 @@ def test_decode_attention_refuses_what_is_of_another_batch_or_layer():
     q, kv, sinks = jnp.ones((*x.shape[:2], CFG.num_heads, CFG.head_dim)), x[..., :1].repeat(CFG.head_dim, -1), x[0, 0]
     window, entries = csa.window(kv), csa.entries
     shorter = jax.tree.map(lambda leaf: leaf[:, 1:], window.fresh)
-    given = dict(sinks=sinks[: CFG.num_heads], window=window, entries=entries, kind="csa")
-    for change, message in (
+    given: dict[str, Any] = dict(sinks=sinks[: CFG.num_heads], window=window, entries=entries, kind="csa")
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
         (dict(sinks=sinks[:1]), r"sinks: expected float32 or bfloat16 \[num_heads=4\], got float32\[1\]"),
         (dict(window=csa.window()), "window: 8 tokens need fresh rows"),
         (dict(window=dataclasses.replace(window, fresh=shorter)), "expected at least 8 fresh rows .* got 7"),
@@ -276,7 +276,8 @@ def test_decode_attention_refuses_what_is_of_another_batch_or_layer():
         (dict(entries=dataclasses.replace(entries, slots=slots[1:])), r"entries.slots: expected int32 \[B=4\]"),
         (dict(entries=hca.entries), "entries: expected those of CSA layers"),
         (dict(kind="hca"), "entries: expected those of HCA layers"),
-    ):
+    )
+    for change, message in changes:
         with pytest.raises((AssertionError, ValueError), match=message):
             d4.decode_attention(q, csa.positions(TOKENS), **(given | change))
 

@@ -14,7 +14,8 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.layer import indexer, kernels, layer
-from dsv4jax.layer.backend import Backend, choose
+from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.ops import DECODE_ATTENTION, TOP_K
 from dsv4jax.layer.reference import reference_layer
 from tests.support import driver
 from tests.support.driver import DEFAULT, TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
@@ -126,7 +127,7 @@ def test_a_layer_gives_what_it_gives_in_xla(kind, tokens, backend):
 @pytest.mark.parametrize(("tokens", "options"), [(1, TRAINED), (40, DEFAULT), (1, DEFAULT), (5, TRAINED)])
 @pytest.mark.parametrize("kind", d4.AttentionType)
 def test_a_layer_of_many_requests_gives_what_it_gives_in_xla(kind, tokens, options):
-    assert choose("decode_attention", None, kernels.unsupported_attention(LARGE.plan)) == "pallas"
+    assert DECODE_ATTENTION.choose(None, LARGE.plan, kind) == "pallas"
     case = LARGE, kind, tokens, options
     # With scores of the kernel, which agree to 1e-5, many a query would pick another one of two like entries. A moved
     # code of a key, or of a query of the indexer, shows in what reads it.
@@ -195,11 +196,11 @@ def test_rows_too_long_for_the_kernel_are_picked_in_xla():
     def plan(max_context):
         return d4.plan_cache(SMALL.cfg, max_requests=1, max_context=max_context, num_blocks=1)
 
-    assert kernels.unsupported_top_k(plan(1 << 21)) is None
-    reason = kernels.unsupported_top_k(plan((1 << 21) + 1))
-    assert "at most 524288 scores" in (reason or "")
-    with pytest.raises(ValueError, match="at most 524288 scores"):
-        choose("top_k", "pallas", reason)
+    assert TOP_K.choose("pallas_simulated", plan(1 << 21), CSA) == "pallas_simulated"
+    for backend in ("pallas", "pallas_simulated"):
+        with pytest.raises(ValueError, match="at most 524288 scores"):
+            TOP_K.choose(backend, plan((1 << 21) + 1), CSA)
+    assert TOP_K.choose(None, plan((1 << 21) + 1), CSA) == "xla"
 
 
 @requires_gpu
@@ -272,6 +273,7 @@ def test_a_backend_op_by_op_names_ops_and_backends_that_there_are():
     with pytest.raises(ValueError, match=r"top_k must be None or one of .*got 'cuda'"):
         d4.OpBackends(top_k="cuda")
     named = d4.OpBackends(top_k="xla")
-    assert choose("top_k", named, None) == "xla"
-    assert choose("decode_attention", named, "too small") == "xla"
+    tiny = d4.plan_cache(d4.DSV4Config.tiny(), max_requests=1, max_context=128)
+    assert TOP_K.choose(named, SMALL.plan, CSA) == "xla"
+    assert DECODE_ATTENTION.choose(named, tiny, CSA) == "xla"
     assert hash(named) == hash(d4.OpBackends(top_k="xla"))

@@ -1,4 +1,18 @@
-"""The rules that hold for every cache, whatever the model and the batch."""
+"""The rules that hold for every cache, whatever the model and the batch.
+
+    1  any split of a sequence into calls gives the same cache and outputs       here, test_recorded_outputs
+    2  allocation is all or nothing, and what was not granted is a no-op         here, cache/test_tables
+    3  nothing shows of what a free row, slot or block held before               here, requests/test_fork
+    4  permuting the rows of a batch permutes its outputs; requests are apart    here
+    5  a whole generation runs inside ``scan`` and ``while_loop``                here, docs/test_generate
+    6  with the cache donated every public function updates in place             here, audits/test_in_place
+    7  one trace per shape: stepping never recompiles                            here
+    8  bad input is refused by name; bad numbers stay in their request           here, test_bad_input
+
+Those that drive a cache through ``step`` run on the device's default backend and again with the kernels of the cache
+update in place of its XLA form, on the simulator and on a GPU; the kernels of attention need larger heads than these.
+What chunked calls leave is then compared with one pass of the default backend.
+"""
 
 import functools
 from typing import Any
@@ -33,6 +47,7 @@ from tests.support.driver import (
     small_plan,
     step,
 )
+from tests.support.machines import BACKENDS
 
 # fp32 sums in another order: values of rms about 1 differ by a few 1e-7, entries and outputs by a few 1e-6.
 TOLERANCE = 2e-5
@@ -85,9 +100,25 @@ def assert_equal_up_to_rounding(name, outputs, cache, slots):
         assert moved_outputs <= 0.02 * total_outputs, f"{moved_outputs} of {total_outputs} outputs differ"
 
 
+@pytest.fixture(params=[pytest.param(None, id="default"), *BACKENDS])
+def cache_update(request):
+    """The backend of the cache update in ``step``."""
+    if request.param is None:
+        yield
+        return
+    for name in THREE_FORMATS:
+        expected(name)  # on the default backend, and kept
+    with driver.BACKEND(d4.OpBackends(cache_update=request.param)):
+        yield
+
+
+on_the_kernels_too = pytest.mark.usefixtures("cache_update")
+
+
 # ---- 1: any split of a sequence into calls gives the same cache and outputs -----------------------------------------
 
 
+@on_the_kernels_too
 @pytest.mark.parametrize("name", THREE_FORMATS)
 def test_rule_1_any_chunking_equals_one_pass(name):
     @settings(max_examples=5)
@@ -103,11 +134,13 @@ def test_rule_1_any_chunking_equals_one_pass(name):
     check()
 
 
+@on_the_kernels_too
 def test_rule_1_token_by_token_equals_one_pass():
     splits = [even_split(length, 1) for length in LENGTHS]
     assert_equal_up_to_rounding("f32", *run(splits, width=1))
 
 
+@on_the_kernels_too
 def test_rule_1_a_running_softmax_in_bfloat16_does_not_depend_on_the_split():
     """The online HCA tail folds tokens in call by call; its sums must not be rounded in between."""
     hca = CFG.compress_ratios.index(CFG.hca_compression_ratio)
@@ -174,6 +207,7 @@ def test_rule_2_a_layer_takes_no_more_than_was_granted():
 # ---- 3: nothing shows of what a free row held -----------------------------------------------------------------------
 
 
+@on_the_kernels_too
 @formats
 def test_rule_3_garbage_in_every_free_row_changes_nothing(options):
     """Requests come, go and come again; before every step all free rows turn into garbage in one of two caches."""
@@ -208,6 +242,7 @@ def test_rule_3_garbage_in_every_free_row_changes_nothing(options):
     assert rounds > 10
 
 
+@on_the_kernels_too
 def test_rule_3_a_reused_slot_and_its_blocks_give_what_fresh_ones_give():
     """The second occupant's outputs equal those of a cache that never held the first."""
     xs = inputs((29, 3, 1, 34), seed=50)
@@ -229,6 +264,7 @@ def test_rule_3_a_reused_slot_and_its_blocks_give_what_fresh_ones_give():
 # ---- 4: requests are apart ------------------------------------------------------------------------------------------
 
 
+@on_the_kernels_too
 @formats
 def test_rule_4_permuting_the_rows_of_a_batch_permutes_its_outputs(options):
     cache, slots = admitted(**options)
@@ -257,6 +293,7 @@ def test_rule_4_permuting_the_rows_of_a_batch_permutes_its_outputs(options):
             assert_same(contents(permuted_after, slot), contents(cache_after, slot))
 
 
+@on_the_kernels_too
 @formats
 def test_rule_4_padding_rows_and_other_requests_change_nothing_and_are_not_touched(options):
     cache, slots = admitted(**options)
@@ -421,6 +458,7 @@ def test_rule_7_three_hundred_steps_with_arrivals_and_departures_trace_once():
 # ---- 8: bad numbers stay in their request ---------------------------------------------------------------------------
 
 
+@on_the_kernels_too
 @formats
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_rule_8_bad_numbers_in_one_request_stay_in_its_rows(options, bad):

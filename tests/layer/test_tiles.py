@@ -8,6 +8,7 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.cache import pool as paged_pool
 from dsv4jax.layer import layer
+from dsv4jax.layer.ops import DECODE_ATTENTION
 from tests.support import recorded
 from tests.support.driver import even_split, feed
 
@@ -22,7 +23,7 @@ def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, mon
     # A plan of its own (6 requests), so that nothing traced with the usual tiles is used again.
     plan = d4.plan_cache(recording.cfg, max_requests=6, max_context=640, kv_format="f32", indexer_format="f32")
     batch, heads = 2, recording.cfg.num_heads
-    monkeypatch.setitem(layer.QUERY_TILE_BYTES, "xla", 1 << 18)
+    monkeypatch.setattr(type(DECODE_ATTENTION["xla"]), "tile_bytes", 1 << 18)
     tile = min(chunk, layer.query_tile(plan, recording.kind, batch, d4.OpBackends(decode_attention="xla")))
     # Two blocks per tile of entries: five blocks make three tiles, the last one half empty.
     queries_heads = recording.cfg.indexer_heads if kind == "csa" else heads

@@ -11,7 +11,10 @@ import pytest
 from jax import lax
 
 import dsv4jax as d4
-from dsv4jax.layer.update import project_tokens, store_streams
+from dsv4jax.indexing import Batch
+from dsv4jax.layer.call import LayerCall
+from dsv4jax.layer.compressor import project_tokens
+from dsv4jax.layer.update import store
 from tests.layer.test_rules import MOVED, TOLERANCE
 from tests.support import kernel_cases
 from tests.support.driver import (
@@ -359,11 +362,10 @@ KERNEL_CASES = [
 
 @functools.partial(jax.jit, static_argnames=("case", "backend", "keep_tails"))
 def store_entries(params, x, stack, table, slots, start, num_new, *, case, backend, keep_tails):
-    num_new = jnp.where(num_new <= case.tokens, num_new, 0)
-    plan, kind = case.plan, case.kind
-    entry, key = project_tokens(params[0], params[1], x, start, plan, kind)
-    where = jnp.int32(kernel_cases.LAYER), table, slots, start, num_new
-    return store_streams(entry, key, None, stack, *where, plan, kind, backend, keep_tails=keep_tails)
+    plan, kind, index = case.plan, case.kind, jnp.int32(kernel_cases.LAYER)
+    batch = Batch(slots=slots, start=start, num_new=num_new).fitting(case.tokens)
+    call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
+    return store(call, project_tokens(params[0], params[1], x, start, plan, kind), backend, keep_tails=keep_tails)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -30,6 +30,7 @@ from tests.support.driver import (
     sequence,
     small_plan,
 )
+from tests.support.paths import DATA
 
 
 def filled(**options) -> tuple[d4.KVCache, jax.Array]:
@@ -50,6 +51,21 @@ def saved(tmp_path_factory) -> tuple[Path, d4.Snapshot]:
     snapshot = d4.extract(cache, slots[:1])
     d4.save(path, snapshot)
     return path, snapshot
+
+
+@pytest.mark.parametrize("name", ["fp8_row_nvfp4_ring", "fp8_tile64_mxfp4_online"])
+def test_files_of_an_earlier_version_of_the_library_are_read(name):
+    """``tests/data/saved`` was written before the modules stood in rooms: a cache, and its first request by itself."""
+    cache, request = (d4.restore(DATA / "saved" / f"{what}_{name}") for what in ("cache", "request"))
+    assert isinstance(cache, d4.KVCache)
+    assert isinstance(request, d4.Snapshot)
+    assert cache.plan.cfg == CFG
+    assert cache.seq_lens.tolist() == [37, 18, 0]
+    assert d4.verify(cache) == []
+    assert_same(d4.extract(cache, [0]), request)
+    cache, slots, ok = d4.insert(d4.release(cache, ids(0)), request)
+    assert ok
+    assert_same(d4.extract(cache, slots), request)
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)

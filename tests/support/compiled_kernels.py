@@ -21,12 +21,22 @@ import jax.numpy as jnp
 
 import dsv4jax as d4
 import pallas_kernels as pk
-from dsv4jax.cache.pool import PagedPool, gather_all_compressed, gather_compressed
-from dsv4jax.config import AttentionType
+from dsv4jax.cache.pool import PagedPool
 from dsv4jax.formats import INDEXER_FORMATS
-from dsv4jax.layer import kernels
-from dsv4jax.layer.compressor import Streams
-from dsv4jax.layer.flush import append_swa, flush_csa, flush_hca, reset_hca, rotate_csa
+from dsv4jax.indexing import Batch
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.update import store
+from dsv4jax.pieces import (
+    append_swa,
+    flush_csa,
+    flush_hca,
+    gather_all_compressed,
+    gather_compressed,
+    reset_hca,
+    rotate_csa,
+)
+from dsv4jax.tails import Streams
 from tests.support.compile_for_gpu import compile_for, prepare_environment
 from tests.support.in_place import copied_bytes, memory_of
 
@@ -88,13 +98,15 @@ def _update(
         rows = _f32(batch, tokens, (1 + is_csa) * dim)
         return Streams(k=rows, z=rows, overlap=is_csa), _f32(dim)
 
-    def function(stack, *args):
-        return kernels.update(stack, *args, plan=cache.plan, kind=kind, backend="pallas", keep_tails=is_draft)
+    def function(stack, index, table, rows, batch):
+        call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=cache.plan)
+        return store(call, rows, "pallas", keep_tails=is_draft)
 
     entry = streams(cfg.head_dim) if stack.pool is not None else None
     key = streams(cfg.indexer_head_dim) if is_csa else None
     kv, row = None if is_draft else _f32(batch, tokens, cfg.head_dim), _i32(batch)
-    args = stack, LAYER, kv, entry, key, cache.tables.block_table, row, row, row
+    new, rows_of = TokenRows(kv=kv, entry=entry, key=key), Batch(slots=row, start=row, num_new=row)
+    args = stack, LAYER, cache.tables.block_table, new, rows_of
     rows = None if stack.pool is None else stack.pool.entries.nope
     return Kernel(name=name, function=function, args=args, rows=rows)
 
@@ -154,7 +166,7 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
             for kind in sorted({spec.attn for spec in d4.layer_schedule(cfg)}):
                 stack = cache.stack(kind)
                 entries = None if stack.pool is None else stack.pool.entries
-                arguments = dict(
+                inputs = pk.AttentionInputs(
                     q=q,
                     window=stack.state.window,
                     pos=stack.state.pos,
@@ -171,24 +183,28 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
                     layer=layer,
                 )
 
-                def attend(arguments: Any, form: str = plan.kv_format) -> Any:
-                    return pk.decode_attention(**arguments, kv_format=form)
-
+                attend: Any = functools.partial(pk.decode_attention, kv_format=plan.kv_format)
                 name = f"decode_attention {kind} {plan.kv_format} {sizes}"
-                yield Kernel(
-                    name=name, function=attend, args=(arguments,), rows=None, reads_only=True, has_scratch=True
-                )
+                yield Kernel(name=name, function=attend, args=(inputs,), rows=None, reads_only=True, has_scratch=True)
             keys: Any = cast(PagedPool, cache.stack("csa").pool).indexer_keys
             queries = _many(plan.keys.row(128), *lead, cfg.indexer_heads)
 
-            def score(keys: Any, queries: Any, *rest: Any, form: str = plan.indexer_format) -> Any:
-                weights, layer, table, slots, visible = rest
-                return pk.indexer_scores(queries, weights, keys, layer, table, slots, visible, key_format=form)
-
             if options["kv_format"] != "bf16":
-                args = keys, queries, _f32(*lead, cfg.indexer_heads), layer, table, _i32(batch), _i32(*lead)
+                inputs = pk.ScoreInputs(
+                    queries=queries,
+                    weights=_f32(*lead, cfg.indexer_heads),
+                    keys=None,  # the first argument
+                    layer=layer,
+                    block_table=table,
+                    slots=_i32(batch),
+                    visible=_i32(*lead),
+                )
+
+                def score(keys: Any, inputs: Any, form: str = plan.indexer_format) -> Any:
+                    return pk.indexer_scores(dataclasses.replace(inputs, keys=keys), key_format=form)
+
                 name = f"indexer_scores {plan.indexer_format} {sizes}"
-                yield Kernel(name=name, function=score, args=args, rows=keys.codes, reads_only=True)
+                yield Kernel(name=name, function=score, args=(keys, inputs), rows=keys.codes, reads_only=True)
     for rows, size in ((8, 32768), (256, 8192), (64, 262144)):
         select = functools.partial(pk.top_k, k=cfg.indexer_top_k)
         args = _f32(rows, size), _i32(rows)

@@ -12,10 +12,13 @@ import ml_dtypes
 import numpy as np
 
 import dsv4jax as d4
-from dsv4jax.cache.cache import LayerStack
-from dsv4jax.cache.state import EMPTY_GATE, CSATail, HCAOnlineTail, HCATail
-from dsv4jax.config import AttentionType
-from dsv4jax.layer.update import store_tokens
+from dsv4jax.cache.stack import LayerStack
+from dsv4jax.indexing import Batch as Rows
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer import update
+from dsv4jax.layer.call import LayerCall
+from dsv4jax.layer.compressor import project_tokens
+from dsv4jax.tails import EMPTY_GATE, CSATail, HCAOnlineTail, HCATail
 from dsv4jax.weights.params import param_shapes
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
@@ -40,7 +43,7 @@ FLASH = dataclasses.replace(d4.DSV4Config.flash(), hidden_size=256, compress_rat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of ``store_tokens``."""
+    """One call of ``update.store``, and the projections before it."""
 
     kind: AttentionType
     tokens: int  # T
@@ -199,7 +202,7 @@ def make_inputs(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def store(
     case: Case, batch: Batch, stack: LayerStack, x: np.ndarray, kv: np.ndarray, backend: str, *, window: bool = True
 ) -> LayerStack:
-    """``store_tokens`` into layer ``LAYER`` under jit; the result's leaves are NumPy arrays."""
+    """``update.store`` into layer ``LAYER`` under jit; the result's leaves are NumPy arrays."""
     rows = [jnp.asarray(array) for array in (batch.block_table, batch.slots, batch.start, batch.num_new)]
     given = jnp.asarray(kv) if window else None
     params = make_params(case.cfg, case.kind)
@@ -211,9 +214,10 @@ def store(
 def _store(params: Any, x: Any, kv: Any, stack: Any, layer: Any, *rows: Any, case: Case, backend: str) -> LayerStack:
     compressor, indexer = params
     table, slots, start, num_new = rows
-    return store_tokens(
-        compressor, indexer, x, kv, stack, layer, table, slots, start, num_new, case.plan, case.kind, backend
-    )
+    batch = Rows(slots=slots, start=start, num_new=num_new).fitting(x.shape[1])
+    call = LayerCall(stack=stack, index=layer, block_table=table, batch=batch, kind=case.kind, plan=case.plan)
+    new = project_tokens(compressor, indexer, x, start, case.plan, case.kind)
+    return update.store(call, dataclasses.replace(new, kv=kv), backend)
 
 
 # ---- what may differ ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,23 @@ def run(body: Callable[..., None], inputs: Any, state: Any, *, simulate: bool, *
     else:
         out = call(inputs, jax.tree.map(jnp.asarray, state))
     return jax.tree.map(np.asarray, out)
+
+
+@functools.cache
+def mesh_of(capability: str | None, name: str, platform: str = "gpu") -> jax.sharding.AbstractMesh:
+    """A device that is not there: under ``jax.sharding.use_abstract_mesh``, kernels are made for it."""
+    kind = type("Device", (jax.sharding.AbstractDevice,), {"compute_capability": capability})
+    device = kind(device_kind=name, num_cores=None, platform=platform)
+    axis = jax.sharding.AxisType.Auto
+    return jax.sharding.AbstractMesh((1,), ("x",), axis_types=(axis,), abstract_device=device)
+
+
+def emit(body: Callable[..., None], inputs: Any, state: Any, **options: Any) -> str:
+    """As ``run``, on the machine that emits for a GPU, of which none is needed: the module with the kernel in it."""
+    options = dict(name="probe", grid=(1,)) | options
+    call = jax.jit(lambda inputs, state: launch(body, inputs=inputs, state=state, **options))
+    with jax.sharding.use_abstract_mesh(mesh_of("9.0", "NVIDIA H200")):
+        return call.trace(inputs, state).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def load_value(buffer: Buffer, at: Value) -> Value:

@@ -7,17 +7,14 @@ from typing import Any
 import jax
 import pytest
 
-from dsv4jax.layer.backend import CAPABILITIES
+from pallas_kernels.language import target
 
 requires_gpu = pytest.mark.gpu  # conftest skips what is marked so where ``no_gpu`` has a reason
 
 
 def no_gpu() -> str | None:
     """Why kernels do not run on this machine's own device, or None where they do."""
-    device = jax.devices()[0]
-    if getattr(device, "compute_capability", None) in CAPABILITIES:
-        return None
-    return f"needs an NVIDIA GPU of compute capability {' or '.join(CAPABILITIES)}, this is {device.device_kind}"
+    return target.unsupported()
 
 
 def _lacks(major: int) -> bool:

@@ -17,8 +17,19 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
 
+from pallas_kernels.language.checks import check_access, check_barrier, check_shuffle
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import Condition, Index, Kind, Machine, Scope, Step, Value, negate
+from pallas_kernels.language.machine import (
+    Condition,
+    Index,
+    Kind,
+    Machine,
+    Scope,
+    Step,
+    Value,
+    expect,
+    negate,
+)
 
 _COMPARISONS = {
     "lt": (arith.CmpFPredicate.OLT, arith.CmpIPredicate.slt),
@@ -26,6 +37,7 @@ _COMPARISONS = {
     "gt": (arith.CmpFPredicate.OGT, arith.CmpIPredicate.sgt),
     "ge": (arith.CmpFPredicate.OGE, arith.CmpIPredicate.sge),
     "eq": (arith.CmpFPredicate.OEQ, arith.CmpIPredicate.eq),
+    "ne": (arith.CmpFPredicate.UNE, arith.CmpIPredicate.ne),
 }
 _FLOAT_OPS = {
     "add": arith.addf,
@@ -47,6 +59,7 @@ _INT_OPS = {
     "max": arith.maxsi,
     "min": arith.minsi,
 }
+_KINDS: dict[str, Kind] = {"r": "i32", "l": "i64", "f": "f32"}  # by the letter of a register's constraint
 _EXP = "{ .reg .f32 t; mul.rn.f32 t, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, t; }"
 _TO_E4M3 = """{
  .reg .b16 low, high;
@@ -103,7 +116,7 @@ class PTX(Machine):
     def rank(self) -> Value:
         return self._asm("mov.u32 $0, %cluster_ctarank;", "=r", ["i32"])[0]
 
-    def constant(self, number: float, kind: Kind) -> Value:
+    def _constant(self, number: Any, kind: Kind) -> Value:
         kind_type = _type(kind)
         if kind == "f32":
             return self._wrap(kind, arith.constant(kind_type, ir.FloatAttr.get(kind_type, float(np.float32(number)))))
@@ -121,17 +134,20 @@ class PTX(Machine):
         return self._wrap(a.kind, arith.select(condition.raw, a.raw, b.raw))
 
     def widen(self, x: Value) -> Value:
-        return self._wrap("i64", arith.extsi(_integer(64), x.raw))
+        return self._wrap("i64", arith.extsi(_integer(64), expect("i32", x).raw))
 
     def bits(self, x: Value) -> Value:
-        return self._wrap("i32", arith.bitcast(_integer(32), x.raw))
+        return self._wrap("i32", arith.bitcast(_integer(32), expect("f32", x).raw))
 
     def from_bits(self, x: Value) -> Value:
-        return self._wrap("f32", arith.bitcast(ir.F32Type.get(), x.raw))
+        return self._wrap("f32", arith.bitcast(ir.F32Type.get(), expect("i32", x).raw))
 
     def _asm(
         self, text: str, constraints: str, results: Sequence[Kind], *args: Value, effects: bool = False
     ) -> list[Value]:
+        registers = [each.strip("=&") for each in constraints.split(",")] if constraints else []
+        for register, arg in zip(registers[len(results) :], args, strict=True):
+            expect(_KINDS[registers[int(register)] if register.isdigit() else register], arg)
         types = [_type(kind) for kind in results]
         if not types:
             returned = ir.Type.parse("!llvm.void")
@@ -170,9 +186,11 @@ class PTX(Machine):
         return self._asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", ["i32"], low, high)[0]
 
     def shuffle_xor(self, x: Value, distance: int) -> Value:
+        check_shuffle(x, distance)
         return self._wrap(x.kind, mgpu.utils.shfl_bfly(x.raw, distance))
 
     def shuffle_up(self, x: Value, distance: int) -> Value:
+        check_shuffle(x, distance)
         register = "f" if x.kind == "f32" else "r"
         text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
         return self._asm(text, f"={register},{register}", [x.kind], x, effects=True)[0]
@@ -197,7 +215,7 @@ class PTX(Machine):
         return self._asm(text, "=&r,r,r,r", ["i32"], address, x, self._flag(where), effects=True)[0]
 
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
-        assert leave is False or scope == "cluster", "only a cluster's barrier may be left"
+        check_barrier(scope, leave)
         if scope == "cluster":
             self._asm("barrier.cluster.arrive.release.aligned;", "", [], effects=True)
             with self.when(negate(leave)):
@@ -210,9 +228,10 @@ class PTX(Machine):
             mgpu.utils.warpgroup_barrier()
 
     def _flag(self, condition: Value) -> Value:
-        return self._wrap("i32", arith.extui(_integer(32), condition.raw))  # inline PTX takes no i1
+        return self._wrap("i32", arith.extui(_integer(32), expect("bool", condition).raw))  # inline PTX takes no i1
 
     def load(self, address: Value, size: int, where: Condition, *, constant: bool, otherwise: int = 0) -> list[Value]:
+        check_access(size)
         ptx_type, words = _access(size)
         # Measured on an H200: inputs without a place in L1, state with the default policy. Any other pairing is slower.
         cache = (".nc.L1::no_allocate" if size == 16 else ".nc") if constant else ""
@@ -221,13 +240,14 @@ class PTX(Machine):
         read = f"ld.global{cache}.{ptx_type} {target}, [${words}];"
         if where is True:
             return self._asm(read, ",".join(["=r"] * words + ["l"]), ("i32",) * words, address, effects=True)
-        assert isinstance(where, Value)
+        if where is False:
+            return [self.constant(otherwise, "i32")] * words
         first = " ".join(f"mov.b32 {register}, {otherwise};" for register in registers)
         text = f"{{ .reg .pred p; setp.ne.s32 p, ${words + 1}, 0; {first} @p {read} }}"
         constraints = ",".join(["=&r"] * words + ["l", "r"])
         return self._asm(text, constraints, ("i32",) * words, address, self._flag(where), effects=True)
 
-    def hold(self, values: list[Value]) -> list[Value]:
+    def _hold(self, values: list[Value]) -> list[Value]:
         # Empty volatile assembly: it stays behind the loads before it, which are volatile too.
         return [
             self._asm("", "=f,0" if value.kind == "f32" else "=r,0", [value.kind], value, effects=True)[0]
@@ -242,8 +262,8 @@ class PTX(Machine):
     ) -> None:
         if where is False:
             return
+        check_access(size, words)
         ptx_type, count = _access(size)
-        assert len(words) == count, (len(words), size)
         registers = [f"${1 + i}" for i in range(count)]
         source = registers[0] if count == 1 else "{" + ", ".join(registers) + "}"
         write = f"st.{space}.{ptx_type} [$0], {source};"
@@ -256,6 +276,7 @@ class PTX(Machine):
         self._asm(text, ",".join([*constraints, "r"]), [], address, *words, flag, effects=True)
 
     def load_shared(self, address: Value, size: int) -> list[Value]:
+        check_access(size)
         ptx_type, words = _access(size)
         registers = [f"${i}" for i in range(words)]
         target = registers[0] if words == 1 else "{" + ", ".join(registers) + "}"
@@ -277,13 +298,13 @@ class PTX(Machine):
         remote = self._asm(f"mapa.shared::cluster.u32 $0, $1, {rank};", "=r,r", ["i32"], address)[0]
         return remote, "shared::cluster"
 
-    def when(self, condition: Condition) -> contextlib.AbstractContextManager[None]:
+    def _when(self, condition: Condition) -> contextlib.AbstractContextManager[None]:
         if condition is True:
             return contextlib.nullcontext()
-        known = self.constant(False, "bool") if condition is False else condition
+        known = condition if isinstance(condition, Value) else self.constant(False, "bool")
         return mgpu.utils.when(known.raw)
 
-    def loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+    def _loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
         bounds = [b if isinstance(b, Value) else self.constant(b, "i32") for b in (0, count, 1)]
         operation = scf.ForOp(bounds[0].raw, bounds[1].raw, bounds[2].raw, [value.raw for value in carry])
         with ir.InsertionPoint(operation.body):
@@ -292,7 +313,7 @@ class PTX(Machine):
             scf.yield_([value.raw for value in result])
         return [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.results, strict=True)]
 
-    def repeat(self, body: Callable[[list[Value]], tuple[Value, list[Value]]], carry: list[Value]) -> list[Value]:
+    def _repeat(self, body: Callable[[list[Value]], tuple[Value, list[Value]]], carry: list[Value]) -> list[Value]:
         types = [value.raw.type for value in carry]
         operation = scf.WhileOp(types, [value.raw for value in carry])
         block, other = (region.blocks.append(*types) for region in operation.regions)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jax._src.lib.mlir.dialects import gpu  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental.mosaic import gpu as mgpu
 
+from pallas_kernels.language.checks import check_wgmma
 from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Value
 from pallas_kernels.language.ptx.lanes import PTX
 from pallas_kernels.language.tensor_cores import DType, Operand, Role, TensorCores
@@ -87,10 +88,10 @@ class TensorCorePTX(PTX, TensorCores):
             with self.when(inside & (warpgroup < first)):
                 change = "inc" if role.registers > at_launch else "dec"
                 self._asm(f"setmaxnreg.{change}.sync.aligned.u32 {role.registers};", "", [], effects=True)
-                role.body()
+                self._play(role)
 
     def init_barriers(self, counts: Sequence[tuple[int, int]]) -> None:
-        with self.when(self.thread.equals(0)):
+        with self.when(self.thread == 0):
             for address, count in counts:
                 self._asm(
                     f"mbarrier.init.shared::cta.b64 [$0], {count};", "r", [], self._shared + address, effects=True
@@ -99,7 +100,7 @@ class TensorCorePTX(PTX, TensorCores):
         gpu.barrier()
 
     def arrive(self, barrier: Value, where: Condition = True) -> None:
-        first = (self.thread % WARP).equals(0)
+        first = self.thread % WARP == 0
         self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
         self._asm(text, "r,r", [], self._shared + barrier, self._flag(where & first), effects=True)
@@ -126,7 +127,7 @@ class TensorCorePTX(PTX, TensorCores):
         dtype: DType = "f16",
         packed: bool = False,
     ) -> list[Value]:
-        assert start is None or not packed, "sums in f16 start at zero"
+        check_wgmma(start, a, b, columns, dtype, packed)
         count, steps = columns // (4 if packed else 2), len(b.steps)
         depth, operands = _FAMILY[dtype]
         shape = f"m64n{columns}{depth}.{'f16' if packed else 'f32'}.{operands}"
@@ -134,11 +135,8 @@ class TensorCorePTX(PTX, TensorCores):
         result = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
         first = count + held  # number of the next operand
         if isinstance(a, Operand):
-            assert dtype == "f16" or not a.transposed, "the left operand is K-major"
-            assert len(a.steps) == steps, "both operands have as many steps"
             left, left_constraints = [self._descriptor(a)], ["l"]
         else:
-            assert len(a) == 4 * steps, "four words per step"
             left, left_constraints = a, ["r"] * len(a)
         right = f"${first + len(left)}"
         # One block of text: nothing may come between the instructions of a group.
@@ -166,4 +164,4 @@ class TensorCorePTX(PTX, TensorCores):
     def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
         # Two pieces: a copy of a register, as a constraint makes, must not come before the wait.
         self._asm(f"wgmma.wait_group.sync.aligned {pending};", "", [], effects=True)
-        return self.hold(values)
+        return self._hold(values)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from jax._src.lib.mlir.dialects import gpu, nvvm  # pyright: ignore[reportPrivateImportUsage]
 
+from pallas_kernels.language.checks import check_product
 from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Kind, Value
 from pallas_kernels.language.ptx.tensor_cores import TensorCorePTX
 from pallas_kernels.language.tensor_cores import DType, Operand
@@ -58,10 +59,8 @@ class TensorMemoryPTX(TensorCorePTX, TensorMemory):
         return self.when(self._wrap("bool", nvvm.elect_sync()))
 
     def mma(self, into: Accumulator, a: Operand, b: Operand, *, accumulate: Condition, dtype: DType = "f16") -> None:
-        assert len(a.steps) == len(b.steps), "both operands have as many steps"
-        assert into.columns % 8 == 0, "columns go by eight"
-        assert into.columns <= 256, "a product has 256 columns at most"
-        sums = self.constant(accumulate, "i32") if isinstance(accumulate, bool) else self._flag(accumulate)
+        check_product(a, b, into.columns, dtype)
+        sums = self.constant(int(accumulate), "i32") if isinstance(accumulate, bool) else self._flag(accumulate)
         lines = [
             "{ .reg .b64 a, b; .reg .b32 shape; .reg .pred sums;",
             f"mov.b32 shape, {instruction_descriptor(a.transposed, b.transposed, into.columns, dtype)};",
@@ -76,7 +75,7 @@ class TensorMemoryPTX(TensorCorePTX, TensorMemory):
         operands = [self._descriptor(operand) | _VERSION for operand in (a, b)]
         self._asm("\n".join([*lines, "}"]), "r,l,l,r", [], self._place(into), *operands, sums, effects=True)
 
-    def commit(self, barrier: Value) -> None:
+    def _commit(self, barrier: Value) -> None:
         text = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];"
         self._asm(text, "r", [], self._shared + barrier, effects=True)
 

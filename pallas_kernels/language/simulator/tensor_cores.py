@@ -7,6 +7,7 @@ computed when it is waited for: what it reads too early, or what is overwritten 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,9 +15,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Scope, Value
-from pallas_kernels.language.simulator.lanes import SimulationError, Simulator
-from pallas_kernels.language.tensor_cores import ATOM_BYTES, ATOM_ROWS, STEP_BYTES, DType, Operand, Role, TensorCores
+from pallas_kernels.language.checks import check_wgmma
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Scope, Value, expect
+from pallas_kernels.language.regions import Region
+from pallas_kernels.language.simulator.arithmetic import elementwise
+from pallas_kernels.language.simulator.lanes import Simulator
+from pallas_kernels.language.simulator.memory import SimulationError
+from pallas_kernels.language.tensor_cores import (
+    ATOM_BYTES,
+    ATOM_ROWS,
+    STEP_BYTES,
+    DType,
+    Operand,
+    Role,
+    TensorCores,
+)
 
 _NUMPY = {"f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
@@ -24,8 +37,8 @@ _NUMPY = {"f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.
 class _Turn:
     """A warpgroup in its role, in a thread of its own, of which one runs at a time."""
 
-    def __init__(self, body: Callable[[], None], mask: np.ndarray):
-        self.mask = mask
+    def __init__(self, body: Callable[[], None], mask: np.ndarray, region: Region):
+        self.mask, self.region = mask, region  # when it gave way
         self.groups: list[_Group] = []  # products that run
         self.copies: list[Any] = []  # arguments of copies that run, and their lanes
         self.ready: Callable[[], bool] = lambda: True
@@ -104,7 +117,8 @@ class TensorCoreSimulator(Simulator, TensorCores):
     def __init__(self, grid: tuple[int, ...], threads: int, shared_bytes: int, cluster: int = 1):
         super().__init__(grid, threads, shared_bytes, cluster)
         blocks = self._shape[0]
-        self._turn = _Turn(lambda: None, self._mask)
+        self._turn = _Turn(lambda: None, self._mask, self.region)
+        self._body = self._around_roles = self.region
         self._random = np.random.default_rng(0)
         self._in_roles = False
         self._met, self._meetings = np.zeros(self._shape, bool), 0  # lanes at a barrier of the block; such barriers
@@ -117,40 +131,51 @@ class TensorCoreSimulator(Simulator, TensorCores):
         self._unfenced: list[np.ndarray] = []
         self._touched: list[np.ndarray] = []
 
+    @elementwise("f32")
     def exp2(self, x: Value) -> Value:
         with np.errstate(all="ignore"):
             return self._wrap("f32", np.exp2(x.raw))
 
+    @elementwise("f32", "f32")
     def to_f16(self, low: Value, high: Value) -> Value:
         pair = np.stack(np.broadcast_arrays(low.raw, high.raw), -1)
         with np.errstate(all="ignore"):
             return self._wrap("i32", np.ascontiguousarray(pair.astype(np.float16)).view(np.int32)[..., 0])
 
+    @elementwise("i32")
     def from_f16(self, word: Value) -> tuple[Value, Value]:
         halves = np.ascontiguousarray(word.raw)[..., None].view(np.float16).astype(np.float32)
         return self._wrap("f32", halves[..., 0]), self._wrap("f32", halves[..., 1])
 
+    @elementwise("i32")
     def e4m3_to_f16(self, word: Value) -> tuple[Value, Value]:
         codes = np.ascontiguousarray(word.raw)[..., None].view(ml_dtypes.float8_e4m3fn).astype(np.float16)
         words = np.ascontiguousarray(codes).view(np.int32)
         return self._wrap("i32", words[..., 0]), self._wrap("i32", words[..., 1])
 
+    @elementwise("i32", "i32")
     def multiply_f16(self, a: Value, b: Value) -> Value:
         halves = [np.ascontiguousarray(x.raw)[..., None].view(np.float16) for x in (a, b)]
         with np.errstate(all="ignore"):
             product = np.ascontiguousarray(halves[0] * halves[1])
         return self._wrap("i32", product.view(np.int32)[..., 0])
 
+    @elementwise("i32")
     def relu_f16(self, x: Value) -> Value:
         halves = np.ascontiguousarray(x.raw)[..., None].view(np.float16)
         return self._wrap("i32", np.maximum(halves, np.float16(0)).view(np.int32)[..., 0])
 
+    @elementwise("i32", "i32")
     def maximum_u16(self, a: Value, b: Value) -> Value:
         halves = [np.ascontiguousarray(x.raw)[..., None].view(np.uint16) for x in (a, b)]
         return self._wrap("i32", np.ascontiguousarray(np.maximum(*halves)).view(np.int32)[..., 0])
 
     def permute_bytes(self, a: Value, b: Value, selector: Index) -> Value:
-        chosen = np.asarray(selector if isinstance(selector, int) else selector.raw)[..., None] >> np.arange(0, 16, 4)
+        return self._permute_bytes(a, b, selector if isinstance(selector, Value) else self.constant(selector, "i32"))
+
+    @elementwise("i32", "i32", "i32")
+    def _permute_bytes(self, a: Value, b: Value, selector: Value) -> Value:
+        chosen = selector.raw[..., None] >> np.arange(0, 16, 4)
         pair = np.stack(np.broadcast_arrays(a.raw, b.raw), -1).view(np.int8)
         shape = np.broadcast_shapes(pair.shape[:-1], chosen.shape[:-1])
         pair, chosen = (np.broadcast_to(x, (*shape, x.shape[-1])) for x in (pair, chosen))
@@ -159,7 +184,13 @@ class TensorCoreSimulator(Simulator, TensorCores):
         return self._wrap("i32", taken.view(np.int32)[..., 0])
 
     def copy_async(self, to: Value, address: Value, where: Condition) -> None:
+        where = self._constant(where, "bool") if isinstance(where, bool) else where
+        to, address, where = (self._kept(x) for x in (to, address, where))
         self._turn.copies.append((to, address, where, self._active(True).copy()))
+
+    def _kept(self, x: Value) -> Value:
+        """The same value, for what runs on after the part of the body that asked for it."""
+        return Value(self, x.kind, x.raw, x.fault, self._body)
 
     def wait_copies(self) -> None:
         """Copies are made when they are waited for: what is read before is what was there."""
@@ -194,10 +225,12 @@ class TensorCoreSimulator(Simulator, TensorCores):
     def roles(self, *roles: Role) -> None:
         self.registers_at_launch(roles)
         outer, turns, first = self._mask, [], 0
+        self._around_roles = self.region
         thread = np.arange(self._threads)[None]
         for role in roles:
+            body = functools.partial(self._play, role)
             for _ in range(role.warpgroups):
-                turns.append(_Turn(role.body, outer & (thread // WARPGROUP == first // WARPGROUP)))
+                turns.append(_Turn(body, outer & (thread // WARPGROUP == first // WARPGROUP), self.region))
                 first += WARPGROUP
         if first != self._threads:
             raise SimulationError(f"roles for {first} of {self._threads} lanes")
@@ -209,15 +242,18 @@ class TensorCoreSimulator(Simulator, TensorCores):
                     continue
                 raise SimulationError("every role waits for another one")
             self._turn = ready[self._random.integers(len(ready))]
-            self._mask = self._turn.mask
+            self._mask, self.region = self._turn.mask, self._turn.region
             self._turn.take()
-        self._mask, self._turn, self._in_roles = outer, before, False
+        self._mask, self.region, self._turn, self._in_roles = outer, self._around_roles, before, False
 
     def _give_way(self, ready: Callable[[], bool]) -> None:
         if self._in_roles:
-            self._turn.mask = self._mask
-            self._turn.give_way(ready)
-            self._mask = self._turn.mask
+            turn = self._turn
+            turn.mask, turn.region = self._mask, self.region
+            turn.region.leave(self._around_roles)  # what it has made is no use to other roles
+            turn.give_way(ready)
+            turn.region.leave(self._around_roles, is_left=False)
+            self._mask, self.region = turn.mask, turn.region
             return
         while not ready():
             if not self._go_on():
@@ -238,6 +274,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
     def _barrier_of(self, barrier: Value) -> tuple[np.ndarray, np.ndarray]:
         """(block, number of the barrier) of each active warp's first lane."""
         active = self._active(True)
+        self._trust(expect("i32", barrier), active, "the address of a barrier")
         at = np.broadcast_to(barrier.raw, self._shape)
         warps = active.reshape(-1, WARP)
         if np.any(warps.any(-1) & ~warps.all(-1)):
@@ -295,6 +332,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
     def wait(self, barrier: Value, parity: Value) -> None:
         warp, number = self._barrier_of(barrier)
         block = warp * WARP // self._threads
+        self._trust(expect("i32", parity), self._mask, "the parity of a barrier")
         wanted = np.broadcast_to(parity.raw, self._shape).reshape(-1, WARP)[warp, 0]
         self._give_way(lambda: bool(np.all(self._phase[block, number] % 2 != wanted)))
 
@@ -332,12 +370,19 @@ class TensorCoreSimulator(Simulator, TensorCores):
         dtype: DType = "f16",
         packed: bool = False,
     ) -> list[Value]:
+        check_wgmma(start, a, b, columns, dtype, packed)
+        active = self._active(True)
+        for value in (*(start or []), *([] if isinstance(a, Operand) else a)):
+            self._trust(value, active, "what enters a product")
         raw = None if start is None else [value.raw for value in start]
-        left = a if isinstance(a, Operand) else [value.raw for value in a]
-        group = _Group(raw, left, b, columns, dtype, packed, self._active(True).copy())
+        left = self._kept_operand(a) if isinstance(a, Operand) else [value.raw for value in a]
+        group = _Group(raw, left, self._kept_operand(b), columns, dtype, packed, active.copy())
         self._turn.groups.append(group)
         kind, count = ("i32", columns // 4) if packed else ("f32", columns // 2)
         return [Value(self, kind, _Pending(group, i)) for i in range(count)]
+
+    def _kept_operand(self, operand: Operand) -> Operand:
+        return dataclasses.replace(operand, address=self._kept(operand.address))
 
     def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
         groups = self._turn.groups
@@ -390,6 +435,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
 
     def _operand_bytes(self, operand: Operand, block: int, lane: int, rows: int) -> np.ndarray:
         """Where the bytes of an operand lie, row after row."""
+        self._trust(operand.address, self._lane == self._lane[block, lane], "the address of an operand")
         address = int(np.broadcast_to(operand.address.raw, self._shape)[block, lane])
         start = address + np.asarray(operand.steps)
         if operand.transposed:
@@ -405,6 +451,8 @@ class TensorCoreSimulator(Simulator, TensorCores):
         if np.any(at >= self._shared_size):
             raise SimulationError("an operand past the block's shared memory")
         at = at + block * self._shared_size
+        if self._shared.fault is not None and np.any(self._shared.fault[at]):
+            raise SimulationError("a product reads shared memory that nobody has written")
         if not np.all(self._fenced[at]):
             raise SimulationError("a product reads shared memory that was not fenced since it was written")
         return at

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pallas_kernels.language.machine import WARP, Condition, Index, Value
-from pallas_kernels.language.simulator.lanes import SimulationError
+from pallas_kernels.language.checks import check_product
+from pallas_kernels.language.machine import WARP, Condition, Index, Value, expect
+from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.simulator.tensor_cores import TensorCoreSimulator
 from pallas_kernels.language.tensor_cores import DType, Operand
 from pallas_kernels.language.tensor_memory import MAX_COLUMNS, ROWS, Accumulator, TensorMemory
@@ -75,14 +76,13 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
 
     # Products.
     def one_lane(self) -> contextlib.AbstractContextManager[None]:
-        return self.when((self.thread % WARP).equals(0))
+        return self.when(self.thread % WARP == 0)
 
     def mma(self, into: Accumulator, a: Operand, b: Operand, *, accumulate: Condition, dtype: DType = "f16") -> None:
+        check_product(a, b, into.columns, dtype)
         active = self._active(True)
         if np.any(active.reshape(-1, WARP).sum(-1) > 1):
             raise SimulationError("a product that more than one lane asks for")
-        if into.columns % 8 or into.columns > 256:
-            raise SimulationError(f"a product of {into.columns} columns")
         sums = np.broadcast_to(np.asarray(accumulate if isinstance(accumulate, bool) else accumulate.raw), self._shape)
         for block, lane in zip(*np.nonzero(active), strict=True):
             self._ask(into, a, b, dtype, int(block), int(lane), bool(sums[block, lane]))
@@ -92,7 +92,7 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         for operand, rows in ((a, ROWS), (b, into.columns)):
             at = self._operand_bytes(operand, block, lane, rows)
             writer, written = self._shared.writer, self._shared.written
-            if np.any(self._shared._unordered(at, owner, writer, writer, written)):
+            if np.any(self._shared.unordered(at, owner, writer, writer, written)):
                 raise SimulationError("a product reads what a lane writes")
             self._read[at] += 1
             reads.append(at)
@@ -109,7 +109,7 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
             product = _Product(block, cells, matrices[0] @ matrices[1].T, add, reads)
         self._running.append((self._turn, product))
 
-    def commit(self, barrier: Value) -> None:
+    def _commit(self, barrier: Value) -> None:
         block, lane = np.nonzero(self._active(True))
         number = np.broadcast_to(barrier.raw, self._shape)[block, lane] // 8
         if np.any(self._expected[block, number] == 0):
@@ -188,6 +188,8 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
 
     def store_tensor(self, into: Accumulator, values: list[Value]) -> None:
         assert len(values) == into.columns // 2, (len(values), into.columns)
+        for value in values:
+            self._trust(expect("f32", value), self._active(True), "what is stored in tensor memory")
         stacked = np.stack([np.broadcast_to(value.raw, self._shape) for value in values])
         for block, lanes, cells in self._transfers(into):
             self._cells[cells] = stacked[:, block, lanes]

@@ -1,19 +1,15 @@
-"""Attention and indexer scores through tensor memory: the kernels of Blackwell, and what they are compiled into."""
+"""Attention through tensor memory: Blackwell's kernel, and the descriptors of its instructions."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels.attention import sm100
-from pallas_kernels.scores.sm100 import Tuning
-from tests.kernels import test_indexer_scores as indexer
-from tests.kernels.test_decode_attention import Case, check
+from tests.support.attention_cases import Case, check
 from tests.support.machines import BLACKWELL_MACHINES
 
 machines = pytest.mark.parametrize("simulate", BLACKWELL_MACHINES)
-formats = pytest.mark.parametrize("key_format", indexer.FORMATS)
 
 
 @machines
@@ -34,31 +30,6 @@ def test_attention(simulate, case):
 def test_an_output_may_be_scaled_for_every_growth(simulate, monkeypatch):
     monkeypatch.setattr(sm100, "_GROWTH", 0.0)
     check(Case(lengths=(300,), layout=sm100.Layout()), simulate=simulate)
-
-
-@machines
-@formats
-@pytest.mark.parametrize(("batch", "tokens", "warpgroups"), [(3, 1, 3), (2, 3, 2), (1, 2, 1)])
-def test_scores(key_format, batch, tokens, warpgroups, simulate):
-    """Several requests per block, and several blocks per request."""
-    seen = indexer.visible(batch, batch, tokens, 5 * indexer.PER_BLOCK)
-    seen[0, -1] = 5 * indexer.PER_BLOCK
-    case = indexer.Case(key_format=key_format, visible=seen, max_blocks=5, seed=tokens)
-    got = case.run(simulate, architecture="sm100", tuning=Tuning(warpgroups=warpgroups, blocks=2))
-    # Sums are f32: 64 heads of 128 dims, and the two products that a weight and the scales are.
-    error = np.abs(got - case.xla())[case.seen] / case.magnitude()[case.seen]
-    assert np.max(error) < 1e-6
-
-
-@machines
-@formats
-def test_scores_of_nan(key_format, simulate):
-    case = indexer.Case(key_format=key_format, visible=np.full((1, 1), 64, np.int32), max_blocks=2)
-    block = case.block_table[case.slots[0], 1]
-    case.keys.scale[1, block, 7] = indexer.NAN_SCALE[key_format]
-    got = case.run(simulate, architecture="sm100")[0, 0]
-    assert np.flatnonzero(np.isinf(got)).tolist() == [32 + 7]
-    assert np.isfinite(np.delete(got, 32 + 7)).all()
 
 
 @pytest.mark.parametrize("dtype", ["f16", "e4m3", "e5m2"])

@@ -1,0 +1,42 @@
+"""Empty caches: on one device, over a mesh, or as shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jax.sharding import Mesh
+
+from dsv4jax.cache.cache import KVCache, empty_cache
+from dsv4jax.cache.sharding import partition_specs, shardings
+from dsv4jax.plan import CachePlan, shard_plan
+
+
+def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
+    """An empty cache on the default device, or split over an axis of a mesh as ``sharding`` tells.
+
+    Raises:
+      ValueError: the mesh lacks the axis, or requests or blocks do not divide by it.
+    """
+    if mesh is None:
+        return empty_cache(plan)
+    local = shard_plan(plan, mesh, axis)
+
+    def one_shard() -> KVCache:
+        return dataclasses.replace(empty_cache(local), plan=plan)
+
+    specs = partition_specs(plan, mesh, axis)
+    return jax.jit(jax.shard_map(one_shard, mesh=mesh, in_specs=(), out_specs=specs))()
+
+
+def abstract_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
+    """Shapes, dtypes and shardings of ``init_cache`` without its memory, for lowering and for restoring."""
+    cache = jax.eval_shape(functools.partial(init_cache, plan, mesh, axis))
+    if mesh is None:
+        return cache
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        cache,
+        shardings(plan, mesh, axis),
+    )

@@ -1,0 +1,52 @@
+"""Layers of one kind side by side, and the stacks of all kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Self
+
+import jax
+
+from dsv4jax.cache.pool import PagedPool
+from dsv4jax.cache.state import StateCache
+from dsv4jax.kinds import AttentionType
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStack:
+    """All layers of one kind: every leaf has a leading [layers of that kind] axis."""
+
+    state: StateCache
+    pool: PagedPool | None  # None for SWA
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """A stack for each kind of layer, under the kind's name. A kind that the model lacks is None."""
+
+    swa: LayerStack | None
+    csa: LayerStack | None
+    hca: LayerStack | None
+
+    def stack(self, kind: AttentionType | str) -> LayerStack:
+        """The layers of a kind. ValueError where the model has none."""
+        stack = getattr(self, AttentionType(kind))
+        if stack is None:
+            raise ValueError(f"the model has no {AttentionType(kind).upper()} layer")
+        return stack
+
+    def with_stack(self, kind: AttentionType | str, stack: LayerStack) -> Self:
+        """The same with another stack for a kind."""
+        return dataclasses.replace(self, **{AttentionType(kind).value: stack})
+
+    @property
+    def kinds(self) -> tuple[AttentionType, ...]:
+        """The kinds that the model has."""
+        return tuple(kind for kind in AttentionType if getattr(self, kind) is not None)
+
+    def map_stacks(self, function: Callable[[AttentionType, LayerStack], LayerStack]) -> Self:
+        """The same with ``function(kind, stack)`` in place of each stack that the model has."""
+        return dataclasses.replace(self, **{kind.value: function(kind, self.stack(kind)) for kind in self.kinds})

@@ -1,0 +1,83 @@
+"""Stored entries as dense rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.cache.pool import PagedPool, PooledLayer
+from dsv4jax.checks import check_array, check_batch
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.backend import XLA, Anywhere, Backend
+from dsv4jax.layer.ops import GATHER_ROWS
+from dsv4jax.plan import CachePlan
+
+_ANY_KIND = AttentionType.SWA  # entries of all kinds are rows of one format
+
+
+def gather_compressed(
+    pool: PagedPool,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    picks: jax.Array,
+    *,
+    plan: CachePlan,
+    dtype: Any = jnp.float32,
+    backend: Backend = None,
+) -> jax.Array:
+    """Chosen entries as dense rows. K = V: the one array serves as both.
+
+    Args:
+      index: layer's place in its stack.
+      block_table: int32 [requests, max_blocks].
+      slots: int32 [B].
+      picks: int32 [B, ...] entry numbers, -1 = none.
+      dtype: of the result, f32 or bf16.
+      backend: None for the fastest available, or a name from ``backends()``.
+
+    Returns:
+      dtype [B, ..., head_dim], zero where there is no entry.
+    """
+    check_batch(slots=slots)
+    check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
+    check_array("picks", picks, {"B": slots.shape[0]} | {f"axis {i}": None for i in range(1, picks.ndim)}, jnp.int32)
+    layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
+    return GATHER_ROWS.of(backend, plan, _ANY_KIND).picked(layer, picks, dtype)
+
+
+def gather_all_compressed(
+    pool: PagedPool,
+    index: jax.Array | int,
+    block_table: jax.Array,
+    slots: jax.Array,
+    num_entries: jax.Array,
+    *,
+    plan: CachePlan,
+    dtype: Any = jnp.float32,
+    backend: Backend = None,
+) -> jax.Array:
+    """The first ``num_entries[b]`` entries of each request as dense rows.
+
+    Returns:
+      dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
+    """
+    check_batch(slots=slots, num_entries=num_entries)
+    layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
+    return GATHER_ROWS.of(backend, plan, _ANY_KIND).complete(layer, num_entries, dtype)
+
+
+class XLAGatherRows(Anywhere):
+    """The gathers in plain JAX."""
+
+    def picked(self, layer: PooledLayer, picks: jax.Array, dtype: Any) -> jax.Array:
+        return layer.rows(picks).astype(dtype)
+
+    def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: Any) -> jax.Array:
+        entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None]
+        return self.picked(layer, jnp.where(entry < num_entries[:, None], entry, -1), dtype)
+
+
+GATHER_ROWS.register(XLA, XLAGatherRows())

@@ -1,0 +1,173 @@
+"""What the kernels for many queries share, on Hopper and on Blackwell: a block of roles, and the roles that load.
+
+A block serves 64 heads of one query. Its loader, a warpgroup, turns stored rows into f16 tiles of 64 keys, two stages
+of them. Two other warpgroups bring the queries, and end with half of the output's channels each. What happens in
+between, products and softmax, is the architecture's.
+
+Few queries do not fill the chip: then a cluster of blocks shares the tiles of one query, and adds its parts up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.attention.inputs import HEAD_DIM, ROPE_DIM, AttentionInputs
+from pallas_kernels.attention.keys import KEYS, STAGING_BYTES, KeyLoader, Query, StoredRow
+from pallas_kernels.attention.layout import AttentionLayout, Scratch
+from pallas_kernels.formats import AttendedFormat
+from pallas_kernels.language.barriers import Barrier
+from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, negate, select
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import TensorCores, Tile
+
+HEADS = 64
+STAGES = 2  # tiles of keys: one is multiplied while the next one is loaded
+CONSUMERS = 2  # warpgroups that bring the queries and end with half of the channels each
+HALF = HEAD_DIM // CONSUMERS
+WARPS = WARPGROUP // WARP
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout(AttentionLayout):
+    """Heads in groups of 64; any number of tiles."""
+
+    heads: int = dataclasses.field(default=HEADS, init=False)
+    cluster: int = 1
+
+    @property
+    def warpgroups(self) -> int:
+        return CONSUMERS + 1
+
+    @property
+    def common_bytes(self) -> int:
+        """Shared memory of what both kernels have, without barriers."""
+        tiles = (HEADS + STAGES * KEYS) * HEAD_DIM * 2
+        return tiles + STAGING_BYTES + STAGES * KEYS * 8 + ROPE_DIM * 4
+
+    def scratch(self, queries: int, groups: int) -> Scratch | None:
+        if self.cluster == 1:
+            return None
+        lanes = CONSUMERS * WARPGROUP
+        loads = HEADS * HEAD_DIM // (self.cluster * lanes * 8)
+        return Scratch.of(self, queries, groups, part=(loads, lanes, 8))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """A block's shared memory, where its roles meet. A kernel has more, and says in which order all of it lies."""
+
+    q: Tile  # [HEADS, HEAD_DIM]
+    keys: Tile  # [KEYS, HEAD_DIM]; copies: stages
+    staging: Shared  # u8, of ``take_staging``
+    factor_and_bias: Shared  # f32 [STAGES, KEYS, 2], of ``KeyLoader.store``
+    angles: Shared  # f32 [2, ROPE_DIM // 2] cosines, sines
+    full: Barrier  # per stage: its keys are there
+    free: Barrier  # per stage: all products with its keys are done
+    begun: Barrier  # the loader's first loads were issued
+    loaded_q: Barrier
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """A block's work, as one of its roles knows it."""
+
+    machine: TensorCores
+    memory: Memory
+    query: Query
+    first_head: Value
+    cluster: int
+    rank: Value  # of the block in its cluster
+    tiles: Value  # that the block serves, one at least: it may have no key
+
+    @classmethod
+    def of(cls, machine: TensorCores, inputs: AttentionInputs, memory: Memory, cluster: int) -> Block:
+        query = Query.of_block(machine, inputs)
+        rank, tiles = query.share(cluster)
+        return cls(
+            machine=machine,
+            memory=memory,
+            query=query,
+            first_head=machine.block(1) * HEADS,
+            cluster=cluster,
+            rank=rank,
+            tiles=tiles,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ahead:
+    """What the loader knows of tiles i, i + 1 and i + 2 when it is to store tile i. Two rows of each, per lane."""
+
+    numbers: list[Value]  # of the keys of tile i + 1
+    pages: list[Value]
+    later_numbers: list[Value]  # of tile i + 2
+    rows: list[StoredRow] | list[Value]  # of tile i: on their way, or, where not both can wait, their indices
+
+
+def load_tiles(block: Block, form: AttendedFormat) -> None:
+    """Tile after tile: bytes are on their way one tile ahead, their addresses are found two and three."""
+    machine, memory = block.machine, block.memory
+    loader = KeyLoader(block.query, form, memory.staging)
+
+    def tile(i: Index) -> Value:
+        """The blocks of a cluster take tiles in turn: those with two of ten then begin with the window's."""
+        return block.rank + i * block.cluster
+
+    def find(tile: Value) -> list[Value]:
+        return [select(tile < block.query.tiles, number, -1) for number in loader.find(tile)]
+
+    def load(tile: Value, indices: list[Value]) -> list[StoredRow] | list[Value]:
+        return [loader.load(tile, which, indices[which]) for which in range(2)] if loader.stages_both else indices
+
+    # Nothing that waits for a load stands before the first tile's. The queries, which take longer, are asked for behind
+    # a window's rows, but before picked ones, whose places are still to be found.
+    in_window = tile(machine.constant(0, "i32")) < block.query.window_tiles
+    memory.begun.arrive(negate(in_window))
+    numbers = [find(tile(i)) for i in range(3)]
+    rows = load(tile(0), loader.resolve(tile(0), numbers[0], loader.find_pages(tile(0), numbers[0])))
+    memory.begun.arrive(in_window)
+    pages = loader.find_pages(tile(1), numbers[1])
+
+    def step(i: Value, ahead: _Ahead) -> _Ahead:
+        stage = i % STAGES
+        keys, factor_and_bias = memory.keys.copy(stage), memory.factor_and_bias[stage]
+        memory.free.copy(stage).wait((i // STAGES & 1) ^ 1)
+        if loader.stages_both:
+            machine.wait_copies()
+        for which, row in enumerate(ahead.rows):
+            if not isinstance(row, StoredRow):
+                row = loader.load(tile(i), which, row)
+                machine.wait_copies()
+            loader.store(tile(i), which, row, keys, factor_and_bias)
+        machine.fence_shared()
+        memory.full.copy(stage).arrive()
+        # Addresses that are found already are used first: what is on its way longest is needed first.
+        rows = load(tile(i + 1), loader.resolve(tile(i + 1), ahead.numbers, ahead.pages))
+        pages = loader.find_pages(tile(i + 2), ahead.later_numbers)
+        later_numbers = find(tile(i + 3))
+        return _Ahead(numbers=ahead.later_numbers, pages=pages, later_numbers=later_numbers, rows=rows)
+
+    machine.loop(block.tiles, step, _Ahead(numbers=numbers[1], pages=pages, later_numbers=numbers[2], rows=rows))
+    if block.cluster > 1:  # the barrier of ``merge_parts`` is for all lanes of the cluster
+        machine.barrier("cluster")
+
+
+def load_queries(block: Block) -> None:
+    """The queries of the block's heads as f16, and the angles that the output is turned back by."""
+    machine, memory, query, lane = block.machine, block.memory, block.query, block.machine.thread
+    memory.begun.wait(0)
+    units, lanes = HEAD_DIM * 2 // 16, CONSUMERS * WARPGROUP
+    for i in range(HEADS * units // lanes):
+        n = lane + i * lanes
+        head, unit = n // units, n % units
+        machine.store_shared(memory.q.unit(head, unit), query.head_words(block.first_head + head, unit), 16, True)
+    if query.inputs.angles is not None:
+        there = lane < ROPE_DIM
+        angle = query.inputs.angles.load_floats(query.batch, query.token, lane, count=1, where=there)
+        memory.angles.view((ROPE_DIM,), "f32").store_floats(angle, lane, where=there)
+    machine.fence_shared()
+    memory.loaded_q.arrive()
+    memory.loaded_q.wait(0)

@@ -1,0 +1,91 @@
+"""What decode attention reads: queries, and the rows and tables in which they find their keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats import AttendedFormat
+
+HEAD_DIM, NOPE_DIM, ROPE_DIM = 512, 448, 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionInputs:
+    """T queries of each of B requests, and the arrays of the layer that they attend to.
+
+    A query sees the positions max(0, p - n_win + 1) .. p of its window, and of the first ``visible`` entries either
+    those that it picks or all. Rows are pytrees with the leaves ``nope rope scale``, encoded in one KV format.
+    """
+
+    q: Any  # f16 or bf16 [B, T, H, 512]
+    window: Any  # rows [layers, requests, n_win, ...]: rings, in which position p sits in row p % n_win
+    pos: Any  # int32 [layers, requests, n_win] position that a ring's row holds, -1 = empty; a row of another is no key
+    fresh: Any  # rows [B, F, ...] of positions start .. start + F - 1, which the ring does not hold yet; or None
+    entries: Any  # rows [layers, num_blocks, entries_per_block, ...]; or None
+    picks: Any  # int32 [B, T, K] entry numbers, -1 = none; None = all below visible
+    block_table: Any  # int32 [requests, max_blocks], -1 = none; None without entries
+    slots: Any  # int32 [B], -1 = none
+    start: Any  # int32 [B] position of the first fresh row
+    positions: Any  # int32 [B, T] of the queries, -1 = none: the output is 0
+    visible: Any  # int32 [B, T] entries that a query may see; None without entries
+    sinks: Any  # f32 [H]
+    angles: Any  # f32 [B, T, 64] cosines, then sines, that the output's RoPE channels are turned back by; or None
+    layer: Any  # int32 [1]
+
+    @property
+    def max_entries(self) -> int:
+        """Entries that a query can read, at most."""
+        if self.entries is None:
+            return 0
+        if self.picks is not None:
+            return self.picks.shape[2]
+        return self.block_table.shape[1] * self.entries.nope.shape[2]
+
+
+def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
+    """Raise where shapes and dtypes do not fit together, or rows are not of the format.
+
+    Raises:
+      AssertionError: (chex) an array's shape or dtype is wrong.
+      ValueError: entries come without their block table, or an array has more rows than an int32 can number.
+    """
+    q, pos, entries = inputs.q, inputs.pos, inputs.entries
+    chex.assert_rank([q, inputs.positions, pos], [4, 2, 3])
+    batch, tokens, heads, _ = q.shape
+    chex.assert_shape(q, (batch, tokens, heads, HEAD_DIM))
+    _check_rows(inputs.window, pos.shape, form)
+    chex.assert_type([pos, inputs.slots, inputs.start, inputs.positions, inputs.layer], jnp.int32)
+    chex.assert_shape([inputs.slots, inputs.start], (batch,))
+    chex.assert_shape(inputs.positions, (batch, tokens))
+    chex.assert_shape(inputs.sinks, (heads,))
+    if inputs.angles is not None:
+        chex.assert_shape(inputs.angles, (batch, tokens, ROPE_DIM))
+        chex.assert_type(inputs.angles, jnp.float32)
+    if inputs.fresh is not None:
+        _check_rows(inputs.fresh, (batch, None), form)
+    if inputs.picks is not None:
+        chex.assert_shape(inputs.picks, (batch, tokens, None))
+        chex.assert_type(inputs.picks, jnp.int32)
+    if entries is not None:
+        if inputs.block_table is None or inputs.visible is None:
+            raise ValueError("entries are found through a block table and seen up to visible: got None for one of them")
+        chex.assert_shape(inputs.visible, (batch, tokens))
+        chex.assert_type([inputs.visible, inputs.block_table], jnp.int32)
+        chex.assert_shape(inputs.block_table, (pos.shape[1], None))
+        _check_rows(entries, (pos.shape[0], None, None), form)
+
+
+def _check_rows(rows: Any, lead: tuple[int | None, ...], form: AttendedFormat) -> None:
+    chex.assert_shape([rows.nope, rows.rope], [(*lead, NOPE_DIM), (*lead, ROPE_DIM)])
+    chex.assert_type(rows.rope, jnp.bfloat16)
+    chex.assert_equal(rows.nope.dtype.itemsize, form.itemsize)
+    chex.assert_equal(0 if rows.scale is None else math.prod(rows.scale.shape[len(lead) :]), form.num_scales(NOPE_DIM))
+    if math.prod(rows.nope.shape[:-1]) >= 2**31:
+        raise ValueError(f"an array may have 2^31 - 1 rows, got {rows.nope.shape[:-1]}")

@@ -1,0 +1,418 @@
+"""Number formats of stored rows in the kernels: how a row that a team of lanes holds becomes bytes, and comes back.
+
+    key rows, of the window and of entries (448 NoPE + 64 RoPE channels at the models' sizes)
+      f32, bf16    nope f32 or bf16 [448] | rope as nope [64]
+      fp8_row      nope E4M3 [448] | rope bf16 [64] | scale f32 [], one multiplier                          = 580 B
+      fp8_tile64   nope E4M3 [448] | rope bf16 [64] | scale UE8M0 [7], one exponent for every 64 channels   = 583 B
+    indexer keys (128 channels)
+      f32, bf16    codes f32 or bf16 [128]
+      nvfp4        codes E2M1 pairs [64] | scale E4M3 [8], one for every 16 channels                        =  72 B
+      mxfp4        codes E2M1 pairs [64] | scale UE8M0 [4], one for every 32 channels                       =  68 B
+
+Codes and scale bytes are uint8; a pair of E2M1 codes has the even channel in its low nibble. Rounding is to nearest,
+ties to even. Values are rounded where the XLA formats of the same names round, so that the bytes agree.
+
+Attention widens key rows to f16 on their way to the tensor cores, and reads every ``AttendedFormat``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from pallas_kernels.language.lanes import Buffer, Divisor, Row, Team, fold, maximum
+from pallas_kernels.language.machine import VECTOR, Channels, Condition, Index, Step, Value, negate, select
+from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.rows import (
+    amax_bits,
+    bf16_to_f16,
+    from_ue8m0,
+    is_finite,
+    magnitude_bits,
+    power_of_two_scale,
+    to_e2m1,
+)
+
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+_EXPONENT, _FRACTION, _ONE = 0x7F800000, 0x007FFFFF, 0x3F800000  # bits of an f32
+MIN_AMAX = 1e-4  # floor of a key row's (or tile's) largest magnitude, so that a row of zeros has a scale
+
+
+class KVRows(Protocol):
+    """Key rows in device memory. The leading axes are whatever the store has: layer, page, row."""
+
+    @property
+    def nope(self) -> Buffer: ...  # [..., nope_dim]
+
+    @property
+    def rope(self) -> Buffer: ...  # [..., rope_dim]
+
+    @property
+    def scale(self) -> Buffer | None: ...  # [...] or [..., scales], None where the format has none
+
+
+class KeyRows(Protocol):
+    """Indexer keys in device memory."""
+
+    @property
+    def codes(self) -> Buffer: ...  # [..., dim], or [..., dim / 2] of pairs
+
+    @property
+    def scale(self) -> Buffer | None: ...  # [..., scales], None where the format has none
+
+
+class KVFormat(abc.ABC):
+    """A format of key rows. RoPE channels are floats in every one; formats differ in the NoPE channels and scales."""
+
+    itemsize: int
+    """Bytes of a NoPE channel."""
+
+    scale_is_power_of_two: ClassVar[bool] = True
+    """True also where there is no scale."""
+
+    @abc.abstractmethod
+    def num_scales(self, nope_dim: int) -> int:
+        """Elements of a row's ``scale``; 0 where there is none."""
+
+    def unsupported(self, nope_dim: int, rope_dim: int) -> str | None:
+        """Why rows of these sizes cannot be stored, or None where they can."""
+        if nope_dim % VECTOR or rope_dim % VECTOR:
+            return f"NoPE and RoPE dims must be divisible by {VECTOR}, got {nope_dim} and {rope_dim}"
+        return None
+
+    def store(
+        self, row: Row, values: Channels, rows: KVRows, *lead: Index, where: Condition, amax: Value | None = None
+    ) -> None:
+        """Encode a row and store it at the leading indices of ``rows``.
+
+        Args:
+          row: how the row lies over its team.
+          values: f32 [nope_dim + rope_dim].
+          where: in which lanes; the team's lanes agree.
+          amax: f32, the row's largest NoPE magnitude, if it is known already.
+        """
+        nope_dim = rows.nope.shape[-1]
+        divisors = self._store_scale(row, values, rows, lead, where, amax)
+        for step, channels in enumerate(values):
+            is_nope, channel = row.before(step, nope_dim), row.channel[step]
+            if is_nope is not False:
+                scaled = [value / divisors[step] for value in channels] if divisors else channels
+                self._store_nope(scaled, rows.nope, *lead, channel, where=where & is_nope)
+            is_rope = negate(is_nope) & row.before(step, row.dim)
+            if is_rope is not False:
+                rows.rope.store_floats(channels, *lead, channel - nope_dim, where=where & is_rope)
+
+    def load(self, row: Row, rows: KVRows, *lead: Index, where: Condition) -> Channels:
+        """The row at the leading indices of ``rows``, decoded: f32 [nope_dim + rope_dim], 0 where not."""
+        nope_dim = rows.nope.shape[-1]
+        row_scale = self._load_row_scale(rows, lead, where)
+        decoded = []
+        for step, channel in enumerate(row.channel):
+            is_nope = row.before(step, nope_dim)
+            is_rope = negate(is_nope) & row.before(step, row.dim)
+            values = [row.machine.constant(0, "f32")] * VECTOR
+            if is_nope is not False:
+                values = self._load_nope(rows, (*lead, channel), where & is_nope, row_scale)
+            if is_rope is not False:
+                rope = rows.rope.load_floats(*lead, channel - nope_dim, where=where & is_rope)
+                values = [select(is_nope, a, b) for a, b in zip(values, rope, strict=True)]
+            decoded.append(values)
+        return decoded
+
+    @abc.abstractmethod
+    def _store_scale(
+        self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
+    ) -> list[Divisor]:
+        """Store the scales. Returns what each step's NoPE channels are divided by; an empty list for nothing."""
+
+    @abc.abstractmethod
+    def _store_nope(self, values: Step, nope: Buffer, *index: Index, where: Condition) -> None:
+        """Store one step's NoPE channels, divided by their scale."""
+
+    def _load_row_scale(self, rows: KVRows, lead: tuple[Index, ...], where: Condition) -> Value | None:
+        """The scale of a whole row; None in a format that has none."""
+        return None
+
+    @abc.abstractmethod
+    def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
+        """One step's NoPE channels, multiplied by their scale; ``index`` ends with the first channel."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Quad:
+    """Four lanes of a warp that widen a row to f16 together. A lane takes 16 of each 64 stored NoPE bytes."""
+
+    machine: TensorCores
+    quarter: Value  # which of the four it is
+    nope_dim: int
+
+    LANES: ClassVar[int] = 4
+    LOAD_BYTES: ClassVar[int] = 16  # of a lane, at once
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SplitScale:
+    """A row's scales in two parts: powers of two, by which codes are multiplied in f16, and what is left."""
+
+    powers: list[Value]  # for each load of a lane, as a pair of f16; empty where codes are not multiplied
+    factor: Value | None  # f32 in [1, 2) by which the row is to be multiplied still; None stands for 1
+
+
+class AttendedFormat(KVFormat):
+    """A format whose rows attention reads: a quad of lanes widens one to f16. RoPE channels are bf16.
+
+    f16 holds a code times a power of two exactly, but not times any scale: what a power of two leaves of a row's scale
+    is the row's ``factor``. Logits are multiplied by it, and so are the weights of the row.
+    """
+
+    def num_loads(self, quad: Quad) -> int:
+        """Loads of a lane that bring a row's NoPE channels."""
+        return quad.nope_dim * self.itemsize // (quad.LANES * quad.LOAD_BYTES)
+
+    def load_scales(self, quad: Quad, address: Value, where: Condition) -> list[Value]:
+        """Start to load this lane's share of a row's scales, which lie at an i64 address; 0 where not."""
+        return []
+
+    def split_scale(self, quad: Quad, scales: list[Value]) -> SplitScale:
+        """A row's scales, from what ``load_scales`` has brought to the four lanes."""
+        return SplitScale(powers=[], factor=None)
+
+    @abc.abstractmethod
+    def to_f16(self, quad: Quad, words: list[Value], scale: SplitScale, load: int) -> list[Value]:
+        """The 16 bytes of a lane's ``load``-th load, times its power of two: pairs of f16 in the order of channels."""
+
+
+class PlainRows(KVFormat):
+    """Every channel in one float dtype, f32 unless a subclass says otherwise."""
+
+    itemsize = 4
+
+    def num_scales(self, nope_dim: int) -> int:
+        return 0
+
+    def _store_scale(
+        self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
+    ) -> list[Divisor]:
+        return []
+
+    def _store_nope(self, values: Step, nope: Buffer, *index: Index, where: Condition) -> None:
+        nope.store_floats(values, *index, where=where)
+
+    def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
+        return rows.nope.load_floats(*index, where=where)
+
+
+class Bf16Rows(PlainRows, AttendedFormat):
+    """Every channel in bf16."""
+
+    itemsize = 2
+
+    def to_f16(self, quad: Quad, words: list[Value], scale: SplitScale, load: int) -> list[Value]:
+        return [bf16_to_f16(quad.machine, word) for word in words]
+
+
+class E4M3Rows(AttendedFormat):
+    """E4M3 codes of NoPE channels; what they are multiplied by is the subclass's."""
+
+    itemsize = 1
+
+    def _store_nope(self, values: Step, nope: Buffer, *index: Index, where: Condition) -> None:
+        nope.store_bytes(nope.machine.to_e4m3(values), *index, where=where)
+
+    def to_f16(self, quad: Quad, words: list[Value], scale: SplitScale, load: int) -> list[Value]:
+        halves = [half for word in words for half in quad.machine.e4m3_to_f16(word)]
+        return [quad.machine.multiply_f16(half, scale.powers[load]) for half in halves]
+
+
+class Fp8Rows(E4M3Rows):
+    """E4M3 codes under one f32 multiplier for the row, max(amax, 1e-4) / 448."""
+
+    scale_is_power_of_two = False
+
+    def num_scales(self, nope_dim: int) -> int:
+        return 1
+
+    def _store_scale(
+        self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
+    ) -> list[Divisor]:
+        assert rows.scale is not None
+        if amax is None:
+            (bits,) = row.team.reduce((maximum, amax_bits(row, values, rows.nope.shape[-1])))
+            amax = row.machine.from_bits(bits)
+        scale = amax.maximum(MIN_AMAX) * float(np.float32(1 / E4M3_MAX))
+        divisor = Divisor(scale)
+        rows.scale.store_floats([scale], *lead, where=where & (row.team.lane == 0))
+        return [divisor] * row.steps
+
+    def _load_row_scale(self, rows: KVRows, lead: tuple[Index, ...], where: Condition) -> Value | None:
+        assert rows.scale is not None
+        return rows.scale.load_floats(*lead, count=1, where=where)[0]
+
+    def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
+        assert row_scale is not None
+        codes = rows.nope.load_bytes(*index, where=where)
+        return [value * row_scale for value in codes.machine.from_e4m3(codes)]
+
+    def load_scales(self, quad: Quad, address: Value, where: Condition) -> list[Value]:
+        return quad.machine.load(address, 4, where, constant=True)
+
+    def split_scale(self, quad: Quad, scales: list[Value]) -> SplitScale:
+        machine, (scale,) = quad.machine, scales
+        power = machine.from_bits(scale & _EXPONENT)
+        powers = [machine.to_f16(power, power)] * self.num_loads(quad)
+        return SplitScale(powers, machine.from_bits(scale & _FRACTION | _ONE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8TileRows(E4M3Rows):
+    """E4M3 codes under one UE8M0 scale for each tile of channels, 2^ceil(log2(max(amax, 1e-4) / 448))."""
+
+    tile: int
+
+    def num_scales(self, nope_dim: int) -> int:
+        return nope_dim // self.tile
+
+    def unsupported(self, nope_dim: int, rope_dim: int) -> str | None:
+        if nope_dim % self.tile:
+            return f"the NoPE dim must be divisible by {self.tile}, got {nope_dim}"
+        return super().unsupported(nope_dim, rope_dim)
+
+    def _store_scale(
+        self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
+    ) -> list[Divisor]:
+        assert rows.scale is not None
+        floor, divisors = int(np.float32(MIN_AMAX).view(np.int32)), []
+        for step, channels in enumerate(values):
+            bits = fold(maximum, [magnitude_bits(value) for value in channels])
+            bits = row.team.neighbours(maximum, bits, self.tile // VECTOR)
+            byte = power_of_two_scale(bits.maximum(floor), E4M3_MAX)
+            divisors.append(Divisor(from_ue8m0(byte)))
+            is_nope = row.before(step, rows.nope.shape[-1])
+            if is_nope is not False:
+                first = where & is_nope & (row.channel[step] % self.tile == 0)
+                rows.scale.store_bytes(byte, *lead, row.channel[step] // self.tile, count=1, where=first)
+        return divisors
+
+    def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
+        assert rows.scale is not None
+        *lead, channel = index
+        codes = rows.nope.load_bytes(*index, where=where)
+        scale = from_ue8m0(rows.scale.load_bytes(*lead, channel // self.tile, count=1, where=where))
+        return [value * scale for value in codes.machine.from_e4m3(codes)]
+
+    def load_scales(self, quad: Quad, address: Value, where: Condition) -> list[Value]:
+        """A lane brings every fourth byte."""
+        bytes, address = [], address + quad.machine.widen(quad.quarter)
+        for first in range(0, self.num_scales(quad.nope_dim), quad.LANES):
+            left = self.num_scales(quad.nope_dim) - first
+            there = where if left >= quad.LANES else where & (quad.quarter < left)
+            bytes += quad.machine.load(address + first, 1, there, constant=True)
+        return bytes
+
+    def split_scale(self, quad: Quad, scales: list[Value]) -> SplitScale:
+        reach = quad.LANES * quad.LOAD_BYTES // self.itemsize  # channels of one load of a quad
+        if self.tile % reach:
+            raise ValueError(f"the channels of a load, {reach}, must lie in one tile, and tiles have {self.tile}")
+        machine, team = quad.machine, Team(quad.machine, quad.LANES)
+        packed = [byte << quad.quarter * 8 for byte in scales]
+        packed = [team.neighbours(lambda a, b: a | b, word, quad.LANES) for word in packed]
+        tiles = [i * quad.nope_dim // (self.num_loads(quad) * self.tile) for i in range(self.num_loads(quad))]
+        powers = [from_ue8m0(packed[tile // 4] >> tile % 4 * 8 & 0xFF) for tile in tiles]
+        return SplitScale([machine.to_f16(power, power) for power in powers], factor=None)
+
+
+class KeyFormat(abc.ABC):
+    """A format of indexer keys."""
+
+    rounds_queries: ClassVar[bool] = False
+    """Whether the indexer's queries are rounded in this format too."""
+
+    @abc.abstractmethod
+    def unsupported(self, dim: int) -> str | None:
+        """Why keys of this size cannot be stored, or None where they can."""
+
+    @abc.abstractmethod
+    def store(self, row: Row, values: Channels, rows: KeyRows, *lead: Index, where: Condition) -> None:
+        """Encode a key f32 [dim] and store it at the leading indices of ``rows``."""
+
+
+class PlainKeys(KeyFormat):
+    """Every channel in one float dtype, f32 or bf16."""
+
+    def unsupported(self, dim: int) -> str | None:
+        return f"the key dim must be divisible by {VECTOR}, got {dim}" if dim % VECTOR else None
+
+    def store(self, row: Row, values: Channels, rows: KeyRows, *lead: Index, where: Condition) -> None:
+        row.store(rows.codes, values, *lead, where=where)
+
+
+class Fp4Keys(KeyFormat):
+    """Pairs of E2M1 codes under one scale byte for each group of channels; what the byte means is the subclass's."""
+
+    rounds_queries = True
+    per_scale: ClassVar[int]
+    """Channels under one scale."""
+
+    def unsupported(self, dim: int) -> str | None:
+        return f"the key dim must be divisible by {self.per_scale}, got {dim}" if dim % self.per_scale else None
+
+    def store(self, row: Row, values: Channels, rows: KeyRows, *lead: Index, where: Condition) -> None:
+        assert rows.scale is not None
+        for step, channels in enumerate(values):
+            channel, stored = row.channel[step], where & row.before(step, row.dim)
+            bits = fold(maximum, [magnitude_bits(value) for value in channels])
+            byte, scale = self._scale(row.team.neighbours(maximum, bits, self.per_scale // VECTOR))
+            first = stored & (channel % self.per_scale == 0)
+            rows.scale.store_bytes(byte, *lead, channel // self.per_scale, count=1, where=first)
+            divisor = Divisor(scale)
+            codes = [to_e2m1(value / divisor) for value in channels]
+            packed = (codes[0] | (codes[1] << 4)) | ((codes[2] << 8) | (codes[3] << 12))
+            rows.codes.store_bytes(packed, *lead, channel >> 1, count=2, where=stored)
+
+    @abc.abstractmethod
+    def _scale(self, amax: Value) -> tuple[Value, Value]:
+        """(byte, the f32 that it decodes to) for a group whose largest magnitude has the bits ``amax``."""
+
+
+class Nvfp4Keys(Fp4Keys):
+    """E4M3 scales, amax / 6 in [2^-9, 448], one for every 16 channels; the global scale is 1 and is not stored."""
+
+    per_scale = 16
+
+    def _scale(self, amax: Value) -> tuple[Value, Value]:
+        machine = amax.machine
+        scale = machine.from_bits(amax) * float(np.float32(1 / E2M1_MAX))
+        scale = scale.maximum(2.0**-9).minimum(E4M3_MAX)
+        scale = select(is_finite(amax), scale, float("nan"))
+        byte = machine.to_e4m3([scale] * VECTOR)
+        scale = machine.from_e4m3(byte)[0]
+        return byte & 0xFF, scale
+
+
+class Mxfp4Keys(Fp4Keys):
+    """UE8M0 scales, the smallest power of two under which the group fits E2M1, one for every 32 channels."""
+
+    per_scale = 32
+
+    def _scale(self, amax: Value) -> tuple[Value, Value]:
+        floor = int(np.float32(E2M1_MAX * 2.0**-126).view(np.int32))
+        byte = power_of_two_scale(amax.maximum(floor), E2M1_MAX)
+        return byte, from_ue8m0(byte)
+
+
+KV_FORMATS: dict[str, KVFormat] = {
+    "f32": PlainRows(),
+    "bf16": Bf16Rows(),
+    "fp8_row": Fp8Rows(),
+    "fp8_tile64": Fp8TileRows(tile=64),
+}
+KEY_FORMATS: dict[str, KeyFormat] = {
+    "f32": PlainKeys(),
+    "bf16": PlainKeys(),
+    "nvfp4": Nvfp4Keys(),
+    "mxfp4": Mxfp4Keys(),
+}
+ATTENDED_FORMATS = {name: form for name, form in KV_FORMATS.items() if isinstance(form, AttendedFormat)}

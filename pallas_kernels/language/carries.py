@@ -1,0 +1,38 @@
+"""What a loop carries from turn to turn: a pytree of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def flatten[Leaf](tree: Any, leaf_type: type[Leaf]) -> tuple[list[Leaf], Any]:
+    """The leaves of a pytree and its structure. TypeError where one is of another type."""
+    leaves, structure = jax.tree.flatten(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, leaf_type):
+            raise TypeError(
+                f"{leaf!r} is carried or held, and is no Value: write machine.constant(number, kind) for a number, "
+                "and let a loop's body close over what stays the same"
+            )
+    return leaves, structure
+
+
+def alike[Leaf](result: Any, carry: Any, leaf_type: type[Leaf]) -> list[Leaf]:
+    """The leaves of what a loop's body returned. TypeError where it is not arranged as the carry that it got."""
+    leaves, structure = flatten(result, leaf_type)
+    if structure != jax.tree.structure(carry) or _kinds(result) != _kinds(carry):
+        raise TypeError(
+            f"a loop's body returns a carry of the same structure and kinds: it got {_shown(carry)}, "
+            f"and returned {_shown(result)}"
+        )
+    return leaves
+
+
+def _kinds(tree: Any) -> list[str]:
+    return [leaf.kind for leaf in jax.tree.leaves(tree)]
+
+
+def _shown(tree: Any) -> str:
+    return str(jax.tree.map(lambda leaf: leaf.kind, tree))

@@ -1,0 +1,55 @@
+"""What instructions take: both machines check it before they ask for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pallas_kernels.language.machine import WARP, Condition, Scope, Value, expect
+from pallas_kernels.language.tensor_cores import DType, Operand
+
+MAX_COLUMNS = 256  # of a product
+
+
+def check_shuffle(x: Value, distance: int) -> None:
+    """TypeError where a value or a distance does not go between the lanes of a warp."""
+    if x.kind not in ("i32", "f32"):
+        expect("i32", x)
+    if not 0 < distance < WARP:
+        raise TypeError(f"a shuffle over {distance} lanes: write a distance from 1 to {WARP - 1}")
+
+
+def check_barrier(scope: Scope, leave: Condition) -> None:
+    """TypeError where a barrier of this scope may not be left."""
+    if leave is not False and scope != "cluster":
+        raise TypeError(f"a barrier of a {scope} cannot be left: leave= is for a cluster's")
+
+
+def check_access(size: int, words: Sequence[Value] | None = None) -> None:
+    """TypeError where memory is not accessed by so many bytes at once, or not with so many words."""
+    if size not in (1, 2, 4, 8, 16):
+        raise TypeError(f"{size} bytes at once: an access moves 1, 2, 4, 8 or 16")
+    if words is not None and len(words) != max(1, size // 4):
+        raise TypeError(f"{len(words)} words for a store of {size} bytes")
+
+
+def check_product(a: Operand | list[Value], b: Operand, columns: int, dtype: DType) -> None:
+    """TypeError where a product does not take such operands."""
+    if columns % 8 or not 8 <= columns <= MAX_COLUMNS:
+        raise TypeError(f"a product of {columns} columns: write a multiple of 8, {MAX_COLUMNS} at most")
+    if isinstance(a, Operand) and len(a.steps) != len(b.steps):
+        raise TypeError(f"the left operand has {len(a.steps)} steps of K, the right one {len(b.steps)}")
+    if not isinstance(a, Operand) and len(a) != 4 * len(b.steps):
+        raise TypeError(f"{len(a)} words of a left operand: write four for each of the {len(b.steps)} steps of K")
+    if dtype != "f16" and any(isinstance(operand, Operand) and operand.transposed for operand in (a, b)):
+        raise TypeError(f"an operand of {dtype} is K-major: write tile.k_major()")
+
+
+def check_wgmma(
+    start: list[Value] | None, a: Operand | list[Value], b: Operand, columns: int, dtype: DType, packed: bool
+) -> None:
+    """TypeError where ``wgmma`` does not take such operands."""
+    check_product(a, b, columns, dtype)
+    if start is not None and packed:
+        raise TypeError("a product with sums in f16 starts at zero: write start=None")
+    if start is not None and len(start) != columns // 2:
+        raise TypeError(f"a product of {columns} columns starts from {columns // 2} values, got {len(start)}")

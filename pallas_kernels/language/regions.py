@@ -1,0 +1,41 @@
+"""Parts of a body whose values end with them: on a GPU, what a branch computes is not there after it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Part = Literal["body", "when", "turn", "role"]
+_PLACES: dict[Part, str] = {
+    "body": "in a launch",
+    "when": "inside machine.when",
+    "turn": "in a turn of a loop",
+    "role": "in a role",
+}
+_INSTEAD: dict[Part, str] = {
+    "body": "a value is of one launch",
+    "when": "use it inside, or compute both sides outside and write select(condition, a, b)",
+    "turn": "what a turn leaves behind is the carry: carry = machine.loop(count, body, carry), body(i, carry) -> carry",
+    "role": "leave it in shared memory, with a Barrier for the role that reads it",
+}
+
+
+class Region:
+    """A part of a body, known to the values made in it: the inside of a ``when``, a turn of a loop, a role."""
+
+    __slots__ = ("is_left", "outer", "part")
+
+    def __init__(self, part: Part, outer: Region | None = None):
+        self.part: Part = part
+        self.outer = outer  # the part that it is in
+        self.is_left = False  # for good, or while another role runs
+
+    def refuse(self) -> None:
+        """TypeError for the use of a value outside of its part."""
+        raise TypeError(f"a value that was made {_PLACES[self.part]} is used outside of it: {_INSTEAD[self.part]}")
+
+    def leave(self, outer: Region, *, is_left: bool = True) -> None:
+        """Leave this part and those around it, up to an outer one; or come back to them."""
+        region: Region | None = self
+        while region is not None and region is not outer:
+            region.is_left = is_left
+            region = region.outer

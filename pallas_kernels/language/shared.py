@@ -1,0 +1,129 @@
+"""Arrays in a block's shared memory.
+
+    keys = Shared.take(machine, (stages, 64, 2), "f32")
+    a, b = keys.load_floats(stage, key, 0, count=2)
+    keys[stage].store_floats([a, b], key, 0, where=key < 64)
+
+Nothing is in it at first, and a barrier orders what different lanes do there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pallas_kernels.language.machine import VECTOR, Condition, Index, Machine, Step, Value
+
+SharedDType = Literal["f32", "i32", "u16", "u8"]
+_ITEMSIZE: dict[SharedDType, int] = {"f32": 4, "i32": 4, "u16": 2, "u8": 1}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """An array in the block's shared memory: f32, i32, u16 or u8, in row-major order.
+
+    What is loaded or stored at once are ``count`` neighbours along the last axis, 1, 2, 4, 8 or 16 bytes in all, at a
+    multiple of their size; the last index is the first of them. An index is a Value or an int. With ``rank``, what is
+    stored goes to the shared memory of the block of that rank in the cluster.
+    """
+
+    machine: Machine
+    offset: Index  # bytes from the beginning of the block's shared memory
+    shape: tuple[int, ...]
+    dtype: SharedDType
+
+    @classmethod
+    def take(cls, machine: Machine, shape: tuple[int, ...], dtype: SharedDType) -> Shared:
+        """Fresh shared memory for an array, 16-byte aligned. TypeError for another dtype."""
+        if dtype not in _ITEMSIZE:
+            raise TypeError(f"shared memory holds {', '.join(_ITEMSIZE)}, got {dtype!r}")
+        return cls(machine, machine.take_shared(math.prod(shape) * _ITEMSIZE[dtype]), shape, dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _ITEMSIZE[self.dtype]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.itemsize
+
+    def view(self, shape: tuple[int, ...], dtype: SharedDType) -> Shared:
+        """The same bytes from the first one on, as another array. ValueError where it takes more of them."""
+        other = dataclasses.replace(self, shape=shape, dtype=dtype)
+        if other.size > self.size:
+            raise ValueError(f"{dtype} {shape} takes {other.size} bytes, {self.dtype} {self.shape} has {self.size}")
+        return other
+
+    def __getitem__(self, index: Index) -> Shared:
+        """The array at an index of the first axis, without that axis."""
+        if not self.shape:
+            raise TypeError("an array without axes has no parts")
+        return dataclasses.replace(self, offset=self._at((index,)), shape=self.shape[1:])
+
+    def address_of(self, *index: Index) -> Value:
+        """i32 byte offset of an element from the beginning of the block's shared memory."""
+        if len(index) != len(self.shape):
+            raise TypeError(f"an array of shape {self.shape} takes {len(self.shape)} indices, got {len(index)}")
+        at = self._at(index)
+        return at if isinstance(at, Value) else self.machine.constant(at, "i32")
+
+    def _at(self, index: Sequence[Index]) -> Index:
+        """Byte offset at indices of the first axes. What is known is added last."""
+        offset, known = (self.offset, 0) if isinstance(self.offset, Value) else (None, self.offset)
+        for axis, i in enumerate(index):
+            stride = math.prod(self.shape[axis + 1 :]) * self.itemsize
+            if isinstance(i, Value):
+                offset = i * stride if offset is None else offset + i * stride
+            elif 0 <= i < self.shape[axis]:
+                known += i * stride
+            else:
+                raise IndexError(f"index {i} along an axis of {self.shape[axis]}")
+        if offset is None:
+            return known
+        return offset + known if known else offset
+
+    def _expect(self, *dtypes: SharedDType) -> None:
+        if self.dtype not in dtypes:
+            raise TypeError(f"an array of {' or '.join(dtypes)} is meant, this one is of {self.dtype}")
+
+    # Floats.
+    def load_floats(self, *index: Index, count: int = VECTOR) -> Step:
+        """``count`` neighbours of an f32 array, as f32."""
+        self._expect("f32")
+        return [self.machine.from_bits(word) for word in self.load_words(*index, count=count)]
+
+    def store_floats(self, values: Step, *index: Index, where: Condition = True, rank: int | None = None) -> None:
+        """Neighbours of an f32 array."""
+        self._expect("f32")
+        self.store_words([self.machine.bits(value) for value in values], *index, where=where, rank=rank)
+
+    # Whole numbers.
+    def load_int(self, *index: Index) -> Value:
+        """An element of an i32, u16 or u8 array, as i32."""
+        self._expect("i32", "u16", "u8")
+        return self.machine.load_shared(self.address_of(*index), self.itemsize)[0]
+
+    def store_int(self, value: Value, *index: Index, where: Condition = True, rank: int | None = None) -> None:
+        """An element of an i32, u16 or u8 array: the low bits of an i32."""
+        self._expect("i32", "u16", "u8")
+        self.machine.store_shared(self.address_of(*index), [value], self.itemsize, where, rank=rank)
+
+    def add_int(self, value: Value, *index: Index, where: Condition = True, rank: int | None = None) -> Value:
+        """Add to an element of an i32 array, atomically: what it held before, 0 where not."""
+        self._expect("i32")
+        return self.machine.add_shared(self.address_of(*index), value, where, rank=rank)
+
+    # Elements as they lie.
+    def load_words(self, *index: Index, count: int) -> list[Value]:
+        """``count`` elements of any dtype as they lie, packed into i32, the first one in the low bits."""
+        return self.machine.load_shared(self.address_of(*index), count * self.itemsize)
+
+    def store_words(
+        self, words: Sequence[Value], *index: Index, where: Condition = True, rank: int | None = None
+    ) -> None:
+        """Elements of any dtype, packed into i32 as ``load_words`` gives them."""
+        self.machine.store_shared(self.address_of(*index), words, 4 * len(words), where, rank=rank)

@@ -1,0 +1,236 @@
+"""Arithmetic in NumPy, of all blocks and lanes at once, with a memory for what is wrong with a number.
+
+A value may have a fault in some lanes: it comes of shared memory that nobody has written, or of ``//`` by a number
+below 0. That alone is no mistake, because a lane may compute what nobody looks at: arithmetic hands faults on,
+``select`` takes that of the side it chooses, and ``&`` of a faulty condition and False is False. SimulationError is
+raised where a fault would have an effect: in an address, a condition, a product, or what is stored in device memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.language.kinds import COMPARISONS, Kind
+from pallas_kernels.language.machine import Condition, Machine, Step, Value, expect
+from pallas_kernels.language.simulator.memory import UNWRITTEN, SimulationError
+
+_DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "bool": np.bool_}
+_OPS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.floordiv,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shl": operator.lshift,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+_LANGUAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def elementwise(*kinds: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A word of operands of these kinds, whose results in a lane come of that lane's operands, and so their faults."""
+
+    def decorate(word: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(word)
+        def checked(self: Any, *operands: Value) -> Any:
+            is_faulty = False
+            for kind, operand in zip(kinds, operands, strict=True):
+                is_faulty |= expect(kind, operand).fault is not None
+            results = word(self, *operands)
+            if is_faulty:
+                fault = joined(operands)
+                for result in [results] if isinstance(results, Value) else results:
+                    result.fault = fault
+            return results
+
+        return checked
+
+    return decorate
+
+
+def joined(values: Sequence[Value]) -> np.ndarray | None:
+    """The fault of what comes of all of these."""
+    faults = [value.fault for value in values if value.fault is not None]
+    return functools.reduce(np.maximum, faults) if faults else None
+
+
+def _if_any(fault: np.ndarray) -> np.ndarray | None:
+    return fault if fault.any() else None
+
+
+def _caller() -> str:
+    """Where the kernel is, outside of the language: file:line."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_LANGUAGE, "<")):
+        frame = frame.f_back
+    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+class NumPyArithmetic(Machine):
+    """Values are arrays that broadcast to [blocks, threads]; so do their faults: numbers of reasons, 0 for none."""
+
+    def __init__(self, blocks: int, threads: int) -> None:
+        super().__init__()
+        self._shape = blocks, threads
+        self._mask = np.ones(self._shape, bool)  # lanes that are active
+        self._reasons = {"shared memory that nobody has written": UNWRITTEN}
+
+    def _wrap(self, kind: Kind, raw: Any) -> Value:
+        return Value(self, kind, np.asarray(raw, _DTYPES[kind]))
+
+    # Faults.
+    def _reason(self, reason: str) -> int:
+        """The number of a reason, which names the place in the kernel."""
+        return self._reasons.setdefault(f"{reason} ({_caller()})", len(self._reasons) + 1)
+
+    def _suspect(self, x: Value, wrong: np.ndarray, reason: str) -> Value:
+        """x, with a fault in the active lanes where something is wrong."""
+        wrong = wrong & self._mask
+        if not wrong.any():
+            return x
+        fault = np.where(wrong, self._reason(reason), 0).astype(np.int16)
+        return Value(self, x.kind, x.raw, fault if x.fault is None else np.maximum(x.fault, fault))
+
+    def _trust(self, x: Value, active: np.ndarray, use: str) -> None:
+        """SimulationError where x has a fault in an active lane."""
+        if x.fault is None:
+            return
+        fault = np.broadcast_to(x.fault, self._shape)[active]
+        if fault.any():
+            number = int(fault[fault > 0][0])
+            reason = next(reason for reason, each in self._reasons.items() if each == number)
+            raise SimulationError(f"{use} comes of {reason}")
+
+    def _active(self, where: Condition) -> np.ndarray:
+        """The active lanes where a condition holds."""
+        if isinstance(where, bool):
+            return self._mask & where
+        self._trust(expect("bool", where), self._mask, "a condition")
+        return self._mask & where.raw
+
+    # Words.
+    def _constant(self, number: Any, kind: Kind) -> Value:
+        return self._wrap(kind, np.asarray(number).astype(_DTYPES[kind]).reshape(1, 1))
+
+    def _bounded(self, x: Value, most: int | None, otherwise: str) -> Value:
+        wrong = x.raw < 0 if most is None else (x.raw < 0) | (x.raw > most)
+        return self._suspect(x, wrong, otherwise) if wrong.any() else x
+
+    def binary(self, op: str, a: Value, b: Value) -> Value:
+        assert a.kind == b.kind, (op, a.kind, b.kind)
+        x, y = a.raw, b.raw
+        with np.errstate(all="ignore"):
+            if op == "shr":  # logical
+                unsigned = np.uint32 if a.kind == "i32" else np.uint64
+                raw = (x.view(unsigned) >> y.view(unsigned)).view(x.dtype)
+            else:
+                raw = _OPS[op](x, y)
+        value = self._wrap("bool" if op in COMPARISONS else a.kind, raw)
+        if a.fault is not None or b.fault is not None:
+            value.fault = self._fault_of_both(op, a, b)
+        return value
+
+    def _fault_of_both(self, op: str, a: Value, b: Value) -> np.ndarray | None:
+        fault = joined((a, b))
+        assert fault is not None
+        if a.kind != "bool" or op not in ("and", "or"):
+            return fault
+        # One side may decide alone: False of "and", True of "or".
+        one, other = ((x.raw == (op == "or")) & (True if x.fault is None else x.fault == 0) for x in (a, b))
+        return _if_any(np.where(one | other, 0, fault))
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        assert a.kind == b.kind, (a.kind, b.kind)
+        value = self._wrap(a.kind, np.where(condition.raw, a.raw, b.raw))
+        if a.fault is not None or b.fault is not None or condition.fault is not None:
+            of_a, of_b = (0 if x.fault is None else x.fault for x in (a, b))
+            fault = np.where(condition.raw, of_a, of_b).astype(np.int16)
+            value.fault = _if_any(fault if condition.fault is None else np.maximum(fault, condition.fault))
+        return value
+
+    @elementwise("i32")
+    def widen(self, x: Value) -> Value:
+        return self._wrap("i64", x.raw)
+
+    @elementwise("f32")
+    def bits(self, x: Value) -> Value:
+        return self._wrap("i32", x.raw.view(np.int32))
+
+    @elementwise("i32")
+    def from_bits(self, x: Value) -> Value:
+        return self._wrap("f32", x.raw.view(np.float32))
+
+    @elementwise("f32")
+    def exp(self, x: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", np.exp2(x.raw * np.float32(1 / np.log(2))))
+
+    @elementwise("f32", "f32", "f32")
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        # The product of two f32 is exact in f64. The sum is rounded twice, which differs from once in 1 of 2^29 cases.
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", a.raw.astype(np.float64) * b.raw + c.raw)
+
+    @elementwise("f32")
+    def reciprocal(self, x: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", np.float32(1) / x.raw)
+
+    @elementwise("f32", "f32")
+    def divide(self, a: Value, b: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", a.raw / b.raw)
+
+    @elementwise("f32")
+    def inverse_sqrt(self, x: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return self._wrap("f32", np.float32(1) / np.sqrt(x.raw))
+
+    @elementwise("i32")
+    def leading_zeros(self, x: Value) -> Value:
+        return self._wrap("i32", 32 - np.frexp(x.raw.view(np.uint32).astype(np.float64))[1])  # exact in f64
+
+    @elementwise("i32")
+    def population_count(self, x: Value) -> Value:
+        return self._wrap("i32", np.bitwise_count(x.raw.view(np.uint32)))
+
+    def to_e4m3(self, values: Step) -> Value:
+        return self._to_e4m3(*values)
+
+    @elementwise("f32", "f32", "f32", "f32")
+    def _to_e4m3(self, *values: Value) -> Value:
+        stacked = np.stack(np.broadcast_arrays(*[value.raw for value in values]), -1)
+        with np.errstate(all="ignore"):
+            codes = np.clip(stacked, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        codes = np.where(np.isnan(stacked), 0x7F, codes).astype(np.uint8)
+        return self._wrap("i32", np.ascontiguousarray(codes).view(np.int32)[..., 0])
+
+    @elementwise("i32")
+    def from_e4m3(self, word: Value) -> Step:
+        codes = np.ascontiguousarray(word.raw)[..., None].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return [self._wrap("f32", codes[..., i]) for i in range(4)]
+
+    @elementwise("f32", "f32")
+    def to_bf16(self, low: Value, high: Value) -> Value:
+        pair = np.stack(np.broadcast_arrays(low.raw, high.raw), -1)
+        with np.errstate(all="ignore"):
+            rounded = np.ascontiguousarray(pair.astype(ml_dtypes.bfloat16)).view(np.uint16)
+        rounded = np.where(np.isnan(pair), np.uint16(0x7FFF), rounded)  # PTX's canonical NaN
+        return self._wrap("i32", np.ascontiguousarray(rounded).view(np.int32)[..., 0])

@@ -1,0 +1,57 @@
+"""What the indexer's scores are computed from: queries, head weights, and the tables in which they find their keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.scores.fp4 import CODE_BYTES, Fp4
+
+HEADS = 64
+PAGE_ENTRIES = 32  # of a page: a block of the pool, in words that leave "block" to the blocks of threads
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreInputs:
+    """T queries of each of B requests, and the arrays of the layer whose indexer keys they are compared with.
+
+    Queries and keys are pytrees with the leaves ``codes scale``, encoded in one 4-bit format. A page is a block of the
+    pool: the keys of 32 neighbouring entries of a request.
+    """
+
+    queries: Any  # codes u8 [B, T, 64, 64], scale u8 [B, T, 64, scale_bytes]
+    weights: Any  # f32 [B, T, 64] of the heads, signed
+    keys: Any  # codes u8 [layers, num_blocks, 32, 64], scale u8 [layers, num_blocks, 32, scale_bytes]
+    layer: Any  # int32 [1]
+    block_table: Any  # int32 [requests, max_blocks] pages of a request, -1 = none: their entries score 0
+    slots: Any  # int32 [B], -1 = none: nothing is read or written
+    visible: Any  # int32 [B, T] entries that a query sees
+
+    def of_tokens(self, first: int, end: int) -> ScoreInputs:
+        """Only the queries of tokens first .. end - 1."""
+        queries = jax.tree.map(lambda leaf: leaf[:, first:end], self.queries)
+        weights, visible = self.weights[:, first:end], self.visible[:, first:end]
+        return dataclasses.replace(self, queries=queries, weights=weights, visible=visible)
+
+
+def check_inputs(inputs: ScoreInputs, fp4: type[Fp4]) -> None:
+    """Whether shapes and dtypes fit together and are those of a format.
+
+    Raises:
+      AssertionError: (chex) an array's shape or dtype is wrong.
+    """
+    queries, keys, bytes_of_row = inputs.queries, inputs.keys, (CODE_BYTES, fp4.scale_bytes)
+    batch, tokens = inputs.queries.codes.shape[:2]
+    layers, num_blocks = inputs.keys.codes.shape[:2]
+    chex.assert_shape([queries.codes, queries.scale], [(batch, tokens, HEADS, n) for n in bytes_of_row])
+    chex.assert_shape([keys.codes, keys.scale], [(layers, num_blocks, PAGE_ENTRIES, n) for n in bytes_of_row])
+    chex.assert_shape([inputs.weights, inputs.visible], [(batch, tokens, HEADS), (batch, tokens)])
+    chex.assert_shape([inputs.layer, inputs.slots, inputs.block_table], [(1,), (batch,), (None, None)])
+    chex.assert_type([queries.codes, queries.scale, keys.codes, keys.scale], jnp.uint8)
+    chex.assert_type(inputs.weights, jnp.float32)
+    chex.assert_type([inputs.layer, inputs.block_table, inputs.slots, inputs.visible], jnp.int32)

@@ -1,0 +1,113 @@
+"""A request's queries and head weights as operands in shared memory, which all warpgroups of a block share.
+
+Per token, first product: operands of keys [64, K] and of queries [64 heads, K]. Second: its positive part in f16
+[64, 64 heads] and the weights [8, 64 heads], where row 2 i holds them rounded down to f16 and row 2 i + 1 the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.language.lanes import fold, maximum
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import Tile
+from pallas_kernels.rows import magnitude_bits
+from pallas_kernels.scores.fp4 import QUARTER_BYTES, QUARTERS, Fp4
+from pallas_kernels.scores.inputs import HEADS, ScoreInputs
+
+SUM_COLUMNS = 8  # of the second product
+_POWER = 0xFF << 23  # the bits of an f32 that are a power of two
+_LARGEST_POWER = 253 << 23  # whose inverse is normal too
+_F16_BITS = -1 << 13  # the bits of an f32 that f16 has
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A lane's part of a request's queries, on its way."""
+
+    codes: list[list[Value]]
+    scales: list[list[Value]]
+    weights: list[list[Value]]
+    weight_scales: list[list[list[Value]]]
+
+
+class Queries:
+    """The operands of a request's queries in shared memory."""
+
+    def __init__(self, inputs: ScoreInputs, fp4: Fp4, warpgroups: int):
+        self.machine, self.inputs, self.fp4 = fp4.machine, inputs, fp4
+        self.tokens, self.lanes = inputs.visible.shape[1], warpgroups * WARPGROUP
+        self.operand = Tile.take(self.machine, HEADS, fp4.row_bytes, copies=self.tokens)
+        self.weights = Tile.take(self.machine, SUM_COLUMNS, HEADS * 2, copies=self.tokens)
+        self._scales = Shared.take(self.machine, (self.tokens,), "f32")
+
+    @staticmethod
+    def shared_bytes(fp4: type[Fp4], tokens: int) -> int:
+        return tokens * (HEADS * fp4.row_bytes + SUM_COLUMNS * HEADS * 2 + 16) + 1024
+
+    def scale(self, t: int) -> Value:
+        """What a token's sums are multiplied by, besides the scale of the keys' row."""
+        return self._scales.load_floats(t, count=1)[0]
+
+    # Lanes and warps take turns, all of a block's.
+    def _quarters(self) -> list[tuple[Value, Value, Condition]]:
+        """Token, head and whether it is there, of the quarters of queries that this lane unpacks."""
+        total = self.tokens * HEADS * QUARTERS
+        numbers = [self.machine.thread + first for first in range(0, total, self.lanes)]
+        there = [True if total % self.lanes == 0 else n < total for n in numbers]
+        return [
+            (n // (HEADS * QUARTERS), n // QUARTERS % HEADS, inside) for n, inside in zip(numbers, there, strict=True)
+        ]
+
+    def _tokens(self) -> list[tuple[Value, Condition]]:
+        """The tokens whose weights this warp prepares."""
+        warps = self.lanes // WARP
+        numbers = [self.machine.thread // WARP + first for first in range(0, self.tokens, warps)]
+        return [(t, True if self.tokens % warps == 0 else t < self.tokens) for t in numbers]
+
+    def _heads(self) -> list[Value]:
+        return [self.machine.thread % WARP + first for first in range(0, HEADS, WARP)]
+
+    def load(self, b: Value) -> _Loaded:
+        queries, quarter = self.inputs.queries, self.fp4.quarter * QUARTER_BYTES
+        quarters, tokens, heads = self._quarters(), self._tokens(), self._heads()
+
+        def scales(t: Value, head: Value, where: Condition) -> list[Value]:
+            return queries.scale.load_words(b, t, head, 0, count=self.fp4.scale_bytes, where=where)
+
+        return _Loaded(
+            [queries.codes.load_words(b, t, h, quarter, count=QUARTER_BYTES, where=there) for t, h, there in quarters],
+            [scales(*place) for place in quarters],
+            [[self.inputs.weights.load_floats(b, t, h, count=1, where=there)[0] for h in heads] for t, there in tokens],
+            [[scales(t, h, there) for h in heads] for t, there in tokens],
+        )
+
+    def store(self, loaded: _Loaded) -> None:
+        """All lanes of the block; ``barrier`` before the first use."""
+        machine = self.machine
+        for (t, head, there), codes, scales in zip(self._quarters(), loaded.codes, loaded.scales, strict=True):
+            tile = self.operand.copy(t)
+            for i, word in enumerate(self.fp4.query(codes, scales)):
+                machine.store_shared(tile.unit(head, i) + self.fp4.quarter * 4, [word], 4, there)
+        for (t, there), weights, scales in zip(self._tokens(), loaded.weights, loaded.weight_scales, strict=True):
+            self._store_weights(t, weights, scales, there)
+        machine.fence_shared()
+        machine.barrier("block")
+
+    def _store_weights(self, t: Value, weights: list[Value], scales: list[list[Value]], there: Condition) -> None:
+        """Relative to a power of two below the largest. One that is not finite makes the token's sums NaN."""
+        machine, tile = self.machine, self.weights.copy(t)
+        weights = [w * self.fp4.query_scale(of_head) for w, of_head in zip(weights, scales, strict=True)]
+        peak = machine.reduce_warp("max", fold(maximum, [magnitude_bits(w) for w in weights]))
+        power = (peak & _POWER).minimum(_LARGEST_POWER)
+        inverse = machine.from_bits((254 << 23) - power)
+        scale = machine.from_bits(power) * self.fp4.unit
+        self._scales.store_floats([scale], t, where=there & (machine.thread % WARP == 0))
+        for head, w in zip(self._heads(), weights, strict=True):
+            relative = w * inverse
+            high = machine.from_bits(machine.bits(relative) & _F16_BITS)
+            parts = machine.to_f16(high, relative - high)
+            for row in range(SUM_COLUMNS):
+                at = tile.unit(machine.constant(row, "i32"), head // 8) + head % 8 * 2
+                machine.store_shared(at, [parts >> 16 if row % 2 else parts], 2, there)

@@ -1,0 +1,93 @@
+"""How the work of a call is shared: tiles of 64 neighbouring entries, of which every block scores as many.
+
+All requests' tiles stand in one row, and each block takes a run of it: of one request, or of several neighbouring ones.
+A request whose queries a block must prepare first costs as much as some tiles, which are counted in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from pallas_kernels.language.lanes import add, fold, maximum
+from pallas_kernels.language.machine import WARP, Condition, Value, select
+from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.scores.inputs import PAGE_ENTRIES, ScoreInputs
+
+TILE_ENTRIES = 64  # the rows of a product that a warpgroup asks for: two pages
+_START = 8  # tiles that could be scored while a block takes up a request
+
+
+def num_tiles(inputs: ScoreInputs, b: Value, where: Condition) -> Value:
+    """Tiles that any query of a batch row sees; 0 for padding. inputs: buffers."""
+    requests, max_blocks = inputs.block_table.shape
+    slot = inputs.slots.load_int(b, where=where)
+    seen = [inputs.visible.load_int(b, t, where=where) for t in range(inputs.visible.shape[1])]
+    entries = fold(maximum, seen).maximum(0).minimum(max_blocks * PAGE_ENTRIES)
+    there = (slot >= 0) & (slot < requests) & where
+    return select(there, (entries + TILE_ENTRIES - 1) // TILE_ENTRIES, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A block's part of all requests' work, in tiles, each request's behind ``_START`` that stand for taking it up."""
+
+    inputs: ScoreInputs  # of buffers
+    begin: Value
+    end: Value
+    first: Value  # batch row that the part begins in
+    requests: Value  # that the part belongs to, from the first one on
+    before: Value  # cost of all requests before the first one
+
+    @classmethod
+    def of_block(cls, machine: TensorCores, inputs: ScoreInputs, blocks: int) -> Share:
+        """That of this one of so many blocks. Every warp finds it for itself: lanes count neighbouring requests."""
+        batch = inputs.slots.shape[0]
+        lanes = min(WARP, 1 << (batch - 1).bit_length())
+        each = -(-batch // lanes)
+        lane = machine.thread % lanes
+        rows = [lane * each + i for i in range(each)]
+        is_whole = batch == lanes * each
+        costs = [cls.cost(num_tiles(inputs, b, True if is_whole else b < batch)) for b in rows]
+        zero, nobody = machine.constant(0, "i32"), machine.constant(-1, "i32")
+        total, before, distance = fold(add, costs), zero, 1
+        while distance < lanes:
+            other = machine.shuffle_xor(total, distance)
+            before, total = before + select((lane & distance) > 0, other, 0), total + other
+            distance *= 2
+        number, quota = machine.block(0), total // blocks
+        more = total - quota * blocks  # the first blocks take one more
+        begin = number * quota + number.minimum(more)
+        end = begin + quota + select(number < more, machine.constant(1, "i32"), 0)
+        first, last, found = nobody, nobody, nobody
+        for b, cost in zip(rows, costs, strict=True):
+            after = before + cost
+            holds_first = (before <= begin) & (begin < after)
+            first, found = select(holds_first, b, first), select(holds_first, before, found)
+            last = select((before < end) & (end <= after), b, last)
+            before = after
+        if lanes > 1:
+            first, last, found = (machine.reduce_warp("max", x) for x in (first, last, found))
+        requests = select(begin < end, last - first + 1, 0)
+        return cls(inputs=inputs, begin=begin, end=end, first=first, requests=requests, before=found)
+
+    @staticmethod
+    def cost(tiles: Value) -> Value:
+        """Of a request of so many tiles."""
+        return select(tiles > 0, tiles + _START, 0)
+
+    def loop[Carry](self, body: Callable[[Value, Value, Value, Carry], Carry], carry: Carry) -> Carry:
+        """carry = body(b, first, end, carry) for every batch row that the block serves: tiles first .. end - 1 of it.
+
+        There may be none: a part may begin or end among those that stand for taking a request up.
+        """
+
+        def request(i: Value, state: tuple[Value, Carry]) -> tuple[Value, Carry]:
+            b, (before, carry) = self.first + i, state
+            tiles = num_tiles(self.inputs, b, True)
+            first, end = (self.begin - before - _START).maximum(0), (self.end - before - _START).minimum(tiles)
+            carry = body(b, first, end, carry)
+            return before + self.cost(tiles), carry
+
+        _, carry = self.begin.machine.loop(self.requests, request, (self.before, carry))
+        return carry

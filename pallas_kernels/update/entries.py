@@ -1,0 +1,90 @@
+"""The last steps of a pooled row: norm, rope, number format, and its place in the pool.
+
+entry   rope(norm(row))              in the format of key rows
+key     hadamard(rope(norm(row)))    in the format of indexer keys
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+from pallas_kernels.language.lanes import Buffer, Row
+from pallas_kernels.language.machine import Channels, Condition, Index, Value
+from pallas_kernels.rows import Angles, hadamard, load_angles, norm, rope
+from pallas_kernels.update.batch import Block
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Destination:
+    """All that finishing an entry needs besides its pooled row. Loaded early: none of it waits for the pooling."""
+
+    weight: Channels  # of the norm
+    angles: Angles
+    page: Value
+    at: Value  # row in the page
+    stored: Condition  # the page is there
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RowStore(abc.ABC):
+    """Where a compressor's pooled rows go, and how they are finished."""
+
+    block: Block
+    row: Row
+    rows: Any  # buffers of the pool, [layers, num_pages, entries_per_page, ...]
+    weight: Buffer  # of the norm
+
+    @property
+    @abc.abstractmethod
+    def _leaf(self) -> Buffer:
+        """One of the pool's buffers."""
+
+    def prepare(self, number: Index, where: Condition, *, known: bool = False) -> Destination:
+        """For the ``number``-th entry of this call, where it is complete.
+
+        known: ``number`` is in range whatever the request, so that what does not depend on the slot is loaded at once.
+        """
+        request, row, tokens = self.block.request, self.row, self.block.tokens
+        at_once = True if known else where
+        weight = row.load(self.weight, where=at_once)
+        angles = load_angles(row, tokens.rope, request.batch, number, where=at_once)
+        entry = request.start // self.block.call.ratio + number
+        return Destination(weight, angles, *request.locate(tokens.block_table, self._leaf, entry, where))
+
+    @abc.abstractmethod
+    def finish(self, pooled: Channels, to: Destination) -> None:
+        """Finish a pooled row and store it."""
+
+
+class EntryStore(RowStore):
+    """The entries."""
+
+    __slots__ = ()
+
+    @property
+    def _leaf(self) -> Buffer:
+        return self.rows.nope
+
+    def finish(self, pooled: Channels, to: Destination) -> None:
+        call, row = self.block.call, self.row
+        y, amax = norm(row, pooled, to.weight, call.eps, nope_dim=self.rows.nope.shape[-1])
+        lead = self.block.request.layer, to.page, to.at
+        call.kv_format.store(row, rope(y, to.angles), self.rows, *lead, where=to.stored, amax=amax)
+
+
+class KeyStore(RowStore):
+    """Their indexer keys."""
+
+    __slots__ = ()
+
+    @property
+    def _leaf(self) -> Buffer:
+        return self.rows.codes
+
+    def finish(self, pooled: Channels, to: Destination) -> None:
+        call, row = self.block.call, self.row
+        y, _ = norm(row, pooled, to.weight, call.eps)
+        lead = self.block.request.layer, to.page, to.at
+        call.key_format.store(row, hadamard(row, rope(y, to.angles)), self.rows, *lead, where=to.stored)

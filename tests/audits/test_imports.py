@@ -1,0 +1,134 @@
+"""Imports run one way: between the two packages, between rooms, and between modules. Read from the source, not run."""
+
+import ast
+import collections
+import graphlib
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+# Each room may import from itself and from the rooms after it.
+ROOMS = {
+    "dsv4jax": ("requests", "pieces", "layer", "cache", "weights", "", "pallas_kernels"),
+    "pallas_kernels": ("update", "attention", "scores", "selection", "", "language"),
+    "pallas_kernels.language": ("launch", "ptx", "simulator", ""),
+}
+# Rooms that stand beside each other, and know nothing of one another.
+BESIDE = {
+    "pallas_kernels": {"update", "attention", "scores", "selection"},
+    "pallas_kernels.language": {"ptx", "simulator"},
+}
+MAX_MODULES = 16  # in one folder
+
+# Imports inside a function, and why: none of them hides a circle.
+LAZY = {
+    ("pallas_kernels.language.launch", "pallas_kernels.language.ptx.tensor_memory"): "not every jaxlib has Mosaic GPU",
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {
+    module_name(path): path for package in ("dsv4jax", "pallas_kernels") for path in (ROOT / package).rglob("*.py")
+}
+
+
+def imported(module: str, node: ast.AST) -> list[str]:
+    """The modules of this project that an import statement names."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{module} imports by a relative name"
+        base = node.module or ""
+        names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in node.names]
+    else:
+        return []
+    return [name for name in names if name in FILES]
+
+
+def all_imports() -> dict[str, set[str]]:
+    trees = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+    return {
+        module: {name for node in ast.walk(tree) for name in imported(module, node)} for module, tree in trees.items()
+    }
+
+
+IMPORTS = all_imports()
+
+
+def room_of(package: str, module: str) -> str:
+    """The folder below a package in which a module stands, its file where that is a room of its own, or ''."""
+    first = module.removeprefix(package).lstrip(".").split(".")[0]
+    return first if first in ROOMS[package] else ""
+
+
+def test_the_kernels_know_nothing_of_the_library():
+    upward = {module: names for module, names in IMPORTS.items() if module.startswith("pallas_kernels")}
+    assert upward
+    assert not [(a, b) for a, names in upward.items() for b in names if b.split(".")[0] == "dsv4jax"]
+
+
+def test_the_library_reaches_kernels_through_their_package_and_the_table_of_gpus():
+    used = {
+        b for a, names in IMPORTS.items() if a.startswith("dsv4jax") for b in names if b.startswith("pallas_kernels")
+    }
+    assert used == {"pallas_kernels", "pallas_kernels.language", "pallas_kernels.language.target"} & used
+    assert "pallas_kernels" in used
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_downward(package):
+    order, beside = ROOMS[package], BESIDE.get(package, set())
+    inside = {module for module in FILES if module.startswith(f"{package}.")}
+    assert inside
+    for module in inside:
+        for name in IMPORTS[module]:
+            if name not in inside:
+                continue
+            room, other = room_of(package, module), room_of(package, name)
+            assert order.index(room) <= order.index(other), f"{module} imports {name}, which stands above it"
+            assert room == other or not {room, other} <= beside, f"{module} imports {name}, which stands beside it"
+
+
+def test_there_is_no_circle():
+    graphlib.TopologicalSorter(IMPORTS).prepare()  # raises CycleError, which names it
+
+
+def test_no_import_hides_in_a_function_or_behind_type_checking():
+    hidden = set()
+    for module, path in FILES.items():
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.If):
+                hidden |= {(module, name) for inner in ast.walk(node) for name in imported(module, inner)}
+    assert hidden == LAZY.keys()
+
+
+def test_no_folder_holds_more_modules_than_one_can_overlook():
+    sizes = collections.Counter(path.parent for path in FILES.values() if path.name != "__init__.py")
+    assert not {folder: count for folder, count in sizes.items() if count > MAX_MODULES}
+
+
+@pytest.mark.parametrize("module", ["dsv4jax.requests.fork", "dsv4jax.cache.cache", "dsv4jax.layer.layer"])
+def test_a_module_is_found_under_its_name(module):
+    """No function of the package stands in its way."""
+    import importlib
+    import types
+
+    import dsv4jax
+
+    found: object = dsv4jax
+    importlib.import_module(module)
+    for name in module.split(".")[1:]:
+        found = getattr(found, name)
+    assert isinstance(found, types.ModuleType)
+
+
+def test_the_audit_notices_a_circle():
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(IMPORTS | {"dsv4jax.kinds": {"dsv4jax.plan"}}).prepare()
