@@ -161,15 +161,7 @@ def flush_hca(
       block_table: int32 [requests, max_blocks].
       slots, first, count: int32 [B]; count[b] <= E entries are real. An entry without a block is dropped.
     """
-    _check_entries(entries, slots, first, count, plan)
-    new = NewEntries(
-        entries=entries,
-        keys=None,
-        block_table=block_table,
-        slots=slots,
-        first=first,
-        count=_fitting(count, entries.shape[1]),
-    )
+    new = _new_entries(entries, None, block_table, slots, first, count, plan)
     return CACHE_UPDATE.of(backend, plan, _ANY_KIND).flush_entries(pool, index, new, plan)
 
 
@@ -187,30 +179,28 @@ def flush_csa(
     backend: Backend = None,
 ) -> PagedPool:
     """As ``flush_hca``, and the same for indexer_entries f32 [B, E, indexer_head_dim]: normed, roped and rotated."""
-    _check_entries(entries, slots, first, count, plan)
+    new = _new_entries(entries, indexer_entries, block_table, slots, first, count, plan)
     axes: dict[str, int | None] = {"B": slots.shape[0], "E": entries.shape[1], "dim": plan.cfg.indexer_head_dim}
     check_array("indexer_entries", indexer_entries, axes, jnp.float32)
     if pool.indexer_keys is None:
         raise ValueError("flush_csa: expected the pool of CSA layers, this one has no indexer keys")
-    new = NewEntries(
-        entries=entries,
-        keys=indexer_entries,
-        block_table=block_table,
-        slots=slots,
-        first=first,
-        count=_fitting(count, entries.shape[1]),
-    )
     return CACHE_UPDATE.of(backend, plan, _ANY_KIND).flush_entries(pool, index, new, plan)
 
 
-def _check_entries(entries: jax.Array, slots: jax.Array, first: jax.Array, count: jax.Array, plan: CachePlan) -> None:
+def _new_entries(
+    entries: jax.Array,
+    keys: jax.Array | None,
+    block_table: jax.Array,
+    slots: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    plan: CachePlan,
+) -> NewEntries:
+    """The arguments of a flush, checked but for the keys."""
     check_batch(slots=slots, first=first, count=count)
     check_array("entries", entries, {"B": slots.shape[0], "E": None, "dim": plan.cfg.head_dim}, jnp.float32)
-
-
-def _fitting(count: jax.Array, available: int) -> jax.Array:
-    """count, and 0 where it names more than there is: such a row is left alone, not done in part."""
-    return jnp.where(count <= available, count, 0)
+    count = jnp.where(count <= entries.shape[1], count, 0)  # where it names more than there is: left alone, not in part
+    return NewEntries(entries=entries, keys=keys, block_table=block_table, slots=slots, first=first, count=count)
 
 
 def store(call: LayerCall, rows: TokenRows, backend: str, *, keep_tails: bool = False) -> LayerStack:

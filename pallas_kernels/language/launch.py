@@ -48,9 +48,6 @@ def launch(
     grid: Grid | tuple[int, ...],
     inputs: Any,
     state: Any,
-    warpgroups: int = 1,
-    cluster: int = 1,
-    shared_bytes: int = 0,
     simulate: bool = False,
 ) -> Any:
     """Run ``body(machine, inputs, state)`` on each block of a grid and return the updated state.
@@ -69,7 +66,6 @@ def launch(
       inputs: pytree of arrays that the kernel only reads. None is a part of it that is not there.
       state: pytree of arrays that it updates in place where the caller's jit donates them, or of
         ``jax.ShapeDtypeStruct`` for results that it writes whole.
-      warpgroups, cluster, shared_bytes: as of ``Grid``, beside a tuple.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -82,7 +78,7 @@ def launch(
         so does SimulationError.
     """
     if not isinstance(grid, Grid):
-        grid = Grid(blocks=grid, warpgroups=warpgroups, cluster=cluster, shared_bytes=shared_bytes)
+        grid = Grid(blocks=grid)
     operands, inputs_tree = jax.tree.flatten(inputs)
     state_leaves, state_tree = jax.tree.flatten(state)
     is_result = isinstance(state_leaves[0], jax.ShapeDtypeStruct)

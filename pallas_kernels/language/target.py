@@ -81,12 +81,3 @@ def gpu_or_first() -> GPU:
 def architecture() -> Architecture:
     """The architecture of ``gpu_or_first``. ``launch`` refuses what is not in the table, so that nothing else runs."""
     return gpu_or_first().architecture
-
-
-def compute_capability() -> tuple[int, int]:
-    """(major, minor) of what is compiled for; (0, 0) where it is not in the table."""
-    row = gpu()
-    if row is None:
-        return 0, 0
-    major, minor = row.capability.split(".")
-    return int(major), int(minor)

@@ -118,10 +118,7 @@ def append_chunk(
     return launch(
         body,
         name="stage_entries" if keep_tails else "cache_step" if num_tokens == 1 else "append_chunk",
-        grid=(batch, work.units + work.job_units),
-        warpgroups=work.split.warpgroups,
-        cluster=work.split.cluster,
-        shared_bytes=work.split.shared_bytes,
+        grid=work.grid(batch),
         inputs=tokens,
         state=stack,
         simulate=simulate,

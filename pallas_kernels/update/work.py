@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_kernels.language.lanes import Row, Team
+from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP, Value
 from pallas_kernels.update.batch import Block
 
@@ -55,6 +56,15 @@ class Work:
     def of(cls, units: int, split: Split, jobs: tuple[Jobs, ...], *, ride_along: bool) -> Work:
         job_units = 0 if ride_along else -(-sum(some.count for some in jobs) // split.warps)
         return cls(units=units, split=split, jobs=jobs, job_units=job_units)
+
+    def grid(self, batch: int) -> Grid:
+        split = self.split
+        return Grid(
+            blocks=(batch, self.units + self.job_units),
+            warpgroups=split.warpgroups,
+            cluster=split.cluster,
+            shared_bytes=split.shared_bytes,
+        )
 
     def run(self, block: Block, run_unit: Callable[[Value], None] | None) -> None:
         """Do a CTA's share; ``run_unit`` does the compressor's, given the number of the unit."""

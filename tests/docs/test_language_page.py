@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.launch import launch
+from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.machine import WARPGROUP, Machine, negate, select
 from pallas_kernels.language.shared import Shared
 from tests.support.lane_kernels import mesh_of
@@ -101,10 +101,9 @@ def simulated(code: str) -> None:
         launch(
             body,
             name="line",
-            grid=(1,),
+            grid=Grid(blocks=(1,), shared_bytes=4 * WARPGROUP),
             inputs=jnp.ones(WARPGROUP, jnp.float32),
             state=jax.ShapeDtypeStruct((WARPGROUP,), jnp.int32),
-            shared_bytes=4 * WARPGROUP,
             simulate=True,
         )
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.launch import launch
+from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.machine import WARPGROUP, Machine, Value, select
 from tests.support.machines import MACHINES
 
@@ -32,14 +32,22 @@ def spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def run(body: Callable[..., None], inputs: Any, state: Any, *, simulate: bool, **options: Any) -> Any:
-    """Launch a body on one block, unless told otherwise, and return its state as NumPy arrays."""
-    options = dict(name="probe", grid=(1,), simulate=simulate) | options
-    call = jax.jit(lambda inputs, state: launch(body, inputs=inputs, state=state, **options))
+def run(
+    body: Callable[..., None],
+    inputs: Any,
+    state: Any,
+    *,
+    simulate: bool,
+    name: str = "probe",
+    grid: tuple[int, ...] = (1,),
+    **sizes: Any,
+) -> Any:
+    """Launch a body and return its state as NumPy arrays. ``sizes`` are those of ``Grid``."""
+    start = functools.partial(launch, body, name=name, grid=Grid(blocks=grid, **sizes), simulate=simulate)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-        out = jax.jit(lambda inputs: launch(body, inputs=inputs, state=state, **options))(inputs)
+        out = jax.jit(lambda inputs: start(inputs=inputs, state=state))(inputs)
     else:
-        out = call(inputs, jax.tree.map(jnp.asarray, state))
+        out = jax.jit(lambda inputs, state: start(inputs=inputs, state=state))(inputs, jax.tree.map(jnp.asarray, state))
     return jax.tree.map(np.asarray, out)
 
 
@@ -52,10 +60,10 @@ def mesh_of(capability: str | None, name: str, platform: str = "gpu") -> jax.sha
     return jax.sharding.AbstractMesh((1,), ("x",), axis_types=(axis,), abstract_device=device)
 
 
-def emit(body: Callable[..., None], inputs: Any, state: Any, **options: Any) -> str:
+def emit(body: Callable[..., None], inputs: Any, state: Any, **sizes: Any) -> str:
     """As ``run``, on the machine that emits for a GPU, of which none is needed: the module with the kernel in it."""
-    options = dict(name="probe", grid=(1,)) | options
-    call = jax.jit(lambda inputs, state: launch(body, inputs=inputs, state=state, **options))
+    grid = Grid(blocks=(1,), **sizes)
+    call = jax.jit(lambda inputs, state: launch(body, name="probe", grid=grid, inputs=inputs, state=state))
     with jax.sharding.use_abstract_mesh(mesh_of("9.0", "NVIDIA H200")):
         return call.trace(inputs, state).lower(lowering_platforms=("cuda",)).as_text()
 
