@@ -23,13 +23,18 @@ class Batch:
     num_new: jax.Array  # int32 [B] tokens of the call; 0 = no-op
 
     def fitting(self, num_tokens: int) -> Batch:
-        """The same rows in a call of T tokens: a row that names more than T brings nothing, rather than a part."""
-        return dataclasses.replace(self, num_new=jnp.where(self.num_new <= num_tokens, self.num_new, 0))
+        """The same rows in a call of T tokens: a row that names more than T brings nothing."""
+        return dataclasses.replace(self, num_new=fitting(self.num_new, num_tokens))
 
     @property
     def storing(self) -> jax.Array:
         """bool [B]: the rows that store anything."""
         return (self.slots >= 0) & (self.num_new > 0)
+
+
+def fitting(count: jax.Array, available: int) -> jax.Array:
+    """count, and 0 where it names more than there is: such a row is left alone, not done in part."""
+    return jnp.where(count <= available, count, 0)
 
 
 def unique_or_dropped(slots: jax.Array, valid: jax.Array, size: int) -> jax.Array:
@@ -48,6 +53,13 @@ def put(
     """leaf[index, slots, *row] = value where valid."""
     target = unique_or_dropped(slots, valid, leaf.shape[1])
     return leaf.at[index, target, *row].set(value.astype(leaf.dtype), mode="drop", unique_indices=True)
+
+
+def put_in_all_layers(tree: Any, targets: jax.Array, rows: Any) -> Any:
+    """Leaves [layers, size, ...]: leaf[:, targets] = rows, for targets from ``unique_or_dropped``."""
+    return jax.tree.map(
+        lambda leaf, value: leaf.at[:, targets].set(value, mode="drop", unique_indices=True), tree, rows
+    )
 
 
 def put_newest(leaf: jax.Array, index: jax.Array | int, batch: Batch, rows: jax.Array) -> jax.Array:
@@ -69,7 +81,6 @@ def copy_rows(tree: Any, sources: jax.Array, targets: jax.Array) -> Any:
 
     def copy(leaf: jax.Array) -> jax.Array:
         target = unique_or_dropped(targets, targets >= 0, leaf.shape[1])
-        rows = leaf.at[:, sources].get(mode="clip")
-        return leaf.at[:, target].set(rows, mode="drop", unique_indices=True)
+        return put_in_all_layers(leaf, target, leaf.at[:, sources].get(mode="clip"))
 
     return jax.tree.map(copy, tree)

@@ -84,12 +84,12 @@ class Case:
         if self.op == "topk":
             return queries * 4 * (self.entries + self.picks), 0
         if self.op == "indexer":
-            key = row_bytes(plan.keys.row(cfg.indexer_head_dim))
+            key = row_bytes(plan.key_spec)
             query = cfg.indexer_heads * (key + 4)
             moved = self.batch * self.entries * (key + 4 * self.tokens) + queries * query
             return moved, 2 * queries * self.entries * cfg.indexer_heads * (cfg.indexer_head_dim + 1)
         keys = 128 + self.entries_read
-        row = row_bytes(plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim))
+        row = row_bytes(plan.row_spec)
         moved = queries * (keys * row + 2 * 2 * self.heads * cfg.head_dim + 4 * self.picks)
         return moved, 2 * 2 * queries * self.heads * keys * cfg.head_dim
 

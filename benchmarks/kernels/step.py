@@ -20,9 +20,9 @@ import dsv4jax as d4
 import pallas_kernels as pk
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import Times, kernel_events, record
-from benchmarks.kernels.update import Case, call_inputs, thunks
+from benchmarks.kernels.update import Case, new_rows, thunks
 from dsv4jax.indexing import Batch
-from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.kernels import layer_number
 from dsv4jax.layer.ops import INDEXER_SCORES, TOP_K
 from dsv4jax.layer.update import store
@@ -42,7 +42,7 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
     begin, table = cache.seq_lens[slots], jnp.copy(cache.tables.block_table)  # the cache is donated, the table is not
     kinds = [str(spec.attn) for spec in d4.layer_schedule(cfg)]
     cases = [Case(model="flash", kind=kind, batch=batch) for kind in kinds]
-    streams = [call_inputs(case, seed=layer) for layer, case in enumerate(cases)]
+    streams = [new_rows(case, seed=layer) for layer, case in enumerate(cases)]
     heads = batch, 1, cfg.indexer_heads
     key_queries = plan.keys.encode(jnp.asarray(rng.standard_normal((*heads, cfg.indexer_head_dim), np.float32)))
     weights = jnp.asarray(rng.standard_normal(heads, np.float32))
@@ -54,10 +54,9 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
     def one_layer(
         stack: Any, index: jax.Array, inputs: Any, start: jax.Array, q: jax.Array, kind: d4.AttentionType
     ) -> Any:
-        entry, key, kv = inputs
         batch = Batch(slots=slots, start=start, num_new=one)
         call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
-        call = call.with_stack(store(call, TokenRows(kv=kv, entry=entry, key=key), "pallas"))
+        call = call.with_stack(store(call, inputs, "pallas"))
         positions, entries = start[:, None], call.entries
         visible: Any = None
         picks = None

@@ -1,6 +1,6 @@
 """The cache update and the gather on real shapes: kernel time, bandwidth, share of the ceiling, XLA beside it.
 
-Timed as the library calls them: ``bench`` imports ``dsv4jax``, which nothing else in ``pallas_kernels`` does.
+Timed as the library calls them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Case:
         """Fewest bytes the update must move: every input and every old row that is needed once, every new one once."""
         plan, cfg, batch, tokens = self.plan, self.cfg, self.batch, self.tokens
         kind, dim = d4.AttentionType(self.kind), cfg.head_dim
-        row = row_bytes(plan.rows.row(dim - cfg.rope_dim, cfg.rope_dim))
+        row = row_bytes(plan.row_spec)
         window = min(tokens, cfg.sliding_window) * batch
         total = window * (4 * dim + row + 4)
         if kind == d4.AttentionType.SWA:
@@ -99,7 +99,7 @@ class Case:
                 return total + batch * 2 * 3 * 4 * dim
             old = entries * (ratio - 1) if tokens == 1 else 0
             return total + (kept + old) * 2 * 4 * dim
-        key = row_bytes(plan.keys.row(cfg.indexer_head_dim))
+        key = row_bytes(plan.key_spec)
         flushed = entries if tokens == 1 else min(entries, batch)  # requests whose previous b-stream changes
         old = (3 * ratio - 2) * flushed if tokens == 1 else ratio * flushed
         for width in (dim, cfg.indexer_head_dim):
@@ -136,8 +136,8 @@ def chunk_cases() -> list[Case]:
     return cases + [Case(model="flash", kind="csa", batch=8, tokens=512, flushing="chunk")]
 
 
-def call_inputs(case: Case, seed: int) -> tuple[Any, Any, Any]:
-    """Streams of the compressor and of the indexer's, each with its norm; window rows."""
+def new_rows(case: Case, seed: int) -> TokenRows:
+    """What the tokens of a call bring."""
     rng = np.random.default_rng(seed)
     is_csa, cfg = case.kind == "csa", case.cfg
 
@@ -152,7 +152,7 @@ def call_inputs(case: Case, seed: int) -> tuple[Any, Any, Any]:
 
     entry = None if case.kind == "swa" else streams(cfg.head_dim)
     key = streams(cfg.indexer_head_dim) if is_csa else None
-    return entry, key, normal(case.batch, case.tokens, cfg.head_dim)
+    return TokenRows(kv=normal(case.batch, case.tokens, cfg.head_dim), entry=entry, key=key)
 
 
 def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
@@ -168,26 +168,20 @@ def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
 
     stack = dataclasses.replace(stack, state=jax.tree.map(noise, keys, stack.state))
     table = rng.permutation(plan.num_blocks)[: case.batch * plan.max_blocks].reshape(case.batch, -1)
-    entry, key, kv = call_inputs(case, seed)
-    return stack, {
-        "entry": entry,
-        "key": key,
-        "kv": kv,
-        "block_table": jnp.asarray(table, jnp.int32),
-        "slots": jnp.asarray(rng.permutation(case.batch), jnp.int32),
-        "start": jnp.asarray(case.starts()),
-        "num_new": jnp.full(case.batch, case.tokens, jnp.int32),
-    }
+    batch = Batch(
+        slots=jnp.asarray(rng.permutation(case.batch), jnp.int32),
+        start=jnp.asarray(case.starts()),
+        num_new=jnp.full(case.batch, case.tokens, jnp.int32),
+    )
+    return stack, {"rows": new_rows(case, seed), "block_table": jnp.asarray(table, jnp.int32), "batch": batch}
 
 
 def update(case: Case, backend: str, stack: Any, inputs: dict[str, Any], layer: jax.Array) -> Any:
     """The timed call; layer is an int32 [1]."""
-    names = "block_table", "slots", "start", "num_new"
-    entry, key, kv = (inputs[name] for name in ("entry", "key", "kv"))
-    table, slots, start, num_new = (inputs[name] for name in names)
-    batch, kind = Batch(slots=slots, start=start, num_new=num_new), d4.AttentionType(case.kind)
+    rows, table, batch = (inputs[name] for name in ("rows", "block_table", "batch"))
+    kind = d4.AttentionType(case.kind)
     call = LayerCall(stack=stack, index=layer[0], block_table=table, batch=batch, kind=kind, plan=case.plan)
-    return store(call, TokenRows(kv=kv, entry=entry, key=key), backend)
+    return store(call, rows, backend)
 
 
 def run_case(case: Case, ceiling: float, *, xla: bool, runs: int) -> dict[str, Any]:
@@ -214,7 +208,7 @@ def run_gather(ceiling: float, count: int = 8192) -> list[dict[str, Any]]:
         table = jnp.asarray(rng.permutation(plan.num_blocks)[: 2 * plan.max_blocks].reshape(2, -1), jnp.int32)
         slots, full = jnp.asarray([1], jnp.int32), jnp.asarray([count], jnp.int32)
         picks = jnp.asarray(rng.permutation(count)[None], jnp.int32)
-        moved = count * (row_bytes(plan.rows.row(448, 64)) + 2 * cfg.head_dim)
+        moved = count * (row_bytes(plan.row_spec) + 2 * cfg.head_dim)
         for what, argument in (("all of a request", full), ("a list", picks)):
             line: dict[str, Any] = {"case": f"gather {what} {form} {count}", "bytes": moved}
             for backend in ("pallas", "xla"):
@@ -246,17 +240,16 @@ def run_step(backend: str, batch: int, dump: Path, *, tokens: int, hca_tail: str
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.permutation(plan.num_blocks)[: batch * plan.max_blocks].reshape(batch, -1), jnp.int32)
     cases = [Case(model="flash", kind=str(spec.attn), batch=batch) for spec in d4.layer_schedule(cfg)]
-    drawn = [call_inputs(case, seed=layer) for layer, case in enumerate(cases)]
+    drawn = [new_rows(case, seed=layer) for layer, case in enumerate(cases)]
     begin = jnp.asarray(1024 + rng.permutation(max(batch, 128))[:batch] % 128, jnp.int32)
     slots, one = jnp.asarray(rng.permutation(batch), jnp.int32), jnp.ones(batch, jnp.int32)
 
     # An inner jit: one kernel is compiled once for all layers of its kind.
     @functools.partial(jax.jit, static_argnames="kind")
     def one_layer(stack: Any, index: jax.Array, inputs: Any, start: jax.Array, kind: d4.AttentionType) -> Any:
-        entry, key, kv = inputs
         batch = Batch(slots=slots, start=start, num_new=one)
         call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
-        return store(call, TokenRows(kv=kv, entry=entry, key=key), backend)
+        return store(call, inputs, backend)
 
     def decode_loop(cache: Any, drawn: Any) -> Any:
         def step(carry: Any, _: None) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dsv4jax.checks import check_batch
 from dsv4jax.formats import KVRows
-from dsv4jax.indexing import unique_or_dropped
+from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, Tail, empty_tail
@@ -54,9 +54,7 @@ def reset_slots(state: StateCache, slots: jax.Array, *, plan: CachePlan, kind: A
     requests = state.pos.shape[1]
     target = unique_or_dropped(slots, slots >= 0, requests)
     empty = empty_state(plan, kind, (state.pos.shape[0], slots.shape[0]))
-    return jax.tree.map(
-        lambda leaf, value: leaf.at[:, target].set(value, mode="drop", unique_indices=True), state, empty
-    )
+    return put_in_all_layers(state, target, empty)
 
 
 @jax.tree_util.register_dataclass

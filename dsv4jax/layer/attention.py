@@ -169,7 +169,6 @@ def decode_attention(
 
 def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
     """Require the windows of a batch, with fresh rows where there are several tokens."""
-    cfg = window.plan.cfg
     check_array("window.slots", window.slots, {"B": batch}, jnp.int32)
     check_array("window.start", window.start, {"B": batch}, jnp.int32)
     if window.fresh is None:
@@ -177,8 +176,8 @@ def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
             raise ValueError(f"window: {tokens} tokens need fresh rows: late ones overwrite what early ones see")
         return
     count = window.fresh.nope.shape[1]
-    row = window.plan.rows.row(cfg.head_dim - cfg.rope_dim, cfg.rope_dim)
-    for (path, leaf), of in zip(jax.tree.leaves_with_path(window.fresh), jax.tree.leaves(row), strict=True):
+    row = jax.tree.leaves(window.plan.row_spec)
+    for (path, leaf), of in zip(jax.tree.leaves_with_path(window.fresh), row, strict=True):
         axes: dict[str, int | None] = {"B": batch, "F": count} | {f"axis {i}": n for i, n in enumerate(of.shape)}
         check_array(f"window.fresh{jax.tree_util.keystr(path)}", leaf, axes, of.dtype)
     if count < tokens:

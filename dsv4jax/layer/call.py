@@ -1,7 +1,7 @@
 """The call of a layer: which requests it is for, what it may do with each, and what their new tokens bring.
 
-Made once, in ``LayerCall.begin``, and handed to everything that stores and attends. A grant that a call cannot use is
-withdrawn there, and nowhere else.
+Made once, in ``LayerCall.begin``, and handed to everything that stores and attends. A grant that the call cannot use
+is withdrawn there.
 """
 
 from __future__ import annotations
@@ -64,14 +64,19 @@ class LayerCall:
 
     @classmethod
     def begin(
-        cls, cache: KVCache, kind: AttentionType, index: jax.Array | int, asked: Batch, num_tokens: int
+        cls,
+        cache: KVCache,
+        kind: AttentionType,
+        index: jax.Array | int,
+        slots: jax.Array,
+        num_new: jax.Array,
+        num_tokens: int,
     ) -> tuple[KVCache, LayerCall]:
-        """What each row may do in a call of T tokens; ``asked.start`` is not looked at.
+        """What each row may do in a call of T tokens.
 
         A row that names more tokens than T stores nothing. Its grant is withdrawn, so that neither another layer nor
         ``advance`` counts what was never stored.
         """
-        slots, num_new = asked.slots, asked.num_new
         tables = withdraw_grants(cache.tables, slots, num_new > num_tokens)
         start, count = granted_tokens(tables, slots, num_new)
         batch = Batch(slots=jnp.where(count > 0, slots, -1), start=start, num_new=count)

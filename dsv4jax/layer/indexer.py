@@ -109,7 +109,7 @@ def select_entries(
     heads: dict[str, int | None] = {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}
     check_array("visible", visible, {"B": None, "T": None}, jnp.int32)
     if isinstance(queries, KeyRows):
-        row = keys.row(cfg.indexer_head_dim)
+        row = plan.key_spec
         jax.tree.map(lambda x, of: check_array("queries", x, heads | {"row": of.shape[0]}, of.dtype), queries, row)
     else:
         check_array("queries", queries, heads | {"indexer_head_dim": cfg.indexer_head_dim}, jnp.float32)

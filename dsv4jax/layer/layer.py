@@ -142,14 +142,14 @@ def run_layer(
     elif not 0 <= operator.index(index) < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
     check_name(options.backend)
-    asked = Batch(slots=slots, start=jnp.zeros_like(slots), num_new=num_new)
     if x.size == 0:
         if options.is_draft:
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
-        cache, _ = LayerCall.begin(cache, kind, index, asked, x.shape[1])
+        cache, _ = LayerCall.begin(cache, kind, index, slots, num_new, x.shape[1])
         return jnp.zeros_like(x), cache, None
     chosen = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
-    return _run_layer(params, x, cache, jnp.asarray(index, jnp.int32), asked, kind=kind, options=chosen)
+    index = jnp.asarray(index, jnp.int32)
+    return _run_layer(params, x, cache, index, slots, num_new, kind=kind, options=chosen)
 
 
 # Jitted so that the layers of a kind are traced once; it donates nothing.
@@ -159,7 +159,8 @@ def _run_layer(
     x: jax.Array,
     cache: KVCache,
     index: jax.Array,
-    asked: Batch,
+    slots: jax.Array,
+    num_new: jax.Array,
     *,
     kind: AttentionType,
     options: RunOptions,
@@ -172,7 +173,7 @@ def _run_layer(
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
     num_tokens = x.shape[1]
 
-    cache, call = LayerCall.begin(cache, kind, index, asked, given_tokens)
+    cache, call = LayerCall.begin(cache, kind, index, slots, num_new, given_tokens)
     call = dataclasses.replace(call, plan=plan)
     positions = call.positions(num_tokens)
     real = positions >= 0

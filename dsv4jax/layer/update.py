@@ -24,7 +24,7 @@ from dsv4jax.cache.pool import PagedPool, scatter_entries
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache
 from dsv4jax.checks import check_array, check_batch
-from dsv4jax.indexing import Batch, put_newest, read_slots
+from dsv4jax.indexing import Batch, fitting, put_newest, read_slots
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import LayerCall, TokenRows
@@ -87,15 +87,11 @@ def append_tail(
     if state.tail is None:
         raise ValueError("append_tail: SWA layers have no tail")
     batch = Batch(slots=slots, start=start, num_new=num_new).fitting(streams.ka.shape[1])
-    cfg = plan.cfg
-    if state.indexer_tail is None or indexer_streams is None:
-        return dataclasses.replace(state, tail=state.tail.append(index, streams, batch, cfg.hca_compression_ratio))
-    ratio = cfg.csa_compression_ratio
-    return dataclasses.replace(
-        state,
-        tail=state.tail.append(index, streams, batch, ratio),
-        indexer_tail=state.indexer_tail.append(index, indexer_streams, batch, ratio),
-    )
+    cfg, indexer_tail = plan.cfg, state.indexer_tail
+    ratio = cfg.hca_compression_ratio if indexer_streams is None else cfg.csa_compression_ratio
+    if indexer_tail is not None and indexer_streams is not None:
+        indexer_tail = indexer_tail.append(index, indexer_streams, batch, ratio)
+    return dataclasses.replace(state, tail=state.tail.append(index, streams, batch, ratio), indexer_tail=indexer_tail)
 
 
 def rotate_csa(
@@ -199,7 +195,7 @@ def _new_entries(
     """The arguments of a flush, checked but for the keys."""
     check_batch(slots=slots, first=first, count=count)
     check_array("entries", entries, {"B": slots.shape[0], "E": None, "dim": plan.cfg.head_dim}, jnp.float32)
-    count = jnp.where(count <= entries.shape[1], count, 0)  # where it names more than there is: left alone, not in part
+    count = fitting(count, entries.shape[1])
     return NewEntries(entries=entries, keys=keys, block_table=block_table, slots=slots, first=first, count=count)
 
 

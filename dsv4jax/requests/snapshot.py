@@ -24,7 +24,7 @@ from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, blocks_for, grow
 from dsv4jax.checks import check_batch, check_one_shard
 from dsv4jax.config import DSV4Config
-from dsv4jax.indexing import unique_or_dropped
+from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import MAX_CONTEXT, CachePlan, plan_cache
 
@@ -161,14 +161,11 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
     block = tables.block_table.at[slots[:, None], column].get(mode="fill", fill_value=-1)
     block = unique_or_dropped(block, (block >= 0) & ok, tables.block_refs.shape[0])
 
-    def put(stored: Any, rows: Any, target: jax.Array) -> Any:
-        return jax.tree.map(
-            lambda leaf, value: leaf.at[:, target].set(value, mode="drop", unique_indices=True), stored, rows
-        )
-
     def with_requests(kind: AttentionType, stack: LayerStack) -> LayerStack:
         rows = snapshot.stack(kind)
-        return LayerStack(state=put(stack.state, rows.state, slot), pool=put(stack.pool, rows.pool, block))
+        return LayerStack(
+            state=put_in_all_layers(stack.state, slot, rows.state), pool=put_in_all_layers(stack.pool, block, rows.pool)
+        )
 
     return dataclasses.replace(cache.map_stacks(with_requests), tables=tables), slots, ok
 

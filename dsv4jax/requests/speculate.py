@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.tables import advance_lengths, granted_tokens, is_admitted, withdraw_grants
 from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.config import layer_kind
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
@@ -152,7 +153,7 @@ def commit(
 
 def _check_staged(one: StagedLayer, tokens: dict[str, int | None], plan: CachePlan) -> None:
     """Require what ``stage`` gives for a layer of a kind, with axes B and T of these sizes."""
-    cfg, kind, of = plan.cfg, plan.schema(one.layer).attn_type, f"of layer {one.layer}"
+    cfg, kind, of = plan.cfg, layer_kind(plan.cfg, one.layer), f"of layer {one.layer}"
     rows = {"slots": one.slots, "start": one.start, "num_new": one.num_new}
     for name, row in rows.items():
         check_array(f"{name} {of}", row, {"B": tokens["B"]}, jnp.int32)

@@ -481,7 +481,7 @@ def test_a_block_may_leave_its_cluster_at_a_barrier(simulate):
             (word,) = machine.load_shared((lane ^ 3) * 4 + base, 4)
             out.store_int(word, block, lane)
 
-    options = dict(grid=(3,), cluster=2, shared_bytes=4 * WARPGROUP)
+    options: Any = dict(grid=(3,), cluster=2, shared_bytes=4 * WARPGROUP)
     out = run(body, {}, spec((3, WARPGROUP), np.int32), simulate=simulate, **options)
     np.testing.assert_array_equal(out, np.arange(3)[:, None] * 1000 + (np.arange(WARPGROUP) ^ 3))
 
