@@ -19,6 +19,7 @@ from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
 from pallas_kernels.attention.softmax import LOG2E, LOGIT_SCALE, LOWEST, row_of
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.lanes import Op, add, fold, maximum
+from pallas_kernels.language.launch import SCRATCH_BYTES
 from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
@@ -28,7 +29,6 @@ _ROWS = 64  # channels of a product
 _PRODUCTS = HEAD_DIM // _ROWS
 _WARPS = WARPGROUP // WARP
 _ALIGNMENT = 1024  # of the first tile
-_REDUCTIONS = 1024  # bytes of shared memory that every launch has besides
 _UNITS = HEAD_DIM * 2 // 16  # of a head's f16 row
 
 
@@ -52,7 +52,7 @@ class Layout(AttentionLayout):
     @property
     def fits(self) -> bool:
         """Its tiles fit into a block's shared memory."""
-        return self.shared_bytes + _REDUCTIONS <= self.gpu.shared_bytes
+        return self.shared_bytes + SCRATCH_BYTES <= self.gpu.shared_bytes
 
     def check(self, heads: int, tiles: int) -> None:
         if tiles > self.cluster * self.tiles or not self.fits:

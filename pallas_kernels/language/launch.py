@@ -20,7 +20,7 @@ from pallas_kernels.language.simulator.tensor_memory import TensorMemorySimulato
 
 Body = Callable[[Any, Any, Any], None]  # of a TensorMemory machine, inputs and state
 MAX_WARPGROUPS, MAX_CLUSTER = 8, 8
-_SCRATCH_BYTES = 1024  # shared memory every launch has, for reductions
+SCRATCH_BYTES = 1024  # shared memory every launch has, for reductions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def launch(
     is_result = isinstance(state_leaves[0], jax.ShapeDtypeStruct)
     if not any(leaf.size for leaf in state_leaves):
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state) if is_result else state
-    shared_bytes = -(-(grid.shared_bytes + _SCRATCH_BYTES) // 16) * 16
+    shared_bytes = -(-(grid.shared_bytes + SCRATCH_BYTES) // 16) * 16
     if shared_bytes > (most := target.gpu_or_first().shared_bytes):
         raise ValueError(f"{name} asks for {shared_bytes} bytes of shared memory, a block has at most {most}")
     if simulate:

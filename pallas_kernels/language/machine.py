@@ -484,11 +484,11 @@ class Machine(abc.ABC):
         leaves, structure = carries.flatten(carry, Value)
 
         def turn(i: Value, values: list[Value]) -> list[Value]:
+            outer = self.region
             with self._part("turn"):
-                i, *values = self._made_here([i, *values])
+                i, *values = self._made_in(self.region, [i, *values])
                 result = carries.alike(body(i, jax.tree.unflatten(structure, values)), carry, Value)
-                raw = [value.raw for value in result]
-            return [Value(self, value.kind, each, value.fault) for value, each in zip(result, raw, strict=True)]
+                return self._made_in(outer, result)
 
         count = count if isinstance(count, int) else expect("i32", count)
         return jax.tree.unflatten(structure, self._loop(count, turn, leaves))
@@ -508,13 +508,11 @@ class Machine(abc.ABC):
         leaves, structure = carries.flatten(carry, Value)
 
         def turn(values: list[Value]) -> tuple[Value, list[Value]]:
+            outer = self.region
             with self._part("turn"):
-                again, result = body(jax.tree.unflatten(structure, self._made_here(values)))
+                again, result = body(jax.tree.unflatten(structure, self._made_in(self.region, values)))
                 result = [expect("bool", again), *carries.alike(result, carry, Value)]
-                raw = [value.raw for value in result]
-            again, *values = (
-                Value(self, value.kind, each, value.fault) for value, each in zip(result, raw, strict=True)
-            )
+                again, *values = self._made_in(outer, result)
             return again, values
 
         return jax.tree.unflatten(structure, self._repeat(turn, leaves))
@@ -544,6 +542,6 @@ class Machine(abc.ABC):
         with self._part("role"):
             role.body()
 
-    def _made_here(self, values: Sequence[Value]) -> list[Value]:
-        """The same values, as if they were made where the machine is now."""
-        return [Value(self, value.kind, value.raw, value.fault) for value in values]
+    def _made_in(self, region: Region, values: Sequence[Value]) -> list[Value]:
+        """The same values, as if they were made in another part of the body."""
+        return [Value(self, value.kind, value.raw, value.fault, region) for value in values]

@@ -19,7 +19,6 @@ class GPU:
     multiprocessors: int
     shared_bytes: int  # shared memory of a block, at most
     clusters: dict[int, int]  # blocks of a cluster -> clusters that run at once, where a multiprocessor holds one block
-    products: Literal["wgmma", "tcgen05"]  # the words for products of matrices: ``tensor_cores``, ``tensor_memory``
 
 
 HOPPER = GPU(
@@ -28,7 +27,6 @@ HOPPER = GPU(
     multiprocessors=132,  # of an H200, as the numbers of clusters
     shared_bytes=232448,
     clusters={8: 13, 4: 32, 2: 66},
-    products="wgmma",
 )
 BLACKWELL = GPU(
     architecture="sm100",
@@ -36,7 +34,6 @@ BLACKWELL = GPU(
     multiprocessors=148,  # of a B200
     shared_bytes=232448,
     clusters={8: 13, 4: 32, 2: 66},  # as of an H200: on a B200 nobody has measured them
-    products="tcgen05",
 )
 GPUS = (HOPPER, BLACKWELL)
 

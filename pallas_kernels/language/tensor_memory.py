@@ -77,12 +77,12 @@ class TensorMemory(TensorCores):
           TypeError: operands of different depth, or such as the instruction does not take.
         """
 
-    def commit(self, barrier: Barrier | Value) -> None:
+    def commit(self, barrier: Barrier) -> None:
         """The barrier counts one more warp when all products are done that its lane has asked for.
 
-        Inside ``one_lane``, which chooses the same lane each time. A Value is a barrier's byte offset.
+        Inside ``one_lane``, which chooses the same lane each time.
         """
-        self._commit(barrier.address if isinstance(barrier, Barrier) else barrier)
+        self._commit(barrier.address)
 
     @abc.abstractmethod
     def _commit(self, barrier: Value) -> None: ...

@@ -24,10 +24,8 @@ class Lists:
     part: Part
     memory: Memory
 
-    def _reserve(
-        self, counter: int, flags: Sequence[Condition], size: int, rank: int | None = None
-    ) -> tuple[list[Value], Value]:
-        """A list's byte offsets for what each flag stands for, and a lane's first. All lanes of a warp take part."""
+    def _reserve(self, counter: int, flags: Sequence[Condition], size: int, rank: int | None = None) -> list[Value]:
+        """A list's byte offset for what each flag stands for. All lanes of a warp take part."""
         part, machine = self.part, self.part.machine
         taken = machine.constant(size, "i32")
         through = list(itertools.accumulate(select(flag, taken, 0) for flag in flags))
@@ -37,7 +35,7 @@ class Lists:
         own = (part.lane ^ (WARP - 1)) + counter
         base = self.memory.counters.add_int(of_warp, own, where=is_last, rank=rank)
         begin = machine.reduce_warp("add", base) + (of_warp - through[-1])
-        return [begin, *(begin + before for before in through[:-1])], begin
+        return [begin, *(begin + before for before in through[:-1])]
 
     def add_bundles(self, maxima: Sequence[Value], level: Value) -> None:
         """Those whose maximum reaches a level, by their vectors in the first trip. Passes a barrier."""
@@ -46,8 +44,8 @@ class Lists:
             Candidate(peak, vector, vector < part.count).reaches(level)
             for peak, vector in zip(maxima, part.vectors, strict=True)
         ]
-        places, begin = self._reserve(LISTED_BUNDLES, flags, VECTOR_BYTES)
-        has_room = begin < VECTOR_BYTES * memory.room.bundles
+        places = self._reserve(LISTED_BUNDLES, flags, VECTOR_BYTES)
+        has_room = places[0] < VECTOR_BYTES * memory.room.bundles
         for vector, flag, place in zip(part.vectors, flags, places, strict=True):
             memory.bundles.store_words([vector], place, where=flag & has_room)
         part.machine.barrier("block")
@@ -56,8 +54,8 @@ class Lists:
         """Those that reach a level."""
         rank = self.part.first_rank
         flags = [candidate.reaches(level) for candidate in candidates]
-        places, begin = self._reserve(LISTED_SCORES, flags, SCORE_BYTES, rank)
-        has_room = begin < SCORE_BYTES * self.memory.room.scores
+        places = self._reserve(LISTED_SCORES, flags, SCORE_BYTES, rank)
+        has_room = places[0] < SCORE_BYTES * self.memory.room.scores
         for candidate, flag, place in zip(candidates, flags, places, strict=True):
             words = [self.part.machine.bits(candidate.score), candidate.position]
             self.memory.scores.store_words(words, place, where=flag & has_room, rank=rank)

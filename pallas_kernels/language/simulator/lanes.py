@@ -197,7 +197,7 @@ class Simulator(NumPyArithmetic):
         active = self._active(True)
         if not active.any():
             return [self.constant(0, "i32")] * max(1, size // 4)
-        return self._gather(self._shared, self._shared_offset(address, active), size, active)
+        return self._read_shared(self._shared_offset(address, active), size, active)
 
     def store_shared(
         self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
@@ -205,7 +205,13 @@ class Simulator(NumPyArithmetic):
         check_access(size, words)
         active = self._active(where)
         if active.any():
-            self._scatter(self._shared, self._shared_offset(address, active, rank), words, size, active)
+            self._write_shared(self._shared_offset(address, active, rank), words, size, active)
+
+    def _read_shared(self, at: np.ndarray, size: int, active: np.ndarray) -> list[Value]:
+        return self._gather(self._shared, at, size, active)
+
+    def _write_shared(self, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
+        self._scatter(self._shared, at, words, size, active)
 
     def _hold(self, values: list[Value]) -> list[Value]:
         return values

@@ -185,12 +185,8 @@ class TensorCoreSimulator(Simulator, TensorCores):
 
     def copy_async(self, to: Value, address: Value, where: Condition) -> None:
         where = self._constant(where, "bool") if isinstance(where, bool) else where
-        to, address, where = (self._kept(x) for x in (to, address, where))
+        to, address, where = self._made_in(self._body, [to, address, where])  # it runs on after the part that asked
         self._turn.copies.append((to, address, where, self._active(True).copy()))
-
-    def _kept(self, x: Value) -> Value:
-        """The same value, for what runs on after the part of the body that asked for it."""
-        return Value(self, x.kind, x.raw, x.fault, self._body)
 
     def wait_copies(self) -> None:
         """Copies are made when they are waited for: what is read before is what was there."""
@@ -343,22 +339,16 @@ class TensorCoreSimulator(Simulator, TensorCores):
         self._fenced[unfenced[mine]] = True
         self._unfenced = [unfenced[~mine]]
 
-    def load_shared(self, address: Value, size: int) -> list[Value]:
-        active = self._active(True)
-        if active.any():
-            self._touched.append((self._shared_offset(address, active)[:, None] + np.arange(size)).reshape(-1))
-        return super().load_shared(address, size)
+    def _read_shared(self, at: np.ndarray, size: int, active: np.ndarray) -> list[Value]:
+        self._touched.append((at[:, None] + np.arange(size)).reshape(-1))
+        return super()._read_shared(at, size, active)
 
-    def store_shared(
-        self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
-    ) -> None:
-        active = self._active(where)
-        super().store_shared(address, words, size, where, rank=rank)
-        if active.any():
-            at = (self._shared_offset(address, active, rank)[:, None] + np.arange(size)).reshape(-1)
-            self._fenced[at] = False
-            self._unfenced.append(at)
-            self._touched.append(at)
+    def _write_shared(self, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
+        super()._write_shared(at, words, size, active)
+        written = (at[:, None] + np.arange(size)).reshape(-1)
+        self._fenced[written] = False
+        self._unfenced.append(written)
+        self._touched.append(written)
 
     def wgmma(
         self,
@@ -382,7 +372,8 @@ class TensorCoreSimulator(Simulator, TensorCores):
         return [Value(self, kind, _Pending(group, i)) for i in range(count)]
 
     def _kept_operand(self, operand: Operand) -> Operand:
-        return dataclasses.replace(operand, address=self._kept(operand.address))
+        (address,) = self._made_in(self._body, [operand.address])
+        return dataclasses.replace(operand, address=address)
 
     def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
         groups = self._turn.groups

@@ -139,15 +139,10 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         self._clock += 1
         self._released[cells] = np.where(self._pending[cells] == 0, self._clock, _NEVER)
 
-    def store_shared(
-        self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
-    ) -> None:
-        active = self._active(where)
-        if self._running and active.any():
-            at = self._shared_offset(address, active, rank)
-            if np.any(self._read[at[:, None] + np.arange(size)]):
-                raise SimulationError("shared memory is written that a product reads")
-        super().store_shared(address, words, size, where, rank=rank)
+    def _write_shared(self, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
+        if self._running and np.any(self._read[at[:, None] + np.arange(size)]):
+            raise SimulationError("shared memory is written that a product reads")
+        super()._write_shared(at, words, size, active)
 
     # Cells.
     def _number(self, x: Index, block: int, lane: int) -> int:
