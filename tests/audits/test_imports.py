@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 
 # Each room may import from itself and from the rooms after it.
 ROOMS = {
-    "dsv4jax": ("requests", "pieces", "layer", "cache", "weights", "", "pallas_kernels"),
+    "dsv4jax": ("requests", "pieces", "layer", "cache", "weights", ""),
     "pallas_kernels": ("update", "attention", "scores", "selection", "", "language"),
     "pallas_kernels.language": ("launch", "ptx", "simulator", ""),
 }
@@ -51,14 +51,10 @@ def imported(module: str, node: ast.AST) -> list[str]:
     return [name for name in names if name in FILES]
 
 
-def all_imports() -> dict[str, set[str]]:
-    trees = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
-    return {
-        module: {name for node in ast.walk(tree) for name in imported(module, node)} for module, tree in trees.items()
-    }
-
-
-IMPORTS = all_imports()
+TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+IMPORTS = {
+    module: {name for node in ast.walk(tree) for name in imported(module, node)} for module, tree in TREES.items()
+}
 
 
 def room_of(package: str, module: str) -> str:
@@ -77,7 +73,7 @@ def test_the_library_reaches_kernels_through_their_package_and_the_table_of_gpus
     used = {
         b for a, names in IMPORTS.items() if a.startswith("dsv4jax") for b in names if b.startswith("pallas_kernels")
     }
-    assert used == {"pallas_kernels", "pallas_kernels.language", "pallas_kernels.language.target"} & used
+    assert used <= {"pallas_kernels", "pallas_kernels.language", "pallas_kernels.language.target"}
     assert "pallas_kernels" in used
 
 
@@ -101,8 +97,7 @@ def test_there_is_no_circle():
 
 def test_no_import_hides_in_a_function_or_behind_type_checking():
     hidden = set()
-    for module, path in FILES.items():
-        tree = ast.parse(path.read_text())
+    for module, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.If):
                 hidden |= {(module, name) for inner in ast.walk(node) for name in imported(module, inner)}

@@ -28,7 +28,6 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.cache.pool import PooledLayer
-from dsv4jax.layer import indexer
 from dsv4jax.layer.reference import reference_layer
 from tests.support.driver import (
     BATCH,
@@ -269,11 +268,11 @@ def test_case_7_bad_scores_of_one_row_give_no_pick_out_of_range_and_none_to_othe
     visible = cache.seq_lens[slots][:, None] // 4
     assert visible[:, 0].tolist() == [8, 2, 0, 10]
 
-    want = np.asarray(indexer.select_entries(jnp.asarray(queries), jnp.asarray(weights), layer, visible))
+    want = np.asarray(d4.select_entries(jnp.asarray(queries), jnp.asarray(weights), layer, visible))
     for bad in (np.nan, np.inf, -np.inf):
         spoilt = weights.copy()
         spoilt[0] = bad  # scores NaN, or +-inf and NaN where relu gives 0
-        got = np.asarray(indexer.select_entries(jnp.asarray(queries), jnp.asarray(spoilt), layer, visible))
+        got = np.asarray(d4.select_entries(jnp.asarray(queries), jnp.asarray(spoilt), layer, visible))
         np.testing.assert_array_equal(got[1:], want[1:])
         # Fewer entries than picks: all of them are picked, each once, whatever their scores; -inf does not lose to
         # what is not there.
@@ -333,15 +332,15 @@ def test_case_9_of_a_chunk_longer_than_the_ring_the_newest_tokens_stay():
     for layer in LAYERS:
         kind, _ = cache.locate(layer)
         state = cache.stack(kind).state
+        pos = np.asarray(state.pos)[0]
         rows = np.asarray(cache.plan.rows.decode(jax.tree.map(lambda leaf: leaf[0], state.window)))
         for slot, length in zip(slots.tolist(), EDGES, strict=True):
-            for position in range(max(0, length - n_win), length):
-                assert int(state.pos[0, slot, position % n_win]) == position
             newest = np.arange(max(0, length - n_win), length)
+            np.testing.assert_array_equal(pos[slot, newest % n_win], newest)
             expected = np.asarray(want[layer].rows)[newest]
             np.testing.assert_allclose(rows[slot, newest % n_win], expected, rtol=0, atol=TOLERANCE)
             if length < n_win:
-                assert (np.asarray(state.pos[0, slot, length:]) == -1).all()
+                assert (pos[slot, length:] == -1).all()
     assert len(x) > 4 * n_win
 
 

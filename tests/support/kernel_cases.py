@@ -84,6 +84,21 @@ class Case:
         return " ".join(parts + {id(ODD): ["odd"], id(LONG): ["long"], id(FLASH): ["flash"]}.get(id(self.cfg), []))
 
 
+BF16_TAIL: dict[str, Any] = dict(tail_dtype="bfloat16")
+
+
+def swa(tokens: int, kv_format: str, **options: Any) -> Case:
+    return Case(kind=AttentionType.SWA, tokens=tokens, kv_format=kv_format, **options)
+
+
+def csa(tokens: int, kv_format: str, indexer_format: str, **options: Any) -> Case:
+    return Case(kind=AttentionType.CSA, tokens=tokens, kv_format=kv_format, indexer_format=indexer_format, **options)
+
+
+def hca(hca_tail: str, tokens: int, kv_format: str, **options: Any) -> Case:
+    return Case(kind=AttentionType.HCA, tokens=tokens, kv_format=kv_format, hca_tail=hca_tail, **options)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """Rows of one call, as NumPy arrays."""

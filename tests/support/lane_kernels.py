@@ -20,6 +20,10 @@ machines = pytest.mark.parametrize("simulate", MACHINES)
 F32 = np.float32
 TINY = F32(2.0**-126)  # the smallest normal f32
 
+LANE = np.arange(WARPGROUP, dtype=np.int32)
+Body = Callable[[Any, Any, Any], Any]
+ROOM = 1 << 16  # bytes of shared memory for a body of which nobody counts them
+
 # What arithmetic is known to go wrong at, besides ordinary numbers.
 SPECIAL = np.array(
     [0.0, -0.0, 1.0, -1.0, 1 / 3, 88.7, -87.4, -104.0, 1e30, -1e30, 3.4e38, -3.4e38, 2.0**-126, 1e-30, 16777217.0]
@@ -66,6 +70,11 @@ def emit(body: Callable[..., None], inputs: Any, state: Any, **sizes: Any) -> st
     call = jax.jit(lambda inputs, state: launch(body, name="probe", grid=grid, inputs=inputs, state=state))
     with jax.sharding.use_abstract_mesh(mesh_of("9.0", "NVIDIA H200")):
         return call.trace(inputs, state).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def simulated(body: Body, **sizes: Any) -> None:
+    """Simulate a body that reads and updates an array of a number for each lane."""
+    run(body, jnp.asarray(LANE), np.zeros_like(LANE), simulate=True, shared_bytes=ROOM, **sizes)
 
 
 def load_value(buffer: Buffer, at: Value) -> Value:
