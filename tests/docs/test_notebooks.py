@@ -33,6 +33,7 @@ def printed_plans(notebook) -> list[str]:
     return ["".join(output.text for output in cell.outputs if output.get("name") == "stdout") for cell in cells]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # The kernel and its messages live in libraries whose warnings are not ours; errors inside a cell still fail the test.
 @pytest.mark.filterwarnings("default")
