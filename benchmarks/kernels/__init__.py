@@ -4,7 +4,8 @@ cache                      the cache update of a layer, and the gather of stored
 attention indexer topk     what reads the cache
 step                       a decode step of all layers
 tune                       attention, indexer and top-k by ways to share their work
-plot                       the picture of a file of results
+plot                       the picture of a file of lines, as SVG
+report                     the tables and pictures of README.md and docs/speed.md
 
-``results`` holds the measured lines that README.md quotes.
+``results`` holds the recorded lines, which ``lines`` describes.
 """
