@@ -1,4 +1,7 @@
-"""Draws the pictures of layouts.md into docs/layouts/, from the formats and the plan: python docs/draw_layouts.py"""
+"""Draws the pictures of README.md and layouts.md into docs/layouts/, from the formats and the plan.
+
+Run as ``python docs/draw_layouts.py``.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,44 @@ def kv_row(name: str) -> KVRows:
 
 def key_row(name: str) -> KeyRows:
     return INDEXER_FORMATS[name].row(CFG.indexer_head_dim)
+
+
+def request() -> Picture:
+    """What one request leaves in a layer of each kind: its window, entries and tail, over its tokens."""
+    picture, length, n_win = Picture(330), 302, CFG.sliding_window
+    left, step = 150, (WIDTH - 150 - 30) / length
+    picks = CFG.indexer_top_k
+
+    def bar(first: float, last: float, y: float, fill: str) -> None:
+        picture.box(left + first * step, y, (last - first) * step, 24, fill)
+
+    def note(y: float, words: str) -> None:
+        picture.text(left, y, words, anchor="start", size=12)
+
+    picture.text(WIDTH / 2, 22, f"What a request of {length} tokens keeps in one layer of V4-Flash", size=15)
+    picture.text(left - 10, 58, "tokens", anchor="end")
+    bar(0, length, 41, EMPTY)
+    for token in (0, length - n_win, length):
+        picture.line(left + token * step, 65, left + token * step, 71)
+        picture.text(left + token * step, 83, str(token), size=11)
+
+    picture.text(left - 10, 117, "every layer", anchor="end")
+    bar(length - n_win, length, 100, BLUE)
+    picture.text(left + (length - n_win / 2) * step, 117, f"window: the newest {n_win} key rows", size=12)
+
+    for y, name, ratio in (
+        (158, "CSA layer", CFG.csa_compression_ratio),
+        (244, "HCA layer", CFG.hca_compression_ratio),
+    ):
+        count, tail = divmod(length, ratio)
+        picture.text(left - 10, y + 17, name, anchor="end")
+        for entry in range(count):
+            bar(entry * ratio, (entry + 1) * ratio, y, PURPLE)
+        bar(count * ratio, length, y, ORANGE)
+        which = f"an indexer picks up to {picks} of them" if ratio < n_win else "all of them are read"
+        note(y + 42, f"{count} entries (purple), each a learned summary that stands for {ratio} tokens; {which}")
+        note(y + 59, f"tail (orange): what the last {tail} tokens will contribute to the next entry")
+    return picture
 
 
 def kv_rows() -> Picture:
@@ -245,7 +286,7 @@ def tails() -> Picture:
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
-    function.__name__: function for function in (kv_rows, indexer_keys, block, window, tails)
+    function.__name__: function for function in (request, kv_rows, indexer_keys, block, window, tails)
 }
 
 

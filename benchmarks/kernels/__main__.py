@@ -1,4 +1,4 @@
-"""python -m benchmarks.kernels cache | attention | indexer | topk | step | tune | plot; each has its -h"""
+"""python -m benchmarks.kernels cache | attention | indexer | topk | step | tune | plot | report; each has its -h"""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def main() -> None:
             parser_of.add_argument("--no-xla", action="store_true", help="leave XLA's times out")
     plot = commands.add_parser("plot", help="draw the picture of a file of JSON lines")
     plot.add_argument("lines", type=Path)
-    plot.add_argument("--out", type=Path, default=Path("out/cache_update.png"))
+    plot.add_argument("--out", type=Path, default=Path("out/times.svg"))
+    commands.add_parser("report", help="write the tables and pictures of README.md and docs/speed.md")
     arguments = parser.parse_args()
     dump = Path(tempfile.mkdtemp(prefix="xla_dump_"))
     if arguments.command in ("cache", "step"):
@@ -53,10 +54,14 @@ def main() -> None:
         from benchmarks.kernels.reads import main as run_reads
 
         run_reads(arguments.command, arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs)
-    else:
-        from benchmarks.kernels.plot import main as draw
+    elif arguments.command == "plot":
+        from benchmarks.kernels.chart import main as draw
 
         draw(arguments.lines, arguments.out)
+    else:
+        from benchmarks.kernels.report import main as write
+
+        write()
 
 
 if __name__ == "__main__":

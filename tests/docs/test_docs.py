@@ -8,6 +8,8 @@ import pytest
 import dsv4jax as d4
 import pallas_kernels
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, row_bytes
+from dsv4jax.layer.backend import Op
+from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, TOP_K
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -80,14 +82,32 @@ def test_every_public_name_is_in_the_api_pages(package):
     assert not missing
 
 
-def test_sections_of_the_readme_are_there():
-    read = runpy.run_path(str(DOCS / "readme_sections.py"))
-    included = re.findall(r"^\{\{ README: (.*) \}\}$", "\n".join(PAGES.values()), re.MULTILINE)
-    assert included
-    for heading in included:
-        assert read["section"](heading) in read["on_page_markdown"](f"{{{{ README: {heading} }}}}")
-    with pytest.raises(ValueError, match="no section 'Nothing'"):
-        read["section"]("Nothing")
+def test_the_byte_table_is_the_printed_plan():
+    (printed,) = re.findall(r"^```text\n(KV cache.*?)```", PAGES["layouts.md"], re.MULTILINE | re.DOTALL)
+    assert printed.strip() == str(d4.plan_cache(d4.DSV4Config.flash()))
+
+
+def serves(op: Op, kv_format: str, indexer_format: str) -> str:
+    plan = d4.plan_cache(d4.DSV4Config.flash(), kv_format=kv_format, indexer_format=indexer_format)
+    return "XLA" if op["pallas_simulated"].unsupported(plan, d4.AttentionType.CSA) else "kernel"
+
+
+@pytest.mark.parametrize(
+    "op", [CACHE_UPDATE, INDEXER_SCORES, TOP_K, DECODE_ATTENTION, GATHER_ROWS], ids=lambda op: op.name
+)
+def test_the_table_of_formats_and_ops_says_where_kernels_serve(op):
+    """The simulator asks for no GPU, and serves what the kernels serve. A column has a default in the other format."""
+    (row,) = re.findall(rf"^\| `{op.name}` \| [^|]* \| (.*) \|$", PAGES["support.md"], re.MULTILINE)
+    rows = [serves(op, form, "nvfp4") for form in KV_FORMATS]
+    keys = [serves(op, "fp8_row", form) for form in INDEXER_FORMATS]
+    assert row.split(" | ") == rows + keys
+    (head,) = re.findall(r"^\| op \| what it does \| rows: (.*) \|$", PAGES["support.md"], re.MULTILINE)
+    assert re.findall(r"`(\w+)`", head) == [*KV_FORMATS, *INDEXER_FORMATS]
+
+
+def test_the_table_of_formats_and_ops_has_every_op():
+    table = PAGES["support.md"].split("## Formats, ops and backends")[1].split("\n\n")[2]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(d4.backends())
 
 
 def test_files_that_the_pages_name_are_there():

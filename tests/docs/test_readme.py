@@ -1,44 +1,43 @@
-"""What README shows is what happens."""
+"""What README and CONTRIBUTING say is so."""
 
 import ast
 import re
 
 import pytest
 
-import dsv4jax as d4
 from tests.support.paths import ROOT
 
 PACKAGES = ("dsv4jax", "pallas_kernels")
 ROOMS = sorted(path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py"))
 README = (ROOT / "README.md").read_text()
-
-
-def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    assert found is not None
-    return found.group(1)
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_the_example_runs_and_prints_what_it_says(capsys):
-    code = block("python")
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     said = re.search(r"print\(cache\.seq_lens\)  # (.*)", code)
     assert said is not None
     assert capsys.readouterr().out.strip() == said.group(1)
 
 
-def test_the_byte_table_is_the_printed_plan():
-    assert block("text").strip() == str(d4.plan_cache(d4.DSV4Config.flash()))
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / page).read_text())
+    assert links
+    for link in links:
+        assert link.startswith("https://") or (ROOT / link).exists(), f"{page} links to {link}"
 
 
 def test_every_room_has_its_place_in_the_map():
     folders = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     for folder in folders:
-        assert f"`{folder}/`" in README, folder
+        assert f"`{folder}/`" in CONTRIBUTING, folder
     for program in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/kernels/[!_]*.py")):
-        assert f"`{program.stem}`" in README, program
-    for name in re.findall(r"`((?:dsv4jax|pallas_kernels|tests|docs|examples|benchmarks)/[\w/]*(?:\.\w+)?)`", README):
-        assert (ROOT / name).exists(), f"README names {name}"
+        assert f"`{program.stem}`" in CONTRIBUTING, program
+    pattern = r"`((?:dsv4jax|pallas_kernels|tests|docs|examples|benchmarks)/[\w/]*(?:\.\w+)?)`"
+    for name in re.findall(pattern, README + CONTRIBUTING):
+        assert (ROOT / name).exists(), f"README or CONTRIBUTING names {name}"
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=str)

@@ -1,0 +1,332 @@
+"""The tables of README.md and docs/speed.md, made of the recorded lines. ``report`` puts them in their places."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from benchmarks.kernels.lines import Line, Results
+
+KINDS = {"csa": "CSA", "hca": "HCA", "swa": "window alone"}
+HAND = "†"  # of a figure noted by hand, as the pages say
+EARLIER = "*"  # of one from an earlier run
+
+
+def table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """Markdown; the names of the columns are separated by bars."""
+    columns = head.split(" | ")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def us(line: Line | None, backend: str = "pallas") -> str:
+    """The median of a line's times; "-" where it was not timed."""
+    if line is None or (backend in ("pallas", "xla") and backend not in line):
+        return "-"
+    mark = EARLIER if "run" in line and backend == "pallas" else ""
+    return number(line[backend]["median"]) + mark
+
+
+def number(value: float) -> str:
+    """Three figures, or all in front of the point."""
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{decimals}f}"
+
+
+def spread(times: Line) -> str:
+    return f"{number(times['low'])}-{number(times['high'])}"
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def public(line: Line | None) -> str:
+    """As it was noted, without more figures."""
+    return "-" if line is None else f"{line['us']:,}"
+
+
+def requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
+
+
+# What README shows of each sort of work: words, and the case.
+SUMMARY = {
+    "CSA attention, 1 request (64 heads, 128 + 512 keys)": "attention csa B1 64 heads 128 + 512 fp8_row",
+    "CSA attention, 64 requests": "attention csa B64 64 heads 128 + 512 fp8_row",
+    "CSA attention, 256 requests": "attention csa B256 64 heads 128 + 512 fp8_row",
+    "HCA attention, 1 request (128 + 1,024 keys)": "attention hca B1 64 heads 128 + 1024 fp8_row",
+    "indexer scores, 64 requests of 32,768 entries, `mxfp4`": "indexer mxfp4 B64 x 32768",
+    "top-k, 64 requests, 8,192 to 512": "topk B64 8192 to 512",
+}
+
+
+def summary(results: Results) -> str:
+    """README's table: eight rows."""
+    rows = []
+    for words, case in SUMMARY.items():
+        line, beside = results.case(case), results.public_beside(case)
+        assert beside is not None, case
+        rows.append((words, us(line), f"{public(beside)} ({beside['library']})", us(line, "xla")))
+    update = results.case("flash csa B64 T1 all fp8_row")
+    parts = [line for line in results.public if line["device"] == update["device"]]
+    insert = next(line for line in parts if "inserted" in line["kernel"] and line["case"] == "64 rows")
+    entry = next(line for line in parts if "every request" in line["kernel"] and line["case"] == requests(64))
+    both = f"{insert['us'] + entry['us']:.1f} (vLLM's insert and SGLang's compressor; the indexer's key not counted)"
+    rows.append(
+        ("cache update of a CSA layer, 64 requests, each completes an entry", us(update), both, us(update, "xla"))
+    )
+    prefill = "prefill attention csa 28K"
+    line, beside = results.case(prefill), results.public_beside(prefill)
+    assert beside is not None
+    rows.append(
+        (
+            "CSA attention of a 4,096-token chunk after 28K tokens",
+            number(line["us"]) + HAND,
+            f"{public(beside)} (FlashMLA)",
+            "-",
+        )
+    )
+    return table("kernel time in us | this library | public CUDA | plain JAX", rows)
+
+
+FLUSHING = {
+    ("csa", "all"): "every request",
+    ("csa", "mix"): "one in 4",
+    ("hca", "all"): "every request",
+    ("hca", "mix"): "one in 128",
+}
+
+
+def _layer(line: Line) -> str:
+    return KINDS[line["kind"]] + (f", {line['hca_tail']} tail" if line["kind"] == "hca" else "")
+
+
+def _writes(line: Line) -> tuple[str, ...]:
+    xla = f"{us(line, 'xla')} in {line['xla']['kernels']:g}" if "xla" in line else "-"
+    return us(line), spread(line["pallas"]), xla, percent(line["share of copy ceiling"])
+
+
+def update_decode(results: Results) -> str:
+    """One token per request."""
+    chosen = [line for line in results.updates if line.get("tokens") == 1]
+    chosen = [line for line in chosen if (line["model"], line["kv_format"]) == ("flash", "fp8_row")]
+    flushings = ("all", "mix", "none")
+    chosen.sort(key=lambda x: (list(KINDS).index(x["kind"]), x["hca_tail"], flushings.index(x["flushing"]), x["batch"]))
+    rows = [
+        (_layer(line), FLUSHING.get((line["kind"], line["flushing"]), "none"), str(line["batch"]), *_writes(line))
+        for line in chosen
+    ]
+    head = (
+        "layer | completes an entry | requests | us | 10th-90th percentile | XLA, us in kernels | of the copy ceiling"
+    )
+    return table(head, rows)
+
+
+def update_other(results: Results) -> str:
+    """Other formats, and V4-Pro."""
+    chosen = [line for line in results.updates if line.get("tokens") == 1]
+    chosen = [line for line in chosen if (line["model"], line["kv_format"]) != ("flash", "fp8_row")]
+    rows = [
+        (
+            f"V4-{line['model'].title()}",
+            _layer(line),
+            f"`{line['kv_format']}`, `{line['indexer_format']}`",
+            str(line["batch"]),
+            *_writes(line),
+        )
+        for line in chosen
+    ]
+    head = "model | layer | formats | requests | us | 10th-90th percentile | XLA, us in kernels | of the copy ceiling"
+    return table(head, rows)
+
+
+def update_chunk(results: Results) -> str:
+    """Chunks of a prompt."""
+    chosen = [line for line in results.updates if line.get("flushing") == "chunk"]
+    chosen.sort(key=lambda x: (list(KINDS).index(x["kind"]), x["hca_tail"], x["batch"], x["tokens"]))
+    rows = [(_layer(line), str(line["batch"]), f"{line['tokens']:,}", *_writes(line)) for line in chosen]
+    head = "layer | requests | tokens of each | us | 10th-90th percentile | XLA, us in kernels | of the copy ceiling"
+    return table(head, rows)
+
+
+def gather(results: Results) -> str:
+    """Stored rows as bf16 ones."""
+    rows = []
+    for line in results.updates:
+        if line["case"].startswith("gather"):
+            *what, form, count = line["case"].removeprefix("gather ").split()
+            words = "8,192 rows of a request, in order" if what[0] == "all" else "8,192 rows by a list"
+            assert int(count) == 8192
+            beside = results.public_beside(line["case"])
+            rows.append((words, f"`{form}`", *_writes(line)[:2], public(beside), *_writes(line)[2:]))
+    head = "what | rows | us | 10th-90th percentile | vLLM (Triton) | XLA, us in kernels | of the copy ceiling"
+    return table(head, rows)
+
+
+def attention(results: Results) -> str:
+    """Attention of decode steps."""
+    rows = []
+    for line in results.reads:
+        if line.get("op") == "attention":
+            extra = {"csa": f" + {line['picks']:,}", "hca": f" + {line['entries']:,}", "swa": ""}[line["kind"]]
+            rows.append(
+                (
+                    f"{KINDS[line['kind']]}, {line['heads']} heads, 128{extra} keys",
+                    f"`{line['kv_format']}`",
+                    str(line["batch"]) + (f", {line['tokens']} tokens each" if line["tokens"] > 1 else ""),
+                    *(us(line), spread(line["pallas"]), percent(line["share of roofline"])),
+                    *(public(results.public_beside(line["case"])), us(line, "xla")),
+                )
+            )
+    return table("attention | rows | requests | us | 10th-90th percentile | share | FlashMLA | XLA form", rows)
+
+
+def scores(results: Results) -> str:
+    """The indexer's scores."""
+    rows = []
+    for line in results.reads:
+        if line.get("op") == "indexer":
+            rows.append(
+                (
+                    f"`{line['indexer_format']}`",
+                    f"{line['entries']:,}",
+                    str(line["batch"]) + (f", {line['tokens']} tokens each" if line["tokens"] > 1 else ""),
+                    *(us(line), spread(line["pallas"]), percent(line["share of roofline"])),
+                    *(public(results.public_beside(line["case"])), us(line, "xla")),
+                )
+            )
+    return table("keys | entries | requests | us | 10th-90th percentile | share | DeepGEMM, FP8 keys | XLA form", rows)
+
+
+def topk(results: Results) -> str:
+    """The positions of the largest scores."""
+    rows = []
+    for line in results.reads:
+        if line.get("op") == "topk":
+            rows.append(
+                (
+                    f"{line['entries']:,} to {line['picks']:,}",
+                    *(str(line["batch"]), us(line), spread(line["pallas"])),
+                    *(public(results.public_beside(line["case"])), us(line, "xla")),
+                )
+            )
+    return table("top-k | requests | us | 10th-90th percentile | SGLang | XLA form", rows)
+
+
+def queries(results: Results) -> str:
+    """The kernels between the products and attention."""
+    rows = []
+    for name, words in (
+        ("attention_queries", "queries of attention: norm, rope, f16"),
+        ("indexer_queries", "queries of the indexer: rope, Hadamard transform, FP4"),
+    ):
+        few, many = (number(results.case(f"{name} B64{more}")["us"]) + HAND for more in ("", " x 4 tokens"))
+        xla = [line for line in results.by_hand if line["case"] == f"{name} B64 xla"]
+        rows.append((words, few, many, f"{xla[0]['us']:g}{HAND}" if xla else "-"))
+    return table("kernel time in us, 64 requests | 1 token each | 4 tokens each | XLA form, 1 token", rows)
+
+
+def steps(results: Results) -> str:
+    """Whole decode steps without the products of matrices."""
+    rows = []
+    for line in results.updates:
+        if "step" in line["case"]:
+            _, _, batch, tail, backend = line["case"].split()
+            wall = line["us of wall per layer"]
+            name = "XLA form" if backend == "xla" else "kernels"
+            words = f"cache update alone, {tail} tails, {name}"
+            rows.append((words, batch[1:], f"{number(wall['median'])} per layer", spread(wall), "-"))
+    for line in results.reads:
+        if line["case"].startswith("decode step"):
+            *_, batch, context, form, tail = line["case"].split()
+            wall, mark = line["us of wall"], EARLIER if "run" in line else ""
+            shares = ", ".join(f"{op} {number(value)}" for op, value in line["us of kernels"].items())
+            words = f"cache update, scores, top-k and attention, {int(context):,} tokens each, `{form}`, {tail} tails"
+            rows.append((words, batch[1:], number(wall["median"]) + mark, spread(wall), shares))
+    return table("43 Flash layers | requests | wall time in us | 10th-90th percentile | of it, kernels", rows)
+
+
+def layers(results: Results) -> str:
+    """One layer with its products, part by part."""
+    rows = []
+    for line in results.by_hand:
+        if line["case"].startswith("layer "):
+            parts = [line[name] for name in ("products", "concatenation", "this library", "other XLA kernels")]
+            cells = ["-" if part is None else number(part) for part in parts]
+            words = f"{KINDS[line['kind']]}, {requests(line['batch'])}, {line['context']} tokens each"
+            rows.append((words, f"{number(line['us'])} in {line['kernels']}", *cells))
+    head = "layer | us in kernels | products | weights laid side by side | this library's kernels | other XLA kernels"
+    return table(head, rows)
+
+
+def prefill(results: Results) -> str:
+    """A chunk of 4,096 tokens, part by part."""
+    places = ("csa 28K", "hca 28K", "csa 124K")
+    rows = []
+    for part, words in (("layer", "the layer"), ("attention", "attention"), ("scores", "scores"), ("topk", "top-k")):
+        names = [f"prefill {part} {place}" for place in places]
+        known = [line["case"] for line in results.by_hand]
+        cells = []
+        for name in names:
+            beside = results.public_beside(name)
+            here = f"{results.case(name)['us']:,}" if name in known else "-"
+            cells.append(here if beside is None else f"{here} ({beside['library']}: {beside['us']:,})")
+        rows.append((words, *cells))
+    return table("kernel time in us | CSA, 28K tokens before | HCA, 28K | CSA, 124K", rows)
+
+
+def programs(results: Results) -> str:
+    """What the programs of benchmarks/ printed, as it was noted."""
+    rows = []
+    for line in results.by_hand:
+        if "python -m" not in line["program"]:
+            continue
+        if "us" in line:
+            value = line["us"]
+            figure = (
+                f"{value / 1e6:g} s" if value >= 1e6 else f"{value / 1e3:g} ms" if value >= 1e3 else f"{value:g} us"
+            )
+        elif "tokens/s" in line:
+            figure = f"{line['tokens/s']:,} tokens/s"
+        else:
+            figure = f"ratio of times {line['ratio']:g}"
+        rows.append((line["what"], figure, line["device"], f"`{line['program']}`"))
+    return table("what | figure | hardware | program", rows)
+
+
+def public_cuda(results: Results) -> str:
+    """Every figure of other libraries."""
+    rows = []
+    for key, group in itertools.groupby(
+        results.public, key=lambda x: [x[n] for n in ("library", "kernel", "device", "timed")]
+    ):
+        library, kernel, device, timed = key
+        cells = "; ".join(f"{line['case']}: {public(line)}" for line in group)
+        rows.append((library, kernel, cells, device, timed))
+    return table("library | kernel | us | hardware | how timed", rows)
+
+
+def ceilings(results: Results) -> str:
+    """The limits that shares refer to."""
+    updates, reads = results.updates, results.reads
+    rows = [
+        ("copy (read and write), runs of the cache update", "copy GB/s", updates),
+        ("read, runs of the cache update", "read GB/s", updates),
+        ("read, runs of attention, scores and top-k", "read GB/s", reads),
+        ("product of bf16 matrices, the same runs", "matmul TFLOP/s", reads),
+    ]
+    cells = [
+        (words, " / ".join(f"{x:,.0f}" for x in results.ceilings(of, name)), name.split()[1])
+        for words, name, of in rows
+    ]
+    return table("limit | measured | unit", cells)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    function.__name__: function
+    for function in (
+        *(summary, ceilings, update_decode, update_other, update_chunk, gather),
+        *(attention, scores, topk, queries, steps, layers, prefill, programs, public_cuda),
+    )
+}
