@@ -54,5 +54,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_header() -> list[str]:
     from tests.support.machines import no_gpu
 
-    reasons = {no_gpu(), no_gpu(major=9), no_gpu(major=10)} - {None}
-    return [f"tests left out: {reason}" for reason in sorted(map(str, reasons))]
+    return sorted(reason for reason in {no_gpu(), no_gpu(major=9), no_gpu(major=10)} if reason is not None)

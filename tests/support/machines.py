@@ -24,10 +24,10 @@ def no_gpu(major: int | None = None) -> str | None:
     """
     reason = target.unsupported()
     if reason is not None:
-        return f"they need an NVIDIA GPU, {reason}"
+        return f"tests on a GPU are left out: {reason}"
     here = str(getattr(jax.devices()[0], "compute_capability", ""))
     if major is not None and not here.startswith(f"{major}."):
-        return f"they need a GPU of compute capability {major}.x, this one's is {here}"
+        return f"tests on a GPU of compute capability {major}.x are left out: this one's is {here}"
     return None
 
 
