@@ -1,26 +1,26 @@
-"""dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable pytree.
+"""dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable JAX pytree.
 
-The rooms, and the modules beneath them; each imports from those below it alone:
+Packages and modules, from the highest level to the lowest. Each one imports only from those listed below it.
 
-requests  whole requests: forks, drafts, snapshots, files
-pieces    the pieces of a layer, jitted and donating what they update
-layer     storing new tokens, picking entries, attending to them
-cache     windows, entries, tables, and the calls that drive them
-weights   the weights of a layer, and checkpoints
+requests  operations on whole requests: forks, drafts, snapshots, files
+pieces    the steps of a layer as separate jitted functions that donate what they update
+layer     storing new tokens, picking entries, and attending to them
+cache     windows, entries and tables, and the calls that drive them
+weights   the weights of a layer, and how to load them from checkpoints
 
-plan      the shapes and bytes of a cache, and what a shard's share of them is
-tails     what compressors keep between steps, and how entries come of it
-formats   how a row becomes bytes and comes back
+plan      the shapes and bytes of a cache, and each shard's share of them
+tails     what compressors keep between steps, and how entries are computed from it
+formats   how a row is encoded to bytes and decoded again
 flashmla  conversion to and from FlashMLA's pages
 config    the sizes of a model, and the kind of each of its layers
-kinds     what tells one kind of layer from another
+kinds     the three kinds of layers and the properties that differ between them
 indexing  reads and writes of stacked leaves by layer, request and row
 rope      rotary positions and YaRN
 linear    matrix product, norm and Hadamard transform
-checks    shapes and dtypes at trace time
+checks    checks of shapes and dtypes at trace time
 """
 
-import dsv4jax.layer.kernels as _kernels  # noqa: F401  registers the kernels as implementations of the ops
+import dsv4jax.layer.kernels as _kernels  # noqa: F401  imported to register the kernels
 from dsv4jax.cache.cache import KVCache, admit, advance, memory_bytes, prepare_forward, release
 from dsv4jax.cache.create import abstract_cache, init_cache
 from dsv4jax.cache.inspection import CacheReport, describe, verify
