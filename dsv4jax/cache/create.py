@@ -14,10 +14,10 @@ from dsv4jax.plan import CachePlan, shard_plan
 
 
 def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
-    """An empty cache on the default device, or split over an axis of a mesh as ``sharding`` tells.
+    """Return an empty cache, on the default device or split over an axis of a mesh as ``sharding`` describes.
 
     Raises:
-      ValueError: the mesh lacks the axis, or requests or blocks do not divide by it.
+      ValueError: the mesh does not have the axis, or requests or blocks do not divide by its size.
     """
     if mesh is None:
         return empty_cache(plan)
@@ -31,7 +31,7 @@ def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") ->
 
 
 def abstract_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
-    """Shapes, dtypes and shardings of ``init_cache`` without its memory, for lowering and for restoring."""
+    """Return the shapes, dtypes and shardings of ``init_cache`` without allocating it, for lowering and restoring."""
     cache = jax.eval_shape(functools.partial(init_cache, plan, mesh, axis))
     if mesh is None:
         return cache
