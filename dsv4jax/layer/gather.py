@@ -1,4 +1,4 @@
-"""Stored entries as dense rows."""
+"""Gathers of stored entries into dense rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.ops import GATHER_ROWS
 from dsv4jax.plan import CachePlan
 
-_ANY_KIND = AttentionType.SWA  # entries of all kinds are rows of one format
+_ANY_KIND = AttentionType.SWA  # entries of all kinds have the same row format
 
 
 def gather_compressed(
@@ -28,13 +28,15 @@ def gather_compressed(
     dtype: Any = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
-    """Chosen entries as dense rows. K = V: the one array serves as both.
+    """Gather chosen entries as dense rows, which serve as both K and V.
 
     Args:
-      index: layer's place in its stack.
+      pool: entries of all layers of a kind.
+      index: the layer's index in its stack.
       block_table: int32 [requests, max_blocks].
       slots: int32 [B].
-      picks: int32 [B, ...] entry numbers, -1 = none.
+      picks: int32 [B, ...], entry numbers, -1 = none.
+      plan: the cache's plan.
       dtype: of the result, f32 or bf16.
       backend: None for the fastest available, or a name from ``backends()``.
 
@@ -59,7 +61,10 @@ def gather_all_compressed(
     dtype: Any = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
-    """The first ``num_entries[b]`` entries of each request as dense rows.
+    """Gather the first num_entries[b] entries of each request as dense rows.
+
+    Args:
+      num_entries: int32 [B]. The other arguments are those of ``gather_compressed``.
 
     Returns:
       dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
@@ -70,7 +75,7 @@ def gather_all_compressed(
 
 
 class XLAGatherRows(Anywhere):
-    """The gathers in plain JAX."""
+    """Both gathers in plain JAX."""
 
     def picked(self, layer: PooledLayer, picks: jax.Array, dtype: Any) -> jax.Array:
         return layer.rows(picks).astype(dtype)
