@@ -1,10 +1,10 @@
-"""Strictness for every test, and the devices they run on."""
+"""Strict settings for every test, and the devices that they run on."""
 
 import os
 import shutil
 
 if shutil.which("nvidia-smi") is None:
-    # The cross-compilation wheels make JAX look for a GPU; on a machine without one it must not try.
+    # The cross-compilation wheels make JAX look for a GPU, which it must not do on a machine without one.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Several test processes share a GPU.
@@ -14,19 +14,19 @@ import hypothesis
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding; all else stays on the first
+jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding; everything else uses the first one
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# On a GPU the default is TF32; an op that means fp32 says so itself, so tests run under the default.
+# On a GPU the default is TF32. Ops that need fp32 say so themselves, so tests run under the default.
 
-# Derandomised in CI: the same examples every time, and no deadline, because the first example compiles.
+# In CI, the same examples every time, and no deadline, because the first example compiles.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=20)
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.support.machines import no_gpu  # asks for devices: not before their number is set
+    from tests.support.machines import no_gpu  # imported here because it uses devices, whose number must be set before
 
     reason = no_gpu()
     if reason is not None:

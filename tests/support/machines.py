@@ -1,4 +1,4 @@
-"""Who runs a kernel in a test: the simulator on any device, and a GPU where there is one."""
+"""What runs a kernel in a test: the simulator on any device, and a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from pallas_kernels.language import target
 
-requires_gpu = pytest.mark.gpu  # conftest skips what is marked so where ``no_gpu`` has a reason
+requires_gpu = pytest.mark.gpu  # conftest skips tests with this mark if ``no_gpu`` gives a reason
 
 
 def no_gpu() -> str | None:
-    """Why kernels do not run on this machine's own device, or None where they do."""
+    """Return why kernels do not run on this machine's own device, or None if they do."""
     return target.unsupported()
 
 
@@ -21,7 +21,7 @@ def _lacks(major: int) -> bool:
     return not str(getattr(jax.devices()[0], "compute_capability", "")).startswith(f"{major}.")
 
 
-# Values of ``launch``'s simulate, and the backends that they stand for.
+# Values of the argument ``simulate`` of ``launch``, and the backends that they correspond to.
 MACHINES = [pytest.param(True, id="simulated"), pytest.param(False, id="gpu", marks=requires_gpu)]
 BACKENDS = [pytest.param("pallas_simulated", id="simulated"), pytest.param("pallas", id="gpu", marks=requires_gpu)]
 
