@@ -1,5 +1,14 @@
 """dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable JAX pytree.
 
+A request is one sequence. It holds a slot, which is its index in every array that has an axis of requests. Each layer
+keeps a window with the key rows of a request's newest tokens. CSA and HCA layers also compress every 4 or 128 tokens
+into one entry. A tail keeps what tokens have contributed to the entry that is not complete yet. Entries are stored in a
+pool of blocks, which are shared by all requests and found through a block table.
+
+All functions are pure: they return new arrays and change none of their arguments. If the caller's ``jax.jit`` donates
+an argument, the compiled program updates its buffers in place. A "static" argument is a Python value that is known when
+a function is traced and compiled; "data" is what arrays contain when it runs.
+
 Packages and modules, from the highest level to the lowest. Each one imports only from those listed below it.
 
 requests  operations on whole requests: forks, drafts, snapshots, files

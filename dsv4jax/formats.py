@@ -142,8 +142,8 @@ def _ue8m0_for(amax: jax.Array, largest: float) -> jax.Array:
     """Return the exponent byte of the smallest power of two s with amax / s <= largest.
 
     The byte is 255 (NaN) if amax is not finite. Computed on the fp32 bits, because ``2 ** ceil(log2(x))`` doubles some
-    exact powers of two on CPU. Write largest as f * 2^e with f in [1, 2), and amax as g * 2^h likewise. Then s is 2^(h
-    - e), or twice that if g > f.
+    exact powers of two on CPU. With largest = f * 2^e and amax = g * 2^h, f and g in [1, 2), s is 2^(h-e), or twice
+    that if g > f.
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     exponent, fraction = divmod(int(np.float32(largest).view(np.int32)), 1 << 23)

@@ -1,7 +1,8 @@
 """GPU kernels of the cache, written in Pallas Mosaic GPU for Hopper and Blackwell. They take and return arrays.
 
-In this package a "block" is a block of GPU threads (CTA), a "lane" is one thread, and a "page" is a block of the paged
-pool.
+In this package a "lane" is one GPU thread. A warp is 32 lanes, which execute together, and a warpgroup is four warps. A
+"block" is a block of threads (CTA), whose lanes share on-chip memory. A cluster is several blocks that run at the same
+time and can access each other's shared memory. To avoid confusion, a block of the paged pool is called a "page" here.
 
 Packages and modules. The first four packages do not depend on one another:
 

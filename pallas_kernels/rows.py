@@ -133,8 +133,8 @@ def bf16_to_f16(machine: TensorCores, word: Value, factor: Value | None = None) 
 def power_of_two_scale(amax: Value, largest: float) -> Value:
     """Return the UE8M0 byte of the smallest power of two s with amax / s <= largest; 255 if amax is not finite.
 
-    ``amax`` is given as bits. Write largest as f * 2^e with f in [1, 2), and amax as g * 2^h likewise. Then s is 2^(h -
-    e), or twice that if g > f.
+    ``amax`` is given as bits. With largest = f * 2^e and amax = g * 2^h, f and g in [1, 2), s is 2^(h-e), or twice that
+    if g > f.
     """
     exponent, fraction = divmod(int(np.float32(largest).view(np.int32)), 1 << 23)
     byte = ((amax + ((1 << 23) - 1 - fraction)) >> 23) - (exponent - 127)

@@ -54,8 +54,8 @@ def top_k(
 ) -> jax.Array:
     """Return the positions of the k largest visible scores of each row, in ascending order.
 
-    Among equal scores at the end the first of the row are picked, as in ``lax.top_k``. NaN ranks above all numbers, and
-    -0 equals 0.
+    Among scores equal to the k-th largest, the first of the row are picked, as in ``lax.top_k``. NaN ranks above all
+    numbers, and -0 equals 0.
 
     Args:
       scores: f32 [R, N], N at most MAX_SIZE. Scores from ``visible`` on are ignored.

@@ -1,5 +1,4 @@
-"""``verify`` finds no fault in a sound cache, finds and names each kind of damage, and the report's numbers are
-correct.
+"""``verify`` finds no fault in a sound cache, and finds and names each kind of damage; the report's numbers are right.
 """
 
 import dataclasses
