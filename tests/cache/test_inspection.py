@@ -1,5 +1,4 @@
-"""``verify`` finds no fault in a sound cache, and finds and names each kind of damage; the report's numbers are right.
-"""
+"""``verify`` finds no fault in a sound cache, and names each kind of damage; the report's numbers are right."""
 
 import dataclasses
 import functools
