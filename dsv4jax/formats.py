@@ -111,8 +111,8 @@ def _spec(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _store(rows: Any) -> Any:
-    # A reader must get the rounded row even if XLA fuses it with the rounding. XLA may drop f32 -> bf16 -> f32 and, on
-    # GPU, f32 -> e4m3 -> f32. With the barrier, readers can only decode the stored bytes.
+    # A reader must get the rounded row even if XLA fuses the reader with the rounding. XLA may drop f32 -> bf16 -> f32
+    # and, on GPU, f32 -> e4m3 -> f32. With the barrier, readers can only decode the stored bytes.
     return lax.optimization_barrier(rows)
 
 

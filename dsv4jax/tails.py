@@ -6,10 +6,10 @@ its block, separately for each channel:
     CSA  entry i = sum softmax(Z) * K over 2m slots: the b-stream of block i - 1, then the a-stream of block i
     HCA  entry i = sum softmax(Z) * K over the m' tokens of block i
 
-A forward pass brings T new tokens of each request, which may begin anywhere within a block. A tail holds what earlier
-passes contributed to the unfinished block. There is a class for each form of tail. It knows the tail's shapes, how
-entries are pooled from the tail and the new tokens, how new tokens are appended, and what happens at the end of a
-block.
+Here a block is the group of m = 4 (CSA) or m' = 128 (HCA) tokens that become one entry. A forward pass brings T new
+tokens of each request, which may begin anywhere within a block. A tail holds what earlier passes contributed to the
+unfinished block. There is a class for each form of tail. It defines the tail's shapes, how entries are pooled from the
+tail and the new tokens, how new tokens are appended, and what happens at the end of a block.
 
 Position p of a request is kept in tail row p mod ratio. Rows are not cleared: the next token that maps to a row
 overwrites it, and nothing reads the row between the end of its block and that write.

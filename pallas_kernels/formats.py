@@ -71,7 +71,7 @@ class KVFormat(abc.ABC):
     """Bytes of a NoPE channel."""
 
     scale_is_power_of_two: ClassVar[bool] = True
-    """True also where there is no scale."""
+    """Whether every scale is a power of two; True if there are no scales."""
 
     @abc.abstractmethod
     def num_scales(self, nope_dim: int) -> int:
@@ -337,7 +337,7 @@ class KeyFormat(abc.ABC):
     """A format of indexer keys."""
 
     rounds_queries: ClassVar[bool] = False
-    """Whether the indexer's queries are rounded in this format too."""
+    """Whether the indexer's queries are also rounded in this format."""
 
     @abc.abstractmethod
     def unsupported(self, dim: int) -> str | None:
@@ -363,7 +363,7 @@ class Fp4Keys(KeyFormat):
 
     rounds_queries = True
     per_scale: ClassVar[int]
-    """Channels under one scale."""
+    """Number of channels that share a scale."""
 
     def unsupported(self, dim: int) -> str | None:
         return f"the key dim must be divisible by {self.per_scale}, got {dim}" if dim % self.per_scale else None

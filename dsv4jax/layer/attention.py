@@ -162,7 +162,7 @@ def decode_attention(
     if entries is not None:
         check_array("entries.slots", entries.slots, {"B": q.shape[0]}, jnp.int32)
         if (entries.pool.indexer_keys is not None) != kind.is_indexed:
-            raise ValueError(f"entries: expected those of {kind.upper()} layers; CSA's alone have indexer keys")
+            raise ValueError(f"entries: expected those of {kind.upper()} layers; only CSA layers have indexer keys")
     inputs = AttentionInputs(
         q=q,
         positions=positions,

@@ -117,7 +117,7 @@ def _remove_unfinished(partial: Path) -> None:
     if not partial.is_dir() or any(
         entry.name != "header.json" and not entry.name.startswith("leaves") for entry in partial.iterdir()
     ):
-        raise FileExistsError(f"{partial} is where a save begins, and was left by none: move it away")
+        raise FileExistsError(f"{partial} exists and was not left by an interrupted save: move it away")
     shutil.rmtree(partial)
 
 

@@ -26,7 +26,7 @@ class AttentionInputs:
 
     q: Any  # f16 or bf16 [B, T, H, 512]
     window: Any  # rows [layers, requests, n_win, ...]: rings, with position p in row p % n_win
-    pos: Any  # int32 [layers, requests, n_win] position of each ring row, -1 = empty; others than expected are masked
+    pos: Any  # int32 [layers, requests, n_win] position of each ring row, -1 = empty; a row with a wrong one is masked
     fresh: Any  # rows [B, F, ...] of positions start .. start + F - 1, which are not in the ring yet; or None
     entries: Any  # rows [layers, num_blocks, entries_per_block, ...]; or None
     picks: Any  # int32 [B, T, K] entry numbers, -1 = none; None means all below visible
@@ -75,7 +75,7 @@ def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
         chex.assert_type(inputs.picks, jnp.int32)
     if entries is not None:
         if inputs.block_table is None or inputs.visible is None:
-            raise ValueError("entries are found through a block table and seen up to visible: got None for one of them")
+            raise ValueError("entries need block_table and visible: got None for one of them")
         chex.assert_shape(inputs.visible, (batch, tokens))
         chex.assert_type([inputs.visible, inputs.block_table], jnp.int32)
         chex.assert_shape(inputs.block_table, (pos.shape[1], None))

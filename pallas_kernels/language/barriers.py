@@ -70,6 +70,6 @@ def init_barriers(*barriers: Barrier) -> None:
     counts = []
     for barrier in barriers:
         if not isinstance(barrier.offset, int):
-            raise TypeError("barriers are made ready as they were taken, all copies at once")
+            raise TypeError("init_barriers takes what Barrier.take returned, all copies at once")
         counts += [(barrier.offset + _BYTES * i, barrier.warps) for i in range(barrier.copies)]
     barriers[0].machine.init_barriers(counts)

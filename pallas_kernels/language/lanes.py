@@ -59,7 +59,7 @@ class Buffer:
     def instead(self, condition: Value, other: Buffer) -> Buffer:
         """Return another array of this shape and dtype in lanes where the condition holds, and this one elsewhere."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
-            raise TypeError(f"{other.dtype} {other.shape} does not stand in for {self.dtype} {self.shape}")
+            raise TypeError(f"expected an array like {self.dtype} {self.shape}, got {other.dtype} {other.shape}")
         return dataclasses.replace(self, address=select(condition, other.address, self.address))
 
     def address_of(self, index: Sequence[Index]) -> Value:

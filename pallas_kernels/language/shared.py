@@ -61,7 +61,7 @@ class Shared:
     def __getitem__(self, index: Index) -> Shared:
         """Return the array at an index of the first axis, without that axis."""
         if not self.shape:
-            raise TypeError("an array without axes has no parts")
+            raise TypeError("an array without axes cannot be indexed")
         return dataclasses.replace(self, offset=self._at((index,)), shape=self.shape[1:])
 
     def address_of(self, *index: Index) -> Value:

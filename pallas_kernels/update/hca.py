@@ -103,7 +103,7 @@ class HCAUpdate(TailUpdate):
 
     __slots__ = ()
     empty: ClassVar[dict[str, float]]
-    """What the leaves of an empty tail hold."""
+    """The value that fills each leaf of an empty tail."""
 
     @classmethod
     @abc.abstractmethod

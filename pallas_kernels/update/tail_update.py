@@ -24,10 +24,10 @@ class TailUpdate(abc.ABC):
     """Names of the tail's leaves, [layers, requests, ...]."""
 
     num_streams: ClassVar[int] = 1
-    """Streams side by side in the channels of k and z."""
+    """Number of streams side by side in the channels of k and z."""
 
     has_keys: ClassVar[bool] = False
-    """Whether every entry comes with an indexer key, from a compressor of its own."""
+    """Whether every entry also has an indexer key, from a separate compressor."""
 
     block: Block
     row: Row

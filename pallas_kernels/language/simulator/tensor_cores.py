@@ -253,7 +253,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
             return
         while not ready():
             if not self._go_on():
-                raise SimulationError("a wait for a phase that nobody can end")
+                raise SimulationError("a wait for a phase that can never end")
 
     def _go_on(self) -> bool:
         """Complete something that runs asynchronously while all lanes wait. Returns whether there was anything."""
