@@ -74,7 +74,7 @@ def from_flashmla_pages(pages: jax.Array, rows_per_page: int) -> KVRows:
       rows_per_page: rows in each page; a static int.
 
     Returns:
-      ``fp8_tile64`` rows: nope u8 [P, bs, 448], rope bf16 [P, bs, 64], scale u8 [P, bs, 7].
+      ``fp8_tile64`` rows with nope u8 [P, bs, 448], rope bf16 [P, bs, 64] and scale u8 [P, bs, 7].
 
     Raises:
       AssertionError: (chex) the pages have a wrong rank, size or dtype.

@@ -54,6 +54,11 @@ from dsv4jax.plan import CachePlan, shard_plan
 def partition_specs(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
     """Return a ``PartitionSpec`` for each leaf of a cache split over one mesh axis, for ``jax.shard_map``.
 
+    Args:
+      plan: the plan of the whole cache.
+      mesh: the devices.
+      axis: the mesh axis over which requests and blocks are split.
+
     Raises:
       ValueError: the mesh does not have the axis, or requests or blocks do not divide by its size.
     """
@@ -68,7 +73,6 @@ def partition_specs(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
 def shardings(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
     """Return a ``NamedSharding`` for each leaf of ``init_cache(plan, mesh)``, for ``device_put``, jit and restoring.
 
-    Raises:
-      ValueError: the mesh does not have the axis, or requests or blocks do not divide by its size.
+    The arguments and errors are those of ``partition_specs``.
     """
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(plan, mesh, axis))

@@ -49,7 +49,20 @@ def init_state(plan: CachePlan, kind: AttentionType) -> StateCache:
 
 
 def reset_slots(state: StateCache, slots: jax.Array, *, plan: CachePlan, kind: AttentionType) -> StateCache:
-    """Reset slots int32 [B] to empty in all layers of a kind; -1 is a no-op."""
+    """Reset slots to empty in all layers of a kind.
+
+    Args:
+      state: the state of all layers of the kind.
+      slots: int32 [B], -1 = no-op.
+      plan: the cache's plan.
+      kind: the kind of the layers.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) the slots' shape or dtype is wrong.
+    """
     check_batch(slots=slots)
     requests = state.pos.shape[1]
     target = unique_or_dropped(slots, slots >= 0, requests)
@@ -105,12 +118,17 @@ def gather_swa(
     """Return the window of each request as dense rows, oldest first.
 
     Args:
-      index: the layer's index in its stack.
+      state: the state of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
       slots, seq_lens: int32 [B], each request and its length. The window of slot -1 is empty.
+      plan: the cache's plan.
 
     Returns:
       Rows f32 [B, n_win, head_dim], zero where empty; positions int32 [B, n_win], -1 where empty. Row j holds position
       seq_len - n_win + j.
+
+    Raises:
+      AssertionError: (chex) an argument's shape or dtype is wrong.
     """
     check_batch(slots=slots, seq_lens=seq_lens)
     n_win = plan.cfg.sliding_window

@@ -31,17 +31,21 @@ def gather_compressed(
     """Gather chosen entries as dense rows, which serve as both K and V.
 
     Args:
-      pool: entries of all layers of a kind.
-      index: the layer's index in its stack.
-      block_table: int32 [requests, max_blocks].
-      slots: int32 [B].
+      pool: the entries of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
+      block_table: int32 [requests, max_blocks], -1 = none.
+      slots: int32 [B], -1 = none.
       picks: int32 [B, ...], entry numbers, -1 = none.
       plan: the cache's plan.
       dtype: of the result, f32 or bf16.
-      backend: None for the fastest available, or a name from ``backends()``.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Returns:
       dtype [B, ..., head_dim], zero where there is no entry.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown, or cannot serve this plan.
     """
     check_batch(slots=slots)
     check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
@@ -61,13 +65,18 @@ def gather_all_compressed(
     dtype: Any = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
-    """Gather the first num_entries[b] entries of each request as dense rows.
+    """Gather the first num_entries[b] entries of each request as dense rows, which serve as both K and V.
 
     Args:
-      num_entries: int32 [B]. The other arguments are those of ``gather_compressed``.
+      num_entries: int32 [B], number of entries to gather for each request.
+      pool, index, block_table, slots, plan, dtype, backend: as for ``gather_compressed``.
 
     Returns:
       dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown, or cannot serve this plan.
     """
     check_batch(slots=slots, num_entries=num_entries)
     layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)

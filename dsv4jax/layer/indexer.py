@@ -113,11 +113,11 @@ def select_entries(
         the keys are; or already rounded, as rows [B, T, indexer_heads, ...] of the keys' format.
       weights: f32 [B, T, indexer_heads], including the indexer's scale factors.
       layer: the entries of a CSA layer.
-      visible: int32 [B, T], number of entries that are complete for each query: floor((p + 1) / ratio).
+      visible: int32 [B, T], number of entries that are complete for each query, floor((p + 1) / ratio).
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Returns:
-      int32 [B, T, k] with k = min(indexer_top_k, max_entries): the picked entries in ascending order, then -1.
+      int32 [B, T, k] with k = min(indexer_top_k, max_entries). The picked entries come in ascending order, then -1.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.

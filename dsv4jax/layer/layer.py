@@ -102,6 +102,18 @@ def attention_layer_at(
     skips every row, as if it named more tokens than x has: y is 0, nothing is stored in this layer, and grants are
     withdrawn, so that ``advance`` counts nothing. What other layers have already stored in this pass is not undone;
     release the requests of the pass.
+
+    Args:
+      kind: static kind of the layer.
+      index: the layer's index in its kind's stack, an int or int32 [].
+      params, x, cache, slots, num_new, backend, model_axis: as for ``attention_layer``.
+
+    Returns:
+      As ``attention_layer``.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: as for ``attention_layer``, or the index is out of range or the model has no layer of this kind.
     """
     options = RunOptions(backend=backend, model_axis=model_axis)
     y, cache, _ = run_layer(params, x, cache, AttentionType(kind), index, slots, num_new, options)

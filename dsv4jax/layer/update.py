@@ -54,9 +54,18 @@ def append_swa(
 
     Args:
       state: the state of all layers of a kind.
-      index: the layer's index in its stack.
+      index: the layer's index in its stack, an int or int32 [].
       kv: f32 [B, T, head_dim], after norm and rope.
-      slots, start, num_new: int32 [B]: each request, its stored tokens, and its new tokens.
+      slots, start, num_new: int32 [B]; the slot of each row, its stored tokens, and its new tokens.
+      plan: the cache's plan.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown, or cannot serve this plan.
     """
     check_batch(slots=slots, start=start, num_new=num_new)
     check_array("kv", kv, {"B": slots.shape[0], "T": None, "head_dim": plan.cfg.head_dim}, jnp.float32)
@@ -81,8 +90,18 @@ def append_tail(
     is left to ``rotate_csa`` and ``reset_hca``, so that its entry can still be pooled from the tail before.
 
     Args:
-      streams, indexer_streams: from ``compressor.project_streams``; the indexer's for CSA only.
-      slots, start, num_new: int32 [B].
+      state: the state of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
+      streams, indexer_streams: from ``compressor.project_streams``; the indexer's for CSA only, else None.
+      slots, start, num_new: int32 [B]; the slot of each row, its stored tokens, and its new tokens.
+      plan: the cache's plan.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the layers are SWA, or ``indexer_streams`` is missing or not allowed.
     """
     check_batch(slots=slots, start=start, num_new=num_new)
     if (state.indexer_tail is None) != (indexer_streams is None):
@@ -105,8 +124,18 @@ def rotate_csa(
     The current streams are not cleared, because each of their rows is overwritten before the next entry reads it.
 
     Args:
-      slots: int32 [B].
-      complete: bool [B].
+      state: the state of all CSA layers.
+      index: the layer's index in its stack, an int or int32 [].
+      slots: int32 [B], -1 = no-op.
+      complete: bool [B], whether the block of each row is complete.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the state is not that of CSA layers, or the backend is unknown.
     """
     check_batch(slots=slots)
     check_array("complete", complete, {"B": slots.shape[0]}, jnp.bool)
@@ -131,8 +160,19 @@ def reset_hca(
     traffic of a flush.
 
     Args:
-      slots: int32 [B].
-      complete: bool [B].
+      state: the state of all HCA layers.
+      index: the layer's index in its stack, an int or int32 [].
+      slots: int32 [B], -1 = no-op.
+      complete: bool [B], whether the block of each row is complete.
+      plan: the cache's plan.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the state is not that of HCA layers, or the backend is unknown.
     """
     del plan  # kept in the signature, but an empty tail follows from its own shapes
     check_batch(slots=slots)
@@ -157,9 +197,22 @@ def flush_hca(
     """Round finished entries and write them into the pool.
 
     Args:
+      pool: the entries of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
       entries: f32 [B, E, head_dim], after norm and rope; row e of request b is its entry first[b] + e.
-      block_table: int32 [requests, max_blocks].
-      slots, first, count: int32 [B]; count[b] <= E entries are real. Entries without a block are dropped.
+      block_table: int32 [requests, max_blocks], -1 = none. Entries without a block are dropped.
+      slots: int32 [B], -1 = no-op.
+      first: int32 [B], the number of the entry in row 0.
+      count: int32 [B], number of entries that are real, at most E.
+      plan: the cache's plan.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      The updated pool.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown, or cannot serve this plan.
     """
     new = _new_entries(entries, None, block_table, slots, first, count, plan)
     return CACHE_UPDATE.of(backend, plan, _ANY_KIND).flush_entries(pool, index, new, plan)
@@ -181,8 +234,16 @@ def flush_csa(
     """Round finished entries and indexer keys and write them into the pool.
 
     Args:
-      indexer_entries: f32 [B, E, indexer_head_dim], after norm, rope and Hadamard transform. The other arguments are
-        those of ``flush_hca``.
+      pool: the entries and indexer keys of all CSA layers.
+      indexer_entries: f32 [B, E, indexer_head_dim], after norm, rope and Hadamard transform.
+      index, entries, block_table, slots, first, count, plan, backend: as for ``flush_hca``.
+
+    Returns:
+      The updated pool.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the pool has no indexer keys, or the backend is unknown or cannot serve this plan.
     """
     new = _new_entries(entries, indexer_entries, block_table, slots, first, count, plan)
     axes: dict[str, int | None] = {"B": slots.shape[0], "E": entries.shape[1], "dim": plan.cfg.indexer_head_dim}

@@ -28,6 +28,7 @@ def fork(cache: KVCache, source_slot: jax.Array, target_slots: jax.Array) -> tup
     readers are past its end, and lengths never shrink.
 
     Args:
+      cache: the cache. It is not donated here; the caller's jit decides.
       source_slot: int32 [], or int32 [B] with a source for each target (beam search).
       target_slots: int32 [B], distinct slots fresh from ``admit``, without tokens or grants; -1 = padding row.
 

@@ -103,6 +103,12 @@ def layer_shapes(cfg: DSV4Config, layer: int) -> AttentionParams:
 def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -> AttentionParams:
     """Return a ``PartitionSpec`` for each weight of a layer whose heads are split over a mesh axis.
 
+    Args:
+      cfg: the model's sizes.
+      layer: number of the layer in the model.
+      mesh: the devices.
+      axis: the mesh axis over which heads are split.
+
     Raises:
       ValueError: the mesh does not have the axis, the heads do not divide by its size, or there is no such layer.
     """
@@ -132,6 +138,12 @@ def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: An
     """Return random weights, for tests and demos.
 
     Linear weights have variance 1 / in. Norm weights are near 1, and sinks near 0.
+
+    Args:
+      key: a key of ``jax.random``.
+      cfg: the model's sizes.
+      layer: number of the layer in the model.
+      dtype: of all weights, f32 or bf16.
 
     Raises:
       ValueError: the model has no such layer.

@@ -440,7 +440,7 @@ class Machine(abc.ABC):
           otherwise: the word in lanes that do not load.
 
         Returns:
-          i32 words: one (zero-extended), two or four.
+          One i32 word (zero-extended), two or four.
         """
 
     @abc.abstractmethod

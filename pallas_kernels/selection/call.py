@@ -65,7 +65,7 @@ def top_k(
       split: how a row is divided. None chooses by its size.
 
     Returns:
-      int32 [R, k]: min(k, visible) positions, then -1. The same scores always give the same result.
+      int32 [R, k] with min(k, visible) positions, then -1. The same scores always give the same result.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
