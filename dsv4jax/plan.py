@@ -111,7 +111,7 @@ class CachePlan:
     def min_ratio(self) -> int:
         """Smallest nonzero compress ratio of the layers; 0 if no layer is compressed.
 
-        These layers fill blocks first.
+        Layers of this ratio fill their blocks with entries first.
         """
         return min((ratio for ratio in self.cfg.compress_ratios if ratio), default=0)
 

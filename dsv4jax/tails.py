@@ -218,8 +218,8 @@ class HCAOnlineTail:
     ) -> tuple[jax.Array, HCAOnlineTail]:
         """Return what ``pool`` returns, and the running softmax of the last token's block.
 
-        If the last token completes its block, that running softmax still covers the full block; ``end_block`` resets
-        it.
+        If the last token completes its block, the running softmax covers the full block, and ``end_block`` resets it
+        later.
         """
         width = min(ratio, streams.ka.shape[1])
         k = _on_grid(streams.ka, None, phase, num_new, ratio, 0.0, width)

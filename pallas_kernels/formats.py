@@ -110,7 +110,7 @@ class KVFormat(abc.ABC):
     def load(self, row: Row, rows: KVRows, *lead: Index, where: Condition) -> Channels:
         """Load and decode the row at the leading indices of ``rows``: f32 [nope_dim + rope_dim].
 
-        It is 0 where ``where`` is False.
+        Lanes where ``where`` is False get 0.
         """
         nope_dim = rows.nope.shape[-1]
         row_scale = self._load_row_scale(rows, lead, where)

@@ -104,7 +104,7 @@ class Block:
 class _Ahead:
     """What the loader knows about tiles i, i + 1 and i + 2 when it is about to store tile i.
 
-    Each lane has two rows of each.
+    Each lane handles two rows of each tile.
     """
 
     numbers: list[Value]  # key numbers of tile i + 1

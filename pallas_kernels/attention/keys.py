@@ -73,7 +73,8 @@ class Query:
     def window_tiles(self) -> int:
         """Number of window tiles.
 
-        It does not depend on the position, so places of picks are known without waiting for a load.
+        Because it does not depend on the position, the place of a pick is known without waiting for the position to
+        load.
         """
         return -(-self.inputs.pos.shape[2] // KEYS)
 
@@ -84,7 +85,7 @@ class Query:
     def share(self, cluster: int) -> tuple[Value, Value]:
         """Return the block's rank in its cluster, and its number of tiles.
 
-        This is at least one, which may have no keys.
+        A block has at least one tile, but that tile may have no keys.
         """
         rank = self.machine.rank if cluster > 1 else self.machine.constant(0, "i32")
         return rank, ((self.tiles + (cluster - 1) - rank) // cluster).maximum(1)

@@ -24,7 +24,7 @@ class Scratch:
 
     Each block gets a share of channels.
 
-    It is in device memory, and stays in L2. This was twice as fast as exchanging parts through shared memory.
+    The memory is device memory, which stays in L2. This was twice as fast as exchanging parts through shared memory.
     """
 
     stats: Any  # f32 [queries, groups of heads, cluster, heads, 2] peak and total of each block

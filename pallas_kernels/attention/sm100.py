@@ -77,9 +77,9 @@ class Layout(BlockLayout):
         )
 
         def block() -> Block:
-            """Make the block for one role.
+            """Return the block as one role sees it.
 
-            Each role makes its own, so that no registers are held during another role's code.
+            Each role makes its own, so that its registers are not held while another role's code runs.
             """
             return Block.of(machine, inputs, memory, self.cluster)
 

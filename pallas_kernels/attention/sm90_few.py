@@ -160,7 +160,7 @@ class _Block:
     def _multiply_values(self) -> list[Value]:
         """Start this warpgroup's products, of 64 channels each.
 
-        Returns their sums one after another, still being computed.
+        Returns the sums of one product after another. They are still being computed.
         """
         values = []
         for number in self._products():
@@ -176,7 +176,7 @@ class _Block:
     def _products(self) -> list[Value]:
         """Return the numbers of this warpgroup's products.
 
-        If they do not divide evenly, the last may be out of range.
+        If the products do not divide evenly among the warpgroups, the last number may be out of range.
         """
         return [self.warpgroup + n for n in range(0, _PRODUCTS, self.layout.tiles)]
 

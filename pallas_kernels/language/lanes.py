@@ -339,9 +339,9 @@ class Row:
         where: Condition = True,
         otherwise: float = 0.0,
     ) -> Channels:
-        """Load as ``load`` does from one array where the condition holds, else from another.
+        """Load as ``load`` does, from one array where the condition holds and from another elsewhere.
 
-        Each is (array, leading indices).
+        ``a`` and ``b`` are each an array and its leading indices, and ``first`` is the first channel in either.
         """
         return [
             load_either(

@@ -340,10 +340,8 @@ class Machine(abc.ABC):
     def exp(self, x: Value) -> Value:
         """Return e^x of an f32, computed as 2^(x log2 e).
 
-        The product's rounding gives a relative error of about |x| 2^-24.
-
-        In a softmax x <= 0, so the absolute error of a weight is below |x| e^x 2^-24, which is less than half an ulp of
-        1.
+        The product's rounding gives a relative error of about |x| 2^-24. In a softmax x <= 0, so the absolute error of
+        a weight is below |x| e^x 2^-24, which is less than half an ulp of 1.
         """
 
     @abc.abstractmethod
@@ -399,9 +397,9 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def shuffle_up(self, x: Value, distance: int) -> Value:
-        """Return the i32 or f32 of the lane that is ``distance`` (1 ..
+        """Return the i32 or f32 of the lane that is ``distance`` lanes lower in the warp, from 1 to 31 lanes.
 
-        31) lower in the warp. The first lanes keep their own.
+        The first lanes, which have no such lane, keep their own value.
         """
 
     @abc.abstractmethod
@@ -415,10 +413,9 @@ class Machine(abc.ABC):
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
         """Wait until all lanes of the scope have arrived.
 
-        Each then sees what the others did in shared and device memory.
-
-        All lanes of the scope must reach it. If only some do, as in a ``when`` that only some enter, the simulator
-        raises SimulationError, and a GPU hangs.
+        Afterwards each lane sees what the others did in shared and device memory before. All lanes of the scope must
+        reach the barrier. If only some do, as in a ``when`` that only some enter, the simulator raises SimulationError,
+        and a GPU hangs.
 
         Args:
           scope: "warp", "warpgroup", "block" or "cluster".

@@ -125,7 +125,7 @@ class Tile:
     def transposed(self, first: int) -> Operand:
         """Return an operand with all rows, a multiple of 16, as K.
 
-        It has the f16 columns from byte ``first``, a multiple of 128.
+        Its columns are f16, and begin at byte ``first`` of each row, a multiple of 128.
         """
         steps = tuple(row // ATOM_ROWS * self._row_of_atoms for row in range(0, self.rows, 16))
         atom = ATOM_ROWS * ATOM_BYTES

@@ -83,10 +83,11 @@ def _largest(scales: list[Value]) -> Value:
 
 
 class Mxfp4(Fp4):
-    """Codes are converted to E5M2 by a table of the eight magnitudes times -2^(1 - d). d = log2(largest scale / scale).
+    """E2M1 codes with UE8M0 scales, converted to E5M2.
 
-    This is exact for d <= 14. For d > 15, a group is treated as if d were 15, and there 0.5 becomes 0. The error is
-    then less than 2^-15 of the largest magnitude possible with the row's largest scale.
+    A table has the eight magnitudes times -2^(1 - d), where d = log2(largest scale / scale) and the largest scale is
+    that of the row. This is exact for d <= 14. For d > 15, a group is treated as if d were 15, and there 0.5 becomes 0.
+    The error is then less than 2^-15 of the largest magnitude possible with the row's largest scale.
     """
 
     dtype, row_bytes, scale_bytes, unit = "e5m2", 128, 4, 2.0**-2
@@ -130,9 +131,10 @@ class Mxfp4(Fp4):
 
 
 class Nvfp4(Fp4):
-    """Codes are converted to f16 by moving bits. s 000ee m000000000 is an E2M1 value times 2^-14, even if subnormal.
+    """E2M1 codes with E4M3 scales, converted to f16 by moving bits.
 
-    This is exact for all scales: a key is a multiple of 2^-10 below 2^12 with six significant bits.
+    The f16 s 000ee m000000000 is an E2M1 value times 2^-14, even if it is subnormal. This is exact for all scales: a
+    key is a multiple of 2^-10 below 2^12 with six significant bits.
     """
 
     dtype, row_bytes, scale_bytes, unit = "f16", 256, 8, 2.0**14

@@ -99,7 +99,7 @@ class Queries:
     def _store_weights(self, t: Value, weights: list[Value], scales: list[list[Value]], there: Condition) -> None:
         """Store weights relative to a power of two below the largest.
 
-        If one is not finite, the token's sums become NaN.
+        If a weight is not finite, the token's sums become NaN.
         """
         machine, tile = self.machine, self.weights.copy(t)
         weights = [w * self.fp4.query_scale(of_head) for w, of_head in zip(weights, scales, strict=True)]

@@ -137,7 +137,8 @@ class KthLargest:
     def _split(self, visit: Visit, ordinals: OrdinalRange, *, lowest: Value, has_gap: Value) -> OrdinalRange:
         """Return the bin of a range that contains the k-th largest ordinal.
 
-        If none does, return the ordinals from ``lowest`` up to the range, with a count of LARGEST.
+        If the k-th largest is below the range, return the ordinals from ``lowest`` up to the range, with a count of
+        LARGEST.
         """
         machine, low, high = self.machine, ordinals.low, ordinals.high
         bins = Bins.over(low, high, has_gap=has_gap)

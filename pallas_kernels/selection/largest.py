@@ -78,12 +78,11 @@ class Largest:
         return kth.count == self.memory.kth.k - kth.above
 
     def _find_kth(self, bound: Value, low: Value, top: Value) -> tuple[OrdinalRange, Value]:
-        """Find the range of the k-th largest.
+        """Find the range of the k-th largest, and the last position in it that is chosen.
 
-        Returns it and the last position in it to choose, if it is not ranked one by one.
-
-        The search is by ordinal first. If too many scores have the ordinal of the k-th, a second search is by position,
-        with the first position ranking highest.
+        The position matters only if the scores in the range are not ranked one by one. The search is by ordinal first.
+        If too many scores have the ordinal of the k-th, a second search is by position, with the first position ranking
+        highest.
         """
         machine, listed = self.part.machine, self.listed
         zero, one = machine.constant(0, "i32"), machine.constant(1, "i32")

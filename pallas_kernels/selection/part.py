@@ -77,9 +77,10 @@ class Part:
         return Candidate(self.load_score(position, there), position, there)
 
     def read(self) -> tuple[list[Step], list[Value]]:
-        """Read all vectors.
+        """Read all vectors of this lane.
 
-        Returns them if there is only one trip, and the bundles' maxima, -inf where there is nothing.
+        Returns the scores if there is only one trip, else an empty list; and the bundles' maxima, -inf for empty
+        bundles.
         """
         if self.is_single:
             steps = [self.load(vector) for vector in self.vectors]
