@@ -1,9 +1,10 @@
 """Does the time of a fork grow with the request's length? python -m benchmarks.fork
 
-Requests of 4K, 32K and 128K tokens, one at a time, are forked into four others in a donated cache of V4-Flash's sizes,
-timed in turns so that drift hits all. Prints medians with their spread and the ratio of the longest to the shortest; a
-copy of the entries anywhere would show as a ratio near 32. Nothing is prefilled: the tables say that the tokens are
-there, and what a fork moves does not depend on what they were. Each fork is followed by a release of its targets.
+Requests of 4K, 32K and 128K tokens are forked, one at a time, into four others in a donated cache of V4-Flash's sizes.
+The lengths are timed in turns, so that drift affects all of them equally. Prints medians with their spread, and the
+ratio of the longest request to the shortest; any copy of the entries would show as a ratio near 32. Nothing is
+prefilled: the tables say that the tokens are there, and what a fork copies does not depend on their values. Each fork
+is followed by a release of its targets.
 """
 
 import argparse
@@ -25,7 +26,7 @@ TARGETS = 4
 
 
 def build(cfg: d4.DSV4Config) -> tuple[d4.KVCache, jax.Array, jax.Array]:
-    """(cache, sources int32 [lengths], targets int32 [TARGETS])."""
+    """Return the cache, sources int32 [lengths] and targets int32 [TARGETS]."""
     lengths = jnp.asarray(LENGTHS, jnp.int32) + REMAINDER
     num_blocks = sum(length // cfg.block_tokens + 1 for length in LENGTHS) + TARGETS
     requests = len(LENGTHS) + TARGETS
@@ -45,7 +46,8 @@ def fork_again_and_again(
         cache, all_ok = carry
         cache, ok = d4.fork(cache, source, targets)
         cache = d4.release(cache, targets)
-        # Admitted again, but not emptied in all layers as ``admit`` does: that would be timed along.
+        # The targets are admitted again, but not reset in all layers as ``admit`` would do, because that would be timed
+        # too.
         tables = dataclasses.replace(cache.tables, admitted=cache.tables.admitted.at[targets].set(True))
         return dataclasses.replace(cache, tables=tables), all_ok & ok
 

@@ -1,7 +1,8 @@
 """Does a decode step's time grow with the pool? python -m benchmarks.pool_size
 
-The same step, the same requests, a pool of 1,024 and one of 16,384 blocks, timed in turns so that drift hits both.
-Prints medians with their spread and the ratio; a copy of the pool anywhere in the step would show as a ratio near 16.
+The same step runs for the same requests with a pool of 1,024 and one of 16,384 blocks, timed in turns so that drift
+affects both equally. Prints medians with their spread, and the ratio; any copy of the pool in the step would show as a
+ratio near 16.
 """
 
 import argparse

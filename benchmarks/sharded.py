@@ -1,8 +1,8 @@
 """Decode throughput over the GPUs of one host: python -m benchmarks.sharded
 
-Layers of V4-Flash's size in bf16 (1 SWA, 2 CSA, 2 HCA), 64 requests per GPU that hold 32K tokens each, over a data axis
-of the first 1, 2, 4, ... GPUs. The meshes are timed in turns, so that drift hits all of them alike. Prints medians with
-their spread, and the efficiency: throughput per GPU, over that of one GPU.
+Layers of V4-Flash's size in bf16 (1 SWA, 2 CSA, 2 HCA) decode for 64 requests per GPU with 32K tokens each, over a data
+axis of the first 1, 2, 4, ... GPUs. The meshes are timed in turns, so that drift affects all of them equally. Prints
+medians with their spread, and the efficiency, which is the throughput per GPU divided by that of one GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Load:
     cfg: d4.DSV4Config
     dtype: Any
     requests: int  # per device
-    context: int  # tokens that each holds
+    context: int  # tokens that each request holds
     steps: int  # decode steps per timed call
 
 
@@ -44,7 +44,7 @@ TINY = Load(cfg=d4.DSV4Config.tiny(), dtype=jnp.float32, requests=4, context=256
 
 
 def fill(cache: d4.KVCache, load: Load) -> tuple[d4.KVCache, jax.Array]:
-    """Admit one shard's requests, at all phases of a block, and let them hold random rows."""
+    """Admit the requests of one shard, at all phases of a block, and fill the cache with random rows."""
     cache, slots, _ = d4.admit(cache, load.requests)
     length = load.context - jnp.arange(load.requests, dtype=jnp.int32) % cache.plan.cfg.block_tokens
     cache, _ = d4.prepare_forward(cache, slots, length)
@@ -52,7 +52,7 @@ def fill(cache: d4.KVCache, load: Load) -> tuple[d4.KVCache, jax.Array]:
 
 
 def decode(params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, steps: int) -> Any:
-    """Tokens one after another, each made of the one before it."""
+    """Decode several tokens, each from the output of the one before."""
     one = jnp.ones_like(slots)
 
     def step(carry: Any, _: None) -> Any:
@@ -70,7 +70,7 @@ def decode(params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, steps
 
 
 class Server:
-    """A cache over the first devices, and the call that decodes with it."""
+    """A cache over the first devices, and the function that decodes with it."""
 
     def __init__(self, load: Load, devices: list[Any], calls: int) -> None:
         mesh, rows = jax.make_mesh((len(devices),), ("data",), devices=devices), P("data")
@@ -92,7 +92,7 @@ class Server:
         self.tokens = requests * load.steps
 
     def time(self) -> float:
-        """Tokens per second of one call."""
+        """Return the tokens per second of one call."""
         jax.block_until_ready(self.cache)
         begin = time.perf_counter()
         self.x, self.cache, ok = jax.block_until_ready(self.run(self.params, self.x, self.cache, self.slots))

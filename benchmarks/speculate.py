@@ -1,9 +1,9 @@
 """What does a draft cost? python -m benchmarks.speculate
 
-Stage and commit of four tokens, in one program, against one decode step, for 64 requests at all phases with 32K tokens
-each: all layers of V4-Flash with their matrix products in bf16. The layers of a kind share one set of weights, which no
-L2 cache holds, and cached rows are random bytes. Both advance one cache in turns, so that drift hits both; medians with
-their spread.
+Times stage and commit of four tokens in one program, against one decode step, for 64 requests at all phases with 32K
+tokens each, in all layers of V4-Flash with their matrix products in bf16. The layers of a kind share one set of
+weights, which is too large for L2, and cached rows are random bytes. Both programs advance the same cache and are timed
+in turns, so that drift affects both equally. Prints medians with their spread.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROOM = 1024  # tokens that a request can grow by
 def decode(
     params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, d4.KVCache]:
-    """One token of each request. ``count`` is not read."""
+    """Decode one token of each request. ``count`` is not used."""
     cfg, one = cache.plan.cfg, jnp.ones_like(count)
     cache, ok = d4.prepare_forward(cache, slots, one)
     x = x[:, :1]
@@ -44,7 +44,7 @@ def decode(
 def speculate(
     params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, d4.KVCache]:
-    """All of x as drafts, of which the first ``count`` [B] of each request are accepted."""
+    """Stage all of x as drafts, and commit the first ``count`` [B] tokens of each request."""
     num_new = jnp.full_like(count, x.shape[1])
     cache, granted = d4.prepare_forward(cache, slots, num_new)
     staged = []
@@ -60,7 +60,7 @@ STEPS = {"decode step": decode, "stage and commit": speculate}
 
 
 class Programs:
-    """The compiled steps on one cache, which each of them takes and gives back."""
+    """The compiled steps and one cache, which is donated to each step and returned by it."""
 
     def __init__(self, plan: d4.CachePlan, context: int, tokens: int, dtype: Any):
         cfg = plan.cfg
@@ -84,7 +84,7 @@ class Programs:
         return self.params, self.x, self.cache, self.slots, self.count
 
     def time(self, name: str, steps: int) -> float:
-        """Microseconds per step, of several in a row."""
+        """Return the microseconds per step, over several steps in a row."""
         jax.block_until_ready(self.cache)
         oks = []
         begin = time.perf_counter()
@@ -98,7 +98,10 @@ class Programs:
 
 
 def print_parts(programs: Programs) -> None:
-    """Microseconds by kernel. Compiled once more: what is profiled runs twice, and so cannot donate its cache."""
+    """Print the microseconds of each kernel.
+
+    The program is compiled again without donation, because a profiled program runs twice.
+    """
     for name, step in STEPS.items():
         events = [(kernel, ms) for kernel, ms in kernel_events(jax.jit(step), *programs.given) if "copy" not in kernel]
         parts = {op: sum(ms for kernel, ms in events if op in kernel) * 1e3 for op in OPS}

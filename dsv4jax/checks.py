@@ -1,4 +1,4 @@
-"""Trace-time checks of shapes and dtypes."""
+"""Checks of shapes and dtypes at trace time."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-FLOATS = (jnp.float32, jnp.bfloat16)  # what inputs and weights come in
+FLOATS = (jnp.float32, jnp.bfloat16)  # dtypes allowed for inputs and weights
 
 
 def check_array(name: str, x: Any, axes: dict[str, int | None], dtype: Any) -> None:
-    """Require an array of a rank, sizes and dtype.
+    """Check that an array has the expected rank, sizes and dtype.
 
     Args:
-      name: the argument, for the message.
+      name: the argument's name, for the message.
       x: array or tracer.
-      axes: axis name -> size, None where any size will do.
-      dtype: the dtypes that will do, one or several.
+      axes: the name of each axis -> its size, or None if any size is allowed.
+      dtype: the allowed dtype, or a tuple of them.
 
     Raises:
-      AssertionError: (chex) naming the argument, what was expected and what came.
+      AssertionError: (chex) the message names the argument, what was expected and what was given.
     """
     wanted = ", ".join(axis if size is None else f"{axis}={size}" for axis, size in axes.items())
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -35,7 +35,7 @@ def check_array(name: str, x: Any, axes: dict[str, int | None], dtype: Any) -> N
 
 
 def check_batch(**rows: Any) -> None:
-    """Require int32 vectors of one length: one element per batch row (slots, lengths, counts)."""
+    """Check that all arguments are int32 vectors of one length, with an element per batch row, such as slots."""
     size: int | None = None
     for name, x in rows.items():
         check_array(name, x, {"B": size}, jnp.int32)
@@ -43,7 +43,10 @@ def check_batch(**rows: Any) -> None:
 
 
 def check_one_shard(num_free: Any, name: str, *, on_host: bool = False) -> None:
-    """Require tables of a single shard, by their ``num_free`` [..., shards]: an id is local to its shard."""
+    """Check that tables belong to a single shard, judging by ``num_free`` [..., shards].
+
+    Slots and block ids are local to a shard, so they are ambiguous in a cache of several. Raises ValueError.
+    """
     if (shards := num_free.shape[-1]) != 1:
         remedy = "use it inside jax.shard_map"
         if on_host:

@@ -1,7 +1,8 @@
-"""Model geometry of DeepSeek-V4's hybrid attention, and which kind of attention each layer has.
+"""Sizes of DeepSeek-V4's attention layers, and which kind of attention each layer uses.
 
-A layer's kind follows from its compress ratio: 0 is sliding window only (SWA), the small ratio is compressed sparse
-attention (CSA, entries picked by an indexer) and the large one is heavily compressed attention (HCA, every entry read).
+A layer's kind follows from its compress ratio. Ratio 0 means sliding window only (SWA). The small ratio, 4 in the
+published models, means compressed sparse attention (CSA), where an indexer picks the entries that a query reads. The
+large ratio, 128, means heavily compressed attention (HCA), where a query reads every entry.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dsv4jax.kinds import AttentionType
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer of the schedule: its number in the model and its kind."""
+    """One layer of the schedule: its number in the model, and its kind."""
 
     layer_idx: int
     attn: AttentionType
@@ -28,31 +29,33 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DSV4Config:
-    """Sizes of the attention layers. Frozen and hashable; change one with ``dataclasses.replace``.
+    """Sizes of the attention layers. Frozen and hashable; use ``dataclasses.replace`` to change a field.
 
-    The defaults are V4-Flash's. Any sizes are legal that divide as they must: ``num_heads`` by ``o_groups``,
-    ``rope_dim`` by two, and ``indexer_head_dim`` a power of two.
+    The defaults are those of V4-Flash. Other sizes are allowed if they are positive and satisfy these rules:
+    ``o_groups`` divides ``num_heads``; ``rope_dim`` is even, below ``head_dim`` and at most ``indexer_head_dim``;
+    ``indexer_head_dim`` is a power of two; the two compression ratios differ, and every one of ``compress_ratios`` is
+    either of them or 0.
 
     Raises:
-      ValueError: a size breaks one of those rules; the message names it.
+      ValueError: a size breaks one of these rules; the message names it.
     """
 
     hidden_size: int = 4096
     num_heads: int = 64
-    head_dim: int = 512  # the last rope_dim of them carry the rotary embedding
+    head_dim: int = 512  # the last rope_dim of these dimensions carry the rotary embedding
     rope_dim: int = 64
     q_lora_rank: int = 1024
     o_groups: int = 8
     o_lora_rank: int = 1024
-    sliding_window: int = 128  # keys a query sees in the window, itself included
-    compress_ratios: tuple[int, ...] = (0, 0) + (4, 128) * 20 + (4,)  # one per layer; 0 = window only
+    sliding_window: int = 128  # number of keys that a query sees in the window, its own included
+    compress_ratios: tuple[int, ...] = (0, 0) + (4, 128) * 20 + (4,)  # one ratio per layer; 0 = sliding window only
     csa_compression_ratio: int = 4
     hca_compression_ratio: int = 128
     indexer_heads: int = 64
     indexer_head_dim: int = 128
     indexer_top_k: int = 512
-    rope_theta: float = 10000.0  # layers of ratio 0, without YaRN
-    compress_rope_theta: float = 160000.0  # every rope of a compressed layer, with YaRN
+    rope_theta: float = 10000.0  # used by layers of ratio 0, without YaRN
+    compress_rope_theta: float = 160000.0  # used by every rope of a compressed layer, with YaRN
     yarn_factor: float = 16.0
     yarn_original_max_position: int = 65536
     yarn_beta_fast: float = 32.0
@@ -86,16 +89,16 @@ class DSV4Config:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model: one compress ratio each."""
+        """Number of layers in the model."""
         return len(self.compress_ratios)
 
     @property
     def block_tokens(self) -> int:
-        """Tokens one block of the paged pool stands for, in every layer: lcm of the two ratios (128)."""
+        """Number of tokens that one block of the paged pool covers, in every layer: the lcm of the two ratios (128)."""
         return math.lcm(self.csa_compression_ratio, self.hca_compression_ratio)
 
     def ratio(self, kind: AttentionType) -> int:
-        """Tokens per compressed entry of a kind; 0 for SWA."""
+        """Return the number of tokens per compressed entry in layers of this kind; 0 for SWA."""
         return {
             AttentionType.SWA: 0,
             AttentionType.CSA: self.csa_compression_ratio,
@@ -104,12 +107,12 @@ class DSV4Config:
 
     @classmethod
     def flash(cls) -> Self:
-        """DeepSeek-V4-Flash: 43 layers, 64 heads, top-512."""
+        """Return the configuration of DeepSeek-V4-Flash: 43 layers, 64 heads, top-512."""
         return cls()
 
     @classmethod
     def pro(cls) -> Self:
-        """DeepSeek-V4-Pro: 61 layers, 128 heads, top-1024."""
+        """Return the configuration of DeepSeek-V4-Pro: 61 layers, 128 heads, top-1024."""
         return cls(
             hidden_size=7168,
             num_heads=128,
@@ -121,7 +124,11 @@ class DSV4Config:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> Self:
-        """Three layers, one of each kind, small enough to step through by hand on a CPU."""
+        """Return a configuration of three layers, one of each kind, small enough to step through by hand on a CPU.
+
+        Args:
+          overrides: fields to set to other values.
+        """
         sizes: dict[str, Any] = dict(
             hidden_size=64,
             num_heads=4,
@@ -140,16 +147,16 @@ class DSV4Config:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
-        """Read a published configuration: DeepSeek's ``config.json`` or the form transformers writes.
+        """Read a published configuration: DeepSeek's ``config.json``, or the one that transformers writes.
+
+        DeepSeek appends the ratios of its MTP layers to the schedule. Ratios past ``num_hidden_layers`` are dropped.
 
         Args:
-          source: the parsed configuration, the path of a ``config.json``, or the folder that holds one.
-
-        Ratios past ``num_hidden_layers`` (DeepSeek appends those of its MTP layers) are dropped.
+          source: the parsed configuration, the path of a ``config.json``, or the folder that contains one.
 
         Raises:
           ValueError: a key is missing, or the layer schedule is missing, too short or unknown. There is no default
-            schedule: a wrong one gives plausible and wrong outputs.
+            schedule, because a wrong one would give plausible but wrong outputs.
         """
         if isinstance(source, Mapping):
             fields = source
@@ -160,13 +167,13 @@ class DSV4Config:
 
 
 def layer_schedule(cfg: DSV4Config) -> tuple[LayerSpec, ...]:
-    """Kind of every layer, in order."""
+    """Return the number and kind of every layer, in order."""
     kinds = {cfg.ratio(kind): kind for kind in AttentionType}
     return tuple(LayerSpec(i, kinds[ratio]) for i, ratio in enumerate(cfg.compress_ratios))
 
 
 def layer_kind(cfg: DSV4Config, layer: int) -> AttentionType:
-    """Kind of layer number ``layer``. ValueError where the model has no such layer."""
+    """Return the kind of layer number ``layer``. Raises ValueError if the model has no such layer."""
     if not 0 <= layer < cfg.num_layers:
         raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
     return layer_schedule(cfg)[layer].attn
@@ -202,7 +209,7 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The layer schedule, from DeepSeek's ``compress_ratios`` or transformers' ``layer_types``."""
+    """Read the layer schedule from DeepSeek's ``compress_ratios`` or transformers' ``layer_types``."""
     layers = hf.get("num_hidden_layers")
     if layers is None:
         raise ValueError("configuration lacks num_hidden_layers")
@@ -224,7 +231,10 @@ def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters: ``rope_scaling`` (DeepSeek) or ``rope_parameters``, flat or keyed by "main" / "compress"."""
+    """Read the rotary parameters from ``rope_scaling`` (DeepSeek) or ``rope_parameters`` (transformers).
+
+    ``rope_parameters`` may be flat or keyed by "main" and "compress".
+    """
     nested = hf.get("rope_parameters") or {}
     main = nested.get("main", nested)
     scaling = hf.get("rope_scaling") or nested.get("compress", nested)

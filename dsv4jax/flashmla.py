@@ -1,4 +1,4 @@
-"""FlashMLA's pages: rows of ``fp8_tile64`` in the byte order that FlashMLA, vLLM and SGLang share.
+"""Conversion of ``fp8_tile64`` rows to and from FlashMLA's pages, the byte order that vLLM and SGLang use too.
 
     a page of bs rows, NoPE 448, RoPE 64, tile 64
       0          row 0         448 B E4M3 NoPE | 128 B bf16 RoPE, little-endian
@@ -9,8 +9,8 @@
       ...
       584 * bs   zeros up to the next multiple of 576
 
-The cache itself keeps the three parts in arrays of their own: a row of 584 bytes is not 16-byte aligned. Both
-directions move bytes and round nothing, so a NaN keeps its bits.
+The cache keeps these three parts in separate arrays, because rows of 584 bytes are not 16-byte aligned. Conversion in
+either direction only moves bytes. Nothing is rounded, and a NaN keeps its bits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from dsv4jax.formats import KVRows
 
 NOPE_DIM, ROPE_DIM, TILES = 448, 64, 7
 DATA_BYTES = NOPE_DIM + 2 * ROPE_DIM  # 576 per row
-SCALE_BYTES = TILES + 1  # 8 per row: the last is padding
+SCALE_BYTES = TILES + 1  # 8 per row, of which the last is padding
 
 
 def page_bytes(rows_per_page: int) -> int:
-    """Bytes of a page: 584 per row, rounded up to a multiple of 576. ValueError for fewer than one row."""
+    """Return the bytes of a page: 584 per row, rounded up to a multiple of 576.
+
+    Raises:
+      ValueError: there is less than one row.
+    """
     if rows_per_page < 1:
         raise ValueError(f"rows_per_page must be at least 1, got {rows_per_page}")
     return -(-rows_per_page * (DATA_BYTES + SCALE_BYTES) // DATA_BYTES) * DATA_BYTES
@@ -38,16 +42,16 @@ def page_bytes(rows_per_page: int) -> int:
 
 @jax.jit
 def to_flashmla_pages(rows: KVRows) -> jax.Array:
-    """Lay rows out as FlashMLA reads them; padding bytes are 0.
+    """Convert rows to FlashMLA pages. Padding bytes are 0.
 
     Args:
       rows: ``fp8_tile64`` rows of one layer's blocks: nope u8 [P, bs, 448], rope bf16 [P, bs, 64], scale u8 [P, bs, 7].
 
     Returns:
-      u8 [P, page_bytes(bs)].
+      Pages, u8 [P, page_bytes(bs)].
 
     Raises:
-      AssertionError: (chex) a part's rank, shape or dtype is not that of an ``fp8_tile64`` row.
+      AssertionError: (chex) the rank, shape or dtype of a part is not that of ``fp8_tile64`` rows.
     """
     check_array("rows.nope", rows.nope, {"P": None, "bs": None, "nope_dim": NOPE_DIM}, jnp.uint8)
     pages, count, _ = rows.nope.shape
@@ -63,17 +67,17 @@ def to_flashmla_pages(rows: KVRows) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="rows_per_page")
 def from_flashmla_pages(pages: jax.Array, rows_per_page: int) -> KVRows:
-    """The rows of FlashMLA pages; padding bytes are ignored. Inverse of ``to_flashmla_pages``.
+    """Convert FlashMLA pages to rows. Padding bytes are ignored. Inverse of ``to_flashmla_pages``.
 
     Args:
       pages: u8 [P, page_bytes(rows_per_page)].
-      rows_per_page: static; the pages' size is checked against it.
+      rows_per_page: rows in each page; a static int.
 
     Returns:
-      ``fp8_tile64`` rows: nope u8 [P, bs, 448], rope bf16 [P, bs, 64], scale u8 [P, bs, 7].
+      ``fp8_tile64`` rows with nope u8 [P, bs, 448], rope bf16 [P, bs, 64] and scale u8 [P, bs, 7].
 
     Raises:
-      AssertionError: (chex) pages' rank, size or dtype is wrong.
+      AssertionError: (chex) the pages have a wrong rank, size or dtype.
       ValueError: ``rows_per_page`` is below one.
     """
     check_array("pages", pages, {"P": None, "page_bytes": page_bytes(rows_per_page)}, jnp.uint8)

@@ -1,4 +1,4 @@
-"""Number formats of a stored row: how a key becomes bytes and comes back.
+"""Number formats of a stored row: how a key is encoded to bytes and decoded again.
 
     rows of the window and of compressed entries (448 NoPE + 64 RoPE dims at the real sizes)
       f32, bf16    every dim in that dtype
@@ -9,8 +9,9 @@
       nvfp4        64 B of E2M1 pairs | 8 E4M3 scales, one per 16 dims                    =  72 B
       mxfp4        64 B of E2M1 pairs | 4 UE8M0 exponents, one per 32 dims                =  68 B
 
-Eight-bit and four-bit values are kept as uint8: XLA on CPU widens a whole float8 array to scatter one row into it.
-Rounding is to nearest, ties to even. A row that holds NaN or infinity decodes to NaN or infinity, and no other.
+8-bit and 4-bit values are stored as uint8, because XLA on CPU converts a whole float8 array to a wider type in order to
+scatter one row into it. Rounding is to nearest, ties to even. A row that contains NaN or infinity decodes to a row that
+contains NaN or infinity; other rows always decode to finite values.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from jax import lax
 E4M3 = jnp.float8_e4m3fn
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # code 0..7; bit 3 is the sign
-MIN_KV_AMAX = 1e-4  # floor of a row's (or tile's) largest magnitude, so that a zero row has a scale
-# x / 448 and x / 6 are written as products: XLA on GPU makes them products, and a scale must not depend on the backend.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0 to 7; bit 3 is the sign
+MIN_KV_AMAX = 1e-4  # lower bound on a row's (or tile's) largest magnitude, so that the scale of a zero row is not 0
+# x / 448 and x / 6 are written as products: XLA on GPU turns such divisions into products anyway, and a scale must not
+# depend on the backend.
 _INV_E4M3_MAX = float(np.float32(1.0 / E4M3_MAX))
 _INV_E2M1_MAX = float(np.float32(1.0 / E2M1_MAX))
 
@@ -37,7 +39,10 @@ _INV_E2M1_MAX = float(np.float32(1.0 / E2M1_MAX))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVRows:
-    """Encoded key rows; the leading axes ``...`` are whatever the store has (layer, block, row)."""
+    """Encoded key rows.
+
+    The leading axes ``...`` are those of the array that the rows are stored in, such as (layer, block, row).
+    """
 
     nope: jax.Array  # [..., head_dim - rope_dim]
     rope: jax.Array  # [..., rope_dim]
@@ -54,44 +59,50 @@ class KeyRows:
 
 
 class KVFormat(Protocol):
-    """What a format of key rows provides. Register an instance in ``KV_FORMATS`` to make it known to a plan."""
+    """The interface of a format for key rows. Register an instance in ``KV_FORMATS`` so that plans can name it."""
 
     def row(self, nope_dim: int, rope_dim: int) -> KVRows:
-        """Shapes and dtypes of one encoded row, as ``jax.ShapeDtypeStruct`` leaves. ValueError for an illegal size."""
+        """Return one encoded row as ``jax.ShapeDtypeStruct`` leaves.
+
+        Raises ValueError for sizes the format cannot hold.
+        """
         ...
 
     def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
-        """f32 [..., head_dim] -> rows."""
+        """Encode f32 [..., head_dim], whose last ``rope_dim`` dims carry the rotary embedding."""
         ...
 
     def decode(self, rows: KVRows) -> jax.Array:
-        """rows -> f32 [..., head_dim]."""
+        """Decode rows to f32 [..., head_dim]."""
         ...
 
 
 class KeyFormat(Protocol):
-    """What a format of indexer keys provides. Register an instance in ``INDEXER_FORMATS``."""
+    """The interface of a format for indexer keys. Register an instance in ``INDEXER_FORMATS``."""
 
     @property
     def rounds_queries(self) -> bool:
-        """Whether the indexer rounds its queries in this format too."""
+        """Whether the indexer also rounds its queries in this format."""
         ...
 
     def row(self, dim: int) -> KeyRows:
-        """Shapes and dtypes of one encoded key, as ``jax.ShapeDtypeStruct`` leaves. ValueError for an illegal size."""
+        """Return one encoded key as ``jax.ShapeDtypeStruct`` leaves.
+
+        Raises ValueError for sizes the format cannot hold.
+        """
         ...
 
     def encode(self, x: jax.Array) -> KeyRows:
-        """f32 [..., dim] -> keys."""
+        """Encode keys f32 [..., dim]."""
         ...
 
     def decode(self, rows: KeyRows) -> jax.Array:
-        """keys -> f32 [..., dim]."""
+        """Decode keys to f32 [..., dim]."""
         ...
 
 
 def row_bytes(row: Any) -> int:
-    """Bytes of a pytree of ``jax.ShapeDtypeStruct``, such as the encoded row that a format's ``row`` gives."""
+    """Return the bytes of a pytree of ``jax.ShapeDtypeStruct``, such as what ``KVFormat.row`` returns."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(row))
 
 
@@ -100,13 +111,16 @@ def _spec(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _store(rows: Any) -> Any:
-    # A reader must see the rounded row even when it is fused with the rounding: XLA is allowed to drop
-    # f32 -> bf16 -> f32 and, on GPU, f32 -> e4m3 -> f32. The barrier makes the stored bytes the only way through.
+    # A reader must get the rounded row even if XLA fuses the reader with the rounding. XLA may drop f32 -> bf16 -> f32
+    # and, on GPU, f32 -> e4m3 -> f32. With the barrier, readers can only decode the stored bytes.
     return lax.optimization_barrier(rows)
 
 
 def _to_e4m3(x: jax.Array) -> jax.Array:
-    """f32 -> E4M3 bytes. Clipped first: above 464 the cast gives NaN on CPU and saturates on GPU."""
+    """Convert f32 to E4M3 bytes.
+
+    Values are clipped first, because above 464 the cast gives NaN on CPU but 448 on GPU.
+    """
     return lax.bitcast_convert_type(jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3), jnp.uint8)
 
 
@@ -115,19 +129,21 @@ def _from_e4m3(byte: jax.Array) -> jax.Array:
 
 
 def _amax(x: jax.Array) -> jax.Array:
-    """Largest magnitude over the last axis; NaN where any value is.
+    """Return the largest magnitude over the last axis; NaN if any value is NaN.
 
-    On the fp32 bits, whose order is that of the magnitudes with NaN on top: XLA's float maximum loses NaN on CPU.
+    Computed on the fp32 bit patterns, which have the same order as the magnitudes, with NaN above all others. XLA's
+    float maximum loses NaN on CPU.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     return lax.bitcast_convert_type(jnp.max(bits, -1), jnp.float32)
 
 
 def _ue8m0_for(amax: jax.Array, largest: float) -> jax.Array:
-    """Exponent byte of the smallest power of two s with amax / s <= largest; 255 (NaN) where amax is not finite.
+    """Return the exponent byte of the smallest power of two s with amax / s <= largest.
 
-    On the fp32 bits, because ``2 ** ceil(log2(x))`` doubles some exact powers of two on CPU. Writing largest as
-    f * 2^e with f in [1, 2): s is amax's own power of two over 2^e, or its double where amax's fraction exceeds f.
+    The byte is 255 (NaN) if amax is not finite. Computed on the fp32 bits, because ``2 ** ceil(log2(x))`` doubles some
+    exact powers of two on CPU. With largest = f * 2^e and amax = g * 2^h, f and g in [1, 2), s is 2^(h-e), or twice
+    that if g > f.
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     exponent, fraction = divmod(int(np.float32(largest).view(np.int32)), 1 << 23)
@@ -141,11 +157,11 @@ def _from_ue8m0(byte: jax.Array) -> jax.Array:
 
 
 def _to_e2m1(x: jax.Array) -> jax.Array:
-    """f32 -> packed E2M1 codes: [..., n] -> u8 [..., n / 2], even index in the low nibble; |x| > 6 saturates."""
+    """Convert f32 [..., n] to packed E2M1 codes u8 [..., n / 2], even index in the low nibble. |x| > 6 becomes 6."""
     magnitude = jnp.abs(x)
     code = jnp.zeros(x.shape, jnp.uint8)
     for low, (a, b) in enumerate(itertools.pairwise(E2M1_VALUES)):
-        midpoint = (a + b) / 2  # a tie goes to the even code: up from an odd one, down from an even one
+        midpoint = (a + b) / 2  # a tie goes to the even code: up if the lower code is odd, down if it is even
         code += (magnitude >= midpoint if low % 2 else magnitude > midpoint).astype(jnp.uint8)
     code |= jnp.signbit(x).astype(jnp.uint8) << 3
     return code[..., 0::2] | (code[..., 1::2] << 4)
@@ -167,7 +183,7 @@ def _join(nope: jax.Array, rope: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class PlainRows:
-    """Every dim in one float dtype, no scale."""
+    """Rows with every dim in one float dtype, without a scale."""
 
     dtype: Any
 
@@ -184,7 +200,7 @@ class PlainRows:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Rows:
-    """E4M3 NoPE dims under one fp32 multiplier per row, max(amax, 1e-4) / 448; bf16 RoPE dims."""
+    """Rows with E4M3 NoPE dims, one fp32 multiplier per row, max(amax, 1e-4) / 448, and bf16 RoPE dims."""
 
     def row(self, nope_dim: int, rope_dim: int) -> KVRows:
         return KVRows(
@@ -203,9 +219,10 @@ class Fp8Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8TileRows:
-    """E4M3 NoPE dims under one power-of-two scale per tile, 2^ceil(log2(max(amax, 1e-4) / 448)); bf16 RoPE dims.
+    """Rows with E4M3 NoPE dims, one power-of-two scale per tile, and bf16 RoPE dims.
 
-    What DeepSeek, FlashMLA, vLLM and SGLang store, and what the model was trained with (tile 64).
+    A tile's scale is 2^ceil(log2(max(amax, 1e-4) / 448)). With tiles of 64 this is what DeepSeek, FlashMLA, vLLM and
+    SGLang store, and what the model was trained with.
     """
 
     tile: int
@@ -234,7 +251,7 @@ class Fp8TileRows:
 
 @dataclasses.dataclass(frozen=True)
 class PlainKeys:
-    """Indexer keys in one float dtype."""
+    """Indexer keys in one float dtype, without a scale."""
 
     dtype: Any
     rounds_queries: bool = False
@@ -251,10 +268,10 @@ class PlainKeys:
 
 @dataclasses.dataclass(frozen=True)
 class Fp4Keys:
-    """E2M1 pairs under one scale byte per group: E4M3 (nvfp4, group 16) or UE8M0 (mxfp4, group 32).
+    """Indexer keys as pairs of E2M1 values, with a scale byte per group: E4M3 (nvfp4) or UE8M0 (mxfp4).
 
-    nvfp4 has a global scale of 1, which is not stored: entries arrive one at a time, so a block's largest magnitude is
-    unknown when its first entry is written.
+    Groups are 16 dims in nvfp4 and 32 in mxfp4. The global scale of nvfp4 is fixed at 1 and not stored. Entries arrive
+    one at a time, so the largest magnitude in a block is not known when its first entry is written.
     """
 
     group: int
@@ -277,7 +294,7 @@ class Fp4Keys:
             scale = _to_e4m3(jnp.where(jnp.isfinite(amax), scale, jnp.nan))
         else:
             scale = _ue8m0_for(jnp.maximum(amax, E2M1_MAX * 2.0**-126), E2M1_MAX)
-        scale = _store(scale)  # the codes are relative to the scale as stored, not as computed
+        scale = _store(scale)  # codes are computed with the scale as it is stored, not as it was before rounding
         codes = _to_e2m1((groups / self._decode_scale(scale)[..., None]).reshape(x.shape))
         return _store(KeyRows(codes=codes, scale=scale))
 

@@ -1,8 +1,8 @@
-"""The kinds of layers, and all that tells one kind from another.
+"""The three kinds of attention layers, and the properties in which they differ.
 
-A layer attends to its sliding window (SWA), to the window and to compressed entries that an indexer picks (CSA), or to
-the window and to all of its heavily compressed entries (HCA). The rest of the library asks for the properties below and
-never for a kind by name. What a compressor keeps between steps follows from them too: see ``tails``.
+A layer attends to its sliding window alone (SWA), to the window and to compressed entries picked by an indexer (CSA),
+or to the window and all of its heavily compressed entries (HCA). The rest of the library tests the properties below
+instead of comparing with a particular kind. They also decide what a compressor keeps between steps: see ``tails``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 
 
 class AttentionType(enum.StrEnum):
-    """Kind of a layer. A member equals its string, so ``"csa"`` serves wherever a kind is asked for."""
+    """Kind of a layer. Members are strings, so ``"csa"`` can be given wherever a kind is expected."""
 
     SWA = "swa"
     CSA = "csa"
@@ -19,22 +19,25 @@ class AttentionType(enum.StrEnum):
 
     @property
     def compresses(self) -> bool:
-        """Whether tokens become compressed entries in a pool, beside the window."""
+        """Whether the layer turns tokens into compressed entries, stored in a pool, in addition to its window."""
         return self is not AttentionType.SWA
 
     @property
     def overlaps(self) -> bool:
-        """Whether an entry also draws on the block before its own, so that a token contributes two streams."""
+        """Whether an entry also uses the block before its own, so that each token contributes two streams."""
         return self is AttentionType.CSA
 
     @property
     def is_indexed(self) -> bool:
-        """Whether an indexer picks the entries that a query reads. Each entry then has a key in the pool."""
+        """Whether an indexer picks the entries that a query reads.
+
+        If so, the pool stores an indexer key for each entry.
+        """
         return self is AttentionType.CSA
 
     @property
     def hf_name(self) -> str:
-        """The kind's name in the configurations of transformers."""
+        """The name of this kind in the configurations of transformers."""
         return _HF_NAMES[self]
 
 

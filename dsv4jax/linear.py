@@ -1,4 +1,4 @@
-"""Matrix product, norm and Hadamard transform: the dense pieces that the layer is made of."""
+"""The dense operations of a layer: matrix product, norm and Hadamard transform."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from jax import lax
 
 
 def product_dtype(x: jax.Array, weight: jax.Array) -> Any:
-    """bf16 where both are, so that the product runs on the tensor cores; else f32."""
+    """Return bf16 if both are bf16, so that the product runs on the tensor cores; otherwise f32."""
     return x.dtype if x.dtype == weight.dtype else jnp.float32
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] times weight [out, in] -> f32 [..., out].
+    """Multiply x [..., in] by weight [out, in]: f32 [..., out].
 
-    bf16 by bf16 runs on the tensor cores and accumulates in f32; anything else is computed in full f32 (not TF32).
+    A product of bf16 by bf16 runs on the tensor cores and accumulates in f32. Anything else is computed in full f32,
+    not in TF32.
     """
     dtype = product_dtype(x, weight)
     return lax.dot_general(
@@ -30,10 +31,10 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
-    """x * weight / rms(x) over the last axis, in f32; weight None is all ones.
+    """Return x * weight / rms(x) over the last axis, in f32. If ``weight`` is None it counts as ones.
 
-    The weight goes in first: a row's largest magnitude is then known before its rms is, which lets a kernel find both
-    in one reduction and still agree to the bit.
+    x is multiplied by the weight before it is divided by the rms. A kernel can then find the row's largest magnitude
+    and its rms in one reduction, and still give exactly the same bits.
     """
     x = x.astype(jnp.float32)
     inverse_rms = 1.0 / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -41,7 +42,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
 
 
 def hadamard(x: jax.Array) -> jax.Array:
-    """x times the normalised Walsh-Hadamard matrix in Sylvester order, over a last axis of power-of-two size n."""
+    """Multiply x by the normalised Walsh-Hadamard matrix in Sylvester order. The last axis must be a power of two."""
     n = x.shape[-1]
     shape = x.shape
     half = 1

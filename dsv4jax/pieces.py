@@ -1,7 +1,8 @@
-"""The pieces of a layer as users call them: jitted, and donating the state or the pool that they update.
+"""The steps of a layer as separate public functions, jitted, each donating the state or pool that it updates.
 
-The functions themselves, which the library composes, donate nothing, because only the outermost jit may decide what is
-given away. Each piece has its own as ``__wrapped__``: a debugger steps through it, and its arguments stay.
+The library itself composes the functions under these jits. Those donate nothing, because only the outermost jit can
+decide which buffers to give up. Each function here has its undonated version as ``__wrapped__``, which is useful in a
+debugger or a notebook: it can be stepped through, and its arguments stay valid.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dsv4jax.layer import attention, gather, indexer, update
 
 
 class Piece[**P, R](Protocol):
-    """A jitted function with the signature of the one under the jit."""
+    """A jitted function with the signature of the function that it wraps."""
 
     @property
     def __wrapped__(self) -> Callable[P, R]:
@@ -27,7 +28,7 @@ class Piece[**P, R](Protocol):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """As ``jax.jit``'s."""
+        """Lower the function for these arguments, as ``lower`` of a function under ``jax.jit`` does."""
         ...
 
 

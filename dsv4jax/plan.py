@@ -1,10 +1,11 @@
-"""From a configuration to the shapes and bytes of a cache: schemas, block budget, plan.
+"""The shapes and bytes of a cache, computed from a configuration: schemas, block budget and plan.
 
-    per request and layer    window rows + positions, tails of the compressors             (StateCache)
-    per block and layer      entry rows, indexer keys; a block is 128 tokens in every layer (PagedPool)
-    per request              length, block table row                                        (Tables)
+    per request and layer    window rows and positions, tails of the compressors         (StateCache)
+    per block and layer      entry rows, indexer keys; a block is 128 tokens everywhere  (PagedPool)
+    per request              length, row of the block table                              (Tables)
 
-A plan is host arithmetic: nothing here touches a device. It is hashable and static inside the cache's pytree.
+Planning is plain Python arithmetic on the host and does not touch a device. A plan is hashable, and is a static part of
+the cache's pytree.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KeyRows, KVF
 from dsv4jax.kinds import AttentionType
 from dsv4jax.tails import HCA_TAILS, CSATail, Tail, tail_specs
 
-MAX_CONTEXT = 1 << 24  # positions become fp32 angles, which hold integers exactly up to here
-TAIL_DTYPES = ("float32", "bfloat16")  # narrower ones do not hold -1e9, the gate of an empty slot
+MAX_CONTEXT = 1 << 24  # rope angles are fp32, which represents every integer up to here exactly
+TAIL_DTYPES = ("float32", "bfloat16")  # narrower dtypes cannot represent -1e9, the gate of an empty slot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCacheSchema:
-    """Cache layout of one layer, in entries; bytes follow from the plan's formats."""
+    """Cache layout of one layer, counted in entries. The bytes also depend on the plan's formats."""
 
     layer_idx: int
     attn_type: AttentionType
@@ -41,12 +42,12 @@ class LayerCacheSchema:
     indexer_entries_per_block: int  # CSA only, else 0
     indexer_head_dim: int
     swa_window_size: int
-    tail_buffer_size_a: int  # rows of the current block's stream(s)
-    tail_buffer_size_b: int  # rows of the previous block's b-stream (CSA only)
+    tail_buffer_size_a: int  # rows kept of the current block, per stream
+    tail_buffer_size_b: int  # rows kept of the previous block's b-stream (CSA only)
 
 
 def build_schema(cfg: DSV4Config, layer: int) -> LayerCacheSchema:
-    """Schema of layer number ``layer``. ValueError where the model has no such layer."""
+    """Return the schema of layer number ``layer``. Raises ValueError if the model has no such layer."""
     kind = layer_kind(cfg, layer)
     ratio = cfg.ratio(kind)
     per_block = cfg.block_tokens // ratio if ratio else 0
@@ -66,20 +67,21 @@ def build_schema(cfg: DSV4Config, layer: int) -> LayerCacheSchema:
 
 
 def compute_block_budget(cfg: DSV4Config, max_context: int, max_requests: int, headroom: float = 1.10) -> int:
-    """Blocks for ``max_requests`` requests of ``max_context`` tokens, times the headroom; both roundings go up.
+    """Return the number of blocks for ``max_requests`` requests of ``max_context`` tokens, times ``headroom``.
 
-    One number serves every layer, because one block table does. 0 where no layer is compressed.
+    The blocks per request and the total are both rounded up. One number holds for every layer, because all layers share
+    one block table. It is 0 if no layer is compressed.
     """
     if not any(cfg.compress_ratios):
         return 0
     per_request = -(-max_context // cfg.block_tokens)
-    # Exact arithmetic: 10 * 1.1 in binary floats is 11.000000000000002, whose ceiling would be 12.
+    # Exact arithmetic is needed: 10 * 1.1 in binary floats is 11.000000000000002, whose ceiling is 12.
     return math.ceil(max_requests * per_request * Fraction(str(headroom)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """Everything static about a cache. Build it with ``plan_cache``."""
+    """What is known about a cache before it exists: sizes, formats and bytes. Build it with ``plan_cache``."""
 
     cfg: DSV4Config
     max_requests: int
@@ -92,53 +94,59 @@ class CachePlan:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks one request can hold: the width of the block table."""
+        """The largest number of blocks that one request can hold, which is the width of the block table."""
         return -(-self.max_context // self.cfg.block_tokens)
 
     @property
     def rows(self) -> KVFormat:
-        """The format of window rows and entries, by its name ``kv_format``."""
+        """The format named by ``kv_format``, in which window rows and entries are stored."""
         return KV_FORMATS[self.kv_format]
 
     @property
     def keys(self) -> KeyFormat:
-        """The format of indexer keys, by its name ``indexer_format``."""
+        """The format named by ``indexer_format``, in which indexer keys are stored."""
         return INDEXER_FORMATS[self.indexer_format]
 
     @property
     def min_ratio(self) -> int:
-        """Smallest compress ratio among the layers: the one that fills blocks first. 0 where none is compressed."""
+        """Smallest nonzero compress ratio of the layers; 0 if no layer is compressed.
+
+        Layers of this ratio fill their blocks with entries first.
+        """
         return min((ratio for ratio in self.cfg.compress_ratios if ratio), default=0)
 
     def layers(self, kind: AttentionType) -> tuple[int, ...]:
-        """Numbers of the layers of a kind, in order; their place here is their index in the kind's stack."""
+        """Return the numbers of all layers of a kind, in order.
+
+        A layer's index in this tuple is its index in the stack.
+        """
         return tuple(spec.layer_idx for spec in layer_schedule(self.cfg) if spec.attn == kind)
 
     def entries_per_block(self, kind: AttentionType) -> int:
-        """Entries that a block holds in a layer of a kind; 0 for SWA."""
+        """Return the number of entries per block in a layer of this kind; 0 for SWA."""
         ratio = self.cfg.ratio(kind)
         return self.cfg.block_tokens // ratio if ratio else 0
 
     def schema(self, layer: int) -> LayerCacheSchema:
-        """``build_schema`` of this plan's model."""
+        """Return the cache layout of layer number ``layer``, as ``build_schema`` does."""
         return build_schema(self.cfg, layer)
 
     @property
     def row_spec(self) -> KVRows:
-        """One row of a window or pool, as ``jax.ShapeDtypeStruct`` leaves."""
+        """One encoded row of a window or pool, as ``jax.ShapeDtypeStruct`` leaves."""
         return self.rows.row(self.cfg.head_dim - self.cfg.rope_dim, self.cfg.rope_dim)
 
     @property
     def key_spec(self) -> KeyRows:
-        """One indexer key, as ``jax.ShapeDtypeStruct`` leaves."""
+        """One encoded indexer key, as ``jax.ShapeDtypeStruct`` leaves."""
         return self.keys.row(self.cfg.indexer_head_dim)
 
     def tail_specs(self, kind: AttentionType) -> tuple[Tail | None, CSATail | None]:
-        """``tails.tail_specs`` of this plan's layers of a kind."""
+        """Return the shapes of one request's tails in a layer of this kind, as ``tails.tail_specs`` does."""
         return tail_specs(self.cfg, AttentionType(kind), self.tail_dtype, self.hca_tail)
 
     def state_bytes(self, kind: AttentionType) -> dict[str, int]:
-        """Bytes of one request's state in one layer of a kind, by part."""
+        """Return the bytes of one request's state in one layer of this kind, by part."""
         parts = {"window": self.cfg.sliding_window * (row_bytes(self.row_spec) + 4)}
         for name, tail in zip(("tail", "indexer tail"), self.tail_specs(kind), strict=True):
             if tail is not None:
@@ -146,7 +154,7 @@ class CachePlan:
         return parts
 
     def block_bytes(self, kind: AttentionType) -> dict[str, int]:
-        """Bytes of one block in one layer of a kind, by part."""
+        """Return the bytes of one block in one layer of this kind, by part."""
         kind = AttentionType(kind)
         count, parts = self.entries_per_block(kind), {}
         if kind.compresses:
@@ -157,12 +165,12 @@ class CachePlan:
 
     @property
     def bytes_per_block(self) -> int:
-        """Pool bytes of one block, over all layers."""
+        """Bytes that one block takes in the pools of all layers together."""
         return sum(len(self.layers(kind)) * sum(self.block_bytes(kind).values()) for kind in AttentionType)
 
     @property
     def bytes_per_token(self) -> float:
-        """Pool bytes per token of context, over all layers: those of a block / 128."""
+        """Pool bytes per token of context in all layers together: the bytes of a block divided by its tokens (128)."""
         return self.bytes_per_block / self.cfg.block_tokens
 
     @property
@@ -171,33 +179,36 @@ class CachePlan:
 
     @property
     def bytes_per_request(self) -> int:
-        """Bytes a slot holds whether long or short: its state in all layers and its row of the tables."""
+        """Bytes that a slot takes whatever the request's length: its state in all layers and its row of the tables."""
         state = sum(len(self.layers(kind)) * sum(self.state_bytes(kind).values()) for kind in AttentionType)
         return state + self._table_row_bytes
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables: a row per slot; readers per block, free blocks and how many are free."""
+        """Bytes of the tables: a row per slot, the readers of each block, the list of free blocks, and its length."""
         return self.max_requests * self._table_row_bytes + (2 * self.num_blocks + 1) * 4
 
     def memory_bytes(self) -> int:
-        """Bytes of the whole cache: the sum over its leaves."""
+        """Return the bytes of the whole cache, which is the sum over its leaves."""
         state = self.max_requests * (self.bytes_per_request - self._table_row_bytes)
         return state + self.num_blocks * self.bytes_per_block + self.table_bytes
 
     def largest_context(self, memory_bytes: int, max_requests: int | None = None, headroom: float = 1.10) -> int:
-        """Longest context, in tokens, that every request can have at once in so many bytes; 0 where none fits.
+        """Return the longest context, in tokens, that all requests can have at once; 0 if not even one block fits.
 
         Args:
           memory_bytes: memory set aside for the cache.
-          max_requests: concurrent requests; this plan's where None.
-          headroom: the block budget's.
+          max_requests: number of concurrent requests; None means this plan's.
+          headroom: factor on the number of blocks, as in ``compute_block_budget``.
+
+        Raises:
+          ValueError: ``max_requests`` is below 1.
         """
         requests = self.max_requests if max_requests is None else max_requests
         if requests < 1:
             raise ValueError(f"max_requests must be at least 1, got {requests}")
         low, high = 0, MAX_CONTEXT // self.cfg.block_tokens
-        while low < high:  # memory grows with context: bisect on blocks per request
+        while low < high:  # memory grows with context, so bisect on the number of blocks per request
             middle = (low + high + 1) // 2
             context = middle * self.cfg.block_tokens
             plan = dataclasses.replace(
@@ -224,22 +235,23 @@ def plan_cache(
     num_blocks: int | None = None,
     headroom: float = 1.10,
 ) -> CachePlan:
-    """Plan a cache.
+    """Choose the formats and capacity of a cache, and compute its shapes and bytes.
 
     Args:
       cfg: the model's sizes.
-      max_requests: slots.
+      max_requests: number of slots, which is the number of requests the cache can hold at once.
       max_context: longest sequence of one request, in tokens.
       kv_format: format of window rows and entries, a key of ``formats.KV_FORMATS``.
       indexer_format: format of indexer keys, a key of ``formats.INDEXER_FORMATS``.
-      tail_dtype: dtype of the compressors' streams between steps; the model's is float32.
-      hca_tail: "ring" keeps a block's 128 rows, "online" a running softmax (1/85 of the bytes, equal to 1e-6).
-      num_blocks: blocks of the pool; by default enough for every request at full length, times ``headroom``. Fewer
-        are legal: ``prepare_forward`` says when they run out.
-      headroom: factor on the default block count, at least 1.
+      tail_dtype: dtype of the streams that compressors keep between steps. The model uses float32.
+      hca_tail: "ring" keeps the 128 rows of a block; "online" keeps a running softmax, which takes 1/85 of the bytes
+        and gives the same entries to 1e-6.
+      num_blocks: number of blocks in the pool. The default is enough for every request at full length, times
+        ``headroom``. Fewer are allowed; ``prepare_forward`` returns ``ok = False`` when they run out.
+      headroom: factor on the default number of blocks, at least 1.
 
     Raises:
-      ValueError: an argument breaks its rule.
+      ValueError: an argument is not one of the allowed values, or out of range.
     """
     for name, value, known in (
         ("kv_format", kv_format, KV_FORMATS),
@@ -262,7 +274,7 @@ def plan_cache(
     if jnp.dtype(tail_dtype).name not in TAIL_DTYPES:
         raise ValueError(f"tail_dtype must be one of {list(TAIL_DTYPES)}, got {jnp.dtype(tail_dtype).name!r}")
     if num_blocks is None:
-        # A cache without compressed layers holds no blocks; one unused id keeps every table non-empty.
+        # A cache without compressed layers needs no blocks. One unused block keeps every table non-empty.
         num_blocks = max(1, compute_block_budget(cfg, max_context, max_requests, headroom))
     if num_blocks >= 1 << 31:
         raise ValueError(f"num_blocks must be an int32, as block ids are, got {num_blocks}")
@@ -278,12 +290,12 @@ def plan_cache(
         hca_tail=hca_tail,
         num_blocks=num_blocks,
     )
-    plan.memory_bytes()  # a format refuses sizes it cannot hold: here, not at the first write
+    plan.memory_bytes()  # raises here, not at the first write, if a format cannot hold these sizes
     return plan
 
 
 def shard_plan(plan: CachePlan, mesh: Mesh, axis: str) -> CachePlan:
-    """The plan of one shard's cache: its share of slots and blocks. ValueError where they do not divide."""
+    """Return the plan of one shard's cache: its share of slots and blocks. Raises ValueError if they do not divide."""
     shards = axis_size(mesh, axis)
     for name in ("max_requests", "num_blocks"):
         if (count := getattr(plan, name)) % shards:
@@ -295,7 +307,13 @@ def shard_plan(plan: CachePlan, mesh: Mesh, axis: str) -> CachePlan:
 
 
 def plan_of_heads(plan: CachePlan, axis: str | None) -> CachePlan:
-    """The plan with one shard's heads, inside ``jax.shard_map``: no part of the cache depends on their number."""
+    """Return the plan with one shard's share of the heads, inside ``jax.shard_map``.
+
+    The cache's own shapes do not depend on the number of heads. ``axis`` None returns the plan unchanged.
+
+    Raises:
+      ValueError: ``axis`` is not an axis of an enclosing ``shard_map``, or the heads do not divide.
+    """
     if axis is None:
         return plan
     try:
@@ -306,7 +324,7 @@ def plan_of_heads(plan: CachePlan, axis: str | None) -> CachePlan:
 
 
 def split_heads(cfg: DSV4Config, shards: int, axis: str) -> DSV4Config:
-    if cfg.o_groups % shards:  # a group's output is one product: W_oa mixes its heads
+    if cfg.o_groups % shards:  # a group's heads are multiplied by one block of W_oa, so a group cannot be split
         raise ValueError(
             f"o_groups={cfg.o_groups}, of {cfg.num_heads} heads, must be divisible by the {shards} shards of mesh axis "
             f"{axis!r}"
@@ -329,7 +347,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _table(plan: CachePlan) -> str:
-    """The plan as a person reads it."""
+    """Format the plan as the table that ``print`` shows."""
     cfg = plan.cfg
     head = (
         f"KV cache: {plan.max_requests} requests x {plan.max_context:,} tokens, {cfg.num_layers} layers, "

@@ -1,7 +1,7 @@
-"""Rotary position embedding on interleaved pairs, and YaRN's stretched frequencies.
+"""Rotary position embedding on interleaved pairs, with YaRN's frequencies.
 
-Positions are absolute; pair i of the last ``rope_dim`` dims turns by the angle p * f_i. Frequencies and angles are fp32
-as in DeepSeek's code: at p = 1M an fp64 frequency moves a cosine by 3e-2.
+Positions are absolute. Pair i of the last ``rope_dim`` dims is rotated by the angle p * f_i. Frequencies and angles are
+fp32, as in DeepSeek's code. This matters: at p = 1M, fp64 frequencies would change a cosine by 3e-2.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dsv4jax.kinds import AttentionType
 
 
 def rope_frequencies(cfg: DSV4Config, kind: AttentionType) -> np.ndarray:
-    """Frequencies f32 [rope_dim / 2] of every rope in a layer of this kind.
+    """Return the frequencies of every rope in a layer of this kind, f32 [rope_dim / 2].
 
-    SWA layers turn by base^(-2i / rope_dim) with ``rope_theta``. CSA and HCA layers use ``compress_rope_theta`` and
-    YaRN: with c(r) = rope_dim * ln(original / (2 pi r)) / (2 ln base), low = floor(c(beta_fast)) and
-    high = ceil(c(beta_slow)), a pair keeps its frequency below low, has it divided by the factor above high, and is
-    blended linearly between.
+    For SWA layers f_i = base^(-2i / rope_dim) with base ``rope_theta``. CSA and HCA layers use ``compress_rope_theta``
+    and YaRN: with c(r) = rope_dim * ln(original / (2 pi r)) / (2 ln base), low = floor(c(beta_fast)) and high =
+    ceil(c(beta_slow)), pairs below low keep their frequency, pairs above high have it divided by ``yarn_factor``, and
+    pairs between are interpolated linearly.
     """
     dim = cfg.rope_dim
     compresses = AttentionType(kind).compresses
@@ -43,23 +43,24 @@ def rope_frequencies(cfg: DSV4Config, kind: AttentionType) -> np.ndarray:
 
 
 def rope_angles(positions: jax.Array, freqs: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every pair's angle, f32 [..., rope_dim / 2] each, at int32 positions [...]."""
+    """Return cosine and sine of every pair's angle, f32 [..., rope_dim / 2] each, at int32 positions [...]."""
     angle = positions[..., None].astype(jnp.float32) * jnp.asarray(freqs).reshape((1,) * positions.ndim + (-1,))
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def packed_angles(positions: jax.Array, freqs: np.ndarray) -> jax.Array:
-    """f32 [..., rope_dim]: the cosines of ``rope_angles``, then the sines, as the kernels take them."""
+    """Return the cosines of ``rope_angles`` followed by the sines, f32 [..., rope_dim], as the kernels expect them."""
     return jnp.concatenate(rope_angles(positions, freqs), -1)
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse: bool = False) -> jax.Array:
-    """Turn the last 2 * len(freqs) dims of x: (e, o) -> (e cos - o sin, o cos + e sin); the inverse flips sin.
+    """Rotate the last 2 * len(freqs) dims of x: (e, o) -> (e cos - o sin, o cos + e sin). The inverse flips the sine.
 
     Args:
       x: f32 [..., dim].
       positions: int32, broadcastable to x's leading axes.
       freqs: f32 [rope_dim / 2], from ``rope_frequencies``.
+      inverse: rotate back.
     """
     rope_dim = 2 * len(freqs)
     cos, sin = rope_angles(positions, freqs)
@@ -67,7 +68,8 @@ def apply_rope(x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse
         sin = -sin
     pairs = x[..., -rope_dim:].reshape(*x.shape[:-1], rope_dim // 2, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
-    # The angle may lack x's head axis, so leading axes are broadcast by shape, not by rank promotion.
+    # The angles may have size 1 on x's head axis. They are broadcast explicitly, because implicit rank promotion is
+    # off.
     cos, sin = jnp.broadcast_to(cos, even.shape), jnp.broadcast_to(sin, even.shape)
     turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(*x.shape[:-1], rope_dim)
     return jnp.concatenate([x[..., :-rope_dim], turned], -1)

@@ -1,16 +1,18 @@
-"""What compressors keep between steps, and how entries come of it (paper eq. 9 to 12 for CSA, 9 to 10 for HCA).
+"""What compressors keep between steps, and how entries are computed from it (paper: equations 9 to 12).
 
-A token contributes a key row k and a gate logit z per channel. An entry is the gate-weighted mean over its tokens,
-channel by channel:
+Each token contributes a key row k and a gate logit z per channel. An entry is the gate-weighted mean over the tokens of
+its block, separately for each channel:
 
     CSA  entry i = sum softmax(Z) * K over 2m slots: the b-stream of block i - 1, then the a-stream of block i
     HCA  entry i = sum softmax(Z) * K over the m' tokens of block i
 
-A forward pass brings T tokens of each request, anywhere in their blocks. A tail holds what earlier passes brought of
-the unfinished block. There is a class for each form of tail, and each knows its shapes, how entries are pooled from it
-and from new tokens, how new tokens are appended to it, and what the end of a block does to it. Position p of a request
-sits in tail row p mod ratio. Nothing is cleared on the way: a row is overwritten by the next token that maps to it, and
-is never read between the end of its block and that write.
+Here a block is the group of m = 4 (CSA) or m' = 128 (HCA) tokens that become one entry. A forward pass brings T new
+tokens of each request, which may begin anywhere within a block. A tail holds what earlier passes contributed to the
+unfinished block. There is a class for each form of tail. It defines the tail's shapes, how entries are pooled from the
+tail and the new tokens, how new tokens are appended, and what happens at the end of a block.
+
+Position p of a request is kept in tail row p mod ratio. Rows are not cleared: the next token that maps to a row
+overwrites it, and nothing reads the row between the end of its block and that write.
 """
 
 from __future__ import annotations
@@ -26,20 +28,21 @@ from dsv4jax.config import DSV4Config
 from dsv4jax.indexing import Batch, put, put_newest, read_slots
 from dsv4jax.kinds import AttentionType
 
-EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
+EMPTY_GATE = -1e9  # gate of an empty slot: its weight is 0; finite, so that a softmax of empty slots alone is not NaN
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """What T new tokens contribute, as the projections give it: CSA's a- and b-stream, HCA's a-stream alone.
+    """What T new tokens contribute, as it comes from the projections: a- and b-stream for CSA, one stream for HCA.
 
-    Checkpoint columns [0:dim] are CSA's b-stream and [dim:2 dim] its a-stream.
+    In checkpoints, columns [0:dim] are CSA's b-stream and columns [dim:2 dim] its a-stream. HCA's one stream is treated
+    as an a-stream.
     """
 
     k: jax.Array  # f32 [B, T, dim], CSA: [B, T, 2 dim]
-    z: jax.Array  # f32, as k
-    overlap: bool = dataclasses.field(metadata={"static": True})  # CSA's two streams
+    z: jax.Array  # f32, shape of k
+    overlap: bool = dataclasses.field(metadata={"static": True})  # True if k and z hold CSA's two streams
 
     def _part(self, both: jax.Array, number: int) -> jax.Array:
         dim = both.shape[-1] // 2
@@ -47,31 +50,32 @@ class Streams:
 
     @property
     def ka(self) -> jax.Array:
-        """K of the a-stream, which enters the entry of a token's own block; HCA's only one. f32 [B, T, dim]."""
+        """Keys of the a-stream, used by the entry of a token's own block. f32 [B, T, dim]."""
         return self._part(self.k, 1)
 
     @property
     def za(self) -> jax.Array:
-        """Gate logits of the a-stream."""
+        """Gate logits of the a-stream, f32 [B, T, dim]."""
         return self._part(self.z, 1)
 
     @property
     def kb(self) -> jax.Array:
-        """K of CSA's b-stream, which enters the entry of the next block."""
+        """Keys of CSA's b-stream, used by the entry of the next block. f32 [B, T, dim]."""
         return self._part(self.k, 0)
 
     @property
     def zb(self) -> jax.Array:
-        """Gate logits of the b-stream."""
+        """Gate logits of the b-stream, f32 [B, T, dim]."""
         return self._part(self.z, 0)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CSATail:
-    """Streams a CSA compressor keeps between steps. A token has TWO learned streams of key rows k and gate logits z:
+    """Streams that a CSA compressor keeps between steps.
 
-    its a-stream enters the entry of its own block, its b-stream the NEXT block's entry, as the overlap half.
+    A token has two learned streams of keys k and gate logits z. Its a-stream goes into the entry of its own block, and
+    its b-stream into the entry of the next block, as the overlapping half.
     """
 
     ka: jax.Array  # [layers, requests, m, dim] a-stream of the current block
@@ -81,19 +85,20 @@ class CSATail:
     kb: jax.Array  # [layers, requests, m, dim] b-stream of the previous block
     zb: jax.Array  # [layers, requests, m, dim]
 
-    CURRENT: ClassVar[tuple[str, ...]] = ("ka", "za", "kb_next", "zb_next")  # leaves: rows of the unfinished block
-    PREVIOUS: ClassVar[tuple[str, ...]] = ("kb", "zb")  # rows of the block before it
-    RUNNING: ClassVar[tuple[str, ...]] = ()  # sums over the unfinished block, without an axis of rows
+    CURRENT: ClassVar[tuple[str, ...]] = ("ka", "za", "kb_next", "zb_next")  # leaves with rows of the unfinished block
+    PREVIOUS: ClassVar[tuple[str, ...]] = ("kb", "zb")  # leaves with rows of the block before it
+    RUNNING: ClassVar[tuple[str, ...]] = ()  # leaves with sums over the unfinished block, without an axis of rows
 
     @classmethod
     def spec(cls, ratio: int, dim: int, dtype: Any) -> CSATail:
-        """One request's part, as ``jax.ShapeDtypeStruct`` leaves."""
+        """Return the shapes of one request's tail, as ``jax.ShapeDtypeStruct`` leaves."""
         return cls(**_leaves(cls, jax.ShapeDtypeStruct((ratio, dim), dtype)))
 
     def pool(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> jax.Array:
-        """Pooled rows f32 [B, N, dim] of every block that new tokens touch; those of incomplete blocks mean nothing.
+        """Pool every block that the new tokens touch: f32 [B, N, dim]. Rows of incomplete blocks are meaningless.
 
-        The tail's leaves are one layer's rows of the batch, [B, ratio, dim]; phase is a request's length mod ratio.
+        Here the tail's leaves are the batch's rows of one layer, [B, ratio, dim]. ``phase`` is each request's length
+        mod ratio.
         """
         ka = _on_grid(streams.ka, self.ka, phase, num_new, ratio, 0.0)
         za = _on_grid(streams.za, self.za, phase, num_new, ratio, EMPTY_GATE)
@@ -104,14 +109,18 @@ class CSATail:
         return _softmax_pool(jnp.concatenate([kb, ka], axis=2), jnp.concatenate([zb, za], axis=2))
 
     def append(self, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> CSATail:
-        """Write new tokens' rows into one layer, as if one by one; the last one's own rotation is ``end_block``'s."""
+        """Write the new tokens' rows into one layer's tails, with the result of writing them one by one.
+
+        If the last token completes its block, the rotation for that block is not done here but in ``end_block``.
+        """
         num_tokens = streams.ka.shape[1]
         tokens = {"ka": streams.ka, "za": streams.za, "kb_next": streams.kb, "zb_next": streams.zb}
         previous: dict[str, jax.Array] = {}
         tail = self
         if num_tokens > 1:
-            # The last token may lie in a later block than the first one: the block before the last token's is then the
-            # previous one. Its rows are new tokens, or still those of kb_next where the request was in that block.
+            # The last token may be in a later block than the first. The previous block is then the one before the last
+            # token's. Its rows are new tokens, or rows of kb_next if the request was already in that block before the
+            # call.
             phase = batch.start % ratio
             block = (phase + batch.num_new - 1) // ratio - 1
             token = (block * ratio - phase)[:, None] + jnp.arange(ratio, dtype=jnp.int32)[None]
@@ -120,7 +129,7 @@ class CSATail:
                 old = read_slots(getattr(self, source), index, batch.slots).astype(jnp.float32)
                 new = jnp.take_along_axis(tokens[source], jnp.clip(token, 0, num_tokens - 1)[..., None], axis=1)
                 previous[name] = jnp.where((token >= 0)[..., None], new, old)
-            previous, tail = lax.optimization_barrier((previous, self))  # every read before the first write
+            previous, tail = lax.optimization_barrier((previous, self))  # all reads come before the first write
             previous = {
                 name: put(getattr(tail, name), index, batch.slots, moved, rows) for name, rows in previous.items()
             }
@@ -128,7 +137,7 @@ class CSATail:
         return dataclasses.replace(tail, **current, **previous)
 
     def end_block(self, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> CSATail:
-        """Rotate: the previous b-stream becomes the current one, for slots [B] where ``complete`` [B]."""
+        """Copy the current b-stream over the previous one, for slots int32 [B] where ``complete`` bool [B] is True."""
         rows = read_slots({"kb": self.kb_next, "zb": self.zb_next}, index, slots)
         moved = complete & (slots >= 0)
         rotated = {name: put(getattr(self, name), index, slots, moved, value) for name, value in rows.items()}
@@ -138,7 +147,7 @@ class CSATail:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HCATail:
-    """The ring tail of an HCA compressor: the rows of the current block, of its one stream."""
+    """The ring form of an HCA compressor's tail: the rows of the current block. HCA has only one stream."""
 
     ka: jax.Array  # [layers, requests, m', head_dim]
     za: jax.Array  # [layers, requests, m', head_dim]
@@ -149,27 +158,27 @@ class HCATail:
 
     @classmethod
     def spec(cls, ratio: int, dim: int, dtype: Any) -> HCATail:
-        """One request's part, as ``jax.ShapeDtypeStruct`` leaves."""
+        """Return the shapes of one request's tail, as ``jax.ShapeDtypeStruct`` leaves."""
         return cls(**_leaves(cls, jax.ShapeDtypeStruct((ratio, dim), dtype)))
 
     def pool(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> jax.Array:
-        """As ``CSATail.pool``, of one stream."""
+        """Pool every block that the new tokens touch, as ``CSATail.pool`` does, but from one stream."""
         return _softmax_pool(
             _on_grid(streams.ka, self.ka, phase, num_new, ratio, 0.0),
             _on_grid(streams.za, self.za, phase, num_new, ratio, EMPTY_GATE),
         )
 
     def append(self, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> HCATail:
-        """Write new tokens' rows into one layer."""
-        del ratio  # the ring is that long
+        """Write the new tokens' rows into one layer's tails."""
+        del ratio  # the length of the ring is the ratio
         return HCATail(
             ka=put_newest(self.ka, index, batch, streams.ka), za=put_newest(self.za, index, batch, streams.za)
         )
 
     def end_block(self, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> HCATail:
-        """Nothing: a block's rows are all overwritten before its entry reads them.
+        """Do nothing, because all rows of a block are overwritten before its entry reads them.
 
-        To clear 512 KiB would double the traffic of an entry.
+        Clearing 512 KiB would double the memory traffic of an entry.
         """
         del index, slots, complete
         return self
@@ -178,7 +187,10 @@ class HCATail:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HCAOnlineTail:
-    """The current HCA block as a running softmax per channel: entry = weighted / total once the block is full."""
+    """The online form of an HCA compressor's tail: a running softmax per channel over the current block.
+
+    When the block is full, its entry is weighted / total.
+    """
 
     peak: jax.Array  # [layers, requests, head_dim] largest gate logit so far
     total: jax.Array  # [layers, requests, head_dim] sum of exp(z - peak)
@@ -190,27 +202,31 @@ class HCAOnlineTail:
 
     @classmethod
     def spec(cls, ratio: int, dim: int, dtype: Any) -> HCAOnlineTail:
-        """One request's part, as ``jax.ShapeDtypeStruct`` leaves: f32, whatever the dtype of other tails."""
+        """Return the shapes of one request's tail, as ``jax.ShapeDtypeStruct`` leaves.
+
+        Always f32, whatever ``dtype`` is.
+        """
         del ratio, dtype
         return cls(**_leaves(cls, jax.ShapeDtypeStruct((dim,), jnp.float32)))
 
     def pool(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> jax.Array:
-        """As ``CSATail.pool``, from the running softmax; the tail's leaves are one layer's of the batch, [B, dim]."""
+        """Pool every block that the new tokens touch, as ``CSATail.pool`` does. Here the tail's leaves are [B, dim]."""
         return self.continued(streams, phase, num_new, ratio)[0]
 
     def continued(
         self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int
     ) -> tuple[jax.Array, HCAOnlineTail]:
-        """What ``pool`` gives, and the running softmax of the block of the last token.
+        """Return what ``pool`` returns, and the running softmax of the last token's block.
 
-        The latter is that of a full block where the last token completes one: ``end_block`` then starts it again.
+        If the last token completes its block, the running softmax covers the full block, and ``end_block`` resets it
+        later.
         """
         width = min(ratio, streams.ka.shape[1])
         k = _on_grid(streams.ka, None, phase, num_new, ratio, 0.0, width)
         z = _on_grid(streams.za, None, phase, num_new, ratio, EMPTY_GATE, width)
         peak = jnp.max(z, axis=2)  # [B, N, dim]
         peak = peak.at[:, 0].max(self.peak)
-        # An empty slot under an empty peak would weigh exp(0) = 1.
+        # Without this, an empty slot in a block with no token yet would get weight exp(0) = 1.
         weight = jnp.where(z == EMPTY_GATE, 0.0, jnp.exp(z - peak[:, :, None]))
         carried = jnp.exp(self.peak - peak[:, 0])
         total = jnp.sum(weight, axis=2).at[:, 0].add(carried * self.total)
@@ -223,14 +239,14 @@ class HCAOnlineTail:
         return weighted / jnp.where(total > 0, total, 1.0), at_last
 
     def append(self, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> HCAOnlineTail:
-        """Fold new tokens into one layer's running softmaxes."""
+        """Add the new tokens to one layer's running softmaxes."""
         old = read_slots(self, index, batch.slots)
         _, new = old.continued(streams, batch.start % ratio, batch.num_new, ratio)
         new, tail = lax.optimization_barrier((new, self))
         return jax.tree.map(lambda leaf, value: put(leaf, index, batch.slots, batch.storing, value), tail, new)
 
     def end_block(self, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> HCAOnlineTail:
-        """Start again, for slots [B] where ``complete`` [B]."""
+        """Reset the running softmax of slots int32 [B] where ``complete`` bool [B] is True."""
         return emptied(self, index, slots, complete)
 
 
@@ -240,7 +256,7 @@ HCA_TAILS: dict[str, type[HCATail | HCAOnlineTail]] = {"ring": HCATail, "online"
 
 
 def tail_specs(cfg: DSV4Config, kind: AttentionType, dtype: Any, hca_tail: str) -> tuple[Tail | None, CSATail | None]:
-    """One request's tails in one layer of a kind: the compressor's, and its indexer's. None where there is none."""
+    """Return the shapes of one request's tails in a layer: the compressor's and its indexer's; None if it has none."""
     if not kind.compresses:
         return None, None
     ratio = cfg.ratio(kind)
@@ -253,9 +269,9 @@ _GATES = ("za", "zb_next", "zb", "peak")
 
 
 def empty_tail[T: Tail | None](spec: T, lead: tuple[int, ...]) -> T:
-    """The tail of requests that have seen no token, from its spec, with leading axes ``lead``.
+    """Return the tail of requests that have seen no token, with leading axes ``lead`` before the axes of ``spec``.
 
-    Each leaf is an array of its own: leaves that share a buffer cannot be donated.
+    Every leaf gets a buffer of its own, because leaves that share a buffer cannot be donated.
     """
 
     def fill(path: Any, leaf: Any) -> jax.Array:
@@ -265,19 +281,19 @@ def empty_tail[T: Tail | None](spec: T, lead: tuple[int, ...]) -> T:
 
 
 def emptied[T: Tail](tail: T, index: jax.Array | int, slots: jax.Array, where: jax.Array) -> T:
-    """A stacked tail with one layer's part of slots [B] made empty, where bool [B]."""
+    """Return the tail with slots int32 [B] of one layer reset to empty, where ``where`` bool [B] is True."""
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), tail)
     empty = empty_tail(spec, slots.shape)
     return jax.tree.map(lambda leaf, value: put(leaf, index, slots, where & (slots >= 0), value), tail, empty)
 
 
 def _leaves(form: type[Tail], spec: Any) -> dict[str, Any]:
-    """The same spec for every leaf of a form."""
+    """Return the same spec for every leaf of a tail class."""
     return {field.name: spec for field in dataclasses.fields(form)}
 
 
 def num_touched_blocks(num_tokens: int, ratio: int) -> int:
-    """Most blocks that T consecutive tokens can touch."""
+    """Return the largest number of blocks that T consecutive tokens can touch."""
     return (num_tokens + 2 * ratio - 2) // ratio
 
 
@@ -290,14 +306,15 @@ def _on_grid(
     empty: float,
     width: int | None = None,
 ) -> jax.Array:
-    """Lay tokens [B, T, dim] on their blocks: [B, N, ratio, dim]; block 0 begins with the tail's first ``phase`` rows.
+    """Arrange tokens [B, T, dim] by the blocks that they belong to, [B, N, ratio, dim].
 
-    So one code path serves decode, prefill and mixed batches. Slots without a token hold ``empty``. With ``width`` and
-    no tail, a block's row holds only its first ``width`` new tokens: enough when T <= width, and far smaller.
+    Block 0 begins with the first ``phase`` rows of the tail. Slots without a token hold ``empty``. This lets one code
+    path serve decode, prefill and mixed batches. With ``width`` and without a tail, each block has room only for its
+    first ``width`` new tokens, which is enough when T <= width and takes far less memory.
     """
     num_tokens = tokens.shape[1]
     block = jnp.arange(num_touched_blocks(num_tokens, ratio), dtype=jnp.int32)
-    begin = (block * ratio)[None] - phase[:, None]  # [B, N] token index of a block's first slot, negative in block 0
+    begin = (block * ratio)[None] - phase[:, None]  # [B, N] token index of a block's first slot; block 0's can be < 0
     if width is not None:
         token = jnp.maximum(begin, 0)[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None]
         inside = token < (begin + ratio)[..., None]
@@ -316,6 +333,6 @@ def _on_grid(
 
 
 def _softmax_pool(k: jax.Array, z: jax.Array) -> jax.Array:
-    """sum softmax(z) * k over axis -2, per channel."""
+    """Return sum softmax(z) * k over axis -2, per channel."""
     weight = jnp.exp(z - jnp.max(z, axis=-2, keepdims=True))
     return jnp.sum(weight * k, axis=-2) / jnp.sum(weight, axis=-2)

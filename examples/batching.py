@@ -1,7 +1,8 @@
-"""Continuous batching around the cache: requests come, are prefilled in chunks, decode token by token, and go.
+"""Continuous batching with the cache: requests arrive, are prefilled in chunks, decode token by token, and leave.
 
-The schedule is host arithmetic, made before anything runs. The batch has one row per slot; a row whose request has
-ended gives its slot and blocks back, and the next waiting request moves in while the other rows go on decoding.
+The schedule is computed on the host before anything runs. The batch has one row per slot. When the request of a row has
+ended, its slot and blocks are released, and the next waiting request takes its place while the other rows continue to
+decode.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import dsv4jax as d4
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    prompt: int  # tokens fed in chunks
-    total: int  # tokens in the end; those past the prompt are fed one at a time
+    prompt: int  # tokens that are fed in chunks
+    total: int  # total number of tokens; those past the prompt are fed one at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +33,17 @@ class Pass:
 
     width: int  # tokens per row, padding included
     request: tuple[int, ...]  # -1 = the row is empty
-    start: tuple[int, ...]  # tokens the request holds before this pass
+    start: tuple[int, ...]  # tokens that the request has stored before this pass
     num_new: tuple[int, ...]
     leaving: tuple[bool, ...]  # the row's last request has ended: release it before this pass
     arriving: tuple[bool, ...]  # admit a request for this row before this pass
 
 
 def schedule(requests: Sequence[Request], rows: int, chunk: int) -> list[Pass]:
-    """All passes until every request is served. A pass is ``chunk`` wide while any row has a prompt left, else 1."""
+    """Return all passes until every request is served.
+
+    A pass is ``chunk`` tokens wide while any row still has part of its prompt to feed, and one token wide otherwise.
+    """
     waiting = list(range(len(requests)))
     resident, done = [-1] * rows, [0] * rows
     passes = []
@@ -73,7 +77,10 @@ class Occupancy:
 
 
 def occupancy(cache: d4.KVCache, slots: jax.Array) -> Occupancy:
-    """Read off the tables and the first layer's window; some hundred bytes, so that a step can afford to return it."""
+    """Read what each row holds from the tables and the first layer's window.
+
+    This is some hundred bytes, so a step can afford to return it.
+    """
     kind, index = cache.locate(0)
     there = slots >= 0
     kinds = [k for k in (d4.AttentionType.CSA, d4.AttentionType.HCA) if cache.plan.layers(k)]
@@ -84,12 +91,12 @@ def occupancy(cache: d4.KVCache, slots: jax.Array) -> Occupancy:
     )
 
 
-# The cache is donated: every buffer is updated where it lies, and the caller's old value is gone.
+# The cache is donated. Every buffer is updated in place, and the caller's old cache is invalid.
 @functools.partial(jax.jit, donate_argnames="cache")
 def step(
     params: tuple[d4.AttentionParams, ...], x: jax.Array, cache: d4.KVCache, slots: jax.Array, num_new: jax.Array
 ) -> tuple[list[jax.Array], d4.KVCache, jax.Array, Occupancy]:
-    """One forward pass of every layer, all on the same input x [B, T, hidden]: a model would chain them."""
+    """Run one forward pass of every layer, all on the same input x [B, T, hidden]. A real model would chain them."""
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     outputs = []
     for layer, layer_params in enumerate(params):
@@ -103,7 +110,7 @@ def step(
 def turn_over(
     cache: d4.KVCache, slots: jax.Array, leaving: jax.Array, arriving: jax.Array
 ) -> tuple[d4.KVCache, jax.Array, jax.Array]:
-    """Release the slots of rows that end, admit requests for rows that begin. Returns (cache, slots, ok)."""
+    """Release the slots of rows that end, and admit requests for rows that begin. Returns (cache, slots, ok)."""
     cache = d4.release(cache, jnp.where(leaving, slots, -1))
     cache, admitted, ok = d4.admit(cache, slots.shape[0], arriving)
     return cache, jnp.where(arriving, admitted, jnp.where(leaving, -1, slots)), ok
@@ -111,29 +118,32 @@ def turn_over(
 
 @functools.partial(jax.jit, static_argnames="width")
 def take_tokens(x: jax.Array, request: jax.Array, start: jax.Array, *, width: int) -> jax.Array:
-    """x [requests, T, hidden] -> [B, width, hidden], each row's next tokens; what is past its end is ignored later."""
+    """Take each row's next tokens from x [requests, T, hidden]: [B, width, hidden].
+
+    What is past its end is ignored later.
+    """
     position = jnp.minimum(start[:, None] + jnp.arange(width, dtype=jnp.int32)[None], x.shape[1] - 1)
     return x[request[:, None], position]
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What came of a schedule."""
+    """The results of a schedule."""
 
     passes: list[Pass]
     outputs: list[list[jax.Array]]  # [pass][layer] [B, width, hidden]
     history: Occupancy  # numpy leaves [passes, ...]
-    seconds: dict[str, float]  # "prefill" (the wide passes), "decode"; without compilation
+    seconds: dict[str, float]  # "prefill" (the wide passes) or "decode"; without compilation
 
     def tokens(self, phase: str) -> int:
         return sum(sum(p.num_new) for p in self.passes if (p.width > 1) == (phase == "prefill"))
 
     def speed(self, phase: str) -> float:
-        """Tokens per second, over all rows."""
+        """Return the tokens per second over all rows."""
         return self.tokens(phase) / self.seconds[phase]
 
     def output(self, layer: int, request: int) -> np.ndarray:
-        """f32 [total, hidden] of one request, put together from its passes."""
+        """Return the output of one request, f32 [total, hidden], collected from its passes."""
         parts = []
         for p, outputs in zip(self.passes, self.outputs, strict=True):
             if request in p.request:
@@ -150,10 +160,10 @@ def serve(
     chunk: int,
     on_pass: Callable[[], None] = lambda: None,
 ) -> Served:
-    """Serve requests whose inputs are x [requests, T, hidden] from an empty cache; ``on_pass`` is called at each pass.
+    """Serve requests with inputs x [requests, T, hidden] from an empty cache. ``on_pass`` is called at each pass.
 
     Raises:
-      RuntimeError: the cache refused a request or a pass: too few slots or blocks.
+      RuntimeError: the cache refused a request or a pass because there are too few slots or blocks.
     """
 
     def ids(values: Sequence[int]) -> jax.Array:
@@ -164,7 +174,7 @@ def serve(
     changes = [(jnp.asarray(p.leaving), jnp.asarray(p.arriving)) for p in passes]
     cache, slots = d4.init_cache(plan), jnp.full(plan.max_requests, -1, jnp.int32)
 
-    # Compiled ahead, so that what is timed below is running and nothing else; in threads, because it takes seconds.
+    # Compile ahead, so that the times below do not include it. In threads, because it takes seconds.
     example = {p.width: tokens for p, tokens in zip(passes, inputs, strict=True)}
     lowered = [turn_over.lower(cache, slots, *changes[0])]
     lowered += [step.lower(params, tokens, cache, slots, num_new) for tokens, num_new in example.values()]
@@ -175,7 +185,7 @@ def serve(
 
     outputs, granted, history = [], [], []
     seconds = {"prefill": 0.0, "decode": 0.0}
-    # Nothing in this loop waits for the device until a run of passes of one width is over.
+    # Nothing in this loop waits for the device until all passes of one width have run.
     for width, group in itertools.groupby(range(len(passes)), lambda i: passes[i].width):
         begin = time.perf_counter()
         for i in group:

@@ -1,9 +1,9 @@
-"""The cache at work, checked against known outputs.
+"""A demonstration of the cache, checked against known outputs.
 
 On a CPU (``--size recorded``) a tiny layer of each kind serves a ragged batch whose outputs were recorded from
 DeepSeek's published inference code. On a GPU (``--size flash``) one layer of each kind has V4-Flash's size, and one
-request is checked against the library's own full recompute. ``--size tiny`` is the latter job at a size that any
-machine can run.
+request is compared with the library's own full recompute. ``--size tiny`` does the same at a size that any machine can
+run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class Check:
     """How far outputs may be from what they are compared with."""
 
     tolerance: float
-    outliers: float = 0.0  # share of tokens that may be further away
+    outliers: float = 0.0  # share of tokens whose error may be larger
 
 
 # (row format, indexer key format, recorded array) -> layer kind -> Check.
 RECORDED = {
-    # fp32 sums in another order: measured 1.3e-6 on outputs up to 1.8.
+    # fp32 sums are in another order: measured 1.3e-6 on outputs up to 1.8.
     ("f32", "f32", "out"): dict.fromkeys(d4.AttentionType, Check(2e-5)),
-    # The recording kept the rope dims in fp32 where a stored row has bfloat16: measured 1.5e-3. Another machine's sums
-    # may round one indexer key to the next FP4 value and so flip a pick, which moves a token's output by 0.1 or more.
+    # The recording has the rope dims in fp32, but a stored row has them in bfloat16: measured 1.5e-3. On another
+    # machine, sums may round an indexer key to the next FP4 value and thus change a pick, which changes a token's
+    # output by 0.1 or more.
     ("fp8_tile64", "mxfp4", "out_q"): {
         d4.AttentionType.SWA: Check(2e-3),
         d4.AttentionType.CSA: Check(2e-3, outliers=0.02),
@@ -63,7 +64,7 @@ class RandomJob:
     chunk: int
 
 
-# The check compares request 0, which is short enough that the indexer picks every entry: bfloat16 cannot flip a pick.
+# Request 0 is compared. It is so short that the indexer picks every entry, so bfloat16 cannot change a pick.
 RANDOM_JOBS = {
     "flash": RandomJob(
         dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(0, 4, 128)),
@@ -73,13 +74,16 @@ RANDOM_JOBS = {
     ),
     "tiny": RandomJob(d4.DSV4Config.tiny(indexer_top_k=64), prompts=(131, 150, 190), decode=9, chunk=64),
 }
-# A token's rms error over the rms of all outputs: activations are rounded to bfloat16 (2^-9) at several places on the
-# way. Measured 8e-3 at the tiny size.
+# A token's rms error divided by the rms of all outputs. Activations are rounded to bfloat16 (2^-9) in several places.
+# Measured 8e-3 at the tiny size.
 RANDOM_TOLERANCE = 2e-2
 
 
 def recorded_requests(length: int) -> list[Request]:
-    """Five requests, prefixes of one recorded sequence. Four fit at once; the third ends early, the last moves in."""
+    """Return five requests, which are prefixes of one recorded sequence.
+
+    Four fit at once. The third ends early, and the last takes its place.
+    """
     shares = ((0.6, 1.0), (0.22, 1.0), (0.02, 0.28), (0.43, 0.86), (0.47, 0.88))
     return [Request(prompt=max(1, int(prompt * length)), total=int(total * length)) for prompt, total in shares]
 
@@ -130,7 +134,7 @@ def run_recorded(console: Console, progress: Progress, kinds: Sequence[d4.Attent
                 ]
             )
             check = checks[kind]
-            beyond = int(np.sum(~(errors <= check.tolerance)))  # NaN is beyond too
+            beyond = int(np.sum(~(errors <= check.tolerance)))  # counts NaN too
             good = beyond <= check.outliers * len(errors)
             all_good &= good
             entries = sum(request.total // cfg.ratio(kind) for request in requests) if cfg.ratio(kind) else 0
@@ -154,7 +158,7 @@ def run_recorded(console: Console, progress: Progress, kinds: Sequence[d4.Attent
 
 
 def run_random(console: Console, progress: Progress, size: str, picture: Path) -> bool:
-    """Serve random sequences through one layer of each kind and recompute request 0 without a cache."""
+    """Serve random sequences through one layer of each kind, and compare request 0 with a recompute without a cache."""
     job = RANDOM_JOBS[size]
     cfg = job.cfg
     requests = [Request(prompt, prompt + job.decode) for prompt in job.prompts]
@@ -216,7 +220,7 @@ def main() -> int:
     if args.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     else:
-        logging.getLogger("jax").setLevel(logging.CRITICAL)  # where there is no GPU, plugins log long tracebacks
+        logging.getLogger("jax").setLevel(logging.CRITICAL)  # plugins log long tracebacks if there is no GPU
         try:
             jax.devices("gpu")
         except RuntimeError as error:

@@ -1,9 +1,10 @@
 """A whole generation in one compiled program: python -m examples.generate
 
-Prompts of different lengths wait in a queue; the batch has one row per slot of the cache. Everything happens inside one
-``lax.while_loop``, and the host hears of nothing until all are done: a free row admits the next prompt, feeds it token
-by token, goes on with what it samples, and gives slot and blocks back at a stop token or when its text is full. So the
-rows of a batch are at any point of a prompt or of a continuation. Long prompts are better fed in chunks, before this.
+Prompts of different lengths wait in a queue, and the batch has one row per slot of the cache. Everything happens inside
+one ``lax.while_loop``, without the host, until all texts are complete. A free row admits the next prompt, feeds it
+token by token, continues with the tokens that it samples, and releases its slot and blocks at a stop token or when its
+text is full. So at any time, rows may be at different places of a prompt or a continuation. Long prompts are better fed
+in chunks before this loop.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import dsv4jax as d4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A toy: attention with residual connections, and nothing in between."""
+    """A toy model: attention with residual connections, and nothing else."""
 
     embedding: jax.Array  # f32 [vocabulary, hidden]
     layers: tuple[d4.AttentionParams, ...]
@@ -31,28 +32,28 @@ class Model:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """The queue of prompts, and what becomes of them."""
+    """The queue of prompts, which become the generated texts."""
 
-    tokens: jax.Array  # int32 [texts, longest] a prompt, then what was generated; the rest is not read
-    lengths: jax.Array  # int32 [texts] tokens there are; 0 behind the last prompt
+    tokens: jax.Array  # int32 [texts, longest] each prompt, then what was generated; the rest is not read
+    lengths: jax.Array  # int32 [texts] number of tokens; 0 after the last prompt
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """What one pass hands to the next."""
+    """What one pass of the loop hands to the next."""
 
     cache: d4.KVCache
     texts: Texts
     slots: jax.Array  # int32 [B] slot of each row, -1 = the row is free
     text: jax.Array  # int32 [B] text that the row works on
-    waiting: jax.Array  # int32 [] first text of the queue that no row has taken
+    waiting: jax.Array  # int32 [] first text in the queue that no row has taken
     passes: jax.Array  # int32 []
-    ok: jax.Array  # bool [] so far nothing was refused
+    ok: jax.Array  # bool [] True if nothing has been refused so far
 
 
 def init_model(key: jax.Array, cfg: d4.DSV4Config, vocabulary: int) -> Model:
-    """Random weights."""
+    """Return a model with random weights."""
     first, last, *keys = jax.random.split(key, 2 + cfg.num_layers)
     return Model(
         embedding=jax.random.normal(first, (vocabulary, cfg.hidden_size)),
@@ -68,7 +69,7 @@ def normed(x: jax.Array) -> jax.Array:
 def decode(
     model: Model, tokens: jax.Array, cache: d4.KVCache, slots: jax.Array
 ) -> tuple[jax.Array, d4.KVCache, jax.Array]:
-    """One token int32 [B] of each row: (logits of the next one f32 [B, vocabulary], cache, ok)."""
+    """Feed one token int32 [B] per row. Returns the logits of the next, f32 [B, vocabulary], the cache, and ok."""
     num_new = (slots >= 0).astype(jnp.int32)
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     x = model.embedding[tokens][:, None]
@@ -79,7 +80,10 @@ def decode(
 
 
 def sample(logits: jax.Array, temperature: jax.Array, keys: jax.Array) -> jax.Array:
-    """int32 [B]: drawn from softmax(logits / temperature), with one key per row; 0 takes the likeliest."""
+    """Draw int32 [B] from softmax(logits / temperature), with one key per row.
+
+    Temperature 0 takes the likeliest token.
+    """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     return jnp.argmax(logits + temperature * noise, axis=-1).astype(jnp.int32)
 
@@ -101,19 +105,19 @@ def admit_waiting(loop: Loop) -> Loop:
 
 
 def one_pass(model: Model, stop_token: jax.Array, temperature: jax.Array, key: jax.Array, loop: Loop) -> Loop:
-    """Admit, feed each row one token of its text, append what was sampled where a text was at its end, release."""
+    """Admit texts, feed each row one token, append the sampled token where a text is at its end, and release."""
     loop = admit_waiting(loop)
     texts, text, slots = loop.texts, loop.text, loop.slots
     count, longest = texts.lengths[text], texts.tokens.shape[1]
     position = loop.cache.seq_lens[slots]
-    came_full = (slots >= 0) & (count >= longest)  # nothing to append: such a text is done unfed
+    came_full = (slots >= 0) & (count >= longest)  # nothing can be appended: such a text is complete without being fed
     logits, cache, ok = decode(model, texts.tokens[text, position], loop.cache, jnp.where(came_full, -1, slots))
 
-    # A row's draw depends on its text and position alone, not on who shares the batch.
+    # A row's sample depends only on its text and position, not on the other rows of the batch.
     keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(key, n), p))(text, position)
     drawn = sample(logits, temperature, keys)
     at_end = ok & (slots >= 0) & ~came_full & (position + 1 == count)
-    target = jnp.where(at_end, text, texts.lengths.size)  # out of range: dropped
+    target = jnp.where(at_end, text, texts.lengths.size)  # out of range, so dropped
     texts = Texts(
         tokens=texts.tokens.at[target, count].set(drawn, mode="drop"),
         lengths=texts.lengths.at[target].set(jnp.minimum(count + 1, longest), mode="drop"),
@@ -133,14 +137,13 @@ def one_pass(model: Model, stop_token: jax.Array, temperature: jax.Array, key: j
 def generate(
     model: Model, cache: d4.KVCache, texts: Texts, stop_token: jax.Array, temperature: jax.Array, key: jax.Array
 ) -> Loop:
-    """Continue every text up to a stop token or the longest there is room for. Empty texts stand behind all others.
+    """Continue every text up to a stop token or its full length. Empty texts must come after all others.
 
-    A text that fills its row already comes back as it is.
-
-    Ends early, with ``ok`` False and texts as far as they came, where blocks run out for the rows at work.
+    A text that is already full is returned unchanged. If blocks run out for the rows at work, the loop ends early, with
+    ``ok`` False and the texts as far as they are.
     """
     rows, longest = cache.plan.max_requests, texts.tokens.shape[1]
-    if longest > cache.plan.max_context + 1:  # a text's last token is not fed
+    if longest > cache.plan.max_context + 1:  # the last token of a text is not fed
         raise ValueError(f"texts of {longest} tokens need max_context >= {longest - 1}, got {cache.plan.max_context}")
     loop = Loop(
         cache=cache,

@@ -1,4 +1,4 @@
-"""One picture of a served schedule: what each request holds of the cache, pass by pass."""
+"""A picture of a served schedule: what each request holds of the cache after each pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def plot_occupancy(
 ) -> None:
     """Draw one column per layer kind and save it as PNG.
 
-    Rows: fill of the sliding window, fill of the tail, blocks held (a lane per request each), and the pool: which
-    request owns which block.
+    The rows are: fill of the sliding window, fill of the tail, and blocks held, each with a lane per request; and the
+    pool, which shows the owner of each block.
     """
     with mpl.rc_context({"font.size": 9, "axes.edgecolor": "#bbbbbb", "text.color": INK}):
         figure = Figure(figsize=(5.2 * len(served), 9.6), dpi=110, layout="constrained")
@@ -60,11 +60,11 @@ def _draw_kind(axes: np.ndarray, kind: d4.AttentionType, run: Served, cfg: d4.DS
 
 
 def _lanes(ax: Axes, owner: np.ndarray, value: np.ndarray, full: int, title: str, unit: str) -> None:
-    """One lane per request, as high as ``full``, filled up to what it holds after each pass."""
+    """Draw one lane per request, of height ``full``, filled up to what the request holds after each pass."""
     passes = np.arange(len(owner))
     count = int(owner.max()) + 1
     for request in range(count):
-        mine = owner == request  # [passes, B]; a request sits in one row
+        mine = owner == request  # [passes, B]; each request is in only one row
         alive = mine.any(axis=1)
         fill = np.where(alive, np.sum(np.where(mine, value, 0), axis=1) / full, 0)
         base = count - 1 - request
@@ -79,7 +79,7 @@ def _lanes(ax: Axes, owner: np.ndarray, value: np.ndarray, full: int, title: str
 
 
 def _ownership(ax: Axes, owner: np.ndarray, blocks: np.ndarray) -> None:
-    """The pool over time: a line per block that was ever held, in its owner's colour."""
+    """Draw the pool over time: a line per block that was ever held, in its owner's colour."""
     held_by = np.full((len(owner), int(blocks.max()) + 1), FREE)
     for i, rows in enumerate(blocks):
         for b, ids in enumerate(rows):

@@ -1,17 +1,21 @@
-"""GPU kernels of the cache: Pallas Mosaic GPU, for Hopper and Blackwell. Arrays in, arrays out.
+"""GPU kernels of the cache, written in Pallas Mosaic GPU for Hopper and Blackwell. They take and return arrays.
 
-The rooms, and the modules beneath them. The first four know nothing of one another:
+In this package a "lane" is one GPU thread. A warp is 32 lanes, which execute together, and a warpgroup is four warps. A
+"block" is a block of threads (CTA), whose lanes share on-chip memory. A cluster is several blocks that run at the same
+time and can access each other's shared memory. To avoid confusion, a block of the paged pool is called a "page" here.
 
-update     the whole cache update of a layer in one launch, and its parts alone
+Packages and modules. The first four packages do not depend on one another:
+
+update     the whole cache update of a layer in one launch, and its steps as separate kernels
 attention  attention over the stored window rows and entries
-scores     the score of every entry for every query, from the stored 4-bit keys
-selection  the positions of the largest scores
+scores     the score of every entry for every query, computed from the stored 4-bit keys
+selection  top-k: the positions of the largest scores
 
 gather     stored rows as dense ones
-queries    matrix products as attention and scores take them: norm, rope, rounding
-formats    how a row becomes bytes and comes back, a class for each number format
-rows       the formulas on the way: norm, rope, Hadamard transform, scales
-language   the language that kernel bodies are written in, and its two machines
+queries    norm, rope and rounding of queries, from matrix products to what attention and scores take
+formats    encoding and decoding of rows, a class for each number format
+rows       the arithmetic of a row: norm, rope, Hadamard transform, scales
+language   the language that kernel bodies are written in, and its two implementations
 """
 
 from pallas_kernels.attention.call import decode_attention, unsupported_attention

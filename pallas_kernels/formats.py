@@ -1,4 +1,4 @@
-"""Number formats of stored rows in the kernels: how a row that a team of lanes holds becomes bytes, and comes back.
+"""Number formats of stored rows, as kernels encode and decode them. A row is held by a team of lanes.
 
     key rows, of the window and of entries (448 NoPE + 64 RoPE channels at the models' sizes)
       f32, bf16    nope f32 or bf16 [448] | rope as nope [64]
@@ -9,10 +9,10 @@
       nvfp4        codes E2M1 pairs [64] | scale E4M3 [8], one for every 16 channels                        =  72 B
       mxfp4        codes E2M1 pairs [64] | scale UE8M0 [4], one for every 32 channels                       =  68 B
 
-Codes and scale bytes are uint8; a pair of E2M1 codes has the even channel in its low nibble. Rounding is to nearest,
-ties to even. Values are rounded where the XLA formats of the same names round, so that the bytes agree.
+Codes and scale bytes are uint8. A pair of E2M1 codes has the even channel in its low nibble. Rounding is to nearest,
+ties to even. Values are rounded where the XLA formats of the same names round, so that both store the same bytes.
 
-Attention widens key rows to f16 on their way to the tensor cores, and reads every ``AttendedFormat``.
+Attention converts key rows to f16 for the tensor cores. It supports every format that is an ``AttendedFormat``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from pallas_kernels.rows import (
 )
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
-_EXPONENT, _FRACTION, _ONE = 0x7F800000, 0x007FFFFF, 0x3F800000  # bits of an f32
-MIN_AMAX = 1e-4  # floor of a key row's (or tile's) largest magnitude, so that a row of zeros has a scale
+_EXPONENT, _FRACTION, _ONE = 0x7F800000, 0x007FFFFF, 0x3F800000  # bit masks of an f32
+MIN_AMAX = 1e-4  # lower bound on a key row's (or tile's) largest magnitude, so that the scale of a zero row is not 0
 
 
 class KVRows(Protocol):
-    """Key rows in device memory. The leading axes are whatever the store has: layer, page, row."""
+    """Key rows in device memory. The leading axes are those of the array they are in, such as (layer, page, row)."""
 
     @property
     def nope(self) -> Buffer: ...  # [..., nope_dim]
@@ -51,34 +51,34 @@ class KVRows(Protocol):
     def rope(self) -> Buffer: ...  # [..., rope_dim]
 
     @property
-    def scale(self) -> Buffer | None: ...  # [...] or [..., scales], None where the format has none
+    def scale(self) -> Buffer | None: ...  # [...] or [..., scales]; None if the format has no scale
 
 
 class KeyRows(Protocol):
     """Indexer keys in device memory."""
 
     @property
-    def codes(self) -> Buffer: ...  # [..., dim], or [..., dim / 2] of pairs
+    def codes(self) -> Buffer: ...  # [..., dim], or [..., dim / 2] if codes are stored as pairs
 
     @property
-    def scale(self) -> Buffer | None: ...  # [..., scales], None where the format has none
+    def scale(self) -> Buffer | None: ...  # [..., scales]; None if the format has no scale
 
 
 class KVFormat(abc.ABC):
-    """A format of key rows. RoPE channels are floats in every one; formats differ in the NoPE channels and scales."""
+    """A format of key rows. RoPE channels are floats in every format; formats differ in NoPE channels and scales."""
 
     itemsize: int
     """Bytes of a NoPE channel."""
 
     scale_is_power_of_two: ClassVar[bool] = True
-    """True also where there is no scale."""
+    """Whether every scale is a power of two; True if there are no scales."""
 
     @abc.abstractmethod
     def num_scales(self, nope_dim: int) -> int:
-        """Elements of a row's ``scale``; 0 where there is none."""
+        """Return the number of elements of a row's ``scale``; 0 if there is none."""
 
     def unsupported(self, nope_dim: int, rope_dim: int) -> str | None:
-        """Why rows of these sizes cannot be stored, or None where they can."""
+        """Return why rows of these sizes cannot be stored, or None if they can."""
         if nope_dim % VECTOR or rope_dim % VECTOR:
             return f"NoPE and RoPE dims must be divisible by {VECTOR}, got {nope_dim} and {rope_dim}"
         return None
@@ -89,10 +89,12 @@ class KVFormat(abc.ABC):
         """Encode a row and store it at the leading indices of ``rows``.
 
         Args:
-          row: how the row lies over its team.
+          row: how the row is spread over its team.
           values: f32 [nope_dim + rope_dim].
-          where: in which lanes; the team's lanes agree.
-          amax: f32, the row's largest NoPE magnitude, if it is known already.
+          rows: the buffers to store to.
+          lead: indices of the leading axes.
+          where: which lanes store; all lanes of a team must agree.
+          amax: f32, the row's largest NoPE magnitude, if it is already known.
         """
         nope_dim = rows.nope.shape[-1]
         divisors = self._store_scale(row, values, rows, lead, where, amax)
@@ -106,7 +108,10 @@ class KVFormat(abc.ABC):
                 rows.rope.store_floats(channels, *lead, channel - nope_dim, where=where & is_rope)
 
     def load(self, row: Row, rows: KVRows, *lead: Index, where: Condition) -> Channels:
-        """The row at the leading indices of ``rows``, decoded: f32 [nope_dim + rope_dim], 0 where not."""
+        """Load and decode the row at the leading indices of ``rows``: f32 [nope_dim + rope_dim].
+
+        Lanes where ``where`` is False get 0.
+        """
         nope_dim = rows.nope.shape[-1]
         row_scale = self._load_row_scale(rows, lead, where)
         decoded = []
@@ -126,67 +131,71 @@ class KVFormat(abc.ABC):
     def _store_scale(
         self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
     ) -> list[Divisor]:
-        """Store the scales. Returns what each step's NoPE channels are divided by; an empty list for nothing."""
+        """Store the scales. Returns the divisor of each step's NoPE channels; an empty list if they are not divided."""
 
     @abc.abstractmethod
     def _store_nope(self, values: Step, nope: Buffer, *index: Index, where: Condition) -> None:
-        """Store one step's NoPE channels, divided by their scale."""
+        """Store one step's NoPE channels, which are already divided by their scale."""
 
     def _load_row_scale(self, rows: KVRows, lead: tuple[Index, ...], where: Condition) -> Value | None:
-        """The scale of a whole row; None in a format that has none."""
+        """Load the scale of a whole row; None if the format has no such scale."""
         return None
 
     @abc.abstractmethod
     def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
-        """One step's NoPE channels, multiplied by their scale; ``index`` ends with the first channel."""
+        """Load one step's NoPE channels and multiply them by their scale. ``index`` ends with the first channel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Quad:
-    """Four lanes of a warp that widen a row to f16 together. A lane takes 16 of each 64 stored NoPE bytes."""
+    """Four lanes of a warp that convert a row to f16 together. Of each 64 stored NoPE bytes, a lane takes 16."""
 
     machine: TensorCores
-    quarter: Value  # which of the four it is
+    quarter: Value  # which of the four lanes this is
     nope_dim: int
 
     LANES: ClassVar[int] = 4
-    LOAD_BYTES: ClassVar[int] = 16  # of a lane, at once
+    LOAD_BYTES: ClassVar[int] = 16  # that a lane loads at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SplitScale:
-    """A row's scales in two parts: powers of two, by which codes are multiplied in f16, and what is left."""
+    """A row's scales, split into powers of two, by which codes are multiplied in f16, and a remaining factor."""
 
-    powers: list[Value]  # for each load of a lane, as a pair of f16; empty where codes are not multiplied
-    factor: Value | None  # f32 in [1, 2) by which the row is to be multiplied still; None stands for 1
+    powers: list[Value]  # for each load of a lane, as a pair of f16; empty if codes are not multiplied
+    factor: Value | None  # f32 in [1, 2) by which the row must still be multiplied; None means 1
 
 
 class AttendedFormat(KVFormat):
-    """A format whose rows attention reads: a quad of lanes widens one to f16. RoPE channels are bf16.
+    """A format that attention can read: a quad of lanes converts each row to f16. RoPE channels are bf16.
 
-    f16 holds a code times a power of two exactly, but not times any scale: what a power of two leaves of a row's scale
-    is the row's ``factor``. Logits are multiplied by it, and so are the weights of the row.
+    In f16 a code times a power of two is exact, but a code times an arbitrary scale is not. Therefore only the power of
+    two of a row's scale is applied to the codes. The rest is the row's ``factor``, by which the row's logits and
+    weights are multiplied.
     """
 
     def num_loads(self, quad: Quad) -> int:
-        """Loads of a lane that bring a row's NoPE channels."""
+        """Return how many loads each lane needs for a row's NoPE channels."""
         return quad.nope_dim * self.itemsize // (quad.LANES * quad.LOAD_BYTES)
 
     def load_scales(self, quad: Quad, address: Value, where: Condition) -> list[Value]:
-        """Start to load this lane's share of a row's scales, which lie at an i64 address; 0 where not."""
+        """Start to load this lane's share of a row's scales, at an i64 address; 0 where ``where`` is False."""
         return []
 
     def split_scale(self, quad: Quad, scales: list[Value]) -> SplitScale:
-        """A row's scales, from what ``load_scales`` has brought to the four lanes."""
+        """Compute a row's scales from what ``load_scales`` has loaded in the four lanes."""
         return SplitScale(powers=[], factor=None)
 
     @abc.abstractmethod
     def to_f16(self, quad: Quad, words: list[Value], scale: SplitScale, load: int) -> list[Value]:
-        """The 16 bytes of a lane's ``load``-th load, times its power of two: pairs of f16 in the order of channels."""
+        """Convert the 16 bytes of a lane's ``load``-th load to f16 and multiply by the power of two.
+
+        Returns pairs of f16 in the order of the channels.
+        """
 
 
 class PlainRows(KVFormat):
-    """Every channel in one float dtype, f32 unless a subclass says otherwise."""
+    """Rows with every channel in one float dtype, f32 unless a subclass says otherwise."""
 
     itemsize = 4
 
@@ -206,7 +215,7 @@ class PlainRows(KVFormat):
 
 
 class Bf16Rows(PlainRows, AttendedFormat):
-    """Every channel in bf16."""
+    """Rows with every channel in bf16."""
 
     itemsize = 2
 
@@ -215,7 +224,7 @@ class Bf16Rows(PlainRows, AttendedFormat):
 
 
 class E4M3Rows(AttendedFormat):
-    """E4M3 codes of NoPE channels; what they are multiplied by is the subclass's."""
+    """Rows with NoPE channels as E4M3 codes. Subclasses define the scales."""
 
     itemsize = 1
 
@@ -228,7 +237,7 @@ class E4M3Rows(AttendedFormat):
 
 
 class Fp8Rows(E4M3Rows):
-    """E4M3 codes under one f32 multiplier for the row, max(amax, 1e-4) / 448."""
+    """E4M3 codes with one f32 multiplier per row, max(amax, 1e-4) / 448."""
 
     scale_is_power_of_two = False
 
@@ -268,7 +277,7 @@ class Fp8Rows(E4M3Rows):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8TileRows(E4M3Rows):
-    """E4M3 codes under one UE8M0 scale for each tile of channels, 2^ceil(log2(max(amax, 1e-4) / 448))."""
+    """E4M3 codes with one UE8M0 scale per tile of channels, 2^ceil(log2(max(amax, 1e-4) / 448))."""
 
     tile: int
 
@@ -304,7 +313,7 @@ class Fp8TileRows(E4M3Rows):
         return [value * scale for value in codes.machine.from_e4m3(codes)]
 
     def load_scales(self, quad: Quad, address: Value, where: Condition) -> list[Value]:
-        """A lane brings every fourth byte."""
+        """Each lane of the quad loads every fourth byte."""
         bytes, address = [], address + quad.machine.widen(quad.quarter)
         for first in range(0, self.num_scales(quad.nope_dim), quad.LANES):
             left = self.num_scales(quad.nope_dim) - first
@@ -313,7 +322,7 @@ class Fp8TileRows(E4M3Rows):
         return bytes
 
     def split_scale(self, quad: Quad, scales: list[Value]) -> SplitScale:
-        reach = quad.LANES * quad.LOAD_BYTES // self.itemsize  # channels of one load of a quad
+        reach = quad.LANES * quad.LOAD_BYTES // self.itemsize  # number of channels that one load of the quad covers
         if self.tile % reach:
             raise ValueError(f"the channels of a load, {reach}, must lie in one tile, and tiles have {self.tile}")
         machine, team = quad.machine, Team(quad.machine, quad.LANES)
@@ -328,11 +337,11 @@ class KeyFormat(abc.ABC):
     """A format of indexer keys."""
 
     rounds_queries: ClassVar[bool] = False
-    """Whether the indexer's queries are rounded in this format too."""
+    """Whether the indexer's queries are also rounded in this format."""
 
     @abc.abstractmethod
     def unsupported(self, dim: int) -> str | None:
-        """Why keys of this size cannot be stored, or None where they can."""
+        """Return why keys of this size cannot be stored, or None if they can."""
 
     @abc.abstractmethod
     def store(self, row: Row, values: Channels, rows: KeyRows, *lead: Index, where: Condition) -> None:
@@ -340,7 +349,7 @@ class KeyFormat(abc.ABC):
 
 
 class PlainKeys(KeyFormat):
-    """Every channel in one float dtype, f32 or bf16."""
+    """Keys with every channel in one float dtype, f32 or bf16."""
 
     def unsupported(self, dim: int) -> str | None:
         return f"the key dim must be divisible by {VECTOR}, got {dim}" if dim % VECTOR else None
@@ -350,11 +359,11 @@ class PlainKeys(KeyFormat):
 
 
 class Fp4Keys(KeyFormat):
-    """Pairs of E2M1 codes under one scale byte for each group of channels; what the byte means is the subclass's."""
+    """Keys as pairs of E2M1 codes, with one scale byte per group of channels. Subclasses define the scale's format."""
 
     rounds_queries = True
     per_scale: ClassVar[int]
-    """Channels under one scale."""
+    """Number of channels that share a scale."""
 
     def unsupported(self, dim: int) -> str | None:
         return f"the key dim must be divisible by {self.per_scale}, got {dim}" if dim % self.per_scale else None
@@ -374,11 +383,14 @@ class Fp4Keys(KeyFormat):
 
     @abc.abstractmethod
     def _scale(self, amax: Value) -> tuple[Value, Value]:
-        """(byte, the f32 that it decodes to) for a group whose largest magnitude has the bits ``amax``."""
+        """Return the scale byte, and the f32 it decodes to, for a group whose largest magnitude has bits ``amax``."""
 
 
 class Nvfp4Keys(Fp4Keys):
-    """E4M3 scales, amax / 6 in [2^-9, 448], one for every 16 channels; the global scale is 1 and is not stored."""
+    """E4M3 scales, amax / 6 clipped to [2^-9, 448], one for every 16 channels.
+
+    The global scale is 1 and is not stored.
+    """
 
     per_scale = 16
 
@@ -393,7 +405,7 @@ class Nvfp4Keys(Fp4Keys):
 
 
 class Mxfp4Keys(Fp4Keys):
-    """UE8M0 scales, the smallest power of two under which the group fits E2M1, one for every 32 channels."""
+    """UE8M0 scales, the smallest power of two with which the group fits E2M1, one for every 32 channels."""
 
     per_scale = 32
 

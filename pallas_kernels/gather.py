@@ -1,9 +1,9 @@
-"""Stored rows of the paged pool as dense rows: gather and dequantise in one pass.
+"""Gather rows of the paged pool as dense rows, decoding them in the same pass.
 
     gather_rows           out[n] = decode(rows[layer, page[n], row[n]])
-    gather_request_rows   out[n] = decode of a request's n-th entry, through its row of the block table
+    gather_request_rows   out[n] = decode of a request's n-th entry, found through its row of the block table
 
-One warp per row. What is not there (a negative page, an entry past the end) is zero.
+Each row is processed by one warp. Rows that do not exist (negative page, or entry past the end) are zero.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ def gather_rows(
     dtype: Any = jnp.bfloat16,
     simulate: bool = False,
 ) -> jax.Array:
-    """Any rows of one layer.
+    """Gather any rows of one layer.
 
     Args:
       rows: pytree ``nope rope scale``, leaves [layers, num_pages, entries_per_page, ...].
       layer: int32 [1].
-      blocks, row: int32 [N], page and row in the page; page -1 = none.
+      blocks, row: int32 [N], the page of each row and its place in the page; page -1 = none.
+      kv_format: of the stored rows, from ``formats.KV_FORMATS``.
       dtype: of the result, bf16 or f32.
+      simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
       dtype [N, head_dim].
@@ -63,10 +65,10 @@ def gather_request_rows(
     dtype: Any = jnp.bfloat16,
     simulate: bool = False,
 ) -> jax.Array:
-    """All entries of requests.
+    """Gather all entries of requests.
 
     Args:
-      rows, layer, dtype: as of ``gather_rows``.
+      rows, layer, kv_format, dtype, simulate: as for ``gather_rows``.
       block_table: int32 [requests, max_blocks].
       slots, num_entries: int32 [B].
 
@@ -84,7 +86,7 @@ def gather_request_rows(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Rows of a layer, by page and row in the page."""
+    """Rows of a layer, given by page and place in the page."""
 
     pages: Any  # int32 [N]
     layer: Any  # int32 [1]
@@ -92,14 +94,14 @@ class _Places:
     rows: Any  # [layers, num_pages, entries_per_page, ...]
 
     def locate(self, n: Value, inside: Condition) -> tuple[Value, Value]:
-        """(page, row in the page) of the n-th result; page -1 = none."""
+        """Return the page of the n-th result (-1 = none) and the row in the page."""
         return self.pages.load_int(n, where=inside), self.row.load_int(n, where=inside)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Requests:
-    """All entries of requests, by request and number of the entry."""
+    """All entries of requests, given by request and number of the entry."""
 
     block_table: Any  # int32 [requests, max_blocks]
     layer: Any  # int32 [1]
@@ -109,11 +111,11 @@ class _Requests:
 
     @property
     def capacity(self) -> int:
-        """Entries that a request has pages for."""
+        """Number of entries that a request has pages for."""
         return self.block_table.shape[1] * self.rows.nope.shape[2]
 
     def locate(self, n: Value, inside: Condition) -> tuple[Value, Value]:
-        """(page, row in the page) of the n-th result; page -1 = none."""
+        """Return the page of the n-th result (-1 = none) and the row in the page."""
         b, entry = n // self.capacity, n % self.capacity
         slot = self.slots.load_int(b, where=inside)
         held = self.num_entries.load_int(b, where=inside)
@@ -124,7 +126,7 @@ class _Requests:
 
 
 def _gather(inputs: _Places | _Requests, count: int, kv_format: str, dtype: Any, simulate: bool) -> jax.Array:
-    """dtype [count, head_dim]: the rows that ``inputs.locate`` finds."""
+    """Gather the rows that ``inputs.locate`` finds: dtype [count, head_dim]."""
     stored, form = inputs.rows.nope, KV_FORMATS[kv_format]
     head_dim = stored.shape[-1] + inputs.rows.rope.shape[-1]
 

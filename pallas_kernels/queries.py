@@ -1,9 +1,9 @@
-"""Queries on their way from a matrix product to what reads the cache: one pass over them.
+"""Conversion of queries from a matrix product to what attention and scores take, in one pass.
 
-    attention_queries   f16(rope(q / rms(q)))                        as ``decode_attention`` takes them
-    indexer_queries     round(hadamard(rope(q))) in the keys' format  as ``indexer_scores`` takes them
+    attention_queries   f16(rope(q / rms(q)))                        for ``decode_attention``
+    indexer_queries     round(hadamard(rope(q))) in the keys' format  for ``indexer_scores``
 
-A head's row lies over a part of a warp, so that each lane has several 16-byte loads on their way.
+A head's row is spread over at most one warp, so that each lane has several 16-byte loads in flight.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from pallas_kernels.language.machine import VECTOR, WARPGROUP, Channels, Conditi
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.rows import hadamard, load_angles, rope, unit_norm
 
-ATTENTION_LANES, INDEXER_LANES = 32, 8  # that hold a head's row
+ATTENTION_LANES, INDEXER_LANES = 32, 8  # number of lanes that hold a head's row
 
 
 def attention_queries(product: jax.Array, angles: jax.Array, *, eps: float, simulate: bool = False) -> jax.Array:
-    """RMSNorm without a weight, rope, f16.
+    """Apply RMSNorm without a weight and rope, and convert to f16.
 
     Args:
       product: f32 [B, T, H, head_dim].
-      angles: f32 [B, T, rope_dim] cosines, then sines, that the last channels of a token's heads are turned by.
+      angles: f32 [B, T, rope_dim], cosines and then sines of the angles by which the last channels of each head are
+        rotated.
       eps: of the norm.
+      simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
       f16 [B, T, H, head_dim].
@@ -52,16 +54,20 @@ def attention_queries(product: jax.Array, angles: jax.Array, *, eps: float, simu
 def indexer_queries(
     product: jax.Array, angles: jax.Array, key_row: Any, *, key_format: str, simulate: bool = False
 ) -> Any:
-    """Rope, Hadamard transform, the number format of the indexer's keys.
+    """Apply rope and Hadamard transform, and round in the number format of the indexer's keys.
 
     Args:
       product: f32 [B, T, H, key_dim].
-      angles: as of ``attention_queries``.
+      angles: as for ``attention_queries``.
       key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
-      key_format: a 4-bit one.
+      key_format: a 4-bit format.
+      simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      pytree as key_row, leaves [B, T, H, ...].
+      A pytree like key_row, with leaves [B, T, H, ...].
+
+    Raises:
+      ValueError: the format is not a 4-bit one, or does not support the row's size.
     """
     heads, dim = product.shape[2:]
     known = {name: form for name, form in KEY_FORMATS.items() if isinstance(form, Fp4Keys)}
@@ -81,17 +87,17 @@ def indexer_queries(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Head:
-    """The row of a team of lanes: one head of one token."""
+    """One head of one token: the row that a team of lanes works on."""
 
     row: Row
-    number: Value  # of all tokens' heads
+    number: Value  # its number among the heads of all tokens
     there: Condition
     values: Channels
     angles: Any
 
     @classmethod
     def load(cls, machine: TensorCores, inputs: tuple[Buffer, Buffer], heads: int, lanes: int) -> _Head:
-        """inputs: products [rows, dim] and angles [rows / heads, rope_dim]."""
+        """Load this team's head. ``inputs`` are products [rows, dim] and angles [rows / heads, rope_dim]."""
         product, angles = inputs
         (count, dim), per_block = product.shape, WARPGROUP // lanes
         number = machine.block(0) * per_block + machine.thread // lanes

@@ -1,13 +1,13 @@
-"""What happens to a row between a stream and its stored bytes, as formulas over ``lanes``.
+"""The arithmetic on a row between a stream and its stored bytes, written with the types of ``lanes``.
 
     norm      y * w / sqrt(mean(y^2) + eps)
     rope      (e, o) -> (e cos - o sin, o cos + e sin) on the last channels
     hadamard  y H / sqrt(n), Sylvester order
-    f16       bf16 times a factor, as tensor cores read it
-    scales    a power of two for the largest magnitude, as a UE8M0 byte, and back; codes of E2M1
+    f16       bf16 times a factor, for the tensor cores
+    scales    the power of two for a largest magnitude, as a UE8M0 byte, and back; E2M1 codes
 
-The layouts of stored bytes are in ``formats``. Every formula rounds where the XLA form in ``dsv4jax`` rounds, so that
-the bytes agree.
+The layouts of stored bytes are in ``formats``. Every function rounds where the XLA form in ``dsv4jax`` rounds, so that
+both store the same bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ _NAN = 0x7FFFFFFF
 
 
 def magnitude_bits(x: Value) -> Value:
-    """i32 whose order is that of |x|, with NaN on top: an integer maximum keeps NaN, and costs one instruction."""
+    """Return an i32 with the same order as |x|, and NaN above all others.
+
+    An integer maximum of these keeps NaN, and takes one instruction.
+    """
     return x.machine.bits(x) & 0x7FFFFFFF
 
 
 def is_finite(bits: Value) -> Value:
-    """Of the number whose magnitude has these bits."""
+    """Whether a number is finite, given ``magnitude_bits`` of it."""
     return bits < _INFINITY
 
 
 def amax_bits(row: Row, values: Channels, below: int | None = None) -> Value:
-    """Largest magnitude among this lane's channels (those below a bound), as bits."""
+    """Return the largest magnitude among this lane's channels, as bits. With ``below`` only channels below it count."""
     peaks = []
     for step, channels in enumerate(values):
         inside = row.before(step, row.dim if below is None else below)
@@ -46,10 +49,10 @@ def amax_bits(row: Row, values: Channels, below: int | None = None) -> Value:
 
 
 def norm(row: Row, y: Channels, weight: Channels, eps: float, nope_dim: int | None = None) -> tuple[Channels, Value]:
-    """RMSNorm of a row. Also returns its largest NoPE magnitude, f32, in all lanes.
+    """Apply RMSNorm to a row. Also returns the result's largest NoPE magnitude, f32, in all lanes.
 
-    (y * w) * r with one r >= 0 for the whole row: rounding is monotonic, so the largest magnitude of y * w becomes that
-    of the result, and one reduction over the team finds both.
+    Computed as (y * w) * r with one r >= 0 for the whole row. Rounding is monotonic, so the largest magnitude of the
+    result is that of y * w times r, and one reduction over the team finds both the rms and the largest magnitude.
     """
     weighted = row.map(lambda a, b: a * b, y, weight)
     squares = [value * value for step in y for value in step]  # channels past the row's end are 0
@@ -60,17 +63,17 @@ def norm(row: Row, y: Channels, weight: Channels, eps: float, nope_dim: int | No
 
 
 def unit_norm(row: Row, y: Channels, eps: float) -> Channels:
-    """RMSNorm of a row, without a weight."""
+    """Apply RMSNorm without a weight to a row."""
     (total,) = row.team.reduce((add, fold(add, [value * value for step in y for value in step])))
     inverse_rms = row.machine.inverse_sqrt(total * (1 / row.dim) + eps)
     return row.map(lambda a: a * inverse_rms, y)
 
 
-Angles = list[tuple[Condition, list[Value]]]  # per step: whether its channels turn; two cosines, two sines
+Angles = list[tuple[Condition, list[Value]]]  # per step: whether its channels are rotated; two cosines, two sines
 
 
 def load_angles(row: Row, table: Buffer, *lead: Index, where: Condition) -> Angles:
-    """The angles of ``table[lead]``: cosines of all pairs, then sines."""
+    """Load the angles ``table[lead]``: cosines of all pairs, then sines."""
     rope_dim = table.shape[-1]
     nope_dim = row.dim - rope_dim
     angles = []
@@ -84,7 +87,7 @@ def load_angles(row: Row, table: Buffer, *lead: Index, where: Condition) -> Angl
 
 
 def rope(y: Channels, angles: Angles) -> Channels:
-    """Turn the last channels."""
+    """Rotate the last channels of a row."""
     turned = []
     for (a, b, c, d), (is_rope, (cos, cos_next, sin, sin_next)) in zip(y, angles, strict=True):
         new = [a * cos - b * sin, b * cos + a * sin, c * cos_next - d * sin_next, d * cos_next + c * sin_next]
@@ -93,9 +96,10 @@ def rope(y: Channels, angles: Angles) -> Channels:
 
 
 def hadamard(row: Row, y: Channels) -> Channels:
-    """The normalised Walsh-Hadamard transform of a row whose size is a power of two: one butterfly per index bit.
+    """Apply the normalised Walsh-Hadamard transform to a row whose size is a power of two, a butterfly per index bit.
 
-    Bits 0 and 1 of a channel's number are its place in the lane, the next ones the lane's, the last ones the step.
+    Bits 0 and 1 of a channel's index are its place in the lane's step, the next bits are the lane, and the last bits
+    the step.
     """
     machine, lanes = row.machine, row.team.size
     a = [[p + q, p - q, r + s, r - s] for p, q, r, s in y]
@@ -119,7 +123,7 @@ def hadamard(row: Row, y: Channels) -> Channels:
 
 
 def bf16_to_f16(machine: TensorCores, word: Value, factor: Value | None = None) -> Value:
-    """Two bf16 -> two f16: of their products with an f32 factor, where there is one."""
+    """Convert two packed bf16 to two packed f16, after multiplying by the f32 ``factor`` if there is one."""
     pair = [machine.from_bits(word << 16), machine.from_bits(word & -65536)]
     if factor is not None:
         pair = [value * factor for value in pair]
@@ -127,10 +131,10 @@ def bf16_to_f16(machine: TensorCores, word: Value, factor: Value | None = None) 
 
 
 def power_of_two_scale(amax: Value, largest: float) -> Value:
-    """UE8M0 byte of the smallest power of two s with amax / s <= largest, from amax's bits; 255 where not finite.
+    """Return the UE8M0 byte of the smallest power of two s with amax / s <= largest; 255 if amax is not finite.
 
-    With largest = f * 2^e, f in [1, 2): s is amax's own power of two over 2^e, or its double where amax's fraction
-    exceeds f.
+    ``amax`` is given as bits. With largest = f * 2^e and amax = g * 2^h, f and g in [1, 2), s is 2^(h-e), or twice that
+    if g > f.
     """
     exponent, fraction = divmod(int(np.float32(largest).view(np.int32)), 1 << 23)
     byte = ((amax + ((1 << 23) - 1 - fraction)) >> 23) - (exponent - 127)
@@ -138,12 +142,12 @@ def power_of_two_scale(amax: Value, largest: float) -> Value:
 
 
 def from_ue8m0(byte: Value) -> Value:
-    """f32 of a UE8M0 byte, 2^(byte - 127); NaN of 255."""
+    """Return the f32 of a UE8M0 byte, 2^(byte - 127); NaN for 255."""
     return byte.machine.from_bits(select(byte == 255, byte.machine.constant(_NAN, "i32"), byte << 23))
 
 
 def to_e2m1(x: Value) -> Value:
-    """f32 -> E2M1 code with its sign in bit 3; ties to the even code, saturates at 6."""
+    """Convert f32 to an E2M1 code with the sign in bit 3. Ties go to the even code, and values above 6 become 6."""
     magnitude = x.machine.from_bits(magnitude_bits(x))
     code = (x.machine.bits(x) >> 28) & 8
     for low, (a, b) in enumerate(itertools.pairwise(E2M1_VALUES)):

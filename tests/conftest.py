@@ -1,4 +1,4 @@
-"""What every test runs under: strict JAX, one compilation cache for all processes, no test that cannot run here."""
+"""Settings for every test: strict JAX, one compilation cache for all processes, and only tests that can run here."""
 
 import os
 import shutil
@@ -6,7 +6,7 @@ import shutil
 from tests.support.paths import COMPILED
 
 if shutil.which("nvidia-smi") is None:
-    # The cross-compilation wheels make JAX look for a GPU; on a machine without one it must not try.
+    # The cross-compilation wheels make JAX look for a GPU, which it must not do on a machine without one.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Several test processes share a GPU.
@@ -23,23 +23,23 @@ import pytest
 
 try:
     import hypothesis
-except ModuleNotFoundError:  # the tests that draw their inputs then say that they are skipped
+except ModuleNotFoundError:  # the tests that need it are skipped and say so
     hypothesis = None
 
-jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding; all else stays on the first
+jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding; everything else uses the first one
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# On a GPU the default is TF32; an op that means fp32 says so itself, so tests run under the default.
+# On a GPU the default is TF32. Ops that need fp32 say so themselves, so tests run under the default.
 
 if hypothesis is not None:
-    # Derandomised in CI: the same examples every time, and no deadline, because the first example compiles.
+    # In CI, the same examples every time, and no deadline, because the first example compiles.
     hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=20)
     hypothesis.settings.register_profile("dev", deadline=None, max_examples=20)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def _cannot_run(item: pytest.Item) -> bool:
-    from tests.support.machines import no_gpu  # asks for devices: not before their number is set
+    from tests.support.machines import no_gpu  # imported here because it uses devices, whose number must be set before
 
     return any(no_gpu(**mark.kwargs) is not None for mark in item.iter_markers("gpu"))
 

@@ -1,4 +1,4 @@
-"""Presets have the published sizes, and configurations are read or refused with what was found."""
+"""Presets have the published sizes; configurations are read, or refused with a message that says what was found."""
 
 import copy
 import dataclasses
@@ -16,7 +16,7 @@ PRO_RATIOS = (128, 128) + (4, 128) * 29 + (4,)
 
 
 def deepseek_json(**changes):
-    """V4-Flash's attention as DeepSeek's config.json spells it, with the ratio of its MTP layer at the end."""
+    """Return V4-Flash's attention as in DeepSeek's config.json, with the ratio of its MTP layer at the end."""
     fields = {
         "architectures": ["DeepseekV4ForCausalLM"],
         "vocab_size": 129280,
@@ -51,7 +51,7 @@ def deepseek_json(**changes):
 
 
 def transformers_json(kind: str):
-    """The configuration that transformers wrote for a recorded layer."""
+    """Return the configuration that transformers wrote for a recorded layer."""
     return copy.deepcopy(json.loads(bytes(recorded.load(kind).arrays["hf_config"])))
 
 
@@ -173,7 +173,7 @@ def test_ratios_of_mtp_layers_are_dropped(extra):
 
 
 def test_every_key_of_deepseek_json_reaches_its_field():
-    """Each key in turn takes a value of its own; exactly its field must follow."""
+    """Each key in turn gets a different value, and exactly its field must change."""
     reaches = {
         "hidden_size": ("hidden_size", 4097),
         "num_attention_heads": ("num_heads", 32),
@@ -254,7 +254,7 @@ def test_layer_types_follow_their_compress_rates():
 
 
 def test_rope_parameters_are_read_flat_and_by_layer_group():
-    """One set of sizes in three spellings."""
+    """The same sizes are given in three spellings."""
     keyed = transformers_json("csa")
     want = d4.DSV4Config.from_hf(keyed)
     assert keyed["rope_parameters"].keys() == {"main", "compress"}

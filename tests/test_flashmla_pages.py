@@ -1,4 +1,4 @@
-"""Rows of the cache become FlashMLA's pages and come back, byte for byte."""
+"""Rows of the cache are converted to FlashMLA's pages and back, byte for byte."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ NUM_PAGES = 3
 
 
 def random_rows(rows_per_page: int) -> KVRows:
-    """Every byte random: NaN and infinity of E4M3, of bf16 (payloads too) and of UE8M0 are among them."""
+    """Return rows of random bytes, including NaN and infinity of E4M3, of bf16 (with payloads) and of UE8M0."""
     rng = np.random.default_rng(rows_per_page)
     lead = NUM_PAGES, rows_per_page
     nope, rope = rng.integers(0, 256, (*lead, 448), np.uint8), rng.integers(0, 1 << 16, (*lead, 64), np.uint16)
@@ -29,7 +29,7 @@ def random_rows(rows_per_page: int) -> KVRows:
 
 
 def numpy_pages(rows: KVRows) -> np.ndarray:
-    """The pages written byte by byte into a file image."""
+    """Write the pages byte by byte into a file image."""
     nope, rope, scale = np.asarray(rows.nope), np.asarray(rows.rope), np.asarray(rows.scale)
     images = []
     for page in range(nope.shape[0]):

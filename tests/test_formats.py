@@ -1,4 +1,4 @@
-"""Number formats against implementations written apart from them, in numpy and ml_dtypes."""
+"""Number formats, compared with independent implementations in NumPy and ml_dtypes."""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ F32 = np.float32
 
 
 def power_of_two_at_least(ratio: np.ndarray) -> np.ndarray:
-    """Exponent k of the smallest 2^k >= ratio, exactly: frexp looks at the bits."""
+    """Return the exponent k of the smallest 2^k >= ratio. Exact, because frexp reads the bits."""
     fraction, exponent = np.frexp(ratio)
     return exponent - (fraction == 0.5)
 
@@ -32,7 +32,7 @@ def e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def e2m1_bytes(x: np.ndarray) -> np.ndarray:
-    """Codes of the clipped values, two to a byte, the even index in the low nibble."""
+    """Return the codes of the clipped values, two to a byte, with the even index in the low nibble."""
     codes = np.clip(x, F32(-6), F32(6)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
@@ -43,7 +43,7 @@ def e2m1_values(packed: np.ndarray) -> np.ndarray:
 
 
 def numpy_kv(name: str, x: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(stored leaves, decoded rows) of finite rows f32 [..., 512]."""
+    """Return (stored leaves, decoded rows) of finite rows f32 [..., 512]."""
     nope, rope = x[..., :-ROPE_DIM], x[..., -ROPE_DIM:]
     if name in ("f32", "bf16"):
         stored = x.astype({"f32": F32, "bf16": ml_dtypes.bfloat16}[name])
@@ -69,7 +69,7 @@ def numpy_kv(name: str, x: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarra
 
 
 def numpy_keys(name: str, x: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(stored leaves, decoded rows) of finite keys f32 [..., 128]."""
+    """Return (stored leaves, decoded rows) of finite keys f32 [..., 128]."""
     if name in ("f32", "bf16"):
         stored = x.astype({"f32": F32, "bf16": ml_dtypes.bfloat16}[name])
         return {"codes": stored}, stored.astype(F32)
@@ -93,7 +93,7 @@ ROWS = 512
 
 @functools.cache
 def coder(name: str, keys: bool) -> tuple[Any, Any, Any]:
-    """(encode, decode, encode and decode in one) under jit."""
+    """Return encode, decode, and both in one, each under jit."""
     rounding: Any = (INDEXER_FORMATS if keys else KV_FORMATS)[name]
     encode = rounding.encode if keys else functools.partial(rounding.encode, rope_dim=ROPE_DIM)
     decode = rounding.decode
@@ -101,7 +101,7 @@ def coder(name: str, keys: bool) -> tuple[Any, Any, Any]:
 
 
 def padded(x: np.ndarray) -> jax.Array:
-    """Rows up to the one batch size that is compiled, filled up with zero rows."""
+    """Pad rows with zero rows to the one batch size that is compiled."""
     assert len(x) <= ROWS
     return jnp.asarray(np.concatenate([x, np.zeros((ROWS - len(x), x.shape[1]), F32)]))
 
@@ -112,14 +112,14 @@ def leaves_of(rows: KVRows | KeyRows, count: int) -> dict[str, np.ndarray]:
 
 
 def through(name: str, x: np.ndarray, *, keys: bool) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(stored leaves, decoded rows) of rows x."""
+    """Return (stored leaves, decoded rows) of rows x."""
     encode, decode, _ = coder(name, keys)
     rows = encode(padded(x))
     return leaves_of(rows, len(x)), np.asarray(decode(rows))[: len(x)]
 
 
 def battery(dim: int) -> np.ndarray:
-    """Finite rows f32 [ROWS, dim] that have been known to go wrong somewhere."""
+    """Return finite rows f32 [ROWS, dim] of sorts that have gone wrong in some implementation."""
     rng = np.random.default_rng(dim)
     parts = [np.zeros((1, dim)), -np.zeros((1, dim))]
     # Rows of one magnitude each, 1e-30 .. 1e4, and rows whose dims differ by as much among themselves.
@@ -168,7 +168,7 @@ def test_fp8_row_scale_is_one_448th_of_the_largest_magnitude():
 
 
 def test_tile64_scale_does_not_double_at_exact_powers_of_two():
-    """amax = 448 * 2^k exactly fits 2^k; one ulp above needs 2^(k + 1); one ulp below still needs 2^k."""
+    """amax = 448 * 2^k fits scale 2^k exactly. One ulp more needs 2^(k + 1), and one ulp less still needs 2^k."""
     exponents = np.arange(-22, 120)  # below: the floor of 1e-4; above: 448 * 2^k is no f32
     exact = np.ldexp(F32(448), exponents).astype(F32)
     for amax, step in [(exact, 0), (np.nextafter(exact, F32(np.inf)), 1), (np.nextafter(exact, F32(0)), 0)]:
@@ -203,7 +203,10 @@ def test_zero_keys_decode_to_zero(name):
 
 
 def test_e4m3_rounds_ties_to_even_and_saturates():
-    """By hand. 448 in each row fixes the scale at 1; neighbours of E4M3 are 2 apart from 16, 32 apart from 256."""
+    """Worked out by hand.
+
+    448 in each row fixes the scale at 1; adjacent E4M3 values differ by 2 from 16, and by 32 from 256.
+    """
     by_hand = {17: 16, 19: 20, 21: 20, 23: 24, 272: 256, 304: 320, 2**-10: 0, 3 * 2**-10: 2**-8, 5 * 2**-10: 2**-8}
     values = np.array(list(by_hand), F32)
     x = np.zeros((2, HEAD_DIM), F32)
@@ -219,7 +222,7 @@ def test_e4m3_rounds_ties_to_even_and_saturates():
 
 
 def test_e2m1_rounds_ties_to_even():
-    """By hand. 6 in each group fixes the scale at 1."""
+    """Worked out by hand. 6 in each group fixes the scale at 1."""
     by_hand = {0.25: 0, 0.75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5: 4, 0.26: 0.5, 0.74: 0.5, 2.51: 3, 5.01: 6}
     values = np.array(list(by_hand), F32)
     x = np.zeros((2, KEY_DIM), F32)
@@ -251,7 +254,10 @@ def test_nvfp4_saturates_at_its_largest_scale():
 
 
 def share_a_scale(at: tuple[np.ndarray, np.ndarray], shape: tuple[int, ...], group: int) -> np.ndarray:
-    """bool: the values at ``at`` and those that share a scale with them. RoPE dims, past 448, have none."""
+    """Return the values at ``at``, and those that share a scale with them, as bool.
+
+    RoPE dims, past 448, have no scale.
+    """
     found = np.zeros(shape, bool)
     found[at] = True
     scaled = found[:, : HEAD_DIM - ROPE_DIM]
@@ -263,7 +269,7 @@ def share_a_scale(at: tuple[np.ndarray, np.ndarray], shape: tuple[int, ...], gro
 @pytest.mark.parametrize("name", KV)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_with_nan_or_infinity_stays_alone_and_decodes_to_it(name, bad):
-    """One bad value a row, in all places: a vectorised maximum may keep NaN in one lane and lose it in the others."""
+    """Each row has one bad value, at every place, because a vectorised maximum may lose NaN in some lanes only."""
     x = battery(HEAD_DIM)
     row = np.arange(0, ROWS, 2)
     at = row, row + row // 2 % 2  # even and odd dims, RoPE dims too
@@ -360,7 +366,7 @@ def test_jit_stores_the_bytes_that_eager_execution_stores(name, keys):
 
 @pytest.mark.parametrize(("name", "keys"), CASES, ids=CASE_IDS)
 def test_a_reader_fused_with_the_rounding_sees_the_rounded_row(name, keys):
-    """XLA may drop a round trip through a narrower float; here it must not."""
+    """XLA may remove a round trip through a narrower float, but must not do so here."""
     x = jnp.asarray(battery(KEY_DIM if keys else HEAD_DIM))
     encode, decode, fused = coder(name, keys)
     on_host = jax.tree.map(np.asarray, encode(x))
@@ -372,7 +378,7 @@ def test_a_reader_fused_with_the_rounding_sees_the_rounded_row(name, keys):
 
 @pytest.mark.parametrize(("kind", "field"), [(k, "window") for k in ("swa", "csa", "hca")] + [("csa", "entries")])
 def test_rounding_recorded_rows_gives_the_recorded_rounded_rows(kind, field):
-    """Exactly, in the NoPE dims. The recordings kept RoPE dims in f32; stored, they are bf16."""
+    """NoPE dims agree exactly. The recordings kept RoPE dims in f32, but they are stored as bf16."""
     recording = recorded.load(kind)
     rope_dim, tile64 = recording.cfg.rope_dim, KV_FORMATS["fp8_tile64"]
     x, want = recording.arrays[field], recording.arrays[f"{field}_q"]

@@ -1,4 +1,4 @@
-"""Shapes and bytes of a cache against figures worked out by hand, and every argument a plan refuses."""
+"""Shapes and bytes of a cache are compared with figures worked out by hand; arguments that a plan refuses."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ SWA, CSA, HCA = d4.AttentionType.SWA, d4.AttentionType.CSA, d4.AttentionType.HCA
 FLASH, PRO, TINY = d4.DSV4Config.flash(), d4.DSV4Config.pro(), d4.DSV4Config.tiny()
 KIB = 1024
 
-# Every size the plan has to know about: other ratios, a window that is no power of two, kinds that are absent.
+# Covers every size that matters to a plan: other ratios, a window that is not a power of two, kinds that are absent.
 MODELS = {
     "flash": FLASH,
     "pro": PRO,
@@ -92,7 +92,7 @@ def test_bf16_tails_take_half():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_bytes_equal_the_sum_over_the_leaves(model):
-    """For all formats, tails and dtypes, without allocating: and the share of each request and block is right too."""
+    """This holds for all formats, tails and dtypes, and for each request and block. Nothing is allocated."""
     for kv, keys, tail, dtype in itertools.product(
         KV_FORMATS, INDEXER_FORMATS, ("ring", "online"), (jnp.float32, jnp.bfloat16)
     ):
@@ -127,7 +127,7 @@ def test_bytes_of_a_real_cache():
 
 @pytest.mark.parametrize("cfg", [FLASH, PRO], ids=["flash", "pro"])
 def test_a_cache_has_few_leaves(cfg):
-    """Each leaf costs host time at every call; 80 for 61 layers is what stacking them buys."""
+    """Each leaf costs host time in every call. Because of stacking there are only 80 for 61 layers."""
     for kv, keys, tail in itertools.product(KV_FORMATS, INDEXER_FORMATS, ("ring", "online")):
         plan = d4.plan_cache(cfg, kv_format=kv, indexer_format=keys, hca_tail=tail)
         assert len(jax.tree.leaves(d4.abstract_cache(plan))) <= 80, (kv, keys, tail)

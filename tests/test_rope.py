@@ -1,4 +1,4 @@
-"""Rotary embedding against numpy: frequencies, YaRN's blend, pairs, and angles of a million positions."""
+"""Rotary embedding against NumPy: frequencies, YaRN's interpolation, pairs, and angles up to a million positions."""
 
 import math
 
@@ -20,12 +20,12 @@ FREQUENCY_RTOL = 1e-6
 
 
 def plain_frequencies(base: float, rope_dim: int) -> np.ndarray:
-    """base^(-2i / rope_dim), float64."""
+    """Return base^(-2i / rope_dim), float64."""
     return np.array([base ** (-2 * i / rope_dim) for i in range(rope_dim // 2)])
 
 
 def yarn_frequencies(cfg: d4.DSV4Config, low: float, high: float) -> np.ndarray:
-    """Pair by pair, float64: kept below low, divided by the factor above high, blended between."""
+    """Return YaRN's frequencies pair by pair, float64: kept below low, divided above high, interpolated between."""
     freqs = plain_frequencies(cfg.compress_rope_theta, cfg.rope_dim)
     for i, f in enumerate(freqs):
         share = 0.0 if i <= low else 1.0 if i >= high else (i - low) / (high - low)
@@ -72,7 +72,7 @@ def test_yarn_bounds_of_the_real_models_by_hand():
 
 @pytest.fixture(scope="module")
 def turned():
-    """apply_rope under one jit for the shapes most tests share: x [6, 5, 72], 64 RoPE dims, positions [6, 5]."""
+    """Return apply_rope under one jit, for the shapes of most tests: x [6, 5, 72], 64 RoPE dims, positions [6, 5]."""
     freqs = rope_frequencies(FLASH, CSA)
     return (
         jax.jit(lambda x, positions: apply_rope(x, positions, freqs)),
@@ -112,7 +112,7 @@ def test_position_0_turns_nothing(turned):
 
 
 def test_products_depend_on_the_distance_alone(turned):
-    """What rope is for: q at p + s and k at p have the same product for every p."""
+    """This is the purpose of rope: q at p + s and k at p have the same product for every p."""
     x, positions = rows(3)
     positions %= 1000  # fp32 angles: their error grows with the position
     at_p = np.asarray(turned[0](jnp.asarray(x), jnp.asarray(positions)))
@@ -135,9 +135,9 @@ def test_heads_share_the_position_of_their_token(turned):
 
 @pytest.mark.parametrize("kind", [SWA, CSA])
 def test_cosines_and_sines_are_those_of_the_fp32_angle_up_to_a_million_positions(kind):
-    """The angle is an f32 product, as in the model's code; its cosine is then exact to f32 rounding at every position.
+    """The angle is an f32 product, as in the model's code. Its cosine is correct to f32 rounding at every position.
 
-    A backend that reduces large arguments in f32, or that contracts the product into the reduction, fails here.
+    A backend that reduces large arguments in f32, or fuses the product into the reduction, fails this test.
     """
     rng = np.random.default_rng(5)
     special = [0, 1, 127, 128, 65535, 65536, (1 << 20) - 1, 1 << 20]

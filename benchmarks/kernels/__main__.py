@@ -35,7 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     dump = Path(tempfile.mkdtemp(prefix="xla_dump_"))
     if arguments.command in ("cache", "step"):
-        # XLA says in its dump which launches it captured. Set before JAX is imported.
+        # XLA's dump shows which launches it captured. This must be set before JAX is imported.
         flags = f"--xla_dump_to={dump} --xla_dump_hlo_module_re=.*decode_loop.*"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     if arguments.command == "cache":

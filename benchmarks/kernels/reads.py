@@ -1,6 +1,6 @@
-"""Decode attention, indexer scores and top-k on real shapes: kernel time, share of the roofline, XLA beside it.
+"""Decode attention, indexer scores and top-k at real sizes: kernel time, share of the roofline, and XLA's time.
 
-Timed as the library calls them, on a cache of random bytes.
+They are timed as the library calls them, on a cache of random bytes.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from pallas_kernels.attention.layout import AttentionLayout
 from pallas_kernels.scores.sm90 import Tuning
 from pallas_kernels.selection.split import Split
 
-LAYERS = 2  # of the kind, in the timed cache; the second one is read
-XLA_BYTES = 8 << 30  # of XLA's temporaries; where it needs more it is not timed
+LAYERS = 2  # layers of the kind in the timed cache, of which the second is read
+XLA_BYTES = 8 << 30  # limit for XLA's temporaries; if it needs more it is not timed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One read: of which layer, for how many requests, how much."""
+    """One read: the op, the layer, the number of requests, and how much each reads."""
 
     op: str  # attention, indexer, topk
     kind: str = "csa"
     batch: int
     tokens: int = 1
     heads: int = 64
-    entries: int = 0  # that each request has
+    entries: int = 0  # entries that each request has
     picks: int = 0
     kv_format: str = "fp8_row"
     indexer_format: str = "mxfp4"
@@ -74,11 +74,11 @@ class Case:
 
     @property
     def entries_read(self) -> int:
-        """By a query of attention."""
+        """Number of entries that a query of attention reads."""
         return {"csa": self.picks, "hca": self.entries, "swa": 0}[self.kind]
 
     def work(self) -> tuple[int, int]:
-        """Fewest bytes and multiply-adds times two."""
+        """Return the fewest bytes to move, and the operations (two per multiply-add)."""
         queries = self.batch * self.tokens
         cfg, plan = self.plan.cfg, self.plan
         if self.op == "topk":
@@ -113,22 +113,22 @@ def cases() -> list[Case]:
 
 
 def _random_bytes(key: Any, leaf: Any) -> jax.Array:
-    """Finite numbers in every stored dtype."""
+    """Return random bytes that are finite numbers in every stored dtype."""
     if leaf.dtype != jnp.uint8:
         return (jax.random.normal(key, leaf.shape, jnp.float32) * 0.1).astype(leaf.dtype)
-    scales = leaf.shape[-1] < 16  # of 4-bit keys and of tiles: near 1 in UE8M0; small in E4M3
+    scales = leaf.shape[-1] < 16  # scales of 4-bit keys and of tiles: near 1 in UE8M0, small in E4M3
     return jax.random.randint(key, leaf.shape, *((56, 72) if scales else (0, 120)), jnp.uint8)
 
 
 def randomise(tree: Any) -> Any:
-    """Random numbers of the same shapes, as stored."""
+    """Return random stored numbers of the same shapes."""
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
     return jax.tree.unflatten(structure, [_random_bytes(key, leaf) for key, leaf in zip(keys, leaves, strict=True)])
 
 
 def with_random_rows(cache: d4.KVCache) -> d4.KVCache:
-    """Windows hold random rows, at the positions that the lengths of the slots ask for, and so do all blocks."""
+    """Fill windows, at the positions that the slots' lengths imply, and all blocks with random rows."""
     n_win, last = cache.plan.cfg.sliding_window, cache.seq_lens[:, None] - 1
     position = last - (last - jnp.arange(n_win, dtype=jnp.int32)) % n_win
     for kind in filter(cache.plan.layers, d4.AttentionType):
@@ -141,9 +141,9 @@ def with_random_rows(cache: d4.KVCache) -> d4.KVCache:
 
 
 def long_cache(plan: d4.CachePlan, context: int) -> d4.KVCache:
-    """Every slot holds about ``context`` random tokens, at all phases of a block, in blocks from all over the pool.
+    """Return a cache in which every slot holds about ``context`` random tokens, at all phases of a block.
 
-    Requests hold all blocks that they can grow into.
+    Blocks come from all over the pool. Requests already hold all blocks that they can grow into.
     """
     rng, requests, cache = np.random.default_rng(0), plan.max_requests, d4.init_cache(plan)
     length = context - rng.permutation(max(requests, 128))[:requests] % 128
@@ -215,7 +215,7 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
         start, layer = positions[:, -1] + 1, _layer(case, inputs, ticket[0])
         if backend == "xla":
             fresh = None
-            if case.tokens > 1:  # its time without the cost of a draft's rows, which are few
+            if case.tokens > 1:  # the time without that of the draft's rows, which are few
                 fresh = jax.tree.map(lambda leaf: leaf[ticket[0], slots, : case.tokens], state.window)
                 start = positions[:, 0]
             window = SlidingWindow(state=state, index=ticket[0], slots=slots, start=start, fresh=fresh, plan=case.plan)
@@ -287,7 +287,7 @@ CALLS = {"attention": attention_call, "indexer": indexer_call, "topk": topk_call
 
 
 def matmul_ceiling(size: int = 8192) -> float:
-    """TFLOP/s of a bf16 product of XLA."""
+    """Return the TFLOP/s of XLA's bf16 matrix product."""
     x = jnp.ones((size, size), jnp.bfloat16)
     multiply = jax.jit(lambda a, b: a @ b)
     times = [sum(ms for _, ms in kernel_events(multiply, x, x)) for _ in range(5)]
@@ -305,7 +305,7 @@ def run_case(case: Case, limits: dict[str, float], *, xla: bool, runs: int) -> d
             if needed.temp_size_in_bytes > XLA_BYTES:
                 found["xla skipped"] = f"{needed.temp_size_in_bytes} bytes of temporaries"
                 continue
-        # Of the kernels' side the launch alone: what prepares the ticket's argument is this benchmark's.
+        # For the kernels only the launch itself is counted, because this benchmark prepares the ticket's argument.
         named = NAMES[case.op] if backend == "pallas" else ""
         times = kernel_times(timed, result, inputs, runs=runs if backend == "pallas" else 3, named=named)
         found[backend] = dataclasses.asdict(times)
@@ -339,7 +339,10 @@ def main(op: str, out: Path | None, only: str, *, xla: bool, runs: int) -> None:
 
 
 def tune(out: Path | None, only: str, *, runs: int) -> None:
-    """Each op with each way to share its work: the ground of ``choose_layout``, ``Tuning.fastest`` and ``split_of``."""
+    """Time each op with each way to divide its work.
+
+    ``choose_layout``, ``Tuning.fastest`` and ``split_of`` are based on it.
+    """
     for case in cases():
         if not re.search(only, case.name):
             continue
@@ -353,7 +356,7 @@ def tune(out: Path | None, only: str, *, runs: int) -> None:
 
 
 def _layouts(case: Case) -> Iterator[dict[str, AttentionLayout]]:
-    """Those whose blocks have a tile each, and run at once or nearly so."""
+    """Yield the layouts whose blocks have at least one tile each, and run at once or nearly so."""
     tiles = -(-case.plan.cfg.sliding_window // KEYS) - (-case.entries_read // KEYS)
     heads = case.batch * case.tokens * case.heads
     for cluster in (8, 4, 2, 1):

@@ -1,6 +1,6 @@
 """A whole decode step: cache update, indexer scores, top-k and attention of all layers, as one captured loop.
 
-The matrix products of a model stand between these in real life; here a layer's output is the next one's queries.
+In a real model, matrix products come in between. Here the output of a layer is the query of the next.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
     sinks = jnp.asarray(rng.standard_normal(cfg.num_heads, np.float32))
     queries = jnp.asarray(rng.standard_normal((batch, 1, cfg.num_heads, cfg.head_dim), np.float32))
 
-    # An inner jit: one kernel is compiled once for all layers of its kind.
+    # An inner jit, so that one kernel is compiled once for all layers of its kind.
     @functools.partial(jax.jit, static_argnames="kind")
     def one_layer(
         stack: Any, index: jax.Array, inputs: Any, start: jax.Array, q: jax.Array, kind: d4.AttentionType
@@ -82,7 +82,8 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
             layer=layer_number(index),
         )
         q = pk.decode_attention(reads, kv_format=plan.kv_format)
-        # The next layer's write waits for this one's reads: XLA would else keep a copy of the cache for them.
+        # The next layer's writes must wait for this layer's reads. Otherwise XLA would keep a copy of the cache for
+        # them.
         return lax.optimization_barrier((q, call.stack))
 
     def decode_loop(cache: Any, streams: Any, q: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""How kernels are timed: on cold L2, by CUPTI, medians with their spread."""
+"""How kernels are timed: with a cold L2, by CUPTI, reported as medians with their spread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import VECTOR, WARPGROUP, Machine, Value
 
-FLUSH_BYTES = 512 << 20  # read between two timed runs; far above the L2 of any card
+FLUSH_BYTES = 512 << 20  # read between two timed runs; far larger than the L2 of any card
 FLUSH_NAME = "read_through_l2"
 _UNROLL, _BLOCKS = 8, 1056
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-    """Microseconds of one timed thing."""
+    """Microseconds of one measurement."""
 
     median: float
     low: float  # 10th percentile
@@ -40,14 +40,17 @@ class Times:
 
 
 def flush_buffer() -> jax.Array:
-    """What is read to make L2 cold. Reading, not writing: dirty lines cost the next kernel time."""
+    """Return the buffer that is read to make L2 cold.
+
+    It is read and not written, because dirty lines would cost time in the next kernel.
+    """
     return jnp.zeros(FLUSH_BYTES // 4, jnp.float32)
 
 
 def read_all(buffer: jax.Array, ticket: jax.Array, after: Any) -> jax.Array:
     """Read a buffer once, in one kernel of a known name, which runs after ``after`` is computed.
 
-    Returns ticket, an int32 [1], unchanged: what takes it runs after the read.
+    Returns ticket, an int32 [1], unchanged. What uses the result runs after the read.
     """
     per_trip = _UNROLL * VECTOR * WARPGROUP
     trips = buffer.size // (per_trip * _BLOCKS)
@@ -64,7 +67,7 @@ def read_all(buffer: jax.Array, ticket: jax.Array, after: Any) -> jax.Array:
 
         total = machine.loop(trips, add_up, [machine.constant(0.0, "f32")] * VECTOR)
         odd = machine.bits(total[0] + total[1] + total[2] + total[3]) == 123456789
-        ticket.store_int(block, 0, where=odd)  # never, but the compiler cannot know
+        ticket.store_int(block, 0, where=odd)  # never true, but the compiler cannot know
 
     return launch(body, name=FLUSH_NAME, grid=(_BLOCKS,), inputs=(buffer, after), state=ticket)
 
@@ -78,12 +81,11 @@ def kernel_times(
     repeats: int = 2,
     named: str = "",
 ) -> Times:
-    """Time ``state = update(state, inputs, ticket)`` per run, all its kernels added up, L2 cold before each.
-
-    named: what the names of the kernels that count contain.
+    """Time ``state = update(state, inputs, ticket)``: the sum of all its kernels per run, with L2 cold before each.
 
     The runs are unrolled in one program, so that the state stays in place, with a read of ``FLUSH_BYTES`` between them.
-    ``ticket`` is an int32 [1] that holds 1: the update must use it, so that it waits for the read.
+    ``ticket`` is an int32 [1] that holds 1. The update must use it, so that it waits for the read. Only kernels whose
+    names contain ``named`` are counted.
     """
 
     def timed(state: Any, inputs: Any, buffer: jax.Array, ticket: jax.Array) -> Any:
@@ -98,7 +100,7 @@ def kernel_times(
         events = kernel_events(function, state, inputs, buffer, ticket)
         marks = [i for i, (name, _) in enumerate(events) if FLUSH_NAME in name]
         assert len(marks) == runs + 1, f"{len(marks)} reads of L2 where {runs + 1} were asked for"
-        # Without the first run, which comes with copies that protect the caller's arrays.
+        # The first run is left out, because it includes copies that protect the caller's arrays.
         for begin, end in itertools.pairwise(marks[1:]):
             counted = [ms for name, ms in events[begin + 1 : end] if named in name]
             samples.append(sum(counted) * 1e3)
@@ -107,7 +109,7 @@ def kernel_times(
 
 
 def kernel_events(function: Any, *args: Any) -> list[tuple[str, float]]:
-    """(name, milliseconds) of every kernel of one call, warmed up."""
+    """Return (name, milliseconds) of every kernel of one call, after a warm-up."""
     from jax.experimental.mosaic.gpu import profiler
 
     _, events = profiler.measure(function, aggregate=False)(*args)
@@ -116,7 +118,7 @@ def kernel_events(function: Any, *args: Any) -> list[tuple[str, float]]:
 
 
 def ceilings() -> dict[str, float]:
-    """Measured GB/s of this card: reading, and copying (read + write)."""
+    """Return the measured GB/s of this card for reading and for copying (read + write)."""
     buffer, ticket = flush_buffer(), jnp.ones(1, jnp.int32)
     read = jax.jit(lambda buffer, ticket: read_all(buffer, ticket, ticket))
     copy = jax.jit(lambda x: x + 1.0)
@@ -130,7 +132,7 @@ def ceilings() -> dict[str, float]:
 
 
 def record(path: Path | None, **fields: Any) -> None:
-    """Append one JSON line with the hardware and versions."""
+    """Append one JSON line with the fields, the hardware and the versions."""
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     line = fields | {"device": device.device_kind, "platform_version": device.client.platform_version} | versions

@@ -1,6 +1,6 @@
-"""The cache update and the gather on real shapes: kernel time, bandwidth, share of the ceiling, XLA beside it.
+"""The cache update and the gather at real sizes: kernel time, bandwidth, share of the ceiling, and XLA's time.
 
-Timed as the library calls them.
+They are timed as the library calls them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from dsv4jax.tails import Streams
 CONFIGS = {"flash": d4.DSV4Config.flash, "pro": d4.DSV4Config.pro}
 BATCHES = (1, 8, 64, 256)
 CHUNKS = (128, 512, 1024, 4096)
-LAYERS = 2  # of the kind, in the timed stack
+LAYERS = 2  # layers of the kind in the timed stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One cache update: which layer, how many requests and tokens, how many of them complete an entry."""
+    """One cache update: the layer, the number of requests and tokens, and how many of them complete an entry."""
 
     model: str
     kind: str
     batch: int
     tokens: int = 1
-    flushing: str = "all"  # all, none, mix (1 in m or m' requests), chunk
+    flushing: str = "all"  # all, none, mix (1 in m or m' requests) or chunk
     kv_format: str = "fp8_row"
     indexer_format: str = "nvfp4"
     hca_tail: str = "ring"
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def plan(self) -> d4.CachePlan:
-        # Two layers of the kind; a pool well above L2.
+        # Two layers of the kind, and a pool well above the size of L2.
         ratio = self.cfg.ratio(d4.AttentionType(self.kind))
         cfg = dataclasses.replace(self.cfg, compress_ratios=(ratio,) * LAYERS)
         return d4.plan_cache(
@@ -77,13 +77,13 @@ class Case:
         return (1024 + phase).astype(np.int32)
 
     def num_entries(self) -> int:
-        """Entries that the call completes."""
+        """Number of entries that the call completes."""
         ratio = self.cfg.ratio(d4.AttentionType(self.kind))
         starts = self.starts()
         return int(np.sum((starts + self.tokens) // ratio - starts // ratio)) if ratio else 0
 
     def bytes_moved(self) -> int:
-        """Fewest bytes the update must move: every input and every old row that is needed once, every new one once."""
+        """Return the fewest bytes that the update must move: each input, needed old row and new row once."""
         plan, cfg, batch, tokens = self.plan, self.cfg, self.batch, self.tokens
         kind, dim = d4.AttentionType(self.kind), cfg.head_dim
         row = row_bytes(plan.row_spec)
@@ -137,7 +137,7 @@ def chunk_cases() -> list[Case]:
 
 
 def new_rows(case: Case, seed: int) -> TokenRows:
-    """What the tokens of a call bring."""
+    """Return what the tokens of a call contribute."""
     rng = np.random.default_rng(seed)
     is_csa, cfg = case.kind == "csa", case.cfg
 
@@ -156,7 +156,7 @@ def new_rows(case: Case, seed: int) -> TokenRows:
 
 
 def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
-    """A stack of random tails and the inputs of a call."""
+    """Return a stack of random tails, and the inputs of a call."""
     plan = case.plan
     rng = np.random.default_rng(seed)
     stack = d4.init_cache(plan).stack(case.kind)
@@ -177,7 +177,7 @@ def arrays(case: Case, seed: int = 0) -> tuple[Any, dict[str, Any]]:
 
 
 def update(case: Case, backend: str, stack: Any, inputs: dict[str, Any], layer: jax.Array) -> Any:
-    """The timed call; layer is an int32 [1]."""
+    """The timed call. ``layer`` is an int32 [1]."""
     rows, table, batch = (inputs[name] for name in ("rows", "block_table", "batch"))
     kind = d4.AttentionType(case.kind)
     call = LayerCall(stack=stack, index=layer[0], block_table=table, batch=batch, kind=kind, plan=case.plan)
@@ -195,7 +195,7 @@ def run_case(case: Case, ceiling: float, *, xla: bool, runs: int) -> dict[str, A
 
 
 def run_gather(ceiling: float, count: int = 8192) -> list[dict[str, Any]]:
-    """Rows of one request, bf16: all of them in order, and by a random list."""
+    """Time the gather of one request's rows to bf16: all of them in order, and by a random list."""
     cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(4,) * LAYERS)
     found = []
     for form in ("fp8_row", "fp8_tile64"):
@@ -230,9 +230,9 @@ def run_gather(ceiling: float, count: int = 8192) -> list[dict[str, Any]]:
 
 
 def run_step(backend: str, batch: int, dump: Path, *, tokens: int, hca_tail: str = "ring") -> dict[str, Any]:
-    """A decode loop: the cache updates of all 43 Flash layers, unrolled in a scan over tokens, requests at all phases.
+    """Time a decode loop: the cache updates of all 43 Flash layers, unrolled in a scan over tokens, at all phases.
 
-    Wall time per layer, the kernels' share of it, how many kernels a step has, and the commands that the host runs.
+    Returns the wall time per layer, the kernels' share of it, the number of kernels in a step, and the host's commands.
     """
     cfg = d4.DSV4Config.flash()
     plan = d4.plan_cache(cfg, max_requests=batch, max_context=4096, hca_tail=hca_tail)
@@ -244,7 +244,7 @@ def run_step(backend: str, batch: int, dump: Path, *, tokens: int, hca_tail: str
     begin = jnp.asarray(1024 + rng.permutation(max(batch, 128))[:batch] % 128, jnp.int32)
     slots, one = jnp.asarray(rng.permutation(batch), jnp.int32), jnp.ones(batch, jnp.int32)
 
-    # An inner jit: one kernel is compiled once for all layers of its kind.
+    # An inner jit, so that one kernel is compiled once for all layers of its kind.
     @functools.partial(jax.jit, static_argnames="kind")
     def one_layer(stack: Any, index: jax.Array, inputs: Any, start: jax.Array, kind: d4.AttentionType) -> Any:
         batch = Batch(slots=slots, start=start, num_new=one)
@@ -281,7 +281,10 @@ def run_step(backend: str, batch: int, dump: Path, *, tokens: int, hca_tail: str
 
 
 def thunks(dump: Path) -> dict[str, int]:
-    """Kinds of commands in the newest compiled decode loop; what a command buffer holds counts within it."""
+    """Return the kinds of commands in the newest compiled decode loop.
+
+    Those in a command buffer are counted with it.
+    """
     found = sorted(dump.glob("*decode_loop*thunk_sequence_after_thunk_passes*"), key=lambda path: path.stat().st_mtime)
     return dict(collections.Counter(re.findall(r"\bk[A-Z]\w+", found[-1].read_text()))) if found else {}
 

@@ -1,12 +1,12 @@
-"""What a cache holds, and who holds what in it.
+"""The cache itself: its contents, and the tables that say which request holds what.
 
-state       the sliding windows, and the state of a kind's layers as a whole
+state       the sliding windows and tails, for all layers of a kind
 pool        compressed entries in blocks, found through the block table
-tables      who holds which slots and blocks: every change of hands as a pure function
-stack       layers of one kind side by side, and the stacks of all kinds
+tables      slots, blocks and lengths, and every change to them as a pure function
+stack       layers of one kind stacked along an axis, and the stacks of all kinds
 cache       ``KVCache`` and the five calls that drive it
-create      empty caches: on one device, over a mesh, as shapes alone
-sharding    several devices: requests over one axis of a mesh, heads over another
-inspection  what a cache holds, and whether it is sound
-plots       pictures of who holds which block
+create      empty caches: on one device, over a mesh, or as shapes alone
+sharding    several devices: requests split over one axis of a mesh, heads over another
+inspection  reports on what a cache holds, and checks that it is consistent
+plots       pictures of which request holds which block
 """

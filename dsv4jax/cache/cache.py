@@ -1,4 +1,4 @@
-"""KVCache: the one pytree a user holds, and the five calls that drive it."""
+"""KVCache, the one pytree that a user holds, and the five calls that drive it."""
 
 from __future__ import annotations
 
@@ -22,33 +22,36 @@ from dsv4jax.plan import CachePlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCache(Stacks):
-    """The cache of a whole model, a frozen pytree. A kind that the model lacks is None."""
+    """The cache of a whole model, a frozen pytree. The stack of a kind that the model does not have is None."""
 
     tables: Tables
     plan: CachePlan = dataclasses.field(metadata={"static": True})
 
     @property
     def seq_lens(self) -> jax.Array:
-        """int32 [requests]: tokens stored per slot."""
+        """Number of tokens stored in each slot, int32 [requests]."""
         return self.tables.seq_lens
 
     @property
     def swa_head(self) -> jax.Array:
-        """int32 [requests]: window row the next token goes to."""
+        """The window row that each slot's next token will be written to, int32 [requests]."""
         return self.seq_lens % self.plan.cfg.sliding_window
 
     def tail_len(self, kind: AttentionType | str) -> jax.Array:
-        """int32 [requests]: tokens of the unfinished block in the tails of a kind."""
+        """Return how many tokens of its unfinished block each slot has, in layers of a kind. int32 [requests]."""
         return self.seq_lens % max(1, self.plan.cfg.ratio(AttentionType(kind)))
 
     def locate(self, layer: int) -> tuple[AttentionType, int]:
-        """Kind of a layer and its place in that kind's stack. ValueError where the model has no such layer."""
+        """Return a layer's kind and its index in that kind's stack.
+
+        Raises ValueError if the model has no such layer.
+        """
         kind = layer_kind(self.plan.cfg, layer)
         return kind, self.plan.layers(kind).index(layer)
 
 
 def empty_cache(plan: CachePlan) -> KVCache:
-    """A cache that holds nothing, of one shard."""
+    """Return an empty cache of one shard."""
 
     def stack(kind: AttentionType) -> LayerStack | None:
         return LayerStack(state=init_state(plan, kind), pool=init_pool(plan, kind)) if plan.layers(kind) else None
@@ -59,15 +62,15 @@ def empty_cache(plan: CachePlan) -> KVCache:
 
 @functools.partial(jax.jit, static_argnames="n")
 def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCache, jax.Array, jax.Array]:
-    """Take slots for new requests and empty them in all layers.
+    """Reserve slots for new requests, and reset these slots in all layers.
 
     Args:
       n: static number of requests.
-      where: bool [n]; admit only these, so that a data-dependent number can be admitted.
+      where: bool [n]; admit only the requests where this is True. Their number may thus depend on data.
 
     Returns:
-      (cache, slots int32 [n], ok bool []). A slot is -1 where masked out; all are -1 and the cache is unchanged when
-      too few slots are free (``ok`` False).
+      (cache, slots int32 [n], ok bool []). A slot is -1 where ``where`` is False. If too few slots are free, ``ok`` is
+      False, all slots are -1 and the cache is unchanged.
     """
     tables, slots, ok = admit_slots(cache.tables, n, where)
 
@@ -79,18 +82,22 @@ def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCac
 
 @jax.jit
 def prepare_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tuple[KVCache, jax.Array]:
-    """Allocate the blocks that the next tokens' entries need, before the forward pass.
+    """Allocate the blocks that the entries of the next tokens need. Call it before each forward pass.
 
     Args:
       slots: int32 [B]; -1 = padding row.
-      num_new: int32 [B] tokens that each row is about to store; a row with 0 is skipped.
+      num_new: int32 [B], number of tokens that each row is about to store; rows with 0 are skipped.
 
     Returns:
-      (cache, ok bool []). ``ok`` is False, and the cache unchanged, where blocks run out, a sequence would pass the
-      plan's ``max_context``, a slot is not admitted, out of range or named twice, or num_new is negative. Layers and
-      ``advance`` then leave alone whatever was not granted. But a grant that ``advance`` has not used up stays, and
-      rows that it covers run. For a pass that leaves all rows alone where it is refused, continue with
-      ``num_new = jnp.where(ok, num_new, 0)``.
+      (cache, ok bool []). If blocks run out, if a sequence would become longer than the plan's ``max_context``, if a
+      slot is not admitted, out of range or named twice, or if num_new is negative, then ``ok`` is False and the cache
+      is unchanged. Layers and ``advance`` skip rows whose tokens were not granted, so it is safe to continue. However,
+      an earlier grant that ``advance`` has not used yet stays valid, and rows that it covers do run. To skip all rows
+      when a call is refused, continue with ``num_new = jnp.where(ok, num_new, 0)``.
+
+    Raises:
+      AssertionError: (chex) an argument's shape or dtype is wrong.
+      ValueError: the cache has several shards and the call is outside ``jax.shard_map``.
     """
     check_batch(slots=slots, num_new=num_new)
     tables, ok = grow(cache.tables, slots, num_new, cache.plan)
@@ -99,20 +106,23 @@ def prepare_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tup
 
 @jax.jit
 def advance(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> KVCache:
-    """Count the tokens that all layers have just stored: once per forward pass, after the last layer.
+    """Add the tokens that all layers have just stored to the lengths.
+
+    Call it once per forward pass, after the last layer.
 
     Args:
-      slots, num_new: int32 [B], as given to ``prepare_forward`` and the layers. What was not granted is not counted.
+      slots, num_new: int32 [B], as given to ``prepare_forward`` and the layers. Tokens that were not granted are not
+        added.
     """
     return dataclasses.replace(cache, tables=advance_lengths(cache.tables, slots, num_new))
 
 
 @jax.jit
 def release(cache: KVCache, slots: jax.Array) -> KVCache:
-    """Give back slots int32 [B] and their blocks. Free, repeated and negative slots are no-ops."""
+    """Free slots int32 [B] and their blocks. Slots that are free, repeated or negative are ignored."""
     return dataclasses.replace(cache, tables=release_slots(cache.tables, slots))
 
 
 def memory_bytes(tree: Any) -> int:
-    """Bytes of a pytree's leaves."""
+    """Return the bytes of a pytree's leaves."""
     return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

@@ -14,10 +14,15 @@ from dsv4jax.plan import CachePlan, shard_plan
 
 
 def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
-    """An empty cache on the default device, or split over an axis of a mesh as ``sharding`` tells.
+    """Return an empty cache, on the default device or split over an axis of a mesh as ``sharding`` describes.
+
+    Args:
+      plan: the plan of the whole cache.
+      mesh: the devices. None means the default device.
+      axis: the mesh axis over which requests and blocks are split.
 
     Raises:
-      ValueError: the mesh lacks the axis, or requests or blocks do not divide by it.
+      ValueError: the mesh does not have the axis, or requests or blocks do not divide by its size.
     """
     if mesh is None:
         return empty_cache(plan)
@@ -31,7 +36,10 @@ def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") ->
 
 
 def abstract_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:
-    """Shapes, dtypes and shardings of ``init_cache`` without its memory, for lowering and for restoring."""
+    """Return the shapes, dtypes and shardings of ``init_cache`` without allocating it, for lowering and restoring.
+
+    The arguments and errors are those of ``init_cache``. Leaves are ``jax.ShapeDtypeStruct``.
+    """
     cache = jax.eval_shape(functools.partial(init_cache, plan, mesh, axis))
     if mesh is None:
         return cache

@@ -1,7 +1,8 @@
-"""Look into a cache from the host: ``describe`` says what it holds, ``verify`` whether it is sound.
+"""Inspect a cache from the host: ``describe`` reports what it holds, ``verify`` checks that it is consistent.
 
-For people, tests and watchdogs, between forward passes. Both read the tables, which are small; ``verify`` also looks at
-every stored value, where it lies, and brings back one bool per row.
+Both are meant for people, tests and watchdogs, and are called between forward passes. They copy the tables to the host,
+which are small. ``verify`` also checks every stored value, but does so on the device and copies back only one bool per
+row.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ from dsv4jax.tails import Tail
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotReport:
-    """What one slot holds. Memory is held in whole slots and whole blocks, so that is how bytes are counted."""
+    """What one slot holds. Requests hold memory in whole slots and whole blocks, so bytes are counted that way."""
 
     slot: int
     admitted: bool
     length: int  # tokens stored
-    prepared: int  # tokens granted, stored ones included
+    prepared: int  # tokens granted by prepare_forward, including those already stored
     own_blocks: int
-    shared_blocks: int  # of which other requests read too; each of them counts the block's bytes
-    live_bytes: int  # state in all layers, row of the tables, blocks; 0 for a free slot
+    shared_blocks: int  # blocks that other requests read too; each request counts their bytes
+    live_bytes: int  # bytes of its state in all layers, its row of the tables and its blocks; 0 for a free slot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KindReport:
-    """Bytes in all layers of a kind: held by requests, a shared block once; and reserved for slots and blocks."""
+    """Bytes in all layers of a kind.
+
+    ``live_bytes`` is what requests hold, with each shared block counted once; ``reserved_bytes`` is what all slots and
+    blocks take.
+    """
 
     kind: AttentionType
     layers: int
@@ -85,14 +90,18 @@ class CacheReport:
 
 
 def describe(cache: KVCache) -> CacheReport:
-    """Read a cache's tables into a report, on the host."""
+    """Read a cache's tables and return a report on them.
+
+    Raises:
+      ValueError: the cache has several shards.
+    """
     check_one_shard(cache.tables.num_free, "describe", on_host=True)
     plan, tables = cache.plan, _on_host(cache.tables)
     admitted, readers = tables.admitted, tables.block_refs
     slots = []
     for slot in range(plan.max_requests):
         held = tables.block_table[slot]
-        held = held[(held >= 0) & (held < plan.num_blocks)]  # what else it names, ``verify`` reports
+        held = held[(held >= 0) & (held < plan.num_blocks)]  # ids that are no blocks are for ``verify`` to report
         shared = int(np.sum(readers[held] > 1))
         slots.append(
             SlotReport(
@@ -131,12 +140,17 @@ def describe(cache: KVCache) -> CacheReport:
 
 
 def verify(cache: KVCache) -> list[str]:
-    """Check what must hold of a cache between forward passes: a sentence for each offender, none where it is sound.
+    """Check the invariants of a cache between forward passes, and return a sentence for each violation found.
 
-    Slots and blocks: every block is free once or held as often as its reference count says, and shared only when full;
-    every request has the blocks that its tokens need; free slots are cleared. Windows: each row holds the position that
-    the length puts there. Tails: nothing is left of a former owner, or of a block that is complete. Values: what a
-    request can see is finite, in every layer; a request that was fed NaN or infinity is an offender too.
+    An empty list means that the cache is consistent. These are the invariants. Slots and blocks: every block is either
+    in the free list once, or held as often as its reference count says, and shared only if it is full; every request
+    has the blocks that its tokens need; free slots are cleared. Windows: each row holds the position that the request's
+    length implies. Tails: nothing is left of the slot's former request, or of a block that is complete. Values:
+    everything that a request can see is finite, in every layer. A request that was given NaN or infinity as input is
+    therefore reported too.
+
+    Raises:
+      ValueError: the cache has several shards.
     """
     check_one_shard(cache.tables.num_free, "verify", on_host=True)
     plan, tables = cache.plan, _on_host(cache.tables)
@@ -159,7 +173,7 @@ def _on_host(tables: Tables) -> Tables:
 
 
 def _slot_faults(tables: Tables, plan: CachePlan) -> Iterator[str]:
-    """Lengths, and the form of each slot's row of the block table."""
+    """Check the lengths, and each slot's row of the block table."""
     for slot, row in enumerate(tables.block_table):
         length, prepared, held = (int(t[slot]) for t in (tables.seq_lens, tables.prepared, tables.block_lens))
         if not tables.admitted[slot]:
@@ -186,7 +200,7 @@ def _slot_faults(tables: Tables, plan: CachePlan) -> Iterator[str]:
             yield f"slot {slot}: {max(length, prepared)} tokens need {needed} blocks, it holds {held}"
 
 
-Holders = list[list[tuple[int, int]]]  # where the block table names each block: (slot, column)
+Holders = list[list[tuple[int, int]]]  # for each block, the places where the block table names it: (slot, column)
 
 
 def _holders(tables: Tables) -> Holders:
@@ -197,7 +211,7 @@ def _holders(tables: Tables) -> Holders:
 
 
 def _block_faults(tables: Tables, holders: Holders, plan: CachePlan) -> Iterator[str]:
-    """Reference counts, and who shares what."""
+    """Check the reference counts, and that only full blocks are shared."""
     for block, (readers, places) in enumerate(zip(tables.block_refs.tolist(), holders, strict=True)):
         slots = [slot for slot, _ in places]
         if readers != len(places):
@@ -230,7 +244,7 @@ def _free_list_faults(tables: Tables, holders: Holders) -> Iterator[str]:
 
 
 def _positions(tables: Tables, n_win: int) -> np.ndarray:
-    """int [requests, n_win]: the position that each window row must hold, -1 = none."""
+    """Return the position that each window row must hold, int [requests, n_win]; -1 = none."""
     length, row = tables.seq_lens[:, None], np.arange(n_win)[None]
     newest = length - 1 - (length - 1 - row) % n_win
     return np.where((newest >= 0) & tables.admitted[:, None], newest, -1)
@@ -249,7 +263,7 @@ def _window_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Itera
 
 
 def _tails(state: StateCache) -> Iterator[tuple[str, Tail]]:
-    """The tails that a state has, by name."""
+    """Yield the tails that a state has, with their names."""
     for name in ("tail", "indexer_tail"):
         if (tail := getattr(state, name)) is not None:
             yield name, tail
@@ -257,11 +271,11 @@ def _tails(state: StateCache) -> Iterator[tuple[str, Tail]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A leaf of a tail: whose rows it holds, and for how long."""
+    """A leaf of a tail, and which tokens its rows belong to."""
 
-    name: str  # such as tail.kb
-    is_previous: bool  # of the block before the unfinished one
-    is_running: bool  # a sum, without an axis of rows
+    name: str  # the name in messages, such as tail.kb
+    is_previous: bool  # holds rows of the block before the unfinished one
+    is_running: bool  # holds a running sum, without an axis of rows
 
     @classmethod
     def of(cls, tail_name: str, tail: Tail, leaf: str) -> _Part:
@@ -269,7 +283,7 @@ class _Part:
 
 
 def _tail_parts(state: StateCache) -> dict[str, _Part]:
-    """Every leaf of every tail, by its name."""
+    """Return every leaf of every tail, by name."""
     parts = [
         _Part.of(name, tail, leaf)
         for name, tail in _tails(state)
@@ -280,7 +294,7 @@ def _tail_parts(state: StateCache) -> dict[str, _Part]:
 
 @functools.partial(jax.jit, static_argnames=("plan", "kind"))
 def _is_empty(state: StateCache, *, plan: CachePlan, kind: AttentionType) -> dict[str, jax.Array]:
-    """bool [layers, slots] per leaf of a tail that ends with a block: it holds what a new request's holds."""
+    """Return where the leaves that are reset at the end of a block are empty, bool [layers, slots] each."""
     empty, found = dict(_tails(empty_state(plan, kind, (1, 1)))), {}
     for name, tail in _tails(state):
         for leaf in tail.PREVIOUS + tail.RUNNING:
@@ -290,12 +304,12 @@ def _is_empty(state: StateCache, *, plan: CachePlan, kind: AttentionType) -> dic
 
 
 def _tail_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Iterator[str]:
-    """What a request is about to read as if it were its own: a former owner's, or of a block that is complete."""
+    """Find leaves with data of the slot's former request or of a complete block that are about to be read."""
     plan, ratio = cache.plan, cache.plan.cfg.ratio(kind)
     state = cache.stack(kind).state
     parts = _tail_parts(state)
     for part, empty in _is_empty(state, plan=plan, kind=kind).items():
-        # A running softmax starts again with every block; b-streams are of the block before.
+        # A running softmax is reset after every block. The previous b-streams are empty only during the first block.
         begins = tables.seq_lens % ratio == 0 if parts[part].is_running else tables.seq_lens < ratio
         for index, slot in np.argwhere(~np.asarray(empty) & tables.admitted & begins).tolist():
             yield (
@@ -305,7 +319,7 @@ def _tail_faults(cache: KVCache, tables: Tables, kind: AttentionType) -> Iterato
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _finite_rows(stack: LayerStack, *, plan: CachePlan) -> dict[str, jax.Array]:
-    """bool [layers, slots or blocks, rows] per part: all that the row decodes to is finite."""
+    """Return for each part which rows decode to finite numbers only, bool [layers, slots or blocks, rows]."""
 
     def finite(values: jax.Array) -> jax.Array:
         return jnp.all(jnp.isfinite(values), axis=-1)
@@ -323,7 +337,7 @@ def _finite_rows(stack: LayerStack, *, plan: CachePlan) -> dict[str, jax.Array]:
                 found["indexer_keys"] = finite(plan.keys.decode(layer.pool.indexer_keys))
         return found
 
-    # One layer after the other: XLA on CPU keeps what it decodes.
+    # One layer at a time, because XLA on CPU would otherwise keep the decoded values of all layers in memory.
     return lax.map(finite_in_layer, stack)
 
 
@@ -351,7 +365,7 @@ def _value_faults(cache: KVCache, tables: Tables, holders: Holders, kind: Attent
 
 
 def _live_rows(part: str, tables: Tables, holders: Holders, plan: CachePlan, kind: AttentionType) -> np.ndarray:
-    """bool [slots or blocks, rows]: the rows of the window, or of a part of the pool, that a request can still see."""
+    """Return which rows of the window or pool a request can still see, bool [slots or blocks, rows]."""
     if part == "window":
         return _positions(tables, plan.cfg.sliding_window) >= 0
     live = np.zeros((plan.num_blocks, plan.entries_per_block(kind)), bool)
@@ -363,7 +377,7 @@ def _live_rows(part: str, tables: Tables, holders: Holders, plan: CachePlan, kin
 
 
 def _live_tail_rows(part: _Part, tables: Tables, ratio: int) -> np.ndarray:
-    """bool [slots, rows], broadcastable: the rows of a tail's leaf that a request can still see."""
+    """Return which rows of a tail's leaf a request can still see: bool, broadcastable to [slots, rows]."""
     admitted, lengths = np.asarray(tables.admitted)[:, None], np.asarray(tables.seq_lens)[:, None]
     if part.is_previous or part.is_running:
         return admitted
@@ -371,7 +385,10 @@ def _live_tail_rows(part: _Part, tables: Tables, ratio: int) -> np.ndarray:
 
 
 def _culprits(part: str, store: Any, at: tuple[int, int, int], plan: CachePlan) -> list[str]:
-    """Which leaves of a row spoil it: those whose place zeros can take to cure it; all where no single one can."""
+    """Name the leaves that make a row non-finite.
+
+    These are the leaves which, when replaced by zeros, make the row finite. If no single leaf does, all are named.
+    """
     cfg = plan.cfg
     zero: Any
     decode: Callable[[Any], jax.Array]

@@ -1,4 +1,4 @@
-"""Pictures of a cache, with matplotlib (``pip install 'dsv4jax[demo]'``)."""
+"""Pictures of a cache, drawn with matplotlib (``pip install 'dsv4jax[demo]'``)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FREE, SHARED = -1, -2
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#a463f2", "#9c6b4e", "#3ca951", "#97bbf5")  # slots, in turn
+COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#a463f2", "#9c6b4e", "#3ca951", "#97bbf5")  # slots in turn
 FREE_COLOUR, SHARED_COLOUR = "#eeeeee", "#333333"
 
 
 def ownership(history: Tables | Sequence[Tables]) -> np.ndarray:
-    """int [steps, num_blocks]: the slot that holds a block, FREE, or SHARED where several do.
+    """Return the slot that holds each block after each step, int [steps, num_blocks].
+
+    An element is FREE if no slot holds the block, and SHARED if several do.
 
     Args:
-      history: tables after each step: a sequence, or one whose leaves are stacked [steps, ...], as a scan returns them.
+      history: the tables after each step, either a sequence or one ``Tables`` whose leaves are stacked [steps, ...], as
+        a scan returns them.
 
     Raises:
-      ValueError: there are no tables, or something else, or they are those of several shards.
+      ValueError: there are no tables, something else was given, or the tables are those of several shards.
     """
     if isinstance(history, Tables):
         tables = history
@@ -47,11 +50,11 @@ def ownership(history: Tables | Sequence[Tables]) -> np.ndarray:
 
 
 def plot_ownership(history: Tables | Sequence[Tables], ax: Axes | None = None) -> Axes:
-    """Draw who holds which block after each step: a line per block, in its slot's colour.
+    """Draw which slot holds each block after each step. Each block is a line, coloured by slot.
 
     Args:
       history: as for ``ownership``.
-      ax: where to draw; None makes a figure, which ``.figure`` of the result is.
+      ax: where to draw. None makes a new figure, which is the ``.figure`` of the result.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -75,7 +78,7 @@ def plot_ownership(history: Tables | Sequence[Tables], ax: Axes | None = None) -
 
 
 def draw_owners(ax: Axes, owner: np.ndarray) -> dict[int, str]:
-    """Draw owner int [steps, blocks], a line per block. Returns the colours of FREE, of SHARED and of each owner."""
+    """Draw owner int [steps, blocks], a line per block. Returns the colours of FREE, of SHARED and of each slot."""
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.ticker import MaxNLocator
 

@@ -1,7 +1,7 @@
-"""PagedPool: the compressed entries of all requests, in blocks.
+"""PagedPool: the compressed entries of all requests, stored in blocks.
 
-A block stands for 128 tokens in every layer: 32 CSA entries (with their indexer keys) or one HCA entry. One block table
-serves all layers. A row is addressed as (layer, block, row), never by one flat offset, which would overflow int32.
+A block covers 128 tokens in every layer: 32 CSA entries with their indexer keys, or one HCA entry. One block table
+serves all layers. Rows are addressed as (layer, block, row), because a single flat offset would overflow int32.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
-TILE_BYTES = 32 << 20  # temporaries of one tile of entries
+TILE_BYTES = 32 << 20  # memory for the temporaries of one tile of entries
 FoldTile = Callable[[Any, jax.Array | int, jax.Array, jax.Array], Any]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PagedPool:
-    """Entries of all layers of one kind."""
+    """The entries of all layers of one kind."""
 
     entries: KVRows  # [layers, num_blocks, entries_per_block, ...]
     indexer_keys: KeyRows | None  # [layers, num_blocks, entries_per_block, ...], CSA only
 
 
 def init_pool(plan: CachePlan, kind: AttentionType) -> PagedPool | None:
-    """An empty pool; None for SWA, which compresses nothing."""
+    """Return an empty pool; None for SWA, which compresses nothing."""
     if not kind.compresses:
         return None
     lead = len(plan.layers(kind)), plan.num_blocks, plan.entries_per_block(kind)
@@ -46,6 +46,7 @@ def init_pool(plan: CachePlan, kind: AttentionType) -> PagedPool | None:
 
 
 def entries_per_block(store: Any) -> int:
+    """Return the entries per block of stored rows, which are leaves [layers, num_blocks, entries_per_block, ...]."""
     return jax.tree.leaves(store)[0].shape[2]
 
 
@@ -58,9 +59,11 @@ def scatter_entries(
     count: jax.Array,
     rows: Any,
 ) -> Any:
-    """Write entries first .. first + count of each request; rows' leaves are [B, E, ...] with E >= count.
+    """Write entries first[b] .. first[b] + count[b] - 1 of each request.
 
-    An entry whose block is not allocated is dropped, never written elsewhere.
+    Leaves of ``rows`` are [B, E, ...], E >= count.
+
+    An entry whose block is not allocated is dropped.
     """
     per_block, num_blocks = entries_per_block(store), jax.tree.leaves(store)[0].shape[1]
     k = jnp.arange(jax.tree.leaves(rows)[0].shape[1], dtype=jnp.int32)[None]
@@ -76,7 +79,7 @@ def scatter_entries(
 
 
 def find_entries(store: Any, block_table: jax.Array, slots: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Block (-1 = not there) and row of entries by number: entry int32 [B, ...]."""
+    """Return the block (-1 if there is none) and the row in it, int32 [B, ...] each, of entries int32 [B, ...]."""
     per_block = entries_per_block(store)
     rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
     block = block_table.at[rows, entry // per_block].get(mode="fill", fill_value=-1)
@@ -86,9 +89,10 @@ def find_entries(store: Any, block_table: jax.Array, slots: jax.Array, entry: ja
 def gather_entries(
     store: Any, index: jax.Array | int, block_table: jax.Array, slots: jax.Array, entry: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """Read encoded entries by number: entry int32 [B, ...] -> leaves [B, ..., *row], and which are really there.
+    """Read encoded entries int32 [B, ...]: leaves [B, ..., *row], and bool [B, ...], which of them exist.
 
-    What is not there (entry -1, slot -1, block not allocated) reads some row in range: mask it.
+    An entry that does not exist (entry -1, slot -1, or block not allocated) reads an arbitrary row in range, so its
+    values must be masked.
     """
     block, row = find_entries(store, block_table, slots, entry)
     at = index, jnp.maximum(block, 0), row
@@ -98,44 +102,49 @@ def gather_entries(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledLayer:
-    """One layer's pool as the requests of a batch see it: entries by number."""
+    """One layer's pool as seen by the requests of a batch, whose entries are numbered from 0."""
 
     pool: PagedPool
-    index: jax.Array | int  # int32 [] layer's place in its stack
+    index: jax.Array | int  # int32 [] the layer's index in its stack
     block_table: jax.Array  # int32 [requests, max_blocks]
     slots: jax.Array  # int32 [B]
     plan: CachePlan = dataclasses.field(metadata={"static": True})
 
     @property
     def max_entries(self) -> int:
-        """Entries one request can have."""
+        """The largest number of entries that a request can have."""
         return self.block_table.shape[1] * entries_per_block(self.pool.entries)
 
     def rows(self, entry: jax.Array) -> jax.Array:
-        """Entries int32 [B, ...] (-1 = none) as f32 [B, ..., head_dim], zero where there is none."""
+        """Read entries int32 [B, ...] (-1 = none) as f32 [B, ..., head_dim], zero where there is none."""
         rows, valid = gather_entries(self.pool.entries, self.index, self.block_table, self.slots, entry)
         return jnp.where(valid[..., None], self.plan.rows.decode(rows), 0.0)
 
     def keys(self, entry: jax.Array) -> jax.Array:
-        """CSA: their indexer keys, f32 [B, ..., indexer_head_dim], zero where there is none."""
+        """Read the indexer keys of entries int32 [B, ...] as f32 [B, ..., indexer_head_dim], zero where there is none.
+
+        CSA only.
+        """
         keys, valid = gather_entries(self.pool.indexer_keys, self.index, self.block_table, self.slots, entry)
         return jnp.where(valid[..., None], self.plan.keys.decode(keys), 0.0)
 
     def tile_size(self, bytes_per_entry: int) -> int:
-        """Entries per tile, in whole blocks: as many as keep a tile's temporaries near ``TILE_BYTES``."""
+        """Return the entries per tile, in whole blocks, that keep a tile's temporaries near ``TILE_BYTES``."""
         per_block, max_blocks = entries_per_block(self.pool.entries), self.block_table.shape[1]
         return min(max_blocks, max(1, TILE_BYTES // (bytes_per_entry * per_block))) * per_block
 
     def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any) -> Any:
-        """carry = fold(carry, first, entry, seen) over tiles of entries, up to the last one that any query sees.
+        """Apply carry = fold(carry, first, entry, seen) to one tile of entries after another; return the last carry.
 
-        So a short context costs little in a cache planned for a long one.
+        The loop ends at the last entry that any query sees, so a short context is cheap even in a cache planned for
+        long ones.
 
         Args:
-          visible: int32 [B, T] entries that each query sees.
-          tile: from ``tile_size``. The last tile may stand out past ``max_entries``.
-          fold: gets the tile's first entry number; entry int32 [B, tile], -1 for those that no query of the request
-            sees; seen bool [B, T, tile].
+          visible: int32 [B, T], number of entries that each query sees.
+          tile: entries per tile, from ``tile_size``. The last tile may extend past ``max_entries``.
+          fold: a function that takes the carry; ``first``, the number of the tile's first entry; ``entry`` int32 [B,
+            tile], -1 for entries that no query of the request sees; and ``seen`` bool [B, T, tile].
+          carry: the initial value, a pytree.
         """
 
         def fold_tile(i: jax.Array | int, carry: Any) -> Any:

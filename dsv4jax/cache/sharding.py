@@ -1,8 +1,8 @@
-"""Several devices: requests and their blocks over a data axis, attention heads over a model axis.
+"""Several devices: requests and their blocks split over a data axis, attention heads over a model axis.
 
-A step runs in ``jax.shard_map``. Each shard of the data axis is a cache of its own, with slots, blocks and an allocator
-that no other shard touches: slots and block ids are local to it, row b of a batch [B] is served by shard
-b // (B / shards), and a batch that does not divide is padded with slot -1. The plan stays that of the whole.
+A step runs in ``jax.shard_map``. Each shard of the data axis is a complete cache with its own slots, blocks and
+allocator. Slots and block ids are local to their shard. Row b of a batch [B] is served by shard b // (B / shards); pad
+a batch that does not divide with slot -1. The plan remains that of the whole cache.
 
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     cache, specs = init_cache(plan, mesh), partition_specs(plan, mesh)
@@ -21,15 +21,21 @@ b // (B / shards), and a batch that does not divide is padded with slot -1. The 
         for layer in range(cfg.num_layers):
             y, cache = attention_layer(params[layer], x, cache, layer, slots, num_new, model_axis="model")
             x = x + y
-        return x, advance(cache, slots, num_new), ok[None]    # bool [shards]: each speaks for itself
+        return x, advance(cache, slots, num_new), ok[None]    # bool [shards]: one ok per shard
 
-There is one key-value head, so every shard of the model axis holds the same cache and writes the same rows to it; each
-computes its own heads, and a layer's one collective is the sum of its output. No step moves a part of the cache.
-``check_vma`` must be off where kernels run: JAX's types do not cover what they update in place.
-A cache on a mesh of one shard may be used outside ``shard_map`` too, where the mesh's axes are automatic
-(``axis_types=(AxisType.Auto,)``): explicit ones, the default of ``jax.make_mesh``, ask every gather where its result
-belongs.
-The attention kernel needs a multiple of 64 heads on each shard; with fewer, ``backend=None`` attends in XLA.
+There is only one key-value head, so all shards of the model axis hold the same cache and write the same rows to it.
+Each computes its own heads. The only collective of a layer is the sum of its output over the model axis, and no step
+moves any part of the cache between devices.
+
+``check_vma`` must be off where kernels run, because JAX's types for values that vary over a mesh do not cover what the
+kernels update in place.
+
+A cache on a mesh of one shard can be used outside ``shard_map`` too, if the mesh's axes are automatic
+(``axis_types=(AxisType.Auto,)``). With explicit axes, the default of ``jax.make_mesh``, JAX requires an output sharding
+for every gather.
+
+The attention kernel needs a multiple of 64 heads on each shard. With fewer heads, ``backend=None`` computes attention
+in XLA.
 """
 
 from __future__ import annotations
@@ -46,19 +52,27 @@ from dsv4jax.plan import CachePlan, shard_plan
 
 
 def partition_specs(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
-    """A ``PartitionSpec`` for each leaf of a cache, for ``jax.shard_map``: the whole of it over one mesh axis.
+    """Return a ``PartitionSpec`` for each leaf of a cache split over one mesh axis, for ``jax.shard_map``.
+
+    Args:
+      plan: the plan of the whole cache.
+      mesh: the devices.
+      axis: the mesh axis over which requests and blocks are split.
 
     Raises:
-      ValueError: the mesh lacks the axis, or requests or blocks do not divide by it.
+      ValueError: the mesh does not have the axis, or requests or blocks do not divide by its size.
     """
     shard_plan(plan, mesh, axis)
 
     def spec(path: Any, _: Any) -> P:
-        return P(axis) if path[0].name == "tables" else P(None, axis)  # stacks have their layers first
+        return P(axis) if path[0].name == "tables" else P(None, axis)  # the first axis of stacks is the layer
 
     return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(functools.partial(empty_cache, plan)))
 
 
 def shardings(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
-    """A ``NamedSharding`` for each leaf of ``init_cache(plan, mesh)``, for ``device_put``, jit and restoring."""
+    """Return a ``NamedSharding`` for each leaf of ``init_cache(plan, mesh)``, for ``device_put``, jit and restoring.
+
+    The arguments and errors are those of ``partition_specs``.
+    """
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(plan, mesh, axis))

@@ -1,4 +1,4 @@
-"""Layers of one kind side by side, and the stacks of all kinds."""
+"""Layers of one kind stacked along a leading axis, and the stacks of all kinds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsv4jax.kinds import AttentionType
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStack:
-    """All layers of one kind: every leaf has a leading [layers of that kind] axis."""
+    """All layers of one kind. The leading axis of every leaf is [layers of that kind]."""
 
     state: StateCache
     pool: PagedPool | None  # None for SWA
@@ -25,28 +25,28 @@ class LayerStack:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """A stack for each kind of layer, under the kind's name. A kind that the model lacks is None."""
+    """The stacks of all kinds, each in the field named after its kind; None for a kind that the model does not have."""
 
     swa: LayerStack | None
     csa: LayerStack | None
     hca: LayerStack | None
 
     def stack(self, kind: AttentionType | str) -> LayerStack:
-        """The layers of a kind. ValueError where the model has none."""
+        """Return the layers of a kind. Raises ValueError if the model has none."""
         stack = getattr(self, AttentionType(kind))
         if stack is None:
             raise ValueError(f"the model has no {AttentionType(kind).upper()} layer")
         return stack
 
     def with_stack(self, kind: AttentionType | str, stack: LayerStack) -> Self:
-        """The same with another stack for a kind."""
+        """Return a copy with another stack for a kind."""
         return dataclasses.replace(self, **{AttentionType(kind).value: stack})
 
     @property
     def kinds(self) -> tuple[AttentionType, ...]:
-        """The kinds that the model has."""
+        """The kinds of layers that the model has."""
         return tuple(kind for kind in AttentionType if getattr(self, kind) is not None)
 
     def map_stacks(self, function: Callable[[AttentionType, LayerStack], LayerStack]) -> Self:
-        """The same with ``function(kind, stack)`` in place of each stack that the model has."""
+        """Return a copy with each stack that the model has replaced by ``function(kind, stack)``."""
         return dataclasses.replace(self, **{kind.value: function(kind, self.stack(kind)) for kind in self.kinds})

@@ -1,8 +1,8 @@
-"""StateCache: what a layer keeps per request whatever its length. Sliding window and compressor tails.
+"""StateCache: what a layer keeps per request independently of its length, namely sliding window and compressor tails.
 
-Position p of a request sits in window row p mod n_win. Nothing is cleared on the way: a row is overwritten by the next
-token that maps to it. The write heads of the window and the fill of a tail are the request's length modulo their sizes,
-so they are not stored. ``tails`` says what the tails are.
+Position p of a request is kept in window row p mod n_win. Rows are not cleared: the next token that maps to a row
+overwrites it. Where the next token goes in the window, and how many tokens are in a tail, follow from the request's
+length modulo their sizes, so they are not stored. The tails are described in ``tails``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dsv4jax.tails import CSATail, Tail, empty_tail
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateCache:
-    """State of all layers of one kind."""
+    """The state of all layers of one kind."""
 
-    window: KVRows  # [layers, requests, n_win, ...] the newest n_win rows, a ring
-    pos: jax.Array  # int32 [layers, requests, n_win] absolute position of a window row, -1 = empty
+    window: KVRows  # [layers, requests, n_win, ...] a ring of the newest n_win rows
+    pos: jax.Array  # int32 [layers, requests, n_win] absolute position of each window row, -1 = empty
     tail: Tail | None  # None for SWA
     indexer_tail: CSATail | None  # CSA only
 
 
 def empty_state(plan: CachePlan, kind: AttentionType, lead: tuple[int, ...]) -> StateCache:
-    """The state of requests that have seen no token, with leading axes ``lead`` (layers, requests)."""
+    """Return the state of requests that have seen no token, with leading axes ``lead`` (layers, requests)."""
     n_win = plan.cfg.sliding_window
     tail, indexer_tail = plan.tail_specs(kind)
     return StateCache(
@@ -44,12 +44,25 @@ def empty_state(plan: CachePlan, kind: AttentionType, lead: tuple[int, ...]) -> 
 
 
 def init_state(plan: CachePlan, kind: AttentionType) -> StateCache:
-    """Empty state of every layer of a kind and every slot."""
+    """Return the empty state of all layers of a kind and all slots."""
     return empty_state(plan, kind, (len(plan.layers(kind)), plan.max_requests))
 
 
 def reset_slots(state: StateCache, slots: jax.Array, *, plan: CachePlan, kind: AttentionType) -> StateCache:
-    """Make slots [B] empty in all layers of a kind at once, as ``init_state`` made them; -1 is a no-op."""
+    """Reset slots to empty in all layers of a kind.
+
+    Args:
+      state: the state of all layers of the kind.
+      slots: int32 [B], -1 = no-op.
+      plan: the cache's plan.
+      kind: the kind of the layers.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) the slots' shape or dtype is wrong.
+    """
     check_batch(slots=slots)
     requests = state.pos.shape[1]
     target = unique_or_dropped(slots, slots >= 0, requests)
@@ -60,23 +73,26 @@ def reset_slots(state: StateCache, slots: jax.Array, *, plan: CachePlan, kind: A
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow:
-    """One layer's windows as the requests of a batch see them: rows by position.
+    """One layer's windows as seen by the requests of a batch, with rows looked up by position.
 
-    A chunk's late tokens overwrite ring rows that its early queries see. So its rows can be given beside the ring, as
-    ``fresh``, and be stored afterwards.
+    The late tokens of a chunk overwrite ring rows that its early queries still see. A chunk's rows can therefore be
+    passed separately, as ``fresh``, and be stored after they are read.
     """
 
     state: StateCache
-    index: jax.Array | int  # layer's place in its stack
+    index: jax.Array | int  # the layer's index in its stack
     slots: jax.Array  # int32 [B]
-    start: jax.Array  # int32 [B] position of the first fresh row; the ring is read below it
-    fresh: KVRows | None  # [B, F, ...] rows not stored yet; None: the ring holds all
+    start: jax.Array  # int32 [B] position of the first fresh row; lower positions are read from the ring
+    fresh: KVRows | None  # [B, F, ...] rows not stored yet; None if the ring holds all rows
     plan: CachePlan = dataclasses.field(metadata={"static": True})
 
     def rows(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Rows at int32 [B, K] positions, f32 [B, K, head_dim], zero where there is none; and bool [B, K], where."""
+        """Read the rows at positions int32 [B, K]: f32 [B, K, head_dim], and bool [B, K], which of them exist.
+
+        Rows that do not exist are zero.
+        """
         slots = self.slots[:, None]
-        row = jnp.remainder(position, self.plan.cfg.sliding_window)  # of a negative position too: in range, then masked
+        row = jnp.remainder(position, self.plan.cfg.sliding_window)  # a negative position is masked below
         stored = self.state.window, self.state.pos
         rows, pos = jax.tree.map(lambda leaf: leaf.at[self.index, slots, row].get(mode="clip"), stored)
         held = pos == position
@@ -99,15 +115,20 @@ class SlidingWindow:
 def gather_swa(
     state: StateCache, index: jax.Array | int, slots: jax.Array, seq_lens: jax.Array, *, plan: CachePlan
 ) -> tuple[jax.Array, jax.Array]:
-    """The window of each request as dense rows, oldest first.
+    """Return the window of each request as dense rows, oldest first.
 
     Args:
-      index: layer's place in its stack.
-      slots, seq_lens: int32 [B]; the request and its length. Slot -1 has an empty window.
+      state: the state of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
+      slots, seq_lens: int32 [B], each request and its length. The window of slot -1 is empty.
+      plan: the cache's plan.
 
     Returns:
-      rows f32 [B, n_win, head_dim], zero where empty; positions int32 [B, n_win], -1 where empty. Row j holds position
+      Rows f32 [B, n_win, head_dim], zero where empty; positions int32 [B, n_win], -1 where empty. Row j holds position
       seq_len - n_win + j.
+
+    Raises:
+      AssertionError: (chex) an argument's shape or dtype is wrong.
     """
     check_batch(slots=slots, seq_lens=seq_lens)
     n_win = plan.cfg.sliding_window

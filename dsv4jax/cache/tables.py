@@ -1,13 +1,13 @@
-"""Slots and blocks: who holds what, as pure functions of data.
+"""Slots, blocks and lengths: the tables that say which request holds what, and pure functions that update them.
 
-Every function takes the tables and returns new ones, with any batch and no host decision, so a whole generation runs in
-``lax.scan``. Allocation is all or nothing: where ``ok`` is False the tables come back as they were.
+Every function takes the tables and returns new ones. None of them needs a decision on the host, so a whole generation
+can run in ``lax.scan``. Allocation is all or nothing: if ``ok`` is False, the tables are returned unchanged.
 
-    admit            free slot -> admitted
-    prepare_forward  blocks for the entries that the next tokens complete; records the length granted
-    advance          seq_lens += num_new, up to the length granted
-    fork             full blocks of another request by reference, a new block for the one it is filling
-    release          blocks without another reader back to the free list, slot free
+    admit            marks free slots as admitted
+    prepare_forward  allocates blocks for the entries that the next tokens complete; records the length granted
+    advance          adds num_new to the lengths, up to the length granted
+    fork             shares the full blocks of another request; allocates a new block for the one it is filling
+    release          frees slots, and returns blocks that nobody else reads to the free list
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from dsv4jax.plan import CachePlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Who holds which slots and blocks. Every leaf has rank >= 1 and ids are local, so requests can be sharded."""
+    """Which request holds which slots and blocks.
 
-    admitted: jax.Array  # bool [requests] slot is held by a request
+    Every leaf has rank >= 1 and all ids are local to a shard, so that requests can be sharded.
+    """
+
+    admitted: jax.Array  # bool [requests] whether a request holds the slot
     seq_lens: jax.Array  # int32 [requests] tokens stored; 0 for a free slot
-    prepared: jax.Array  # int32 [requests] length prepare_forward has granted; 0 for a free slot
+    prepared: jax.Array  # int32 [requests] length that prepare_forward has granted; 0 for a free slot
     block_table: jax.Array  # int32 [requests, max_blocks] block ids, -1 = none
     block_lens: jax.Array  # int32 [requests] blocks held
-    block_refs: jax.Array  # int32 [num_blocks] readers of a block, 0 = free
-    free_blocks: jax.Array  # int32 [num_blocks] a stack: its first num_free ids are free, the rest is stale
-    num_free: jax.Array  # int32 [1]; [shards] of a cache over several
+    block_refs: jax.Array  # int32 [num_blocks] number of requests that read the block, 0 = free
+    free_blocks: jax.Array  # int32 [num_blocks] a stack of ids: the first num_free are free, the others are stale
+    num_free: jax.Array  # int32 [1], or [shards] in a cache of several shards
 
 
 def init_tables(plan: CachePlan) -> Tables:
-    """All slots and blocks free."""
+    """Return tables in which all slots and blocks are free."""
     requests = plan.max_requests
     return Tables(
         admitted=jnp.zeros(requests, jnp.bool),
@@ -55,7 +58,7 @@ def init_tables(plan: CachePlan) -> Tables:
 
 
 def _has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
-    """bool [B]: another active row of the batch names the same slot."""
+    """Return whether another active row of the batch names the same slot, bool [B]."""
     same = (slots[:, None] == slots[None]) & active[:, None] & active[None]
     return jnp.sum(same, axis=1, dtype=jnp.int32) > 1
 
@@ -65,42 +68,43 @@ def _read(table: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _put(table: jax.Array, slots: jax.Array, value: jax.Array) -> jax.Array:
-    """table[slots] = value, for slots from ``unique_or_dropped``."""
+    """Set table[slots] = value, for slots from ``unique_or_dropped``."""
     return table.at[slots].set(value, mode="drop", unique_indices=True)
 
 
 def is_admitted(tables: Tables, slots: jax.Array) -> jax.Array:
-    """bool [B]: the slot exists and is held by a request."""
+    """Return whether each slot exists and is held by a request, bool [B]."""
     return (slots >= 0) & (slots < tables.admitted.shape[0]) & _read(tables.admitted, slots)
 
 
 def active_rows(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which rows ask for tokens (slot not -1, num_new not 0), and which of those are well formed.
+    """Return which rows ask for tokens, and which of those are valid, bool [B] each.
 
-    Well formed: an admitted slot that no other asking row names, and num_new > 0.
+    A row asks for tokens if its slot is not -1 and num_new is not 0. It is valid if num_new > 0, the slot is admitted,
+    and no other asking row names the same slot.
     """
     asking = (slots != -1) & (num_new != 0)
     return asking, asking & (num_new > 0) & is_admitted(tables, slots) & ~_has_twin(slots, asking)
 
 
 def granted_tokens(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a forward pass may do with each row: (tokens stored so far, tokens to take), int32 [B] each.
+    """Return what a forward pass may do with each row: (tokens stored so far, tokens to take), int32 [B] each.
 
-    Both are 0 for a row to be left alone: padding, malformed, or not granted by ``prepare_forward``.
+    Both are 0 for a row that must be skipped because it is padding, not valid, or not granted by ``prepare_forward``.
     """
     check_one_shard(tables.num_free, "a forward pass")
     _, legal = active_rows(tables, slots, num_new)
     start = _read(tables.seq_lens, slots)
-    # Compared by subtraction: start + num_new may exceed int32 where num_new is garbage.
+    # Subtract instead of adding: start + num_new could overflow int32 if num_new is garbage.
     legal &= num_new <= _read(tables.prepared, slots) - start
     return jnp.where(legal, start, 0), jnp.where(legal, num_new, 0)
 
 
 def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Tables:
-    """Take back what ``prepare_forward`` granted beyond the tokens stored, for slots [B] where bool [B].
+    """Take back granted tokens that are not stored yet, for slots int32 [B] where ``where`` bool [B] is True.
 
-    Every layer of a forward pass does this, with the same rows: min(min(p, limit), limit) is min(p, limit) to XLA, and
-    so all layers' grants are computed once.
+    Every layer of a forward pass calls this with the same rows. It is written as a minimum because XLA simplifies
+    min(min(p, limit), limit) to min(p, limit), so that the work is done once for all layers.
     """
     check_one_shard(tables.num_free, "a forward pass")
     limit = jnp.full(tables.prepared.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
@@ -110,7 +114,7 @@ def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Table
 
 
 def admit_slots(tables: Tables, n: int, where: jax.Array | None = None) -> tuple[Tables, jax.Array, jax.Array]:
-    """Take up to n free slots. Returns (tables, slots int32 [n], ok): slots are -1 where masked out or not ok."""
+    """Take up to n free slots. Returns (tables, slots int32 [n], ok bool []); slots are -1 if masked out or not ok."""
     check_one_shard(tables.num_free, "admit")
     wanted = jnp.ones(n, jnp.bool) if where is None else where
     check_array("where", wanted, {"n": n}, jnp.bool)
@@ -126,7 +130,7 @@ def admit_slots(tables: Tables, n: int, where: jax.Array | None = None) -> tuple
 
 
 def blocks_for(plan: CachePlan, length: jax.Array | int) -> Any:
-    """Blocks that ``length`` tokens need: entries completed at the smallest ratio, in whole blocks."""
+    """Return the blocks that ``length`` tokens need: those for the entries they complete at the smallest ratio."""
     if not plan.min_ratio:
         return length * 0
     per_block = plan.cfg.block_tokens // plan.min_ratio
@@ -134,7 +138,10 @@ def blocks_for(plan: CachePlan, length: jax.Array | int) -> Any:
 
 
 def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) -> tuple[Tables, jax.Array]:
-    """Grant num_new [B] more tokens to slots [B], with the blocks that takes. Returns (tables, ok bool [])."""
+    """Grant num_new int32 [B] more tokens to slots int32 [B], and allocate their blocks.
+
+    Returns (tables, ok bool []).
+    """
     check_one_shard(tables.num_free, "prepare_forward")
     asking, legal = active_rows(tables, slots, num_new)
     requests, max_blocks = tables.block_table.shape
@@ -142,12 +149,12 @@ def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) 
     fits = num_new <= plan.max_context - start
     length = jnp.where(legal & fits, start + num_new, 0)
     missing = jnp.maximum(blocks_for(plan, length) - held, 0)
-    before = jnp.cumsum(missing, dtype=jnp.int32) - missing  # blocks that earlier rows of the batch take
+    before = jnp.cumsum(missing, dtype=jnp.int32) - missing  # blocks taken by earlier rows of the batch
     taken = jnp.sum(missing, dtype=jnp.int32)
     ok = jnp.all(~asking | (legal & fits)) & (taken <= tables.num_free[0])
 
     slot = unique_or_dropped(slots, legal & ok, requests)
-    # Row b takes its missing blocks from the top of the stack, in order.
+    # Row b takes its missing blocks from the top of the stack of free blocks, in order.
     j = jnp.arange(max_blocks, dtype=jnp.int32)[None]
     new = (j >= held[:, None]) & (j < (held + missing)[:, None]) & ok
     from_top = before[:, None] + j - held[:, None]
@@ -167,7 +174,7 @@ def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) 
 
 
 def advance_lengths(tables: Tables, slots: jax.Array, num_new: jax.Array) -> Tables:
-    """Count num_new [B] tokens as stored, where they were granted."""
+    """Add num_new int32 [B] to the lengths of slots int32 [B] for which these tokens were granted."""
     check_batch(slots=slots, num_new=num_new)
     start, count = granted_tokens(tables, slots, num_new)
     target = unique_or_dropped(slots, count > 0, tables.seq_lens.shape[0])
@@ -178,13 +185,14 @@ def advance_lengths(tables: Tables, slots: jax.Array, num_new: jax.Array) -> Tab
 def fork_slots(
     tables: Tables, sources: jax.Array, targets: jax.Array, plan: CachePlan
 ) -> tuple[Tables, jax.Array, jax.Array, jax.Array]:
-    """Give the empty requests of targets [B] the length and the blocks of the requests of sources [B]; -1 = padding.
+    """Give the empty requests in targets [B] the length and blocks of the requests in sources [B]; -1 = padding.
 
-    A block that the source has filled is shared. The one it is filling, if any, gets a block of the target's own, whose
-    contents are the caller's to copy. Blocks granted past the length stored are not given.
+    Blocks that the source has filled are shared. If the source is filling a block, the target gets a new block for it,
+    and the caller must copy the contents. Blocks granted past the stored length are not passed on.
 
     Returns:
-      (tables, ok bool [], filling int32 [B], own int32 [B]): copy block filling[b] to block own[b], where own[b] >= 0.
+      (tables, ok bool [], filling int32 [B], own int32 [B]). The caller copies block filling[b] to block own[b] where
+      own[b] >= 0.
     """
     check_one_shard(tables.num_free, "fork")
     requests, max_blocks = tables.block_table.shape
@@ -195,13 +203,13 @@ def fork_slots(
     legal &= asking & ~_has_twin(targets, asking)
     length = jnp.where(legal, _read(tables.seq_lens, sources), 0)
     held = blocks_for(plan, length)
-    full = jnp.minimum(length // plan.cfg.block_tokens, held)  # held is 0 where no layer is compressed
+    full = jnp.minimum(length // plan.cfg.block_tokens, held)  # held is 0 if no layer is compressed
     takes = held > full
     ok = jnp.all(~asking | legal) & (jnp.sum(takes, dtype=jnp.int32) <= tables.num_free[0])
     takes &= ok
     from_top = jnp.cumsum(takes, dtype=jnp.int32)
     own = jnp.where(takes, tables.free_blocks.at[tables.num_free[0] - from_top].get(mode="clip"), -1)
-    # Read, then written: else XLA may keep a copy of the table for the read.
+    # Without the barrier XLA may write the table first and keep a copy of it for this read.
     row, table = lax.optimization_barrier((_read(tables.block_table, sources), tables.block_table))
     filling = jnp.take_along_axis(row, full[:, None], axis=1, mode="clip")[:, 0]
     j = jnp.arange(max_blocks, dtype=jnp.int32)[None]
@@ -223,7 +231,7 @@ def fork_slots(
 
 
 def release_slots(tables: Tables, slots: jax.Array) -> Tables:
-    """Free slots [B] and the blocks whose last reader they were. Free, repeated or negative slots are no-ops."""
+    """Free slots int32 [B], and blocks that no other request reads. Free, repeated or negative slots are ignored."""
     check_one_shard(tables.num_free, "release")
     check_batch(slots=slots)
     requests, num_blocks = tables.admitted.shape[0], tables.block_refs.shape[0]

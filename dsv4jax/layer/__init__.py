@@ -1,15 +1,15 @@
-"""What a layer does with its cache: it stores new tokens, picks entries and attends to them.
+"""What a layer does with its cache: it stores new tokens, picks entries, and attends to them.
 
 layer       the attention layer, for prefill, decode and mixed batches
-call        the call of a layer: which requests, how far each is, what their new tokens bring
-compressor  from the input of new tokens to streams, and from pooled rows to finished entries
-update      append, flush, rotate, reset, and all of it in one step
+call        the arguments of one call of a layer: its requests, their lengths, and what the new tokens contribute
+compressor  the streams of new tokens, and finished entries from pooled rows
+update      append, flush, rotate and reset, separately and all in one step
 gather      stored entries as dense rows
-indexer     the entries that each query of a CSA layer reads
+indexer     which entries each query of a CSA layer reads
 attention   attention over window and entries
-handle      one layer's cache as one call sees it, for those who write their own layer
-backend     which implementation serves which op: names, choice, registration
-ops         the ops: what each implementation must do
-kernels     the bridge to ``pallas_kernels``, which registers its kernels
-reference   a full recompute without a cache, for tests and debugging
+handle      one layer's cache in one call, for those who write their own layer
+backend     the choice of an implementation for each op
+ops         the ops, and the interface that implementations of each must have
+kernels     implementations of the ops that call ``pallas_kernels``
+reference   the same layer recomputed without a cache, for tests and debugging
 """

@@ -2,9 +2,9 @@
 
     out_h = sum over keys of exp(l) k / (sum of exp(l) + exp(sink_h)),      l = q_h . k / sqrt(head_dim)
 
-Parts (window, picked entries, tiles of all entries) are folded in one after another as a running softmax that starts at
-the sink: a logit without key or value. So no part is ever joined with another in memory, and a query without any key
-gives zero.
+The keys come in parts (window, picked entries, or tiles of all entries), which are added one after another to a running
+softmax. Parts therefore never have to be concatenated in memory. The running softmax starts with the sink, which has a
+logit but neither key nor value, so a query without any key gives zero.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dsv4jax.rope import apply_rope, rope_frequencies
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunningSoftmax:
-    """Attention over the keys seen so far."""
+    """The state of a softmax-weighted sum over the keys seen so far."""
 
     peak: jax.Array  # f32 [B, T, H] largest logit
     total: jax.Array  # f32 [B, T, H] sum of exp(l - peak)
@@ -39,23 +39,25 @@ class RunningSoftmax:
 
     @property
     def output(self) -> jax.Array:
+        """The attention output over these keys, f32 [B, T, H, dim]."""
         return self.weighted / self.total[..., None]
 
 
 def start_at_sinks(sinks: jax.Array, queries: jax.Array) -> RunningSoftmax:
-    """No keys yet: sinks [H] count in the denominator alone."""
+    """Return the state before any key: the sinks [H] count in the denominator only."""
     peak = jnp.broadcast_to(sinks.astype(jnp.float32), queries.shape[:3])
     return RunningSoftmax(peak=peak, total=jnp.ones_like(peak), weighted=jnp.zeros_like(queries))
 
 
 def attend(running: RunningSoftmax, queries: jax.Array, keys: jax.Array, mask: jax.Array) -> RunningSoftmax:
-    """Fold keys in.
+    """Add keys to a running softmax.
 
     Args:
+      running: the state so far.
       queries: f32 [B, T, H, dim].
-      keys: f32 [B, K, dim], shared by a request's queries, or [B, T, K, dim], each query's own. Masked keys must be
-        finite: they are multiplied by zero.
-      mask: bool [B, T, K], which keys a query sees.
+      keys: f32 [B, K, dim] if all queries of a request share them, or [B, T, K, dim] if each query has its own. Masked
+        keys must be finite, because they are multiplied by zero.
+      mask: bool [B, T, K], True for keys that the query sees.
     """
     own = "t" if keys.ndim == 4 else ""
     logits = (
@@ -75,10 +77,10 @@ def attend(running: RunningSoftmax, queries: jax.Array, keys: jax.Array, mask: j
 def attend_window(
     running: RunningSoftmax, queries: jax.Array, positions: jax.Array, window: SlidingWindow
 ) -> RunningSoftmax:
-    """Fold in the sliding window of queries at consecutive positions [B, T], -1 = padding at the end."""
+    """Add the sliding windows of queries at positions int32 [B, T], which are consecutive; -1 = padding at the end."""
     tokens, n_win = queries.shape[1], window.plan.cfg.sliding_window
     key = positions[:, :1] + jnp.arange(1 - n_win, tokens, dtype=jnp.int32)[None]
-    # What stands in a padding token's row may be NaN.
+    # The row of a padding token may contain NaN, so it is not read.
     key = jnp.where(key <= jnp.max(positions, axis=1, keepdims=True), key, -1)
     rows, held = window.rows(key)
     age = positions[:, :, None] - key[:, None]
@@ -86,12 +88,12 @@ def attend_window(
 
 
 def attend_picked(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, picks: jax.Array) -> RunningSoftmax:
-    """Fold in each query's picked entries int32 [B, T, k]; -1 = none."""
+    """Add the picked entries of each query, int32 [B, T, k]; -1 = none."""
     return attend(running, queries, layer.rows(picks), picks >= 0)
 
 
 def attend_all(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, visible: jax.Array) -> RunningSoftmax:
-    """Fold in every entry below visible [B, T]."""
+    """Add the first visible[b, t] entries for each query; ``visible`` is int32 [B, T]."""
 
     def fold(running: RunningSoftmax, _: jax.Array | int, entry: jax.Array, seen: jax.Array) -> RunningSoftmax:
         return attend(running, queries, layer.rows(entry), seen)
@@ -103,7 +105,11 @@ def attend_all(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, 
 def attention_queries(
     product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan, backend: str = XLA
 ) -> jax.Array:
-    """Products [B, T, H, head_dim] normed and roped: f32, or f16 where the kernel of this backend attends."""
+    """Apply norm and rope to the product of W_qb, f32 [B, T, H, head_dim].
+
+    Returns:
+      f32 of that shape, or f16 if the backend's kernel expects it.
+    """
     return DECODE_ATTENTION[backend].queries(product, positions, freqs, plan)
 
 
@@ -119,16 +125,17 @@ def decode_attention(
     dtype: Any = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
-    """Attention of new tokens over the window and over compressed entries, turned back by the inverse rope.
+    """Compute attention of new tokens over the window and compressed entries, followed by the inverse rope.
 
     Args:
-      q: f32 [B, T, H, head_dim], normed and roped. The kernel rounds it to f16; f16 is rounded already.
-      positions: int32 [B, T], consecutive in a row; -1 = padding, after the row's tokens.
-      sinks: [H].
-      window: of one token per row, its own row may be stored already; of more, they are the window's ``fresh`` rows.
-      entries: of a layer that compresses; what the tokens complete is stored already.
-      picks: int32 [B, T, K] the entries each query reads, -1 = none, from ``select_entries``. None: all that a query
-        at p sees, the first floor((p + 1) / ratio).
+      q: f32 or f16 [B, T, H, head_dim], after norm and rope. The kernel rounds f32 to f16.
+      positions: int32 [B, T], consecutive in each row; -1 = padding, after the row's tokens.
+      sinks: f32 or bf16 [H].
+      window: the sliding windows. With one token per row, the token's own row may already be stored. With more, the
+        tokens' rows must be given as ``window.fresh``.
+      entries: the entries, for layers that compress. Entries that these tokens complete must already be stored.
+      picks: int32 [B, T, K], the entries that each query reads, -1 = none, from ``select_entries``. None means all that
+        are visible: the first floor((p + 1) / ratio) for a query at p.
       kind: of the layer.
       dtype: of the result, f32 or bf16.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
@@ -138,7 +145,8 @@ def decode_attention(
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: entries or picks of another kind of layer, several tokens without ``fresh`` rows, unknown backend.
+      ValueError: entries or picks belong to another kind of layer, there are several tokens but no ``fresh`` rows, or
+        the backend is unknown.
     """
     kind, plan = AttentionType(kind), window.plan
     cfg = plan.cfg
@@ -154,7 +162,7 @@ def decode_attention(
     if entries is not None:
         check_array("entries.slots", entries.slots, {"B": q.shape[0]}, jnp.int32)
         if (entries.pool.indexer_keys is not None) != kind.is_indexed:
-            raise ValueError(f"entries: expected those of {kind.upper()} layers; CSA's alone have indexer keys")
+            raise ValueError(f"entries: expected those of {kind.upper()} layers; only CSA layers have indexer keys")
     inputs = AttentionInputs(
         q=q,
         positions=positions,
@@ -168,7 +176,7 @@ def decode_attention(
 
 
 def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
-    """Require the windows of a batch, with fresh rows where there are several tokens."""
+    """Check that the windows belong to this batch, and have fresh rows if there are several tokens."""
     check_array("window.slots", window.slots, {"B": batch}, jnp.int32)
     check_array("window.start", window.start, {"B": batch}, jnp.int32)
     if window.fresh is None:
@@ -185,7 +193,7 @@ def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
 
 
 class XLADecodeAttention(Anywhere):
-    """Attention in plain JAX: the reference of the kernel."""
+    """Attention in plain JAX: the reference for the kernel."""
 
     tile_bytes = 96 << 20
     gathers_picks = True

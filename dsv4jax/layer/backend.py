@@ -1,21 +1,22 @@
-"""Which implementation serves which op.
+"""The choice of an implementation for each op.
 
-An op has an implementation for each backend that knows it, and its XLA form is the reference of the others.
-``backend=None`` picks the op's kernel where device and sizes allow; a named backend binds every op that it implements
-and never slips to another. ``OpBackends`` names one op by op.
+An op has one implementation per backend. Its XLA implementation is the reference for the others. With ``backend=None``
+an op uses its Pallas kernel if the device and the sizes allow it, and XLA otherwise. A named backend is used for every
+op that implements it; if it cannot serve such an op, that is an error, and no other backend is tried. ``OpBackends``
+names a backend for each op.
 
     xla               plain JAX, on any device
     pallas            the kernels of ``pallas_kernels``, on the GPUs that ``pallas_kernels.language.target`` lists
     pallas_simulated  the same kernels run in NumPy on the host, on any device: slow, and checked for races
 
-    cache_update      rounding and storing of new tokens, whole or piece by piece
-    indexer_scores    score of every entry for every query of a CSA layer
-    top_k             the entries of the largest scores
+    cache_update      rounding and storing of new tokens, as a whole or in steps
+    indexer_scores    the score of every entry for every query of a CSA layer
+    top_k             the entries with the largest scores
     decode_attention  attention over window and entries
     gather_rows       stored rows as dense ones
 
-A further backend of an op is one module: a class with the methods of the op's protocol in ``ops``, and
-``ops.TOP_K.register("mine", MyTopK())`` for example.
+To add a backend for an op, write a class with the methods of the op's protocol in ``ops`` and register it, for example
+with ``ops.TOP_K.register("mine", MyTopK())``.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ XLA, PALLAS, SIMULATED = "xla", "pallas", "pallas_simulated"
 
 
 class Implementation(Protocol):
-    """What every implementation of an op says of itself."""
+    """The method that implementations of all ops share."""
 
     def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
-        """Why it does not serve a plan's layers of a kind on the device that is compiled for; None where it does.
+        """Return why this implementation cannot serve a plan's layers of a kind on the target device, or None.
 
-        Without a plan the question is about the device alone: what moves rows and encodes none serves every plan.
+        With ``plan`` None only the device is checked. This is for operations that move rows without encoding any, which
+        work for every plan.
         """
         ...
 
 
 class Anywhere:
-    """An implementation in plain JAX: it serves every plan, on any device."""
+    """Base class of implementations in plain JAX, which serve every plan on any device."""
 
     def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
         del plan, kind
@@ -49,14 +51,14 @@ class Anywhere:
 
 
 class Op[T: Implementation]:
-    """An op and its implementations, by the names of their backends."""
+    """An op and its implementations, by backend name."""
 
     def __init__(self, name: str):
         self.name = name
         self._implementations: dict[str, T] = {}
 
     def register(self, backend: str, implementation: T) -> None:
-        """Make an implementation known. ValueError for a name that is taken."""
+        """Add an implementation. Raises ValueError if the name is taken."""
         if backend in self._implementations:
             raise ValueError(f"{self.name} has a backend {backend!r} already")
         self._implementations[backend] = implementation
@@ -69,24 +71,24 @@ class Op[T: Implementation]:
         return tuple(self._implementations)
 
     def choose(self, backend: Backend, plan: CachePlan | None, kind: AttentionType) -> str:
-        """The name of the backend that serves this op for a plan's layers of a kind.
+        """Return the name of the backend that serves this op for a plan's layers of a kind.
 
         Raises:
-          ValueError: unknown name, or a named backend that cannot serve; the message says why.
+          ValueError: the name is unknown, or the named backend cannot serve; the message says why.
         """
         check_name(backend)
         name = getattr(backend, self.name) if isinstance(backend, OpBackends) else backend
         if name is None:
             fastest = self._implementations.get(PALLAS)
             return XLA if fastest is None or fastest.unsupported(plan, kind) is not None else PALLAS
-        if name not in self._implementations:  # the name is of other ops
+        if name not in self._implementations:  # the name belongs to other ops
             return XLA
         if (reason := self._implementations[name].unsupported(plan, kind)) is not None:
             raise ValueError(f"backend={name!r} cannot serve {self.name}: {reason}")
         return name
 
     def of(self, backend: Backend, plan: CachePlan | None, kind: AttentionType) -> T:
-        """The implementation that ``choose`` names."""
+        """Return the implementation that ``choose`` names."""
         return self._implementations[self.choose(backend, plan, kind)]
 
 
@@ -94,7 +96,10 @@ class Op[T: Implementation]:
 class OpBackends:
     """A backend for each op: a name from ``backends()``, or None for the fastest available.
 
-    Serves wherever a backend's name does, and like it is hashable: jit takes it as a static argument.
+    It can be given wherever a backend's name can. It is hashable, so jit can take it as a static argument.
+
+    Raises:
+      ValueError: an op has no backend of that name.
     """
 
     cache_update: str | None = None
@@ -115,17 +120,17 @@ _OPS: dict[str, Op] = {}
 
 
 def declare(name: str) -> Op:
-    """An op without implementations, known to ``backends()``."""
+    """Return the op of this name. A new one has no implementations, and is listed by ``backends()``."""
     return _OPS.setdefault(name, Op(name))
 
 
 def backends() -> dict[str, tuple[str, ...]]:
-    """Op name -> the backends that implement it."""
+    """Return the name of each op and the names of the backends that implement it."""
     return {name: op.backends for name, op in _OPS.items()}
 
 
 def check_name(backend: Backend) -> None:
-    """ValueError for what names no backend of any op."""
+    """Raise ValueError if ``backend`` is a name that no op has an implementation for."""
     names = sorted({name for known in backends().values() for name in known})
     if backend is not None and not isinstance(backend, OpBackends) and backend not in names:
         raise ValueError(f"backend must be None or one of {names}, or an OpBackends; got {backend!r}")

@@ -1,7 +1,6 @@
-"""The call of a layer: which requests it is for, what it may do with each, and what their new tokens bring.
+"""The arguments of one call of a layer: its requests, how much of each may be stored, and what the tokens contribute.
 
-Made once, in ``LayerCall.begin``, and handed to everything that stores and attends. A grant that the call cannot use
-is withdrawn there.
+``LayerCall.begin`` makes one and withdraws grants that the call cannot use. All functions that store or attend take it.
 """
 
 from __future__ import annotations
@@ -22,26 +21,29 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import Streams
 
-Normed = tuple[Streams, jax.Array]  # what new tokens contribute to entries, and the weight of the entries' norm
+Normed = tuple[Streams, jax.Array]  # what new tokens contribute to entries, and the norm weight of the entries
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRows:
-    """What T new tokens of each request bring to a layer's cache, before any rounding. What is None is not stored."""
+    """What T new tokens of each request contribute to a layer's cache, before rounding.
 
-    kv: jax.Array | None  # f32 [B, T, head_dim] window rows, normed and roped
-    entry: Normed | None  # of the compressor: streams [B, T, ...] and norm weight; None for SWA
-    key: Normed | None  # of the indexer's compressor; CSA only
+    Parts that are None are not stored.
+    """
+
+    kv: jax.Array | None  # f32 [B, T, head_dim] window rows, after norm and rope
+    entry: Normed | None  # from the compressor: streams [B, T, ...] and norm weight; None for SWA
+    key: Normed | None  # from the indexer's compressor; CSA only
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens T."""
         leaves = [leaf for leaf in jax.tree.leaves(self) if leaf.ndim == 3]
         return leaves[0].shape[1]
 
     def first(self, num_tokens: int) -> TokenRows:
-        """The rows of the first tokens."""
+        """Return the rows of the first ``num_tokens`` tokens."""
 
         def cut(normed: Normed | None) -> Normed | None:
             return normed and (jax.tree.map(lambda leaf: leaf[:, :num_tokens], normed[0]), normed[1])
@@ -53,12 +55,12 @@ class TokenRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """The rows of one call in one layer."""
+    """The batch of one call, and the layer that it is for."""
 
     stack: LayerStack  # all layers of the kind
-    index: jax.Array | int  # the layer's place in the stack
+    index: jax.Array | int  # the layer's index in the stack
     block_table: jax.Array  # int32 [requests, max_blocks], -1 = none
-    batch: Batch  # slot -1 where a row is padding, or was not granted what it asks for
+    batch: Batch  # slot -1 if a row is padding, or was not granted its tokens
     kind: AttentionType = dataclasses.field(metadata={"static": True})
     plan: CachePlan = dataclasses.field(metadata={"static": True})
 
@@ -72,10 +74,10 @@ class LayerCall:
         num_new: jax.Array,
         num_tokens: int,
     ) -> tuple[KVCache, LayerCall]:
-        """What each row may do in a call of T tokens.
+        """Determine what each row may do in a call with ``num_tokens`` tokens. Returns the cache and the call.
 
-        A row that names more tokens than T stores nothing. Its grant is withdrawn, so that neither another layer nor
-        ``advance`` counts what was never stored.
+        A row whose num_new exceeds ``num_tokens`` stores nothing. Its grant is withdrawn in the returned cache, so that
+        neither another layer nor ``advance`` counts tokens that were never stored.
         """
         tables = withdraw_grants(cache.tables, slots, num_new > num_tokens)
         start, count = granted_tokens(tables, slots, num_new)
@@ -85,7 +87,7 @@ class LayerCall:
 
     @classmethod
     def of(cls, cache: KVCache, kind: AttentionType, index: jax.Array | int, batch: Batch) -> LayerCall:
-        """The call of a batch that is known to be granted."""
+        """Make the call for a batch whose tokens are known to be granted."""
         return cls(
             stack=cache.stack(kind),
             index=index,
@@ -97,26 +99,26 @@ class LayerCall:
 
     @property
     def ratio(self) -> int:
-        """Tokens of an entry."""
+        """Tokens per entry."""
         return self.plan.cfg.ratio(self.kind)
 
     @property
     def phase(self) -> jax.Array:
-        """int32 [B]: tokens that a request's unfinished block holds before the call."""
+        """How many tokens each request's unfinished block has before the call, int32 [B]."""
         return self.batch.start % self.ratio
 
     @property
     def first_entry(self) -> jax.Array:
-        """int32 [B]: number of the first entry that the call can complete."""
+        """The number of the first entry that the call can complete, int32 [B]."""
         return self.batch.start // self.ratio
 
     def positions(self, num_tokens: int) -> jax.Array:
-        """int32 [B, T] position of each token, -1 past a row's own."""
+        """Return the position of each token, int32 [B, T]; -1 past a row's own tokens."""
         token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
         return jnp.where(token < self.batch.num_new[:, None], self.batch.start[:, None] + token, -1)
 
     def window(self, fresh: KVRows | None) -> SlidingWindow:
-        """The windows of the batch, with rows that are not stored yet beside them."""
+        """Return the windows of the batch. ``fresh`` are rows that are not stored yet."""
         return SlidingWindow(
             state=self.stack.state,
             index=self.index,
@@ -128,7 +130,7 @@ class LayerCall:
 
     @property
     def entries(self) -> PooledLayer | None:
-        """The layer's entries as the batch sees them; None where the kind has none."""
+        """The layer's entries as seen by the batch; None if the kind has no entries."""
         if self.stack.pool is None:
             return None
         return PooledLayer(

@@ -1,7 +1,7 @@
-"""Compressors: from the input of new tokens to their streams, and from pooled rows to finished entries.
+"""Compressors: the streams of new tokens, and the steps from pooled rows to finished entries.
 
-A token contributes a key row k and a gate logit z per channel, both projections of its input. ``tails`` pools them;
-an entry is then normed, and roped at the position of its block's first token.
+Each token contributes a key row k and a gate logit z per channel, both projections of its input. ``tails`` pools them.
+A pooled row then gets a norm, and a rope at the position of its block's first token.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from dsv4jax.weights.params import CompressorParams, IndexerParams
 def project_streams(
     params: CompressorParams, x: jax.Array, start: jax.Array, ratio: int, dtype: Any, *, overlap: bool
 ) -> Streams:
-    """k = x W_kv and z = x W_gate + ape[position mod ratio].
+    """Compute k = x W_kv and z = x W_gate + ape[position mod ratio].
 
     Args:
+      params: the compressor's weights.
       x: [B, T, hidden].
-      start: int32 [B] position of each request's first new token.
-      dtype: the tails'; every stream is rounded to it at once, so that an entry does not depend on how its tokens were
-        split over calls.
+      start: int32 [B], position of each request's first new token.
+      ratio: tokens per entry.
+      dtype: dtype of the tails. Streams are rounded to it at once, so that an entry does not depend on how its tokens
+        were split over calls.
       overlap: True for CSA, which has two streams.
     """
 
     def rounded(stream: jax.Array) -> jax.Array:
-        # The barrier keeps XLA from dropping a round trip through a narrower dtype.
+        # The barrier keeps XLA from removing the conversion to a narrower dtype and back.
         return stream if dtype == jnp.float32 else lax.optimization_barrier(stream.astype(dtype)).astype(jnp.float32)
 
     slot = (start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]) % ratio
@@ -53,9 +55,9 @@ def project_tokens(
     plan: CachePlan,
     kind: AttentionType,
 ) -> TokenRows:
-    """What new tokens x [B, T, hidden] from positions start [B] on contribute to entries, and to the indexer's.
+    """Compute what tokens x [B, T, hidden] at positions from start int32 [B] contribute to entries and indexer keys.
 
-    x is finite past a row's tokens: the projections of all T are computed.
+    x must be finite even past a row's own tokens, because the projections of all T tokens are computed.
     """
 
     def normed(params: CompressorParams | None) -> Normed | None:
@@ -70,7 +72,10 @@ def project_tokens(
 def finish_entries(
     pooled: jax.Array, norm: jax.Array, first: jax.Array, kind: AttentionType, cfg: DSV4Config
 ) -> jax.Array:
-    """RMSNorm and rope of pooled rows [B, N, dim]; row n is entry first + n, at position ratio * (first + n)."""
+    """Apply RMSNorm and rope to pooled rows [B, N, dim].
+
+    Row n of request b is entry first[b] + n, whose rope position is ratio * (first[b] + n).
+    """
     ratio, freqs = cfg.ratio(kind), rope_frequencies(cfg, kind)
     entry = first[:, None] + jnp.arange(pooled.shape[1], dtype=jnp.int32)[None]
     return apply_rope(rms_norm(pooled, norm, cfg.norm_eps), ratio * entry, freqs)

@@ -1,4 +1,4 @@
-"""Stored entries as dense rows."""
+"""Gathers of stored entries into dense rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.ops import GATHER_ROWS
 from dsv4jax.plan import CachePlan
 
-_ANY_KIND = AttentionType.SWA  # entries of all kinds are rows of one format
+_ANY_KIND = AttentionType.SWA  # entries of all kinds have the same row format
 
 
 def gather_compressed(
@@ -28,18 +28,24 @@ def gather_compressed(
     dtype: Any = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
-    """Chosen entries as dense rows. K = V: the one array serves as both.
+    """Gather chosen entries as dense rows, which serve as both K and V.
 
     Args:
-      index: layer's place in its stack.
-      block_table: int32 [requests, max_blocks].
-      slots: int32 [B].
-      picks: int32 [B, ...] entry numbers, -1 = none.
+      pool: the entries of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
+      block_table: int32 [requests, max_blocks], -1 = none.
+      slots: int32 [B], -1 = none.
+      picks: int32 [B, ...], entry numbers, -1 = none.
+      plan: the cache's plan.
       dtype: of the result, f32 or bf16.
-      backend: None for the fastest available, or a name from ``backends()``.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Returns:
       dtype [B, ..., head_dim], zero where there is no entry.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown, or cannot serve this plan.
     """
     check_batch(slots=slots)
     check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
@@ -59,10 +65,18 @@ def gather_all_compressed(
     dtype: Any = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
-    """The first ``num_entries[b]`` entries of each request as dense rows.
+    """Gather the first num_entries[b] entries of each request as dense rows, which serve as both K and V.
+
+    Args:
+      num_entries: int32 [B], number of entries to gather for each request.
+      pool, index, block_table, slots, plan, dtype, backend: as for ``gather_compressed``.
 
     Returns:
       dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown, or cannot serve this plan.
     """
     check_batch(slots=slots, num_entries=num_entries)
     layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
@@ -70,7 +84,7 @@ def gather_all_compressed(
 
 
 class XLAGatherRows(Anywhere):
-    """The gathers in plain JAX."""
+    """Both gathers in plain JAX."""
 
     def picked(self, layer: PooledLayer, picks: jax.Array, dtype: Any) -> jax.Array:
         return layer.rows(picks).astype(dtype)

@@ -1,9 +1,10 @@
-"""LayerCacheHandle: one layer's cache as one call of a model sees it.
+"""LayerCacheHandle: one layer's cache, for the batch of one call.
 
-For those who write their own layer: the same pieces that ``attention_layer`` is made of, with the indices of a batch
-already resolved. A handle is a value: a write returns a new one, and ``.cache`` gives the cache back. Use it in a jit
-that donates the cache: outside of one, every write copies what it changes. A handle remembers T once it has written:
-out of a branch or a loop give its ``.cache``, and acquire again.
+This is for those who write their own layer. It offers the steps that ``attention_layer`` is made of, with the indices
+of the batch already resolved. A handle is a value: a write returns a new handle, and ``.cache`` is the updated cache.
+Use it inside a jit that donates the cache; otherwise every write copies the arrays that it changes. After its first
+write a handle knows T, as a static value. Therefore return ``.cache`` from a branch or loop instead of the handle, and
+call ``acquire`` again.
 
     handle = acquire(cache, layer, slots, num_new)
     handle = handle.flush_compression(compressor, x, indexer)
@@ -40,18 +41,18 @@ from dsv4jax.weights.params import CompressorParams, IndexerParams
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SWAView:
-    """The stored windows of a batch, as bytes."""
+    """The stored windows of a batch, still encoded."""
 
     rows: KVRows  # [B, n_win, ...]
     positions: jax.Array  # int32 [B, n_win], -1 = empty
-    head: jax.Array  # int32 [B] row the next token goes to
+    head: jax.Array  # int32 [B] the row that the next token goes to
     slots: jax.Array  # int32 [B]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClassicalView:
-    """One layer's compressed entries, as bytes, and who owns which block."""
+    """One layer's compressed entries, still encoded, and which blocks belong to which request."""
 
     rows: KVRows  # [num_blocks, entries_per_block, ...]
     block_table: jax.Array  # int32 [B, max_blocks], -1 = none
@@ -61,7 +62,7 @@ class ClassicalView:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerView:
-    """One CSA layer's indexer keys, as bytes."""
+    """One CSA layer's indexer keys, still encoded."""
 
     keys: KeyRows  # [num_blocks, entries_per_block, ...]
     block_table: jax.Array  # int32 [B, max_blocks], -1 = none
@@ -71,17 +72,17 @@ class IndexerView:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCacheHandle:
-    """Read and write interface to one layer for a batch. Build it with ``acquire``."""
+    """Reads and writes one layer's cache for a batch. Make one with ``acquire``."""
 
     cache: KVCache
-    index: jax.Array  # int32 [] place in the kind's stack
-    slots: jax.Array  # int32 [B] request of each row; -1 where it is padding, not admitted or not granted its tokens
+    index: jax.Array  # int32 [] the layer's index in its stack
+    slots: jax.Array  # int32 [B] request of each row; -1 if it is padding, not admitted or not granted its tokens
     start: jax.Array  # int32 [B] tokens stored before this call
     num_new: jax.Array  # int32 [B] tokens of this call
     kind: AttentionType = dataclasses.field(metadata={"static": True})
     schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
     backend: Backend = dataclasses.field(metadata={"static": True})
-    tokens: int | None = dataclasses.field(default=None, metadata={"static": True})  # T, once an array of T was written
+    tokens: int | None = dataclasses.field(default=None, metadata={"static": True})  # T, known after the first write
 
     @property
     def num_query_heads(self) -> int:
@@ -98,7 +99,7 @@ class LayerCacheHandle:
 
     @property
     def entries(self) -> PooledLayer:
-        """The layer's entries as the requests of this batch see them. ValueError where the kind has none."""
+        """The layer's entries as seen by the requests of this batch. Raises ValueError if the kind has none."""
         entries = self._call.entries
         if entries is None:
             raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: it has no compressed entries")
@@ -106,27 +107,34 @@ class LayerCacheHandle:
 
     @property
     def num_entries(self) -> jax.Array:
-        """int32 [B] entries complete once this call's tokens are stored, where num_new is at most T."""
+        """Number of entries that are complete once this call's tokens are stored, int32 [B], for num_new <= T."""
         ratio = self.schema.compression_ratio
         return (self.start + self.num_new) // ratio if ratio else jnp.zeros_like(self.start)
 
     def positions(self, num_tokens: int) -> jax.Array:
-        """int32 [B, T] position of each of this call's T tokens, -1 past num_new, and where num_new exceeds T."""
+        """Return the position of each of this call's T tokens, int32 [B, T].
+
+        It is -1 past num_new, and in the whole row if num_new exceeds T.
+        """
         self._check_tokens(num_tokens)
         call = self._call
         return dataclasses.replace(call, batch=call.batch.fitting(num_tokens)).positions(num_tokens)
 
     def visible(self, num_tokens: int) -> jax.Array:
-        """int32 [B, T] entries that each of this call's T tokens sees, its own included; 0 past num_new."""
-        self.entries  # noqa: B018  refuses an SWA layer
+        """Return how many entries each of this call's T tokens sees, int32 [B, T]; 0 past num_new.
+
+        This includes the entry that the token itself completes.
+        """
+        self.entries  # noqa: B018  raises for an SWA layer
         return (self.positions(num_tokens) + 1) // self.schema.compression_ratio
 
     def window(self, kv: jax.Array | None = None) -> SlidingWindow:
-        """The windows of this batch, for ``decode_attention``.
+        """Return the windows of this batch, for ``decode_attention``.
 
         Args:
-          kv: f32 [B, T, head_dim] this call's key rows, before ``write_swa``. None after it, where T is 1: of more
-            tokens the late ones overwrite what the early ones see.
+          kv: f32 [B, T, head_dim], this call's key rows, if they are not written yet. After ``write_swa``, give None;
+            this works only for T = 1, because with more tokens the late ones have overwritten rows that the early ones
+            see.
         """
         cfg, fresh = self.cache.plan.cfg, None
         if kv is not None:
@@ -139,7 +147,10 @@ class LayerCacheHandle:
             raise ValueError(f"expected T = {self.tokens} tokens as in what was written, got {num_tokens}")
 
     def _taking(self, num_tokens: int) -> LayerCacheHandle:
-        """The handle of a call of T tokens: a row that names more is a no-op, and its grant is withdrawn."""
+        """Return the handle for a call with T tokens.
+
+        Rows that name more become no-ops, and their grants are withdrawn.
+        """
         self._check_tokens(num_tokens)
         more = self.num_new > num_tokens
         return dataclasses.replace(
@@ -151,7 +162,7 @@ class LayerCacheHandle:
         )
 
     def write_swa(self, kv: jax.Array) -> LayerCacheHandle:
-        """Round key rows f32 [B, T, head_dim] (normed, roped) and write them into the window."""
+        """Round key rows f32 [B, T, head_dim], which have norm and rope applied, and write them into the window."""
         cfg = self.cache.plan.cfg
         check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
         taking = self._taking(kv.shape[1])
@@ -160,10 +171,17 @@ class LayerCacheHandle:
     def flush_compression(
         self, params: CompressorParams, x: jax.Array, indexer: IndexerParams | None = None
     ) -> LayerCacheHandle:
-        """Feed x [B, T, hidden] to the compressor(s): complete the entries it fills, store them, update the tails.
+        """Feed x [B, T, hidden] to the compressors: store the entries that it completes, and update the tails.
 
-        Tails and entries are written together because T tokens may fill several blocks while a tail holds one.
-        ``indexer`` is required for CSA layers, and only there.
+        Tails and entries are written together, because T tokens may fill several blocks while a tail holds only one.
+
+        Args:
+          params: the weights of the compressor.
+          x: f32 or bf16 [B, T, hidden], the input of the layer.
+          indexer: the weights of the indexer; required for CSA layers, and not allowed for others.
+
+        Raises:
+          ValueError: the layer is SWA, or ``indexer`` is missing or not allowed.
         """
         if (indexer is not None) != self.kind.is_indexed:
             raise ValueError(
@@ -171,7 +189,7 @@ class LayerCacheHandle:
             )
         hidden = self.cache.plan.cfg.hidden_size
         check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, FLOATS)
-        self.entries  # noqa: B018  refuses an SWA layer
+        self.entries  # noqa: B018  raises for an SWA layer
         taking = self._taking(x.shape[1])
         rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind)
         return taking._stored(rows)
@@ -182,37 +200,37 @@ class LayerCacheHandle:
         return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
 
     def gather_swa(self) -> tuple[jax.Array, jax.Array]:
-        """(rows f32 [B, n_win, head_dim], positions int32 [B, n_win]) of the window, oldest first, -1 = empty."""
+        """Return the window, oldest first: rows f32 [B, n_win, head_dim], positions int32 [B, n_win], -1 = empty."""
         call = self._call
         return gather_swa(call.stack.state, self.index, self.slots, self.start + self.num_new, plan=self.cache.plan)
 
     def gather_compressed(self, picks: jax.Array) -> jax.Array:
-        """Entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim]. K = V."""
+        """Gather entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim], both K and V."""
         layer = self.entries
         place = layer.pool, layer.index, layer.block_table, layer.slots
         return gather_compressed(*place, picks, plan=layer.plan, backend=self.backend)
 
     def gather_all_compressed(self) -> jax.Array:
-        """All complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
+        """Gather all complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
         layer = self.entries
         place = layer.pool, layer.index, layer.block_table, layer.slots
         return gather_all_compressed(*place, self.num_entries, plan=layer.plan, backend=self.backend)
 
     def read_swa_view(self) -> SWAView:
-        """The stored window rows of this batch; those of slot -1 mean nothing."""
+        """Return the stored window rows of this batch. Those of slot -1 are meaningless."""
         state = self._call.stack.state
         rows, positions = read_slots((state.window, state.pos), self.index, self.slots)
         head = (self.start + self.num_new) % self.cache.plan.cfg.sliding_window
         return SWAView(rows=rows, positions=positions, head=head, slots=self.slots)
 
     def read_classical_view(self) -> ClassicalView:
-        """The layer's stored entries, addressed through this batch's block tables."""
+        """Return the layer's stored entries, with this batch's rows of the block table."""
         table, lens = self._block_rows()
         rows = jax.tree.map(lambda leaf: leaf[self.index], self.entries.pool.entries)
         return ClassicalView(rows=rows, block_table=table, block_lens=lens)
 
     def read_indexer_view(self) -> IndexerView:
-        """CSA only: the layer's stored indexer keys."""
+        """Return the layer's stored indexer keys, with this batch's rows of the block table. CSA only."""
         stored = self.entries.pool.indexer_keys
         if stored is None:
             raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: only CSA layers have indexer keys")
@@ -233,13 +251,18 @@ class LayerCacheHandle:
 def acquire(
     cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array, backend: Backend = None
 ) -> LayerCacheHandle:
-    """A handle on one layer for this call's batch.
+    """Return a handle on one layer for the batch of this call.
 
     Args:
+      cache: the cache, after ``prepare_forward``.
       layer: static number of the layer in the model.
-      slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op; one with
-        num_new 0 only reads.
+      slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted its tokens becomes a no-op.
+        A row with num_new 0 only reads.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Raises:
+      AssertionError: (chex) an argument's shape or dtype is wrong.
+      ValueError: the model has no such layer, or the backend is unknown.
     """
     check_name(backend)
     check_batch(slots=slots, num_new=num_new)

@@ -1,8 +1,8 @@
-"""Lightning indexer: which entries a query of a CSA layer reads.
+"""The lightning indexer, which decides which entries a query of a CSA layer reads.
 
     I_s = sum over heads h of w_h * relu(q_h . k_s)      for visible entries s; the top_k largest are read
 
-Queries and keys are rotated by the Hadamard matrix after their rope, then rounded in the keys' format (4-bit formats).
+Queries and keys are multiplied by a Hadamard matrix after their rope. With 4-bit key formats, both are then rounded.
 """
 
 from __future__ import annotations
@@ -32,37 +32,52 @@ def indexer_queries(
     plan: CachePlan,
     backend: str = XLA,
 ) -> jax.Array | KeyRows:
-    """f32 [B, T, indexer_heads, indexer_head_dim]: projected, roped, rotated; to be rounded as the keys are.
+    """Compute the indexer's queries: project ``q_latent`` [B, T, q_lora_rank], then apply rope and Hadamard transform.
 
-    The backend is that of ``indexer_scores``; a kernel rounds them too.
+    Args:
+      backend: the backend of ``indexer_scores``.
+
+    Returns:
+      f32 [B, T, indexer_heads, indexer_head_dim], which the caller rounds as the keys are; or, if the backend is a
+      kernel, queries already rounded by it.
     """
     cfg = plan.cfg
-    # Apart from the main queries' product: XLA would join the two, and their weights, 84 MB, in every step.
+    # The barrier keeps this product separate from that of the main queries. XLA would otherwise concatenate the weights
+    # of both, 84 MB, in every step.
     q_latent = lax.optimization_barrier(q_latent)
     q = linear(q_latent, params.q_b).reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
     return INDEXER_SCORES[backend].queries(q, positions, freqs, plan)
 
 
 def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Array:
-    """w, f32 [B, T, indexer_heads], signed; carries both of the indexer's scale factors."""
+    """Compute the signed weights w of the heads, f32 [B, T, indexer_heads].
+
+    Both scale factors of the indexer are included.
+    """
     return linear(x, params.head_weights) * (plan.cfg.indexer_head_dim**-0.5 * plan.cfg.indexer_heads**-0.5)
 
 
 def masked(score: jax.Array, seen: jax.Array) -> jax.Array:
-    """-inf where not seen, and only there: a visible entry that scores -inf must still beat those that are not."""
+    """Return ``score``, but -inf where not ``seen``, and only there.
+
+    A visible entry with score -inf is raised to the smallest finite number, so that it still ranks above invisible
+    ones.
+    """
     return jnp.where(seen, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
 
 
 def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: jax.Array) -> jax.Array:
-    """f32 [B, T, max_entries]; -inf at and past ``visible`` [B, T], and only there.
+    """Compute the scores of all entries, f32 [B, T, max_entries].
 
-    By tiles of entries: no per-head score of a whole context ever exists.
+    Scores from ``visible`` int32 [B, T] on are -inf, and only these. Computed in tiles of entries, so that the scores
+    of the individual heads never exist for the whole context at once.
     """
 
     def fold(out: jax.Array, first: jax.Array | int, entry: jax.Array, seen: jax.Array) -> jax.Array:
         dots = jnp.einsum("bthd,bkd->bthk", queries, layer.keys(entry), precision=lax.Precision.HIGHEST)
         total = jnp.einsum("bth,bthk->btk", weights, jnp.maximum(dots, 0.0), precision=lax.Precision.HIGHEST)
-        # NaN goes first: left as it is, its sign bit, which differs between machines, would place it first or last.
+        # NaN ranks first. Left as NaN it would rank first or last depending on its sign bit, which differs between
+        # machines.
         total = masked(jnp.where(jnp.isnan(total), jnp.inf, total), seen)
         return lax.dynamic_update_slice_in_dim(out, total, first, axis=2)
 
@@ -74,14 +89,14 @@ def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: 
 
 
 def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
-    """Entry numbers of the largest scores, int32 [B, T, min(top_k, entries)], ascending; then -1.
+    """Return the numbers of the entries with the largest scores, int32 [B, T, min(top_k, entries)], ascending, then -1.
 
-    Of equal scores the first. A NaN score ranks first in its own row and disturbs no other. What stands at and past
-    ``visible`` [B, T] has no influence.
+    Among equal scores the lowest entry is picked. A NaN score ranks first in its own row and does not affect other
+    rows. Scores from ``visible`` int32 [B, T] on are ignored.
     """
     entry = jnp.arange(score.shape[-1], dtype=jnp.int32)
-    # As the kernel ranks and orders them: attention then sums in one order, whichever has picked. To XLA -0 is below 0,
-    # and a NaN's sign counts.
+    # Rank and order exactly as the kernel does, so that attention sums in the same order for both. For XLA -0 would
+    # rank below 0, and the sign of a NaN would matter.
     score = jnp.where(score == 0, 0.0, jnp.where(jnp.isnan(score), jnp.nan, score))
     _, picks = lax.top_k(masked(score, entry[None, None] < visible[..., None]), min(top_k, score.shape[-1]))
     picks = jnp.sort(picks, axis=-1)
@@ -91,18 +106,22 @@ def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
 def select_entries(
     queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array, *, backend: Backend = None
 ) -> jax.Array:
-    """The entries each query reads.
+    """Return the entries that each query reads.
 
     Args:
-      queries: f32 [B, T, indexer_heads, indexer_head_dim], roped and rotated; rounded here as the keys are. Or
-        rounded already: rows [B, T, indexer_heads, ...] of the keys' format.
-      weights: f32 [B, T, indexer_heads], with the indexer's scale factors.
-      layer: of kind CSA.
-      visible: int32 [B, T] entries complete at each query: floor((p + 1) / ratio).
+      queries: f32 [B, T, indexer_heads, indexer_head_dim], after rope and Hadamard transform, which are rounded here as
+        the keys are; or already rounded, as rows [B, T, indexer_heads, ...] of the keys' format.
+      weights: f32 [B, T, indexer_heads], including the indexer's scale factors.
+      layer: the entries of a CSA layer.
+      visible: int32 [B, T], number of entries that are complete for each query, floor((p + 1) / ratio).
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Returns:
-      int32 [B, T, k], k = min(indexer_top_k, max_entries); the visible ones ascending, then -1.
+      int32 [B, T, k] with k = min(indexer_top_k, max_entries). The picked entries come in ascending order, then -1.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown.
     """
     plan, lead = layer.plan, visible.shape
     cfg, keys = plan.cfg, plan.keys
@@ -115,7 +134,7 @@ def select_entries(
         check_array("queries", queries, heads | {"indexer_head_dim": cfg.indexer_head_dim}, jnp.float32)
     check_array("weights", weights, heads, jnp.float32)
     entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None, None]
-    if layer.max_entries <= cfg.indexer_top_k:  # everything visible is read: no need to score
+    if layer.max_entries <= cfg.indexer_top_k:  # all visible entries are read, so there is no need to score them
         return jnp.where(entry < visible[..., None], entry, -1)
     if not isinstance(queries, KeyRows) and keys.rounds_queries:
         queries = keys.encode(queries)
@@ -124,7 +143,7 @@ def select_entries(
 
 
 class XLAIndexerScores(Anywhere):
-    """Scores in plain JAX."""
+    """Scores in plain JAX: the reference for the kernel."""
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         del plan
@@ -138,7 +157,7 @@ class XLAIndexerScores(Anywhere):
 
 
 class XLATopK(Anywhere):
-    """Picks in plain JAX."""
+    """Top-k in plain JAX: the reference for the kernel."""
 
     def pick(self, score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
         return pick(score, visible, top_k)

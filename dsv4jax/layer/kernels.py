@@ -1,7 +1,7 @@
-"""The bridge to ``pallas_kernels``: this library's values in the kernels' terms, as implementations of the ops.
+"""Implementations of the ops that call ``pallas_kernels``, translating this library's types to the kernels' arguments.
 
-Every class is registered twice: as ``pallas``, which asks for a GPU that has such kernels, and as ``pallas_simulated``,
-which runs them in NumPy on any device.
+Every class is registered twice: as ``pallas``, which requires a supported GPU, and as ``pallas_simulated``, which runs
+the kernels in NumPy on any device.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.tails import num_touched_blocks
 from pallas_kernels.language import target
 
-SCORED_TOGETHER = 8  # tokens of a request that a key is read for at a time: their queries fit in shared memory
+SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
 
 def layer_number(index: jax.Array | int) -> jax.Array:
-    """A layer's place in its stack as the kernels take it, int32 [1]."""
+    """Return a layer's index in its stack as the kernels expect it, int32 [1]."""
     return jnp.asarray(index, jnp.int32).reshape(1)
 
 
@@ -58,11 +58,11 @@ class _Kernels(abc.ABC):
 
     @abc.abstractmethod
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        """Why no kernel serves a plan's formats and sizes, or None where one does."""
+        """Return why no kernel serves a plan's formats and sizes, or None if one does."""
 
 
 class CacheUpdateKernels(_Kernels):
-    """``pallas_kernels.update``."""
+    """The kernels of ``pallas_kernels.update``."""
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
@@ -76,7 +76,7 @@ class CacheUpdateKernels(_Kernels):
         )
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
-        """The cache update of one layer in one launch."""
+        """Run the cache update of one layer as one launch."""
         cfg, plan, batch, num_tokens = call.plan.cfg, call.plan, call.batch, rows.num_tokens
         rope = ratio = None
         if rows.entry is not None:
@@ -146,7 +146,7 @@ def _streams(given: Normed | None) -> pk.Streams | None:
 
 
 class GatherRowsKernels(_Kernels):
-    """``pallas_kernels.gather``."""
+    """The kernels of ``pallas_kernels.gather``."""
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         return CacheUpdateKernels(self.simulate).unserved(plan, kind)
@@ -167,7 +167,7 @@ class GatherRowsKernels(_Kernels):
 
 
 class IndexerScoresKernels(_Kernels):
-    """``pallas_kernels.scores``, and its queries."""
+    """The kernels of ``pallas_kernels.scores``, and the kernel that makes their queries."""
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
@@ -185,7 +185,7 @@ class IndexerScoresKernels(_Kernels):
     def scores(
         self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
     ) -> jax.Array:
-        """A long chunk goes in as more rows of fewer tokens."""
+        """Score all entries. A chunk of many tokens is passed to the kernel as more rows with fewer tokens each."""
         assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
         (batch, tokens), together = visible.shape, min(visible.shape[1], SCORED_TOGETHER)
         groups = -(-tokens // together)
@@ -208,7 +208,7 @@ class IndexerScoresKernels(_Kernels):
 
 
 class TopKKernels(_Kernels):
-    """``pallas_kernels.selection``."""
+    """The kernels of ``pallas_kernels.selection``."""
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         return pk.unsupported_top_k(plan.cfg.indexer_top_k, plan.max_blocks * plan.entries_per_block(kind))
@@ -220,9 +220,10 @@ class TopKKernels(_Kernels):
 
 
 class DecodeAttentionKernels(_Kernels):
-    """``pallas_kernels.attention``, and its queries."""
+    """The kernels of ``pallas_kernels.attention``, and the kernel that makes their queries."""
 
-    # A draft of a few tokens for many requests should be one tile: each reads the weights of the heads again.
+    # Large enough for a draft of a few tokens for many requests to be one tile: every tile reads the heads' weights
+    # again.
     tile_bytes = 256 << 20
     gathers_picks = False
 
@@ -243,7 +244,7 @@ class DecodeAttentionKernels(_Kernels):
     def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array:
         window, entries = inputs.window, inputs.entries
         given = pk.AttentionInputs(
-            q=inputs.q.astype(jnp.float16),  # no-op where it is so already
+            q=inputs.q.astype(jnp.float16),  # no-op if it already is f16
             window=window.state.window,
             pos=window.state.pos,
             fresh=window.fresh,

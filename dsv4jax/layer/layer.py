@@ -1,13 +1,16 @@
-"""The attention layer over the cache: one path for prefill, decode and mixed batches.
+"""The attention layer over the cache, with one code path for prefill, decode and mixed batches.
 
     x -> key row -> window                        (append)
     x -> streams -> tails -> entries -> pool      (compress, flush, rotate)
     x -> queries -> window + entries -> y         (attend)
 
-The entry that token p completes is visible to query p, and every query reads rows as stored (rounded), those of its own
-chunk too. A decode step's row is in the window before its query reads it; a chunk's rows are read beside the window and
-appended last, because they overwrite what its early queries see. Queries run in tiles from W_qb to W_oa, so that a long
-chunk's heads and scores never all exist. A draft (``speculate``) is a chunk that writes its entries alone.
+The entry that token p completes is visible to query p. Every query reads rows as they are stored, that is rounded,
+including rows of its own chunk. In a decode step the new row is written to the window before its query reads it. The
+rows of a longer chunk are instead passed next to the window and appended last, because they overwrite rows that the
+chunk's early queries see.
+
+From W_qb to W_oa queries are processed in tiles, so that the heads and scores of a long chunk never exist all at once.
+A draft (see ``speculate``) is a chunk whose entries are written but not its window rows and tails.
 """
 
 from __future__ import annotations
@@ -50,31 +53,33 @@ def attention_layer(
     backend: Backend = None,
     model_axis: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Run one attention layer on new tokens and store what the cache keeps of them.
+    """Run one attention layer on new tokens, and store what the cache keeps of them.
 
-    Call it once per layer between ``prepare_forward`` and ``advance``. T = 1 is decode, T > 1 a prefill chunk; rows of
-    one batch may do either.
+    Call it once per layer between ``prepare_forward`` and ``advance``. T = 1 is a decode step, T > 1 a prefill chunk.
+    The rows of one batch may mix both.
 
     Args:
       params: the layer's weights, f32 or bf16.
-      x: f32 or bf16 [B, T, hidden], already input-normed; what is past a row's num_new is ignored, NaN included.
-      cache: the cache. Not donated here: the caller's jit decides.
+      x: f32 or bf16 [B, T, hidden], with the input norm applied. Values past a row's num_new are ignored, even NaN.
+      cache: the cache. It is not donated here; the caller's jit decides.
       layer: static number of the layer in the model.
       slots: int32 [B], distinct; -1 = padding row.
-      num_new: int32 [B], tokens of each row that are real, at most T. A row that ``prepare_forward`` did not grant so
-        many is left alone: its output is 0 and its request unchanged. So is one that names more than T, and its grant
-        is withdrawn: ``advance`` will not count what was not stored.
+      num_new: int32 [B], number of real tokens in each row, at most T. If ``prepare_forward`` did not grant a row that
+        many tokens, the row is skipped: its output is 0 and its request is unchanged. A row that names more than T
+        tokens is skipped too, and its grant is withdrawn, so that ``advance`` does not count tokens that were not
+        stored.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
-      model_axis: inside ``jax.shard_map``, the mesh axis over which heads are split: params are those of one shard
-        (``params_specs``), and y is summed over all.
+      model_axis: inside ``jax.shard_map``, the mesh axis over which heads are split. ``params`` are then those of one
+        shard (``params_specs``), and y is summed over all shards.
 
     Returns:
-      (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced). Not
-      differentiable in reverse mode: loops over a context end at its length, which is data.
+      (y [B, T, hidden] in x's dtype, 0 past num_new; the updated cache, whose lengths are not advanced yet).
+      Reverse-mode differentiation is not supported, because loops over a context end at its length, which is data.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: unknown layer or backend, weights of another kind of layer, heads that do not divide.
+      ValueError: the layer or backend is unknown, the weights belong to another kind of layer, or heads do not divide
+        by ``model_axis``.
     """
     kind, index = cache.locate(layer)
     return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis)
@@ -91,11 +96,24 @@ def attention_layer_at(
     backend: Backend = None,
     model_axis: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """As ``attention_layer``, for the ``index``-th layer of a static kind; a traced index serves scans over layers.
+    """Run the ``index``-th layer of a static kind, as ``attention_layer`` does. A scan over layers can trace the index.
 
-    An index out of range is a ValueError where it is known. Under a traced one every row is left alone, as a row is
-    that names more tokens than x has: y is 0, nothing is stored here, and grants are withdrawn, so that ``advance``
-    counts nothing. What other layers have stored of the pass is not undone: release its requests.
+    If the index is known at trace time, an index out of range raises ValueError. If it is traced, an index out of range
+    skips every row, as if it named more tokens than x has: y is 0, nothing is stored in this layer, and grants are
+    withdrawn, so that ``advance`` counts nothing. What other layers have already stored in this pass is not undone;
+    release the requests of the pass.
+
+    Args:
+      kind: static kind of the layer.
+      index: the layer's index in its kind's stack, an int or int32 [].
+      params, x, cache, slots, num_new, backend, model_axis: as for ``attention_layer``.
+
+    Returns:
+      As ``attention_layer``.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: as for ``attention_layer``, or the index is out of range or the model has no layer of this kind.
     """
     options = RunOptions(backend=backend, model_axis=model_axis)
     y, cache, _ = run_layer(params, x, cache, AttentionType(kind), index, slots, num_new, options)
@@ -104,14 +122,14 @@ def attention_layer_at(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a layer is run, besides on what."""
+    """Options of a layer's run."""
 
     backend: Backend = None
     model_axis: str | None = None  # the mesh axis over which heads are split
-    is_draft: bool = False  # leave windows and tails as they are, and hand out what ``commit`` needs
+    is_draft: bool = False  # do not change windows and tails, and return what ``commit`` needs
 
 
-Draft = tuple[Batch, TokenRows]  # the rows of a draft's batch, and what its tokens bring
+Draft = tuple[Batch, TokenRows]  # the batch of a draft, and what its tokens contribute
 
 
 def run_layer(
@@ -126,14 +144,14 @@ def run_layer(
 ) -> tuple[jax.Array, KVCache, Draft | None]:
     """Check the arguments of a layer and run it.
 
-    A draft's cache comes back with the same windows and tails, and new entries behind each request's own.
+    For a draft, the returned cache has the same windows and tails, and new entries past the end of each request's own.
     """
     plan = plan_of_heads(cache.plan, options.model_axis)
     cfg = plan.cfg
     check_batch(slots=slots, num_new=num_new)
     check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, FLOATS)
     check_params(params, cfg, kind)
-    cache.stack(kind)  # the model has such layers
+    cache.stack(kind)  # raises if the model has no such layers
     depth = len(cache.plan.layers(kind))
     if isinstance(index, Tracer):
         nearest = jnp.clip(index, 0, depth - 1)
@@ -152,7 +170,7 @@ def run_layer(
     return _run_layer(params, x, cache, index, slots, num_new, kind=kind, options=chosen)
 
 
-# Jitted so that the layers of a kind are traced once; it donates nothing.
+# Jitted so that all layers of a kind are traced once. It donates nothing.
 @functools.partial(jax.jit, static_argnames=("kind", "options"))
 def _run_layer(
     params: AttentionParams,
@@ -165,7 +183,7 @@ def _run_layer(
     kind: AttentionType,
     options: RunOptions,
 ) -> tuple[jax.Array, KVCache, Draft | None]:
-    """``options.backend`` names the backend of every op that the kind runs."""
+    """Run a layer whose arguments are checked. ``options.backend`` names a backend for every op that the kind uses."""
     plan, backends = plan_of_heads(cache.plan, options.model_axis), _named(options.backend)
     cfg = plan.cfg
     batch, given_tokens, _ = x.shape
@@ -206,8 +224,8 @@ def _run_layer(
     if options.model_axis is not None:
         y = lax.psum(y, options.model_axis)
     y = jnp.where(real[..., None], y, 0.0).astype(x.dtype)[:, :given_tokens]
-    # The next write into these buffers waits for this layer's reads: without this, XLA may order the write first and
-    # keep a copy of the pool, or of the window, for the read.
+    # Make the next write into these buffers wait for this layer's reads. Otherwise XLA may schedule the write first and
+    # keep a copy of the pool or window for the reads.
     y, stack = lax.optimization_barrier((y, call.stack))
     if options.is_draft:
         draft = call.batch, dataclasses.replace(rows, kv=kv).first(given_tokens)
@@ -226,9 +244,9 @@ def _named(backend: Backend) -> OpBackends:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Queries:
-    """What queries are made of, for every token."""
+    """What the queries of all tokens are computed from."""
 
-    latent: jax.Array  # [B, T, q_lora_rank] normed
+    latent: jax.Array  # [B, T, q_lora_rank] after norm
     positions: jax.Array  # int32 [B, T], -1 = padding
     head_weights: jax.Array | None  # f32 [B, T, indexer_heads]; None without an indexer
 
@@ -241,7 +259,7 @@ def _attend_tile(
     kind: AttentionType,
     backends: OpBackends,
 ) -> jax.Array:
-    """One tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32."""
+    """Process one tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32."""
     plan, cfg = window.plan, window.plan.cfg
     latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
     assert backends.decode_attention is not None
@@ -261,9 +279,9 @@ def _attend_tile(
 
 
 def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """W_oa: each group of heads of out [B, T, H, head_dim] by its own rows. [B, T, o_groups * o_lora_rank].
+    """Multiply each group of heads of out [B, T, H, head_dim] by its own rows of W_oa: [B, T, o_groups * o_lora_rank].
 
-    Summed in f32, and rounded to bf16 where W_ob takes it so: one pass over it less than as f32.
+    Sums are in f32. The result is bf16 if W_ob takes bf16, which saves a pass over an f32 result.
     """
     batch, tokens, _, _ = out.shape
     groups = out.reshape(batch, tokens, cfg.o_groups, -1)
@@ -280,7 +298,7 @@ def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Arra
 
 
 def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
-    """Tokens per query tile: as many as keep its temporaries near ``tile_bytes`` of attention, a power of two."""
+    """Return the tokens per query tile: the power of two that keeps temporaries near the attention's ``tile_bytes``."""
     cfg = plan.cfg
     assert backends.decode_attention is not None
     attends = DECODE_ATTENTION[backends.decode_attention]

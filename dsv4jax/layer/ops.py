@@ -1,4 +1,4 @@
-"""The ops that have more than one implementation: what each must do, and where they are registered."""
+"""The ops that have several implementations: the interface of each, and where to register implementations."""
 
 from __future__ import annotations
 
@@ -22,41 +22,44 @@ from dsv4jax.plan import CachePlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NewEntries:
-    """Finished entries on their way into a pool: row e of request b is its entry first[b] + e."""
+    """Finished entries that are about to be written to a pool. Row e of request b is its entry first[b] + e."""
 
-    entries: jax.Array  # f32 [B, E, head_dim], normed and roped
-    keys: jax.Array | None  # f32 [B, E, indexer_head_dim], normed, roped and rotated; CSA only
-    block_table: jax.Array  # int32 [requests, max_blocks], -1 = none: such an entry is dropped
+    entries: jax.Array  # f32 [B, E, head_dim], after norm and rope
+    keys: jax.Array | None  # f32 [B, E, indexer_head_dim], after norm, rope and Hadamard transform; CSA only
+    block_table: jax.Array  # int32 [requests, max_blocks], -1 = none; entries without a block are dropped
     slots: jax.Array  # int32 [B], -1 = no-op
     first: jax.Array  # int32 [B]
-    count: jax.Array  # int32 [B] entries that are real, at most E
+    count: jax.Array  # int32 [B] number of entries that are real, at most E
 
 
 class CacheUpdate(Implementation, Protocol):
-    """What new tokens do to a layer's cache: all of it, and its parts alone."""
+    """Storing new tokens in a layer's cache, in one call or step by step."""
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
-        """Write window rows, complete entries and bring the tails up to date; the tails not with ``keep_tails``."""
+        """Write window rows and completed entries, and update the tails, except with ``keep_tails``.
+
+        See ``update.store``.
+        """
         ...
 
     def append_swa(
         self, state: StateCache, index: jax.Array | int, kv: jax.Array, batch: Batch, plan: CachePlan
     ) -> StateCache:
-        """``update.append_swa``."""
+        """Do what ``update.append_swa`` describes."""
         ...
 
     def flush_entries(self, pool: PagedPool, index: jax.Array | int, new: NewEntries, plan: CachePlan) -> PagedPool:
-        """``update.flush_hca``, and with keys ``update.flush_csa``."""
+        """Do what ``update.flush_hca`` describes, or with keys ``update.flush_csa``."""
         ...
 
     def rotate_csa(
         self, state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array
     ) -> StateCache:
-        """``update.rotate_csa``."""
+        """Do what ``update.rotate_csa`` describes."""
         ...
 
     def reset_hca(self, state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> StateCache:
-        """``update.reset_hca``."""
+        """Do what ``update.reset_hca`` describes."""
         ...
 
 
@@ -66,36 +69,39 @@ class IndexerScores(Implementation, Protocol):
     def queries(
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | KeyRows:
-        """Products f32 [B, T, H, indexer_head_dim] roped and rotated: f32, or rounded as the keys are."""
+        """Apply rope and Hadamard transform to products f32 [B, T, H, indexer_head_dim].
+
+        The result is f32, or rounded in the keys' format.
+        """
         ...
 
     def scores(
         self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
     ) -> jax.Array:
-        """f32 [B, T, max_entries]; what stands at and past ``visible`` [B, T] means nothing."""
+        """Return scores f32 [B, T, max_entries]. Those from ``visible`` int32 [B, T] on are meaningless."""
         ...
 
 
 class TopK(Implementation, Protocol):
-    """The entries of the largest scores."""
+    """Selection of the entries with the largest scores."""
 
     def pick(self, score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
-        """``indexer.pick``."""
+        """Do what ``indexer.pick`` describes."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
-    """What attention reads: queries, and where their keys are."""
+    """The inputs of attention: queries, and where to find their keys."""
 
-    q: jax.Array  # f32 or f16 [B, T, H, head_dim], normed and roped
+    q: jax.Array  # f32 or f16 [B, T, H, head_dim], after norm and rope
     positions: jax.Array  # int32 [B, T], -1 = padding
     sinks: jax.Array  # [H]
     window: SlidingWindow
     entries: PooledLayer | None
-    picks: jax.Array | None  # int32 [B, T, K], -1 = none; None: all visible ones
-    visible: jax.Array | None  # int32 [B, T] entries that each query may see; None without entries
+    picks: jax.Array | None  # int32 [B, T, K], -1 = none; None means all visible entries
+    visible: jax.Array | None  # int32 [B, T] number of entries that each query may see; None without entries
 
 
 class DecodeAttention(Implementation, Protocol):
@@ -103,32 +109,32 @@ class DecodeAttention(Implementation, Protocol):
 
     @property
     def tile_bytes(self) -> int:
-        """Temporaries of one tile of queries, which set how many tokens a tile holds."""
+        """Memory for the temporaries of one tile of queries, which limits how many tokens a tile holds."""
         ...
 
     @property
     def gathers_picks(self) -> bool:
-        """Whether each query's picked entries exist as rows in memory."""
+        """Whether this implementation materialises each query's picked entries as rows in memory."""
         ...
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
-        """Products f32 [B, T, H, head_dim] normed and roped, in the dtype in which ``attend`` takes them."""
+        """Apply norm and rope to products f32 [B, T, H, head_dim], and convert them to the dtype ``attend`` takes."""
         ...
 
     def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array:
-        """dtype [B, T, H, head_dim], turned back by the inverse rope; 0 on padding."""
+        """Compute attention and apply the inverse rope: dtype [B, T, H, head_dim], 0 on padding."""
         ...
 
 
 class GatherRows(Implementation, Protocol):
-    """Stored rows as dense ones."""
+    """Gathers of stored rows into dense ones."""
 
     def picked(self, layer: PooledLayer, picks: jax.Array, dtype: Any) -> jax.Array:
-        """``gather.gather_compressed``."""
+        """Do what ``gather.gather_compressed`` describes."""
         ...
 
     def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: Any) -> jax.Array:
-        """``gather.gather_all_compressed``."""
+        """Do what ``gather.gather_all_compressed`` describes."""
         ...
 
 
@@ -140,7 +146,7 @@ GATHER_ROWS: Op[GatherRows] = declare("gather_rows")
 
 
 def choose_backends(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
-    """The backend of each op that a layer of a kind runs; the others stay None."""
+    """Choose a backend for each op that a layer of this kind uses. The others stay None."""
     ops: list[Op] = [CACHE_UPDATE, DECODE_ATTENTION]
     if kind.is_indexed:
         ops += [INDEXER_SCORES, TOP_K]

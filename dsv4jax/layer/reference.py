@@ -1,6 +1,7 @@
-"""The oracle: one attention layer over one whole sequence, recomputed with no cache. For tests, and for doubt.
+"""One attention layer over one whole sequence, recomputed without a cache. For tests and debugging.
 
-Written as the paper writes it, entry by entry, and slowly. It shares with the library only the number formats.
+Written entry by entry as in the paper, and slow. The only code it shares with the rest of the library is the number
+formats.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Reference:
     """What one layer computes for a sequence of T tokens."""
 
     out: jax.Array  # f32 [T, hidden]
-    rows: jax.Array  # f32 [T, head_dim] key row of every token, as stored
-    entries: jax.Array | None  # f32 [T // ratio, head_dim], as stored
-    indexer_entries: jax.Array | None  # f32 [T // ratio, indexer_head_dim], as stored
+    rows: jax.Array  # f32 [T, head_dim] key row of every token, rounded as stored
+    entries: jax.Array | None  # f32 [T // ratio, head_dim], rounded as stored
+    indexer_entries: jax.Array | None  # f32 [T // ratio, indexer_head_dim], rounded as stored
     scores: jax.Array | None  # f32 [T, T // ratio] indexer scores, -inf where not visible
-    seen: np.ndarray | None  # bool [T, T // ratio] entries each query reads
+    seen: np.ndarray | None  # bool [T, T // ratio] which entries each query reads
 
 
 def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -40,7 +41,10 @@ def _norm(x: jax.Array, cfg: DSV4Config, weight: jax.Array | None = None) -> jax
 
 
 def _rope(x: jax.Array, positions: np.ndarray, cfg: DSV4Config, kind: AttentionType, sign: float = 1.0) -> jax.Array:
-    """x [n, ..., dim], positions [n]: pairs of the last rope_dim dims as complex numbers times exp(i p f)."""
+    """Rotate x [n, ..., dim] at positions [n].
+
+    Pairs of the last rope_dim dims are multiplied, as complex numbers, by exp(i p f).
+    """
     dim = cfg.rope_dim
     base = cfg.rope_theta if kind == AttentionType.SWA else cfg.compress_rope_theta
     freqs = []
@@ -64,14 +68,14 @@ def _rope(x: jax.Array, positions: np.ndarray, cfg: DSV4Config, kind: AttentionT
 
 
 def _entries(params: CompressorParams, x: jax.Array, ratio: int, cfg: DSV4Config, kind: AttentionType) -> jax.Array:
-    """Equations 9 to 12: the entries of all complete blocks, normed and roped."""
+    """Compute the entries of all complete blocks by equations 9 to 12, then norm and rope."""
     k, z = _matmul(x, params.kv), _matmul(x, params.gate)
     dim = params.norm.shape[0]
     entries = []
     for i in range(x.shape[0] // ratio):
         own = slice(i * ratio, (i + 1) * ratio)
         before = slice((i - 1) * ratio, i * ratio)
-        if kind == AttentionType.CSA:  # columns [d:2d] serve the token's own block, [0:d] the next block
+        if kind == AttentionType.CSA:  # columns [d:2d] are for the token's own block, [0:d] for the next block
             ape = params.ape.astype(jnp.float32)
             parts = [(k[own, dim:], z[own, dim:] + ape[:, dim:])]
             if i > 0:
@@ -85,7 +89,7 @@ def _entries(params: CompressorParams, x: jax.Array, ratio: int, cfg: DSV4Config
 
 
 def _rotate(x: jax.Array) -> jax.Array:
-    """x H / sqrt(n) with H Sylvester's Hadamard matrix: H_2n = [[H, H], [H, -H]]."""
+    """Return x H / sqrt(n), where H is Sylvester's Hadamard matrix: H_2n = [[H, H], [H, -H]]."""
     h = np.ones((1, 1), np.float32)
     while h.shape[0] < x.shape[-1]:
         h = np.block([[h, h], [h, -h]])
@@ -100,7 +104,7 @@ def reference_layer(
     kv_format: str = "f32",
     indexer_format: str = "f32",
 ) -> Reference:
-    """Run one layer over x f32 [T, hidden], positions 0 .. T - 1."""
+    """Run one layer over x f32 [T, hidden] at positions 0 .. T - 1."""
     kind = layer_schedule(cfg)[layer].attn
     ratio = cfg.ratio(kind)
     rows_as, keys_as = KV_FORMATS[kv_format], INDEXER_FORMATS[indexer_format]

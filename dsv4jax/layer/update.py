@@ -1,15 +1,15 @@
-"""What new tokens do to a layer's cache: append, flush, rotate, reset; and all of it in one step.
+"""How new tokens change a layer's cache: append, flush, rotate and reset, separately and all in one step.
 
-    append_swa   rounded rows of the new tokens -> window
-    append_tail  streams of the new tokens -> tails
-    flush_*      finished entries -> rounded rows of the pool
-    rotate_csa   a block is complete: its b-stream becomes the previous block's
-    reset_hca    a block is complete: the running softmax starts again
-    store        window, entries, tails and pool, from what the projections gave: one launch where a kernel serves
+    append_swa   rounds the new tokens' rows and writes them to the window
+    append_tail  writes the new tokens' streams to the tails
+    flush_*      rounds finished entries and writes them to the pool
+    rotate_csa   at the end of a block: its b-stream becomes the previous block's
+    reset_hca    at the end of a block: resets the running softmax
+    store        does all of this from what the projections gave, in one launch if a kernel can
 
-The first five are public. They take one layer's index into the stack (static or traced) and any batch: row b brings
-``num_new[b]`` of T tokens to request ``slots[b]``, which holds ``start[b]`` already; slot -1 or num_new 0 is a no-op,
-and so is a count above what there is. ``pieces`` has them jitted, donating what they update.
+All but ``store`` are public. They take the layer's index in its stack (static or traced) and any batch: row b brings
+``num_new[b]`` of T tokens to request ``slots[b]``, which already has ``start[b]`` tokens. A row is a no-op if its slot
+is -1, its num_new is 0, or its num_new exceeds T. ``pieces`` has the same functions jitted, donating what they update.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from dsv4jax.linear import hadamard
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams, emptied
 
-# The pieces know no kind of layer: what they move or encode is served for all kinds where it is for the simplest.
+# These functions do not know the kind of their layer. Any kind will do to choose an implementation, because moving and
+# encoding rows is supported for all kinds if it is for the simplest.
 _ANY_KIND = AttentionType.SWA
 
 
@@ -49,11 +50,22 @@ def append_swa(
     plan: CachePlan,
     backend: Backend = None,
 ) -> StateCache:
-    """Round key rows in the plan's format and write the newest n_win of each request into its window.
+    """Round key rows in the plan's format, and write the newest n_win of each request into its window.
 
     Args:
-      kv: f32 [B, T, head_dim], normed and roped.
-      slots, start, num_new: int32 [B]; request, tokens it holds, tokens it gets.
+      state: the state of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
+      kv: f32 [B, T, head_dim], after norm and rope.
+      slots, start, num_new: int32 [B]; the slot of each row, its stored tokens, and its new tokens.
+      plan: the cache's plan.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown, or cannot serve this plan.
     """
     check_batch(slots=slots, start=start, num_new=num_new)
     check_array("kv", kv, {"B": slots.shape[0], "T": None, "head_dim": plan.cfg.head_dim}, jnp.float32)
@@ -72,14 +84,24 @@ def append_tail(
     *,
     plan: CachePlan,
 ) -> StateCache:
-    """Write the new tokens' streams into the tails, as if one by one with a rotation or reset after each full block.
+    """Write the new tokens' streams into the tails, with the result of storing them one by one.
 
-    Where the last token completes a block, that block's own rotation or reset is left to ``rotate_csa`` and
-    ``reset_hca``, so that its entry can still be read from the tail in between.
+    Each full block among them is followed by its rotation or reset, except one that the last token completes. That one
+    is left to ``rotate_csa`` and ``reset_hca``, so that its entry can still be pooled from the tail before.
 
     Args:
-      streams, indexer_streams: from ``compressor.project_streams``; the indexer's for CSA only.
-      slots, start, num_new: int32 [B].
+      state: the state of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
+      streams, indexer_streams: from ``compressor.project_streams``; the indexer's for CSA only, else None.
+      slots, start, num_new: int32 [B]; the slot of each row, its stored tokens, and its new tokens.
+      plan: the cache's plan.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the layers are SWA, or ``indexer_streams`` is missing or not allowed.
     """
     check_batch(slots=slots, start=start, num_new=num_new)
     if (state.indexer_tail is None) != (indexer_streams is None):
@@ -97,13 +119,23 @@ def append_tail(
 def rotate_csa(
     state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array, *, backend: Backend = None
 ) -> StateCache:
-    """previous b-stream <- current b-stream, where the newest token completed its block; main and indexer tails alike.
+    """Copy the current b-stream over the previous one where the newest token completed its block, in both tails.
 
-    The current streams are not cleared: each of their rows is overwritten before the next entry reads it.
+    The current streams are not cleared, because each of their rows is overwritten before the next entry reads it.
 
     Args:
-      slots: int32 [B].
-      complete: bool [B].
+      state: the state of all CSA layers.
+      index: the layer's index in its stack, an int or int32 [].
+      slots: int32 [B], -1 = no-op.
+      complete: bool [B], whether the block of each row is complete.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the state is not that of CSA layers, or the backend is unknown.
     """
     check_batch(slots=slots)
     check_array("complete", complete, {"B": slots.shape[0]}, jnp.bool)
@@ -121,16 +153,28 @@ def reset_hca(
     plan: CachePlan,
     backend: Backend = None,
 ) -> StateCache:
-    """Empty the tail of a layer's requests whose block is complete.
+    """Empty the tail of those requests of a layer whose block is complete.
 
-    The online form needs it after every entry. The ring form does not, and the layer does not call it there: all of a
-    block's rows are overwritten before its entry reads them, and clearing 512 KiB would double a flush's traffic.
+    The online form needs this after every entry. The ring form does not, and the layer does not call it for that form:
+    all rows of a block are overwritten before its entry reads them, and clearing 512 KiB would double the memory
+    traffic of a flush.
 
     Args:
-      slots: int32 [B].
-      complete: bool [B].
+      state: the state of all HCA layers.
+      index: the layer's index in its stack, an int or int32 [].
+      slots: int32 [B], -1 = no-op.
+      complete: bool [B], whether the block of each row is complete.
+      plan: the cache's plan.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      The updated state.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the state is not that of HCA layers, or the backend is unknown.
     """
-    del plan  # of the signature: an empty tail follows from its own shapes
+    del plan  # kept in the signature, but an empty tail follows from its own shapes
     check_batch(slots=slots)
     check_array("complete", complete, {"B": slots.shape[0]}, jnp.bool)
     if not isinstance(state.tail, HCATail | HCAOnlineTail):
@@ -153,9 +197,22 @@ def flush_hca(
     """Round finished entries and write them into the pool.
 
     Args:
-      entries: f32 [B, E, head_dim], normed and roped; row e of request b is its entry first[b] + e.
-      block_table: int32 [requests, max_blocks].
-      slots, first, count: int32 [B]; count[b] <= E entries are real. An entry without a block is dropped.
+      pool: the entries of all layers of a kind.
+      index: the layer's index in its stack, an int or int32 [].
+      entries: f32 [B, E, head_dim], after norm and rope; row e of request b is its entry first[b] + e.
+      block_table: int32 [requests, max_blocks], -1 = none. Entries without a block are dropped.
+      slots: int32 [B], -1 = no-op.
+      first: int32 [B], the number of the entry in row 0.
+      count: int32 [B], number of entries that are real, at most E.
+      plan: the cache's plan.
+      backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Returns:
+      The updated pool.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the backend is unknown, or cannot serve this plan.
     """
     new = _new_entries(entries, None, block_table, slots, first, count, plan)
     return CACHE_UPDATE.of(backend, plan, _ANY_KIND).flush_entries(pool, index, new, plan)
@@ -174,7 +231,20 @@ def flush_csa(
     plan: CachePlan,
     backend: Backend = None,
 ) -> PagedPool:
-    """As ``flush_hca``, and the same for indexer_entries f32 [B, E, indexer_head_dim]: normed, roped and rotated."""
+    """Round finished entries and indexer keys and write them into the pool.
+
+    Args:
+      pool: the entries and indexer keys of all CSA layers.
+      indexer_entries: f32 [B, E, indexer_head_dim], after norm, rope and Hadamard transform.
+      index, entries, block_table, slots, first, count, plan, backend: as for ``flush_hca``.
+
+    Returns:
+      The updated pool.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the pool has no indexer keys, or the backend is unknown or cannot serve this plan.
+    """
     new = _new_entries(entries, indexer_entries, block_table, slots, first, count, plan)
     axes: dict[str, int | None] = {"B": slots.shape[0], "E": entries.shape[1], "dim": plan.cfg.indexer_head_dim}
     check_array("indexer_entries", indexer_entries, axes, jnp.float32)
@@ -192,7 +262,7 @@ def _new_entries(
     count: jax.Array,
     plan: CachePlan,
 ) -> NewEntries:
-    """The arguments of a flush, checked but for the keys."""
+    """Check the arguments of a flush, except for the keys, and collect them."""
     check_batch(slots=slots, first=first, count=count)
     check_array("entries", entries, {"B": slots.shape[0], "E": None, "dim": plan.cfg.head_dim}, jnp.float32)
     count = fitting(count, entries.shape[1])
@@ -200,12 +270,13 @@ def _new_entries(
 
 
 def store(call: LayerCall, rows: TokenRows, backend: str, *, keep_tails: bool = False) -> LayerStack:
-    """Write new tokens' window rows, complete the entries that they fill, and bring the tails up to date.
+    """Write the new tokens' window rows, complete the entries that they fill, and update the tails.
 
     Args:
-      rows: of the call's tokens. What is None leaves the window, or tails and pool, as they are.
+      rows: what the call's tokens contribute. If ``rows.kv`` is None the window is unchanged; if ``rows.entry`` is None
+        tails and pool are.
       backend: from ``CACHE_UPDATE.choose``.
-      keep_tails: write window rows and entries alone, and leave the tails as they are.
+      keep_tails: write only window rows and entries, and leave the tails unchanged.
     """
     if rows.kv is None and rows.entry is None:
         return call.stack
@@ -213,7 +284,7 @@ def store(call: LayerCall, rows: TokenRows, backend: str, *, keep_tails: bool = 
 
 
 class XLACacheUpdate(Anywhere):
-    """The update in plain JAX: the reference of the kernels."""
+    """The update in plain JAX: the reference for the kernels."""
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
         stack = call.stack
@@ -225,7 +296,7 @@ class XLACacheUpdate(Anywhere):
         return stack
 
     def _compress(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
-        """Tails and pool; with ``keep_tails`` the pool alone."""
+        """Update tails and pool; with ``keep_tails`` only the pool."""
         state, pool, batch, index, ratio = call.stack.state, call.stack.pool, call.batch, call.index, call.ratio
         assert pool is not None
         assert state.tail is not None
@@ -240,7 +311,7 @@ class XLACacheUpdate(Anywhere):
             key_streams, key_norm = rows.key
             pooled = read_slots(state.indexer_tail, index, batch.slots).pool(key_streams, phase, num_new, ratio)
             keys = hadamard(finish_entries(pooled, key_norm, call.first_entry, call.kind, call.plan.cfg))
-        (entries, keys), state = lax.optimization_barrier(((entries, keys), state))  # tails are read, then written
+        (entries, keys), state = lax.optimization_barrier(((entries, keys), state))  # reads come before writes
         new = NewEntries(
             entries=entries,
             keys=keys,

@@ -1,4 +1,4 @@
-"""Several continuations of one request: what it has stored is shared, not copied."""
+"""Several continuations of one request, which share its stored blocks instead of copying them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ from dsv4jax.kinds import AttentionType
 
 @jax.jit
 def fork(cache: KVCache, source_slot: jax.Array, target_slots: jax.Array) -> tuple[KVCache, jax.Array]:
-    """Make each target a request that holds what the source holds, and goes its own way from there.
+    """Make each target slot a request with the same contents as the source. The requests are independent from then on.
 
-    Blocks that the source has filled are shared, and freed with their last reader; the block that it is filling and its
-    state are copied. So the cost does not depend on the request's length. Call it between forward passes. Source and
-    targets are then equals: each may be released, extended and forked in any order.
+    Blocks that the source has filled are shared, and freed when their last reader is released. The block that it is
+    filling and its state are copied, so the cost does not depend on the request's length. Call this between forward
+    passes. Afterwards source and targets have equal status: each can be released, extended or forked in any order.
 
-    Nobody writes to a shared block. A forward pass writes entries from number length // ratio on, which lie in blocks
-    from number length // block_tokens on. A block is shared only if all its readers' lengths were past its end, and
-    lengths do not shrink.
+    Sharing is safe because nobody writes to a shared block. A forward pass writes entries from number length // ratio
+    on, which are in blocks from number length // block_tokens on. A block is shared only if the lengths of all its
+    readers are past its end, and lengths never shrink.
 
     Args:
+      cache: the cache. It is not donated here; the caller's jit decides.
       source_slot: int32 [], or int32 [B] with a source for each target (beam search).
       target_slots: int32 [B], distinct slots fresh from ``admit``, without tokens or grants; -1 = padding row.
 
     Returns:
-      (cache, ok bool []). ``ok`` is False, and the cache unchanged, where a source or target is not admitted or out of
-      range, a target holds something, is named twice or is its own source, or blocks run out.
+      (cache, ok bool []). If a source or target is not admitted or out of range, a target is not empty, is named twice
+      or is its own source, or blocks run out, then ``ok`` is False and the cache is unchanged.
+
+    Raises:
+      AssertionError: (chex) an argument's shape or dtype is wrong.
+      ValueError: the cache has several shards and the call is outside ``jax.shard_map``.
     """
     check_batch(target_slots=target_slots)
     check_array("source_slot", source_slot, {"B": target_slots.shape[0]} if jnp.ndim(source_slot) else {}, jnp.int32)

@@ -1,8 +1,8 @@
-"""Requests as values: taken out of one cache, kept or sent elsewhere, put into another.
+"""Requests as values: taken out of one cache, kept or sent elsewhere, and inserted into another.
 
-A snapshot holds what a request's next token can see, and nothing of where it lay: caches of other capacity take it, and
-so does another process. Between a pass's ``prepare_forward`` and ``advance`` a request is in two states at once; take
-and put requests between passes.
+A snapshot contains what a request's next token can see, but not which slots and blocks held it. It can therefore be
+inserted into a cache of another capacity, or in another process. Extract and insert requests between forward passes,
+not between ``prepare_forward`` and ``advance``, when a request is only partly updated.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import MAX_CONTEXT, CachePlan, plan_cache
 
-# What decides the meaning of a request's bytes. The other fields of a plan say how many requests fit.
+# The fields of a plan that determine the meaning of a request's bytes. The others say how many requests fit.
 LAYOUT = ("cfg", "kv_format", "indexer_format", "tail_dtype", "hca_tail")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot(Stacks):
-    """n requests apart from any cache. A kind that the model lacks is None.
+    """n requests outside of any cache. The stack of a kind that the model does not have is None.
 
-    ``state`` leaves are [layers, n, ...], as in a cache; ``pool`` leaves [layers, n, blocks, entries_per_block, ...],
-    zero past a request's complete entries. ``blocks`` is what the longest of the requests needs.
+    Leaves of ``state`` are [layers, n, ...], as in a cache. Leaves of ``pool`` are [layers, n, blocks,
+    entries_per_block, ...], zero past a request's complete entries, where ``blocks`` is the number that the longest
+    request needs.
     """
 
     seq_lens: jax.Array  # int32 [n] tokens of each request
@@ -54,23 +55,23 @@ class Snapshot(Stacks):
 
     @property
     def blocks(self) -> int:
-        """Blocks kept of each request."""
+        """Number of blocks stored for each request."""
         entries = jax.tree.leaves([self.stack(kind).pool for kind in self.kinds])
         return entries[0].shape[2] if entries else 0
 
 
 def extract(cache: KVCache, slots: Sequence[int] | np.ndarray | jax.Array) -> Snapshot:
-    """Copy requests out of a cache, which stays as it is. On the host: lengths decide shapes.
+    """Copy requests out of a cache, which is not changed. Runs on the host, because lengths determine shapes.
 
-    Tokens stored are taken, grants beyond them are not. A block that several requests share is copied for each of them.
-    One program is compiled per number of requests and of blocks.
+    Only stored tokens are copied, not grants beyond them. A block that several requests share is copied for each of
+    them. One program is compiled for each combination of numbers of requests and blocks.
 
     Args:
-      slots: int [n], admitted.
+      slots: int [n], admitted slots.
 
     Raises:
-      ValueError: a slot is out of range or holds no request, -1 too, because a snapshot has no padding rows; or the
-        cache has several shards; or it is called under jit.
+      ValueError: a slot is out of range or holds no request (this includes -1, because a snapshot has no padding rows),
+        the cache has several shards, or the call is under jit.
     """
     check_one_shard(cache.tables.num_free, "extract", on_host=True)
     if isinstance(cache.seq_lens, Tracer):
@@ -90,7 +91,7 @@ def extract(cache: KVCache, slots: Sequence[int] | np.ndarray | jax.Array) -> Sn
 
 @functools.partial(jax.jit, static_argnames="blocks")
 def _gather(cache: KVCache, slots: jax.Array, *, blocks: int) -> Snapshot:
-    """slots int32 [n], admitted and of at most ``blocks`` blocks each."""
+    """Copy the requests of slots int32 [n], which are admitted and need at most ``blocks`` blocks each."""
     plan, lengths = cache.plan, cache.seq_lens[slots]
     table = cache.tables.block_table[slots, :blocks]
 
@@ -105,7 +106,7 @@ def _gather(cache: KVCache, slots: jax.Array, *, blocks: int) -> Snapshot:
         entry = jnp.arange(blocks * per_block, dtype=jnp.int32).reshape(blocks, per_block)
         complete = entry[None] < (lengths // plan.cfg.ratio(kind))[:, None, None]
 
-        # What lies past the last complete entry may be a former owner's.
+        # Rows past the last complete entry may still hold data of the block's former request.
         def rows(leaf: jax.Array) -> jax.Array:
             mask = complete.reshape(1, *complete.shape, *(1,) * (leaf.ndim - 3))
             return jnp.where(mask, leaf.at[:, table].get(mode="clip"), jnp.zeros((), leaf.dtype))
@@ -120,7 +121,7 @@ def _gather(cache: KVCache, slots: jax.Array, *, blocks: int) -> Snapshot:
 
 
 def abstract_snapshot(plan: CachePlan, num_requests: int, blocks: int) -> Snapshot:
-    """Shapes and dtypes of a snapshot; of the plan only its layout counts."""
+    """Return the shapes and dtypes of a snapshot. Only the ``LAYOUT`` fields of the plan matter."""
     context = min(max(1, blocks * plan.cfg.block_tokens), MAX_CONTEXT)
     layout = {name: getattr(plan, name) for name in LAYOUT}
     holder = plan_cache(max_requests=1, max_context=context, num_blocks=1, **layout)
@@ -130,21 +131,21 @@ def abstract_snapshot(plan: CachePlan, num_requests: int, blocks: int) -> Snapsh
 
 @jax.jit
 def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.Array]:
-    """Admit the requests of a snapshot, with blocks of their own: they go on where they were taken out.
+    """Admit the requests of a snapshot with blocks of their own. They continue where they were when extracted.
 
-    Pure, and not donating: the caller's jit decides. No byte of another request is touched.
+    This is a pure function that donates nothing; the caller's jit decides. Other requests are not changed.
 
     Args:
-      cache: of the snapshot's configuration, formats and tails, and of any capacity.
-      snapshot: on the cache's device; ``jax.device_put`` brings it there.
+      cache: any capacity, with the configuration, formats and tails of the snapshot.
+      snapshot: on the cache's device; ``jax.device_put`` moves it there.
 
     Returns:
-      (cache, slots int32 [n], ok bool []). Where slots or blocks run out, or a request is longer than the plan's
-      ``max_context``, ``ok`` is False, all slots are -1 and the cache is unchanged.
+      (cache, slots int32 [n], ok bool []). If slots or blocks run out, or a request is longer than the plan's
+      ``max_context``, then ``ok`` is False, all slots are -1 and the cache is unchanged.
 
     Raises:
-      ValueError: configuration, formats or tails differ, and the message names each field that does; or the cache has
-        several shards. In ``jax.shard_map`` each has one.
+      ValueError: configuration, formats or tails differ, and the message names each differing field; or the cache has
+        several shards and the call is outside ``jax.shard_map``.
       AssertionError: (chex) a leaf of the snapshot has another shape or dtype.
     """
     plan, lengths = cache.plan, snapshot.seq_lens
@@ -171,10 +172,13 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
 
 
 def _take_room(tables: Tables, lengths: jax.Array, blocks: int, plan: CachePlan) -> tuple[Tables, jax.Array, jax.Array]:
-    """Slots and blocks for requests of lengths [n], all or nothing. Returns (tables, slots int32 [n], ok bool [])."""
+    """Allocate slots and blocks for requests of lengths int32 [n], or none at all.
+
+    Returns (tables, slots int32 [n], ok).
+    """
     taken, slots, ok = admit_slots(tables, lengths.shape[0])
     taken, granted = grow(taken, slots, lengths, plan)
-    # A snapshot put together by hand may claim more tokens than it holds entries of.
+    # A snapshot made by hand may claim more tokens than it has entries for.
     ok &= granted & jnp.all((lengths >= 0) & (blocks_for(plan, lengths) <= blocks))
     taken = advance_lengths(taken, slots, lengths)
     tables = jax.tree.map(lambda new, old: jnp.where(ok, new, old), taken, tables)
@@ -182,7 +186,10 @@ def _take_room(tables: Tables, lengths: jax.Array, blocks: int, plan: CachePlan)
 
 
 def differing_fields(found: Any, wanted: Any, names: Sequence[str]) -> list[str]:
-    """One phrase per field that differs between two plans or snapshots; a configuration's fields are named singly."""
+    """Describe each field that differs between two plans or snapshots.
+
+    Fields of a configuration are listed individually.
+    """
     differing = []
     for name in names:
         a, b = getattr(found, name), getattr(wanted, name)

@@ -1,4 +1,4 @@
-"""Speculative decoding without rollback: a draft is staged, and what the model accepts of it is committed.
+"""Speculative decoding without rollback: stage a draft first, then commit the tokens that the model accepts.
 
     cache, ok = prepare_forward(cache, slots, num_new)          room for the whole draft
     for layer in range(cfg.num_layers):
@@ -7,11 +7,12 @@
     num_accepted = accept(x, draft)                             your sampler: int32 [B], 0 to num_new
     cache, ok = commit(cache, staged, num_accepted)             in place of ``advance``
 
-A staged draft is nowhere that the request looks: its window rows and streams are kept beside the cache, and the entries
-that it completes lie in the request's blocks past its length, where a row is overwritten before it counts. So there is
-nothing to take back: a draft that is not committed is forgotten, and another one can be staged over it.
+A staged draft does not change anything that the request reads. Its window rows and streams are kept outside the cache.
+The entries that it completes are written to the request's blocks, but past its length, where they are overwritten
+before they become visible. So there is nothing to roll back: a draft that is not committed has no effect, and another
+one can be staged over it.
 
-The number of a layer is static, in ``stage`` as in ``StagedLayer``: a model that scans over its layers cannot stage.
+``stage`` needs the layer's number as a static int, so a model that scans over its layers cannot stage drafts.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from dsv4jax.weights.params import AttentionParams, param_shapes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StagedLayer:
-    """What one layer keeps of a draft until it is committed: rows before the cache's formats.
+    """What must be kept of one layer's draft until it is committed, before rounding to the cache's formats.
 
-    At V4's sizes 2 (SWA), 6 (HCA) or 12 (CSA) KiB a token.
+    At V4's sizes this takes 2 (SWA), 6 (HCA) or 12 (CSA) KiB per token.
     """
 
-    kv: jax.Array  # f32 [B, T, head_dim] window rows, normed and roped
-    entry: Normed | None  # of the compressor: streams [B, T, ...] and norm weight; None for SWA
-    key: Normed | None  # of the indexer's compressor; CSA only
-    slots: jax.Array  # int32 [B] request of each row, -1 where nothing was staged
-    start: jax.Array  # int32 [B] tokens that the request held
+    kv: jax.Array  # f32 [B, T, head_dim] window rows, after norm and rope
+    entry: Normed | None  # from the compressor: streams [B, T, ...] and norm weight; None for SWA
+    key: Normed | None  # from the indexer's compressor; CSA only
+    slots: jax.Array  # int32 [B] request of each row, -1 if nothing was staged
+    start: jax.Array  # int32 [B] tokens stored before the draft
     num_new: jax.Array  # int32 [B] tokens staged
     layer: int = dataclasses.field(metadata={"static": True})
 
@@ -64,18 +65,19 @@ def stage(
     backend: Backend = None,
     model_axis: str | None = None,
 ) -> tuple[jax.Array, KVCache, StagedLayer]:
-    """Run one attention layer on draft tokens, and leave the requests as they are.
+    """Run one attention layer on draft tokens without changing what the requests hold.
 
-    Arguments are those of ``attention_layer``. The draft's tokens see the cache, each other, and the entries that they
-    complete. A row that names more tokens than ``prepare_forward`` granted, or than x has, gives 0 and stages nothing;
-    in the second case its grant is withdrawn.
+    The arguments are those of ``attention_layer``. The draft's tokens see the cache, each other, and the entries that
+    they complete. A row that names more tokens than ``prepare_forward`` granted, or than x has, gives 0 and stages
+    nothing; in the second case its grant is withdrawn.
 
     Returns:
-      (y, as ``attention_layer`` gives it; the cache, with nothing changed that a request holds; what ``commit`` needs).
+      (y as from ``attention_layer``; the cache, in which nothing that a request holds has changed; the ``StagedLayer``
+      for ``commit``).
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: unknown layer or backend, weights of another kind of layer, no token at all.
+      ValueError: the layer or backend is unknown, the weights belong to another kind of layer, or x has no tokens.
     """
     kind, index = cache.locate(layer)
     options = RunOptions(backend=backend, model_axis=model_axis, is_draft=True)
@@ -102,26 +104,27 @@ def stage(
 def commit(
     cache: KVCache, staged: Sequence[StagedLayer], num_accepted: jax.Array, backend: Backend = None
 ) -> tuple[KVCache, jax.Array]:
-    """Store the first tokens of a staged draft and count them: as if they alone had been fed.
+    """Store the first tokens of a staged draft and add them to the lengths, as if only these had been fed.
 
-    Whatever was granted past the tokens stored is withdrawn, so each draft begins with ``prepare_forward``. Blocks stay
-    with their request.
+    Grants past the stored tokens are withdrawn, so call ``prepare_forward`` before each draft. Blocks that were
+    allocated stay with their requests.
 
     Args:
-      cache: as the last layer's ``stage`` gave it.
-      staged: what ``stage`` gave for every layer of the model, in any order.
-      num_accepted: int32 [B] tokens of each row to keep, 0 to as many as were staged.
-      backend: of the cache update; as for ``stage``.
+      cache: the cache that the last layer's ``stage`` returned.
+      staged: what ``stage`` returned for every layer of the model, in any order.
+      num_accepted: int32 [B], number of each row's tokens to keep, from 0 to the number staged.
+      backend: used for the cache update; as for ``stage``.
 
     Returns:
-      (cache, ok bool []). ``ok`` is False, and the cache unchanged, where a row accepts a negative number of tokens or
-      more than it staged, where a request no longer has the length that its draft began at, or no grant for it, and
-      where the layers' drafts are not of one batch. A slot that was released and admitted anew counts as the same
-      request where the lengths agree: forget drafts at ``release``.
+      (cache, ok bool []). ``ok`` is False, and the cache unchanged, if a row accepts a negative number of tokens or
+      more than it staged, if a request's length has changed since its draft began or it has no grant, or if the layers'
+      drafts belong to different batches. A slot that was released and admitted again is taken for the same request if
+      its length is the same, so discard drafts when you release a slot.
 
     Raises:
       AssertionError: (chex) an argument's shape or dtype is wrong.
-      ValueError: staged is not each layer of the model once, or not what such a layer stages; unknown backend.
+      ValueError: ``staged`` does not hold each layer of the model once, or holds something that its kind of layer does
+        not stage; or the backend is unknown.
     """
     plan, tables = cache.plan, cache.tables
     layers = sorted(one.layer for one in staged)
@@ -152,7 +155,7 @@ def commit(
 
 
 def _check_staged(one: StagedLayer, tokens: dict[str, int | None], plan: CachePlan) -> None:
-    """Require what ``stage`` gives for a layer of a kind, with axes B and T of these sizes."""
+    """Check that this is what ``stage`` returns for its kind of layer, with axes B and T of these sizes."""
     cfg, kind, of = plan.cfg, layer_kind(plan.cfg, one.layer), f"of layer {one.layer}"
     rows = {"slots": one.slots, "start": one.start, "num_new": one.num_new}
     for name, row in rows.items():
@@ -171,5 +174,5 @@ def _check_staged(one: StagedLayer, tokens: dict[str, int | None], plan: CachePl
             check_array(f"norm of {name} {of}", norm, {"dim": compressor.norm.shape[0]}, FLOATS)
 
 
-# Jitted so that the layers of a kind are traced once.
+# Jitted so that all layers of a kind are traced once.
 _store = jax.jit(store, static_argnames="backend")

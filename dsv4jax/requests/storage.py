@@ -1,10 +1,11 @@
-"""Caches and snapshots in files, over orbax-checkpoint (``pip install 'dsv4jax[ckpt]'``).
+"""Caches and snapshots in files, written with orbax-checkpoint (``pip install 'dsv4jax[ckpt]'``).
 
     path/header.json    format, version, plan; CRC-32 of every file of leaves; a CRC-32 of the header itself
     path/leaves/        the leaves, as orbax stores arrays
 
-Written beside ``path`` and renamed once the header, which comes last, is there. tensorstore, which orbax stands on,
-guards its index and not the bytes of an array; so every file is checked before it is read.
+A checkpoint is written next to ``path``, with the header last, and then renamed to ``path``. tensorstore, which orbax
+uses, protects its index with checksums but not the bytes of an array. Therefore every file is checked before it is
+read.
 """
 
 from __future__ import annotations
@@ -28,20 +29,19 @@ from dsv4jax.plan import CachePlan, plan_cache
 from dsv4jax.requests.snapshot import LAYOUT, Snapshot, abstract_snapshot, differing_fields
 
 FORMAT = "dsv4jax"
-VERSION = 1  # of the files; bumped by a change of a leaf's name, shape or meaning, or of a plan's fields
+VERSION = 1  # version of the file format; increase it when a leaf's name, shape or meaning or a plan's fields change
 CAPACITY = tuple(field.name for field in dataclasses.fields(CachePlan) if field.name not in LAYOUT)
 
 
 def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     """Write a whole cache, or the requests of a snapshot, to a new folder.
 
-    An interrupted save leaves no ``path``, only ``path.partial``, which the next one replaces. All leaves pass through
-    this process's memory.
+    If a save is interrupted, there is no ``path``, only ``path.partial``, which the next save replaces. All leaves pass
+    through this process's host memory.
 
     Raises:
-      ValueError: neither a cache nor a snapshot.
-      FileExistsError: there is something at ``path``, or at ``path.partial`` what no save has left; nothing is
-        overwritten.
+      ValueError: ``value`` is neither a cache nor a snapshot.
+      FileExistsError: ``path`` exists, or ``path.partial`` exists and was not left by a save. Nothing is overwritten.
       ImportError: orbax-checkpoint is not installed.
     """
     ocp, path = _orbax(), Path(path).absolute()
@@ -51,16 +51,16 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
         raise FileExistsError(f"{path} exists: save to a new folder and remove the old one afterwards")
     partial = path.with_name(path.name + ".partial")
     _remove_unfinished(partial)
-    # orbax takes no empty ones.
+    # orbax does not accept empty arrays.
     leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(value).items() if leaf.size}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(partial / "leaves", args=ocp.args.PyTreeSave(leaves))
     header = _describe(value) | {"files": _checksums(partial / "leaves")}
-    # NumPy integers are legal in a plan, and JSON knows none.
+    # A plan may contain NumPy integers, which JSON cannot encode.
     header = json.loads(json.dumps(header, default=lambda number: number.item()))
     sealed = {"header": header, "crc32": _checksum_of_json(header)}
     (partial / "header.json").write_text(json.dumps(sealed, indent=1) + "\n")
-    for entry in (*partial.rglob("*"), partial):  # else a power failure may keep the new name and lose the contents
+    for entry in (*partial.rglob("*"), partial):  # else the new name could survive a power failure without its contents
         _sync(entry)
     partial.rename(path)
     _sync(path.parent)
@@ -70,14 +70,16 @@ def restore(path: str | os.PathLike[str], plan: CachePlan | None = None, device:
     """Read what ``save`` wrote, bit for bit, whatever device it was saved from.
 
     Args:
-      plan: what the reader expects. A cache must be of this very plan; of a snapshot only configuration, formats and
-        tails are compared, because ``insert`` takes it into a cache of any capacity. None accepts what is there.
-      device: where to put it, as ``jax.device_put`` takes it: a device, a sharding, a pytree of them. None is the
-        default device.
+      path: the folder given to ``save``.
+      plan: the plan that the reader expects. A cache must have exactly this plan. For a snapshot only configuration,
+        formats and tails are compared, because ``insert`` accepts caches of any capacity. None accepts any plan.
+      device: where to put the result, as for ``jax.device_put``: a device, a sharding, or a pytree of them. None means
+        the default device.
 
     Raises:
-      FileNotFoundError: there is nothing at ``path``.
-      ValueError: it is no such checkpoint, of another version or plan, incomplete or damaged; the message says which.
+      FileNotFoundError: ``path`` does not exist.
+      ValueError: ``path`` is not a checkpoint of this library, has another version or plan, is incomplete or is
+        damaged; the message says which.
       ImportError: orbax-checkpoint is not installed.
     """
     ocp, path = _orbax(), Path(path).absolute()
@@ -87,7 +89,7 @@ def restore(path: str | os.PathLike[str], plan: CachePlan | None = None, device:
     template = _template(header, plan, path)
     _check_files(header["files"], _checksums(path / "leaves"), path)
     specs = _named_leaves(template)
-    # As NumPy arrays: which devices held them when they were saved does not matter.
+    # Restored as NumPy arrays, so that it does not matter which devices held them when they were saved.
     wanted = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name, spec in specs.items() if spec.size}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         leaves = checkpointer.restore(path / "leaves", args=ocp.args.PyTreeRestore(restore_args=wanted))
@@ -109,18 +111,18 @@ def _orbax() -> Any:
 
 
 def _remove_unfinished(partial: Path) -> None:
-    """Remove what an interrupted save has left, and nothing else."""
+    """Remove what an interrupted save has left. Raises FileExistsError for anything else."""
     if not partial.exists():
         return
     if not partial.is_dir() or any(
         entry.name != "header.json" and not entry.name.startswith("leaves") for entry in partial.iterdir()
     ):
-        raise FileExistsError(f"{partial} is where a save begins, and was left by none: move it away")
+        raise FileExistsError(f"{partial} exists and was not left by an interrupted save: move it away")
     shutil.rmtree(partial)
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    """Wait until the contents of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,13 +131,13 @@ def _sync(path: Path) -> None:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by their place, such as ``csa.state.window.nope``."""
+    """Return the leaves by path, such as ``csa.state.window.nope``."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """CRC-32 of every file under a folder, by its path there."""
+    """Return the CRC-32 of every file under a folder, by its path relative to the folder."""
     found = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file():
@@ -167,7 +169,7 @@ def _read_header(path: Path) -> dict[str, Any]:
         sealed = json.loads((path / "header.json").read_text())
     except OSError as error:
         raise ValueError(f"{path} is no checkpoint of {FORMAT}, or an unfinished one: {error}") from error
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not text
         raise ValueError(f"{path} is damaged: header.json cannot be read: {error}") from error
     header = sealed.get("header") if isinstance(sealed, dict) else None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -180,7 +182,7 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) -> KVCache | Snapshot:
-    """Shapes and dtypes of what the header describes. ValueError where another plan is expected."""
+    """Return the shapes and dtypes of what the header describes. Raises ValueError if another plan is expected."""
     try:
         layout = _exactly(header["layout"], LAYOUT)
         fields = tuple(field.name for field in dataclasses.fields(DSV4Config))
@@ -192,7 +194,7 @@ def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) ->
             template = abstract_snapshot(plan, **header["snapshot"])
         else:
             cache = abstract_cache(plan)
-            num_free = jax.ShapeDtypeStruct((header["shards"],), np.int32)  # each shard counts its own
+            num_free = jax.ShapeDtypeStruct((header["shards"],), np.int32)  # each shard has its own count
             template = dataclasses.replace(cache, tables=dataclasses.replace(cache.tables, num_free=num_free))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} has a plan that this version does not know: {error}") from error
@@ -204,7 +206,10 @@ def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) ->
 
 
 def _exactly(fields: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The fields, which must be these: for a missing one a default may stand that the writer did not mean."""
+    """Return the fields, after checking that they are exactly these names.
+
+    A missing field must not be replaced by its default, which may not be what the writer had.
+    """
     if unknown := sorted(set(fields) - set(names)):
         raise ValueError(f"unknown {', '.join(unknown)}")
     if missing := sorted(set(names) - set(fields)):

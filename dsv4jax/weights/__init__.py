@@ -1,5 +1,5 @@
 """The weights of an attention layer.
 
-params      the pytree that a layer reads, its shapes, random values and shards
-checkpoint  one layer's tensors out of a folder of safetensors files
+params      the pytree of a layer's weights: shapes, random values and shards
+checkpoint  reading one layer's tensors from a folder of safetensors files
 """

@@ -1,4 +1,4 @@
-"""Checkpoint folders: one layer's attention out of safetensors files, opening only the files that hold it."""
+"""Reading one layer's attention weights from a checkpoint folder, opening only the files that contain them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.weights.params import NAMINGS, AttentionParams, load_attention_params
 
-# Where a checkpoint keeps a layer's attention.
+# Prefix of a layer's attention in the names of a checkpoint's tensors.
 _PREFIXES = {"deepseek": "layers.{layer}.attn.", "hf": "model.layers.{layer}.self_attn."}
 
-FP8_BLOCK = 128  # DeepSeek scales its FP8 linear weights by blocks of 128 x 128
+FP8_BLOCK = 128  # DeepSeek's FP8 linear weights have one scale per block of 128 x 128
 
 
 def dequantise_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """FP8 weight [out, in] times its block scales [ceil(out/128), ceil(in/128)] -> f32."""
+    """Multiply an FP8 weight [out, in] by its block scales [ceil(out/128), ceil(in/128)], in f32."""
     out, inner = weight.shape
     if scale.shape != (-(-out // FP8_BLOCK), -(-inner // FP8_BLOCK)):
         raise ValueError(f"block scales of shape {scale.shape} do not fit a weight of shape {weight.shape}")
@@ -30,22 +30,24 @@ def dequantise_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) -> AttentionParams:
-    """Read one layer's attention from a checkpoint folder, in either naming, opening only the shards that hold it.
+    """Read one layer's attention weights from a checkpoint folder that uses DeepSeek's or transformers' names.
 
-    Weights with a ``.scale`` beside them are dequantised: E4M3 by powers of two to bfloat16, which holds the product
-    exactly, others to float32.
+    Only the files that contain this layer are opened. Weights that have a ``.scale`` are dequantised. E4M3 weights with
+    power-of-two scales become bfloat16, which represents the product exactly; others become float32.
 
     Args:
-      path: folder with ``*.safetensors`` and, where sharded, ``model.safetensors.index.json``.
+      path: folder with ``*.safetensors`` and, if there are several, ``model.safetensors.index.json``.
+      cfg: the model's sizes.
+      layer: number of the layer in the model.
 
     Raises:
-      ValueError: a tensor is missing, misshapen or unreadable, naming it and its file.
-      FileNotFoundError: the folder holds no safetensors file.
+      ValueError: a tensor is missing, unreadable or has a wrong shape; the message names the tensor and its file.
+      FileNotFoundError: the folder contains no safetensors file.
     """
     from safetensors import SafetensorError
 
     folder = Path(path)
-    layer_kind(cfg, layer)  # the model has it
+    layer_kind(cfg, layer)  # raises if the model has no such layer
     where = _tensor_files(folder)
     prefixes = {pattern.format(layer=layer): naming for naming, pattern in _PREFIXES.items()}
     prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in where)), None)
@@ -75,11 +77,11 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
 
 
 def _scale_of(name: str) -> str:
-    """Name of the block scales beside a weight."""
+    """Return the name of a weight's block scales."""
     return name.removesuffix(".weight") + ".scale"
 
 
-# dtypes of a safetensors header that attention weights come in.
+# Names of dtypes in a safetensors header, for those that attention weights may have.
 _STORED_DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -91,9 +93,10 @@ _STORED_DTYPES = {
 
 
 def _read_tensors(file: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Some tensors of one file: 8 bytes of header length | JSON header | data.
+    """Read some tensors of one file, whose layout is: 8 bytes of header length | JSON header | data.
 
-    ``safe_open`` checks header and file length. The tensors are read here, because its numpy form has no 8-bit floats.
+    ``safe_open`` checks the header and the file length. The tensors are read here, because its NumPy interface does not
+    support 8-bit floats.
     """
     from safetensors import safe_open
 
@@ -116,7 +119,7 @@ def _read_tensors(file: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file, from the index where there is one, else from the files' headers."""
+    """Return the file of each tensor, from the index if there is one, otherwise from the headers of all files."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"

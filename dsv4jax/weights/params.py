@@ -1,6 +1,6 @@
-"""Weights of one attention layer: the pytree the layer reads, and the names its tensors have in checkpoints.
+"""Weights of one attention layer: their pytree, and the names that they have in checkpoints.
 
-Linear weights keep the checkpoint's orientation, [out, in].
+Linear weights have the orientation of the checkpoint, [out, in].
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dsv4jax.plan import axis_size, split_heads
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorParams:
-    """A compressor; width = 2 * dim for CSA (two streams), dim for HCA."""
+    """Weights of a compressor. width is 2 * dim for CSA, which has two streams, and dim for HCA."""
 
-    ape: jax.Array  # [ratio, width] gate bias by position within the block
+    ape: jax.Array  # [ratio, width] bias of the gate, by position within the block
     kv: jax.Array  # [width, hidden]
     gate: jax.Array  # [width, hidden]
     norm: jax.Array  # [dim]
@@ -35,7 +35,7 @@ class CompressorParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerParams:
-    """The lightning indexer of a CSA layer."""
+    """Weights of the lightning indexer of a CSA layer."""
 
     q_b: jax.Array  # [indexer_heads * indexer_head_dim, q_lora_rank]
     head_weights: jax.Array  # [indexer_heads, hidden]
@@ -45,7 +45,7 @@ class IndexerParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
-    """One attention layer."""
+    """Weights of one attention layer."""
 
     q_a: jax.Array  # [q_lora_rank, hidden]
     q_norm: jax.Array  # [q_lora_rank]
@@ -60,14 +60,14 @@ class AttentionParams:
 
 
 def param_shapes(cfg: DSV4Config, kind: AttentionType) -> AttentionParams:
-    """Shapes of a layer's weights, as float32 ``ShapeDtypeStruct`` leaves."""
+    """Return the shapes of a layer's weights, as float32 ``ShapeDtypeStruct`` leaves."""
     kind = AttentionType(kind)
 
     def of(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def compressor(dim: int) -> CompressorParams:
-        ratio, width = cfg.ratio(kind), dim * (2 if kind.overlaps else 1)  # a stream each
+        ratio, width = cfg.ratio(kind), dim * (2 if kind.overlaps else 1)  # dim per stream
         return CompressorParams(
             ape=of(ratio, width), kv=of(width, cfg.hidden_size), gate=of(width, cfg.hidden_size), norm=of(dim)
         )
@@ -96,15 +96,21 @@ def param_shapes(cfg: DSV4Config, kind: AttentionType) -> AttentionParams:
 
 
 def layer_shapes(cfg: DSV4Config, layer: int) -> AttentionParams:
-    """``param_shapes`` of a layer of the model. ValueError where it has no such layer."""
+    """Return ``param_shapes`` for layer number ``layer``. Raises ValueError if the model has no such layer."""
     return param_shapes(cfg, layer_kind(cfg, layer))
 
 
 def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -> AttentionParams:
-    """A ``PartitionSpec`` for each weight of a layer whose heads are split over a mesh axis.
+    """Return a ``PartitionSpec`` for each weight of a layer whose heads are split over a mesh axis.
+
+    Args:
+      cfg: the model's sizes.
+      layer: number of the layer in the model.
+      mesh: the devices.
+      axis: the mesh axis over which heads are split.
 
     Raises:
-      ValueError: the mesh lacks the axis, the heads do not divide by it, or the model has no such layer.
+      ValueError: the mesh does not have the axis, the heads do not divide by its size, or there is no such layer.
     """
     split_heads(cfg, axis_size(mesh, axis), axis)
     whole = jax.tree.map(lambda _: P(), layer_shapes(cfg, layer))
@@ -112,7 +118,12 @@ def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -
 
 
 def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) -> None:
-    """Require weights of a layer of a kind: ValueError for another kind's, AssertionError (chex) for a wrong array."""
+    """Check that these are the weights of a layer of this kind.
+
+    Raises:
+      ValueError: they belong to another kind of layer.
+      AssertionError: (chex) an array's shape or dtype is wrong.
+    """
     expected, tree = jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))
     if jax.tree.structure(params) != tree:
         raise ValueError(
@@ -124,7 +135,15 @@ def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) 
 
 
 def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: Any = jnp.float32) -> AttentionParams:
-    """Random weights, for tests and demos: linear weights of variance 1 / in, norms and sinks near 1 and 0.
+    """Return random weights, for tests and demos.
+
+    Linear weights have variance 1 / in. Norm weights are near 1, and sinks near 0.
+
+    Args:
+      key: a key of ``jax.random``.
+      cfg: the model's sizes.
+      layer: number of the layer in the model.
+      dtype: of all weights, f32 or bf16.
 
     Raises:
       ValueError: the model has no such layer.
@@ -141,7 +160,8 @@ def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: An
     return jax.tree.unflatten(tree, leaves)
 
 
-# Field of AttentionParams, name in DeepSeek's checkpoints, name in transformers'; both inside the layer's attention.
+# Field of AttentionParams, name in DeepSeek's checkpoints, name in transformers'. Both names are relative to the
+# layer's attention module.
 _NAMES = (
     ("q_a", "wq_a.weight", "q_a_proj.weight"),
     ("q_norm", "q_norm.weight", "q_a_norm.weight"),
@@ -168,14 +188,17 @@ NAMINGS = {"deepseek": {field: name for field, name, _ in _NAMES}, "hf": {field:
 def load_attention_params(
     tensors: Mapping[str, Any], cfg: DSV4Config, layer: int, naming: str = "hf"
 ) -> AttentionParams:
-    """Arrange a layer's tensors. Traceable.
+    """Arrange a layer's tensors as a pytree. Can be traced.
 
     Args:
-      tensors: name inside the layer's attention module -> f32 or bf16 array.
+      tensors: f32 or bf16 arrays by their name in the layer's attention module.
+      cfg: the model's sizes.
+      layer: number of the layer in the model.
       naming: "hf" (transformers) or "deepseek".
 
     Raises:
-      ValueError: a tensor is missing, misshapen or of another dtype, and the message names it; unknown naming or layer.
+      ValueError: a tensor is missing or has a wrong shape or dtype, and the message names it; or the naming or layer is
+        unknown.
     """
     if naming not in NAMINGS:
         raise ValueError(f"naming must be one of {list(NAMINGS)}, got {naming!r}")
@@ -187,7 +210,7 @@ def load_attention_params(
             raise ValueError(f"layer {layer}: tensor {name!r} is missing; there are {sorted(tensors)}")
         given = tensors[name]
         value = jnp.asarray(given)
-        dtype = given.dtype if isinstance(given, np.ndarray) else value.dtype  # asarray narrows f64 without a word
+        dtype = given.dtype if isinstance(given, np.ndarray) else value.dtype  # asarray silently converts f64 to f32
         if value.shape != leaf.shape:
             raise ValueError(f"layer {layer}: tensor {name!r} has shape {value.shape}, expected {leaf.shape}")
         if dtype not in FLOATS:

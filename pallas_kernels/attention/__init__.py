@@ -1,13 +1,13 @@
-"""Decode attention over the stored rows, window and entries, where they lie.
+"""Decode attention over window rows and entries, read directly from where the cache stores them.
 
-call      ``decode_attention``, and which kernel serves a call
-sm90      the kernel on Hopper
-sm90_few  the kernel on Hopper for few queries, where waiting counts
-sm100     the kernel on Blackwell
-block     what the roles of a block share: its memory, its barriers, the loading of tiles
-output    from sums to the output: the parts of a cluster put together, turned back, stored
+call      ``decode_attention``, and the choice of a kernel for a call
+sm90      the kernel for Hopper
+sm90_few  the kernel for Hopper with few queries, where latency matters more than throughput
+sm100     the kernel for Blackwell
+block     what the kernels for many queries share: memory, barriers, and the loading of tiles
+output    the last steps: merging the parts of a cluster, the inverse rope, storing
 softmax   a running softmax over the rows of a product
-keys      the keys of a query: where they lie, and how they become tiles
-layout    how a query is shared by blocks
+keys      the keys of a query: where they are stored, and how they become tiles
+layout    how the work on a query is divided among blocks
 inputs    the arrays of a call
 """

@@ -1,10 +1,10 @@
-"""What the kernels for many queries share, on Hopper and on Blackwell: a block of roles, and the roles that load.
+"""What the kernels for many queries share on Hopper and Blackwell: the layout of a block, and the roles that load.
 
-A block serves 64 heads of one query. Its loader, a warpgroup, turns stored rows into f16 tiles of 64 keys, two stages
-of them. Two other warpgroups bring the queries, and end with half of the output's channels each. What happens in
-between, products and softmax, is the architecture's.
+A block computes 64 heads of one query. One warpgroup, the loader, converts stored rows to f16 tiles of 64 keys, in two
+stages. Two other warpgroups load the queries, and at the end each holds half of the output's channels. The products and
+the softmax in between are specific to the architecture.
 
-Few queries do not fill the chip: then a cluster of blocks shares the tiles of one query, and adds its parts up.
+If there are too few queries to fill the GPU, a cluster of blocks shares the tiles of one query and merges the results.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 
 HEADS = 64
-STAGES = 2  # tiles of keys: one is multiplied while the next one is loaded
-CONSUMERS = 2  # warpgroups that bring the queries and end with half of the channels each
+STAGES = 2  # one tile of keys is multiplied while the next is loaded
+CONSUMERS = 2  # warpgroups that load the queries, and at the end hold half of the channels each
 HALF = HEAD_DIM // CONSUMERS
 WARPS = WARPGROUP // WARP
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout(AttentionLayout):
-    """Heads in groups of 64; any number of tiles."""
+    """A layout with heads in groups of 64, and any number of tiles."""
 
     heads: int = dataclasses.field(default=HEADS, init=False)
     cluster: int = 1
@@ -42,7 +42,7 @@ class BlockLayout(AttentionLayout):
 
     @property
     def common_bytes(self) -> int:
-        """Shared memory of what both kernels have, without barriers."""
+        """Shared memory that both kernels need, without barriers."""
         tiles = (HEADS + STAGES * KEYS) * HEAD_DIM * 2
         return tiles + STAGING_BYTES + STAGES * KEYS * 8 + ROPE_DIM * 4
 
@@ -56,30 +56,33 @@ class BlockLayout(AttentionLayout):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Memory:
-    """A block's shared memory, where its roles meet. A kernel has more, and says in which order all of it lies."""
+    """Shared memory of a block, through which its roles communicate.
+
+    Each kernel has a subclass with further fields, which also determines the order in memory.
+    """
 
     q: Tile  # [HEADS, HEAD_DIM]
     keys: Tile  # [KEYS, HEAD_DIM]; copies: stages
-    staging: Shared  # u8, of ``take_staging``
-    factor_and_bias: Shared  # f32 [STAGES, KEYS, 2], of ``KeyLoader.store``
+    staging: Shared  # u8, from ``take_staging``
+    factor_and_bias: Shared  # f32 [STAGES, KEYS, 2], from ``KeyLoader.store``
     angles: Shared  # f32 [2, ROPE_DIM // 2] cosines, sines
-    full: Barrier  # per stage: its keys are there
-    free: Barrier  # per stage: all products with its keys are done
-    begun: Barrier  # the loader's first loads were issued
+    full: Barrier  # per stage: its keys are loaded
+    free: Barrier  # per stage: all products with its keys are complete
+    begun: Barrier  # the loader's first loads are issued
     loaded_q: Barrier
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """A block's work, as one of its roles knows it."""
+    """The work of a block, as seen by one of its roles."""
 
     machine: TensorCores
     memory: Memory
     query: Query
     first_head: Value
     cluster: int
-    rank: Value  # of the block in its cluster
-    tiles: Value  # that the block serves, one at least: it may have no key
+    rank: Value  # the block's number in its cluster
+    tiles: Value  # number of tiles for this block, at least one, which may have no keys
 
     @classmethod
     def of(cls, machine: TensorCores, inputs: AttentionInputs, memory: Memory, cluster: int) -> Block:
@@ -99,21 +102,28 @@ class Block:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ahead:
-    """What the loader knows of tiles i, i + 1 and i + 2 when it is to store tile i. Two rows of each, per lane."""
+    """What the loader knows about tiles i, i + 1 and i + 2 when it is about to store tile i.
 
-    numbers: list[Value]  # of the keys of tile i + 1
+    Each lane handles two rows of each tile.
+    """
+
+    numbers: list[Value]  # key numbers of tile i + 1
     pages: list[Value]
-    later_numbers: list[Value]  # of tile i + 2
-    rows: list[StoredRow] | list[Value]  # of tile i: on their way, or, where not both can wait, their indices
+    later_numbers: list[Value]  # key numbers of tile i + 2
+    rows: list[StoredRow] | list[Value]  # tile i: rows being loaded, or, if there is no room for both, their indices
 
 
 def load_tiles(block: Block, form: AttendedFormat) -> None:
-    """Tile after tile: bytes are on their way one tile ahead, their addresses are found two and three."""
+    """Load tile after tile. Bytes are requested one tile ahead, and their addresses two and three tiles ahead."""
     machine, memory = block.machine, block.memory
     loader = KeyLoader(block.query, form, memory.staging)
 
     def tile(i: Index) -> Value:
-        """The blocks of a cluster take tiles in turn: those with two of ten then begin with the window's."""
+        """Return the number of the block's i-th tile.
+
+        The blocks of a cluster take tiles in turn. Thus blocks that get two of ten tiles begin with those of the
+        window.
+        """
         return block.rank + i * block.cluster
 
     def find(tile: Value) -> list[Value]:
@@ -122,8 +132,8 @@ def load_tiles(block: Block, form: AttendedFormat) -> None:
     def load(tile: Value, indices: list[Value]) -> list[StoredRow] | list[Value]:
         return [loader.load(tile, which, indices[which]) for which in range(2)] if loader.stages_both else indices
 
-    # Nothing that waits for a load stands before the first tile's. The queries, which take longer, are asked for behind
-    # a window's rows, but before picked ones, whose places are still to be found.
+    # Before the first tile is requested, nothing may wait for another load. The queries take longer to load. They are
+    # requested after the rows of a window, but before picked rows, whose places must be looked up first.
     in_window = tile(machine.constant(0, "i32")) < block.query.window_tiles
     memory.begun.arrive(negate(in_window))
     numbers = [find(tile(i)) for i in range(3)]
@@ -144,19 +154,20 @@ def load_tiles(block: Block, form: AttendedFormat) -> None:
             loader.store(tile(i), which, row, keys, factor_and_bias)
         machine.fence_shared()
         memory.full.copy(stage).arrive()
-        # Addresses that are found already are used first: what is on its way longest is needed first.
+        # Issue loads in the order in which their results are needed. That also uses the addresses first that were found
+        # first.
         rows = load(tile(i + 1), loader.resolve(tile(i + 1), ahead.numbers, ahead.pages))
         pages = loader.find_pages(tile(i + 2), ahead.later_numbers)
         later_numbers = find(tile(i + 3))
         return _Ahead(numbers=ahead.later_numbers, pages=pages, later_numbers=later_numbers, rows=rows)
 
     machine.loop(block.tiles, step, _Ahead(numbers=numbers[1], pages=pages, later_numbers=numbers[2], rows=rows))
-    if block.cluster > 1:  # the barrier of ``merge_parts`` is for all lanes of the cluster
+    if block.cluster > 1:  # all lanes of the cluster must arrive at the barrier in ``_merge_parts``
         machine.barrier("cluster")
 
 
 def load_queries(block: Block) -> None:
-    """The queries of the block's heads as f16, and the angles that the output is turned back by."""
+    """Load the queries of the block's heads as f16, and the angles for the inverse rope of the output."""
     machine, memory, query, lane = block.machine, block.memory, block.query, block.machine.thread
     memory.begun.wait(0)
     units, lanes = HEAD_DIM * 2 // 16, CONSUMERS * WARPGROUP

@@ -1,9 +1,10 @@
-"""Decode attention over the cache in place: window, and entries picked by the indexer or all that are visible.
+"""Decode attention over the stored cache: over the window, and over entries picked by the indexer or all visible ones.
 
     out_h = sum over keys of exp(l) k / (sum of exp(l) + exp(sink_h)),      l = q_h . k / sqrt(512)
 
-One shared key-value head (K = V). Stored rows are read where they lie and widened to f16 on the way to the tensor
-cores: a stored value x becomes x (1 + e) + d, |e| <= 2^-10, |d| <= 2^-24; one above 65504 is infinite.
+There is one shared key-value head (K = V). Rows are read directly from the cache and converted to f16 for the tensor
+cores. This changes a stored value x to x (1 + e) + d with |e| <= 2^-10 and |d| <= 2^-24. Values above 65504 become
+infinite.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
 
-# Heads of a block of the kernel for few queries, and how many tiles the block must have: with fewer warpgroups than
-# that, more heads were slower than the kernel for many queries.
+# Heads per block in the kernel for few queries -> the smallest number of tiles per block with which it is used. A block
+# has a warpgroup per tile; with fewer, this kernel was slower than the one for many queries.
 _FEW_HEADS = {8: 1, 16: 1, 32: 2}
 
 
 def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope_dim: int) -> str | None:
-    """Why the kernel cannot serve these formats and sizes, or None where it can."""
+    """Return why the kernel does not support these formats and sizes, or None if it does."""
     if kv_format not in ATTENDED_FORMATS:
         return f"kv_format must be one of {tuple(ATTENDED_FORMATS)}, got {kv_format!r}"
     if (nope_dim, rope_dim) != (NOPE_DIM, ROPE_DIM):
@@ -49,21 +50,22 @@ def decode_attention(
     layout: AttentionLayout | None = None,
     simulate: bool = False,
 ) -> jax.Array:
-    """Attention of each query over its own keys.
+    """Compute attention of each query over its own keys.
 
     Args:
-      inputs: queries, and the rows and tables in which they find their keys.
+      inputs: queries, and the rows and tables in which their keys are found.
       kv_format: of all stored rows, a key of ``formats.ATTENDED_FORMATS``.
       dtype: of the result, bf16 or f32.
-      layout: which kernel, and how it shares a query's work; None for the device's fastest, from ``choose_layout``.
+      layout: which kernel, and how it divides a query's work. None means the fastest on this device, from
+        ``choose_layout``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      dtype [B, T, H, 512]; 0 where a query has no position.
+      dtype [B, T, H, 512]; 0 for queries without a position.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
-      ValueError: formats, sizes or a layout that the kernels do not serve.
+      ValueError: the kernels do not support these formats or sizes, or this layout.
     """
     q, window = inputs.q, inputs.window
     chex.assert_rank(q, 4)
@@ -104,13 +106,13 @@ def decode_attention(
 
 
 def choose_layout(gpu: target.GPU, queries: int, heads: int, tiles: int) -> AttentionLayout:
-    """The fastest one: as many blocks as the GPU holds at once, each with a tile.
+    """Return the fastest layout: as many blocks as the GPU can run at once, each with at least one tile.
 
     Args:
       gpu: a row of ``target.GPUS``.
-      queries: of all requests.
-      heads: of a query.
-      tiles: of ``KEYS`` keys that a query may have.
+      queries: number of queries of all requests.
+      heads: heads per query.
+      tiles: the largest number of tiles of ``KEYS`` keys that a query may have.
     """
     at_once = sorted(gpu.clusters.items(), reverse=True)  # the largest clusters first
     cluster = next((size for size, most in at_once if queries * heads <= most * HEADS and size <= tiles), 1)

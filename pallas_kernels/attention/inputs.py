@@ -1,4 +1,4 @@
-"""What decode attention reads: queries, and the rows and tables in which they find their keys."""
+"""The inputs of decode attention: queries, and the rows and tables in which their keys are found."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ HEAD_DIM, NOPE_DIM, ROPE_DIM = 512, 448, 64
 class AttentionInputs:
     """T queries of each of B requests, and the arrays of the layer that they attend to.
 
-    A query sees the positions max(0, p - n_win + 1) .. p of its window, and of the first ``visible`` entries either
-    those that it picks or all. Rows are pytrees with the leaves ``nope rope scale``, encoded in one KV format.
+    A query at p sees the positions max(0, p - n_win + 1) .. p of its window, and of its first ``visible`` entries
+    either those in ``picks`` or all. Rows are pytrees with leaves ``nope rope scale``, all in the same KV format.
     """
 
     q: Any  # f16 or bf16 [B, T, H, 512]
-    window: Any  # rows [layers, requests, n_win, ...]: rings, in which position p sits in row p % n_win
-    pos: Any  # int32 [layers, requests, n_win] position that a ring's row holds, -1 = empty; a row of another is no key
-    fresh: Any  # rows [B, F, ...] of positions start .. start + F - 1, which the ring does not hold yet; or None
+    window: Any  # rows [layers, requests, n_win, ...]: rings, with position p in row p % n_win
+    pos: Any  # int32 [layers, requests, n_win] position of each ring row, -1 = empty; a row with a wrong one is masked
+    fresh: Any  # rows [B, F, ...] of positions start .. start + F - 1, which are not in the ring yet; or None
     entries: Any  # rows [layers, num_blocks, entries_per_block, ...]; or None
-    picks: Any  # int32 [B, T, K] entry numbers, -1 = none; None = all below visible
+    picks: Any  # int32 [B, T, K] entry numbers, -1 = none; None means all below visible
     block_table: Any  # int32 [requests, max_blocks], -1 = none; None without entries
     slots: Any  # int32 [B], -1 = none
     start: Any  # int32 [B] position of the first fresh row
-    positions: Any  # int32 [B, T] of the queries, -1 = none: the output is 0
-    visible: Any  # int32 [B, T] entries that a query may see; None without entries
+    positions: Any  # int32 [B, T] of the queries, -1 = none, for which the output is 0
+    visible: Any  # int32 [B, T] number of entries that a query may see; None without entries
     sinks: Any  # f32 [H]
-    angles: Any  # f32 [B, T, 64] cosines, then sines, that the output's RoPE channels are turned back by; or None
+    angles: Any  # f32 [B, T, 64] cosines, then sines, for the inverse rope of the output; or None
     layer: Any  # int32 [1]
 
     @property
     def max_entries(self) -> int:
-        """Entries that a query can read, at most."""
+        """The largest number of entries that a query can read."""
         if self.entries is None:
             return 0
         if self.picks is not None:
@@ -50,11 +50,11 @@ class AttentionInputs:
 
 
 def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
-    """Raise where shapes and dtypes do not fit together, or rows are not of the format.
+    """Check that shapes and dtypes agree, and that rows have this format.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
-      ValueError: entries come without their block table, or an array has more rows than an int32 can number.
+      ValueError: entries are given without a block table, or an array has more rows than an int32 can count.
     """
     q, pos, entries = inputs.q, inputs.pos, inputs.entries
     chex.assert_rank([q, inputs.positions, pos], [4, 2, 3])
@@ -75,7 +75,7 @@ def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
         chex.assert_type(inputs.picks, jnp.int32)
     if entries is not None:
         if inputs.block_table is None or inputs.visible is None:
-            raise ValueError("entries are found through a block table and seen up to visible: got None for one of them")
+            raise ValueError("entries need block_table and visible: got None for one of them")
         chex.assert_shape(inputs.visible, (batch, tokens))
         chex.assert_type([inputs.visible, inputs.block_table], jnp.int32)
         chex.assert_shape(inputs.block_table, (pos.shape[1], None))

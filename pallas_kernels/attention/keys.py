@@ -1,17 +1,17 @@
-"""The keys of a query: where its window rows and entries lie, and how they become f16 tiles in shared memory.
+"""The keys of a query: where its window rows and entries are stored, and how they become f16 tiles in shared memory.
 
-The keys of a query stand in one list: its window, oldest first, then its entries (picked ones, or all that it sees).
-The list is cut into tiles of 64 keys, window and entries apart. One warpgroup brings a tile from the stored rows
-through registers to shared memory: a quad of lanes per row, two rows per quad, 16 stored bytes at a time, widened to
-f16 on the way.
+The keys of a query form one list: first its window, oldest first, then its entries (the picked ones, or all that it
+sees). The list is divided into tiles of 64 keys; no tile has both window rows and entries. One warpgroup loads a tile.
+Each quad of lanes loads two rows, 16 bytes at a time, converts them to f16 in registers, and stores them to shared
+memory. These are the steps:
 
-    find        number of a key: its position in the window, or that of the entry that the list names
-    find_pages  page of an entry, from the block table
-    resolve     where the row lies: in the ring, among the fresh rows, or in its page
-    load        its bytes, to where they can wait
-    store       as f16, into a tile
+    find        the number of a key: its position in the window, or the number of the entry
+    find_pages  the page of an entry, from the block table
+    resolve     the row's place: in the ring, among the fresh rows, or in its page
+    load        requests the row's bytes
+    store       converts them to f16 and writes them into a tile
 
-Each step loads what the next one needs, so they run tiles ahead of each other.
+Each step needs what the one before has loaded. To hide the latency, they run for different tiles at the same time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.rows import bf16_to_f16
 
-KEYS = 64  # of a tile
+KEYS = 64  # keys per tile
 _LOAD = Quad.LOAD_BYTES
-_STAGED_LOADS = 14  # of each lane: both rows of a quad where a row takes 7 loads, one row where it takes 14
-_AT_ONCE = 3  # loads from shared memory: enough to wait for them together, few enough for the registers
+_STAGED_LOADS = 14  # loads per lane that can be staged: both rows if a row takes 7 loads, one row if it takes 14
+_AT_ONCE = 3  # loads from shared memory at once: enough to hide latency, but not too many for the registers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """The query of a block, and how many keys it has."""
+    """The query of a block, and the number of its keys."""
 
     machine: TensorCores
     inputs: AttentionInputs  # of buffers
@@ -49,7 +49,7 @@ class Query:
     first_position: Value  # of the window
     window_keys: Value
     visible: Value
-    entry_keys: Value  # places in the list: picks, or entries below visible
+    entry_keys: Value  # length of the list of entries: picks, or entries below visible
 
     @classmethod
     def of_block(cls, machine: TensorCores, inputs: AttentionInputs) -> Query:
@@ -71,7 +71,11 @@ class Query:
 
     @property
     def window_tiles(self) -> int:
-        """Known before the position is: where a pick stands waits for no load."""
+        """Number of window tiles.
+
+        Because it does not depend on the position, the place of a pick is known without waiting for the position to
+        load.
+        """
         return -(-self.inputs.pos.shape[2] // KEYS)
 
     @property
@@ -79,12 +83,15 @@ class Query:
         return (self.entry_keys + (KEYS - 1)) // KEYS + self.window_tiles
 
     def share(self, cluster: int) -> tuple[Value, Value]:
-        """The block's rank in its cluster, and the tiles that it serves: one at least, which may have no key."""
+        """Return the block's rank in its cluster, and its number of tiles.
+
+        A block has at least one tile, but that tile may have no keys.
+        """
         rank = self.machine.rank if cluster > 1 else self.machine.constant(0, "i32")
         return rank, ((self.tiles + (cluster - 1) - rank) // cluster).maximum(1)
 
     def head_words(self, head: Value, unit: Value, where: Condition = True) -> list[Value]:
-        """Eight channels of a head, from ``unit`` * 8 on, as f16."""
+        """Load eight channels of a head as f16, from channel ``unit`` * 8 on."""
         machine, q = self.machine, self.inputs.q
         words = q.load_words(self.batch, self.token, head, unit * 8, count=8, where=where)
         if q.dtype == "bfloat16":
@@ -95,17 +102,20 @@ class Query:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StoredRow:
-    """What a lane of a quad holds of a row on its way."""
+    """What a lane of a quad holds of a row that is being loaded."""
 
-    nope: list[Value]  # words, where they do not wait in shared memory
+    nope: list[Value]  # words, if they are not staged in shared memory
     rope: list[Value]  # words
-    scales: list[Value]  # what the format's ``load_scales`` gave
-    position: Value  # that the ring says the row has
-    index: Value  # of the row in its array, -1 = there is no key
+    scales: list[Value]  # from the format's ``load_scales``
+    position: Value  # position of the row according to the ring
+    index: Value  # index of the row in its array, -1 = no key
 
 
 def take_staging(machine: TensorCores) -> Shared:
-    """Shared memory in which the stored NoPE bytes of a tile wait: u8 [loads, lanes, 16], each lane's for itself."""
+    """Allocate shared memory for the stored NoPE bytes of a tile: u8 [loads, lanes, 16].
+
+    Each lane uses only its own part.
+    """
     return Shared.take(machine, (_STAGED_LOADS, WARPGROUP, _LOAD), "u8")
 
 
@@ -113,18 +123,25 @@ STAGING_BYTES = _STAGED_LOADS * WARPGROUP * _LOAD
 
 
 class KeyLoader:
-    """A warpgroup that brings tiles of keys; each lane takes part in two rows of a tile."""
+    """A warpgroup that loads tiles of keys. Each lane takes part in two rows of a tile."""
 
     def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None):
-        """Without ``staging``, u8 of ``take_staging``, the NoPE bytes wait in registers."""
+        """Prepare to load.
+
+        Args:
+          query: the block's query.
+          form: the format of all rows.
+          staging: memory from ``take_staging`` for NoPE bytes that are being loaded. None keeps them in registers.
+        """
         self.query, self.machine, self.form = query, query.machine, form
         self._lane = self.machine.thread % WARPGROUP
         self._quad = Quad(self.machine, self._lane % Quad.LANES, NOPE_DIM)
-        # Rows r and r + 8 of 16: a quarter of a warp's lanes, two rows, writes all banks of shared memory once.
+        # Each quad takes rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's lanes, use each
+        # bank of shared memory once.
         row = self._lane // WARP * 16 + self._lane % WARP // Quad.LANES
         self._rows = [row, row + 8]
-        self._loads = form.num_loads(self._quad)  # of NoPE bytes, per row
-        self._staged = [staging] * 2  # of either row
+        self._loads = form.num_loads(self._quad)  # loads of NoPE bytes per row
+        self._staged = [staging] * 2  # staging memory for each of the two rows
         self.stages_both = 2 * self._loads <= _STAGED_LOADS
         if staging is not None and self.stages_both:
             both = staging.view((2, self._loads, WARPGROUP, _LOAD), "u8")
@@ -135,7 +152,7 @@ class KeyLoader:
         return tile < self.query.window_tiles
 
     def find(self, tile: Value) -> list[Value]:
-        """The number of each row's key, -1 = none."""
+        """Return the number of each row's key, -1 = none."""
         query, found = self.query, []
         in_window = self._is_window(tile)
         for row in self._rows:
@@ -156,7 +173,7 @@ class KeyLoader:
         return found
 
     def find_pages(self, tile: Value, numbers: list[Value]) -> list[Value]:
-        """Entries: the page of each row's key, -1 = none."""
+        """Return the page of each row's key, if it is an entry; -1 = none."""
         query = self.query
         if query.inputs.entries is None:
             return [self.machine.constant(-1, "i32")] * 2
@@ -170,7 +187,7 @@ class KeyLoader:
         return pages
 
     def resolve(self, tile: Value, numbers: list[Value], pages: list[Value]) -> list[Value]:
-        """The index of each key's row in the whole of its array (rings, fresh rows, or entries), -1 = none."""
+        """Return the index of each key's row in its whole array (rings, fresh rows, or entries); -1 = none."""
         query, inputs = self.query, self.query.inputs
         in_window, found = self._is_window(tile), []
         _, requests, n_win = inputs.pos.shape
@@ -192,14 +209,14 @@ class KeyLoader:
 
     # Its bytes.
     def _is_fresh(self, tile: Value, row: Value) -> Condition:
-        """Whether a window row is one of the new tokens'."""
+        """Return whether a window row is one of the new tokens' rows."""
         if self.query.inputs.fresh is None:
             return False
         position = self.query.first_position + (tile * KEYS + row)
         return self._is_window(tile) & (position >= self.query.start)
 
     def _address(self, name: str, tile: Value, row: Value, index: Value) -> Value:
-        """i64 address of a row's leaf."""
+        """Return the i64 address of a row's leaf."""
         inputs = self.query.inputs
         leaf: Buffer = getattr(inputs.window, name)
         start = leaf.address
@@ -210,7 +227,7 @@ class KeyLoader:
         return start + self.machine.widen(index) * (math.prod(leaf.shape[3:]) * leaf.dtype.itemsize)
 
     def load(self, tile: Value, which: int, index: Value) -> StoredRow:
-        """Start to bring the first or second row of a tile: zeros where there is no key."""
+        """Start to load the first or second row of a tile. Rows without a key are zero."""
         query, machine, row = self.query, self.machine, self._rows[which]
         there, quarter, staged = index >= 0, self._quad.quarter, self._staged[which]
         nope = self._address("nope", tile, row, index) + machine.widen(quarter * _LOAD)
@@ -221,7 +238,7 @@ class KeyLoader:
                 in_registers += machine.load(address, _LOAD, there, constant=True)
             else:
                 machine.copy_async(staged.address_of(i, self._lane, 0), address, there)
-        # Both RoPE units of a lane lie beside each other where they widen to two units, as NoPE bytes do.
+        # If a lane's NoPE bytes become two adjacent units of f16, its two RoPE units are adjacent too.
         beside = self.form.itemsize == 1
         rope = self._address("rope", tile, row, index) + machine.widen(quarter * (_LOAD * 2 if beside else _LOAD))
         words: list[Value] = []
@@ -236,20 +253,21 @@ class KeyLoader:
         return StoredRow(in_registers, words, scales, position, index)
 
     def store(self, tile: Value, which: int, stored: StoredRow, keys: Tile, factor_and_bias: Shared) -> None:
-        """Write a row that has come to a tile of keys as f16, and its factor and bias to f32 [KEYS, 2].
+        """Write a loaded row as f16 into a tile of keys, and its factor and bias into f32 [KEYS, 2].
 
-        A row is its f16 times a factor in [1, 2), the fraction of its scale: a code times the scale's power of two is
-        exact in f16. The bias is added to the logits: 0, or -inf where there is no key.
+        The row is the stored f16 times ``factor``, which is the fraction of its scale, in [1, 2). Only the scale's
+        power of two is applied to the codes, because that is exact in f16. ``bias`` is added to the logits: 0, or -inf
+        if there is no key.
         """
         machine, row, staged = self.machine, self._rows[which], self._staged[which]
         position = self.query.first_position + (tile * KEYS + row)
         has_no_ring = negate(self._is_window(tile) & negate(self._is_fresh(tile, row)))
         valid = (stored.index >= 0) & ((stored.position == position) | has_no_ring)
         mask = select(valid, machine.constant(-1, "i32"), 0)
-        # What a ring's row of another position holds is masked as well: NaN times a weight of 0 would be NaN.
+        # Bytes are masked for ring rows with another position too: they may be NaN, and NaN times a weight of 0 is NaN.
         scale = self.form.split_scale(self._quad, stored.scales)
         inverse = None if scale.factor is None else machine.reciprocal(scale.factor)
-        # A few loads at once: none from shared memory is moved in front of a store to it.
+        # Issue a few loads at once, since no load from shared memory is moved before a store to it.
         waiting = [stored.nope[n : n + 4] for n in range(0, len(stored.nope), 4)]
         for i in range(self._loads):
             if not waiting:
@@ -270,7 +288,7 @@ class KeyLoader:
             self.machine.store_shared(keys.unit(row, self._unit(load, part)), halves[4 * part : 4 * part + 4], 16, True)
 
     def _unit(self, load: int, part: int) -> Value:
-        """Which 16-byte unit of the f16 row a load's part becomes."""
+        """Return which 16-byte unit of the f16 row this part of a load becomes."""
         quarter = self._quad.quarter
         if self.form.itemsize == 2:
             return quarter + load * Quad.LANES

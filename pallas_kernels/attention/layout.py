@@ -1,4 +1,4 @@
-"""How a launch shares the queries of decode attention among blocks, and what it writes."""
+"""How a launch of decode attention divides queries among blocks, and what it writes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.target import GPU
 
-CLUSTERS = (1, 2, 4, 8)  # blocks, among which the channels of a head are divided
+CLUSTERS = (1, 2, 4, 8)  # blocks in a cluster, among which the channels of a head are divided
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
-    """Where the blocks of a cluster leave their parts of an output, each share of channels for one block.
+    """Memory through which the blocks of a cluster exchange their parts of an output.
 
-    In device memory, which stays in L2: twice as fast as through the blocks' shared memory.
+    Each block gets a share of channels.
+
+    The memory is device memory, which stays in L2. This was twice as fast as exchanging parts through shared memory.
     """
 
     stats: Any  # f32 [queries, groups of heads, cluster, heads, 2] peak and total of each block
-    parts: Any  # f16 [queries, groups of heads, cluster, cluster, ...] to, from; in the order of the kernel
+    parts: Any  # f16 [queries, groups of heads, to block, from block, ...] in the kernel's own order
 
     @classmethod
     def of(cls, layout: AttentionLayout, queries: int, groups: int, part: tuple[int, ...]) -> Scratch:
-        """For parts of a shape."""
+        """Return the shapes for parts of this shape."""
         lead = queries, groups, layout.cluster
         return cls(
             stats=jax.ShapeDtypeStruct((*lead, layout.heads, 2), jnp.float32),
@@ -44,37 +46,37 @@ class Outputs:
     """What decode attention writes."""
 
     out: Any  # bf16 or f32 [B, T, H, 512]
-    scratch: Scratch | None  # None where a block has a query's heads to itself
+    scratch: Scratch | None  # None if there are no clusters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout(abc.ABC):
-    """A kernel, and how its blocks share a query: its heads by groups, its keys by the blocks of a cluster."""
+    """A kernel, and how it divides a query: its heads into groups, and its keys among the blocks of a cluster."""
 
-    heads: int  # of a block
-    cluster: int  # blocks that share the keys
+    heads: int  # heads per block
+    cluster: int  # number of blocks that share the keys
 
-    gpu: ClassVar[GPU]  # whose kernel it is
+    gpu: ClassVar[GPU]  # the GPU that the kernel is for
 
     @property
     @abc.abstractmethod
     def warpgroups(self) -> int:
-        """Of a block."""
+        """Number of warpgroups in a block."""
 
     @property
     @abc.abstractmethod
     def shared_bytes(self) -> int:
-        """Of a block, besides what every launch has."""
+        """Shared memory of a block, besides what every launch uses."""
 
     def check(self, heads: int, tiles: int) -> None:
-        """ValueError where it does not share a query of so many heads and tiles of keys."""
+        """Raise ValueError if the layout does not support queries with so many heads and tiles of keys."""
         if heads % self.heads:
             raise ValueError(f"{self} does not share {heads} heads")
         if self.cluster not in CLUSTERS:
             raise ValueError(f"{self} does not share {HEAD_DIM} channels: a cluster has 1, 2, 4 or 8 blocks")
 
     def grid(self, queries: int, groups: int) -> Grid:
-        """The blocks for so many queries and groups of heads."""
+        """Return the grid for so many queries and groups of heads."""
         return Grid(
             blocks=(queries, groups),
             warpgroups=self.warpgroups,
@@ -84,8 +86,8 @@ class AttentionLayout(abc.ABC):
 
     @abc.abstractmethod
     def scratch(self, queries: int, groups: int) -> Scratch | None:
-        """Shapes for so many queries and groups of heads; None without clusters."""
+        """Return the scratch shapes for so many queries and groups of heads; None without clusters."""
 
     @abc.abstractmethod
     def body(self, machine: Any, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
-        """The kernel, on ``grid(B * T, H // heads)``."""
+        """Run the kernel, on ``grid(B * T, H // heads)``."""

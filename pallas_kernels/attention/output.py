@@ -1,6 +1,7 @@
-"""From the sums of a block's two multiplying warpgroups to the output: merged over the cluster, turned, stored.
+"""The last steps of attention: merge the sums of a cluster's blocks, apply the inverse rope, and store the output.
 
-Each warpgroup has half of the channels, of 64 heads, spread over its lanes as a product is.
+In a block, each of the two multiplying warpgroups holds half of the channels of 64 heads. They are spread over its
+lanes like any product of tensor cores.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from pallas_kernels.language.lanes import Buffer, add, fold, maximum
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
 from pallas_kernels.language.tensor_cores import product_row
 
-_STORED_BYTES = 256  # of a row, at once
-_PADDING = 16  # bytes behind a row: they spread rows over the banks
-_TURNED_FROM = NOPE_DIM - HALF  # of a half's channels
+_STORED_BYTES = 256  # bytes of a row that are stored at once
+_PADDING = 16  # bytes between rows, which spread the rows over the banks of shared memory
+_TURNED_FROM = NOPE_DIM - HALF  # first channel with rope, within the second half
 
 
 def finish_output(block: Block, outputs: Outputs, sums: list[Value], softmax: Softmax, half: Value) -> None:
-    """Sums of weighted keys, divided by the sums of weights, to the output.
+    """Divide the sums of weighted keys by the sums of weights, and store the result.
 
     Args:
-      sums: of the warpgroup's half of the channels, not divided yet.
-      softmax: with sums of whole rows.
+      outputs: buffers.
+      sums: the warpgroup's half of the channels, not divided yet.
+      softmax: with the sums of whole rows.
+      half: which half of the channels.
     """
     if block.cluster == 1:
         inverse = [block.machine.reciprocal(value) for value in softmax.total]
@@ -36,9 +39,9 @@ def finish_output(block: Block, outputs: Outputs, sums: list[Value], softmax: So
 
 
 def _merge_parts(block: Block, scratch: Scratch, sums: list[Value], softmax: Softmax) -> list[Value]:
-    """What the blocks of a cluster have, put together: each gets 1 / cluster of the channels.
+    """Merge the parts of all blocks of a cluster. Each block returns 1 / cluster of the channels.
 
-    Parts are means, in f16 like the weights that they were made with.
+    Parts are exchanged as means, in f16, which is the precision of the weights they were computed with.
     """
     machine, cluster, row = block.machine, block.cluster, product_row(block.machine)
     rank, lane, query, group = block.rank, machine.thread, machine.block(0), machine.block(1)
@@ -46,9 +49,9 @@ def _merge_parts(block: Block, scratch: Scratch, sums: list[Value], softmax: Sof
         pair = [softmax.peak[i], softmax.total[i]]
         where = (lane % QUAD == 0) & (lane < WARPGROUP)
         scratch.stats.store_floats(pair, query, group, rank, row + 8 * i, 0, where=where)
-    inverse = [machine.reciprocal(value.maximum(2.0**-126)) for value in softmax.total]  # 0 where there was no key
+    inverse = [machine.reciprocal(value.maximum(2.0**-126)) for value in softmax.total]  # 0 if there was no key
     means = [value * inverse[row_of(n)] for n, value in enumerate(sums)]
-    part = len(sums) // cluster  # values of a lane that go to one block
+    part = len(sums) // cluster  # number of a lane's values that go to one block
     for to in range(cluster):
         mine = [machine.to_f16(*means[n : n + 2]) for n in range(to * part, (to + 1) * part, 2)]
         for n in range(0, len(mine), 4):
@@ -81,31 +84,31 @@ def _merge_parts(block: Block, scratch: Scratch, sums: list[Value], softmax: Sof
 
 
 def _store(block: Block, out: Buffer, means: list[Value], half: Value, first: Index) -> None:
-    """Channels [first, ...) of each warpgroup's half, turned back where they are RoPE channels.
+    """Store the channels from ``first`` on of each warpgroup's half, with the inverse rope applied to RoPE channels.
 
-    Each warp's rows go through shared memory, so that they leave in whole sectors: through the stage that holds the
-    last tile but one, which nobody reads any more.
+    Each warp's rows go through shared memory, so that they are stored to device memory in whole sectors. The memory
+    used is the stage of the last tile but one, which nobody reads any more.
     """
     machine, query, memory = block.machine, block.query, block.memory
     next_stage = block.tiles % STAGES
     memory.free.copy(next_stage).wait((block.tiles // STAGES & 1) ^ 1)
     lane, warp = machine.thread % WARP, machine.thread // WARP
-    columns, size = len(means) * 2, out.dtype.itemsize  # of a warp's 16 rows
-    width = min(columns, _STORED_BYTES // size)  # columns that go at once
-    stride = width * size + _PADDING  # bytes of a row
-    rows = warp * (16 * stride) + memory.keys.copy(next_stage).offset  # address of the warp's first one
+    columns, size = len(means) * 2, out.dtype.itemsize  # columns of a warp's 16 rows
+    width = min(columns, _STORED_BYTES // size)  # columns that are stored at once
+    stride = width * size + _PADDING  # bytes from a row to the next
+    rows = warp * (16 * stride) + memory.keys.copy(next_stage).offset  # address of the warp's first row
     for start in range(0, columns, width):
         for column in range(start, start + width, 8):
             pairs = [means[column // 2 : column // 2 + 2], means[column // 2 + 2 : column // 2 + 4]]
             if query.inputs.angles is not None and column + HALF - columns >= _TURNED_FROM:
-                channel = (lane % QUAD * 2 + column + first) - _TURNED_FROM  # of the RoPE channels
+                channel = (lane % QUAD * 2 + column + first) - _TURNED_FROM  # number among the RoPE channels
                 pairs = _turn_back(block, pairs, channel, (half == 1) & (channel >= 0))
             for i, values in enumerate(pairs):
                 words = [machine.to_bf16(*values)] if size == 2 else [machine.bits(value) for value in values]
                 at = (lane // QUAD + 8 * i) * stride + lane % QUAD * (2 * size) + (rows + (column - start) * size)
                 machine.store_shared(at, words, 2 * size, True)
         machine.barrier("warp")
-        units = width * size // 16  # of a row
+        units = width * size // 16  # per row
         for n in range(16 * units // WARP):
             row, unit = (lane + n * WARP) // units, (lane + n * WARP) % units
             words = machine.load_shared(row * stride + unit * 16 + rows, 16)
@@ -116,7 +119,7 @@ def _store(block: Block, out: Buffer, means: list[Value], half: Value, first: In
 
 
 def _turn_back(block: Block, pairs: list[list[Value]], channel: Value, turns: Value) -> list[list[Value]]:
-    """Pairs of two rows, turned by minus the angle of the RoPE channels from ``channel``, where they turn."""
+    """Rotate pairs of two rows by minus the angles of the RoPE channels from ``channel`` on, where ``turns``."""
     pair = select(turns, channel, 0) // 2
     cos, sin = (block.memory.angles.load_floats(part, pair, count=1)[0] for part in range(2))
     return [[select(turns, a * cos + b * sin, a), select(turns, b * cos - a * sin, b)] for a, b in pairs]

@@ -1,14 +1,15 @@
-"""Decode attention on Blackwell: one warp asks for all products, which sum up in tensor memory.
+"""Decode attention on Blackwell: one warp starts all products, whose sums are kept in tensor memory.
 
     out = sum over keys of exp(l) k / (sum of exp(l) + exp(sink)),      l = q . k / sqrt(512)
 
-Per tile of 64 keys, one warp asks for the logits [64 heads, 64 keys]; a warpgroup takes them from tensor memory and
-hands weights back through shared memory, 16 keys at a time; the same warp asks for their product with the keys, which
-is added to the output [64 heads, 512] in tensor memory. The output takes the columns of 256 channels: the other 256 lie
-in the rows that a product of 64 rows leaves free.
+For each tile of 64 keys, one warp starts the product for the logits [64 heads, 64 keys]. A warpgroup reads them from
+tensor memory, and passes weights back through shared memory, 16 keys at a time. The same warp then starts the product
+of weights and keys, which is added to the output [64 heads, 512] in tensor memory. The output takes only as many
+columns as 256 channels, because a product of 64 rows leaves half of the rows of tensor memory free, and the other 256
+channels are stored there.
 
-The output is scaled down only where a peak grows by more than 2^8: weights are then relative to one that may be so
-much lower than the largest so far. They stay below 2^9, which f16 holds as exactly as those below 1.
+The output is rescaled only if a peak grows by a factor of more than 2^8. Weights may thus be relative to a peak that is
+lower than the largest logit so far by up to that factor. They stay below 2^9, and f16 is as precise there as below 1.
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ from pallas_kernels.language.target import BLACKWELL, GPU
 from pallas_kernels.language.tensor_cores import Role, Tile, product_row
 from pallas_kernels.language.tensor_memory import MAX_COLUMNS, Accumulator, TensorMemory
 
-_PIECE = 16  # keys whose weights are handed over at once: what an instruction takes
-_PIECES = KEYS // _PIECE  # of a tile
-_HELD = 2  # pieces in shared memory
-_GROWTH = 8.0  # of a peak that the output is scaled for, in powers of two
-_SCALED = 64  # columns of the output that are scaled at once
-_MULTIPLY_REGISTERS, _LOAD_REGISTERS = 184, 136  # of a lane
+_PIECE = 16  # keys whose weights are passed at once, which is what one instruction takes
+_PIECES = KEYS // _PIECE  # pieces per tile
+_HELD = 2  # number of pieces in shared memory
+_GROWTH = 8.0  # growth of a peak, in powers of two, above which the output is rescaled
+_SCALED = 64  # columns of the output that are rescaled at once
+_MULTIPLY_REGISTERS, _LOAD_REGISTERS = 184, 136  # registers per lane
 
 _LOGITS = Accumulator(column=HALF, columns=KEYS)  # [HEADS, KEYS]
 
 
 def _output(half: Index) -> Accumulator:
-    """[HEADS, HALF] of half of the channels."""
+    """Return the accumulator [HEADS, HALF] for half of the channels."""
     return Accumulator(column=0, columns=HALF, half=half)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(BlockLayout):
-    """A block serves 64 heads of a query, and its share of the tiles."""
+    """The layout of the Blackwell kernel. A block computes 64 heads of a query, over its share of the tiles."""
 
     gpu: ClassVar[GPU] = BLACKWELL
 
@@ -76,10 +77,13 @@ class Layout(BlockLayout):
         )
 
         def block() -> Block:
-            """Each role asks for its own, and holds no registers through the code of another one."""
+            """Return the block as one role sees it.
+
+            Each role makes its own, so that its registers are not held while another role's code runs.
+            """
             return Block.of(machine, inputs, memory, self.cluster)
 
-        with machine.tensor_memory(MAX_COLUMNS):  # of 320: shared memory lets no other block in anyway
+        with machine.tensor_memory(MAX_COLUMNS):  # 320 are used; shared memory admits only one block per SM anyway
             machine.roles(
                 Role(
                     warpgroups=CONSUMERS,
@@ -92,18 +96,21 @@ class Layout(BlockLayout):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Memory(Memory):
-    """Tiles, arrays and barriers, in this order: with barriers in front the tiles' alignment would leave too little."""
+    """Shared memory: tiles, arrays and barriers, in this order.
 
-    weights: Tile  # [_PIECE, HEADS]; copies: pieces held
+    With the barriers first, the alignment of the tiles would waste too much memory.
+    """
+
+    weights: Tile  # [_PIECE, HEADS]; copies: pieces in shared memory
     stats: Shared  # f32 [HEADS, 2]: peak and total, at the end
-    weighed: Barrier  # per piece held: the weights are there
-    weights_free: Barrier  # per piece held: their product is done
-    scored: Barrier  # the logits are there, and all older products are done
-    done: Barrier  # the output and the stats are there
+    weighed: Barrier  # per piece in shared memory: its weights are stored
+    weights_free: Barrier  # per piece in shared memory: its product is complete
+    scored: Barrier  # the logits are computed, and all older products are complete
+    done: Barrier  # the output and the stats are complete
 
     @classmethod
     def take(cls, machine: TensorMemory) -> _Memory:
-        product = 1  # warp that arrives
+        product = 1  # number of warps that arrive
         return cls(
             q=Tile.take(machine, HEADS, HEAD_DIM * 2),
             keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES),
@@ -124,7 +131,10 @@ class _Memory(Memory):
 
 
 def _multiply(machine: TensorMemory, block: Block, memory: _Memory, outputs: Outputs, form: AttendedFormat) -> None:
-    """One warpgroup weighs, a warp of the other one asks for products; then each takes half of the channels."""
+    """Run the two multiplying warpgroups: one computes weights, and a warp of the other starts products.
+
+    At the end each takes half of the channels.
+    """
     load_queries(block)
     warp, half = machine.thread // WARP, machine.thread // WARPGROUP
     with machine.when(half == 0):
@@ -139,9 +149,12 @@ def _multiply(machine: TensorMemory, block: Block, memory: _Memory, outputs: Out
     finish_output(block, outputs, machine.load_tensor(_output(half)), softmax, half)
 
 
-# Asking for products.
+# Starting products.
 def _ask(machine: TensorMemory, memory: _Memory, tiles: Value) -> None:
-    """Of a tile: its logits; then, as weights come, their products with the keys. One warp, of which one lane asks."""
+    """Start the products of all tiles: a tile's logits, then, as weights arrive, their products with the keys.
+
+    This runs on one warp, of which one lane issues the instructions.
+    """
 
     def step(i: Value, _: None) -> None:
         stage = i % STAGES
@@ -151,7 +164,7 @@ def _ask(machine: TensorMemory, memory: _Memory, tiles: Value) -> None:
             machine.mma(_LOGITS, memory.q.k_major(), keys.k_major(), accumulate=False)
             machine.commit(memory.scored)
         for piece in range(_PIECES):
-            held, use = piece % _HELD, piece // _HELD  # uses per tile are even in number
+            held, use = piece % _HELD, piece // _HELD  # the number of uses per tile is even
             memory.weighed.copy(held).wait(use % 2)
             machine.fence_tensor("after")
             weights = memory.weights.copy(machine.constant(held, "i32")).transposed(0)
@@ -169,9 +182,9 @@ def _ask(machine: TensorMemory, memory: _Memory, tiles: Value) -> None:
         machine.commit(memory.done)
 
 
-# Weighing.
+# Computing weights.
 def _weigh(machine: TensorMemory, block: Block, memory: _Memory, form: AttendedFormat) -> None:
-    """Logits -> weights, tile after tile, and the output scaled where a peak grew much."""
+    """Compute weights from logits, tile after tile, and rescale the output if a peak has grown much."""
     softmax = Softmax.of_sinks(block)
 
     def step(i: Value, softmax: Softmax) -> Softmax:
@@ -179,7 +192,7 @@ def _weigh(machine: TensorMemory, block: Block, memory: _Memory, form: AttendedF
         machine.fence_tensor("after")
         logits, factor_and_bias = machine.load_tensor(_LOGITS), memory.factor_and_bias[i % STAGES]
         weights, softmax, carried, grew = _fold(machine, logits, softmax, factor_and_bias, form)
-        # The logits' barrier is for older products too: the output is at rest.
+        # The barrier of the logits also covers older products, so no product is writing to the output.
         with machine.when(_in_warp(machine, grew) & (i > 0)):
             _scale_output(machine, carried)
         machine.fence_tensor("before")
@@ -197,7 +210,11 @@ def _weigh(machine: TensorMemory, block: Block, memory: _Memory, form: AttendedF
 def _fold(
     machine: TensorMemory, logits: list[Value], softmax: Softmax, factor_and_bias: Shared, form: AttendedFormat
 ) -> tuple[list[Value], Softmax, list[Value], Value]:
-    """Fold a tile's logits in: f32 weights, what older sums are scaled by per row, and whether that is not 1."""
+    """Add a tile's logits to the softmax.
+
+    Returns:
+      The weights, f32; the new softmax; the factor per row by which older sums must be scaled; whether any is not 1.
+    """
     weights, factors = scale_logits(machine, logits, factor_and_bias)
     peaks, totals, carried = [], [], []
     grew = machine.constant(False, "bool")
@@ -218,7 +235,7 @@ def _fold(
 
 
 def _in_warp(machine: TensorMemory, condition: Value) -> Value:
-    """Whether it holds in some lane of the warp; it is the same in the lanes of a quad."""
+    """Return whether the condition holds in any lane of the warp. It is the same in the four lanes of a quad."""
     some = select(condition, machine.constant(1, "i32"), 0)
     for distance in (4, 8, 16):
         some = some | machine.shuffle_xor(some, distance)
@@ -226,7 +243,7 @@ def _in_warp(machine: TensorMemory, condition: Value) -> Value:
 
 
 def _scale_output(machine: TensorMemory, factors: list[Value]) -> None:
-    """All of it, by a factor for each of a lane's rows."""
+    """Multiply the whole output by a factor for each of a lane's rows."""
 
     def part(i: Value, _: None) -> None:
         for half in range(2):
@@ -238,7 +255,7 @@ def _scale_output(machine: TensorMemory, factors: list[Value]) -> None:
 
 
 def _hand_over(machine: TensorMemory, memory: _Memory, piece: int, weights: list[Value]) -> None:
-    """A piece's weights as f16 to shared memory, keys as rows, when the product with what was there is done."""
+    """Store a piece's weights as f16 in shared memory, keys as rows, once the previous ones are used."""
     held = piece % _HELD
     memory.weights_free.copy(held).wait(piece // _HELD % 2 ^ 1)
     tile = memory.weights.copy(machine.constant(held, "i32"))

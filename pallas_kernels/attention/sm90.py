@@ -1,10 +1,10 @@
-"""Decode attention on Hopper: two warpgroups multiply, a third brings the keys.
+"""Decode attention on Hopper: two warpgroups multiply, and a third loads the keys.
 
     out = sum over keys of exp(l) k / (sum of exp(l) + exp(sink)),      l = q . k / sqrt(512)
 
-Each of the two multiplying warpgroups computes all logits and weights for itself, and half of the output's channels:
-half as many products again, yet neither waits for the other, so that one's softmax runs under the other's products, and
-weights go from registers straight to the next product.
+Each of the two multiplying warpgroups computes all logits and weights by itself, but only half of the output's
+channels. This means half as many products again, but neither warpgroup waits for the other's results. One's softmax
+overlaps with the other's products, and weights go directly from registers into the next product.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile
 
-# Of a lane, to multiply and to load. Rows of several scales take more to load; all formats that way were 3 % slower.
+# Registers per lane, for multiplying and for loading. Loading rows with several scales needs more. Using the second
+# setting for all formats was 3 % slower.
 _REGISTERS, _REGISTERS_OF_SCALES = (208, 88), (200, 104)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(BlockLayout):
-    """A block serves 64 heads of a query, and its share of the tiles."""
+    """The layout of the Hopper kernel. A block computes 64 heads of a query, over its share of the tiles."""
 
     gpu: ClassVar[GPU] = HOPPER
 
     @property
     def shared_bytes(self) -> int:
-        alignment = 1024  # of the first tile, behind the barriers
+        alignment = 1024  # of the first tile, which follows the barriers
         return self.common_bytes + 8 * (2 * STAGES + 2 + CONSUMERS) + alignment
 
     def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
@@ -71,9 +72,9 @@ class Layout(BlockLayout):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Memory(Memory):
-    """Barriers, tiles and arrays, in this order."""
+    """Shared memory of a block: barriers, tiles and arrays, in this order."""
 
-    turn: Barrier  # per multiplying warpgroup: it may ask for products
+    turn: Barrier  # per multiplying warpgroup: it may start products
 
     @classmethod
     def take(cls, machine: TensorCores) -> _Memory:
@@ -94,22 +95,22 @@ class _Memory(Memory):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
-    """What a warpgroup has when a tile's turn comes."""
+    """What a warpgroup holds at the start of its turn for a tile."""
 
-    logits: list[Value]  # of the tile, [HEADS, KEYS]
-    softmax: Softmax  # of the tiles before
-    output: list[Value]  # of the tiles before, [HEADS, HALF]
+    logits: list[Value]  # logits of this tile, [HEADS, KEYS]
+    softmax: Softmax  # softmax of the tiles before
+    output: list[Value]  # sums of the tiles before, [HEADS, HALF]
 
 
 def _multiply(block: Block, turn: Barrier, outputs: Outputs, form: AttendedFormat) -> None:
     machine, memory = block.machine, block.memory
-    half = machine.thread // WARPGROUP  # of the channels
+    half = machine.thread // WARPGROUP  # which half of the channels
     load_queries(block)
     softmax = Softmax.of_sinks(block)
     output = [machine.constant(0.0, "f32")] * (HALF // 2)
 
-    # The two warpgroups ask for products in turn: then one's softmax runs under the other's. A turn is the product with
-    # a tile's weights and the logits of the next tile.
+    # The two warpgroups take turns in starting products, so that one's softmax overlaps with the other's products. A
+    # turn consists of the product with one tile's weights, and the logits of the next tile.
     def take_turn(i: Value) -> None:
         turn.copy(half).wait((i ^ half ^ 1) & 1)
 
@@ -136,7 +137,8 @@ def _multiply(block: Block, turn: Barrier, outputs: Outputs, form: AttendedForma
         pass_turn(is_last)
         output = machine.wgmma_wait(output)
         memory.free.copy(stage).arrive()
-        # After the last tile there are no logits; a loop, for a second copy of all this would be long to fetch.
+        # There is no next tile after the last one. A loop of 0 or 1 steps avoids a second copy of this code, which
+        # would take long to fetch.
         more = select(is_last, machine.constant(0, "i32"), 1)
         none = [machine.constant(0.0, "f32")] * len(sums.logits)
         return _Sums(machine.loop(more, lambda _, __: next_logits(i + 1), none), softmax, output)
@@ -149,7 +151,12 @@ def _multiply(block: Block, turn: Barrier, outputs: Outputs, form: AttendedForma
 def _fold(
     machine: TensorCores, sums: _Sums, factor_and_bias: Shared, form: AttendedFormat
 ) -> tuple[list[Value], Softmax, list[Value]]:
-    """Fold a tile's logits in: weights as the left operand of the next product, and what older sums are scaled by."""
+    """Add a tile's logits to the softmax.
+
+    Returns:
+      The weights as the left operand of the next product; the new softmax; the factors by which older sums must be
+      scaled.
+    """
     scaled, factors = scale_logits(machine, sums.logits, factor_and_bias)
     peaks, totals, carried = [], [], []
     weights = list(scaled)

@@ -1,10 +1,10 @@
-"""Decode attention on Hopper for few queries: what counts is how long one waits, not how much the chip does.
+"""Decode attention on Hopper for few queries, where latency matters more than throughput.
 
     logits^T [keys, heads] = K q^T,      out^T [channels, heads] = K^T weights^T
 
-Heads are the columns of both products, so that a block can do with few of them: a query's heads are shared by clusters,
-its keys by the blocks of each. A block brings all its tiles at once, a warpgroup for each, and is done with them after
-one pass. Then each block of a cluster puts together the parts of its share of the channels.
+Heads are the columns of both products, so a block can work with as few as 8 heads. The heads of a query are divided
+among clusters, and its keys among the blocks of each cluster. A block loads all its tiles at once, one warpgroup per
+tile, and processes them in one pass. Then each block of a cluster merges the parts for its share of the channels.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 
-_ROWS = 64  # channels of a product
+_ROWS = 64  # channels per product
 _PRODUCTS = HEAD_DIM // _ROWS
 _WARPS = WARPGROUP // WARP
-_ALIGNMENT = 1024  # of the first tile
-_UNITS = HEAD_DIM * 2 // 16  # of a head's f16 row
+_ALIGNMENT = 1024  # alignment of the first tile
+_UNITS = HEAD_DIM * 2 // 16  # 16-byte units in a head's f16 row
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(AttentionLayout):
-    """A block serves a multiple of 8 heads of a query, and as many tiles as it has warpgroups."""
+    """The layout for few queries. A block computes a multiple of 8 heads, over as many tiles as it has warpgroups."""
 
-    tiles: int  # of a block, at most
+    tiles: int  # the largest number of tiles per block
 
     gpu: ClassVar[GPU] = HOPPER
 
@@ -51,7 +51,7 @@ class Layout(AttentionLayout):
 
     @property
     def fits(self) -> bool:
-        """Its tiles fit into a block's shared memory."""
+        """Whether the tiles fit into the shared memory of a block."""
         return self.shared_bytes + SCRATCH_BYTES <= self.gpu.shared_bytes
 
     def check(self, heads: int, tiles: int) -> None:
@@ -59,11 +59,11 @@ class Layout(AttentionLayout):
             raise ValueError(f"{self} does not serve queries of {tiles} tiles")
         if self.heads % 8:
             raise ValueError(f"{self} does not share {heads} heads: a product has a multiple of 8 columns")
-        AttentionLayout.check(self, heads, tiles)  # super() knows the class from before its slots
+        AttentionLayout.check(self, heads, tiles)  # super() fails: slots=True makes a new class
 
     @property
     def channels(self) -> int:
-        """Of a block, where the parts are put together."""
+        """Number of channels for which a block merges the parts."""
         return HEAD_DIM // self.cluster
 
     def scratch(self, queries: int, groups: int) -> Scratch:
@@ -82,11 +82,11 @@ class _Block:
         self.first_head = machine.block(1) * layout.heads
         self.lanes = layout.tiles * WARPGROUP
         self.warpgroup = machine.thread // WARPGROUP
-        self.column = machine.thread % 4 * 2  # of a product: the first of two neighbours that a lane holds
+        self.column = machine.thread % 4 * 2  # in a product, the first of two adjacent columns that a lane holds
         self.q = Tile.take(machine, layout.heads, HEAD_DIM * 2)
         self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=layout.tiles)
         self.weights = Tile.take(machine, layout.heads, KEYS * 2, copies=layout.tiles)
-        self.factor_and_bias = Shared.take(machine, (layout.tiles, KEYS, 2), "f32")  # of ``KeyLoader.store``
+        self.factor_and_bias = Shared.take(machine, (layout.tiles, KEYS, 2), "f32")  # from ``KeyLoader.store``
         warps = layout.tiles * _WARPS
         self.peaks, self.totals = (Shared.take(machine, (warps * layout.heads,), "f32") for _ in range(2))
 
@@ -108,11 +108,11 @@ class _Block:
             end.finish(outputs)
 
     def _load(self) -> None:
-        """The queries of the block's heads, and a tile of keys per warpgroup."""
+        """Load the queries of the block's heads, and a tile of keys per warpgroup."""
         machine, query = self.machine, self.query
         loader = KeyLoader(query, self.form)
         tile = self.warpgroup * self.layout.cluster + machine.rank
-        # Asked for first: nothing of this waits for another load.
+        # These loads are issued first, because they do not depend on other loads.
         places = [machine.thread + n for n in range(0, self.layout.heads * _UNITS, self.lanes)]
         there = [place < self.layout.heads * _UNITS for place in places]
         numbers = loader.find(tile)
@@ -129,7 +129,10 @@ class _Block:
             loader.store(tile, which, row, keys, factor_and_bias)
 
     def _weigh(self) -> list[Value]:
-        """Weights of the block's keys to shared memory. Returns the peaks of this lane's heads."""
+        """Compute the weights of the block's keys and store them in shared memory.
+
+        Returns the peaks of this lane's heads.
+        """
         machine, keys = self.machine, self.keys.copy(self.warpgroup)
         scaled = machine.wgmma_wait(machine.wgmma(None, keys.k_major(), self.q.k_major(), columns=self.layout.heads))
         row, factors = product_row(machine), []
@@ -155,7 +158,10 @@ class _Block:
         return peak
 
     def _multiply_values(self) -> list[Value]:
-        """This warpgroup's products, of 64 channels each, one behind the other. They run still."""
+        """Start this warpgroup's products, of 64 channels each.
+
+        Returns the sums of one product after another. They are still being computed.
+        """
         values = []
         for number in self._products():
             offset = number.minimum(_PRODUCTS - 1) * (_ROWS * 2 * 8) + self.keys.offset
@@ -168,20 +174,23 @@ class _Block:
         return values
 
     def _products(self) -> list[Value]:
-        """Numbers of this warpgroup's products. Where they do not come out even there is one too many."""
+        """Return the numbers of this warpgroup's products.
+
+        If the products do not divide evenly among the warpgroups, the last number may be out of range.
+        """
         return [self.warpgroup + n for n in range(0, _PRODUCTS, self.layout.tiles)]
 
     def _leave(self, scratch: Scratch, values: list[Value], peak: list[Value], total: list[Value]) -> None:
-        """This block's part of the output, each share of channels to the block that puts it together.
+        """Store this block's part of the output, each share of channels for the block that merges it.
 
-        Parts are means, in f16 like the weights that they were made with.
+        Parts are means, in f16, which is the precision of the weights they were computed with.
         """
         machine, layout = self.machine, self.layout
         lane, query, group = machine.thread, machine.block(0), machine.block(1)
         for n, pair in enumerate(zip(peak, total, strict=True)):
             head = self.column + (n // 2 * 8 + n % 2)
             scratch.stats.store_floats(list(pair), query, group, machine.rank, head, 0, where=lane < 4)
-        inverse = [machine.reciprocal(value.maximum(2.0**-126)) for value in total]  # 0 where there was no key
+        inverse = [machine.reciprocal(value.maximum(2.0**-126)) for value in total]  # 0 if there was no key
         each = layout.heads // 2
         for i, number in enumerate(self._products()):
             where = True if (i + 1) * layout.tiles <= _PRODUCTS else number < _PRODUCTS
@@ -193,7 +202,7 @@ class _Block:
                 scratch.parts.store_words([word], *place, head, channel % layout.channels, where=where)
 
     def _prepare(self, first: int) -> _End:
-        """What an end of the output waits for, besides the parts."""
+        """Load what a piece of the output needs, besides the parts."""
         layout, query = self.layout, self.query
         units = layout.channels // 8
         number = self.machine.thread + first
@@ -210,9 +219,9 @@ class _Block:
             ]
         return _End(self, head, channel, where, turns, (sink * LOG2E).maximum(LOWEST), angles)
 
-    # Over the lanes that share a head.
+    # Reductions over the lanes that share a head.
     def _leave_warps(self, op: Op, values: list[Value], to: Shared) -> None:
-        """values of a product, reduced over the warp's rows, to f32 [warps * heads]."""
+        """Reduce a product over the rows of the warp, and store the result in f32 [warps * heads]."""
         machine, warp = self.machine, self.machine.thread // WARP
         for j in range(0, len(values), 4):
             pair = [op(values[j + c], values[j + 2 + c]) for c in range(2)]
@@ -221,7 +230,7 @@ class _Block:
             to.store_floats(pair, warp * self.layout.heads + self.column + 2 * j, where=machine.thread % WARP < 4)
 
     def _over_warps(self, op: Op, of_warps: Shared) -> list[Value]:
-        """f32 [warps * heads], reduced over warps: what belongs to this lane's heads, in order."""
+        """Reduce f32 [warps * heads] over warps. Returns the values of this lane's heads, in order."""
         heads, values = self.layout.heads, []
         for j in range(0, heads, 8):
             first = [self.column + (warp * heads + j) for warp in range(self.lanes // WARP)]
@@ -230,10 +239,13 @@ class _Block:
         return values
 
     def _pair_rows(self, pair: list[Value], n: int) -> tuple[Value, Value, Value]:
-        """Two columns of a row, from number n of a product on, as two rows of one column: (column, row, f16 pair).
+        """Convert two columns of a row, elements n and n + 1 of a product, to two rows of one column.
 
-        A lane of an even row and its neighbour of the next one exchange: the first column to one, the second to the
-        other.
+        A lane of an even row exchanges values with the lane of the next row: one gets the first column, the other the
+        second.
+
+        Returns:
+          (column, row, pair of f16).
         """
         machine = self.machine
         odd = machine.thread // 4 % 2 == 1
@@ -244,24 +256,24 @@ class _Block:
 
 
 def _column(n: int) -> int:
-    """Which of a lane's columns number n of a product is in."""
+    """Return which of a lane's columns element n of a product belongs to."""
     return n // 4 * 2 + n % 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _End:
-    """Eight channels of a head, where the parts of a cluster become the output."""
+    """Eight channels of a head, for which the parts of a cluster are merged into the output."""
 
     block: _Block
     head: Value
-    channel: Value  # among those of the block
+    channel: Value  # number among the block's channels
     where: Condition
-    turns: Value  # the channels have rope
+    turns: Value  # whether the channels have rope
     sink: Value
     angles: Sequence[list[Value]]  # cosines and sines of four pairs
 
     def finish(self, outputs: Outputs) -> None:
-        """The mean over all blocks' parts, turned back, to the output."""
+        """Merge all blocks' parts, apply the inverse rope, and store the output."""
         machine, layout, query = self.block.machine, self.block.layout, self.block.query
         out, scratch = outputs.out, outputs.scratch
         assert scratch is not None

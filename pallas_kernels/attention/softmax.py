@@ -1,6 +1,6 @@
 """Softmax over keys, in powers of two, and its running form for products of heads (rows) and keys (columns).
 
-A lane holds two rows of such a product, and a quad of lanes a whole row.
+A lane holds parts of two rows of such a product. A quad of four lanes together holds whole rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pallas_kernels.language.tensor_cores import TensorCores, product_row
 
 LOG2E = 1 / math.log(2)
 LOGIT_SCALE = HEAD_DIM**-0.5 * LOG2E
-LOWEST = -1e30  # in place of -inf, of which a difference would be NaN
-QUAD = 4  # lanes that hold a row of a product, each two neighbouring columns of every eight
+LOWEST = -1e30  # used instead of -inf, since -inf - -inf is NaN
+QUAD = 4  # lanes that hold a row of a product: each has two adjacent columns of every eight
 
 
 @jax.tree_util.register_dataclass
@@ -28,12 +28,15 @@ QUAD = 4  # lanes that hold a row of a product, each two neighbouring columns of
 class Softmax:
     """The softmax of a lane's two rows so far."""
 
-    peak: list[Value]  # what weights are relative to, the same in the four lanes of a quad
-    total: list[Value]  # of the weights: this lane's part of the sum
+    peak: list[Value]  # the exponent that is subtracted from logits; the same in the four lanes of a quad
+    total: list[Value]  # sum of the weights: this lane's part of it
 
     @classmethod
     def of_sinks(cls, block: Block) -> Softmax:
-        """Before any key: what the sinks add to the sum. One block of a cluster counts them."""
+        """Return the softmax before any key, which contains only the sinks.
+
+        In a cluster only one block includes them.
+        """
         machine, sinks, row = block.machine, block.query.inputs.sinks, product_row(block.machine)
         peak = [sinks.load_floats(block.first_head + row + 8 * i, count=1)[0] * LOG2E for i in range(2)]
         peak = [value.maximum(LOWEST) for value in peak]
@@ -45,30 +48,30 @@ class Softmax:
         return cls(peak, [total, total])
 
     def over_quads(self, machine: TensorCores) -> Softmax:
-        """With sums of the whole row in each lane."""
+        """Return this with the sums of whole rows in each lane."""
         return Softmax(self.peak, [over_quad(machine, add, value) for value in self.total])
 
 
 def over_quad(machine: TensorCores, op: Op, value: Value) -> Value:
-    """value reduced over the lanes that hold a row, in all of them."""
+    """Reduce ``value`` over the lanes that hold a row. All of them get the result."""
     for distance in (1, 2):
         value = op(value, machine.shuffle_xor(value, distance))
     return value
 
 
 def row_of(n: int) -> int:
-    """Which of a lane's two rows its number n of a product is in."""
+    """Return which of a lane's two rows element n of a product belongs to."""
     return n // 2 % 2
 
 
 def scale_logits(machine: TensorCores, logits: list[Value], factor_and_bias: Shared) -> tuple[list[Value], list[Value]]:
-    """Logits in powers of two, from q . k, and the factor of each one's key.
+    """Convert q . k to logits in powers of two. Also returns the factor of each logit's key.
 
     Args:
       logits: a product, of which a lane holds two rows.
-      factor_and_bias: f32 [keys, 2], as ``KeyLoader.store`` leaves them.
+      factor_and_bias: f32 [keys, 2], written by ``KeyLoader.store``.
     """
-    # What a lane reads at once: factor and bias of its two neighbouring keys of every eight.
+    # A lane reads the factors and biases of its two adjacent keys of every eight in one load.
     pairs = factor_and_bias.view((factor_and_bias.shape[0] // 8, QUAD, 4), "f32")
     scaled, factors = [], []
     for j in range(0, len(logits), 4):

@@ -1,17 +1,19 @@
-"""The language that kernel bodies are written in, and the two machines that run it.
+"""The language that kernel bodies are written in, and its two implementations, called machines.
 
-launch         one launch: a body over a grid of blocks
-tensor_memory  words for products that sum up in tensor memory, on Blackwell
-tensor_cores   words for products of matrices, and for roles of warpgroups
+One machine emits GPU code. The other, the simulator, runs the same body in NumPy with checks.
+
+launch         one launch: a body run on a grid of blocks
+tensor_memory  operations on products whose sums are in tensor memory, on Blackwell
+tensor_cores   matrix products, and roles of warpgroups
 barriers       barriers in shared memory, at which warps wait for each other
 shared         arrays in a block's shared memory
 lanes          arrays in device memory, and rows spread over teams of lanes
-machine        one number per lane, and what a lane can do that is no formula
-checks         what instructions take; both machines ask before they use one
+machine        one number per lane, and the operations of a lane that are not operators
+checks         checks of instructions' operands, used by both machines
 carries        what loops carry: any pytree of values
-regions        where a value may be used: inside the scope that made it
-kinds          the kinds of values, and which numbers each takes
-target         the table of GPUs, and what is compiled for
+regions        where a value may be used: only within the scope that made it
+kinds          the kinds of values, and which numbers each can represent
+target         the table of supported GPUs, and which of them is compiled for
 ptx            the machine that emits a Mosaic GPU kernel
 simulator      the machine that runs kernels in NumPy, with checks
 """

@@ -1,4 +1,4 @@
-"""What a loop carries from turn to turn: a pytree of values."""
+"""The pytrees of values that loops carry from one iteration to the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 
 def flatten[Leaf](tree: Any, leaf_type: type[Leaf]) -> tuple[list[Leaf], Any]:
-    """The leaves of a pytree and its structure. TypeError where one is of another type."""
+    """Return the leaves of a pytree and its structure. Raises TypeError if a leaf has another type."""
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, leaf_type):
@@ -20,7 +20,7 @@ def flatten[Leaf](tree: Any, leaf_type: type[Leaf]) -> tuple[list[Leaf], Any]:
 
 
 def alike[Leaf](result: Any, carry: Any, leaf_type: type[Leaf]) -> list[Leaf]:
-    """The leaves of what a loop's body returned. TypeError where it is not arranged as the carry that it got."""
+    """Return the leaves of what a loop's body returned. Raises TypeError if its structure is not that of the carry."""
     leaves, structure = flatten(result, leaf_type)
     if structure != jax.tree.structure(carry) or _kinds(result) != _kinds(carry):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What instructions take: both machines check it before they ask for one."""
+"""Checks of the operands of instructions, which both machines make before they use one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pallas_kernels.language.machine import WARP, Condition, Scope, Value, expect
 from pallas_kernels.language.tensor_cores import DType, Operand
 
-MAX_COLUMNS = 256  # of a product
+MAX_COLUMNS = 256  # columns of a product
 
 
 def check_shuffle(x: Value, distance: int) -> None:
-    """TypeError where a value or a distance does not go between the lanes of a warp."""
+    """Raise TypeError if a shuffle cannot move this value over this distance between the lanes of a warp."""
     if x.kind not in ("i32", "f32"):
         expect("i32", x)
     if not 0 < distance < WARP:
@@ -19,13 +19,13 @@ def check_shuffle(x: Value, distance: int) -> None:
 
 
 def check_barrier(scope: Scope, leave: Condition) -> None:
-    """TypeError where a barrier of this scope may not be left."""
+    """Raise TypeError if lanes may not leave at a barrier of this scope."""
     if leave is not False and scope != "cluster":
         raise TypeError(f"a barrier of a {scope} cannot be left: leave= is for a cluster's")
 
 
 def check_access(size: int, words: Sequence[Value] | None = None) -> None:
-    """TypeError where memory is not accessed by so many bytes at once, or not with so many words."""
+    """Raise TypeError if an access of this size, or with this number of words, does not exist."""
     if size not in (1, 2, 4, 8, 16):
         raise TypeError(f"{size} bytes at once: an access moves 1, 2, 4, 8 or 16")
     if words is not None and len(words) != max(1, size // 4):
@@ -33,7 +33,7 @@ def check_access(size: int, words: Sequence[Value] | None = None) -> None:
 
 
 def check_product(a: Operand | list[Value], b: Operand, columns: int, dtype: DType) -> None:
-    """TypeError where a product does not take such operands."""
+    """Raise TypeError if a product does not support these operands."""
     if columns % 8 or not 8 <= columns <= MAX_COLUMNS:
         raise TypeError(f"a product of {columns} columns: write a multiple of 8, {MAX_COLUMNS} at most")
     if isinstance(a, Operand) and len(a.steps) != len(b.steps):
@@ -47,7 +47,7 @@ def check_product(a: Operand | list[Value], b: Operand, columns: int, dtype: DTy
 def check_wgmma(
     start: list[Value] | None, a: Operand | list[Value], b: Operand, columns: int, dtype: DType, packed: bool
 ) -> None:
-    """TypeError where ``wgmma`` does not take such operands."""
+    """Raise TypeError if ``wgmma`` does not support these operands."""
     check_product(a, b, columns, dtype)
     if start is not None and packed:
         raise TypeError("a product with sums in f16 starts at zero: write start=None")

@@ -1,5 +1,4 @@
-"""The kinds of numbers that a lane has: the operators and the Python numbers that each takes, and what to write instead
-of others."""
+"""The kinds of numbers that a lane has: which operators and Python numbers each takes, and what to write otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ OPERATORS: dict[Kind, frozenset[str]] = {
     "f32": COMPARISONS | {"add", "sub", "mul", "max", "min"},
     "bool": frozenset(("and", "or", "xor", "eq", "ne")),
 }
-_TOO_LARGE = 2.0**128 - 2.0**103  # what an f32 rounds to infinity
+_TOO_LARGE = 2.0**128 - 2.0**103  # the smallest number that f32 rounds to infinity
 
 INSTEAD_OF_TRUTH = """a condition is one bool per lane, and Python cannot decide by it. Write
   with machine.when(condition):    for  if condition:
@@ -34,14 +33,14 @@ INSTEAD_OF_TRUTH = """a condition is one bool per lane, and Python cannot decide
 
 
 def instead_of_operator(kind: Kind) -> str:
-    """What to write instead of an operator that a kind does not take."""
+    """Return what to write instead of an operator that this kind does not have."""
     if kind == "bool":
         return "conditions take & | ^ == != and negate; write select(condition, a, b) for a number"
     return "f32 takes + - * and comparisons; write machine.divide(a, b), and machine.bits(x) for the bits as an i32"
 
 
 def instead_of_mixing(a: Kind, b: Kind) -> str:
-    """What to write instead of two kinds in one operation."""
+    """Return what to write instead of mixing two kinds in one operation."""
     if "bool" in (a, b):
         number = b if a == "bool" else a
         one, zero = ("1.0", "0.0") if number == "f32" else ("1", "0")
@@ -52,7 +51,7 @@ def instead_of_mixing(a: Kind, b: Kind) -> str:
 
 
 def fitting(number: Any, kind: Kind) -> Any:
-    """The number, if a kind has it, else TypeError."""
+    """Return the number, converted to Python's type for this kind. Raises TypeError if the kind cannot represent it."""
     is_bool = isinstance(number, bool | np.bool_)
     if kind == "bool":
         if not is_bool:

@@ -1,10 +1,10 @@
-"""The words that kernel bodies use on top of ``machine``: arrays in device memory, and rows spread over teams of lanes.
+"""Types that kernel bodies use on top of ``machine``: arrays in device memory, and rows spread over teams of lanes.
 
 Buffer      an array in device memory, addressed by indices
-Team        a part of a warp, a warp or a warpgroup that holds a row between its lanes, and reduces over it
-Row         how the channels of a row lie over a team: lane t holds channels 4t .. 4t + 3 of every step
-Divisor     divides several numbers by one
-fold        a reduction over a Python list of values
+Team        part of a warp, a warp, or a warpgroup, which together hold a row and reduce over it
+Row         how a row is spread over a team: lane t holds channels 4t .. 4t + 3 of every step
+Divisor     divides several numbers by the same one
+fold        reduces a Python list of values
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ _LARGEST = float(np.finfo(np.float32).max)
 class Buffer:
     """An array in device memory: f32, bf16, int32 or uint8 (others as packed words), in row-major order.
 
-    A kernel's body gets one for each array of its launch. Floats come and go as f32, whole numbers as i32. What is
-    loaded or stored at once are ``count`` neighbours along the last axis, 1, 2, 4, 8 or 16 bytes in all, at a multiple
-    of their size; the last index is the first of them. An index is an i32 Value or an int, one for each axis; offsets
-    are computed in 64 bits. A load or store does nothing in the lanes where ``where`` does not hold, whatever their
-    indices are: a predicate and no branch, so that all loads of a body are in flight at once.
+    A kernel's body gets one for each array of its launch. Floats are loaded and stored as f32, and whole numbers as
+    i32. One access moves ``count`` adjacent elements along the last axis, 1, 2, 4, 8 or 16 bytes in all, at an offset
+    that is a multiple of their size. The last index is that of the first element. Each index is an i32 Value or an int,
+    and there is one for each axis. Offsets are computed in 64 bits. In lanes where ``where`` is False an access does
+    nothing, whatever the indices are. This is a predicate and not a branch, so all loads of a body can be in flight at
+    the same time.
 
     Raises:
-      TypeError: another number of indices, another dtype than the word is for, or a size that no access has.
+      TypeError: the number of indices is wrong, the method does not support this dtype, or no access has this size.
     """
 
     machine: Machine
-    address: Value  # i64, of the first element
+    address: Value  # i64 address of the first element
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    constant: bool  # nothing writes it while the kernel runs
+    constant: bool  # whether nothing writes it while the kernel runs
 
     def instead(self, condition: Value, other: Buffer) -> Buffer:
-        """The other array, of the same shape and dtype, in the lanes where the condition holds."""
+        """Return another array of this shape and dtype in lanes where the condition holds, and this one elsewhere."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
-            raise TypeError(f"{other.dtype} {other.shape} does not stand in for {self.dtype} {self.shape}")
+            raise TypeError(f"expected an array like {self.dtype} {self.shape}, got {other.dtype} {other.shape}")
         return dataclasses.replace(self, address=select(condition, other.address, self.address))
 
     def address_of(self, index: Sequence[Index]) -> Value:
-        """i64 address of an element."""
+        """Return the i64 address of an element."""
         if len(index) != len(self.shape):
             raise TypeError(f"an array of shape {self.shape} takes {len(self.shape)} indices, got {len(index)}")
         address, known = self.address, 0
@@ -91,10 +92,12 @@ class Buffer:
 
     # Floats.
     def load_floats(self, *index: Index, count: int = VECTOR, where: Condition = True, otherwise: float = 0.0) -> Step:
-        """``count`` neighbours of an f32 or bf16 array, as f32: ``a, b = x.load_floats(row, 2 * pair, count=2)``.
+        """Load ``count`` adjacent elements of an f32 or bf16 array as f32.
 
-        ``otherwise`` (rounded to the array's dtype) where not: cheaper than a select, which waits for the load. Of a
-        bf16 array they are even in number.
+        ``a, b = x.load_floats(row, 2 * pair, count=2)`` for example loads two.
+
+        Lanes where ``where`` is False get ``otherwise``, rounded to the array's dtype. This is cheaper than a select,
+        which must wait for the load. For a bf16 array ``count`` must be even.
         """
         self._expect_floats(count)
         pattern = np.full(4 // self.dtype.itemsize, otherwise, self.dtype).view(np.int32)
@@ -105,7 +108,10 @@ class Buffer:
         return [self.machine.from_bits(half) for half in halves]
 
     def store_floats(self, values: Step, *index: Index, where: Condition = True) -> None:
-        """f32 values to neighbours of an f32 or bf16 array, rounded to nearest even; an even number to bf16."""
+        """Store f32 values to adjacent elements of an f32 or bf16 array, rounded to nearest even.
+
+        For a bf16 array their number must be even.
+        """
         self._expect_floats(len(values))
         if self.dtype.itemsize == 4:
             words = [self.machine.bits(value) for value in values]
@@ -115,34 +121,40 @@ class Buffer:
 
     # Whole numbers.
     def load_int(self, *index: Index, where: Condition = True, otherwise: int = 0) -> Value:
-        """An element of an int32 array; ``otherwise`` where not."""
+        """Load an element of an int32 array; ``otherwise`` where ``where`` is False."""
         self._expect("int32")
         return self._load(index, 1, where, otherwise)[0]
 
     def store_int(self, value: Value, *index: Index, where: Condition = True) -> None:
-        """An i32 to an element of an int32 array."""
+        """Store an i32 to an element of an int32 array."""
         self._expect("int32")
         self.machine.store(self.address_of(index), [value], 4, where)
 
-    # Elements as they lie.
+    # Elements without conversion.
     def load_bytes(self, *index: Index, count: int = VECTOR, where: Condition = True) -> Value:
-        """1, 2 or 4 neighbours of a uint8 array in one i32, the first one in the low byte; 0 where not."""
+        """Load 1, 2 or 4 adjacent elements of a uint8 array into an i32, the first in the low byte.
+
+        It is 0 where ``where`` is False.
+        """
         self._expect("uint8")
         if count > 4:
             raise TypeError(f"{count} bytes in one i32: load_words takes up to 16")
         return self._load(index, count, where)[0]
 
     def store_bytes(self, word: Value, *index: Index, count: int = VECTOR, where: Condition = True) -> None:
-        """The low 1, 2 or 4 bytes of an i32 to neighbours of a uint8 array."""
+        """Store the low 1, 2 or 4 bytes of an i32 to adjacent elements of a uint8 array."""
         self._expect("uint8")
         self.machine.store(self.address_of(index), [word], count, where)
 
     def load_words(self, *index: Index, count: int, where: Condition = True) -> list[Value]:
-        """``count`` elements of any dtype as they lie, packed into i32, the first one in the low bits; 0 where not."""
+        """Load ``count`` elements of any dtype without conversion, packed into i32 with the first one in the low bits.
+
+        They are 0 where ``where`` is False.
+        """
         return self._load(index, count, where)
 
     def store_words(self, words: Sequence[Value], *index: Index, where: Condition = True) -> None:
-        """1, 2 or 4 i32 to elements of any dtype, packed as ``load_words`` gives them."""
+        """Store 1, 2 or 4 i32 to elements of any dtype, packed as ``load_words`` returns them."""
         self.machine.store(self.address_of(index), words, 4 * len(words), where)
 
 
@@ -154,11 +166,12 @@ def load_either(
     where: Condition = True,
     otherwise: float = 0.0,
 ) -> Step:
-    """VECTOR floats of one array where the condition holds, else of another: one load if they are of one dtype.
+    """Load VECTOR floats of one array where the condition holds, else of another. One load if both have the same dtype.
 
     Args:
-      a, b: an array and the indices in it; those of the array that a lane does not read may be out of bounds.
-      where, otherwise: as of ``Buffer.load_floats``.
+      condition: which of the arrays to load from.
+      a, b: an array and the indices in it. Indices of the array that a lane does not read may be out of bounds.
+      where, otherwise: as for ``Buffer.load_floats``.
     """
     if isinstance(condition, bool):
         buffer, index = a if condition else b
@@ -174,13 +187,14 @@ def load_either(
 
 
 class Divisor:
-    """Divides several f32 by one, correctly rounded: a reciprocal once, then three instructions for each.
+    """Divides several f32 by the same one, correctly rounded: one reciprocal, then three instructions for each.
 
         divisor = Divisor(scale)
         codes = machine.to_e4m3([value / divisor for value in values])
 
-    With r = 1 / d correctly rounded, q = x r is off by an ulp at most, the remainder x - q d is exact, and
-    q + remainder r is the rounded quotient (Markstein), where nothing underflows. An infinite d gives 0, NaN gives NaN.
+    With r = 1 / d correctly rounded, q = x r is off by at most one ulp, the remainder x - q d is exact, and q +
+    remainder r is the correctly rounded quotient if nothing underflows (Markstein). An infinite d gives 0, and NaN
+    gives NaN.
     """
 
     def __init__(self, d: Value):
@@ -195,12 +209,12 @@ class Divisor:
 
 
 def add(a: Value, b: Value) -> Value:
-    """a + b, as an operation to reduce by."""
+    """Return a + b, as an operation to reduce by."""
     return a + b
 
 
 def maximum(a: Value, b: Value) -> Value:
-    """The larger one, as an operation to reduce by; NaN where either is."""
+    """Return the larger value, or NaN if either is, as an operation to reduce by."""
     return a.maximum(b)
 
 
@@ -208,12 +222,12 @@ Op = Callable[[Value, Value], Value]
 
 
 def fold(op: Op, values: Sequence[Value]) -> Value:
-    """One value of a list of values of a lane, from left to right: ``fold(add, squares)``. The list is not empty."""
+    """Reduce a nonempty list of a lane's values from left to right: ``fold(add, squares)``."""
     return functools.reduce(op, values)
 
 
 def fold_tree(op: Op, values: Sequence[Value]) -> Value:
-    """As ``fold``, by pairs: a shorter chain of operations that wait for each other, another order of sums."""
+    """Reduce as ``fold`` does, but pairwise. Fewer operations wait for each other, and sums are in another order."""
     while len(values) > 1:
         pairs = [op(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
         values = [*pairs, values[-1]] if len(values) % 2 else pairs
@@ -221,13 +235,13 @@ def fold_tree(op: Op, values: Sequence[Value]) -> Value:
 
 
 class Team:
-    """A part of a warp (a power of two of lanes), a warp or a warpgroup that works on one row at a time.
+    """Part of a warp (a power of two of lanes), a warp, or a warpgroup, which works on one row at a time.
 
         team = Team(machine, WARP)
-        (total,) = team.reduce((add, x))  # the sum of the warp's 32 x, in all its lanes
+        (total,) = team.reduce((add, x))  # the sum of x over the warp's 32 lanes, in all of them
 
     Attributes:
-      size: lanes, a power of two up to 32, or 128.
+      size: number of lanes, a power of two up to 32, or 128.
       lane: i32, the lane's number in its team.
     """
 
@@ -238,12 +252,15 @@ class Team:
         self.lane = machine.thread % size
 
     def barrier(self) -> None:
-        """All lanes of the team arrive. Needed between two uses of one reduction, as in a loop."""
+        """Wait for all lanes of the team. Needed between two executions of one ``reduce``, as in a loop."""
         if self.size > WARP:
             self.machine.barrier("warpgroup")
 
     def neighbours(self, op: Op, x: Value, lanes: int) -> Value:
-        """x reduced over groups of ``lanes`` neighbouring lanes of a warp, a power of two: each gets its group's."""
+        """Reduce x over groups of ``lanes`` adjacent lanes of a warp, a power of two.
+
+        Each lane gets the result of its group.
+        """
         distance = 1
         while distance < lanes:
             x = op(x, self.machine.shuffle_xor(x, distance))
@@ -251,9 +268,10 @@ class Team:
         return x
 
     def reduce(self, *terms: tuple[Op, Value]) -> list[Value]:
-        """Each (op, x), x an i32 or f32, reduced over the team; all lanes get the results. One exchange for all terms.
+        """Reduce each (op, x), with x an i32 or f32, over the team. All lanes get the results.
 
-        The exchange's shared memory is the block's: of a block's warpgroups, one at a time may reduce here.
+        All terms share one exchange between warps. It uses shared memory of the block, so only one warpgroup of a block
+        may reduce here at a time.
         """
         partial = [self.neighbours(op, x, min(self.size, WARP)) for op, x in terms]
         if self.size <= WARP:
@@ -272,14 +290,14 @@ class Team:
 
 
 class Row:
-    """How a row of ``dim`` f32 channels lies over a team: a lane has VECTOR neighbouring channels of every step.
+    """How a row of ``dim`` f32 channels is spread over a team: each lane has VECTOR adjacent channels of every step.
 
         row = Row(Team(machine, WARP), 512)  # 4 steps of 32 x 4 channels
         y = row.load(x, n)
         row.store(out, row.map(lambda a: a * 2.0, y), n)
 
     Attributes:
-      steps: the row's length in steps; the last one may end within the team.
+      steps: the row's length in steps. The last step may end before the last lane.
       channel: per step, i32, the first of the lane's channels.
     """
 
@@ -290,7 +308,10 @@ class Row:
         self.channel = [team.lane * VECTOR + step * width for step in range(self.steps)]
 
     def before(self, step: int, bound: int) -> Condition:
-        """Whether a step's channels lie below ``bound``, a multiple of VECTOR; a Python bool where all do or none."""
+        """Return whether a step's channels are below ``bound``, a multiple of VECTOR.
+
+        A Python bool if that is so for all or none.
+        """
         width = VECTOR * self.team.size
         if (step + 1) * width <= bound:
             return True
@@ -299,7 +320,10 @@ class Row:
     def load(
         self, buffer: Buffer, *lead: Index, first: int = 0, where: Condition = True, otherwise: float = 0.0
     ) -> Channels:
-        """Channels [first, first + dim) of the last axis, at the leading indices; ``otherwise`` where not."""
+        """Load channels [first, first + dim) of the last axis at the leading indices.
+
+        They are ``otherwise`` where ``where`` is False.
+        """
         return [
             buffer.load_floats(*lead, channel + first, where=where & self.before(step, self.dim), otherwise=otherwise)
             for step, channel in enumerate(self.channel)
@@ -315,7 +339,10 @@ class Row:
         where: Condition = True,
         otherwise: float = 0.0,
     ) -> Channels:
-        """As ``load``, of one array where the condition holds and of the other elsewhere: (array, leading indices)."""
+        """Load as ``load`` does, from one array where the condition holds and from another elsewhere.
+
+        ``a`` and ``b`` are each an array and its leading indices, and ``first`` is the first channel in either.
+        """
         return [
             load_either(
                 condition,
@@ -328,14 +355,14 @@ class Row:
         ]
 
     def store(self, buffer: Buffer, values: Channels, *lead: Index, where: Condition = True) -> None:
-        """To channels [0, dim) of the last axis, at the leading indices."""
+        """Store to channels [0, dim) of the last axis at the leading indices."""
         for step, channel in enumerate(self.channel):
             buffer.store_floats(values[step], *lead, channel, where=where & self.before(step, self.dim))
 
     def map(self, function: Callable[..., Value], *rows: Channels) -> Channels:
-        """function applied channel by channel: ``row.map(lambda a, b: a * b, y, weight)``."""
+        """Apply a function channel by channel: ``row.map(lambda a, b: a * b, y, weight)``."""
         return [[function(*values) for values in zip(*steps, strict=True)] for steps in zip(*rows, strict=True)]
 
     def constant(self, number: float) -> Channels:
-        """A row of one number."""
+        """Return a row in which every channel is this number."""
         return [[self.machine.constant(number, "f32")] * VECTOR for _ in range(self.steps)]

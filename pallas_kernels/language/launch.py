@@ -1,4 +1,4 @@
-"""One kernel launch: a body over a grid of blocks, inputs it reads and state it updates in place."""
+"""One kernel launch: a body run on a grid of blocks, with inputs that it reads and state that it updates in place."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pallas_kernels.language import target
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.simulator.tensor_memory import TensorMemorySimulator
 
-Body = Callable[[Any, Any, Any], None]  # of a TensorMemory machine, inputs and state
+Body = Callable[[Any, Any, Any], None]  # takes a TensorMemory machine, inputs and state
 MAX_WARPGROUPS, MAX_CLUSTER = 8, 8
-SCRATCH_BYTES = 1024  # shared memory every launch has, for reductions
+SCRATCH_BYTES = 1024  # shared memory that every launch has for reductions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class Grid:
     """The blocks of a launch."""
 
     blocks: tuple[int, ...]  # along one or two axes, ``machine.block(0)`` and ``machine.block(1)``
-    warpgroups: int = 1  # of 128 lanes each, per block
-    cluster: int = 1  # blocks at each place of the grid, which run together and reach each other's shared memory
-    shared_bytes: int = 0  # shared memory per block, beside the KiB that every launch has for reductions
+    warpgroups: int = 1  # warpgroups per block, of 128 lanes each
+    cluster: int = 1  # blocks at each place of the grid, which run together and can access each other's shared memory
+    shared_bytes: int = 0  # shared memory per block, besides the KiB that every launch has for reductions
 
     def __post_init__(self) -> None:
         if len(self.blocks) not in (1, 2):
@@ -59,23 +59,23 @@ def launch(
         launch(double, name="double", grid=(1,), inputs=x, state=jax.ShapeDtypeStruct((128,), jnp.float32))
 
     Args:
-      body: gets the two pytrees back with a ``lanes.Buffer`` in place of each array. It is called once, when the kernel
-        is built, and by the simulator once per launch, for all blocks together.
-      name: the kernel's name in a profile, and in errors.
-      grid: the blocks; a tuple for blocks of one warpgroup, without clusters and shared memory of their own.
-      inputs: pytree of arrays that the kernel only reads. None is a part of it that is not there.
-      state: pytree of arrays that it updates in place where the caller's jit donates them, or of
-        ``jax.ShapeDtypeStruct`` for results that it writes whole.
+      body: gets the two pytrees with a ``lanes.Buffer`` in place of each array. On a GPU it is called once, when the
+        kernel is built; in the simulator once per launch, for all blocks together.
+      name: the kernel's name in profiles and errors.
+      grid: the blocks. A tuple means blocks of one warpgroup, without clusters or shared memory of their own.
+      inputs: pytree of arrays that the kernel only reads. Parts that are None are passed on as None.
+      state: pytree of arrays that the kernel updates, in place if the caller's jit donates them; or of
+        ``jax.ShapeDtypeStruct`` for results, which the kernel must write completely.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      The state, of the same structure, with arrays throughout.
+      The state, with the same structure and an array at each leaf.
 
     Raises:
-      ValueError: no kernels for the target (``target.unsupported``), unless it is simulated; more shared memory than a
-        block has, or a body that takes more than its launch has.
-      TypeError: where the body misuses the language. Of a simulated body it comes as the text of a JaxRuntimeError, and
-        so does SimulationError.
+      ValueError: there are no kernels for the target (``target.unsupported``) and it is not simulated, the launch asks
+        for more shared memory than a block can have, or the body takes more than the launch has.
+      TypeError: the body misuses the language. In the simulator this is the text of a JaxRuntimeError, as is
+        SimulationError.
     """
     if not isinstance(grid, Grid):
         grid = Grid(blocks=grid)
@@ -90,17 +90,18 @@ def launch(
     if simulate:
         run = functools.partial(_simulate, body, name, grid, shared_bytes)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        if is_result:  # garbage at first, as on a GPU
+        if is_result:  # uninitialised at first, as on a GPU
             state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, _garbage(leaf.dtype), leaf.dtype), state)
         return jax.pure_callback(run, shapes, inputs, state)
     if (reason := target.unsupported()) is not None:
         raise ValueError(f"{name} has no kernel for this target: {reason}")
 
     from pallas_kernels.language.ptx.tensor_memory import (
-        TensorMemoryPTX,  # needs Mosaic GPU, which not every jaxlib has
+        TensorMemoryPTX,  # imported here because not every jaxlib has Mosaic GPU
     )
 
-    # A ref handed to a kernel is updated in place: XLA aliases it, and copies it only if its old value is used later.
+    # A ref that is passed to a kernel is updated in place. XLA aliases it, and copies it only if the old value is used
+    # later.
     refs = [] if is_result else [jax.new_ref(leaf) for leaf in state_leaves]
     shapes = [(leaf.shape, leaf.dtype) for leaf in (*operands, *state_leaves)]
     axes = ("block", "unit")[: len(grid.blocks)]
@@ -152,7 +153,7 @@ def _check_shared(name: str, machine: Machine, available: int) -> None:
 
 
 def _garbage(dtype: Any) -> Any:
-    """A number that no body means to store: NaN, or the largest integer."""
+    """Return a number that no body stores on purpose: NaN, or the largest integer."""
     return jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 

@@ -1,12 +1,13 @@
-"""What a kernel body is written in terms of: numbers, one per lane, and the machine that computes with them.
+"""The basis of kernel bodies: numbers, one per lane, and the machine that computes with them.
 
     Value              one number per lane, with Python's operators
-    select, negate     a choice between two of them, and the opposite of a condition
-    Machine            what a lane can do that is no operator: loads, stores, shuffles, barriers, branches, loops
+    select, negate     a choice between two values, and the opposite of a condition
+    Machine            the other operations of a lane: loads, stores, shuffles, barriers, branches, loops
 
-A body is a Python function of a ``Machine``. Two machines read it: ``ptx.PTX`` emits it into a Mosaic GPU kernel,
-``simulator.Simulator`` runs it in NumPy, with bounds, alignment and race checks. A mistake that a machine can see is a
-TypeError that says what to write instead. The simulator raises SimulationError for what would be undefined on a GPU.
+A body is a Python function that takes a ``Machine``. There are two: ``ptx.PTX`` emits the body into a Mosaic GPU
+kernel, and ``simulator.Simulator`` runs it in NumPy, with checks of bounds, alignment and races. A mistake that a
+machine can recognise raises TypeError with a message that says what to write instead. The simulator raises
+SimulationError for anything that would be undefined on a GPU.
 """
 
 from __future__ import annotations
@@ -41,36 +42,36 @@ class Value:
     """One number per lane: an i32, an i64, an f32 or a bool.
 
     Operators work lane by lane. The other operand is a Value of the same kind, or a Python number, which becomes a
-    constant of that kind: an i32 takes whole numbers only, a bool takes True and False. Kinds do not mix.
+    constant of that kind. An i32 accepts only whole numbers, and a bool only True and False. Kinds do not mix.
 
-        + - *             i32 and i64 wrap around; f32 round to nearest, and no product is fused with a sum
-        // %              i32 and i64 by a positive int, of what is not negative (a GPU divides unsigned numbers)
-        & | ^             bits of i32 and i64; of bools "and", "or" and "exclusive or"
+        + - *             i32 and i64 wrap around; f32 rounds to nearest, and a product is never fused with a sum
+        // %              i32 and i64 by a positive int; the left side must not be negative (a GPU divides as unsigned)
+        & | ^             bits of i32 and i64; for bools "and", "or" and "exclusive or"
         << >>             by 0 .. 31 bits (i64: 63), a number or a Value; >> shifts zeros in
-        < <= > >= == !=   a bool; with NaN != holds, and nothing else. They bind less tightly than & and |: write
+        < <= > >= == !=   a bool; if either side is NaN only != holds. They bind less tightly than & and |, so write
                           (a == b) & (c < d)
 
-    What was made inside a ``when``, in a turn of a loop or in a role ends there.
+    A value that is made inside a ``when``, an iteration of a loop or a role cannot be used outside of it.
 
     Raises:
-      TypeError: where kinds mix, where a number does not fit, where Python asks a Value for one truth value, and where
-        a value is used after its part of the body.
+      TypeError: kinds are mixed, a number does not fit, Python asks for the truth value of a Value, or a value is used
+        outside of the part of the body that made it.
     """
 
     __slots__ = ("_raw", "_region", "fault", "kind", "machine")
     machine: Machine
     kind: Kind
-    __array_ufunc__ = None  # of NumPy's numbers, too, the operators here are meant
+    __array_ufunc__ = None  # makes NumPy's numbers on the left use the operators below
 
     def __init__(self, machine: Machine, kind: Kind, raw: Any, fault: Any = None, region: Region | None = None):
         self.machine, self.kind = machine, kind
-        self._raw = raw  # as the machine holds it
-        self.fault = fault  # what the simulator knows to be wrong with it
+        self._raw = raw  # the machine's representation
+        self.fault = fault  # faults of the number, recorded by the simulator
         self._region = machine.region if region is None else region
 
     @property
     def raw(self) -> Any:
-        """What the machine computes with. TypeError outside of the part of the body that it was made in."""
+        """The machine's representation. Raises TypeError outside of the part of the body that made the value."""
         if self._region.is_left:
             self._region.refuse()
         return self._raw
@@ -121,7 +122,7 @@ class Value:
         return dividend & (divisor - 1)
 
     def _division(self, sign: str, divisor: Any) -> tuple[int, Value]:
-        """The divisor, and the dividend as the machine wants it."""
+        """Return the divisor, and the dividend after the machine's check."""
         if self.kind not in INTEGER_BITS:
             raise TypeError(f"{self.kind} {sign} {divisor!r}: {instead_of_operator(self.kind)}")
         if isinstance(divisor, bool) or not isinstance(divisor, numbers.Integral) or int(divisor) <= 0:
@@ -136,7 +137,7 @@ class Value:
         return NotImplemented  # ``lanes.Divisor`` divides
 
     def __and__(self, other: Value | int) -> Any:
-        if self.kind == "bool" and isinstance(other, bool):  # known when the kernel is built
+        if self.kind == "bool" and isinstance(other, bool):  # this case is known when the kernel is built
             return self if other else False
         return self._with("and", other)
 
@@ -176,7 +177,7 @@ class Value:
     def __ge__(self, other: Value | float) -> Value:
         return self._with("ge", other)
 
-    # A class that compares has no hash, and its values are no keys of a dict: Python sees to that.
+    # A class that defines == has no hash, so its values cannot be keys of a dict.
     def __eq__(self, other: Value | float) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._with("eq", other)
 
@@ -184,29 +185,30 @@ class Value:
         return self._with("ne", other)
 
     def maximum(self, other: Value | float) -> Value:
-        """The larger one; NaN where either is. Of two zeros of f32, either."""
+        """Return the larger value; NaN if either is. Of +0 and -0 in f32 it may return either."""
         return self._with("max", other)
 
     def minimum(self, other: Value | float) -> Value:
-        """The smaller one; NaN where either is. Of two zeros of f32, either."""
+        """Return the smaller value; NaN if either is. Of +0 and -0 in f32 it may return either."""
         return self._with("min", other)
 
 
 Condition = Value | bool  # a Python bool is a condition known when the kernel is built, and costs nothing
 Index = Value | int
-VECTOR = 4  # channels a lane holds per step: 16 bytes of f32
+VECTOR = 4  # channels that a lane holds per step: 16 bytes of f32
 Step = list[Value]  # the VECTOR channels of one lane in one step
 Channels = list[Step]  # a lane's part of a row: one Step per step
 
 
 def select(condition: Condition, a: Value | float, b: Value | float) -> Value:
-    """a where the condition holds, else b: ``select(x > 0, x, 0)``.
+    """Return a where the condition holds, else b: ``select(x > 0, x, 0)``.
 
-    Both are computed in all lanes, so that nothing inside may be forbidden where it is not chosen: a load has a
-    ``where`` for that. One of the two may be a number. A condition known when the kernel is built costs nothing.
+    Both sides are computed in all lanes, so neither may do anything illegal in lanes where it is not chosen; loads have
+    a ``where`` for this. One of a and b may be a Python number. A condition known when the kernel is built costs
+    nothing.
 
     Raises:
-      TypeError: two numbers, two kinds, or a condition that is no bool.
+      TypeError: both are Python numbers, the kinds differ, or the condition is not a bool.
     """
     if not isinstance(a, Value):
         if not isinstance(b, Value):
@@ -222,16 +224,16 @@ def select(condition: Condition, a: Value | float, b: Value | float) -> Value:
 
 
 def negate(condition: Condition) -> Condition:
-    """True where the condition is False: ``negate(a & b)``. A condition known when the kernel is built stays one.
+    """Return True where the condition is False: ``negate(a & b)``. A Python bool gives a Python bool.
 
     Raises:
-      TypeError: of what is no bool.
+      TypeError: the condition is not a bool.
     """
     return not condition if isinstance(condition, bool) else expect("bool", condition) == False  # noqa: E712
 
 
 def expect(kind: Kind, x: Any) -> Value:
-    """x, if it is a Value of this kind, else TypeError with what to write."""
+    """Return x if it is a Value of this kind. Raises TypeError otherwise, with what to write."""
     if not isinstance(x, Value):
         raise TypeError(f'{x!r} is no Value: write machine.constant({x!r}, "{kind}") for a number')
     if x.kind == kind:
@@ -244,52 +246,59 @@ def expect(kind: Kind, x: Any) -> Value:
 
 
 class Machine(abc.ABC):
-    """What a lane can do that is no operator.
+    """The operations of a lane that are not operators.
 
-    Where a word takes ``where``, it does nothing in the lanes where the condition does not hold, and may be given an
-    address there that is none. Addresses are in bytes: an i64 in device memory, an i32 byte offset in the block's
-    shared memory. Loads and stores move 32-bit words: a ``size`` of 1, 2 or 4 bytes is one word (zero-extended), 8
-    is two, 16 four; an address is a multiple of the size. ``lanes.Buffer`` and ``shared.Shared`` compute addresses
-    from indices.
+    With ``where``, an operation does nothing in lanes where the condition is False, and the address there may be
+    invalid. Addresses are in bytes: i64 in device memory, and i32 offsets in the block's shared memory. Loads and
+    stores move 32-bit words. A ``size`` of 1, 2 or 4 bytes is one word (zero-extended), 8 bytes are two words, and 16
+    bytes four. An address must be a multiple of the size. ``lanes.Buffer`` and ``shared.Shared`` compute addresses from
+    indices.
     """
 
     def __init__(self) -> None:
         self.shared_bytes = 0  # shared memory taken so far
-        self.region = Region("body")  # that values are made in now
+        self.region = Region("body")  # the part of the body in which values are made now
 
     def take_shared(self, size: int, alignment: int = 16) -> int:
-        """Byte offset of ``size`` fresh bytes of the block's shared memory; ``shared.Shared.take`` makes an array.
+        """Return the byte offset of ``size`` unused bytes of shared memory. ``shared.Shared.take`` makes an array.
 
-        Each call takes more, at most what the launch has (``shared_bytes``); a turn of a loop uses that of the turn
-        before again. Nothing is in it: the simulator refuses what depends on bytes that nobody has written.
+        Each call takes new memory, up to what the launch has (``shared_bytes``). Every iteration of a loop takes the
+        same memory again. The memory is uninitialised, and the simulator raises an error for results that depend on
+        bytes that were never written.
         """
         offset = -(-self.shared_bytes // alignment) * alignment
         granule = min(alignment, 16)
         self.shared_bytes = offset + -(-size // granule) * granule
         return offset
 
-    # Where a lane is.
+    # The position of a lane.
     @property
     @abc.abstractmethod
     def thread(self) -> Value:
-        """i32 number of the lane in its block, from 0: ``machine.thread % WARP`` is its number in its warp."""
+        """The lane's number in its block, an i32 from 0. ``machine.thread % WARP`` is its number in its warp."""
 
     @abc.abstractmethod
     def block(self, axis: int) -> Value:
-        """i32 number of the block along an axis of the launch's grid, 0 or 1; the same for all blocks of a cluster."""
+        """Return the block's i32 number along an axis of the grid, 0 or 1.
+
+        All blocks of a cluster have the same number.
+        """
 
     @property
     @abc.abstractmethod
     def rank(self) -> Value:
-        """i32 number of the block in its cluster: of blocks that run together and reach each other's shared memory."""
+        """The block's i32 number in its cluster.
+
+        The blocks of a cluster run at the same time and can access each other's shared memory.
+        """
 
     # Arithmetic.
     def constant(self, number: float, kind: Kind) -> Value:
-        """A number, the same in all lanes: ``machine.constant(0, "i32")``. An f32 is rounded to nearest.
+        """Return a number that is the same in all lanes: ``machine.constant(0, "i32")``. An f32 is rounded to nearest.
 
         Raises:
-          TypeError: a number that the kind does not have: one with a fraction or too large for an i32, a bool for a
-            number, a number for a bool.
+          TypeError: the kind cannot represent the number: a fraction or a number too large for an i32, a bool for a
+            number, or a number for a bool.
         """
         return self._constant(fitting(number, kind), kind)
 
@@ -298,145 +307,170 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def binary(self, op: str, a: Value, b: Value) -> Value:
-        """What ``Value``'s operators are made of; write ``a + b``.
+        """Apply an operator. Bodies write ``a + b`` instead.
 
-        op: add sub mul div and or xor shl shr max min lt le gt ge eq ne.
+        ``op`` is one of add sub mul div and or xor shl shr max min lt le gt ge eq ne.
         """
 
     def _bounded(self, x: Value, most: int | None, otherwise: str) -> Value:
-        """x, which is to lie in [0, most]; ``otherwise`` says what it is where it does not."""
+        """Return x, which must be in [0, most]. ``otherwise`` describes the fault if it is not."""
         del most, otherwise
         return x
 
     @abc.abstractmethod
     def select(self, condition: Value, a: Value, b: Value) -> Value:
-        """What the function ``select`` is made of, which takes numbers and known conditions too."""
+        """Choose between two values.
+
+        Bodies use the function ``select``, which also takes numbers and known conditions.
+        """
 
     @abc.abstractmethod
     def widen(self, x: Value) -> Value:
-        """The i64 of an i32, with its sign: ``machine.widen(row) * row_bytes`` does not wrap around at 2 GiB."""
+        """Convert an i32 to i64, keeping its sign. ``machine.widen(row) * row_bytes`` does not wrap around at 2 GiB."""
 
     @abc.abstractmethod
     def bits(self, x: Value) -> Value:
-        """The i32 with the bits of an f32."""
+        """Reinterpret the bits of an f32 as an i32."""
 
     @abc.abstractmethod
     def from_bits(self, x: Value) -> Value:
-        """The f32 with the bits of an i32."""
+        """Reinterpret the bits of an i32 as an f32."""
 
     @abc.abstractmethod
     def exp(self, x: Value) -> Value:
-        """e^x of an f32, as 2^(x log2 e): the product's rounding makes the relative error grow as |x| 2^-24.
+        """Return e^x of an f32, computed as 2^(x log2 e).
 
-        In a softmax, where x <= 0, what a weight is off by is then below |x| e^x 2^-24, less than half an ulp of 1.
+        The product's rounding gives a relative error of about |x| 2^-24. In a softmax x <= 0, so the absolute error of
+        a weight is below |x| e^x 2^-24, which is less than half an ulp of 1.
         """
 
     @abc.abstractmethod
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c of three f32, rounded once."""
+        """Return a * b + c of three f32, rounded once."""
 
     @abc.abstractmethod
     def reciprocal(self, x: Value) -> Value:
-        """1 / x of an f32, correctly rounded."""
+        """Return 1 / x of an f32, correctly rounded."""
 
     @abc.abstractmethod
     def divide(self, a: Value, b: Value) -> Value:
-        """a / b of two f32, correctly rounded. ``lanes.Divisor`` divides several numbers by one."""
+        """Return a / b of two f32, correctly rounded.
+
+        ``lanes.Divisor`` is faster for several numbers with the same divisor.
+        """
 
     @abc.abstractmethod
     def inverse_sqrt(self, x: Value) -> Value:
-        """1 / sqrt(x) of an f32, each of the two correctly rounded."""
+        """Return 1 / sqrt(x) of an f32. Root and reciprocal are both correctly rounded."""
 
     @abc.abstractmethod
     def leading_zeros(self, x: Value) -> Value:
-        """Zero bits above an i32's highest one, 0 .. 32; 32 of 0."""
+        """Return the number of zero bits above the highest one of an i32, 0 .. 32; 32 for 0."""
 
     @abc.abstractmethod
     def population_count(self, x: Value) -> Value:
-        """One bits of an i32, 0 .. 32."""
+        """Return the number of one bits in an i32, 0 .. 32."""
 
     # Packed conversions: element 0 in the low bits, rounding to nearest, ties to even.
     @abc.abstractmethod
     def to_e4m3(self, values: Step) -> Value:
-        """Four f32 -> four E4M3 bytes in an i32, the first in the low byte; saturates at 448, keeps NaN."""
+        """Convert four f32 to E4M3 bytes packed into an i32, the first in the low byte.
+
+        Saturates at 448 and keeps NaN.
+        """
 
     @abc.abstractmethod
     def from_e4m3(self, word: Value) -> Step:
-        """Four E4M3 bytes in an i32 -> four f32, exactly."""
+        """Convert four E4M3 bytes packed into an i32 to four f32, exactly."""
 
     @abc.abstractmethod
     def to_bf16(self, low: Value, high: Value) -> Value:
-        """Two f32 -> two bf16 in an i32. (Back: ``from_bits(word << 16)`` and ``from_bits(word & -65536)``.)"""
+        """Convert two f32 to two bf16 packed into an i32.
 
-    # Between lanes: all lanes of the warp are active.
+        ``from_bits(word << 16)`` and ``from_bits(word & -65536)`` convert back.
+        """
+
+    # Between lanes. All lanes of the warp must be active.
     @abc.abstractmethod
     def shuffle_xor(self, x: Value, distance: int) -> Value:
-        """The i32 or f32 of the lane of this warp whose number is this lane's ``^ distance``, 1 .. 31."""
+        """Return the i32 or f32 of the lane of this warp whose number is this lane's number ^ distance, 1 .. 31."""
 
     @abc.abstractmethod
     def shuffle_up(self, x: Value, distance: int) -> Value:
-        """The i32 or f32 of the lane ``distance`` (1 .. 31) before it in the warp; the first lanes keep their own."""
+        """Return the i32 or f32 of the lane that is ``distance`` lanes lower in the warp, from 1 to 31 lanes.
+
+        The first lanes, which have no such lane, keep their own value.
+        """
 
     @abc.abstractmethod
     def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
-        """An i32 reduced over the warp, in all its lanes: one instruction. ``lanes.Team`` reduces floats too."""
+        """Reduce an i32 over the warp, in one instruction; all lanes get the result.
+
+        ``lanes.Team`` can reduce floats too.
+        """
 
     @abc.abstractmethod
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
-        """All lanes of the scope arrive, and then see what the others did in shared and device memory.
+        """Wait until all lanes of the scope have arrived.
 
-        No lane of the scope may miss it, as in a ``when`` that only some of them enter: SimulationError, on a GPU a
-        hang.
+        Afterwards each lane sees what the others did in shared and device memory before. All lanes of the scope must
+        reach the barrier. If only some do, as in a ``when`` that only some enter, the simulator raises SimulationError,
+        and a GPU hangs.
 
         Args:
           scope: "warp", "warpgroup", "block" or "cluster".
-          leave: of a cluster only, the same in all lanes of a warp: these arrive and do not wait. They are done:
-            nothing more is to be loaded or stored by them.
+          leave: for clusters only, and the same in all lanes of a warp. These lanes arrive but do not wait. They must
+            not load or store anything afterwards.
         """
 
     # Memory.
     @abc.abstractmethod
     def load(self, address: Value, size: int, where: Condition, *, constant: bool, otherwise: int = 0) -> list[Value]:
-        """Words of device memory; ``lanes.Buffer`` loads by indices.
+        """Load words of device memory. ``lanes.Buffer`` loads by indices.
 
         Args:
           address: i64, a multiple of ``size``.
           size: bytes, 1, 2, 4, 8 or 16.
           where: lanes that load; the others get ``otherwise`` in each word.
-          constant: nothing writes there while the kernel runs (an input): a cache may be used that sees no writes.
+          constant: whether nothing writes to this memory while the kernel runs, as for an input. This allows a cache
+            that does not see writes.
+          otherwise: the word in lanes that do not load.
 
         Returns:
-          i32 words: one (zero-extended), two or four.
+          One i32 word (zero-extended), two or four.
         """
 
     @abc.abstractmethod
     def store(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
-        """Words to device memory: ``size`` bytes at an i64 address, a multiple of it; ``lanes.Buffer`` by indices."""
+        """Store words to device memory: ``size`` bytes at an i64 address, a multiple of it.
+
+        ``lanes.Buffer`` stores by indices.
+        """
 
     @abc.abstractmethod
     def load_shared(self, address: Value, size: int) -> list[Value]:
-        """i32 words of the block's own shared memory: ``size`` bytes at an i32 byte offset, a multiple of it.
+        """Load i32 words of the block's own shared memory: ``size`` bytes at an i32 byte offset, a multiple of it.
 
-        All active lanes load: where one has nothing to load, give it an address that is safe.
+        All active lanes load. A lane that has nothing to load needs a valid address too.
         """
 
     @abc.abstractmethod
     def store_shared(
         self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
     ) -> None:
-        """i32 words to the block's own shared memory, or that of the block of a rank in its cluster."""
+        """Store i32 words to the block's own shared memory, or that of the block with a given rank in its cluster."""
 
     @abc.abstractmethod
     def add_shared(self, address: Value, x: Value, where: Condition, *, rank: int | None = None) -> Value:
-        """Add to an i32 in shared memory, atomically: what it held before, 0 where not.
+        """Add to an i32 in shared memory atomically. Returns its value before, or 0 where ``where`` is False.
 
-        In the block's own shared memory, or in that of the block of a rank in its cluster.
+        The memory is the block's own, or that of the block with a given rank in its cluster.
         """
 
     def hold[Tree](self, values: Tree) -> Tree:
-        """The same values, any pytree of them, to be used only after what has been issued so far.
+        """Return the same values, any pytree of them, which are used only after everything issued so far.
 
-        Without it, a compiler may wait for values that are on their way before it issues the next loads.
+        Without it, a compiler may wait for values that are being loaded before it issues the next loads.
         """
         leaves, structure = carries.flatten(values, Value)
         return jax.tree.unflatten(structure, self._hold(leaves))
@@ -449,8 +483,9 @@ class Machine(abc.ABC):
     def when(self, condition: Condition) -> Iterator[None]:
         """Run what is inside in the lanes where the condition holds: ``with machine.when(lane < 4): ...``
 
-        A branch, unlike ``where`` and ``select``. What a whole warp or block does together (a shuffle, a barrier) may
-        stand inside only if all its lanes go there. Values made inside end with it (TypeError).
+        This is a branch, unlike ``where`` and ``select``. What a whole warp or block does together, such as a shuffle
+        or a barrier, may be inside only if all of its lanes enter. Values made inside cannot be used after it
+        (TypeError).
         """
         known = condition if isinstance(condition, bool) else expect("bool", condition)
         with self._when(known), self._part("when"):
@@ -466,20 +501,20 @@ class Machine(abc.ABC):
     def loop[Carry](self, count: Index, body: Callable[[Value, Carry], Carry], carry: Carry) -> Carry: ...
 
     def loop(self, count: Index, body: Callable[[Value, Any], Any], carry: Any = None) -> Any:
-        """``carry = body(i, carry)`` for i in range(count), and the last carry.
+        """Run ``carry = body(i, carry)`` for i in range(count), and return the last carry.
 
             total = machine.loop(count, lambda i, total: total + values.load_int(i), machine.constant(0, "i32"))
 
-        A GPU's machine calls the body once, the simulator for every turn: nothing but the carry may be different from
-        one turn to the next. A Python ``for`` over a range of ints is unrolled.
+        On a GPU the body is called once, when the kernel is built, and in the simulator once per iteration. So only the
+        carry may differ between iterations. A Python ``for`` over a range of ints is unrolled.
 
         Args:
-          count: i32, the same in all lanes that share a barrier; none for 0 and less.
-          body: gets an i32 and the carry, and returns the next one, of the same structure and kinds.
+          count: int or i32, the same in all lanes that share a barrier. If it is 0 or less, the body does not run.
+          body: gets an i32 and the carry, and returns the next carry, with the same structure and kinds.
           carry: any pytree of Values: tuples, lists, dicts, dataclasses registered with JAX, None.
 
         Raises:
-          TypeError: a leaf that is no Value; a body that returns another structure or other kinds.
+          TypeError: a leaf is not a Value, or the body returns another structure or other kinds.
         """
         leaves, structure = carries.flatten(carry, Value)
 
@@ -494,16 +529,18 @@ class Machine(abc.ABC):
         return jax.tree.unflatten(structure, self._loop(count, turn, leaves))
 
     def repeat[Carry](self, body: Callable[[Carry], tuple[Value, Carry]], carry: Carry) -> Carry:
-        """``again, carry = body(carry)``, while again, and the last carry. The body runs once at least.
+        """Run ``again, carry = body(carry)`` until ``again`` is False, and return the last carry.
+
+        The body runs at least once.
 
             half = machine.repeat(lambda x: ((x >> 1) > 10, x >> 1), x)
 
         Args:
           body: returns a bool, the same in all lanes that share a barrier, and the next carry.
-          carry: as of ``loop``.
+          carry: as for ``loop``.
 
         Raises:
-          TypeError: as of ``loop``; an ``again`` that is no bool.
+          TypeError: as for ``loop``, or ``again`` is not a bool.
         """
         leaves, structure = carries.flatten(carry, Value)
 
@@ -527,7 +564,7 @@ class Machine(abc.ABC):
 
     @contextlib.contextmanager
     def _part(self, part: Part) -> Iterator[None]:
-        """What is made inside ends with it."""
+        """Enter a part of the body, whose values cannot be used outside of it."""
         outer = self.region
         inside = Region(part, outer)
         self.region = inside
@@ -538,10 +575,10 @@ class Machine(abc.ABC):
             self.region = outer
 
     def _play(self, role: Any) -> None:
-        """A role, as a part of the body of its own."""
+        """Run a role, as a separate part of the body."""
         with self._part("role"):
             role.body()
 
     def _made_in(self, region: Region, values: Sequence[Value]) -> list[Value]:
-        """The same values, as if they were made in another part of the body."""
+        """Return the same values as if they were made in another part of the body."""
         return [Value(self, value.kind, value.raw, value.fault, region) for value in values]

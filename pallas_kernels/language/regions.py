@@ -1,4 +1,7 @@
-"""Parts of a body whose values end with them: on a GPU, what a branch computes is not there after it."""
+"""Parts of a body whose values may not be used outside of them.
+
+On a GPU, what a branch computes does not exist after the branch.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ _INSTEAD: dict[Part, str] = {
 
 
 class Region:
-    """A part of a body, known to the values made in it: the inside of a ``when``, a turn of a loop, a role."""
+    """A part of a body, which its values remember: the inside of a ``when``, an iteration of a loop, or a role."""
 
     __slots__ = ("is_left", "outer", "part")
 
     def __init__(self, part: Part, outer: Region | None = None):
         self.part: Part = part
-        self.outer = outer  # the part that it is in
-        self.is_left = False  # for good, or while another role runs
+        self.outer = outer  # the part that contains it
+        self.is_left = False  # permanently, or while another role runs
 
     def refuse(self) -> None:
-        """TypeError for the use of a value outside of its part."""
+        """Raise TypeError for the use of a value outside of its part."""
         raise TypeError(f"a value that was made {_PLACES[self.part]} is used outside of it: {_INSTEAD[self.part]}")
 
     def leave(self, outer: Region, *, is_left: bool = True) -> None:
-        """Leave this part and those around it, up to an outer one; or come back to them."""
+        """Mark this part and those around it, up to ``outer``, as left; or as entered again, with ``is_left`` False."""
         region: Region | None = self
         while region is not None and region is not outer:
             region.is_left = is_left

@@ -1,4 +1,4 @@
-"""What is compiled for, and the table of GPUs that kernels are made for."""
+"""The table of supported GPUs, and the device that is compiled for."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Architecture = Literal["sm90", "sm100"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GPU:
-    """A row of the table: what a kernel asks about the GPU that it runs on."""
+    """A row of the table: what a kernel needs to know about the GPU that it runs on."""
 
-    architecture: Architecture  # whose kernels it runs, where they differ
+    architecture: Architecture  # whose kernels it runs, if they differ between architectures
     capability: str  # compute capability, major.minor
     multiprocessors: int
-    shared_bytes: int  # shared memory of a block, at most
-    clusters: dict[int, int]  # blocks of a cluster -> clusters that run at once, where a multiprocessor holds one block
+    shared_bytes: int  # the largest shared memory of a block
+    clusters: dict[int, int]  # cluster size -> clusters that run at once, with one block per multiprocessor
 
 
 HOPPER = GPU(
     architecture="sm90",
     capability="9.0",
-    multiprocessors=132,  # of an H200, as the numbers of clusters
+    multiprocessors=132,  # of an H200, like the numbers of clusters
     shared_bytes=232448,
     clusters={8: 13, 4: 32, 2: 66},
 )
@@ -33,16 +33,17 @@ BLACKWELL = GPU(
     capability="10.0",
     multiprocessors=148,  # of a B200
     shared_bytes=232448,
-    clusters={8: 13, 4: 32, 2: 66},  # as of an H200: on a B200 nobody has measured them
+    clusters={8: 13, 4: 32, 2: 66},  # those of an H200; not measured on a B200
 )
 GPUS = (HOPPER, BLACKWELL)
 
 
 def device() -> Any:
-    """The device that is compiled for: that of the current abstract mesh where it describes one, else the default one.
+    """Return the device that is compiled for.
 
-    A mesh of real devices, as ``jax.shard_map`` sets it, tells their kind without its capability: it means the default
-    device where that is of the same kind.
+    This is the device of the current abstract mesh if the mesh describes one, and the default device otherwise. A mesh
+    of real devices, as ``jax.shard_map`` sets it, gives the kind of its devices but not their compute capability. In
+    that case the default device is returned if it is of the same kind.
     """
     described: Any = jax.sharding.get_abstract_mesh().abstract_device
     if hasattr(described, "compute_capability"):
@@ -53,13 +54,13 @@ def device() -> Any:
 
 
 def gpu() -> GPU | None:
-    """The row of the table for what is compiled for; None where no row is: such a device has no kernels."""
+    """Return the table's row for the device that is compiled for; None if it is not there, and has no kernels."""
     capability = getattr(device(), "compute_capability", None)
     return next((row for row in GPUS if row.capability == capability), None)
 
 
 def unsupported() -> str | None:
-    """Why there are no kernels for what is compiled for, as a sentence that names it; None where there are."""
+    """Return why there are no kernels for the device that is compiled for, in a sentence that names it, or None."""
     if gpu() is not None:
         return None
     target = device()
@@ -71,10 +72,13 @@ def unsupported() -> str | None:
 
 
 def gpu_or_first() -> GPU:
-    """As ``gpu``, or the first row where there is none: whose kernels the simulator runs then."""
+    """Return ``gpu()``, or the first row of the table if there is none. The simulator then runs that row's kernels."""
     return gpu() or GPUS[0]
 
 
 def architecture() -> Architecture:
-    """The architecture of ``gpu_or_first``. ``launch`` refuses what is not in the table, so that nothing else runs."""
+    """Return the architecture of ``gpu_or_first()``.
+
+    On a device that is not in the table, ``launch`` raises an error.
+    """
     return gpu_or_first().architecture

@@ -1,16 +1,16 @@
-"""What a kernel on Blackwell needs besides ``tensor_cores``: products whose sums stay in tensor memory.
+"""Operations for kernels on Blackwell, besides ``tensor_cores``: products whose sums are kept in tensor memory.
 
     Accumulator    an f32 matrix of 64 rows in tensor memory
     TensorMemory   the machine
 
-One lane asks for a product, which runs beside all lanes; ``commit`` makes a barrier count its end. Lanes that use the
-same tensor memory order themselves by a barrier too, with fences of its own:
+One lane starts a product, which then runs asynchronously. ``commit`` makes a barrier count its completion. Accesses to
+the same tensor memory by different lanes must also be ordered by a barrier, together with fences for tensor memory:
 
     before      load_tensor, store_tensor, fence_tensor("before"), arrive
                 mma, commit
     after       wait, fence_tensor("after"), then any of load_tensor, store_tensor, mma
 
-Products of one lane with one accumulator run in turn without this.
+Products that one lane starts into the same accumulator run in order without this.
 """
 
 from __future__ import annotations
@@ -24,63 +24,68 @@ from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.machine import Condition, Index, Value
 from pallas_kernels.language.tensor_cores import DType, Operand, TensorCores
 
-ROWS = 64  # of an accumulator
-MAX_COLUMNS = 512  # of a block's tensor memory; it has 128 rows
+ROWS = 64  # rows of an accumulator
+MAX_COLUMNS = 512  # columns of a block's tensor memory, which has 128 rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulator:
-    """f32 [64, columns] in tensor memory. Row r lies in its row 32 (r // 16) + 16 half + r % 16.
+    """f32 [64, columns] in tensor memory. Row r is stored in its row 32 (r // 16) + 16 half + r % 16.
 
-    A warp can reach 32 rows, of which a product uses 16: another one, of the other half, may have the same columns.
+    Each warp can access 32 rows, of which a product uses 16. So a second accumulator, with the other ``half``, can use
+    the same columns.
     """
 
-    column: Index  # the first one, of the columns that ``tensor_memory`` gave the block
-    columns: int  # a multiple of 8; of a transfer a power of two, or a multiple of 64
+    column: Index  # the first column, among those that ``tensor_memory`` allocated
+    columns: int  # a multiple of 8; for loads and stores a power of two, or a multiple of 64
     half: Index = 0  # 0 or 1
 
     def part(self, first: Index, columns: int) -> Accumulator:
-        """Columns [first, first + columns) of it."""
+        """Return columns [first, first + columns) of the accumulator."""
         return dataclasses.replace(self, column=first + self.column, columns=columns)
 
 
 class TensorMemory(TensorCores):
-    """A machine with Blackwell's tensor cores: all but ``wgmma`` is as on Hopper."""
+    """A machine with Blackwell's tensor cores. Everything but ``wgmma`` is as on Hopper."""
 
     @abc.abstractmethod
     def tensor_memory(self, columns: int) -> AbstractContextManager[None]:
-        """Inside, the block has so many columns: a power of two from 32 to 512. All lanes of the block, in no role.
+        """Allocate columns of tensor memory for the block: a power of two from 32 to 512. They are freed on exit.
 
             with machine.tensor_memory(128):
                 machine.roles(...)
 
-        Nothing is in them at first. Blocks that share a multiprocessor share its columns, and wait here for each other.
+        All lanes of the block must enter, outside of roles. The columns are uninitialised. Blocks that share a
+        multiprocessor share its columns, and wait here until enough are free.
         """
 
     @abc.abstractmethod
     def one_lane(self) -> AbstractContextManager[None]:
-        """What is inside runs in one lane of each warp, always the same: a ``when`` for ``mma`` and ``commit``."""
+        """Run what is inside in one lane of each warp, always the same: a ``when`` for ``mma`` and ``commit``."""
 
     @abc.abstractmethod
     def mma(self, into: Accumulator, a: Operand, b: Operand, *, accumulate: Condition, dtype: DType = "f16") -> None:
-        """into = a b^T, or into += a b^T where ``accumulate`` holds. Inside ``one_lane``, of one warp.
+        """Start into = a b^T, or into += a b^T where ``accumulate`` holds.
 
-        It runs beside all lanes: its end is known by a barrier at which ``commit`` arrives.
+        To be called inside ``one_lane``, by one warp.
+
+        The product runs asynchronously. A barrier that ``commit`` arrives at signals its completion.
 
         Args:
-          into: f32 [64, columns], at most 256.
+          into: f32 [64, columns], with at most 256 columns.
           a: [64, K] in shared memory.
           b: [columns, K] in shared memory.
+          accumulate: whether to add to ``into``.
           dtype: of both operands. Only f16 may be transposed.
 
         Raises:
-          TypeError: operands of different depth, or such as the instruction does not take.
+          TypeError: the operands differ in K, or the instruction does not support them.
         """
 
     def commit(self, barrier: Barrier) -> None:
-        """The barrier counts one more warp when all products are done that its lane has asked for.
+        """Let the barrier count one more warp when all products that this lane has started are complete.
 
-        Inside ``one_lane``, which chooses the same lane each time.
+        To be called inside ``one_lane``, which selects the same lane each time.
         """
         self._commit(barrier.address)
 
@@ -89,13 +94,17 @@ class TensorMemory(TensorCores):
 
     @abc.abstractmethod
     def fence_tensor(self, side: Literal["before", "after"]) -> None:
-        """Before an arrive: what this lane did in tensor memory comes first. After a wait: what it does comes then."""
+        """Order accesses to tensor memory.
 
-    # By all lanes of a warpgroup, spread over them as the result of ``wgmma``.
+        "before" is used before an arrive, and orders this lane's earlier accesses. "after" is used after a wait, and
+        orders its later ones.
+        """
+
+    # Called by all lanes of a warpgroup. Values are spread over them like the result of ``wgmma``.
     @abc.abstractmethod
     def load_tensor(self, source: Accumulator) -> list[Value]:
-        """This lane's columns / 2 values of f32, in the order of ``wgmma``'s result; they are there at once."""
+        """Load this lane's columns / 2 values of f32, in the order of ``wgmma``'s result. They can be used at once."""
 
     @abc.abstractmethod
     def store_tensor(self, into: Accumulator, values: list[Value]) -> None:
-        """This lane's columns / 2 values of f32, in the order of ``wgmma``'s result."""
+        """Store this lane's columns / 2 values of f32, in the order of ``wgmma``'s result."""

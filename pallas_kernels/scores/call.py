@@ -1,10 +1,10 @@
-"""Lightning-indexer scores over paged 4-bit keys.
+"""Scores of the lightning indexer, from 4-bit keys in pages.
 
     I_s = sum over heads h of w_h relu(q_h . k_s)
 
-Queries are in the keys' own format: both enter the tensor cores as they are stored, without an error but that of an
-mxfp4 group far below its row's largest (``fp4.Mxfp4``). The sum over a head's dims and its positive part are f16, the
-sum over heads is f32: a few 1e-6 of sum_h |w_h| |q_h| |k_s| as a rule.
+Queries have the format of the keys. Both enter the tensor cores exactly as stored, except for mxfp4 groups whose scale
+is far below the row's largest (see ``fp4.Mxfp4``). The sum over a head's dims and its positive part are f16, and the
+sum over heads is f32. The error is typically a few 1e-6 of sum_h |w_h| |q_h| |k_s|.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pallas_kernels.scores.share import TILE_ENTRIES
 from pallas_kernels.scores.tuning import Tuning
 
 KERNELS: dict[target.Architecture, type[Tuning]] = {"sm90": sm90.Tuning, "sm100": sm100.Tuning}
-MAX_TOKENS = 8  # of a launch: their queries stand in shared memory
+MAX_TOKENS = 8  # tokens per launch, whose queries are held in shared memory
 
 
 def unsupported_scores(*, key_format: str, heads: int, key_dim: int, entries_per_block: int) -> str | None:
-    """Why the kernel cannot serve these formats and sizes, or None where it can."""
+    """Return why the kernel does not support these formats and sizes, or None if it does."""
     if key_format not in FORMATS:
         return f"key_format must be one of {tuple(FORMATS)}, got {key_format!r}"
     sizes = {"heads": (heads, HEADS), "key_dim": (key_dim, DIM), "entries_per_block": (entries_per_block, PAGE_ENTRIES)}
@@ -46,22 +46,23 @@ def indexer_scores(
     architecture: target.Architecture | None = None,
     simulate: bool = False,
 ) -> jax.Array:
-    """Scores of the entries that queries see.
+    """Compute the scores of the entries that queries see.
 
     Args:
-      inputs: queries, head weights, and the tables in which they find their keys.
+      inputs: queries, head weights, and the tables in which keys are found.
       key_format: of queries and keys: "mxfp4" or "nvfp4".
-      tuning: which kernel, and how it shares the work; None for what is fastest at the inputs' sizes.
-      architecture: "sm90" or "sm100", whose kernel it is; None for the target's.
+      tuning: which kernel, and how it divides the work. None means the fastest for the inputs' sizes.
+      architecture: whose kernel to use, "sm90" or "sm100". None means the target's.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      f32 [B, T, max_blocks * 32]; anything at and past ``visible``. A key that holds NaN scores +inf; with a query
-      that does, or a weight that is not finite, all entries do. No score is below the lowest finite number.
+      f32 [B, T, max_blocks * 32]. Scores from ``visible`` on are undefined. A key that contains NaN scores +inf. If a
+      query contains NaN or a weight is not finite, all its entries score +inf. All other scores are at least the lowest
+      finite number.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
-      ValueError: a format, sizes or a target that no kernel serves.
+      ValueError: no kernel supports this format, these sizes or this target.
     """
     chex.assert_rank([inputs.queries.codes, inputs.keys.codes], 4)
     heads, width = inputs.queries.codes.shape[2:]
@@ -76,7 +77,7 @@ def indexer_scores(
     if architecture not in KERNELS:
         raise ValueError(f"architecture must be one of {tuple(KERNELS)}, got {architecture!r}")
     if tuning is not None and not isinstance(tuning, KERNELS[architecture]):
-        raise ValueError(f"the kernel of {architecture} has tunings of its own, got {tuning}")
+        raise ValueError(f"tuning must be one of the kernel for {architecture}, got {tuning}")
     starts = range(0, inputs.visible.shape[1], MAX_TOKENS)
     groups = [inputs.of_tokens(first, first + MAX_TOKENS) for first in starts]
     parts = [_launch(group, fp4, tuning, KERNELS[architecture], simulate) for group in groups]

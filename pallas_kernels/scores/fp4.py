@@ -1,10 +1,11 @@
-"""Rows of E2M1 codes as operands of tensor cores: unpacked in registers, exactly up to a power of two.
+"""Conversion of rows of E2M1 codes to operands of tensor cores, in registers. It is exact up to a power of two.
 
-    mxfp4   E2M1 under UE8M0 scales, per 32 dims   ->  E5M2, relative to the row's largest scale
-    nvfp4   E2M1 under E4M3 scales, per 16 dims    ->  f16, keys relative to 2^14, a query to its largest scale
+    mxfp4   E2M1 with UE8M0 scales, per 32 dims   ->  E5M2, relative to the row's largest scale
+    nvfp4   E2M1 with E4M3 scales, per 16 dims    ->  f16, keys relative to 2^14, a query to its largest scale
 
-Four lanes share a row of 128 dims: lane j holds the codes of dims 32 j .. 32 j + 31. Word i of what it unpacks is the
-operand's bytes 16 i + 4 j .. + 3: a permutation of K, the same for queries and keys, which leaves their product alone.
+Four lanes share a row of 128 dims: lane j has the codes of dims 32 j .. 32 j + 31. Word i of what it unpacks becomes
+bytes 16 i + 4 j .. 16 i + 4 j + 3 of the operand. This is a permutation of K which is the same for queries and keys, so
+it does not change their product.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ DIM, QUARTERS = 128, 4
 CODE_BYTES = DIM // 2
 QUARTER_BYTES = CODE_BYTES // QUARTERS
 _SIGNS = 0x80808080 - (1 << 32)
-_EXPONENT = 23  # bit of an f32's exponent
+_EXPONENT = 23  # lowest bit of an f32's exponent
 
 
 class Fp4(abc.ABC):
-    """One format. ``scale`` below is a group's scale byte; that of a NaN makes what comes out NaN."""
+    """A 4-bit format. Below, ``scale`` is the scale byte of a group. If it encodes NaN, the results are NaN."""
 
     dtype: DType  # of the operand
     row_bytes: int  # of the operand
-    scale_bytes: int  # of a row
-    unit: float  # a key times a query is the product of their operands times their scales times this
+    scale_bytes: int  # bytes per row
+    unit: float  # a key times a query is the product of their operands, of their scales, and of this
 
     def __init__(self, machine: TensorCores):
         self.machine = machine
@@ -37,36 +38,39 @@ class Fp4(abc.ABC):
 
     @property
     def quarter_scales(self) -> int:
-        """Scale bytes of a quarter."""
+        """Number of scale bytes in a quarter."""
         return self.scale_bytes // QUARTERS
 
     @abc.abstractmethod
     def unpack(self, codes: Sequence[list[Value]], scales: Sequence[Value]) -> tuple[list[list[Value]], list[Value]]:
-        """A lane's quarter of two rows of keys, all but the last step.
+        """Unpack a lane's quarter of two rows of keys, except for the last step.
 
         Args:
-          codes: four words of each row.
+          codes: four words per row.
           scales: the quarter's scale bytes of each row.
 
         Returns:
-          What ``finish`` takes, of each row; f32 scale of the rows, of the first in even quarters and of the second in
-          odd ones, or nothing for 1.
+          What ``finish`` takes, for each row; and the rows' f32 scale, in even quarters that of the first row and in
+          odd quarters that of the second, or an empty list if it is 1.
         """
 
     @abc.abstractmethod
     def finish(self, parts: list[Value]) -> list[Value]:
-        """Words of a row's operand."""
+        """Do the last step of unpacking. Returns the words of a row's operand."""
 
     @abc.abstractmethod
     def query(self, codes: list[Value], scales: list[Value]) -> list[Value]:
-        """Words of the operand of a lane's quarter of one row; scales: all scale bytes of the row, packed."""
+        """Unpack a lane's quarter of a query.
+
+        Returns the words of its operand. ``scales`` are all scale bytes of the row, packed.
+        """
 
     @abc.abstractmethod
     def query_scale(self, scales: list[Value]) -> Value:
-        """f32 scale of a query's row."""
+        """Return the f32 scale of a query's row."""
 
     def _own(self, scales: list[Value]) -> Value:
-        """The quarter's bytes of a row's scales."""
+        """Return this quarter's bytes of a row's scales."""
         count = self.quarter_scales
         selector = self.quarter * (0x11 * count) + 0x10 if count == 2 else self.quarter
         own = self.machine.permute_bytes(scales[0], scales[-1], selector)
@@ -74,15 +78,16 @@ class Fp4(abc.ABC):
 
 
 def _largest(scales: list[Value]) -> Value:
-    """The largest byte."""
+    """Return the largest byte."""
     return fold(maximum, [(word >> 8 * i) & 0xFF for word in scales for i in range(4)])
 
 
 class Mxfp4(Fp4):
-    """Codes become E5M2 through a table of the eight magnitudes times -2^(1 - d), scale = row's largest / 2^d.
+    """E2M1 codes with UE8M0 scales, converted to E5M2.
 
-    Exact for d <= 14. A group whose d is above 15 counts as one of d = 15, where 0.5 is 0: off by less than 2^-15 of
-    the largest magnitude that the row's largest scale can hold.
+    A table has the eight magnitudes times -2^(1 - d), where d = log2(largest scale / scale) and the largest scale is
+    that of the row. This is exact for d <= 14. For d > 15, a group is treated as if d were 15, and there 0.5 becomes 0.
+    The error is then less than 2^-15 of the largest magnitude possible with the row's largest scale.
     """
 
     dtype, row_bytes, scale_bytes, unit = "e5m2", 128, 4, 2.0**-2
@@ -106,12 +111,12 @@ class Mxfp4(Fp4):
         return self._scale(_largest(scales))
 
     def _scale(self, byte: Value) -> Value:
-        # One ulp more than the power of two: 255 becomes NaN, not infinity.
+        # One ulp more than the power of two, so that 255 becomes NaN and not infinity.
         return self.machine.from_bits((byte << _EXPONENT) + 1)
 
     def _unpack(self, codes: list[Value], scale: Value, largest: Value) -> list[Value]:
         machine = self.machine
-        # E5M2 of 0 .5 1 1.5 2 3 4 6 times 2; a power of two less is 4 less in each byte but that of 0.
+        # E5M2 codes of 0 .5 1 1.5 2 3 4 6, times 2. Dividing by 2 subtracts 4 from each byte, except from that of 0.
         difference = (largest - scale).minimum(15)
         low, high = 0x42403C00 - difference * 0x04040400, 0x4A484644 - difference * 0x04040404
         parts = []
@@ -119,15 +124,17 @@ class Mxfp4(Fp4):
         for word in codes:
             upper = word >> 16
             for signed, code in ((word, word & 0x7777), (upper, upper & 0x7777)):
-                # A code's top bit asks for the sign of the byte, which is 0: half a sign bit where it is not negative.
+                # If the top bit of a code is set, the permutation replicates the sign of byte 0x40, which gives 0.
+                # Otherwise it gives 0x40, half of a sign bit, which marks codes that are not negative.
                 parts += [machine.permute_bytes(low, high, code), machine.permute_bytes(half, half, signed)]
         return parts
 
 
 class Nvfp4(Fp4):
-    """Codes become f16 by moving bits: s 000ee m000000000 is an E2M1 value times 2^-14, also where it is subnormal.
+    """E2M1 codes with E4M3 scales, converted to f16 by moving bits.
 
-    Exact for all scales: a key is a multiple of 2^-10 below 2^12 with six significant bits.
+    The f16 s 000ee m000000000 is an E2M1 value times 2^-14, even if it is subnormal. This is exact for all scales: a
+    key is a multiple of 2^-10 below 2^12 with six significant bits.
     """
 
     dtype, row_bytes, scale_bytes, unit = "f16", 256, 8, 2.0**14
@@ -147,7 +154,8 @@ class Nvfp4(Fp4):
         return [self.machine.multiply_f16(word, scales[i // each]) for i, word in enumerate(words)]
 
     def query(self, codes: list[Value], scales: list[Value]) -> list[Value]:
-        # The largest scale times f is in [2^14, 2^15), a query below 2^11: its product with a key is below 2^15.
+        # The largest scale times f is in [2^14, 2^15), and a query is below 2^11, so its product with a key is below
+        # 2^15.
         machine = self.machine
         f = machine.from_bits((268 - self._exponent(scales)) << _EXPONENT)
         groups = [scale * f for scale in machine.from_e4m3(self._own(scales))[: self.quarter_scales]]
@@ -159,7 +167,7 @@ class Nvfp4(Fp4):
         return self.machine.from_bits((self._exponent(scales) - 7) << _EXPONENT)
 
     def _exponent(self, scales: list[Value]) -> Value:
-        """Biased f32 exponent of the largest scale, at least that of E4M3's smallest value."""
+        """Return the biased f32 exponent of the largest scale, at least that of the smallest E4M3 value."""
         byte = _largest([word & 0x7F7F7F7F for word in scales])
         return (self.machine.bits(self.machine.from_e4m3(byte)[0]) >> _EXPONENT).maximum(127 - 9)
 
@@ -170,7 +178,7 @@ class Nvfp4(Fp4):
             odd = (word >> 3) & 0x0E0E0E0E | word & _SIGNS
             even = (word << 1) & 0x0E0E0E0E | (word << 4) & _SIGNS
             for four in (even, odd):
-                for order in (0x1404, 0x3424):  # two bytes, each above a zero
+                for order in (0x1404, 0x3424):  # two bytes, each as the high byte above a zero byte
                     words.append(machine.permute_bytes(four, zero, order))
         return words
 

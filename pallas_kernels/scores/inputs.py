@@ -1,4 +1,4 @@
-"""What the indexer's scores are computed from: queries, head weights, and the tables in which they find their keys."""
+"""The inputs of the indexer's scores: queries, head weights, and the tables in which keys are found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.scores.fp4 import CODE_BYTES, Fp4
 
 HEADS = 64
-PAGE_ENTRIES = 32  # of a page: a block of the pool, in words that leave "block" to the blocks of threads
+PAGE_ENTRIES = 32  # entries per page; a page is a block of the pool, and "block" here means a block of threads
 
 
 @jax.tree_util.register_dataclass
@@ -20,27 +20,27 @@ PAGE_ENTRIES = 32  # of a page: a block of the pool, in words that leave "block"
 class ScoreInputs:
     """T queries of each of B requests, and the arrays of the layer whose indexer keys they are compared with.
 
-    Queries and keys are pytrees with the leaves ``codes scale``, encoded in one 4-bit format. A page is a block of the
-    pool: the keys of 32 neighbouring entries of a request.
+    Queries and keys are pytrees with leaves ``codes scale``, in the same 4-bit format. A page is a block of the pool:
+    the keys of 32 consecutive entries of a request.
     """
 
     queries: Any  # codes u8 [B, T, 64, 64], scale u8 [B, T, 64, scale_bytes]
-    weights: Any  # f32 [B, T, 64] of the heads, signed
+    weights: Any  # f32 [B, T, 64] signed weights of the heads
     keys: Any  # codes u8 [layers, num_blocks, 32, 64], scale u8 [layers, num_blocks, 32, scale_bytes]
     layer: Any  # int32 [1]
-    block_table: Any  # int32 [requests, max_blocks] pages of a request, -1 = none: their entries score 0
-    slots: Any  # int32 [B], -1 = none: nothing is read or written
-    visible: Any  # int32 [B, T] entries that a query sees
+    block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none: their entries score 0
+    slots: Any  # int32 [B], -1 = none: nothing is read or written for the row
+    visible: Any  # int32 [B, T] number of entries that each query sees
 
     def of_tokens(self, first: int, end: int) -> ScoreInputs:
-        """Only the queries of tokens first .. end - 1."""
+        """Return the inputs with only the queries of tokens first .. end - 1."""
         queries = jax.tree.map(lambda leaf: leaf[:, first:end], self.queries)
         weights, visible = self.weights[:, first:end], self.visible[:, first:end]
         return dataclasses.replace(self, queries=queries, weights=weights, visible=visible)
 
 
 def check_inputs(inputs: ScoreInputs, fp4: type[Fp4]) -> None:
-    """Whether shapes and dtypes fit together and are those of a format.
+    """Check that shapes and dtypes agree, and are those of the format.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.

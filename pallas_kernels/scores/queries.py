@@ -1,7 +1,8 @@
-"""A request's queries and head weights as operands in shared memory, which all warpgroups of a block share.
+"""A request's queries and head weights as operands in shared memory, used by all warpgroups of a block.
 
-Per token, first product: operands of keys [64, K] and of queries [64 heads, K]. Second: its positive part in f16
-[64, 64 heads] and the weights [8, 64 heads], where row 2 i holds them rounded down to f16 and row 2 i + 1 the rest.
+For each token there are two products. The first multiplies keys [64, K] by queries [64 heads, K]. The second multiplies
+the positive part of the result, in f16 [64, 64 heads], by the weights [8, 64 heads]. Row 2 i of the weights holds them
+rounded down to f16, and row 2 i + 1 the remainder.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from pallas_kernels.rows import magnitude_bits
 from pallas_kernels.scores.fp4 import QUARTER_BYTES, QUARTERS, Fp4
 from pallas_kernels.scores.inputs import HEADS, ScoreInputs
 
-SUM_COLUMNS = 8  # of the second product
-_POWER = 0xFF << 23  # the bits of an f32 that are a power of two
-_LARGEST_POWER = 253 << 23  # whose inverse is normal too
-_F16_BITS = -1 << 13  # the bits of an f32 that f16 has
+SUM_COLUMNS = 8  # columns of the second product
+_POWER = 0xFF << 23  # mask for the power of two in an f32
+_LARGEST_POWER = 253 << 23  # the largest power whose inverse is a normal number
+_F16_BITS = -1 << 13  # mask for the bits of an f32 that f16 has too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A lane's part of a request's queries, on its way."""
+    """A lane's part of a request's queries, being loaded."""
 
     codes: list[list[Value]]
     scales: list[list[Value]]
@@ -33,7 +34,7 @@ class _Loaded:
 
 
 class Queries:
-    """The operands of a request's queries in shared memory."""
+    """The operands in shared memory for a request's queries."""
 
     def __init__(self, inputs: ScoreInputs, fp4: Fp4, warpgroups: int):
         self.machine, self.inputs, self.fp4 = fp4.machine, inputs, fp4
@@ -47,12 +48,12 @@ class Queries:
         return tokens * (HEADS * fp4.row_bytes + SUM_COLUMNS * HEADS * 2 + 16) + 1024
 
     def scale(self, t: int) -> Value:
-        """What a token's sums are multiplied by, besides the scale of the keys' row."""
+        """Return the factor for a token's sums, besides the scale of the key's row."""
         return self._scales.load_floats(t, count=1)[0]
 
-    # Lanes and warps take turns, all of a block's.
+    # The work is divided in turn among all lanes or warps of the block.
     def _quarters(self) -> list[tuple[Value, Value, Condition]]:
-        """Token, head and whether it is there, of the quarters of queries that this lane unpacks."""
+        """Return token, head, and whether they exist, for each quarter of a query that this lane unpacks."""
         total = self.tokens * HEADS * QUARTERS
         numbers = [self.machine.thread + first for first in range(0, total, self.lanes)]
         there = [True if total % self.lanes == 0 else n < total for n in numbers]
@@ -61,7 +62,7 @@ class Queries:
         ]
 
     def _tokens(self) -> list[tuple[Value, Condition]]:
-        """The tokens whose weights this warp prepares."""
+        """Return the tokens whose weights this warp prepares."""
         warps = self.lanes // WARP
         numbers = [self.machine.thread // WARP + first for first in range(0, self.tokens, warps)]
         return [(t, True if self.tokens % warps == 0 else t < self.tokens) for t in numbers]
@@ -84,7 +85,7 @@ class Queries:
         )
 
     def store(self, loaded: _Loaded) -> None:
-        """All lanes of the block; ``barrier`` before the first use."""
+        """Unpack and store the operands. All lanes of the block must call this; it ends with a barrier."""
         machine = self.machine
         for (t, head, there), codes, scales in zip(self._quarters(), loaded.codes, loaded.scales, strict=True):
             tile = self.operand.copy(t)
@@ -96,7 +97,10 @@ class Queries:
         machine.barrier("block")
 
     def _store_weights(self, t: Value, weights: list[Value], scales: list[list[Value]], there: Condition) -> None:
-        """Relative to a power of two below the largest. One that is not finite makes the token's sums NaN."""
+        """Store weights relative to a power of two below the largest.
+
+        If a weight is not finite, the token's sums become NaN.
+        """
         machine, tile = self.machine, self.weights.copy(t)
         weights = [w * self.fp4.query_scale(of_head) for w, of_head in zip(weights, scales, strict=True)]
         peak = machine.reduce_warp("max", fold(maximum, [magnitude_bits(w) for w in weights]))

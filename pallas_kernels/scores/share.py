@@ -1,7 +1,8 @@
-"""How the work of a call is shared: tiles of 64 neighbouring entries, of which every block scores as many.
+"""How the work of a call is divided: all blocks score about the same number of tiles of 64 consecutive entries.
 
-All requests' tiles stand in one row, and each block takes a run of it: of one request, or of several neighbouring ones.
-A request whose queries a block must prepare first costs as much as some tiles, which are counted in.
+The tiles of all requests are put in one sequence, and each block takes a contiguous part of it. This may be part of one
+request, or several consecutive requests. Preparing a request's queries costs a block as much time as scoring some
+tiles, so each request also counts for that many additional tiles.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pallas_kernels.language.machine import WARP, Condition, Value, select
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.scores.inputs import PAGE_ENTRIES, ScoreInputs
 
-TILE_ENTRIES = 64  # the rows of a product that a warpgroup asks for: two pages
-_START = 8  # tiles that could be scored while a block takes up a request
+TILE_ENTRIES = 64  # rows of a warpgroup's product: two pages
+_START = 8  # cost of preparing a request's queries, in tiles
 
 
 def num_tiles(inputs: ScoreInputs, b: Value, where: Condition) -> Value:
-    """Tiles that any query of a batch row sees; 0 for padding. inputs: buffers."""
+    """Return the number of tiles that any query of a batch row sees; 0 for padding. ``inputs`` are buffers."""
     requests, max_blocks = inputs.block_table.shape
     slot = inputs.slots.load_int(b, where=where)
     seen = [inputs.visible.load_int(b, t, where=where) for t in range(inputs.visible.shape[1])]
@@ -30,18 +31,24 @@ def num_tiles(inputs: ScoreInputs, b: Value, where: Condition) -> Value:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A block's part of all requests' work, in tiles, each request's behind ``_START`` that stand for taking it up."""
+    """A block's part of the sequence, in tiles.
+
+    Each request has ``_START`` additional tiles in front, for its preparation.
+    """
 
     inputs: ScoreInputs  # of buffers
     begin: Value
     end: Value
-    first: Value  # batch row that the part begins in
-    requests: Value  # that the part belongs to, from the first one on
-    before: Value  # cost of all requests before the first one
+    first: Value  # batch row in which the part begins
+    requests: Value  # number of requests that the part touches
+    before: Value  # cost of all requests before the first
 
     @classmethod
     def of_block(cls, machine: TensorCores, inputs: ScoreInputs, blocks: int) -> Share:
-        """That of this one of so many blocks. Every warp finds it for itself: lanes count neighbouring requests."""
+        """Return the share of this block, of ``blocks`` in total.
+
+        Every warp computes it for itself. Each lane adds up the cost of some consecutive requests.
+        """
         batch = inputs.slots.shape[0]
         lanes = min(WARP, 1 << (batch - 1).bit_length())
         each = -(-batch // lanes)
@@ -56,7 +63,7 @@ class Share:
             before, total = before + select((lane & distance) > 0, other, 0), total + other
             distance *= 2
         number, quota = machine.block(0), total // blocks
-        more = total - quota * blocks  # the first blocks take one more
+        more = total - quota * blocks  # the first blocks take one tile more
         begin = number * quota + number.minimum(more)
         end = begin + quota + select(number < more, machine.constant(1, "i32"), 0)
         first, last, found = nobody, nobody, nobody
@@ -73,13 +80,13 @@ class Share:
 
     @staticmethod
     def cost(tiles: Value) -> Value:
-        """Of a request of so many tiles."""
+        """Return the cost of a request with so many tiles."""
         return select(tiles > 0, tiles + _START, 0)
 
     def loop[Carry](self, body: Callable[[Value, Value, Value, Carry], Carry], carry: Carry) -> Carry:
-        """carry = body(b, first, end, carry) for every batch row that the block serves: tiles first .. end - 1 of it.
+        """Apply carry = body(b, first, end, carry) to every batch row in the share, for its tiles first .. end - 1.
 
-        There may be none: a part may begin or end among those that stand for taking a request up.
+        The range may be empty, if the share begins or ends among the tiles that stand for preparation.
         """
 
         def request(i: Value, state: tuple[Value, Carry]) -> tuple[Value, Carry]:

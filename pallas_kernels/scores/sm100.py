@@ -1,8 +1,8 @@
 """Indexer scores on Blackwell.
 
-A warpgroup takes 64 keys at a time, loaded and unpacked as on Hopper, but into shared memory: one of its lanes asks for
-their product with a token's queries, [64 keys, 64 heads] in tensor memory. While it runs, the warpgroup takes the one
-before from there, multiplies its positive part with the heads' weights and adds up.
+A warpgroup processes 64 keys at a time. They are loaded and unpacked as on Hopper, but stored in shared memory. One of
+its lanes starts their product with a token's queries, [64 keys, 64 heads] in tensor memory. While it runs, the
+warpgroup reads the previous product from there, multiplies its positive part by the heads' weights and sums over heads.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pallas_kernels.scores.queries import Queries
 from pallas_kernels.scores.share import TILE_ENTRIES, Share
 from pallas_kernels.scores.tiles import Block, Tiles
 
-_COPIES = 2  # of a warpgroup's operand and sums: what a product uses, and what lanes use
+_COPIES = 2  # copies of a warpgroup's operand and sums: one for the running product, one for the lanes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning(tuning.Tuning):
-    """Blackwell's kernel."""
+    """The tuning of the Blackwell kernel."""
 
     blocks: int = BLACKWELL.multiprocessors
 
     @classmethod
     def fastest(cls, fp4: type[Fp4], tokens: int, tiles: int) -> Self:
-        """Not measured: what registers and shared memory have room for."""
+        """Return as many warpgroups as registers and shared memory allow. This has not been measured."""
         return cls(warpgroups=3 if tokens == 1 else 2)
 
     def shared_bytes(self, fp4: type[Fp4], tokens: int) -> int:
@@ -60,13 +60,13 @@ class Tuning(tuning.Tuning):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Own:
-    """What a warpgroup has for itself."""
+    """What belongs to one warpgroup."""
 
     machine: TensorMemory
     fp4: Fp4
     number: Value  # of the warpgroup
-    operand: Tile  # keys; copies
-    scored: Barrier  # copies: a product is done
+    operand: Tile  # keys, in ``_COPIES`` copies
+    scored: Barrier  # one per copy: its product is complete
 
     @classmethod
     def of(cls, machine: TensorMemory, fp4: Fp4, warpgroups: int) -> _Own:
@@ -80,7 +80,7 @@ class _Own:
         return Accumulator(column=self.number * HEADS, columns=HEADS, half=use % _COPIES)
 
     def store(self, copy: Value, parts: list[list[Value]]) -> None:
-        """Unpacked keys, before ``meet``."""
+        """Store unpacked keys. To be followed by ``meet``."""
         machine, tile = self.machine, self.operand.copy(copy)
         row = product_row(machine)
         for n, part in enumerate(parts):
@@ -89,7 +89,7 @@ class _Own:
         machine.fence_shared()
 
     def meet(self) -> None:
-        """What the warpgroup did comes before the product that is asked for next."""
+        """Make what the whole warpgroup did so far come before the product that is started next."""
         self.machine.fence_tensor("before")
         self.machine.barrier("warpgroup")
         self.machine.fence_tensor("after")
@@ -102,17 +102,17 @@ class _Own:
             machine.commit(self.scored.copy(use % _COPIES))
 
     def take(self, use: Value) -> list[Value]:
-        """A product's values."""
+        """Wait for a product and return its values."""
         self.scored.copy(use % _COPIES).wait(use // _COPIES & 1)
         self.machine.fence_tensor("after")
         return self.machine.load_tensor(self.sums(use))
 
 
-_OnTheWay = tuple[list[Value], StoredKeys, Value]  # scale of a tile's rows, the next tile, the page of the one after it
+_OnTheWay = tuple[list[Value], StoredKeys, Value]  # scale of a tile's rows, the next tile, the page of the one after
 
 
 class _Tiles(Tiles):
-    """What becomes of a warpgroup's tiles on Blackwell."""
+    """How a warpgroup scores its tiles on Blackwell."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ class _Tiles(Tiles):
         return self.page(i, i < self.count)
 
     def score(self, own: _Own, used: Value) -> None:
-        """used: products that the warpgroup has asked for so far."""
+        """Score all tiles. ``used`` is the number of products that the warpgroup has started before."""
         machine, queries, keys, count = own.machine, self.block.queries, self.block.keys, self.count
         tokens = queries.tokens
 
@@ -160,7 +160,7 @@ class _Tiles(Tiles):
 
 
 def _weights(queries: Queries, t: int) -> list[Value]:
-    """f32 weights of the heads that a lane holds of a product, two by two."""
+    """Return the f32 weights of the heads that a lane holds of a product, two by two."""
     machine, weights = queries.machine, []
     tile, byte = queries.weights.copy(machine.constant(t, "i32")), machine.thread % 4 * 4
     for unit in range(HEADS // 8):
@@ -173,7 +173,7 @@ def _weights(queries: Queries, t: int) -> list[Value]:
 
 
 def _weigh(dots: list[Value], weights: list[Value]) -> Value:
-    """Sum over heads; in even lanes that of the first row, in odd ones that of the second."""
+    """Sum over heads. Even lanes get the sum of the first row, and odd lanes that of the second."""
     machine = dots[0].machine
     sums = [machine.constant(0.0, "f32")] * 2
     for n, dot in enumerate(dots):

@@ -1,13 +1,14 @@
 """Indexer scores on Hopper.
 
-A warpgroup takes 64 keys at a time. They go from device memory to registers, are unpacked there and enter the first
-product from registers; so does its positive part the second one. Shared memory holds the queries alone, and warpgroups
-wait for each other only where one request's queries give way to the next one's.
+A warpgroup processes 64 keys at a time. They are loaded from device memory into registers, unpacked there, and enter
+the first product from registers. Its positive part also enters the second product from registers. Shared memory only
+holds the queries. Warpgroups wait for each other only between requests, when the queries are replaced.
 
-A multiprocessor has work for its integer units (unpacking) and for its tensor cores, and both take about as long:
+Both the integer units (for unpacking) and the tensor cores are busy for about the same time. There are two ways to
+overlap them:
 
-    in turn      unpack, multiply, store; several warpgroups, whose turns differ
-    overlapped   the next tile is unpacked while the product of one runs: for long products, and fewer warpgroups
+    in turn      each warpgroup unpacks, multiplies and stores; several warpgroups are at different steps
+    overlapped   while the product of one tile runs, the next is unpacked; for long products, with fewer warpgroups
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from pallas_kernels.scores.queries import SUM_COLUMNS, Queries
 from pallas_kernels.scores.share import Share
 from pallas_kernels.scores.tiles import Block, Tiles
 
-_BLOCKS = HOPPER.multiprocessors  # of a launch, at most
+_BLOCKS = HOPPER.multiprocessors  # the largest number of blocks in a launch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning(tuning.Tuning):
-    """Hopper's kernel."""
+    """The tuning of the Hopper kernel."""
 
     blocks: int = _BLOCKS
-    stages: int = 1  # tiles on their way to a warpgroup, where they are taken in turn
+    stages: int = 1  # tiles that are being loaded for a warpgroup, if not overlapped
     overlapped: bool = False
 
     @classmethod
     def fastest(cls, fp4: type[Fp4], tokens: int, tiles: int) -> Self:
-        """Measured on an H200."""
+        """Return the fastest tuning, as measured on an H200."""
         is_short, has_long_products = tiles <= 8 * _BLOCKS, fp4.row_bytes > ATOM_BYTES
         if tokens > 1:
             return cls(warpgroups=2, overlapped=True)
@@ -69,12 +70,12 @@ class Tuning(tuning.Tuning):
         share.loop(request, None)
 
 
-# The operand of a tile's product, the scale of its rows and the product; the next tile, and the page of the one after.
+# The operand of a tile's product, the scale of its rows, and the product; the next tile; the page of the one after.
 _Overlap = tuple[list[Value], list[Value], list[Value], StoredKeys, Value]
 
 
 class _Tiles(Tiles):
-    """What becomes of a warpgroup's tiles on Hopper."""
+    """How a warpgroup scores its tiles on Hopper."""
 
     __slots__ = ()
 
@@ -82,7 +83,7 @@ class _Tiles(Tiles):
         return self.page(i, self.number(i) < self.end)
 
     def _start(self, loads: int, pages: int) -> tuple[list[StoredKeys], list[Value]]:
-        """The first tiles' keys, and the pages of those that follow; the queries stand in shared memory."""
+        """Load the first tiles' keys, find the pages of those that follow, and store the queries in shared memory."""
         queries, keys = self.block.queries, self.block.keys
         loaded = queries.load(self.b)
         found = [self._page(i) for i in range(loads + pages)]
@@ -94,8 +95,8 @@ class _Tiles(Tiles):
         machine, keys = self.block.machine, self.block.keys
 
         def some(i: Value, on_the_way: list[tuple[StoredKeys, Value]]) -> list[tuple[StoredKeys, Value]]:
-            # A stage holds a tile on its way, and the page of the one that comes into it next. The body is as many
-            # tiles long as there are stages: a word on its way must not move to another register.
+            # A stage holds a tile that is being loaded, and the page of the stage's next tile. The body processes one
+            # tile per stage, because words that are being loaded must not be moved to other registers.
             after = []
             for j, (stored, page) in enumerate(on_the_way):
                 n = i * stages + j
@@ -121,7 +122,8 @@ class _Tiles(Tiles):
 
         def one(i: Value, carry: _Overlap) -> _Overlap:
             operand, scale, dots, stored, page = carry
-            # Registers that enter a product must not be written while one runs: the last step of unpacking is left out.
+            # Registers that enter a product must not be written while a product runs, so the last step of unpacking is
+            # postponed.
             parts, next_scale = keys.unpack(stored)
             stored, page = keys.load(page), self._page(i + 3)
             parts = [machine.hold(row) for row in parts]
@@ -137,28 +139,29 @@ class _Tiles(Tiles):
             return operand, next_scale, dots, stored, page
 
         operand, _, dots, *_ = machine.loop(self.count, one, (operand, scale, dots, later, following))
-        machine.wgmma_wait(dots)  # of a tile that is not there
+        machine.wgmma_wait(dots)  # of a tile that does not exist
         machine.hold(operand)
 
     def _operand(self, parts: list[list[Value]]) -> list[Value]:
-        """The rows' words in the order in which the first product takes them."""
+        """Return the words of both rows in the order in which the first product takes them."""
         one, other = (self.block.keys.fp4.finish(row) for row in parts)
         return [word for i in range(0, len(one), 2) for word in (one[i], other[i], one[i + 1], other[i + 1])]
 
     def _dots(self, operand: list[Value], t: int) -> list[Value]:
-        """The first product for a token, to be waited for: pairs of f16."""
+        """Start the first product for a token. Returns pairs of f16, which must be waited for."""
         machine, dtype = self.block.machine, self.block.keys.fp4.dtype
         heads = self.block.queries.operand.copy(machine.constant(t, "i32")).k_major()
         return machine.wgmma(None, operand, heads, columns=HEADS, dtype=dtype, packed=True)
 
     def _sums(self, dots: list[Value], t: int) -> list[Value]:
-        """The second one, f32."""
+        """Start the second product, in f32."""
         machine = self.block.machine
         positive = [machine.relu_f16(pair) for pair in dots]
         weights = self.block.queries.weights.copy(machine.constant(t, "i32")).k_major()
         return machine.wgmma(None, positive, weights, columns=SUM_COLUMNS)
 
     def _put(self, t: int, i: Value, sums: list[Value], key_scale: list[Value]) -> None:
-        # Columns of the sums are alike: each lane has those of both of its rows.
+        # Each lane has a pair of columns for both of its rows: the sums with rounded weights, and those with
+        # remainders.
         is_first = self.block.machine.thread & 1 == 0
         self.store(t, i, select(is_first, sums[0] + sums[1], sums[2] + sums[3]), key_scale)

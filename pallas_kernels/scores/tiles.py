@@ -1,4 +1,4 @@
-"""A warpgroup's tiles of a request: which they are, where their keys lie, and where their scores go."""
+"""The tiles of a request that a warpgroup scores: their numbers, where their keys are, and where their scores go."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOWEST = float(np.finfo(np.float32).min)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """What a block has for all requests that it serves."""
+    """What a block uses for all requests that it works on."""
 
     machine: TensorCores
     inputs: ScoreInputs  # of buffers
@@ -36,43 +36,48 @@ class Block:
         return cls(fp4.machine, inputs, out, queries, keys, warpgroups)
 
     def of_warpgroup(self, first: Value, end: Value) -> tuple[Value, Value]:
-        """The first of tiles first .. end - 1 that this warpgroup takes, and how many: they take turns."""
+        """Return this warpgroup's first tile of first .. end - 1, and the number of its tiles.
+
+        Warpgroups take tiles in turn.
+        """
         mine = first + self.machine.thread // WARPGROUP
         return mine, (end - mine + self.warpgroups - 1).maximum(0) // self.warpgroups
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Those of a warpgroup in one batch row. ``i`` counts them."""
+    """The tiles of a warpgroup in one batch row, counted by ``i``."""
 
     block: Block
     b: Value
     slot: Value
     first: Value
-    end: Value  # of the block's
+    end: Value  # end of the block's tiles
     count: Value
 
     @classmethod
     def of(cls, block: Block, b: Value, first: Value, end: Value) -> Self:
-        """Of tiles first .. end - 1, which are the block's."""
+        """Return this warpgroup's tiles, given that the block's are first .. end - 1."""
         slot = block.inputs.slots.load_int(b)
         mine, count = block.of_warpgroup(first, end)
         return cls(block, b, slot, mine, end, count)
 
     def number(self, i: Index) -> Value:
-        """Of a tile in its request."""
+        """Return the number of a tile in its request."""
         return self.first + i * self.block.warpgroups
 
     def page(self, i: Index, where: Condition) -> Value:
-        """The page that this lane reads its keys from."""
+        """Return the page from which this lane reads its keys."""
         return self.block.keys.page(self.slot, self.number(i), where)
 
     def store(self, t: int, i: Value, total: Value, key_scale: list[Value]) -> None:
         """Store a tile's scores for a token.
 
         Args:
-          total: sums over heads; of a quad's first row in even lanes, of its second in odd ones.
-          key_scale: what they are multiplied by besides the token's own scale.
+          t: the token.
+          i: the tile.
+          total: sums over heads. In a quad, even lanes hold that of the first row, and odd lanes that of the second.
+          key_scale: factors by which they are multiplied, besides the token's own scale.
         """
         out, machine = self.block.out, self.block.machine
         row = product_row(machine) + (machine.thread & 1) * 8
@@ -81,6 +86,6 @@ class Tiles:
             where = where & (entry < out.shape[2])
         for factor in (self.block.queries.scale(t), *key_scale):
             total = total * factor
-        # Finite or +inf, which stands for NaN too.
+        # Scores are finite or +inf, which NaN becomes too.
         score = select(total == total, total, float("inf")).maximum(_LOWEST)
         out.store_floats([score], self.b, t, entry, where=where)

@@ -1,4 +1,4 @@
-"""What a kernel of one architecture is to the call that launches it."""
+"""The interface between ``indexer_scores`` and the kernel of an architecture."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from pallas_kernels.scores.inputs import ScoreInputs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning(abc.ABC):
-    """A kernel, and how it shares the work of a call. Each architecture has a subclass, in a module of its own."""
+    """A kernel, and how it divides the work of a call. Each architecture has a subclass in a module of its own."""
 
-    warpgroups: int  # per block
-    blocks: int  # of a launch, at most
+    warpgroups: int  # warpgroups per block
+    blocks: int  # the largest number of blocks in a launch
 
     @classmethod
     @abc.abstractmethod
     def fastest(cls, fp4: type[Fp4], tokens: int, tiles: int) -> Self:
-        """For a call of so many tokens per request and tiles of all requests, at most."""
+        """Return the fastest tuning for so many tokens per request, and at most so many tiles of all requests."""
 
     @abc.abstractmethod
     def shared_bytes(self, fp4: type[Fp4], tokens: int) -> int:
-        """Shared memory that a block takes."""
+        """Return the shared memory that a block needs."""
 
     @abc.abstractmethod
     def body(self, machine: Any, inputs: ScoreInputs, out: Buffer, *, fp4: type[Fp4], blocks: int) -> None:
-        """Score a block's share. Grid (blocks,).
+        """Score a block's share of the tiles. The grid is (blocks,).
 
         Args:
           machine: one with the tensor cores of the architecture.
           inputs: buffers.
           out: f32 [B, T, max_entries].
+          fp4: the format of queries and keys.
+          blocks: number of blocks in the launch.
         """

@@ -1,6 +1,7 @@
-"""A bound: a number that at least k scores of a row reach, and as a rule not many more.
+"""Find a bound: a number that at least k scores of a row reach, but usually not many more.
 
-Every lane has a few group maxima. One that k of them reach is looked for among those that most likely are above it.
+Every lane has a few group maxima. If k of the maxima reach a number, so do at least k scores. The search for such a
+number begins in the range in which it most likely is.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from pallas_kernels.selection.part import Candidate, Part
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Extremes:
-    """Ordinals in a block's part of a row: of its finite group maxima, and the largest of all."""
+    """Ordinals of a block's part of a row: the extremes of its finite group maxima, and the largest of all."""
 
     lowest: Value
-    low: Value  # the highest of the warps' lowest: most are above it
+    low: Value  # the largest of the warps' minima, which most maxima are above
     high: Value
     top: Value
 
     @classmethod
     def of_block(cls, part: Part, memory: Memory, maxima: Sequence[Value], edge: Candidate) -> Extremes:
-        """maxima: ordinals of a lane's groups. Passes a barrier."""
+        """Compute them from ``maxima``, the ordinals of a lane's groups. Contains a barrier."""
         machine, warps = part.machine, part.split.threads // WARP
         finite = [(ordinal < INFINITY) & (ordinal > -INFINITY) for ordinal in maxima]
         low = fold(Value.minimum, [select(is_finite, x, LARGEST) for is_finite, x in zip(finite, maxima, strict=True)])
@@ -45,7 +46,7 @@ class Extremes:
 
 
 def find_bound(part: Part, memory: Memory, maxima: Sequence[Value], extremes: Extremes) -> tuple[Value, Value]:
-    """Ordinals: one that at least k scores of the row reach, and the largest of the row."""
+    """Return two ordinals: one that at least k scores of the row reach, and the largest of the row."""
     machine, cluster = part.machine, part.split.cluster
     limit = max(16, memory.bound.k // 4)
 
@@ -57,12 +58,12 @@ def find_bound(part: Part, memory: Memory, maxima: Sequence[Value], extremes: Ex
         found = memory.bound.find(visit, extremes.low, extremes.high, limit, lowest=extremes.lowest)
         return select(found.count > 0, found.low, SMALLEST).maximum(bound)
 
-    # With fewer vectors than k there are not so many groups.
+    # With fewer vectors than k there are not enough groups, so there is no search.
     times = select(part.count >= memory.kth.k, machine.constant(1, "i32"), 0)
     bound = machine.loop(times, search, machine.constant(-INFINITY, "i32"))
     if cluster == 1:
         return bound, extremes.top
-    # Every block has its share of scores that reach its own bound, so that k reach the lowest.
+    # In each block, its share of k scores reaches its own bound. So k scores of the row reach the lowest bound.
     own = memory.bounds[part.rank]
     for rank in range(cluster):
         own.store_words([bound, extremes.top], 0, where=part.thread == rank, rank=rank)

@@ -1,20 +1,21 @@
 """The k largest scores of each row: their positions, in ascending order.
 
-    1  every lane reads its part of the row, and keeps a few maxima of it                         part
-    2  a bound: a number that at least k group maxima reach                                       bound
-    3  what reaches the bound, a few percent, is listed in shared memory                          lists
-    4  the k-th largest of the list; what is above it is marked in a bitmap of the row,           kth_largest
-       and of its equals the first                                                                largest
-    5  what is marked goes to the place in the result that the bitmap gives it                    marks
+    1  every lane reads its part of the row, and keeps a few maxima of it                            part
+    2  these maxima give a bound that at least k scores reach                                        bound
+    3  the scores that reach the bound, a few percent of the row, are listed in shared memory        lists
+    4  the k-th largest of the list is found; larger scores are marked in a bitmap of the row,       kth_largest
+       and of those equal to it the first ones                                                       largest
+    5  marked positions are stored; the bitmap gives the place of each in the result                 marks
 
-A row is read by a cluster of blocks, of which the first does steps 4 and 5. If the list overflows (a row of ties), the
-whole row stands in for it. A list is in the order of atomic additions, and nothing of that is left in the result.
+A row is read by a cluster of blocks, of which the first does steps 4 and 5. If a list overflows, as in a row of many
+equal scores, steps 4 and 5 read the whole row instead. The order of a list depends on the order of atomic additions,
+but the result does not.
 
-    vector   four neighbouring scores, which a lane loads at once
-    trip     one vector for each maximum that a lane keeps; a long row takes several
-    bundle   a lane's n-th vectors of all trips: they share a maximum, and are read again if it reaches the bound
-    group    a few bundles of a lane, as many as leave some more groups in the row than scores are to be found
-    ordinal  an i32 in the order of f32 numbers, which can be cut into ranges by its bits (elsewhere: sort key)
+    vector   four adjacent scores, which a lane loads at once
+    trip     one vector for each maximum that a lane keeps; a long row takes several trips
+    bundle   the n-th vectors of a lane in all trips: they share a maximum, and are read again if it reaches the bound
+    group    several bundles of a lane, chosen so that a row still has more groups than scores are to be found
+    ordinal  an i32 with the same order as the f32 it stands for, so that ranges can be split by bits (a sort key)
     bin      a range of 2^n ordinals, whose scores are counted together
 """
 
@@ -38,11 +39,11 @@ from pallas_kernels.selection.part import Part
 from pallas_kernels.selection.split import Split, split_of
 
 MAX_K = 2048
-MAX_SIZE = 1 << 19  # of a row: the marks of its positions fit in shared memory beside the lists of MAX_K
+MAX_SIZE = 1 << 19  # scores in a row; beyond this the bitmap and the lists for MAX_K would not fit in shared memory
 
 
 def unsupported_top_k(k: int, size: int) -> str | None:
-    """Why this kernel does not find the k largest of ``size`` scores, or None where it does."""
+    """Return why this kernel does not support finding the k largest of ``size`` scores, or None if it does."""
     if not 1 <= k <= MAX_K:
         return f"top-k takes a k from 1 to {MAX_K}, got {k}"
     return None if size <= MAX_SIZE else f"top-k takes rows of at most {MAX_SIZE} scores, got {size}"
@@ -51,23 +52,24 @@ def unsupported_top_k(k: int, size: int) -> str | None:
 def top_k(
     scores: jax.Array, visible: jax.Array, *, k: int, simulate: bool = False, split: Split | None = None
 ) -> jax.Array:
-    """Positions of the k largest visible scores of each row, in ascending order.
+    """Return the positions of the k largest visible scores of each row, in ascending order.
 
-    Of scores that tie for the last places, the first ones of the row, as of ``lax.top_k``. NaN ranks first, -0 is 0.
+    Among scores equal to the k-th largest, the first of the row are picked, as in ``lax.top_k``. NaN ranks above all
+    numbers, and -0 equals 0.
 
     Args:
-      scores: f32 [R, N], N at most MAX_SIZE. What lies past ``visible`` has no influence.
+      scores: f32 [R, N], N at most MAX_SIZE. Scores from ``visible`` on are ignored.
       visible: int32 [R].
       k: at most MAX_K.
-      simulate: as of ``launch``.
-      split: how a row is read, if not as its size suggests.
+      simulate: as for ``launch``.
+      split: how a row is divided. None chooses by its size.
 
     Returns:
-      int32 [R, k]: min(k, visible) positions, then -1. The same scores give the same bits.
+      int32 [R, k] with min(k, visible) positions, then -1. The same scores always give the same result.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
-      ValueError: a k, rows, a split or a target that the kernel does not serve.
+      ValueError: the kernel does not support this k, these rows, this split or this target.
     """
     chex.assert_rank([scores, visible], [2, 1])
     chex.assert_equal_shape_prefix([scores, visible], 1)
@@ -104,7 +106,7 @@ def _store_largest(part: Part, memory: Memory, out: Buffer) -> None:
     vectors, maxima = part.read()
     groups = split.groups(k)
     of_groups = [ordinal_of(fold(maximum, maxima[i::groups])) for i in range(groups)]
-    extremes = Extremes.of_block(part, memory, of_groups, edge)  # ends the clearing, too
+    extremes = Extremes.of_block(part, memory, of_groups, edge)  # its barrier also completes the clearing
     few = part.visible <= k
     with machine.when(few):
         store_all(part, out)

@@ -1,8 +1,8 @@
-"""The k-th largest of many numbers, by the lanes of one block.
+"""A search for the k-th largest of many numbers, by the lanes of one block.
 
-Numbers are looked for by their ordinals: i32 in the same order, which their bits cut into ranges. A range is split into
-256 bins; the bin with the k-th largest is the next range. How ordinals are held is the caller's: it visits them, once
-for every split.
+Numbers are represented by ordinals: i32 with the same order, so that ranges can be split by their bits. A range is
+split into 256 bins, and the bin that contains the k-th largest becomes the next range. The caller stores the ordinals,
+and visits all of them once per split.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from pallas_kernels.language.machine import VECTOR, WARP, Condition, Machine, Va
 from pallas_kernels.language.shared import Shared
 
 SMALLEST, LARGEST = -(1 << 31), (1 << 31) - 1
-INFINITY = 0x7F800000  # the bits of an f32, and its ordinal
+INFINITY = 0x7F800000  # the bits of infinity as an f32, and also its ordinal
 _BINS = 256
-_PER_LANE = _BINS // WARP  # of the warp that searches them
-_GAP = 5 << 23  # ordinals of five powers of two
+_PER_LANE = _BINS // WARP  # bins per lane of the warp that searches them
+_GAP = 5 << 23  # number of ordinals in five powers of two
 
 
 def ordinal_of(x: Value) -> Value:
-    """i32 whose order is that of f32 numbers: -0 is 0, NaN the largest."""
+    """Return the ordinal of an f32: an i32 with the same order. That of -0 is 0, and that of NaN is the largest."""
     bits = x.machine.bits(x)
     return select(x == x, select(bits < 0, SMALLEST - bits, bits), LARGEST)
 
 
 def number_of(ordinal: Value) -> Value:
-    """The f32 of an ordinal."""
+    """Return the f32 of an ordinal."""
     return ordinal.machine.from_bits(select(ordinal < 0, SMALLEST - ordinal, ordinal))
 
 
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """How the ordinals up to ``top`` lie over bins: 2^shift each, counted from the top. i32, the same in all lanes.
+    """A division of the ordinals up to ``top`` into bins of 2^shift ordinals, counted from the top.
 
-    Half of all ordinals are those of numbers below 1. Where numbers of both signs are looked through, those of
-    magnitudes far below the largest, ordinals from -gap to gap, count as one.
+    Half of all ordinals belong to numbers of magnitude below 1. If there are numbers of both signs, magnitudes far
+    below the largest, with ordinals from -gap to gap, are therefore treated as one. All fields are i32 and the same in
+    all lanes.
     """
 
     top: Value
@@ -57,11 +58,11 @@ class Bins:
         return dataclasses.replace(bins, shift=(24 - machine.leading_zeros(size)).maximum(0))
 
     def number(self, ordinal: Value) -> Value:
-        """Of its bin."""
+        """Return the number of an ordinal's bin."""
         return (self._closed(self.top) - self._closed(ordinal)) >> self.shift
 
     def range_of(self, number: Value, low: Value) -> tuple[Value, Value]:
-        """The lowest and the highest ordinal of a bin, not below ``low``, the lowest of all bins."""
+        """Return the lowest and highest ordinal of a bin, but none below ``low``, the lowest of all bins."""
         high = self._closed(self.top) - (number << self.shift)
         rest, most = high - self._closed(low), (low.machine.constant(1, "i32") << self.shift) - 1
         lowest = high - select(rest >> self.shift == 0, rest, most)
@@ -70,26 +71,26 @@ class Bins:
         return lowest.maximum(low), highest.minimum(self.top)
 
     def _closed(self, ordinal: Value) -> Value:
-        """The ordinal where there is no gap."""
+        """Return the ordinal's index when the gap is closed."""
         return ordinal - ordinal.minimum(self.gap).maximum(0 - self.gap)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OrdinalRange:
-    """The ordinals from low to high. i32 each, the same in all lanes."""
+    """The ordinals from low to high. All fields are i32 and the same in all lanes."""
 
     low: Value
     high: Value
-    above: Value  # how many are higher
-    count: Value  # how many are in it; 0 if there is no k-th
+    above: Value  # how many ordinals are higher
+    count: Value  # how many are in the range; 0 if there is no k-th
 
 
-Visit = Callable[[Callable[[Value, Condition], None]], None]  # calls it with ordinals, and where there are any
+Visit = Callable[[Callable[[Value, Condition], None]], None]  # calls its argument with ordinals, and where they exist
 
 
 class KthLargest:
-    """A search for the k-th largest ordinal. Its histogram must be cleared, and a barrier passed, before it begins."""
+    """A search for the k-th largest ordinal. Before it begins, its histogram must be cleared and a barrier passed."""
 
     SHARED_BYTES = 4 * _BINS + 16
 
@@ -108,16 +109,20 @@ class KthLargest:
     def find(
         self, visit: Visit, low: Value, high: Value, limit: Value | int, *, lowest: Value, above: Value | None = None
     ) -> OrdinalRange:
-        """A range with the k-th largest of the visited ordinals in [lowest, high]: in [low, high] first.
+        """Find a range that contains the k-th largest of the visited ordinals in [lowest, high].
 
-        It holds at most ``limit`` of them, or only such as are among the k largest, or only equal ones. ``above``
-        (default none) more ordinals are higher than all that are visited. The histogram is clear again afterwards.
+        [low, high] is searched first.
+
+        The range contains at most ``limit`` of the ordinals, or only ones that are among the k largest, or only equal
+        ones. ``above`` (default 0) is the number of additional ordinals, not visited, that are higher than all visited
+        ones. The histogram is cleared again at the end.
         """
 
         def split(carry: tuple[Value, OrdinalRange]) -> tuple[Value, tuple[Value, OrdinalRange]]:
-            """One that finds a gap, or nothing, and four of eight bits each, at most.
+            """Split the range once. At most one split finds a gap or nothing, and at most four resolve eight bits each.
 
-            All are one piece of code: to jump over a second one, and fetch what lies behind it, takes 0.2 us.
+            All of them run the same code. A second copy would take 0.2 us to jump over, because of the instructions to
+            fetch.
             """
             is_first, ordinals = carry
             found = self._split(visit, ordinals, lowest=lowest, has_gap=is_first > 0)
@@ -130,9 +135,10 @@ class KthLargest:
         return dataclasses.replace(found, count=select(found.count == LARGEST, self._zero, found.count))
 
     def _split(self, visit: Visit, ordinals: OrdinalRange, *, lowest: Value, has_gap: Value) -> OrdinalRange:
-        """The bin of a range with the k-th largest ordinal.
+        """Return the bin of a range that contains the k-th largest ordinal.
 
-        If it is not there, the ordinals from lowest that are below the range, LARGEST in number.
+        If the k-th largest is below the range, return the ordinals from ``lowest`` up to the range, with a count of
+        LARGEST.
         """
         machine, low, high = self.machine, ordinals.low, ordinals.high
         bins = Bins.over(low, high, has_gap=has_gap)
@@ -154,8 +160,10 @@ class KthLargest:
         return OrdinalRange(*self._found.load_words(0, count=4))
 
     def _search(self, above: Value) -> tuple[Value, Value, Value]:
-        """By one warp, which clears the histogram: the number of the k-th largest one's bin, how many are above it,
-        and how many in it."""
+        """Return the number of the k-th largest's bin, how many ordinals are above it, and how many are in it.
+
+        Run by one warp, which also clears the histogram.
+        """
         machine = self.machine
         bins = self._histogram.view((WARP, _PER_LANE), "i32")[self._lane]
         counts = [count for i in range(0, _PER_LANE, VECTOR) for count in bins.load_words(i, count=VECTOR)]
@@ -164,7 +172,8 @@ class KthLargest:
         of_lane = list(itertools.accumulate(counts))
         before = running_sum(machine, of_lane[-1]) - of_lane[-1] + above
         through = [before + count for count in of_lane]
-        # Of the bins that end above the k-th: their number and what is in them; and what is through the next one.
+        # Bins whose cumulative count is below k end above the k-th largest. Their number is the number of its bin, and
+        # the largest of their counts is how many are above it. The smallest count of the other bins includes its bin.
         is_above = [number < self.k for number in through]
         number = fold(add, [select(ends, self._one, 0) for ends in is_above])
         less = fold(maximum, [select(ends, n, above) for ends, n in zip(is_above, through, strict=True)])
@@ -174,7 +183,7 @@ class KthLargest:
 
 
 def running_sum(machine: Machine, x: Value) -> Value:
-    """Over the lanes of a warp up to and with each."""
+    """Return the sum of x over the lanes of a warp up to and including each lane."""
     for distance in (1, 2, 4, 8, 16):
         before = machine.shuffle_up(x, distance)
         x = x + select(machine.thread % WARP >= distance, before, 0)

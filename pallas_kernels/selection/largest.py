@@ -1,4 +1,7 @@
-"""The result: the positions of the k largest of the listed scores, in ascending order, by the first block of a row."""
+"""The last steps: find the k largest of the listed scores, and store their positions in ascending order.
+
+This is done by the first block of each row.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from pallas_kernels.selection.part import Part
 
 
 def store_all(part: Part, out: Buffer) -> None:
-    """Of a row that has no more than k scores."""
+    """Store all positions of a row that has at most k scores."""
     k, threads = out.shape[1], part.split.threads
     for first in range(0, k, threads):
         position = part.thread + first
@@ -29,7 +32,7 @@ def store_all(part: Part, out: Buffer) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Largest:
-    """The choice of the k largest."""
+    """The choice of the k largest among the listed scores."""
 
     part: Part
     memory: Memory
@@ -37,9 +40,11 @@ class Largest:
     out: Buffer  # i32 [rows, k]
 
     def store(self, bound: Value, low: Value, top: Value) -> None:
-        """Their ordinals are from bound to top, most from low.
+        """Store the result. The ordinals of listed scores are from bound to top, and most are from low on.
 
-        The k-th one's range goes out whole; or few are ranked one by one; or, of many equals, the first positions.
+        A search finds a range of ordinals that contains the k-th largest. Either all scores in the range are among the
+        k largest; or they are few, and are ranked one by one; or they are many equal ones, of which the first positions
+        are chosen.
         """
         machine, memory, listed = self.part.machine, self.memory, self.listed
         marks = Marks(machine, self.part.split.threads, self.part.size, memory.bundles)
@@ -69,13 +74,15 @@ class Largest:
         listed.visit(put)
 
     def _is_whole(self, kth: OrdinalRange) -> Value:
-        """Whether all that is in the range is among the k largest."""
+        """Return whether all scores in the range are among the k largest."""
         return kth.count == self.memory.kth.k - kth.above
 
     def _find_kth(self, bound: Value, low: Value, top: Value) -> tuple[OrdinalRange, Value]:
-        """The k-th largest one's range, and the last position of those in it that are chosen, if few are not ranked.
+        """Find the range of the k-th largest, and the last position in it that is chosen.
 
-        By their ordinals; then, of many that have the k-th one's, by position, the first being the largest.
+        The position matters only if the scores in the range are not ranked one by one. The search is by ordinal first.
+        If too many scores have the ordinal of the k-th, a second search is by position, with the first position ranking
+        highest.
         """
         machine, listed = self.part.machine, self.listed
         zero, one = machine.constant(0, "i32"), machine.constant(1, "i32")
@@ -102,7 +109,7 @@ class Largest:
         return kth, last
 
     def _mark_ranked(self, kth: OrdinalRange, marks: Marks) -> None:
-        """Of the few scores in the k-th one's range, each in a lane: those with less than k before them."""
+        """Mark those of the few scores in the range that have less than k scores before them. Each lane has one."""
         machine, thread = self.part.machine, self.part.thread
         ordinals, positions = self.memory.tied_ordinals, self.memory.tied_positions
         with machine.when(thread < kth.count):

@@ -1,6 +1,6 @@
-"""Lists in shared memory of what may be among the largest: a block's bundles, and the scores of a whole row.
+"""Lists in shared memory of what may be among the largest: the bundles of a block, and the scores of a whole row.
 
-Lanes append in the order of atomic additions. A list that is full loses what comes after, and says so.
+Lanes append in the order of atomic additions. If a list is full, further elements are lost, and this is recorded.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from pallas_kernels.selection.kth_largest import ordinal_of, running_sum
 from pallas_kernels.selection.memory import LISTED_BUNDLES, LISTED_SCORES, LOST, SCORE_BYTES, VECTOR_BYTES, Memory
 from pallas_kernels.selection.part import Candidate, Part
 
-Visit = Callable[[Value, Value, Condition], None]  # of an ordinal, its position, and whether there is one
+Visit = Callable[[Value, Value, Condition], None]  # takes an ordinal, its position, and whether there is one
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Lists:
-    """Of the block's bundles, and in the first block of a cluster of the row's scores."""
+    """A list of the block's bundles and, in the first block of a cluster, of the row's scores."""
 
     part: Part
     memory: Memory
 
     def _reserve(self, counter: int, flags: Sequence[Condition], size: int, rank: int | None = None) -> list[Value]:
-        """A list's byte offset for what each flag stands for. All lanes of a warp take part."""
+        """Reserve room in a list for each flag that is set.
+
+        Returns their byte offsets. All lanes of a warp must call this.
+        """
         part, machine = self.part, self.part.machine
         taken = machine.constant(size, "i32")
         through = list(itertools.accumulate(select(flag, taken, 0) for flag in flags))
         of_warp = running_sum(machine, through[-1])
-        # One lane adds for its warp, at an address of its own: at a common one ptxas would add up over the warp again.
+        # One lane adds for its whole warp. Each lane gets a different address, because for a common address ptxas would
+        # generate another reduction over the warp.
         is_last = (part.lane == WARP - 1) & (of_warp > 0)
         own = (part.lane ^ (WARP - 1)) + counter
         base = self.memory.counters.add_int(of_warp, own, where=is_last, rank=rank)
@@ -38,7 +42,7 @@ class Lists:
         return [begin, *(begin + before for before in through[:-1])]
 
     def add_bundles(self, maxima: Sequence[Value], level: Value) -> None:
-        """Those whose maximum reaches a level, by their vectors in the first trip. Passes a barrier."""
+        """List the bundles whose maximum reaches ``level``, by their vector in the first trip. Contains a barrier."""
         part, memory = self.part, self.memory
         flags = [
             Candidate(peak, vector, vector < part.count).reaches(level)
@@ -51,7 +55,7 @@ class Lists:
         part.machine.barrier("block")
 
     def add_scores(self, candidates: Sequence[Candidate], level: Value) -> None:
-        """Those that reach a level."""
+        """List the scores that reach ``level``."""
         rank = self.part.first_rank
         flags = [candidate.reaches(level) for candidate in candidates]
         places = self._reserve(LISTED_SCORES, flags, SCORE_BYTES, rank)
@@ -61,7 +65,7 @@ class Lists:
             self.memory.scores.store_words(words, place, where=flag & has_room, rank=rank)
 
     def add_scores_of_bundles(self, edge: Candidate, level: Value) -> None:
-        """Read the listed bundles again, two vectors a lane at a time."""
+        """Read the listed bundles again, two vectors per lane at a time, and list their scores that reach ``level``."""
         part, memory, machine = self.part, self.memory, self.part.machine
         most, pairs = VECTOR_BYTES * memory.room.bundles, 2 * part.split.threads
         size = memory.counters.load_int(LISTED_BUNDLES)
@@ -80,7 +84,7 @@ class Lists:
                     candidates += part.candidates(vector, part.load(vector))
                 self.add_scores(candidates, level)
 
-            # The edge is there even if there are no bundles.
+            # The loop runs at least once, because the edge must be listed even if there are no bundles.
             machine.loop(((count + (pairs - 1)) // pairs).maximum(1), read_pair)
 
         if part.is_single:
@@ -89,7 +93,7 @@ class Lists:
             machine.loop(part.trips.maximum(1), lambda trip, _: read_trip(trip))
 
     def listed(self) -> Listed:
-        """When all blocks have added their scores; in the first block."""
+        """Return the listed scores. To be called in the first block, after all blocks have added theirs."""
         size, lost = self.memory.counters.load_words(LISTED_SCORES, count=2)
         most = SCORE_BYTES * self.memory.room.scores
         return Listed(self.part, self.memory, size.minimum(most) // SCORE_BYTES, (size > most) | (lost > 0))
@@ -97,7 +101,7 @@ class Lists:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """The listed scores, or the whole row in their place if some were lost."""
+    """The listed scores, or all scores of the row if some were lost."""
 
     part: Part
     memory: Memory
@@ -105,7 +109,7 @@ class Listed:
     is_lost: Value
 
     def visit(self, action: Visit) -> None:
-        """Two of them a lane at a time."""
+        """Call ``action`` for all scores, two per lane at a time."""
         part, machine, pairs = self.part, self.part.machine, 2 * self.part.split.threads
         count = select(self.is_lost, part.visible, self.count)
 

@@ -11,22 +11,22 @@ from pallas_kernels.selection.kth_largest import KthLargest
 from pallas_kernels.selection.marks import Marks
 from pallas_kernels.selection.split import Split
 
-SCORE_BYTES, VECTOR_BYTES = 8, 4  # of a place in a list: a score's bits and its position, and a vector's number
-RANKED = 64  # scores in the k-th one's range that are ranked one by one
-# Counters: bytes of the listed scores; blocks that lost bundles; bytes of the listed bundles; scores in the k-th one's
-# range.
+SCORE_BYTES, VECTOR_BYTES = 8, 4  # bytes per element of a list: a score's bits and position, or a vector's number
+RANKED = 64  # the largest number of scores in the k-th largest's range that are ranked one by one
+# Indices of counters: bytes of listed scores; blocks whose list of bundles overflowed; bytes of listed bundles; scores
+# in the range of the k-th largest.
 LISTED_SCORES, LOST, LISTED_BUNDLES, TIED = range(4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How long the lists of a row may become."""
+    """Lengths of the lists for a row."""
 
     k: int
     size: int  # of the row
     split: Split
 
-    # Sorted rows take a bundle and four scores per place, random ones 1.3 of each.
+    # A sorted row needs one bundle and four scores per score to be found, and a random row 1.3 of each.
     @property
     def bundles(self) -> int:
         return 0 if self.split.keep else 4 * self.k + 256
@@ -35,10 +35,13 @@ class Room:
     def scores(self) -> int:
         return 6 * self.k + 512
 
-    # A lane that finds a list not full adds all that it has.
+    # A lane that finds a list not full adds all that it has, so lists need room beyond their nominal length.
     @property
     def bytes_of_bundles(self) -> int:
-        """With room for the marks, which take the place of the bundles when the scores are listed."""
+        """Bytes for the list of bundles.
+
+        Once scores are listed, the marks take its place, so it must have room for them.
+        """
         bundles = VECTOR_BYTES * (self.bundles + self.split.bundles)
         return max(bundles, Marks.shared_bytes(self.size, self.split.threads))
 
@@ -48,13 +51,16 @@ class Room:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the whole ``Memory``."""
+        """Bytes of the whole ``Memory``."""
         arrays = 4 * 4, 16 * WARP, 8 * MAX_CLUSTER, self.bytes_of_scores, 4 * RANKED, 4 * RANKED, self.bytes_of_bundles
         return sum(-(-size // 16) * 16 for size in arrays) + 2 * KthLargest.SHARED_BYTES
 
 
 class Memory:
-    """Arrays, lists and searches. Lists are of bytes: lanes count in bytes what they add to them."""
+    """Arrays, lists and searches in shared memory.
+
+    Lists are arrays of bytes, and lanes count in bytes what they add.
+    """
 
     def __init__(self, machine: Machine, room: Room):
         self.room = room
@@ -70,7 +76,7 @@ class Memory:
         self.kth = KthLargest(machine, threads, room.k)
 
     def clear(self) -> None:
-        """All lanes of the block; a barrier before the first use."""
+        """Clear everything. All lanes of the block must call this, and a barrier must follow before the first use."""
         machine = self.counters.machine
         zeros = [machine.constant(0, "i32")] * VECTOR
         self.counters.store_words(zeros, 0, where=machine.thread == 0)

@@ -10,28 +10,31 @@ from pallas_kernels.language.lanes import Buffer, fold, maximum
 from pallas_kernels.language.machine import VECTOR, WARP, Condition, Index, Machine, Step, Value, negate, select
 from pallas_kernels.selection.split import Split
 
-_BATCH = 4  # vectors that a lane waits for at a time in a row of several trips: registers for two blocks per SM
+_BATCH = 4  # vectors that a lane loads at once in a row of several trips, so that two blocks fit on an SM
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A score of each lane."""
+    """A score in each lane."""
 
     score: Value
     position: Value
     there: Condition
 
     def reaches(self, level: Value) -> Condition:
-        """Whether it is there and not below a level, which NaN is not."""
+        """Return whether there is a score and it is not below ``level``. NaN is not below any level."""
         return self.there & negate(self.score < level)
 
 
 class Part:
-    """The vectors of a row that a block's lanes read; those of the first block also have what lies outside of them."""
+    """The vectors of a row that a block's lanes read.
+
+    The first block also reads the scores outside of whole vectors.
+    """
 
     def __init__(self, machine: Machine, scores: Buffer, visible: Buffer, split: Split):
         self.machine, self.split = machine, split
-        self.scores = dataclasses.replace(scores, constant=False)  # has a place in L1: some are read again
+        self.scores = dataclasses.replace(scores, constant=False)  # allow caching in L1, since some are read again
         _, self.size = scores.shape
         self.is_single = split.is_single(self.size)
 
@@ -39,19 +42,19 @@ class Part:
         self.warp, self.lane = self.thread // WARP, self.thread % WARP
         self.rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
         self.is_first: Condition = self.rank == 0 if split.cluster > 1 else True
-        self.first_rank = 0 if split.cluster > 1 else None  # of the block that lists and stores, as stores take it
+        self.first_rank = 0 if split.cluster > 1 else None  # rank of the block that lists, as stores expect it
 
-        # Vectors begin at the row's first position with a 16-byte aligned address.
+        # Vectors begin at the first position of the row whose address is a multiple of 16 bytes.
         self.first: Index = (0 - (self.row & 3) * (self.size & 3)) & 3 if self.size % VECTOR else 0
         self.visible = visible.load_int(self.row).minimum(self.size)
-        self.count = (self.visible - self.first).maximum(0) // VECTOR  # whole vectors that are visible
+        self.count = (self.visible - self.first).maximum(0) // VECTOR  # number of whole vectors that are visible
         self.trips = (self.count + (split.trip - 1)) // split.trip
-        # Neighbouring warps of a block are a cluster apart, so that its blocks share a run of high scores.
+        # Adjacent warps of a block are a cluster's width apart, so that a run of high scores is shared by all blocks.
         begin = (self.warp * split.cluster + self.rank) * WARP + self.lane
         self.vectors = [begin + i * (split.threads * split.cluster) for i in range(split.bundles)]  # of the first trip
 
     def load(self, vector: Value) -> Step:
-        """Its scores, -inf where it is not there."""
+        """Load the scores of a vector, -inf if it does not exist."""
         position, there = vector * VECTOR + self.first, vector < self.count
         return self.scores.load_floats(self.row, position, where=there, otherwise=-math.inf)
 
@@ -63,10 +66,10 @@ class Part:
         return [Candidate(score, position + i, there) for i, score in enumerate(scores)]
 
     def load_edge(self) -> Candidate:
-        """What is visible outside of the whole vectors."""
+        """Load the visible scores outside of whole vectors."""
         lane, end = self.thread & 3, self.visible
         position, lanes = lane + (self.count * VECTOR + self.first), VECTOR
-        if isinstance(self.first, Value):  # before the first of them, too
+        if isinstance(self.first, Value):  # scores before the first vector
             is_head, lanes = self.thread < VECTOR, 2 * VECTOR
             position = select(is_head, lane, position)
             end = select(is_head, self.first.minimum(end), end)
@@ -74,7 +77,11 @@ class Part:
         return Candidate(self.load_score(position, there), position, there)
 
     def read(self) -> tuple[list[Step], list[Value]]:
-        """The vectors of an only trip, and the bundles' maxima, -inf where there is nothing."""
+        """Read all vectors of this lane.
+
+        Returns the scores if there is only one trip, else an empty list; and the bundles' maxima, -inf for empty
+        bundles.
+        """
         if self.is_single:
             steps = [self.load(vector) for vector in self.vectors]
             return steps, [fold(maximum, step) for step in steps]

@@ -1,4 +1,4 @@
-"""How a row lies over the lanes of one or several blocks."""
+"""How a row is divided among the lanes of one or several blocks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pallas_kernels.language.machine import VECTOR, WARPGROUP
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a row lies over lanes.
+    """How a row is divided among lanes.
 
-    A trip is one vector for each of a lane's maxima. The n-th vectors of all trips are a bundle, and share a maximum.
+    A trip reads one vector for each of a lane's maxima. The n-th vectors of all trips are a bundle, and share a
+    maximum.
     """
 
-    warpgroups: int  # per block
-    cluster: int  # blocks per row
-    bundles: int  # per lane
-    keep: bool = False  # a row of one trip stays in registers; else what may be among the largest is read again
+    warpgroups: int  # warpgroups per block
+    cluster: int  # number of blocks that share a row
+    bundles: int  # bundles per lane
+    keep: bool = False  # whether a row of one trip stays in registers, instead of being read again
 
     @property
     def threads(self) -> int:
@@ -26,15 +27,15 @@ class Split:
 
     @property
     def trip(self) -> int:
-        """Vectors."""
+        """Number of vectors in a trip."""
         return self.threads * self.cluster * self.bundles
 
     def is_single(self, size: int) -> bool:
-        """Whether one trip is a whole row."""
+        """Return whether one trip covers a whole row."""
         return size <= self.trip * VECTOR
 
     def groups(self, k: int) -> int:
-        """Per lane. With twice as many in a row as are to be found, little more than those reaches the bound."""
+        """Return the number of groups per lane. With 2 k groups in a row, few more than k scores reach the bound."""
         groups = 1
         while groups < self.bundles and groups * self.threads * self.cluster < 2 * k:
             groups *= 2
@@ -42,9 +43,10 @@ class Split:
 
 
 def split_of(rows: int, size: int) -> Split:
-    """What measured best on an H200."""
+    """Return the split that was fastest on an H200."""
     cluster = 1
-    # Clusters that fill the GPU are placed slowly: pairs of blocks are worth it for long rows only, more never.
+    # Clusters that fill the GPU start slowly. In that case, pairs of blocks pay off only for long rows, and larger
+    # clusters never.
     while cluster < MAX_CLUSTER and size > 8192 * cluster:
         if 2 * cluster * rows > (128 if cluster == 1 and size > 65536 else 64):
             break
@@ -52,5 +54,5 @@ def split_of(rows: int, size: int) -> Split:
     share = -(-size // cluster)
     if share <= 8192:
         return Split(warpgroups=4, cluster=cluster, bundles=4, keep=True)
-    # Of blocks with 16 bundles a lane only one fits on a multiprocessor.
+    # With 16 bundles per lane, only one block fits on a multiprocessor.
     return Split(warpgroups=4, cluster=cluster, bundles=8 if share <= 16384 or rows * cluster > 128 else 16)

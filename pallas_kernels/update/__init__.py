@@ -1,13 +1,13 @@
 """The cache update of a layer, in one launch.
 
 call         ``cache_step`` and ``append_chunk``: the whole update
-pieces       its parts alone: ``append_swa``, ``flush_entries``, ``rotate_csa``, ``reset_hca``
-tails        the forms of tails that are served, one for each way to compress
+pieces       its steps as separate kernels: ``append_swa``, ``flush_entries``, ``rotate_csa``, ``reset_hca``
+tails        the tails that are supported, one for each way to compress
 csa          entries of two overlapping streams, and their tails
 hca          entries of one stream over long groups, and their two tails
-tail_update  what a form of tails has to say to be part of the update
+tail_update  the interface of a tail's update
 window       window rows
-entries      the last steps of a pooled row: norm, rope, number format, its place in the pool
+entries      the last steps of a pooled row: norm, rope, encoding, and its place in the pool
 work         how the work on one request is split over CTAs and warps
-batch        the arrays of a call, and what each CTA first works out of them
+batch        the arrays of a call, and what each CTA derives from them first
 """

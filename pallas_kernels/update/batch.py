@@ -1,7 +1,7 @@
-"""What a cache update is given, and what each CTA first works out of it: which request is its own, and at which phase.
+"""The arguments of a cache update, and what each CTA derives from them first: its request, and that request's phase.
 
-A request's tokens are cut into groups of ``ratio`` tokens, which become one entry each. The phase of a request is the
-number of tokens that its unfinished group holds.
+A request's tokens are divided into groups of ``ratio`` tokens, each of which becomes one entry. The phase of a request
+is the number of tokens in its unfinished group.
 """
 
 from __future__ import annotations
@@ -19,88 +19,88 @@ from pallas_kernels.language.machine import Condition, Machine, Value
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """A compressor's projections of the new tokens, as they leave the matrix product, and its norm's weight.
+    """A compressor's projections of the new tokens, straight from the matrix product, and the weight of its norm.
 
     CSA has two streams side by side: channels [0, dim) of k and z are the b-stream, [dim, 2 dim) the a-stream.
     """
 
     k: Any  # f32 [B, T, dim or 2 dim]
-    z: Any  # f32 [B, T, dim or 2 dim] gate logits, position bias included
+    z: Any  # f32 [B, T, dim or 2 dim] gate logits, including the position bias
     norm: Any  # f32 [dim]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NewTokens:
-    """T new tokens of each of B requests, and where they go. What is None is not written."""
+    """T new tokens of each of B requests, and where they go. Parts that are None are not written."""
 
     layer: Any  # int32 [1] place of the layer in its stack
     slots: Any  # int32 [B], -1 = no-op
-    start: Any  # int32 [B] tokens the request holds
-    num_new: Any  # int32 [B] tokens it gets; 0 or more than T: no-op
+    start: Any  # int32 [B] tokens already stored
+    num_new: Any  # int32 [B] new tokens; 0 or more than T: no-op
     block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none; None for SWA
-    kv: Any  # f32 [B, T, head_dim] window rows, normed and roped
-    entry: Streams | None  # of the compressor; None for SWA
-    key: Streams | None  # of the indexer's compressor; CSA only
-    rope: Any  # f32 [B, N, rope_dim] cosines, then sines, at the position of entry start // ratio + n; None for SWA
+    kv: Any  # f32 [B, T, head_dim] window rows, after norm and rope
+    entry: Streams | None  # from the compressor; None for SWA
+    key: Streams | None  # from the indexer's compressor; CSA only
+    rope: Any  # f32 [B, N, rope_dim] cosines, then sines, for entry start // ratio + n; None for SWA
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NewEntries:
-    """Up to E finished entries of each of B requests, and where they go. One whose page is missing is dropped."""
+    """Up to E finished entries of each of B requests, and where they go. Entries without a page are dropped."""
 
     layer: Any  # int32 [1] place of the layer in its stack
     slots: Any  # int32 [B], -1 = no-op
-    first: Any  # int32 [B] number of the request's entry that row 0 is
-    count: Any  # int32 [B] entries it gets; 0 or more than E: no-op
+    first: Any  # int32 [B] the number of the request's entry in row 0
+    count: Any  # int32 [B] number of entries; 0 or more than E: no-op
     block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none
-    entries: Any  # f32 [B, E, head_dim], normed and roped
-    keys: Any  # f32 [B, E, indexer_head_dim] their indexer keys, normed, roped and transformed; None for HCA
+    entries: Any  # f32 [B, E, head_dim], after norm and rope
+    keys: Any  # f32 [B, E, indexer_head_dim] indexer keys, after norm, rope and Hadamard transform; None for HCA
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What is known of a cache update when its kernel is built."""
+    """What is known about a cache update when its kernel is built."""
 
     requests: int  # B
-    num_tokens: int  # T, of each request
-    ratio: int  # tokens of a group; 0 for SWA
+    num_tokens: int  # T, per request
+    ratio: int  # tokens per group; 0 for SWA
     kv_format: KVFormat
     key_format: KeyFormat
     eps: float  # of the norms
-    keep_tails: bool  # write entries, and leave the tails as they are
+    keep_tails: bool  # write entries, but do not change the tails
 
     @property
     def max_entries(self) -> int:
-        """Most entries that a request's tokens can complete."""
+        """The largest number of entries that a request's tokens can complete."""
         return (self.num_tokens + self.ratio - 1) // self.ratio
 
     @property
     def max_groups(self) -> int:
-        """Most groups that a request's tokens can touch."""
+        """The largest number of groups that a request's tokens can touch."""
         return (self.num_tokens + 2 * self.ratio - 2) // self.ratio
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """The request that a CTA works for."""
+    """The request that a CTA works on."""
 
     machine: Machine
-    batch: Value  # its place in the batch
+    batch: Value  # its row in the batch
     layer: Value
     slot: Value
     start: Value
     count: Value
-    live: Value  # it has a slot, and something to store
+    live: Value  # whether it has a slot, and something to store
 
     @classmethod
     def load(
         cls, machine: Machine, *, layer: Buffer, slots: Buffer, start: Buffer, count: Buffer, most: int, num_slots: int
     ) -> Request:
-        """The CTA's number along the first axis of the grid is the request's place in the batch.
+        """Load the CTA's request. Its row in the batch is the CTA's index along the first axis of the grid.
 
-        most: the largest count that is no mistake.
+        ``most`` is the largest valid count.
         """
         batch = machine.block(0)
         layer_number = layer.load_int(0)
@@ -109,7 +109,7 @@ class Request:
         return cls(machine, batch, layer_number, slot, begin, length, live)
 
     def locate(self, block_table: Buffer, leaf: Buffer, entry: Value, where: Condition) -> tuple[Value, Value, Value]:
-        """(page, row in the page, whether the page is there) of an entry in a pool that has this leaf."""
+        """Find an entry in a pool that has this leaf: (its page, its row in the page, whether the page exists)."""
         _, num_pages, per_page = leaf.shape[:3]
         column = entry // per_page
         inside = where & (column < block_table.shape[1])
@@ -124,7 +124,7 @@ class Block:
     call: Call
     request: Request
     tokens: NewTokens  # of buffers
-    stack: Any  # of buffers, as of ``append_chunk``
+    stack: Any  # of buffers; the ``stack`` of ``append_chunk``
 
     @classmethod
     def load(cls, machine: Machine, call: Call, tokens: NewTokens, stack: Any) -> Block:

@@ -1,18 +1,19 @@
 """The whole cache update of one layer in one kernel launch.
 
-    kv        -> number format -> window row p mod n_win
-    k, z      -> tails; where a group is complete: pool, norm, rope, number format -> pool row; rotate or reset the tail
+    kv        -> encode -> window row p mod n_win
+    k, z      -> tails; where a group is complete: pool, norm, rope, encode -> pool row; rotate or reset the tail
     and, for CSA, the same for the indexer, with the Hadamard transform and a 4-bit format
 
-``cache_step`` is a decode step, one token per request. ``append_chunk`` is the same for T tokens per request, ragged,
-and can leave the tails as they are, as a draft needs that may be forgotten.
-Requests are independent: the grid is [B, units], a unit being a share of a request's work. One whose request has
-nothing to do (slot -1, another phase) ends after reading its slot and length.
+``cache_step`` is a decode step, with one token per request. ``append_chunk`` is the same for up to T tokens per
+request. It can leave the tails unchanged, as a draft needs that may be discarded.
 
-    units of CSA    main compressor, a warpgroup each: the first takes two entries and the tails, the others one entry
+Requests are independent. The grid is [B, units], where each unit does a share of a request's work. A unit that has
+nothing to do (slot -1, or no entry completed) ends after reading slot and length.
+
+    units of CSA    main compressor, one warpgroup each: the first does two entries and the tails, the others one entry
     units of HCA    compressor, up to eight warpgroups in a cluster of CTAs: one group each
     jobs            of one warp: the indexer's units, window rows, rows of the ring tail; in units of their own, except
-                    in HCA's ring decode step, whose units are wide
+                    in HCA's decode step with a ring tail, whose units have many warps anyway
 """
 
 from __future__ import annotations
@@ -46,24 +47,26 @@ def cache_step(
     eps: float,
     simulate: bool = False,
 ) -> Any:
-    """A decode step's cache update of one layer: one token per request.
+    """Run the cache update of one layer for a decode step, with one token per request.
 
     Args:
       stack: all layers of a kind, a pytree with ``state`` (``window``: ``nope rope scale``; ``pos``; ``tail``;
         ``indexer_tail``) and ``pool`` (``entries``: ``nope rope scale``; ``indexer_keys``: ``codes scale``) or None.
-        Updated in place where the caller's jit donates it.
-      tokens: of T = 1. Without ``kv`` the window is left as it is, without ``entry`` tails and pool are.
+        Updated in place if the caller's jit donates it.
+      tokens: the new tokens, with T = 1. If ``kv`` is None the window is not changed; if ``entry`` is None tails and
+        pool are not.
       kv_format, key_format: of the stored rows, from ``formats.KV_FORMATS`` and ``formats.KEY_FORMATS``.
       ratio: tokens per entry; None for SWA.
-      eps: the norms'.
+      eps: of the norms.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      The updated stack. Stored bytes are those of the XLA form, but for the rounding of an entry's sums.
+      The updated stack. The stored bytes are those of the XLA form, except that sums over an entry's tokens may be
+      rounded differently.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
-      ValueError: sizes or formats that the kernels do not serve.
+      ValueError: the kernels do not support these sizes or formats.
     """
     chex.assert_axis_dimension(_newest(tokens), 1, 1)
     return append_chunk(
@@ -82,9 +85,9 @@ def append_chunk(
     keep_tails: bool = False,
     simulate: bool = False,
 ) -> Any:
-    """As ``cache_step``, for T tokens per request, of which ``num_new`` are real.
+    """Run the cache update of one layer for T tokens per request, of which ``num_new`` are real.
 
-    keep_tails: leave the tails as they are; entries are written all the same.
+    The arguments are those of ``cache_step``. With ``keep_tails`` entries are written but the tails are not changed.
     """
     batch, num_tokens = _newest(tokens).shape[:2]
     window, tail = stack.state.window, stack.state.tail
@@ -126,20 +129,24 @@ def append_chunk(
 
 
 def _plan(call: Call, update: type[TailUpdate] | None, stack: Any, tokens: NewTokens) -> Work:
-    """How the work on a request is split."""
+    """Decide how the work on a request is split."""
     units, split, jobs = 0, Split(), ()
     if update is not None:
         units, split, jobs = update.num_units(call), update.split(call), update.jobs(call, tokens)
     if tokens.kv is not None:
         jobs = *jobs, window_jobs(call, tokens, stack.state)
-    # A decode step's few jobs ride along where a unit is wide: one of their own would keep another request waiting.
+    # The few jobs of a decode step ride along if a unit has several warpgroups. In a unit of their own they would delay
+    # other requests.
     return Work.of(units, split, jobs, ride_along=call.num_tokens == 1 and split.parts > 1)
 
 
 def unsupported(
     *, kv_format: str, key_format: str, nope_dim: int, rope_dim: int, csa_ratio: int | None, key_dim: int | None
 ) -> str | None:
-    """Why these kernels do not serve a layer, or None where they do. csa_ratio and key_dim are None but for CSA."""
+    """Return why these kernels do not support a layer, or None if they do.
+
+    ``csa_ratio`` and ``key_dim`` are None except for CSA.
+    """
     if reason := _unsupported_rows(kv_format, key_format, nope_dim, rope_dim):
         return reason
     return None if csa_ratio is None else CSAUpdate.unsupported(csa_ratio, key_dim)
@@ -157,7 +164,7 @@ def _unsupported_rows(kv_format: str, key_format: str, nope_dim: int, rope_dim: 
 
 
 def _newest(tokens: NewTokens) -> Any:
-    """Whatever array has the axes [B, T, ...]."""
+    """Return an array that has the axes [B, T, ...]."""
     return tokens.entry.k if tokens.kv is None and tokens.entry is not None else tokens.kv
 
 

@@ -3,9 +3,9 @@
     entry i = norm(sum softmax(Z) * K) over 2m rows: the b-stream of group i - 1, then the a-stream of group i
 
 A request's tail holds the a- and b-stream of its current group (``ka za kb_next zb_next``) and the b-stream of the
-group before (``kb zb``). A tail's channel is read and written by one lane only, so its program order is all the order
-that is needed: every load of an old row stands before the first store. The main compressor and the indexer's run the
-same code, on a warpgroup and on a warp.
+group before (``kb zb``). Each channel of a tail is read and written by only one lane, so the order of instructions in
+that lane is enough: every load of an old row comes before the first store. The main compressor and the indexer's run
+the same code, one on a warpgroup and the other on a warp.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pallas_kernels.update.entries import KeyStore
 from pallas_kernels.update.tail_update import TailUpdate
 from pallas_kernels.update.work import Jobs
 
-MAX_RATIO = 8  # rows of an entry are all in registers at once
+MAX_RATIO = 8  # because all rows of an entry are in registers at once
 MIN_KEY_DIM, MAX_KEY_DIM = 32, VECTOR * WARP
 
 Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 
 
 def softmax_pool(row: Row, pairs: list[Pair]) -> Channels:
-    """sum softmax(z) * k over the given rows, per channel."""
+    """Return sum softmax(z) * k over the given rows, per channel."""
 
     def pool(*numbers: Value) -> Value:
         k, z = numbers[: len(pairs)], numbers[len(pairs) :]
@@ -39,7 +39,7 @@ def softmax_pool(row: Row, pairs: list[Pair]) -> Channels:
 
 
 class CSAUpdate(TailUpdate):
-    """With the tail of both streams."""
+    """The update of a CSA compressor, whose tail has both streams."""
 
     __slots__ = ()
     leaves = "ka", "za", "kb_next", "zb_next", "kb", "zb"
@@ -48,7 +48,7 @@ class CSAUpdate(TailUpdate):
 
     @classmethod
     def of_keys(cls, block: Block, row: Row) -> CSAUpdate:
-        """The indexer's compressor."""
+        """Return the indexer's compressor."""
         key = block.tokens.key
         assert key is not None
         store = KeyStore(block, row, block.stack.pool.indexer_keys, key.norm)
@@ -64,12 +64,12 @@ class CSAUpdate(TailUpdate):
 
     @classmethod
     def num_units(cls, call: Call) -> int:
-        """The first unit takes two entries and the tails, each other one an entry."""
+        """Return the number of units. The first does two entries and the tails, the others one entry each."""
         return max(1, call.max_entries - 1)
 
     @classmethod
     def jobs(cls, call: Call, tokens: NewTokens) -> tuple[Jobs, ...]:
-        """The units of the indexer's compressor."""
+        """Return the units of the indexer's compressor, as jobs."""
         assert tokens.key is not None
 
         def run(block: Block, row: Row, i: Value) -> None:
@@ -79,7 +79,7 @@ class CSAUpdate(TailUpdate):
 
     @classmethod
     def reset(cls, row: Row, tail: Any, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
-        """The current b-stream becomes the previous one."""
+        """Copy the current b-stream over the previous one."""
         where = where & (j < tail.kb.shape[2])
         for current, previous in ((tail.kb_next, tail.kb), (tail.zb_next, tail.zb)):
             row.store(previous, row.load(current, *lead, j, where=where), *lead, j, where=where)
@@ -91,7 +91,7 @@ class CSAUpdate(TailUpdate):
             self._chunk(unit)
 
     def _step(self) -> None:
-        """One token: it completes a group exactly from the group's last row."""
+        """Process one token. It completes a group if it is the group's last row."""
         request, tail, live, last = self.request, self.tail, self.request.live, self.call.ratio - 1
         phase = self.phase
         flush = live & (phase == last)
@@ -103,14 +103,17 @@ class CSAUpdate(TailUpdate):
         self._write(b, tail.kb_next, tail.zb_next, phase, live)
         with request.machine.when(flush):
             pooled = softmax_pool(self.row, [*before, *current, a])
-            # Loaded only now: with these rows in flight too, the registers would hold one CTA less per SM.
+            # Loaded only here, because with these rows in registers earlier, one CTA less would fit on an SM.
             following = [self._old(tail.kb_next, tail.zb_next, j, True) for j in range(last)]
             self.store.finish(pooled, to)
             for j, pair in enumerate([*following, b]):
                 self._write(pair, tail.kb, tail.zb, j, True)
 
     def _chunk(self, unit: Value) -> None:
-        """Several tokens: the first unit takes entries 0 and 1, whose rows may be in the tails; the others one each."""
+        """Process several tokens.
+
+        The first unit does entries 0 and 1, whose rows may be in the tails, the others one each.
+        """
         machine, is_first = self.machine, unit == 0
 
         def entry(i: Value, carry: None) -> None:
@@ -128,10 +131,10 @@ class CSAUpdate(TailUpdate):
                 self._store_tails()
 
     def _store_tails(self) -> None:
-        """The last complete group's b-stream becomes the previous one; the newest tokens' rows become current."""
+        """Store the last complete group's b-stream as the previous one, and the newest tokens' rows as current."""
         request, tail, ratio = self.request, self.tail, self.call.ratio
         moved = request.live & (self.completed > 0)
-        # The last complete group may be the one that was unfinished: its first rows are in the tail still.
+        # The last complete group may be the one that was unfinished before. Its first rows are then still in the tail.
         for j, pair in enumerate(self._before(self.completed, moved)):
             self._write(pair, tail.kb, tail.zb, j, moved)
         width = min(self.call.num_tokens, ratio)
@@ -143,7 +146,7 @@ class CSAUpdate(TailUpdate):
                 self._write(self._new(token, first=first, where=there), k, z, at, there)
 
     def _new(self, token: Index, *, first: int, where: Condition) -> Pair:
-        """A new token's row; its stream begins at channel ``first`` of k and z: 0 (b) or dim (a)."""
+        """Load a new token's row of the stream that begins at channel ``first`` of k and z: 0 (b) or dim (a)."""
         k, z = (
             self.row.load(buffer, self.request.batch, token, first=first, where=where)
             for buffer in (self.streams.k, self.streams.z)
@@ -151,19 +154,19 @@ class CSAUpdate(TailUpdate):
         return k, z
 
     def _old(self, k: Buffer, z: Buffer, j: int, where: Condition) -> Pair:
-        """Row j of a tail."""
+        """Load row j of a tail."""
         lead = self.request.layer, self.request.slot, j
         return self.row.load(k, *lead, where=where), self.row.load(z, *lead, where=where)
 
     def _before(self, number: Value, where: Condition) -> list[Pair]:
-        """b-stream rows of the group before the ``number``-th that this call touches."""
-        is_older = number == 0  # than the group that was unfinished
+        """Load the b-stream rows of the group before the ``number``-th that this call touches."""
+        is_older = number == 0  # the group before the unfinished one
         k = self.tail.kb_next.instead(is_older, self.tail.kb)
         z = self.tail.zb_next.instead(is_older, self.tail.zb)
         return self._group(number - 1, k, z, 0, where)
 
     def _group(self, n: Value, tail_k: Buffer, tail_z: Buffer, first: int, where: Condition) -> list[Pair]:
-        """The rows of the n-th group that this call touches: of a tail before the first new token, then new tokens."""
+        """Load the rows of the n-th group that this call touches. Rows from before the call come from a tail."""
         at, batch, ratio = (self.request.layer, self.request.slot), self.request.batch, self.call.ratio
         rows = []
         for j in range(ratio):

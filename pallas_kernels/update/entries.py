@@ -1,4 +1,4 @@
-"""The last steps of a pooled row: norm, rope, number format, and its place in the pool.
+"""The last steps of a pooled row: norm, rope, encoding, and its place in the pool.
 
 entry   rope(norm(row))              in the format of key rows
 key     hadamard(rope(norm(row)))    in the format of indexer keys
@@ -18,13 +18,16 @@ from pallas_kernels.update.batch import Block
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Destination:
-    """All that finishing an entry needs besides its pooled row. Loaded early: none of it waits for the pooling."""
+    """Everything that finishing an entry needs except its pooled row.
+
+    Loaded early, since none of it depends on pooling.
+    """
 
     weight: Channels  # of the norm
     angles: Angles
     page: Value
-    at: Value  # row in the page
-    stored: Condition  # the page is there
+    at: Value  # the row in the page
+    stored: Condition  # whether the page exists
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +45,13 @@ class RowStore(abc.ABC):
         """One of the pool's buffers."""
 
     def prepare(self, number: Index, where: Condition, *, known: bool = False) -> Destination:
-        """For the ``number``-th entry of this call, where it is complete.
+        """Load what the ``number``-th entry of this call needs, where it is complete.
 
-        known: ``number`` is in range whatever the request, so that what does not depend on the slot is loaded at once.
+        Args:
+          number: of the entry in this call.
+          where: whether the entry is complete.
+          known: whether ``number`` is in range for every request. If so, what does not depend on the slot is loaded
+            without waiting for ``where``.
         """
         request, row, tokens = self.block.request, self.row, self.block.tokens
         at_once = True if known else where
@@ -59,7 +66,7 @@ class RowStore(abc.ABC):
 
 
 class EntryStore(RowStore):
-    """The entries."""
+    """Stores entries."""
 
     __slots__ = ()
 
@@ -75,7 +82,7 @@ class EntryStore(RowStore):
 
 
 class KeyStore(RowStore):
-    """Their indexer keys."""
+    """Stores the indexer keys of entries."""
 
     __slots__ = ()
 

@@ -2,13 +2,14 @@
 
     entry i = norm(sum softmax(Z) * K) over the m' rows of group i
 
-The ring tail holds a group's rows (``ka za``). The online tail holds their running softmax: with peak p, total s and
-weighted sum a of the rows so far, a row (k, z) makes
+The ring tail holds the rows of a group (``ka za``). The online tail holds their running softmax: from peak p, total s
+and weighted sum a of the rows so far, a row (k, z) makes
 
     p' = max(p, z);  s' = e^(p - p') s + e^(z - p');  a' = e^(p - p') a + e^(z - p') k;  entry = a / s
 
-Both are pooled in this form: a group's rows are split over the warpgroups of a cluster of CTAs, whose running softmaxes
-are merged through shared memory. One CTA could not do it: a ring's group is 512 KiB, which takes one SM 8 us to read.
+Both tails are pooled in this form. The rows of a group are split over the warpgroups of a cluster of CTAs, whose
+running softmaxes are then merged through shared memory. One CTA would be too slow: a group in a ring tail is 512 KiB,
+which one SM takes 8 us to read.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from pallas_kernels.update.entries import Destination
 from pallas_kernels.update.tail_update import TailUpdate
 from pallas_kernels.update.work import Jobs, Split
 
-EMPTY_GATE = -1e9  # a gate logit that vanishes in the softmax; finite, so that an all-empty softmax is no NaN
+EMPTY_GATE = -1e9  # gate of an empty slot: its weight is 0; finite, so that a softmax of empty slots alone is not NaN
 
-BATCH = 4  # rows in flight per warpgroup, besides those being added
-_SCRATCH = 3, WARPGROUP, VECTOR  # f32 of a warpgroup's running softmax; it holds the longest row in one step
+BATCH = 4  # rows that a warpgroup loads at once, while it adds the ones before
+_SCRATCH = 3, WARPGROUP, VECTOR  # f32 array for a warpgroup's running softmax; the longest row fits in one step
 
 Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 
-# (row of the group, whether it is in the warpgroup's share) -> its k and z; z is EMPTY_GATE where there is no row.
+# (row of the group, whether it is in the warpgroup's share) -> its k and z; z is EMPTY_GATE if there is no row.
 LoadRow = Callable[[Value, Condition], Pair]
 
 
@@ -55,11 +56,11 @@ class Softmax:
 
     @classmethod
     def select(cls, condition: Condition, a: Softmax, b: Softmax) -> Softmax:
-        """a where the condition holds, else b."""
+        """Return a where the condition holds, else b."""
         return jax.tree.map(lambda x, y: select(condition, x, y), a, b)
 
     def add(self, row: Row, rows: list[Pair]) -> Softmax:
-        """With rows (k, z) added; a z of ``EMPTY_GATE``, or what it rounds to in bf16, is no row."""
+        """Return this with rows (k, z) added. A z of ``EMPTY_GATE``, or what that rounds to in bf16, means no row."""
         machine = row.machine
 
         def update(*numbers: Value) -> tuple[Value, Value, Value]:
@@ -67,7 +68,7 @@ class Softmax:
             k, z = rest[: len(rows)], rest[len(rows) :]
             new_peak = fold(maximum, [*z, peak])
             kept = machine.exp(peak - new_peak)
-            # Under an empty peak, an empty row would weigh e^0.
+            # If the peak is empty too, exp would give an empty row the weight 1.
             weight = [
                 select(gate <= EMPTY_GATE / 2, machine.constant(0.0, "f32"), machine.exp(gate - new_peak)) for gate in z
             ]
@@ -83,7 +84,7 @@ class Softmax:
         return Softmax(*([[channel[i] for channel in step] for step in results] for i in range(3)))
 
     def merge(self, row: Row, other: Softmax) -> Softmax:
-        """That of the rows of both."""
+        """Return the running softmax of the rows of both."""
         peak = row.map(maximum, self.peak, other.peak)
         own, new = (row.map(lambda old, p: row.machine.exp(old - p), part.peak, peak) for part in (self, other))
 
@@ -93,40 +94,41 @@ class Softmax:
         return Softmax(peak, total(self.total, other.total), total(self.weighted, other.weighted))
 
     def pooled(self, row: Row) -> Channels:
-        """The weighted mean. A total of 0 is a group without rows: 0."""
+        """Return the weighted mean. It is 0 for a group without rows, whose total is 0."""
         return row.map(lambda a, s: row.machine.divide(a, select(s > 0, s, 1.0)), self.weighted, self.total)
 
 
 class HCAUpdate(TailUpdate):
-    """The compressor of one request, on all warpgroups of a cluster."""
+    """The compressor of one request, which runs on all warpgroups of a cluster."""
 
     __slots__ = ()
     empty: ClassVar[dict[str, float]]
-    """What the leaves of an empty tail hold."""
+    """The value that fills each leaf of an empty tail."""
 
     @classmethod
     @abc.abstractmethod
     def _pooled_rows(cls, call: Call) -> int:
-        """Most rows of a group that are read, to be shared between warpgroups."""
+        """Return the largest number of rows of a group that are read and can be split over warpgroups."""
 
     @classmethod
     def split(cls, call: Call) -> Split:
-        """At least two batches of rows for each warpgroup. Chosen by measuring on an H200:
+        """Return the CTAs of a unit. Each warpgroup gets at least two batches of rows.
 
-        A decode step of few requests wants a group on many SMs. One of many has CTAs enough, and pays for each that
-        finds nothing to do; all of them should be resident at once.
+        The sizes were chosen by measurements on an H200. In a decode step with few requests, a group should be spread
+        over many SMs. With many requests there are enough CTAs already; each CTA that finds nothing to do costs time,
+        and all of them should be resident at once.
         """
         cluster, warpgroups = (4, 2) if call.num_tokens > 1 else (8, 1) if call.requests <= 64 else (2, 1)
         parts = max(1, min(cluster * warpgroups, cls._pooled_rows(call) // (2 * BATCH)))
         parts = 1 << (parts.bit_length() - 1)
         warpgroups = min(warpgroups, parts)
-        # The first warpgroup finds the running softmaxes of the others in shared memory.
+        # The first warpgroup reads the running softmaxes of the others from shared memory.
         scratch = (parts - 1) * math.prod(_SCRATCH) * 4
         return Split(cluster=parts // warpgroups, warpgroups=warpgroups, shared_bytes=scratch)
 
     @classmethod
     def reset(cls, row: Row, tail: Any, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
-        """No rows."""
+        """Set the tail to the state without rows."""
         for name, number in cls.empty.items():
             leaf = getattr(tail, name)
             at = (*lead, j)[: len(leaf.shape) - 1]
@@ -151,9 +153,10 @@ class HCAUpdate(TailUpdate):
             self.row.team.barrier()
 
     def _pool(self, load: LoadRow, start: Softmax) -> Softmax:
-        """The running softmax of a group's rows added to ``start``.
+        """Return the running softmax of ``start`` and a group's rows.
 
-        Every warpgroup of the cluster takes part; the first one alone begins from ``start`` and has the whole result.
+        Every warpgroup of the cluster must call this. Only the first begins with ``start``, and only it gets the full
+        result.
         """
         row, part, parts = self.row, self._part, self._split.parts
         share = -(-self._pooled_rows(self.call) // parts)
@@ -166,7 +169,7 @@ class HCAUpdate(TailUpdate):
             return [load(part * share + place, place < share) for place in places]
 
         def add_and_fetch(i: Value, carry: tuple[Softmax, list[Pair]]) -> tuple[Softmax, list[Pair]]:
-            """Add the rows that have come while the next ones are on their way."""
+            """Add the rows that have been loaded, while the next ones are being loaded."""
             later = fetch(i + 1)
             softmax, rows = self.machine.hold(carry)
             return softmax.add(row, rows), later
@@ -175,7 +178,7 @@ class HCAUpdate(TailUpdate):
         return self._merged(softmax.add(row, rows))
 
     def _merged(self, softmax: Softmax) -> Softmax:
-        """The warpgroups' running softmaxes as one, in the first warpgroup."""
+        """Merge the warpgroups' running softmaxes, in the first warpgroup."""
         machine, row, part, split = self.machine, self.row, self._part, self._split
         if split.parts == 1:
             return softmax
@@ -196,7 +199,7 @@ class HCAUpdate(TailUpdate):
 
 
 class HCARingUpdate(HCAUpdate):
-    """With the ring tail."""
+    """The update of a compressor with the ring tail."""
 
     __slots__ = ()
     empty: ClassVar[dict[str, float]] = {"ka": 0.0, "za": EMPTY_GATE}
@@ -204,12 +207,12 @@ class HCARingUpdate(HCAUpdate):
 
     @classmethod
     def num_units(cls, call: Call) -> int:
-        """A cluster for each entry that the tokens can complete."""
+        """Return the number of entries that the tokens can complete, each of which gets a cluster."""
         return call.max_entries
 
     @classmethod
     def jobs(cls, call: Call, tokens: NewTokens) -> tuple[Jobs, ...]:
-        """Tail rows that the new tokens fill."""
+        """Return a job for each tail row that the new tokens fill."""
         if call.keep_tails:
             return ()
         assert tokens.entry is not None
@@ -224,7 +227,7 @@ class HCARingUpdate(HCAUpdate):
         return call.ratio
 
     def run(self, unit: Value) -> None:
-        """The unit-th entry."""
+        """Make the unit-th entry."""
         request, row, tail, ratio = self.request, self.row, self.tail, self.call.ratio
         flush = request.live & (unit < self.completed)
 
@@ -247,7 +250,10 @@ class HCARingUpdate(HCAUpdate):
             self._write_read_rows(unit)
 
     def _write_read_rows(self, unit: Value) -> None:
-        """Tail rows that the first entry has read; its pooling ends in a barrier, and the same cluster writes them."""
+        """Write the tail rows that the first entry has read.
+
+        Its pooling ends with a barrier, and the same cluster writes them, so they are not overwritten too early.
+        """
         parts = self._split.parts
         with self.machine.when(self.request.live & (unit == 0) & (self.phase > 0)):
 
@@ -257,7 +263,10 @@ class HCARingUpdate(HCAUpdate):
             self.machine.loop(-(-_num_tail_rows(self.call) // parts), write)
 
     def write_tail_row(self, row: Row, job: Value) -> None:
-        """A warp's job: write the ``job``-th of the newest rows, unless the first entry may be reading it."""
+        """Write the ``job``-th of the newest rows, unless the first entry may be reading it.
+
+        This is a job of one warp.
+        """
         self._write_row(row, job, was_read=False)
 
     def _write_row(self, row: Row, i: Value, *, was_read: bool) -> None:
@@ -273,12 +282,12 @@ class HCARingUpdate(HCAUpdate):
 
 
 def _num_tail_rows(call: Call) -> int:
-    """Rows of a ring tail that the new tokens fill."""
+    """Return how many rows of a ring tail the new tokens fill."""
     return min(call.num_tokens, call.ratio)
 
 
 class HCAOnlineUpdate(HCAUpdate):
-    """With the online tail."""
+    """The update of a compressor with the online tail."""
 
     __slots__ = ()
     empty: ClassVar[dict[str, float]] = {"peak": EMPTY_GATE, "total": 0.0, "weighted": 0.0}
@@ -290,7 +299,7 @@ class HCAOnlineUpdate(HCAUpdate):
 
     @classmethod
     def num_units(cls, call: Call) -> int:
-        """Clusters per request: one for the first and the last group that T tokens touch, one for each other group."""
+        """Return the clusters per request: one for the first and the last touched group, one for each other group."""
         return max(1, call.max_groups - 1)
 
     @classmethod
@@ -298,7 +307,7 @@ class HCAOnlineUpdate(HCAUpdate):
         return min(call.num_tokens, call.ratio)
 
     def run(self, unit: Value) -> None:
-        """A unit's groups."""
+        """Do the groups of a unit."""
         request, machine = self.request, self.machine
         if self.call.num_tokens == 1:
             only = machine.constant(0, "i32")
@@ -314,16 +323,19 @@ class HCAOnlineUpdate(HCAUpdate):
                 self._group(n, n == last)
                 self._barrier()
 
-        more = is_first & request.live & (last > 0)  # of a request without new tokens, ``last`` is no number
+        more = is_first & request.live & (last > 0)  # ``last`` is meaningless for a request without new tokens
         machine.loop(select(more, machine.constant(2, "i32"), 1), group)
 
     def _needed(self, n: Value) -> Value:
-        """Whether the n-th touched group has to be pooled: for its entry, or for the tail."""
+        """Return whether the n-th touched group must be pooled, for its entry or for the tail."""
         live = self.request.live
         return live & (self.completed > n) if self.call.keep_tails else live
 
     def _group(self, n: Value, is_last: Condition) -> None:
-        """Pool the new tokens of the n-th touched group; finish it if it is full, keep it if it is the last."""
+        """Pool the new tokens of the n-th touched group.
+
+        Store its entry if it is full, and its softmax if it is the last.
+        """
         request, row, streams, machine, ratio = self.request, self.row, self.streams, self.machine, self.call.ratio
         begin = (n * ratio - self.phase).maximum(0)
         end = ((n + 1) * ratio - self.phase).minimum(request.count)

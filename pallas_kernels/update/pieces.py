@@ -1,9 +1,9 @@
-"""The parts of a cache update, each callable alone: one launch each, in place.
+"""The steps of a cache update as separate kernels, each one launch, in place.
 
-append_swa       window rows of new tokens, as ``cache_step`` writes them
-flush_entries    finished entries, and their indexer keys, -> number format -> pool rows
+append_swa       writes window rows of new tokens, as ``cache_step`` does
+flush_entries    encodes finished entries and their indexer keys, and writes them to the pool
 rotate_csa       kb, zb <- kb_next, zb_next where a group is complete
-reset_hca        an empty tail where a group is complete
+reset_hca        empties the tail where a group is complete
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def append_swa(
     kv_format: str,
     simulate: bool = False,
 ) -> Any:
-    """Encode rows kv f32 [B, T, head_dim] and write the newest n_win of each request into its window.
+    """Encode rows kv f32 [B, T, head_dim], and write the newest n_win of each request into its window.
 
-    Args: as of ``append_chunk``; stack needs its ``state`` only. Returns the updated stack.
+    The arguments are those of ``append_chunk``; of ``stack`` only ``state`` is needed. Returns the updated stack.
     """
     tokens = NewTokens(
         layer=layer, slots=slots, start=start, num_new=num_new, block_table=None, kv=kv, entry=None, key=None, rope=None
@@ -49,13 +49,14 @@ def append_swa(
 def flush_entries(pool: Any, new: NewEntries, *, kv_format: str, key_format: str, simulate: bool = False) -> Any:
     """Encode finished entries and write them where the block table says.
 
-    The launch is named ``flush_hca``, and with keys ``flush_csa``, as the library's functions are.
+    The launch is named ``flush_hca``, or with keys ``flush_csa``, like the library's functions.
 
     Args:
-      pool: pytree with ``entries`` (``nope rope scale``) and ``indexer_keys`` (``codes scale``), leaves
-        [layers, num_pages, entries_per_page, ...].
-      new: the entries. One without a page is dropped.
+      pool: pytree with ``entries`` (``nope rope scale``) and ``indexer_keys`` (``codes scale``), leaves [layers,
+        num_pages, entries_per_page, ...].
+      new: the entries. Those without a page are dropped.
       kv_format, key_format: of the stored rows, from ``formats.KV_FORMATS`` and ``formats.KEY_FORMATS``.
+      simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
       The updated pool.
@@ -105,7 +106,7 @@ def flush_entries(pool: Any, new: NewEntries, *, kv_format: str, key_format: str
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Groups:
-    """Whose group is complete."""
+    """Which requests have completed a group."""
 
     complete: Any  # int32 [B], 0 or 1
     layer: Any  # int32 [1]
@@ -113,12 +114,13 @@ class _Groups:
 
 
 def rotate_csa(tails: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False) -> Any:
-    """Previous b-stream <- current b-stream of the requests whose group is complete.
+    """Copy the current b-stream over the previous one for requests whose group is complete.
 
     Args:
       tails: list of pytrees ``ka za kb_next zb_next kb zb`` [layers, requests, m, dim].
       layer: int32 [1].
       slots, complete: int32 [B]; complete is 0 or 1.
+      simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
       The updated tails.
@@ -127,11 +129,11 @@ def rotate_csa(tails: Any, layer: jax.Array, slots: jax.Array, complete: jax.Arr
 
 
 def reset_hca(tail: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False) -> Any:
-    """Empty the tail of the requests whose group is complete.
+    """Empty the tail of requests whose group is complete.
 
     Args:
       tail: pytree ``ka za`` [layers, requests, m', dim] or ``peak total weighted`` [layers, requests, dim].
-      layer, slots, complete: as of ``rotate_csa``.
+      layer, slots, complete, simulate: as for ``rotate_csa``.
 
     Returns:
       The updated tail.
@@ -140,7 +142,7 @@ def reset_hca(tail: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array
 
 
 def _reset(name: str, tails: list[Any], groups: _Groups, simulate: bool) -> list[Any]:
-    """A warpgroup for each row of a tail that its update leaves otherwise than it was."""
+    """Launch one warpgroup per request and row of the largest tail, which calls ``TailUpdate.reset`` for that row."""
     updates = [update_of(tail) for tail in tails]
 
     def body(machine: Machine, groups: _Groups, tails: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a form of tails, and so a kind of layer, has to say to be part of the cache update."""
+"""The interface between the cache update and a form of tails, and thereby a kind of layer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pallas_kernels.update.work import Jobs, Split
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TailUpdate(abc.ABC):
-    """One compressor of one request, with its tail. Subclasses are listed in ``tails.TAIL_UPDATES``.
+    """The compressor of one request, with its tail. Subclasses are listed in ``tails.TAIL_UPDATES``.
 
-    The class says which tails it serves and how its work is split, the instance does the share of one CTA.
+    The class methods say which tails are supported and how the work is split. An instance does the share of one CTA.
     """
 
     leaves: ClassVar[tuple[str, ...]]
     """Names of the tail's leaves, [layers, requests, ...]."""
 
     num_streams: ClassVar[int] = 1
-    """Streams side by side in the channels of k and z."""
+    """Number of streams side by side in the channels of k and z."""
 
     has_keys: ClassVar[bool] = False
-    """Whether every entry comes with an indexer key, from a compressor of its own."""
+    """Whether every entry also has an indexer key, from a separate compressor."""
 
     block: Block
     row: Row
@@ -37,7 +37,7 @@ class TailUpdate(abc.ABC):
 
     @classmethod
     def of_block(cls, block: Block) -> Self:
-        """The compressor of entries, on a warpgroup."""
+        """Return the compressor of entries, which runs on a warpgroup."""
         entry, state, pool = block.tokens.entry, block.stack.state, block.stack.pool
         assert entry is not None
         row = Row(Team(block.machine, WARPGROUP), entry.norm.shape[0])
@@ -45,39 +45,47 @@ class TailUpdate(abc.ABC):
 
     @classmethod
     def unsupported(cls, ratio: int, key_dim: int | None) -> str | None:
-        """Why layers of these sizes are not served, or None where they are. key_dim: None where there are no keys."""
+        """Return why layers of these sizes are not supported, or None if they are.
+
+        ``key_dim`` is None if there are no keys.
+        """
         return None
 
     @classmethod
     def tail_shape(cls, ratio: int, dim: int) -> tuple[int, ...]:
-        """Shape of a request's part of each leaf: a row for each token of a group."""
+        """Return the shape of a request's part of each leaf: by default a row for each token of a group."""
         return ratio, dim
 
     @classmethod
     @abc.abstractmethod
     def num_units(cls, call: Call) -> int:
-        """Units that ``run`` is called for."""
+        """Return the number of units that ``run`` is called for."""
 
     @classmethod
     def split(cls, call: Call) -> Split:
-        """The CTAs of a unit: one of one warpgroup, if no more is said."""
+        """Return the CTAs of a unit: by default one CTA of one warpgroup."""
         return Split()
 
     @classmethod
     def jobs(cls, call: Call, tokens: NewTokens) -> tuple[Jobs, ...]:
-        """What single warps do besides."""
+        """Return the additional work that is done by single warps."""
         return ()
 
     @abc.abstractmethod
     def run(self, unit: Value) -> None:
-        """Do a unit's share."""
+        """Do the work of a unit."""
 
     @classmethod
     @abc.abstractmethod
     def reset(cls, row: Row, tail: Any, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
-        """Leave a tail as it is after a complete group: its j-th row, of ``tail_shape``.
+        """Set the j-th row of a tail, of shape ``tail_shape``, to what it is after a complete group.
 
-        lead: layer and slot.
+        Args:
+          row: how a row is spread over its team.
+          tail: buffers.
+          lead: layer and slot.
+          j: number of the row.
+          where: whether to do so.
         """
 
     @property
@@ -94,10 +102,10 @@ class TailUpdate(abc.ABC):
 
     @property
     def phase(self) -> Value:
-        """Tokens of the group that was unfinished before this call."""
+        """Number of tokens in the unfinished group before this call."""
         return self.request.start % self.call.ratio
 
     @property
     def completed(self) -> Value:
-        """Groups that this call completes."""
+        """Number of groups that this call completes."""
         return (self.phase + self.request.count) // self.call.ratio

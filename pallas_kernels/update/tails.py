@@ -1,4 +1,4 @@
-"""The forms of tails that the cache update knows. A further kind of layer is a module like ``csa``, and a line here."""
+"""The tails that the cache update supports. To add a kind of layer, write a module like ``csa`` and list it here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ TAIL_UPDATES: tuple[type[TailUpdate], ...] = (CSAUpdate, HCARingUpdate, HCAOnlin
 
 
 def update_of(tail: Any) -> type[TailUpdate]:
-    """The update that serves a tail, a pytree of arrays or buffers. ValueError where there is none."""
+    """Return the update that serves a tail, given as a pytree of arrays or buffers.
+
+    Raises:
+      ValueError: no update serves a tail with these leaves.
+    """
     names = {jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(tail)}
     for update in TAIL_UPDATES:
         if names == set(update.leaves):

@@ -1,7 +1,7 @@
-"""How the work on one request is split: units for its compressor, and jobs of a single warp.
+"""How the work on one request is split: into units for its compressor, and jobs for single warps.
 
-The grid is [B, units]. A unit is a cluster of CTAs. The first units are the compressor's; jobs have units of their own
-behind them, or ride along with the compressor's.
+The grid is [B, units]. A unit is a cluster of CTAs. The first units of a request belong to the compressor. Jobs either
+get units of their own after these, or are done by the warps of the compressor's units as well ("ride along").
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Split:
 
     @property
     def parts(self) -> int:
-        """Warpgroups of a unit."""
+        """Number of warpgroups in a unit."""
         return self.cluster * self.warpgroups
 
     @property
     def warps(self) -> int:
-        """Warps of a unit."""
+        """Number of warps in a unit."""
         return self.parts * WARPGROUP // WARP
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Jobs:
-    """Rows that are worked on by a warp each."""
+    """Rows that are each processed by one warp."""
 
     count: int  # per request
     dim: int  # channels of a row
-    run: Callable[[Block, Row, Value], None]  # the i-th job, on a row over the warp
+    run: Callable[[Block, Row, Value], None]  # does the i-th job, on a row spread over the warp
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Work:
     units: int  # of the compressor
     split: Split
     jobs: tuple[Jobs, ...]
-    job_units: int  # units for jobs alone; where there are none, jobs ride along with the compressor's units
+    job_units: int  # units that only do jobs; if 0, jobs ride along with the compressor's units
 
     @classmethod
     def of(cls, units: int, split: Split, jobs: tuple[Jobs, ...], *, ride_along: bool) -> Work:
@@ -67,7 +67,7 @@ class Work:
         )
 
     def run(self, block: Block, run_unit: Callable[[Value], None] | None) -> None:
-        """Do a CTA's share; ``run_unit`` does the compressor's, given the number of the unit."""
+        """Do the share of one CTA. ``run_unit`` does the compressor's part, given the number of the unit."""
         machine = block.machine
         unit, team, warps = machine.block(1), Team(machine, WARP), self.split.warps
         warp = machine.thread // WARP
@@ -85,7 +85,10 @@ class Work:
                 run_unit(unit)
 
     def _run_jobs(self, block: Block, team: Team, warp: Value, num_warps: int) -> None:
-        """Jobs are dealt out in turn to warps 0 .. num_warps - 1, each kind from a warp after the last one's."""
+        """Distribute jobs in turn over warps 0 .. num_warps - 1.
+
+        Each kind of jobs begins after the last warp of the one before.
+        """
         machine, before = block.machine, 0
         for some in self.jobs:
             for i in range(-(-some.count // num_warps)):

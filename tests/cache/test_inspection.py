@@ -1,4 +1,4 @@
-"""A sound cache has no faults, each kind of damage is found and named, and the report's numbers are the plan's."""
+"""``verify`` finds no fault in a sound cache, and names each kind of damage; the report's numbers are right."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ from tests.support.driver import (
 
 @functools.cache
 def served(name: str = "f32", seed: int = 0) -> tuple[tuple[d4.KVCache, ...], d4.Tables]:
-    """Caches at rest along a random schedule of requests that come and go, and the tables after each of its steps."""
+    """Return caches between the steps of a random schedule of requests, and the tables after each step."""
     rng = np.random.default_rng(seed)
     cache = d4.init_cache(small_plan(**FORMATS[name]))
     caches, history = [cache], [cache.tables]
@@ -180,7 +180,7 @@ def test_wrong_positions_are_found_and_named(kind, at, value, sentence):
 
 
 def spoil(cache: d4.KVCache, kind: str, path: str, at: tuple[int, ...], value: Any) -> d4.KVCache:
-    """Set one place of a stack's leaf, such as "state.window.nope"."""
+    """Set one element of a stack's leaf, such as "state.window.nope"."""
 
     def replaced(node: Any, names: list[str]) -> Any:
         if not names:
@@ -291,13 +291,13 @@ def test_values_that_are_not_finite_are_found_and_named(name, kind, path, at, va
     ],
 )
 def test_a_former_owners_tail_is_found_and_named(name, kind, path, at, sentence):
-    """Finite and plausible, where the request has no complete block, or has just completed one."""
+    """The values are finite and plausible. The request has no complete block, or has just completed one."""
     (found,) = d4.verify(spoil(sound(name), kind, path, at, 0.5))
     assert sentence in found
 
 
 def test_a_value_that_two_leaves_spoil_together_names_both():
-    """A finite multiplier and finite codes whose product is not."""
+    """The multiplier and the codes are finite, but their product is not."""
     cache = sound("fp8_row, nvfp4, bf16 tails")
     cache = spoil(cache, "swa", "state.window.scale", (0, 2, 1), 3e38)
     assert d4.verify(cache) == ["layer 0, slot 2: window.nope and window.scale of row 1 are NaN or infinite"]

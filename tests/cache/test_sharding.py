@@ -1,4 +1,4 @@
-"""A cache over several devices: each shard is a cache of its own, and no step moves a part of it."""
+"""A cache over several devices: each shard is a separate cache, and no step moves a part of it between devices."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ SPLIT = P("data")
 
 
 def plan_of(**options: Any) -> d4.CachePlan:
-    """The default formats. A shard's 6 blocks are fewer than the 10 that its two requests take at full length."""
+    """Return a plan with the default formats. A shard has 6 blocks, but two requests at full length would take 10."""
     sizes = dict(max_requests=ALL, num_blocks=SHARDS * 6, kv_format="fp8_row", indexer_format="nvfp4")
     return small_plan(**(sizes | options))
 
@@ -39,9 +39,9 @@ PLAN, LOCAL = plan_of(), shard_plan(plan_of(), DATA, "data")
 
 
 def over(mesh, function, inputs, outputs, params=(), plan=PLAN):
-    """function(*params, cache, *inputs) -> (*outputs, cache) of one shard, over a mesh, the cache donated.
+    """Map one shard's function(*params, cache, *inputs) -> (*outputs, cache) over a mesh, and donate the cache.
 
-    With a model axis JAX checks by types that all its shards hold the same cache.
+    With a model axis, JAX's types check that all its shards hold the same cache.
     """
     specs = d4.partition_specs(plan, mesh)
     mapped = jax.shard_map(
@@ -55,7 +55,7 @@ def over(mesh, function, inputs, outputs, params=(), plan=PLAN):
 
 
 def forward(params, cache, x, slots, num_new, model_axis=None):
-    """Every layer on the same input, so that what is stored does not depend on attention's sums."""
+    """Run every layer on the same input, so that what is stored does not depend on attention's sums."""
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     ys = []
     for layer in LAYERS:
@@ -78,21 +78,21 @@ def weight_specs(mesh):
 
 
 def over_heads(mesh, plan=PLAN):
-    """``forward`` over a mesh, heads split where it has a model axis."""
+    """Map ``forward`` over a mesh, with heads split if it has a model axis."""
     step = functools.partial(forward, model_axis="model" if "model" in mesh.shape else None)
     return over(mesh, step, 3, 2, (weight_specs(mesh),), plan)
 
 
 @functools.cache
 def calls(mesh):
-    """(forward, admit, release) over a mesh, or where it is None of one shard by itself."""
+    """Return (forward, admit, release) over a mesh, or of one shard alone if it is None."""
     if mesh is None:
         return jax.jit(forward), admit, release
     return over_heads(mesh), over(mesh, admit, 1, 2), over(mesh, release, 1, 0)
 
 
 def place(mesh, tree, specs: Any = SPLIT):
-    """Put arrays where a mesh's explicit axes want them."""
+    """Put arrays where a mesh's explicit axes require them."""
     if mesh is None:
         return tree
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -100,7 +100,7 @@ def place(mesh, tree, specs: Any = SPLIT):
 
 
 def shard(cache: d4.KVCache, number: int) -> d4.KVCache:
-    """One shard of a cache, as a cache by itself."""
+    """Return one shard of a cache as a separate cache."""
 
     def part(leaf, spec):
         return np.split(np.asarray(leaf), SHARDS, axis=tuple(spec).index("data"))[number]
@@ -122,15 +122,16 @@ EVENTS = (
 
 @functools.cache
 def served(mesh, number=None):
-    """The events over a mesh, or one shard's part of them by itself. Returns (cache, y of each feeding).
+    """Run the events over a mesh, or one shard's part of them alone. Returns (cache, y of each forward pass).
 
-    Also by itself on a CPU: a GPU sums in another order, which moves a stored value now and then.
+    One shard alone runs on a CPU too: a GPU sums in another order, which can change a stored value.
     """
     with jax.default_device(DEVICES[0]):
         return serve(mesh, number)
 
 
 def serve(mesh, number):
+    """``served`` on the default device, not cached."""
     part = slice(None) if number is None else slice(number * ROWS, (number + 1) * ROWS)
     feed, take, leave = calls(mesh)
     params = random_params() if mesh is None else place(mesh, random_params(), weight_specs(mesh))
@@ -152,7 +153,7 @@ def serve(mesh, number):
 
 
 def assert_lies_as(cache, abstract):
-    """Shapes, dtypes and shardings are those of an abstract cache."""
+    """Check that shapes, dtypes and shardings are those of an abstract cache."""
     for leaf, spec in zip(jax.tree.leaves(cache), jax.tree.leaves(abstract), strict=True):
         assert (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype)
         assert leaf.sharding.is_equivalent_to(spec.sharding, leaf.ndim)
@@ -166,7 +167,7 @@ def test_an_empty_cache_is_an_empty_cache_per_shard():
 
 
 def test_each_shard_does_bit_for_bit_what_it_would_do_alone():
-    """Ragged chunks, an idle and a padding row, requests that leave and others that come in the midst of it."""
+    """Covers ragged chunks, an idle and a padding row, and requests that leave and arrive during the run."""
     cache, outputs = served(DATA)
     for number in range(SHARDS):
         alone, expected = served(None, number)
@@ -205,7 +206,7 @@ def test_a_shard_without_blocks_left_does_not_disturb_the_others():
 
 
 def program(mesh, step, plan, tokens):
-    """(what a compiled step allocates, its HLO)."""
+    """Return (what a compiled step allocates, its HLO)."""
     batch = np.zeros((ALL, tokens, CFG.hidden_size), np.float32), np.zeros(ALL, np.int32), np.zeros(ALL, np.int32)
     params, cache = place(mesh, random_params(), weight_specs(mesh)), d4.abstract_cache(plan, mesh)
     compiled = step.lower(params, cache, *place(mesh, batch)).compile()
@@ -324,7 +325,7 @@ def test_a_cache_of_several_shards_is_refused_outside_of_shard_map():
 
 
 def test_a_mesh_of_the_default_devices_kind_means_that_device():
-    """In ``shard_map`` a mesh tells its devices' kind and no more, which alone would rule out every kernel."""
+    """In ``shard_map``, a mesh gives only its devices' kind. By that alone no kernel would be supported."""
     default = jax.devices()[0]
     for kind, expected in ((default.device_kind, default), ("another", None)):
         described = AbstractDevice(device_kind=kind, num_cores=None, platform=default.platform)

@@ -1,4 +1,4 @@
-"""Slots and blocks: who holds what, against a model of a few lines in plain Python."""
+"""Slots and blocks, compared with a model of a few lines in plain Python."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ class Model:
         return slots, True
 
     def legal(self, slots, num_new):
-        """Per asking row: whether it is well formed."""
+        """Return for each asking row whether it is valid."""
         asking = [(slot, n) for slot, n in zip(slots, num_new, strict=True) if slot != -1 and n != 0]
         names = [slot for slot, _ in asking]
         return [(slot, n, n > 0 and slot in self.seq_lens and names.count(slot) == 1) for slot, n in asking]

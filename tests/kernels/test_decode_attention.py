@@ -1,4 +1,4 @@
-"""Decode attention over stored rows, against NumPy on the same rows decoded."""
+"""Decode attention over stored rows, compared with NumPy on the decoded rows."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_few_queries(simulate, case, heads, cluster, tiles):
 @machines
 @pytest.mark.parametrize("layout", [ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)])
 def test_no_pick_and_no_table(simulate, layout):
-    """Picks that are all -1, blocks that are not there, and a ring that holds other positions are no keys."""
+    """Picks of -1, blocks that do not exist, and ring rows with other positions do not count as keys."""
     case = Case(lengths=(200, 200, 200), seed=3, layout=layout)
     inputs, _ = make(case)
     no_entries = dataclasses.replace(inputs, entries=None, picks=None, block_table=None, visible=None)

@@ -1,4 +1,4 @@
-"""The indexer's score kernel against its XLA form, on both machines."""
+"""The kernel of the indexer's scores, compared with its XLA form, on both machines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_scores(key_format, batch, tokens, max_blocks, simulate):
     ids=["1x7", "3x2", "2x3 overlapped"],
 )
 def test_any_split(key_format, tuning, simulate):
-    """Blocks that take tiles of several requests, and requests that several blocks serve; more rows than a warp."""
+    """Blocks take tiles of several requests, several blocks share a request, and there are more rows than lanes."""
     seen = visible(0, 37, 1, 3 * PAGE_ENTRIES)
     seen[::3], seen[5:11] = 0, 0
     case = Case(key_format=key_format, visible=seen, max_blocks=3)
@@ -67,14 +67,14 @@ def test_many_tokens(simulate):
 @machines
 @formats
 def test_groups_of_all_magnitudes(key_format, simulate):
-    """Keys and queries whose groups are up to 2^24 apart (nvfp4: as far as its scales reach)."""
+    """Scales of groups in keys and queries differ by up to 2^24 (for nvfp4, as far as its scales reach)."""
     case = Case(key_format=key_format, visible=np.full((2, 1), 64, np.int32), max_blocks=2, spread=12)
     case.check(case.run(simulate), TOLERANCE)
 
 
 @machines
 def test_the_ends_of_ue8m0(simulate):
-    """Rows near both ends of f32. What overflows is infinite, and never -inf."""
+    """Rows are near both ends of f32's range. Overflow gives +inf, and never -inf."""
     case = Case(key_format="mxfp4", visible=np.full((1, 1), 32, np.int32), max_blocks=1, spread=0)
     rows = case.keys.scale[1, case.block_table[case.slots[0], 0]]
     rows[:16] = 3
@@ -110,7 +110,7 @@ def test_nan_stays_where_it_is(key_format, simulate):
 @machines
 @formats
 def test_blocks_that_are_not_there(key_format, simulate):
-    """No block, and numbers that are none: their entries score 0, the others are not disturbed."""
+    """Blocks are missing or have invalid numbers. Their entries score 0, and other scores are not affected."""
     case = Case(key_format=key_format, visible=np.full((2, 1), 160, np.int32), max_blocks=5)
     want, magnitude = case.xla(), case.magnitude()
     for b, block, number in ((0, 1, -1), (0, 4, 1 << 30), (1, 0, -(1 << 30)), (1, 2, case.keys.codes.shape[1])):
@@ -124,7 +124,7 @@ def test_blocks_that_are_not_there(key_format, simulate):
 @machines
 @formats
 def test_nothing_is_written_elsewhere(key_format, simulate):
-    """Padding writes nothing, nor does a request past the last tile of its visible entries."""
+    """Nothing is written for padding, or past the last tile of a request's visible entries."""
     seen = np.array([[70], [90], [96], [0], [-5]], np.int32)
     case = Case(key_format=key_format, visible=seen, max_blocks=3)
     case.slots[1], case.slots[2] = -1, len(case.block_table)

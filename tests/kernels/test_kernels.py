@@ -1,4 +1,4 @@
-"""The kernels against the XLA forms: whole stacks of garbage, compared leaf by leaf after an update."""
+"""The update kernels, compared with the XLA form: stacks full of garbage are compared leaf by leaf after an update."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FULL_SIZE = [
 
 
 def check(case: Case, backend: str) -> tuple[Batch, LayerStack, LayerStack]:
-    """Run a case on a backend and in XLA and compare all bytes; the batch, the stack before and after."""
+    """Run a case on a backend and in XLA and compare all bytes. Returns the batch, and the stack before and after."""
     batch = make_batch(case)
     before, (x, kv) = make_stack(case, batch), make_inputs(case)
     got, want = (store(case, batch, before, x, kv, name) for name in (backend, "xla"))
@@ -112,7 +112,7 @@ def test_an_update_at_full_size_leaves_what_the_xla_form_leaves(case):
     "case", [csa(5, "bf16", "bf16", **BF16_TAIL), hca("ring", 33, "f32"), hca("online", 1, "f32")], ids=str
 )
 def test_without_window_rows_the_window_stays(case, backend):
-    """What a handle does: the compressor's part and the window's part of an update are two calls."""
+    """A handle updates the window and the compressor's part in two separate calls."""
     _, before, got = check_without_window(case, backend)
     for old, new in zip(
         jax.tree.leaves((before.state.window, before.state.pos)),
@@ -153,7 +153,7 @@ def check_without_window(case: Case, backend: str) -> tuple[Batch, LayerStack, L
     ids=str,
 )
 def test_bad_numbers_of_one_request_stay_in_its_rows(case, bad, backend):
-    """In one token's input, and in one channel of another one's window row. Others' bytes are those without it."""
+    """One token's input is bad, and one channel of another's window row. The bytes of other requests do not change."""
     batch = make_batch(case)
     if case.kind != SWA:
         batch.start[BAD] = max(batch.start[BAD] // case.ratio, 1) * case.ratio - min(case.tokens, 2) + case.ratio
@@ -229,7 +229,7 @@ def test_a_named_backend_refuses_sizes_that_its_kernels_do_not_serve(sizes, reas
 
 
 def new_tokens(case: Case) -> pk.NewTokens:
-    """A call's arrays, of which only the shapes matter."""
+    """Return a call's arrays, of which only the shapes matter."""
     cfg, plan, batch, is_csa = case.cfg, case.plan, case.batch, case.kind == CSA
 
     def streams(dim: int) -> pk.Streams:
@@ -289,7 +289,7 @@ MOVED = 1e-3
 
 @functools.partial(jax.jit, static_argnames="backend")
 def decode(params: Any, cache: Any, slots: Any, xs: Any, active: Any, *, backend: Backend) -> Any:
-    """One token a step for the requests that are active: xs [steps, B, 1, hidden] -> (outputs, cache)."""
+    """Decode a token per step for the requests that are active: xs [steps, B, 1, hidden] -> (outputs, cache)."""
 
     def body(cache: Any, given: Any) -> Any:
         x, active = given
@@ -322,7 +322,7 @@ def decode_on(backend: Backend, steps: int, batch: int, options: dict[str, Any])
 
 
 def assert_decodes_alike(backend: Backend, steps: int, batch: int, options: dict[str, Any]) -> None:
-    """Both are fed the same inputs at every step, so that a difference of one step's output ends there."""
+    """Feed both backends the same inputs at every step, so that differences in outputs do not propagate."""
     ys, cache, active = decode_on(backend, steps, batch, options)
     want_ys, want, _ = decode_on("xla", steps, batch, options)
     for i, layer in enumerate(np.moveaxis(ys, 1, 0)):

@@ -1,4 +1,4 @@
-"""Each piece of an update, and the gathers, by themselves against their XLA forms."""
+"""Each piece of an update, and the gathers, compared separately with their XLA forms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows_of(batch: Batch) -> list[jax.Array]:
 
 
 def assert_same_leaves(got: Any, want: Any, before: Any) -> None:
-    """Byte for byte, and something was done."""
+    """Check that results are equal byte for byte, and differ from what was there before."""
     leaves = [[np.asarray(leaf) for leaf in jax.tree.leaves(tree)] for tree in (got, want, before)]
     for i, (a, b, _) in enumerate(zip(*leaves, strict=True)):
         same_bytes(f"leaf {i}", a, b)
@@ -49,7 +49,7 @@ def assert_same_leaves(got: Any, want: Any, before: Any) -> None:
 
 
 def give(tree: Any) -> Any:
-    """A copy with buffers of its own, to be donated."""
+    """Return a copy with separate buffers, which may be donated."""
     return jax.tree.map(jnp.copy, tree)
 
 
@@ -69,7 +69,7 @@ def test_append_swa(tokens, kv_format, cfg, backend):
 
 
 def without_nan_bits(tree: Any) -> Any:
-    """All NaN made one, in floats and in E4M3 codes: its bits, and so its sign, are not promised."""
+    """Replace every NaN, in floats and E4M3 codes, by the same one, because its bits and sign are not defined."""
 
     def unify(path: Any, leaf: Any) -> np.ndarray:
         leaf = np.asarray(leaf)
@@ -93,7 +93,7 @@ def without_nan_bits(tree: Any) -> Any:
     ids=str,
 )
 def test_flush(case, backend):
-    """Finished entries are only rounded: no byte may differ."""
+    """Finished entries are only rounded, so no byte may differ."""
     batch, rng = make_batch(case), np.random.default_rng(3)
     pool = make_stack(case, batch).pool
     entries = rng.standard_normal((case.batch, 5, case.cfg.head_dim)).astype(F32)
@@ -149,7 +149,7 @@ def test_rotate_and_reset(tail, tail_dtype, cfg, backend):
 
 
 def readable_pool(case: Case) -> Any:
-    """Random bytes as entries. Scales stay clear of subnormal products, which XLA may flush and the kernels keep."""
+    """Return random bytes as entries. Scales avoid subnormal products, which XLA may flush to 0 and kernels do not."""
     rng = np.random.default_rng(7)
     pool = make_stack(case, make_batch(case)).pool
     assert pool is not None
@@ -177,7 +177,7 @@ def test_gathering_nothing_gives_nothing(backend):
 @pytest.mark.parametrize(("dtype", "cfg"), [(jnp.float32, ODD), (jnp.bfloat16, EVEN)], ids=["f32 odd", "bf16 even"])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_gathering_gives_what_the_xla_form_gives(kv_format, cfg, dtype, backend):
-    """Values are decoded by one product and rounded once: no bit may differ, but for NaN's own."""
+    """Values are decoded by one product and rounded once, so no bit may differ, except in NaN."""
     case = csa(5, kv_format, "f32", cfg=cfg)
     plan, batch, rng = case.plan, make_batch(case), np.random.default_rng(8)
     pool = jax.tree.map(jnp.asarray, readable_pool(case))

@@ -1,4 +1,4 @@
-"""Queries as the readers take them: the kernels against the formulas on both machines, and readers given them."""
+"""The kernels that convert queries, compared with the formulas on both machines, and readers that use their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """A call's sizes."""
+    """The sizes of a call."""
 
     lead: tuple[int, int, int]  # B, T, H
     head_dim: int = 512
@@ -41,7 +41,7 @@ class Size:
         return rope_frequencies(cfg, d4.AttentionType.CSA)
 
     def draw(self, dim: int) -> tuple[jax.Array, jax.Array]:
-        """(product, positions): rows of all magnitudes, one of zeros, a token of padding."""
+        """Return (product, positions) with rows of all magnitudes, a row of zeros and a token of padding."""
         rng = np.random.default_rng(dim)
         product = rng.standard_normal((*self.lead, dim)) * 2.0 ** rng.integers(-20, 20, (*self.lead, 1))
         product[0, 0, 1] = 0
@@ -84,7 +84,7 @@ def test_attention_queries_are_normed_roped_and_rounded(size, backend):
 @pytest.mark.parametrize("key_format", FORMATS)
 @sizes
 def test_indexer_queries_are_the_bytes_of_the_formulas(size, key_format, backend):
-    """Of the formulas operation by operation: a program that fuses them may round a product and a sum together."""
+    """The formulas are computed operation by operation, because a program that fuses them may round differently."""
     product, positions = size.draw(size.key_dim)
     call = functools.partial(INDEXER_SCORES[backend].queries, freqs=size.freqs, plan=plan(key_format))
     got = jax.jit(call)(product, positions)

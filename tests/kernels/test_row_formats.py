@@ -1,4 +1,4 @@
-"""The kernels' number formats against the library's of the same names: sizes, and the bytes of rows."""
+"""The kernels' number formats, compared with the library's of the same names: sizes, and bytes of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ teams = pytest.mark.parametrize("team", [WARP, WARPGROUP])
 
 
 def draw(dim: int) -> np.ndarray:
-    """Rows of all magnitudes; one of zeros, one of ones and their negatives."""
+    """Return rows of all magnitudes, one of zeros, and one of ones and minus ones."""
     rng = np.random.default_rng(dim)
     x = rng.standard_normal((ROWS, dim)) * 2.0 ** rng.integers(-20, 20, (ROWS, 1))
     x[0], x[1] = 0, 1
@@ -33,7 +33,7 @@ def draw(dim: int) -> np.ndarray:
 
 
 def place(machine: Machine, team: int) -> Any:
-    """The number of the row that a lane's team has."""
+    """Return the number of the row that a lane's team has."""
     return machine.block(0) * (WARPGROUP // team) + machine.thread // team
 
 
@@ -84,7 +84,7 @@ def test_queries_are_rounded_as_the_library_says(name):
 @teams
 @kv_formats
 def test_key_rows(name, team, simulate):
-    """Rounding and its undoing are exact: no bit may differ."""
+    """Encoding and decoding are defined exactly, so no bit may differ."""
     form, theirs, x = KV_FORMATS[name], xla.KV_FORMATS[name], draw(NOPE_DIM + ROPE_DIM)
     want = theirs.encode(jnp.asarray(x), ROPE_DIM)
 

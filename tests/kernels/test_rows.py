@@ -1,4 +1,4 @@
-"""Rows that are spread over the lanes of a team, and what loads give where they are not to load."""
+"""Rows that are spread over the lanes of a team, and the results of loads in lanes that do not load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from tests.support.lane_kernels import F32, machines, run, spec
 @pytest.mark.parametrize("dim", [4, 8, 128, 136, 204, 512, 516])
 @pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
 def test_a_row_of_any_size(dtype, dim, team, simulate):
-    """Channels [first, first + dim) of one array go to [0, dim) of another's rows; what lies past them stays."""
+    """Channels [first, first + dim) of one array are copied to [0, dim) of another.
+
+    What follows them does not change.
+    """
     first, rows, teams = 12, 7, WARPGROUP // team
     rng = np.random.default_rng(dim)
     source = rng.standard_normal((rows, first + dim + 4)).astype(dtype)
@@ -63,7 +66,7 @@ def test_a_row_of_any_size(dtype, dim, team, simulate):
 @pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("where", ["some", False])
 def test_what_a_load_gives_otherwise(where, dtype, otherwise, simulate):
-    """``otherwise``, rounded to the array's dtype. Where there is no load, the index is far out of bounds."""
+    """Lanes that do not load get ``otherwise``, rounded to the array's dtype. Their index is far out of bounds."""
     source = np.random.default_rng(27).standard_normal((WARPGROUP, VECTOR)).astype(dtype)
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
@@ -82,7 +85,7 @@ def test_what_a_load_gives_otherwise(where, dtype, otherwise, simulate):
 @pytest.mark.parametrize("dtypes", [(F32, F32), (ml_dtypes.bfloat16,) * 2, (ml_dtypes.bfloat16, F32)])
 @pytest.mark.parametrize("where", ["some", False])
 def test_what_a_row_is_otherwise(where, dtypes, simulate):
-    """Rounded to the dtype of the array that would have been read; past the row's end, too."""
+    """``otherwise`` is rounded to the dtype of the array that would have been read, also past the end of the row."""
     rows, dim, otherwise = 7, 136, -1 / 3
     rng = np.random.default_rng(28)
     a, b = (rng.standard_normal((rows, dim)).astype(dtype) for dtype in dtypes)

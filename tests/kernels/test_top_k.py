@@ -1,4 +1,4 @@
-"""The exact top-k kernel against a stable sort in NumPy: which positions, and their order."""
+"""The exact top-k kernel, compared with a stable sort in NumPy: which positions it picks, and their order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZE = 5000  # of which 4999, 4998 and 4997 leave no row, or not every row, on a
 
 
 def wanted(scores: np.ndarray, visible: np.ndarray, k: int) -> np.ndarray:
-    """NaN before infinity; of equals the first; then by position."""
+    """Rank NaN above infinity, and among equal scores the first. Then sort by position."""
     ranked = np.where(np.isnan(scores), np.inf, scores).astype(np.float64)
     ranked[np.isposinf(scores)] = 1e300  # between the largest f32 and what stands for NaN
     out = np.full((len(scores), k), -1, np.int32)
@@ -50,7 +50,7 @@ def wanted(scores: np.ndarray, visible: np.ndarray, k: int) -> np.ndarray:
 
 
 def run_and_check(scores: np.ndarray, visible: Any, k: int, *, simulate: bool, split: Split | None = None) -> None:
-    """With NaN and infinity where nothing is visible."""
+    """Compare with NumPy. Invisible scores are NaN and infinity."""
     visible = np.broadcast_to(np.asarray(visible, np.int32), len(scores))
     position = np.arange(scores.shape[1])
     poison = np.where(position % 2, F32(np.nan), F32(np.inf))
@@ -135,7 +135,10 @@ def test_no_rows_and_no_scores(simulate):
 
 
 def test_what_xla_picks():
-    """The same, ties included: zeros of both signs are equal, NaN of either ranks first."""
+    """XLA picks the same, also among equal scores.
+
+    Zeros of both signs are equal, and NaN of either sign ranks first.
+    """
     scores, visible = normal(5, 3000, seed=3), np.array([3000, 2999, 700, 64, 65], np.int32)
     scores[1:3] = np.round(scores[1:3] * 2) / 2
     scores[3, ::40], scores[3, 7::40] = np.nan, -F32(np.nan)
@@ -212,7 +215,7 @@ def test_real_sizes(rows, size, k):
 @machines
 @pytest.mark.parametrize("size", [50, 40_000])
 def test_places_of_marked_positions(size, simulate):
-    """Marked by lanes in no order; looked up between positions that are not marked."""
+    """Positions are marked by lanes in random order, and looked up together with others that are not marked."""
     rng, threads = np.random.default_rng(size), 2 * WARPGROUP
     count = min(size, 4 * threads)
     positions = np.full(4 * threads, -1, np.int32)
@@ -263,7 +266,7 @@ def test_ordinals_are_in_the_order_of_their_numbers(simulate):
 
 
 def ordinals_of_normal(rng: np.random.Generator) -> np.ndarray:
-    """Those of numbers of both signs, some of them tiny."""
+    """Return the ordinals of numbers of both signs, some of them tiny."""
     bits = (rng.standard_normal(512) * 10.0 ** rng.choice([0, -30], 512)).astype(F32).view(np.int32)
     return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
@@ -273,7 +276,7 @@ def ordinals_of_normal(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("k", [1, 100, 512, 600])
 @pytest.mark.parametrize(("begin", "limit"), [("low", 1), ("half", 20), ("high", 1)])
 def test_the_range_of_the_kth_largest(begin, limit, k, kind, simulate):
-    """Of 512 ordinals, looked for among the upper ones first; the 600th is none of them."""
+    """There are 512 ordinals. The search begins among the upper ones, and there is no 600th."""
     rng = np.random.default_rng(k)
     ordinals = {
         "any": rng.integers(-INFINITY, 2**31, 512),

@@ -1,4 +1,4 @@
-"""Arithmetic and packed conversions of the per-lane language, on both of its machines against NumPy."""
+"""Arithmetic and packed conversions of the kernel language, on both machines, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_float_arithmetic(name, simulate):
 @machines
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_comparisons(name, simulate):
-    """All false with NaN, but for ``!=``."""
+    """With NaN all of them are False, except for ``!=``."""
     compare = COMPARISONS[name]
     for values in (SPECIAL, np.array([0, 1, -1, 5, 2**31 - 1, -(2**31)], np.int32)):
         a, b = pairs_of(values)
@@ -204,7 +204,7 @@ def test_reciprocal_rounds_correctly(simulate):
 
 @machines
 def test_a_divisor_divides_as_division_does(simulate):
-    """Where nothing underflows. By the scales that rows have, and by infinity and NaN."""
+    """Divides by the scales that rows have, and by infinity and NaN, where nothing underflows."""
     rng = np.random.default_rng(22)
     x = (rng.standard_normal(4000) * 10.0 ** rng.uniform(-6, 6, 4000)).astype(F32)
     scale = np.abs(rng.standard_normal(4000) * 10.0 ** rng.uniform(-6, 6, 4000)).astype(F32)
@@ -220,14 +220,14 @@ def test_a_divisor_divides_as_division_does(simulate):
 
 
 def e4m3_values() -> np.ndarray:
-    """The 127 values from 0 to 448, by code: 4 exponent bits with bias 7, 3 bits of fraction; 0x7F is NaN."""
+    """Return the 127 values from 0 to 448, by code: 4 exponent bits with bias 7, 3 bits of fraction; 0x7F is NaN."""
     code = np.arange(127)
     exponent, fraction = code >> 3, code & 7
     return np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0)).astype(F32)
 
 
 def e4m3_codes(x: np.ndarray) -> np.ndarray:
-    """Nearest codes, ties to the even one, saturating. x has no NaN."""
+    """Return the nearest codes, ties to the even one, saturating. x has no NaN."""
     values = e4m3_values().astype(np.float64)
     magnitude = np.minimum(np.abs(x.astype(np.float64)), 448)
     distance = np.abs(magnitude[:, None] - values)
@@ -238,7 +238,7 @@ def e4m3_codes(x: np.ndarray) -> np.ndarray:
 
 
 def to_e4m3(x: np.ndarray, simulate: bool) -> np.ndarray:
-    """Codes of x, four to a lane: each byte's place is covered, and each byte's neighbours differ."""
+    """Return the codes of x. Each lane converts four, so that each byte's place is used and adjacent bytes differ."""
     quads = np.concatenate([x, np.zeros(-len(x) % 4, F32)]).reshape(-1, 4)
     (words,) = elementwise(lambda m, *quad: m.to_e4m3(list(quad)), *quads.T.copy(), simulate=simulate, dtype=np.int32)
     return words.view(np.uint8)[: len(x)]

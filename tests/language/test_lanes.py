@@ -1,4 +1,4 @@
-"""Lanes, memory and control of the per-lane language, primitive by primitive, on both of its machines against NumPy."""
+"""Lanes, memory and control flow of the kernel language, one primitive at a time, on both machines."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_neighbouring_lanes_reduce_among_themselves(lanes, simulate):
 
 @machines
 def test_what_is_held_stays_the_same(simulate):
-    """Values as they were loaded, and the ones that a loop carries."""
+    """Holds values as they were loaded, and values that a loop carries."""
     x = np.concatenate([SPECIAL, random_bits(25, 500)])
     y = np.random.default_rng(26).integers(-(2**31), 2**31, len(x)).astype(np.int32)
 
@@ -109,7 +109,7 @@ CONDITIONS = ("all", "some", "none")
 
 
 def condition_of(name: str, machine: Machine, which: int) -> Any:
-    """The condition and, below, its lanes."""
+    """Return the condition and, below, its lanes."""
     return {"all": True, "none": machine.thread < 0, "some": (machine.thread + which) % 3 == 0}[name]
 
 
@@ -124,7 +124,7 @@ def lanes_of(name: str, which: int) -> np.ndarray:
 @pytest.mark.parametrize("store_where", CONDITIONS)
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_loads_and_stores(size, store_where, load_where, constant, simulate):
-    """Lane t reads word 37 t + 5 of its size, and writes what it got at 3 t + 1: 0 where it did not read."""
+    """Lane t reads word 37 t + 5 of its size and writes it at 3 t + 1. It writes 0 if it did not read."""
     rng = np.random.default_rng(size)
     words = max(1, size // 4)
     source, kept = (rng.integers(1, 256, (WARPGROUP + 2) * size, np.uint8) for _ in range(2))
@@ -162,7 +162,7 @@ def test_loads_and_stores(size, store_where, load_where, constant, simulate):
 
 @machines
 def test_a_buffer_converts_what_it_loads_and_stores(simulate):
-    """Each dtype with each number of neighbours, at the leading indices of a lane and at a number known beforehand."""
+    """Covers each dtype with each number of neighbours, at indices that are values and at constant ones."""
     rng = np.random.default_rng(13)
     shape = 2, 3, WARPGROUP, 8
     f32 = random_floats(14, math.prod(shape)).reshape(shape)
@@ -210,7 +210,7 @@ def test_a_load_that_is_known_not_to_happen_gives_zero(simulate):
 @pytest.mark.parametrize("condition", ["some", True, False])
 @pytest.mark.parametrize("where", [True, "some"])
 def test_load_either(where, condition, dtypes, simulate):
-    """Where the condition picks the one array, the other's index may be out of bounds."""
+    """Where the condition selects one array, the index of the other may be out of bounds."""
     rng = np.random.default_rng(15)
     a, b = (rng.standard_normal((40, VECTOR)).astype(dtype) for dtype in dtypes)
 
@@ -237,7 +237,7 @@ def test_load_either(where, condition, dtypes, simulate):
 
 @machines
 def test_addresses_are_computed_in_64_bits(simulate):
-    """Products and differences that would come out otherwise in 32 bits, as byte offsets into a small array."""
+    """Uses products and differences that would be different in 32 bits, as byte offsets into a small array."""
     source = np.arange(WARPGROUP, dtype=np.int32) * 3
 
     def body(machine: Machine, source: Buffer, out: Buffer) -> None:
@@ -254,7 +254,7 @@ def test_addresses_are_computed_in_64_bits(simulate):
 
 @requires_gpu
 def test_an_array_of_more_than_four_gib():
-    """The first and the last rows, 5 GiB apart."""
+    """Accesses the first and the last rows, which are 5 GiB apart."""
     rows = (5 << 30) // 1024
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
@@ -278,7 +278,7 @@ def test_an_array_of_more_than_four_gib():
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("where", CONDITIONS)
 def test_shared_memory_belongs_to_a_block(size, where, simulate):
-    """Lanes write their block's number and their own, and read it back permuted; where not, what was there before."""
+    """Lanes write their block's number and their own, and read them permuted. Other lanes see the previous contents."""
     words, threads, blocks = max(1, size // 4), 2 * WARPGROUP, 3
     rng = np.random.default_rng(size)
     given = rng.integers(-(2**31), 2**31, (blocks, threads, words)).astype(np.int32)
@@ -356,7 +356,7 @@ def test_a_loop_carries_values_of_any_kind(count, simulate):
 
 @machines
 def test_a_loop_may_end_at_a_number_that_is_known_only_then(simulate):
-    """The same in all lanes of a block here; carried values stay as they were where there is no turn at all."""
+    """The number is the same in all lanes of a block. If there is no iteration, carried values do not change."""
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
         block = machine.block(0)
@@ -437,7 +437,7 @@ def test_a_grid_of_two_axes_and_several_warpgroups(simulate):
 @machines
 @pytest.mark.parametrize("cluster", [2, 4])
 def test_blocks_of_a_cluster_reach_each_others_shared_memory(cluster, simulate):
-    """Every block leaves its numbers with the first of its cluster, which adds them up."""
+    """Every block stores its numbers in the first block of its cluster, which adds them up."""
 
     def body(machine: Machine, inputs: Any, out: Buffer) -> None:
         lane, rank, block = machine.thread, machine.rank, machine.block(0)
@@ -470,7 +470,7 @@ def test_blocks_of_a_cluster_reach_each_others_shared_memory(cluster, simulate):
 
 @machines
 def test_a_block_may_leave_its_cluster_at_a_barrier(simulate):
-    """What it stored in the other block's shared memory is there."""
+    """What it has stored in the other block's shared memory is visible there."""
 
     def body(machine: Machine, inputs: Any, out: Buffer) -> None:
         lane, rank, block = machine.thread, machine.rank, machine.block(0)

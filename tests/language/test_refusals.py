@@ -1,7 +1,7 @@
-"""Mistakes that the kernel language refuses, and what it says to write instead.
+"""Mistakes that the kernel language refuses, and what its messages say to write instead.
 
-What a machine sees while it reads a body is a TypeError on both of them. What depends on numbers is in
-``test_undefined``.
+Mistakes that a machine sees while it reads a body are TypeErrors on both machines. Mistakes that depend on numbers are
+in ``test_undefined``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.lane_kernels import LANE, ROOM, Body, elementwise, emit, mach
 
 
 def check_refused(body: Body, message: str, *, emits: bool, **options: Any) -> None:
-    """TypeError on one of the machines."""
+    """Check that one of the machines raises TypeError."""
     if emits:
         with pytest.raises(TypeError, match=message):
             emit(body, jnp.asarray(LANE), np.zeros_like(LANE), shared_bytes=ROOM, **options)
@@ -127,7 +127,7 @@ def test_numbers_fit_their_kind(body, message, emits):
 
 
 def test_numbers_that_fit():
-    """The ends of each kind, and NumPy's numbers on both sides."""
+    """Covers the limits of each kind, and NumPy's numbers on both sides of an operator."""
 
     def function(machine: Any, x: Any) -> list[Value]:
         one, three, half = np.int8(1), np.int32(3), np.float32(0.5)
@@ -205,7 +205,7 @@ def test_kinds_and_sizes_do_not_mix(body, message, emits):
 
 
 def product(machine: Any, *, depth: int = 128, columns: int = 8, **options: Any) -> None:
-    """A product of 64 rows of 128 bytes with 8 of ``depth``."""
+    """A product of 64 rows of 128 bytes with 8 rows of ``depth`` bytes."""
     left, right = Tile.take(machine, 64, 128), Tile.take(machine, 8, 128)
     machine.wgmma(None, left.k_major(), right.k_major(0, depth), columns=columns, **options)
 
@@ -349,7 +349,7 @@ def test_a_value_ends_with_its_turn_of_a_loop(body, emits):
 
 
 def test_the_simulator_sees_an_accumulator_that_no_turn_hands_over():
-    """A GPU would begin every turn with the same number."""
+    """A GPU would begin every iteration with the same number."""
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
         total = machine.constant(0, "i32")
@@ -377,7 +377,7 @@ def test_a_value_ends_with_its_role(emits):
 
 
 def test_a_value_ends_with_its_role_for_the_other_roles():
-    """Roles of the simulator take turns: what one has made is no use to the other before it ends either."""
+    """In the simulator roles take turns. Other roles cannot use a role's values, even before it has ended."""
 
     def body(machine: TensorCores, inputs: Buffer, out: Buffer) -> None:
         done = Barrier.take(machine, warps=4)
@@ -399,7 +399,7 @@ def test_a_value_ends_with_its_role_for_the_other_roles():
 
 @machines
 def test_what_a_when_or_a_loop_leaves_behind_properly(simulate):
-    """Nested parts: inner ones see the values of outer ones, and what a loop returns is there after it."""
+    """Inner parts can use the values of outer ones, and what a loop returns can be used after it."""
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
         lane = machine.thread

@@ -1,4 +1,4 @@
-"""Arrays and barriers in shared memory, and what loops carry, on both machines against NumPy."""
+"""Arrays and barriers in shared memory, and what loops carry, on both machines, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.machines import HOPPER_MACHINES
 @machines
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_floats_come_back_from_where_they_were_stored(count, simulate):
-    """Two stages of rows; a lane stores its own row, and loads another one's."""
+    """Each lane stores its own row, in one of two stages, and loads another lane's."""
     x = random_floats(count, 2 * WARPGROUP * 4).reshape(2, WARPGROUP, 4)
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
@@ -172,7 +172,7 @@ def test_an_array_refuses_what_is_not_in_it():
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_roles_hand_rows_to_each_other(simulate, rounds):
-    """A role fills two stages in turn, another one adds up what it finds there."""
+    """One role fills two stages in turn, and another adds up what it finds there."""
     stages = 2
 
     def body(machine: TensorCores, inputs: Buffer, out: Buffer) -> None:
@@ -248,7 +248,7 @@ class Running:
 
 @machines
 def test_loops_carry_pytrees(simulate):
-    """Tuples, dicts, dataclasses and None, in a loop, in a repetition and held."""
+    """Tuples, dicts, dataclasses and None are carried by ``loop`` and ``repeat``, and held."""
     x = random_floats(3, 200)
 
     def function(machine: Machine, x: Value) -> list[Value]:

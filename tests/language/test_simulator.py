@@ -1,4 +1,4 @@
-"""What the simulator of the per-lane language catches in a kernel, and what it accepts."""
+"""Faults that the simulator finds in a kernel, and correct kernels that it accepts."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_the_simulator_refuses(body, message):
 
 
 def orderly(machine: Machine, inputs: Buffer, out: Buffer) -> None:
-    """What some of the faults above do, with barriers in between; and what needs none."""
+    """Do what some of the faults above do, with barriers in between, and what needs no barrier."""
     lane = machine.thread
     machine.store_shared(lane * 4, [lane], 4, True)
     out.store_int(lane, lane)
@@ -214,7 +214,7 @@ def test_the_simulator_accepts_the_same_with_barriers():
 
 
 def test_the_simulator_knows_which_array_a_lane_reads():
-    """One load may read several arrays, and each is checked by its own bounds."""
+    """One load may read several arrays, and each is checked against its own bounds."""
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
         lane = machine.thread

@@ -1,4 +1,4 @@
-"""Which devices have kernels, and what is said of those that have none."""
+"""Which devices have kernels, and the messages for those that have none."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_device_that_is_no_gpu_has_none():
 
 
 def test_the_simulator_needs_no_gpu():
-    """Whatever the target: what runs is the kernel of the first row."""
+    """Whatever the target is, the kernel of the first row of the table runs."""
     with jax.sharding.use_abstract_mesh(mesh_of("8.0", UNKNOWN["8.0"])):
         assert target.architecture() == "sm90"
         jax.jit(lambda: result(simulate=True)).trace()
@@ -85,7 +85,7 @@ def test_the_simulator_needs_no_gpu():
 
 
 def traced_layer(backend: str | None) -> str:
-    """A CSA layer of V4-Flash, decoding, as JAX is told to compute it."""
+    """Return the jaxpr of one decode step of a CSA layer of V4-Flash."""
     cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(4,))
     cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=2, max_context=4096))
     params, row = param_shapes(cfg, d4.AttentionType.CSA), spec((2,), np.int32)
@@ -95,7 +95,7 @@ def traced_layer(backend: str | None) -> str:
 
 
 def test_a_layer_runs_in_xla_where_there_are_no_kernels():
-    """Where backend=None takes kernels else; and a named backend that cannot serve names the device."""
+    """There backend=None uses XLA, and a named backend that is not supported raises an error that names the device."""
     kernels = [
         f"name={name}\n" for name in ("cache_step", "indexer_queries", "indexer_scores", "top_k", "attention_queries")
     ]

@@ -31,7 +31,7 @@ def fill(machine: TensorCores, tile: Tile, source: Any, lanes: int) -> None:
 
 
 def store_product(machine: TensorCores, out: Any, values: list[Value], first: int = 0) -> None:
-    """A product's values to out[:, first:]."""
+    """Store a product's values to out[:, first:]."""
     row, column = product_row(machine), machine.thread % 4 * 2 + first
     for i in range(0, len(values), 2):
         out.store_floats(values[i : i + 2], row + i // 2 % 2 * 8, column + i // 4 * 8)
@@ -44,7 +44,7 @@ def tile_bytes(*shapes: tuple[int, int]) -> int:
 def product(
     a: np.ndarray, b: np.ndarray, *, transposed: bool, left_transposed: bool = False, times: int = 1, simulate: bool
 ) -> np.ndarray:
-    """times * a b^T; times * a b where b is transposed, times * a^T b^T where a is."""
+    """Return times * a b^T; or times * a b if b is transposed, and times * a^T b^T if a is."""
     columns = b.shape[1] if transposed else b.shape[0]
     size = a.dtype.itemsize
     dtype = "f16" if size == 2 else "e5m2" if a.dtype == jnp.float8_e5m2 else "e4m3"
@@ -126,7 +126,7 @@ def test_a_left_operand_in_registers(simulate):
 
 
 def pipeline(machine: TensorCores, inputs: Any, out: Any, *, fenced=True, full=True, free=True) -> None:
-    """A role loads tiles of b in turn, another adds up a b_i^T; two tiles of room."""
+    """One role loads tiles of b in turn, with room for two, and another adds up a b_i^T."""
     a, b = inputs
     left, ring = Tile.take(machine, 64, 128), Tile.take(machine, 64, 128, copies=2)
     is_full, is_free = (Barrier.take(machine, warps=4, copies=2) for _ in range(2))
@@ -192,7 +192,7 @@ def test_the_simulator_notices_what_is_missing(missing):
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
 def test_bytes_of_e5m2(simulate):
-    """All values of a byte, subnormals among them."""
+    """Covers all values of a byte, including subnormal ones."""
     rng = np.random.default_rng(7)
     a = rng.permutation(np.repeat(np.arange(256, dtype=np.uint8), 32)).reshape(64, 128)
     a = np.where(a & 0x7F > 0x5C, a & 0xBF, a).astype(np.uint8)  # none infinite, none above 256
@@ -219,7 +219,7 @@ def test_roles_cannot_ask_for_more_registers_than_there_are():
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
 def test_sums_in_f16(simulate):
-    """Pairs of columns in a word."""
+    """A word holds a pair of columns."""
     rng = np.random.default_rng(8)
     a, b = (rng.integers(-4, 5, (64, 128)).astype(np.float16) for _ in range(2))
 
@@ -274,7 +274,7 @@ def test_bytes_and_halves_of_words(simulate):
 
 
 def copies(machine: TensorCores, source: Any, out: Any, *, waits: bool) -> None:
-    """Each lane copies 16 bytes of each row, three rows of room."""
+    """Each lane copies 16 bytes of each row, with room for three rows."""
     lane, rows = machine.thread, source.shape[0]
     room = lane * 16 + machine.take_shared(3 * 128 * 16)
     for i in range(rows):

@@ -1,4 +1,4 @@
-"""Products that sum up in tensor memory, on both machines."""
+"""Products whose sums are in tensor memory, on both machines."""
 
 import functools
 from typing import Any
@@ -21,7 +21,7 @@ F32 = np.float32
 
 
 def multiply(machine: Any, into: Accumulator, a: Operand, b: Operand, **options: Any) -> None:
-    """One product, asked for by the first warp, once all lanes have written its operands; and its end."""
+    """Run one product, started by the first warp after all lanes have written its operands, and wait for it."""
     barrier = Barrier.take(machine, warps=1)
     init_barriers(barrier)
     with machine.when(machine.thread < WARP), machine.one_lane():
@@ -32,14 +32,14 @@ def multiply(machine: Any, into: Accumulator, a: Operand, b: Operand, **options:
 
 
 def run(body: Any, inputs: Any, columns: int, **options: Any) -> np.ndarray:
-    """A body's f32 [64, columns]."""
+    """Return a body's f32 [64, columns]."""
     shapes = [(x.shape[0], x.shape[1] * x.dtype.itemsize) for x in jax.tree.leaves(inputs)]
     state = SPEC((64, columns), jnp.float32)
     return lane_kernels.run(body, inputs, state, shared_bytes=tile_bytes(*shapes) + 256, **options)
 
 
 def tiles(machine: TensorMemory, inputs: Any) -> list[Tile]:
-    """The inputs in shared memory."""
+    """Copy the inputs to shared memory."""
     tiles = [Tile.take(machine, x.shape[0], x.shape[1] * x.dtype.itemsize) for x in inputs]
     for tile, source in zip(tiles, inputs, strict=True):
         fill(machine, tile, source, WARPGROUP)
@@ -49,7 +49,7 @@ def tiles(machine: TensorMemory, inputs: Any) -> list[Tile]:
 
 
 def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """f16 whose sums of products are exact."""
+    """Return f16 whose sums of products are exact."""
     return rng.integers(-8, 9, shape).astype(np.float16)
 
 
@@ -91,7 +91,7 @@ def test_bytes(simulate, dtype):
 
 @pytest.mark.parametrize("simulate", BLACKWELL_MACHINES)
 def test_columns_by_columns_into_both_halves(simulate):
-    """a^T b, added to what lanes had left there times two; the second half of the columns in the other rows."""
+    """a^T b is added to twice what lanes had stored there. The second half of the columns uses the other rows."""
     rng = np.random.default_rng(2)
     a, b, c = integers(rng, 64, 64), integers(rng, 64, 256), integers(rng, 64, 64)
 
@@ -121,7 +121,10 @@ STEPS = ("shared", "full", "free", "before", "after", "scored", "started", "last
 
 
 def pipeline(machine: TensorMemory, inputs: Any, out: Any, *, without: str | None) -> None:
-    """out = sum over i of f16(a b_i^T) c: products of one warp, whose results others hand back to it as operands."""
+    """Compute the sum over i of f16(a b_i^T) c.
+
+    One warp starts the products, and others pass results back as operands.
+    """
     a, b, c = inputs
     left, right = (Tile.take(machine, 64, 128) for _ in range(2))
     ring, handed = Tile.take(machine, 64, 128, copies=2), Tile.take(machine, 64, 128)

@@ -1,4 +1,4 @@
-"""Results that depend on undefined numbers: the simulator's errors. On a GPU each of them is a wrong result."""
+"""Results that depend on undefined numbers are errors in the simulator. On a GPU each would be a wrong result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_quotient_that_nobody_looks_at_may_be_of_a_negative_number(simulate):
 
 
 def unwritten(machine: Machine, other: int = 0) -> Value:
-    """An i32 that nobody has written, and a number where ``other`` lanes have."""
+    """Return an i32 that was never written, and a number in ``other`` lanes that have one."""
     words = Shared.take(machine, (WARPGROUP,), "i32")
     words.store_int(machine.thread, machine.thread, where=machine.thread < other)
     machine.barrier("block")
@@ -233,7 +233,9 @@ def test_nothing_depends_on_shared_memory_that_nobody_has_written(body, message)
 
 
 def test_what_nobody_looks_at_may_be_unwritten():
-    """In lanes that do not store, on the side that is not chosen, beside a condition that decides alone."""
+    """This is the case in lanes that do not store, on a side that is not chosen, and next to a condition that decides
+    alone.
+    """
 
     def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
         lane, few = machine.thread, machine.thread < 100

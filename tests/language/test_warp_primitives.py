@@ -1,4 +1,4 @@
-"""What lanes of a warp tell each other, and atomic additions in shared memory, on both machines against NumPy."""
+"""Communication between the lanes of a warp, and atomic additions in shared memory, on both machines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_counts_of_bits_and_shifts_by_values(simulate):
 @machines
 @pytest.mark.parametrize("where", ["all", "some", "none", "never"])
 def test_additions_in_shared_memory(where, simulate):
-    """Lanes add their numbers to a few words: what each finds there is the sum of some others'."""
+    """Lanes add their numbers to a few words. What each finds there is the sum of some others' numbers."""
     threads, blocks, words = 2 * WARPGROUP, 3, 5
     numbers = np.random.default_rng(4).integers(1, 100, (blocks, threads)).astype(np.int32)
 

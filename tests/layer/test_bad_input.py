@@ -1,5 +1,6 @@
-"""Bad input: a wrong shape or dtype is an error that says what came; bad data comes back as ``ok`` False, and neither
-changes anything.
+"""Bad input changes nothing.
+
+A wrong shape or dtype is an error that says what was given. Bad data gives ``ok`` False.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
 @pytest.fixture(scope="module")
 def filled():
-    """(cache with four requests of a few tokens, their slots)."""
+    """Return a cache with four requests of a few tokens, and their slots."""
     cache, slots, ok = d4.admit(d4.init_cache(small_plan()), BATCH)
     assert ok
     xs = [sequence(b, length, CFG.hidden_size) for b, length in enumerate((8, 5, 3, 4))]
@@ -293,7 +294,7 @@ def test_a_repeated_slot_or_a_bad_one_without_tokens_is_skipped(filled):
 
 
 def test_more_tokens_than_the_input_holds_leave_the_row_alone(filled):
-    """prepare_forward cannot know T: a count past it is refused by the layer."""
+    """prepare_forward does not know T, so the layer refuses a count above it."""
     cache, slots = filled
     ys, after, ok = step(random_params(), tokens(), cache, slots, ids(2, TOKENS + 1, 2, 2), layers=LAYERS)
     assert ok

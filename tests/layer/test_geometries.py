@@ -1,4 +1,4 @@
-"""Ratios, windows and schedules other than the real models': whatever the configuration allows, the layer computes."""
+"""The layer is correct for ratios, windows and schedules other than those of the published models."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A layer driven by hand, through a handle or piece by piece, leaves the bytes that ``attention_layer`` leaves."""
+"""A layer that is run through a handle, or piece by piece, stores the same bytes as ``attention_layer``."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ COMPRESSED = (d4.AttentionType.CSA, d4.AttentionType.HCA)
 
 @functools.cache
 def started(online=False) -> Any:
-    """A cache with four requests at unrelated phases, granted up to 8 tokens more, and those tokens."""
+    """Return a cache with four requests at unrelated phases, each granted up to 8 more tokens, and those tokens."""
     plan = small_plan(**(TRAINED if online else {}))
     cache, slots, ok = d4.admit(d4.init_cache(plan), BATCH)
     assert ok
@@ -55,7 +55,7 @@ def started(online=False) -> Any:
 
 
 def give(tree):
-    """A copy with buffers of its own, to be donated."""
+    """Return a copy with separate buffers, which may be donated."""
     return jax.block_until_ready(jax.tree.map(jnp.copy, tree))
 
 
@@ -78,7 +78,7 @@ def through_the_handle(params, cache, layer, slots, num_new, x):
 
 
 def through_the_pieces(params, cache, layer, slots, num_new, x):
-    """Every public piece under its own jit, each giving away what it updates."""
+    """Run every public piece under its own jit. Each donates what it updates."""
     plan, tables = cache.plan, cache.tables
     kind, index = cache.locate(layer)
     stack = give(cache.stack(kind))
@@ -113,7 +113,7 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
 
 @pytest.fixture(scope="module")
 def layer_result():
-    """What ``attention_layer`` leaves: (y, cache) of each layer."""
+    """Return (y, cache) of ``attention_layer`` for each layer."""
     cache, slots, num_new, x = started()
     return [d4.attention_layer(random_params()[i], x, cache, i, slots, num_new) for i in LAYERS]
 
@@ -140,7 +140,7 @@ def test_the_pieces_leave_the_bytes_of_the_layer(layer, layer_result):
 
 
 def outputs_through_the_handle(params, handle, x):
-    """The layer's output and cache, from a handle that nothing was written through."""
+    """Return the layer's output and cache, from a handle that has not written anything yet."""
     tokens, (freqs, eps) = x.shape[1], (rope_frequencies(CFG, handle.kind), CFG.norm_eps)
     positions, q_latent = handle.positions(tokens), rms_norm(linear(x, params.q_a), params.q_norm, eps)
     q = linear(q_latent, params.q_b).reshape(*positions.shape, CFG.num_heads, CFG.head_dim)
@@ -306,7 +306,7 @@ def test_a_handle_of_a_row_that_was_not_granted_does_nothing():
 
 
 def pieces(online=False):
-    """name -> (the state a piece updates, the piece as a function of that state and of slots)."""
+    """Return name -> (the state that a piece updates, the piece as a function of that state and of slots)."""
     cache, _, num_new, x = started(online)
     plan, table = cache.plan, cache.tables.block_table
     start = ids(30, 21, 0, 3)

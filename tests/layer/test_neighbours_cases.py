@@ -60,7 +60,7 @@ def tokens(row, length=LENGTH):
 
 @functools.cache
 def reference(row) -> Any:
-    """Every layer over a row's tokens, recomputed without a cache. A prefix gives a prefix."""
+    """Recompute every layer over a row's tokens without a cache. A prefix of the row gives a prefix of the result."""
     x = jnp.asarray(tokens(row))
     return [reference_layer(params, x, CFG, layer) for layer, params in enumerate(random_params())]
 
@@ -72,7 +72,7 @@ def start(n=BATCH, **options) -> Any:
 
 
 def play(cache, slots, splits, rows: Sequence[int] = range(BATCH), width=TOKENS) -> Any:
-    """Feed the tokens of ``rows`` from their first, and hold every output against the reference. Returns the cache."""
+    """Feed the tokens of ``rows`` from the first on, and compare every output with the reference. Returns the cache."""
     xs = [tokens(row, sum(split)) for row, split in zip(rows, splits, strict=True)]
     outputs, cache = feed(random_params(), xs, cache, slots, splits, layers=LAYERS, width=width)
     for layer in LAYERS:
@@ -83,7 +83,7 @@ def play(cache, slots, splits, rows: Sequence[int] = range(BATCH), width=TOKENS)
 
 
 def entries(cache, kind, slots):
-    """(entries f32 [B, all, dim] of the kind's layer, how many each request has completed)."""
+    """Return the entries of the kind's layer, f32 [B, all, dim], and how many each request has completed."""
     counts = cache.seq_lens[slots] // CFG.ratio(kind)
     pool = cache.stack(kind).pool
     rows = d4.gather_all_compressed(pool, 0, cache.tables.block_table, slots, counts, plan=cache.plan)
@@ -91,7 +91,7 @@ def entries(cache, kind, slots):
 
 
 def check_entries(cache, slots, rows: Sequence[int] = range(BATCH)):
-    """Every completed entry equals the reference's, and nothing stands behind the last."""
+    """Check that every completed entry equals the reference's, and that there is nothing after the last."""
     for layer, kind in ((1, CSA), (2, HCA)):
         got, counts = entries(cache, kind, slots)
         for b, row in enumerate(rows):
@@ -158,7 +158,7 @@ def real_reference():
 
 @functools.cache
 def real_prefill(short):
-    """Prompts ``short`` tokens below each edge, in one padded batch. Returns (outputs, cache, slots)."""
+    """Feed prompts ``short`` tokens below each edge, in one padded batch. Returns (outputs, cache, slots)."""
     x, _ = real_reference()
     plan = d4.plan_cache(REAL, max_requests=len(EDGES), max_context=520, kv_format="f32", indexer_format="f32")
     cache, slots, ok = d4.admit(d4.init_cache(plan), len(EDGES))
@@ -284,7 +284,7 @@ def test_case_7_bad_scores_of_one_row_give_no_pick_out_of_range_and_none_to_othe
 
 @pytest.mark.slow
 def test_case_8_a_pool_of_more_than_two_to_the_31_elements():
-    """Blocks at both ends of a pool whose flat index no int32 holds."""
+    """Uses blocks at both ends of a pool whose flat index does not fit into int32."""
     cfg = d4.DSV4Config.tiny(
         compress_ratios=(4,), hidden_size=16, num_heads=2, head_dim=130, rope_dim=2, q_lora_rank=8, o_groups=1,
         o_lora_rank=8, indexer_heads=2, indexer_head_dim=32, indexer_top_k=40,

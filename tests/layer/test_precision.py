@@ -1,4 +1,4 @@
-"""What is computed in which precision."""
+"""Checks which precision each computation uses."""
 
 import itertools
 
@@ -44,7 +44,10 @@ def test_any_mix_of_input_and_weight_dtypes_is_near_the_recompute(inputs, weight
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_fp32_product_asks_for_fp32(layer):
-    """On a GPU the default for f32 operands is TF32, which keeps 10 bits: no CPU test would see it."""
+    """On a GPU the default for f32 operands is TF32, which has only 10 bits of mantissa.
+
+    Tests on a CPU cannot notice.
+    """
     cache = d4.abstract_cache(small_plan())
     row, x = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2, TOKENS, CFG.hidden_size), jnp.float32)
     traced = jax.jit(d4.attention_layer, static_argnums=3).trace(random_params()[layer], x, cache, layer, row, row)

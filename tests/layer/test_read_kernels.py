@@ -1,4 +1,4 @@
-"""Scores, picks and attention on the kernels: layers of the published head sizes against XLA and the full recompute."""
+"""Scores, picks and attention by kernels, in layers of the published head sizes, against XLA and the recompute."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """Requests in the middle of their contexts, and a call that brings them more tokens."""
+    """Requests with different lengths, and a call that brings them more tokens."""
 
     lengths: tuple[int, ...]  # tokens held
     num_new: tuple[int, ...]  # of the call, at most T; the last rows are padding
@@ -74,7 +74,7 @@ step = jax.jit(driver.step, static_argnames=("layers", "backend"), donate_argnam
 
 @functools.cache
 def filled(size: Size, formats: tuple[tuple[str, Any], ...]) -> Any:
-    """(cache filled by XLA to the lengths of a size, slots of its rows with -1 for padding)."""
+    """Return a cache filled by XLA to the lengths of a size, and the slots of its rows, -1 for padding."""
     cache, slots, ok = d4.admit(d4.init_cache(dataclasses.replace(size.plan, **dict(formats))), len(size.lengths))
     assert ok
     slots = slots[jnp.asarray(np.random.default_rng(1).permutation(len(size.lengths)))]
@@ -90,7 +90,7 @@ def filled(size: Size, formats: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def given(size: Size, tokens: int, options: dict[str, Any]) -> Any:
-    """(cache that may be donated, slots, num_new, x with NaN in its padding)."""
+    """Return a cache that may be donated, slots, num_new, and x with NaN in its padding."""
     cache, slots = filled(size, tuple(options.items()))
     num_new = np.minimum(size.num_new, tokens)
     x = sequence(9, len(num_new) * tokens, size.cfg.hidden_size).reshape(len(num_new), tokens, -1)
@@ -99,7 +99,7 @@ def given(size: Size, tokens: int, options: dict[str, Any]) -> Any:
 
 
 def run(size: Size, kind: d4.AttentionType, tokens: int, options: dict[str, Any], backend: Backend) -> Any:
-    """One layer's (outputs of a call, bool [B, T] which are of real tokens, cache)."""
+    """Run one layer. Returns (outputs of the call, bool [B, T] which are of real tokens, cache)."""
     cache, slots, num_new, x = given(size, tokens, options)
     number = list(d4.AttentionType).index(kind)
     (y,), cache, ok = step(random_params(size.cfg), x, cache, slots, num_new, layers=(number,), backend=backend)
@@ -137,7 +137,7 @@ def test_a_layer_of_many_requests_gives_what_it_gives_in_xla(kind, tokens, optio
 
 
 def test_a_chunk_in_tiles_of_queries_is_one_chunk(monkeypatch):
-    """A tile reads the fresh rows of earlier ones."""
+    """A tile of queries reads the fresh rows of earlier tiles."""
     case = SMALL, HCA, 3, TRAINED
     want = run(*case, "xla")
     monkeypatch.setattr(layer, "query_tile", lambda *_: 1)

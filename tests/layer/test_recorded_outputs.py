@@ -1,4 +1,4 @@
-"""The layer over the cache gives the recorded numbers, however a sequence is cut into calls."""
+"""The layer over the cache gives the recorded outputs, however a sequence is split into calls."""
 
 import functools
 
@@ -24,7 +24,7 @@ WIDTH = 64
 
 
 def splits_of(how, length):
-    """Chunk lengths of each row of the batch. Rows are prefixes of the recording, each at its own phase."""
+    """Return the chunk lengths of each row of the batch. Rows are prefixes of the recording, at different phases."""
     rng = np.random.default_rng(length)
     return {
         "one shot": [[length]],
@@ -61,7 +61,7 @@ def run(layer, how, formats=("f32", "f32")):
 
 
 def stored_entries(cache, kind, slots, lengths):
-    """Decoded entries of each row."""
+    """Return the decoded entries of each row."""
     ratio = cache.plan.cfg.ratio(kind)
     counts = [length // ratio for length in lengths]
     rows = d4.gather_all_compressed(
@@ -85,7 +85,7 @@ def stored_indexer_entries(cache, slots, lengths):
 
 
 def window(cache, kind, slot):
-    """The decoded ring as it lies: row p mod n_win."""
+    """Return the decoded ring in its own order: position p in row p mod n_win."""
     state = cache.stack(kind).state
     return np.asarray(cache.plan.rows.decode(jax.tree.map(lambda leaf: leaf[0, slot], state.window)))
 
@@ -111,7 +111,7 @@ def test_outputs_entries_and_window_equal_the_recorded_ones(layer, how):
 
 
 def picks_from(cache, slots, recording):
-    """What every query of the recording picks from the keys stored in the cache, through the layer's own functions."""
+    """Return what each query of the recording picks from the cache's keys, using the layer's own functions."""
     params, cfg, plan = recording.params, recording.cfg, cache.plan
 
     @jax.jit

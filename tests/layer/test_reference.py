@@ -1,4 +1,4 @@
-"""The oracle itself gives the recorded numbers: the tests that compare with it stand on this one."""
+"""The reference itself gives the recorded outputs. Tests that compare with the reference rely on this one."""
 
 import functools
 from typing import Any
@@ -26,7 +26,7 @@ def reference(kind, kv_format="f32", indexer_format="f32") -> Any:
 
 
 def ring(rows, n_win):
-    """The newest rows as the window keeps them: position p in row p mod n_win."""
+    """Return the newest rows in the window's order: position p in row p mod n_win."""
     window = np.zeros((n_win, rows.shape[1]), np.float32)
     for position in range(len(rows)):
         window[position % n_win] = rows[position]

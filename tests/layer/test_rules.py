@@ -81,7 +81,10 @@ def run(splits, *, width=TOKENS, order=(0, 1, 2, 3), **options):
 
 @functools.cache
 def expected(name):
-    """What every other split is compared with: one pass, or full chunks where a third step would have to compile."""
+    """Return what every other split is compared with.
+
+    This is one pass, or full chunks if a third step would have to be compiled.
+    """
     whole = name in ("f32", "fp8_tile64, mxfp4, online")
     splits = [[length] if whole else even_split(length, TOKENS) for length in LENGTHS]
     outputs, cache, slots = run(splits, width=64 if whole else TOKENS, **THREE_FORMATS[name])
@@ -144,7 +147,7 @@ def test_rule_1_token_by_token_equals_one_pass():
 
 @on_the_kernels_too
 def test_rule_1_a_running_softmax_in_bfloat16_does_not_depend_on_the_split():
-    """The online HCA tail folds tokens in call by call; its sums must not be rounded in between."""
+    """The online HCA tail adds tokens call by call, and its sums must not be rounded in between."""
     hca = CFG.compress_ratios.index(CFG.hca_compression_ratio)
     xs, results = inputs((32, 48, 16, 16)), []
     for chunk in (8, 1, 3):
@@ -212,7 +215,10 @@ def test_rule_2_a_layer_takes_no_more_than_was_granted():
 @on_the_kernels_too
 @formats
 def test_rule_3_garbage_in_every_free_row_changes_nothing(options):
-    """Requests come, go and come again; before every step all free rows turn into garbage in one of two caches."""
+    """Requests arrive, leave and arrive again.
+
+    In one of two caches, all free rows are filled with garbage before each step.
+    """
     rng = np.random.default_rng(7)
     clean, slots = admitted(**options)
     foul = clean
@@ -246,7 +252,7 @@ def test_rule_3_garbage_in_every_free_row_changes_nothing(options):
 
 @on_the_kernels_too
 def test_rule_3_a_reused_slot_and_its_blocks_give_what_fresh_ones_give():
-    """The second occupant's outputs equal those of a cache that never held the first."""
+    """The outputs of the second request in a slot equal those of a cache that never held the first."""
     xs = inputs((29, 3, 1, 34), seed=50)
     splits = [even_split(len(x), 5) for x in xs]
     fresh, slots = admitted()
@@ -334,7 +340,10 @@ def test_rule_4_padding_rows_and_other_requests_change_nothing_and_are_not_touch
 
 
 def generation_step(params, cache, slots, x, i):
-    """One decode step of a model with residual connections. At step 9 request 1 leaves; at step 11 another comes."""
+    """Run one decode step of a model with residual connections.
+
+    Request 1 leaves at step 9, and another arrives at step 11.
+    """
     cache = d4.release(cache, jnp.where(i == 9, slots[1:2], -1))
     slots = jnp.where((i == 9) & (jnp.arange(BATCH) == 1), -1, slots)
     cache, new, _ = d4.admit(cache, 1, where=(i == 11)[None])
@@ -403,7 +412,7 @@ def pointers(tree):
 
 
 def own_buffers(cache):
-    """A copy that no other test holds, to be given away."""
+    """Return a copy that no other test uses, which may be donated."""
     return jax.block_until_ready(jax.tree.map(jnp.copy, cache))
 
 

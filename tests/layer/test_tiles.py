@@ -1,4 +1,4 @@
-"""Long chunks and long contexts run in tiles; tiny models never need to. Here tiles are made tiny."""
+"""Long chunks and contexts are processed in tiles. Tiny models would not need several, so tiles are made tiny here."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, mon
 
 
 def test_a_short_context_reads_few_tiles():
-    """The loop over entries ends at the longest row: garbage past it in the pool is never read."""
+    """The loop over entries ends at the longest row, so garbage after it in the pool is never read."""
     recording = recorded.load("csa")
     plan = d4.plan_cache(recording.cfg, max_requests=1, max_context=640)
     seen = []

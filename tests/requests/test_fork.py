@@ -1,6 +1,4 @@
-"""Forks hold what requests of their own would hold, bit for bit in batches of one shape; blocks go with their last
-reader.
-"""
+"""Forks hold the same bits as separate requests in batches of one shape; blocks are freed with their last reader."""
 
 import dataclasses
 import itertools
@@ -66,7 +64,7 @@ def padded(slots, size=BATCH):
 
 
 def fork(cache, source, *targets):
-    """``source``: one slot, or a list with one for each target."""
+    """Fork ``source``, which is one slot, or a list with one slot for each target."""
     source = padded(source) if isinstance(source, list) else jnp.int32(source)
     return d4.fork(cache, source, padded(targets))
 
@@ -76,7 +74,7 @@ def release(cache, *slots):
 
 
 def held(cache, *slots):
-    """What requests hold: ``contents`` without blocks granted ahead, and rows that hold nothing all alike."""
+    """Return what requests hold: ``contents`` without blocks granted ahead, and with unused rows made equal."""
     cache, found = poisoned(cache), []
     for slot in slots:
         parts = contents(cache, slot)
@@ -89,7 +87,7 @@ def held(cache, *slots):
 
 
 def assert_consistent(cache):
-    """Every block has as many readers as block tables name it, and stands once in the free list where it has none."""
+    """Check that block tables name every block as often as it has readers, and the free list names the others once."""
     tables = jax.tree.map(np.asarray, cache.tables)
     named = tables.block_table[tables.block_table >= 0]
     assert tables.block_refs.tolist() == np.bincount(named, minlength=len(tables.block_refs)).tolist()
@@ -115,7 +113,7 @@ def all_free(cache):
     ids=["fp8_row, nvfp4, ring", "fp8_tile64, mxfp4, online"],
 )
 def test_forks_equal_requests_that_were_prefilled_each(plan, width, lengths):
-    """At lengths around an entry, a block and both; then all four go on with different tokens."""
+    """Lengths are around the end of an entry, of a block and of both. Then all four continue with different tokens."""
     cfg = plan.cfg
     params = random_params(cfg)
     after = [sequence(10 + b, 6, cfg.hidden_size) for b in range(BATCH)]
@@ -155,7 +153,7 @@ OPERATIONS = st.one_of(
 @settings(max_examples=6)
 @given(operations=st.lists(OPERATIONS, min_size=15, max_size=35), seed=st.integers(0, 2**32 - 1))
 def test_any_interleaving_of_forks_steps_and_releases(operations, seed):
-    """The model: each living slot's whole history, as chunks. A fork copies it; in the end it is run again, alone."""
+    """The model keeps each slot's whole history, as chunks. A fork copies it. At the end each is run again, alone."""
     rng = np.random.default_rng(seed)
     params, (cache, _) = random_params(), admitted(2)
     history: dict[int, list[tuple[np.ndarray, list[np.ndarray]]]] = {0: [], 1: []}
@@ -219,7 +217,7 @@ def test_any_interleaving_of_forks_steps_and_releases(operations, seed):
 
 
 def family():
-    """(cache, [request, its fork, the fork's fork]) of 40, 41 and 42 tokens; they share the first 32."""
+    """Return a cache and a request, its fork and the fork's fork, of 40, 41 and 42 tokens. They share the first 32."""
     cache, slots = admitted(3)
     for row, length in ((0, 37), (1, 4), (2, 1), (0, 3)):
         if row:
@@ -276,7 +274,7 @@ def test_blocks_granted_ahead_are_not_given():
 
 @pytest.mark.parametrize(("ratios", "shared", "own"), [((0,), 0, 0), ((0, 16), 2, 0), ((4, 16), 2, 1)])
 def test_blocks_of_models_without_some_kind_of_layer(ratios, shared, own):
-    """Without CSA layers a block holds one entry: it is full or not there, and nothing needs copying."""
+    """Without CSA layers a block holds one entry, so it is either full or not allocated, and nothing needs copying."""
     cfg = dataclasses.replace(CFG, compress_ratios=ratios)
     plan = d4.plan_cache(cfg, max_requests=2, max_context=CONTEXT, num_blocks=BLOCKS)
 
@@ -304,7 +302,9 @@ def test_blocks_of_models_without_some_kind_of_layer(ratios, shared, own):
 
 @pytest.fixture(scope="module")
 def crowd():
-    """Slot 0 holds 20 tokens, slot 1 holds 3 and no block, slot 2 was granted a block, slot 3 is empty, slot 4 free."""
+    """Slot 0 holds 20 tokens, slot 1 holds 3 and no block, slot 2 was granted a block, slot 3 is empty, and slot 4 is
+    free.
+    """
     cache, slots = admitted()
     assert slots.tolist() == [0, 1, 2, 3]
     xs = [sequence(b, length, CFG.hidden_size) for b, length in enumerate((20, 3, 0, 0))]
@@ -381,7 +381,7 @@ def test_a_malformed_fork_is_an_error_that_names_the_argument(crowd):
 
 
 def test_forks_inside_scan_are_those_outside():
-    """The oldest of three relatives leaves, a fork of the youngest takes its place, all grow by some tokens."""
+    """The oldest of three related requests leaves, a fork of the youngest takes its slot, and all grow."""
 
     def turn(carry, num_new):
         cache, (oldest, middle, youngest) = carry

@@ -1,4 +1,4 @@
-"""A request taken out of a cache and put into another is the same request, and no other notices."""
+"""A request that is extracted from one cache and inserted into another is the same, and no other request changes."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ EDGES = (*range(127, 131), *range(255, 258), *range(383, 386), *range(511, 514))
 
 
 def holding(lengths, plan, seed=0) -> tuple[d4.KVCache, jax.Array]:
-    """A cache full of random bytes, with requests of these lengths; blocks and slots in no particular order."""
+    """Return a cache full of random bytes with requests of these lengths. Blocks and slots are in random order."""
     cache, slots, ok = d4.admit(d4.init_cache(plan), len(lengths) + 1)
     assert ok
     cache, ok = d4.prepare_forward(cache, slots[:1], ids(1 + plan.min_ratio))
@@ -54,7 +54,7 @@ def holding(lengths, plan, seed=0) -> tuple[d4.KVCache, jax.Array]:
 
 
 def visible(cache: d4.KVCache, slot: int) -> dict[str, Any]:
-    """A request's contents, with what lies past its last complete entry as zeros."""
+    """Return a request's contents, with zeros past its last complete entry."""
     held = contents(cache, slot)
     for kind in d4.AttentionType:
         if held.get(f"{kind} pool") is not None:
@@ -71,7 +71,7 @@ def visible(cache: d4.KVCache, slot: int) -> dict[str, Any]:
 
 @formats
 def test_every_byte_arrives_and_no_other_is_touched(options):
-    """Lengths around the edges of window, blocks and entries; into a cache with more slots and fewer blocks."""
+    """Lengths are around the edges of window, blocks and entries; the other cache has more slots and fewer blocks."""
     source, slots = holding(EDGES, d4.plan_cache(LONG, max_requests=14, max_context=640, num_blocks=60, **options))
     snapshot = d4.extract(source, slots)
     assert (snapshot.num_requests, snapshot.blocks) == (len(EDGES), 4)
@@ -96,7 +96,7 @@ def test_every_byte_arrives_and_no_other_is_touched(options):
 
 @functools.cache
 def served(name):
-    """Four requests around the edges of blocks and windows of 16 tokens, fed through the layers."""
+    """Return four requests around the edges of blocks and windows of 16 tokens, fed through the layers."""
     cache, slots, ok = d4.admit(d4.init_cache(small_plan(**FORMATS[name])), BATCH)
     assert ok
     xs = [sequence(b, length, CFG.hidden_size) for b, length in enumerate((15, 33, 3, 48))]
@@ -107,7 +107,10 @@ def served(name):
 
 @pytest.mark.parametrize("name", ["fp8_row, nvfp4, bf16 tails", "fp8_tile64, mxfp4, online"])
 def test_decoding_goes_on_as_if_nothing_had_happened(name):
-    """Into other slots and blocks of a cache whose dead rows are garbage: outputs and bytes stay the same."""
+    """The requests go into other slots and blocks of a cache with garbage in unused rows.
+
+    Outputs and bytes are the same.
+    """
     cache, slots = served(name)
     chosen = slots[jnp.array([3, 0])]
     target, other, ok = d4.admit(d4.init_cache(cache.plan), 1)
@@ -193,7 +196,7 @@ def test_a_model_without_compressed_layers():
 
 
 def crowded(free_slots: int, free_blocks: int) -> d4.KVCache:
-    """A cache full of random bytes with so many slots and blocks left."""
+    """Return a cache full of random bytes with this many slots and blocks left."""
     cache, slots, ok = d4.admit(d4.init_cache(small_plan()), REQUESTS - free_slots)
     assert ok
     taken = BLOCKS - free_blocks

@@ -1,4 +1,4 @@
-"""Drafts: what is staged shows nowhere, and what is committed is what the accepted tokens alone would have left."""
+"""Staged drafts are not visible anywhere, and a commit leaves what the accepted tokens alone would have left."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ layers = tuple(range(DEEP.num_layers))
 
 @functools.partial(jax.jit, static_argnames="backend")
 def stage_all(params, x, cache, slots, num_new, *, backend=None):
-    """All layers on the same input. Returns ([y per layer], cache, staged)."""
+    """Stage all layers on the same input. Returns ([y per layer], cache, staged)."""
     backend = backend or BACKEND.value
     outputs, staged = [], []
     for layer in range(len(params)):
@@ -64,7 +64,9 @@ def stage_all(params, x, cache, slots, num_new, *, backend=None):
 
 @functools.cache
 def prefilled(name: str):
-    """(cache of requests at ``STARTS`` with blocks for a draft granted, slots, a draft's inputs [B, DRAFT, hidden])."""
+    """Return a cache of requests at ``STARTS`` that are granted a draft, slots, and the draft's inputs [B, DRAFT,
+    hidden].
+    """
     rows, longest = len(STARTS), max(STARTS)
     plan = d4.plan_cache(DEEP, max_requests=rows + 1, max_context=longest + 2 * DRAFT, **PLANS[name])
     cache, slots, ok = d4.admit(d4.init_cache(plan), rows)
@@ -82,7 +84,7 @@ def prefilled(name: str):
 
 
 def in_one_call(name: str) -> tuple[list[np.ndarray], list[d4.KVCache]]:
-    """(outputs [layer][DRAFT + 1, B, ..], caches) after the draft's first 0, 1, .. DRAFT tokens in one call."""
+    """Feed the draft's first 0, 1, .. DRAFT tokens in one call. Returns (outputs [layer][DRAFT + 1, B, ..], caches)."""
     cache, slots, x = prefilled(name)
     outputs, caches = [], []
     for n in range(DRAFT + 1):
@@ -94,7 +96,10 @@ def in_one_call(name: str) -> tuple[list[np.ndarray], list[d4.KVCache]]:
 
 
 def one_by_one(name: str, *, width: int) -> list[d4.KVCache]:
-    """The cache after the draft's first 0, 1, .. DRAFT tokens, a call for each, padded to ``width`` tokens."""
+    """Return the cache after the draft's first 0, 1, ..
+
+    DRAFT tokens, with one call each, padded to ``width`` tokens.
+    """
     cache, slots, x = prefilled(name)
     caches = [cache]
     for i in range(DRAFT):
@@ -107,7 +112,7 @@ def one_by_one(name: str, *, width: int) -> list[d4.KVCache]:
 
 
 def row_by_row(caches: list[Any], chosen: np.ndarray, slots: Any, tables: Any) -> d4.KVCache:
-    """A cache that holds request b as ``caches[chosen[b]]`` does; all have the same block tables."""
+    """Return a cache that holds request b as ``caches[chosen[b]]`` does. All have the same block tables."""
     blocks, slots = np.asarray(tables.block_table), np.asarray(slots)
 
     def pick(axis_1: list[np.ndarray], *leaves: Any) -> np.ndarray:
@@ -128,7 +133,7 @@ def row_by_row(caches: list[Any], chosen: np.ndarray, slots: Any, tables: Any) -
 
 @pytest.mark.parametrize("name", first_of(PLANS))
 def test_a_commit_leaves_what_the_accepted_tokens_leave(name):
-    """Every phase of ``STARTS`` with every length of draft and every number of accepted tokens."""
+    """Covers every phase of ``STARTS`` with every length of draft and every number of accepted tokens."""
     cache, slots, x = prefilled(name)
     outputs, fed = in_one_call(name)
     for n, after in enumerate(one_by_one(name, width=DRAFT)):
@@ -150,7 +155,7 @@ def test_a_commit_leaves_what_the_accepted_tokens_leave(name):
 
 
 def assert_fed_alike(got: d4.KVCache, want: d4.KVCache, *, exact: bool) -> None:
-    """Two caches that were fed the same tokens in other chunks."""
+    """Compare two caches that were fed the same tokens in different chunks."""
     got, want = poisoned(got), poisoned(want)
     is_online = got.plan.hca_tail == "online"  # the sums of a running softmax are then taken in another order
     if exact:
@@ -254,7 +259,7 @@ def test_commit_refuses_what_it_cannot_store_and_changes_nothing():
 
 
 def test_a_row_that_may_not_bring_tokens_stages_none():
-    """Padding, no token, more than was granted, more than there are: their outputs are 0, and so may be accepted."""
+    """These are padding, no token, more than was granted, and more than there are. Their outputs are 0."""
     cache, slots, x = prefilled("f32, ring")
     cache, ok = d4.prepare_forward(cache, slots[2:4], ids(3, DRAFT + 1))
     assert ok
@@ -279,7 +284,7 @@ def test_a_row_that_may_not_bring_tokens_stages_none():
 
 
 def test_a_pass_that_is_refused_after_a_draft_that_was_not_accepted_leaves_all_rows_alone():
-    """What was granted for the rest of a draft lets nothing run later."""
+    """A grant for the rest of a draft does not let anything run later."""
     cache, slots, x = prefilled("f32, ring")
     rows = len(STARTS)
     _, cache, staged = stage_all(random_params(DEEP), x, cache, slots, ids(*[DRAFT] * rows))
@@ -301,7 +306,7 @@ def test_a_pass_that_is_refused_after_a_draft_that_was_not_accepted_leaves_all_r
 
 
 def test_a_speculative_generation_inside_scan_equals_feeding_what_was_accepted():
-    """Each step drafts eight tokens, of which the first ones are right."""
+    """Each step drafts eight tokens, of which some first ones are right."""
     rng, params, steps = np.random.default_rng(5), random_params(), 12
     accepted = rng.integers(0, 6, (steps, BATCH)).astype(np.int32)
     xs = [sequence(20 + b, int(n), CFG.hidden_size) for b, n in enumerate(accepted.sum(0))]
@@ -343,7 +348,7 @@ def test_a_speculative_generation_inside_scan_equals_feeding_what_was_accepted()
 
 
 def live(part: Any, blocks: int | None) -> Any:
-    """The first blocks of a pool, or all of another part, with zeros where nothing is held."""
+    """Return the first blocks of a pool, or all of another part, with zeros where nothing is held."""
     return jax.tree.map(lambda leaf: np.where(np.isnan(leaf), np.zeros_like(leaf), leaf)[:, :blocks], part)
 
 
@@ -388,7 +393,7 @@ def test_the_kernel_writes_the_entries_of_a_whole_update_and_nothing_else(case, 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_draft_on_the_kernels(backend):
-    """Staged and committed by them, and by XLA."""
+    """The draft is staged and committed by kernels, and by XLA."""
     cache, slots, x = prefilled("f32, ring")
     drafted = np.array([b % DRAFT + 1 for b in range(len(STARTS))])
     accepted = ids(*drafted * 2 // 3)

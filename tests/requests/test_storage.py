@@ -1,4 +1,4 @@
-"""What is restored is what was saved, or it is refused and the message says why."""
+"""What is restored equals what was saved. Otherwise it is refused, with a message that says why."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ from tests.support.paths import DATA
 
 
 def filled(**options) -> tuple[d4.KVCache, jax.Array]:
-    """A cache of random bytes that holds four requests, the second too short for an entry."""
+    """Return a cache of random bytes that holds four requests, of which the second is too short for an entry."""
     cache, slots, ok = d4.admit(d4.init_cache(small_plan(**options)), BATCH)
     assert ok
     num_new = ids(33, 3, 16, 20)
@@ -47,7 +47,7 @@ def filled(**options) -> tuple[d4.KVCache, jax.Array]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, d4.Snapshot]:
-    """A snapshot and its folder, which no test changes."""
+    """Return a snapshot and its folder, which no test changes."""
     cache, slots = filled(kv_format="fp8_row")
     path = tmp_path_factory.mktemp("saved") / "requests"
     snapshot = d4.extract(cache, slots[:1])
@@ -57,7 +57,10 @@ def saved(tmp_path_factory) -> tuple[Path, d4.Snapshot]:
 
 @pytest.mark.parametrize("name", ["fp8_row_nvfp4_ring", "fp8_tile64_mxfp4_online"])
 def test_files_of_an_earlier_version_of_the_library_are_read(name):
-    """``tests/data/saved`` was written before the modules stood in rooms: a cache, and its first request by itself."""
+    """``tests/data/saved`` was written before modules were moved into packages.
+
+    It has a cache, and its first request alone.
+    """
     cache, request = (d4.restore(DATA / "saved" / f"{what}_{name}") for what in ("cache", "request"))
     assert isinstance(cache, d4.KVCache)
     assert isinstance(request, d4.Snapshot)
@@ -116,7 +119,7 @@ def test_plans_of_numpy_integers_and_no_devices_in_the_files(tmp_path):
 
 
 def test_a_cache_of_several_shards(tmp_path):
-    """Which are a matter of the tables' ids and counts alone; where they lie is the reader's choice."""
+    """Shards differ only in ids and counts of the tables. The reader chooses which devices they are restored to."""
     cache, _ = filled()
     tables = dataclasses.replace(cache.tables, num_free=ids(4, 5))
     cache = dataclasses.replace(cache, tables=tables)
@@ -162,7 +165,7 @@ def test_another_plan_is_refused_field_by_field(options, cache_message, snapshot
 
 
 def reseal(path: Path, **changes: Any) -> None:
-    """Rewrite a header with a checksum that fits."""
+    """Rewrite a header with a matching checksum."""
     header = json.loads((path / "header.json").read_text())["header"] | changes
     sealed = {"header": header, "crc32": storage._checksum_of_json(header)}
     (path / "header.json").write_text(json.dumps(sealed))

@@ -1,4 +1,4 @@
-"""Cases of decode attention: ragged batches over a permuted, poisoned cache, and what NumPy makes of them in f64."""
+"""Cases of decode attention: ragged batches over a permuted, poisoned cache, and expected outputs from NumPy in f64."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ONE_BLOCK = sm90.Layout()
 class Case:
     """A ragged batch over a permuted, poisoned cache."""
 
-    lengths: tuple[int, ...]  # tokens that each request holds before the call; -1 = a padding row
+    lengths: tuple[int, ...]  # tokens that each request has stored before the call; -1 = a padding row
     tokens: int = 1
-    entries: str | None = "picked"  # or "all"
+    entries: str | None = "picked"  # "picked" or "all"; None without entries
     top_k: int = 64
     ratio: int = 4
     per_block: int = 32
@@ -40,13 +40,13 @@ class Case:
 
 
 def poisoned(leaf: np.ndarray) -> np.ndarray:
-    """NaN in every dtype: bytes of 0xFF are NaN in E4M3, UE8M0, bf16 and f32."""
+    """Fill with NaN of any dtype: bytes of 0xFF are NaN in E4M3, UE8M0, bf16 and f32."""
     return np.full(leaf.shape, 0xFF, np.uint8).repeat(leaf.dtype.itemsize, -1).view(leaf.dtype).reshape(leaf.shape)
 
 
 def encode(rng: np.random.Generator, kv_format: str, count: int) -> tuple[Any, np.ndarray]:
-    """Random rows: stored, and what they decode to."""
-    shape = (-(-count // 512) * 512,)  # few shapes to compile for
+    """Return random rows as stored, and the values that they decode to."""
+    shape = (-(-count // 512) * 512,)  # so that there are few shapes to compile for
     x = rng.standard_normal((*shape, DIM)).astype(np.float32) * np.exp(rng.uniform(-3, 1, (*shape, 1))).astype(
         np.float32
     )
@@ -61,7 +61,7 @@ def place(store: Any, at: tuple[Any, ...], rows: Any) -> None:
 
 
 def make(case: Case) -> tuple[AttentionInputs, np.ndarray]:
-    """What the kernel reads, and the expected output, f64."""
+    """Return what the kernel reads, and the expected output, f64."""
     rng = np.random.default_rng(case.seed)
     batch, tokens, layers, requests = len(case.lengths), case.tokens, 2, len(case.lengths) + 2
     layer, slots = 1, rng.permutation(requests)[:batch].astype(np.int32)
@@ -90,7 +90,7 @@ def make(case: Case) -> tuple[AttentionInputs, np.ndarray]:
         if length < 0:
             slots[b] = -1
             continue
-        held = length + 1 if tokens == 1 else length  # one token is stored before it attends
+        held = length + 1 if tokens == 1 else length  # a single token is stored before it attends
         start[b] = held
         tokens_here = encode(rng, case.kv_format, length + tokens)
         for p in range(max(0, held - case.n_win), held):
@@ -163,7 +163,7 @@ def run(case: Case, inputs: AttentionInputs, *, simulate: bool) -> np.ndarray:
 def check(case: Case, *, simulate: bool) -> None:
     inputs, expected = make(case)
     found = run(case, inputs, simulate=simulate)
-    # Queries, weights and rows are rounded to f16, 2^-11 each: what they are off by is below 2^-9 of a row's largest
+    # Queries, weights and rows are rounded to f16, 2^-11 each, which gives an error below 2^-9 of a row's largest
     # value. bf16 rounds the result by 2^-9 of itself.
     scale = np.abs(expected).max(-1, keepdims=True)
     limit = 2.0**-9 * scale + (2.0**-8 * np.abs(expected) if case.dtype == jnp.bfloat16 else 0)

@@ -1,6 +1,7 @@
 """A decode step of V4-Pro's layers compiled for four GPUs: python -m tests.support.compile_sharded h200
 
-Requests over two shards, heads over two. Prints what the program does as one JSON line. Needs the extra ``cross``.
+Requests are split over two shards, and heads over two. Prints what the program does as one JSON line. Needs the extra
+``cross``.
 """
 
 import collections

@@ -1,7 +1,7 @@
-"""Every GPU kernel at the models' sizes, compiled where there is no GPU: python -m tests.support.compiled_kernels h200
+"""Every GPU kernel at the models' sizes, compiled without a GPU: python -m tests.support.compiled_kernels h200
 
-Prints one JSON line, kernel -> what PTX, ptxas and XLA say of it; with ``--table`` first its registers and the blocks
-that an SM can hold. One target per process. Needs the extra ``cross``.
+Prints one JSON line that maps each kernel to what PTX, ptxas and XLA report about it. With ``--table`` it first prints
+each kernel's registers and the blocks that fit on an SM. There is one target per process. Needs the extra ``cross``.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ from tests.support.compile_for_gpu import compile_for, prepare_environment
 from tests.support.in_place import copied_bytes, memory_of
 
 MODELS = {"flash": d4.DSV4Config.flash(), "pro": d4.DSV4Config.pro()}
-# One layer's CSA rows take more than 2^31 bytes: 32 bits hold neither the offset of a layer nor that of a block in it.
+# The CSA rows of one layer take more than 2^31 bytes, so 32 bits are too few for the offset of a layer or of a block in
+# it.
 NUM_BLOCKS = 160_000
 FORMATS = (
     dict(kv_format="fp8_row", indexer_format="nvfp4"),
@@ -50,7 +51,7 @@ FORMATS = (
 DECODE = 256, 1
 CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
-# Without MOSAIC_GPU_DUMP_TO they go to standard output; with it nvdisasm is asked for too.
+# Without MOSAIC_GPU_DUMP_TO dumps go to standard output. With it, nvdisasm would be required too.
 DUMPS = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
 SM_REGISTERS, SM_THREADS, SM_BLOCKS, SM_SHARED = 65536, 2048, 32, 228 << 10
 Spec = jax.ShapeDtypeStruct
@@ -63,9 +64,9 @@ class Kernel:
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    rows: Any  # the pool's NoPE bytes [layers, num_blocks, entries_per_block, dim], where the kernel addresses them
+    rows: Any  # the pool's NoPE bytes [layers, num_blocks, entries_per_block, dim], if the kernel addresses them
     reads_only: bool = False
-    has_scratch: bool = False  # beside the cache, which is larger
+    has_scratch: bool = False  # besides the cache, which is larger
 
 
 def _f32(*shape: int) -> Any:
@@ -128,7 +129,7 @@ def _updates(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 
 def _pieces(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """What each format has of its own; then what knows no format."""
+    """Yield the pieces that depend on a format, for each format, and then the others."""
     row, done = _i32(DECODE[0]), Spec((DECODE[0],), jnp.bool)
     for options in FORMATS:
         cache = _cache(cfg, **options)
@@ -154,13 +155,13 @@ def _pieces(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 
 def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Scores, top-k and attention: for one token and for several of each request."""
+    """Yield scores, top-k and attention, for one and for several tokens per request."""
     layer = _i32(1)
     formats = *FORMATS, dict(kv_format="bf16", indexer_format="mxfp4")
     for options in formats if cfg is MODELS["flash"] else FORMATS[:1]:
         cache = _cache(cfg, **options)
         plan, table = cache.plan, cache.tables.block_table
-        for batch, tokens in ((1, 1), (9, 4)):  # of attention: few queries, and blocks that share one
+        for batch, tokens in ((1, 1), (9, 4)):  # attention with few queries, and with blocks that share one
             sizes, lead = f"[{batch}, {tokens}]", (batch, tokens)
             q = Spec((*lead, cfg.num_heads, cfg.head_dim), jnp.float16)
             for kind in sorted({spec.attn for spec in d4.layer_schedule(cfg)}):
@@ -212,7 +213,7 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 
 def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """What readers take, from matrix products."""
+    """Yield the kernels that convert matrix products to queries."""
     for batch, tokens in ((64, 1), DRAFT):
         lead, angles = (batch, tokens), _f32(batch, tokens, cfg.rope_dim)
         prepare: Any = functools.partial(pk.attention_queries, eps=cfg.norm_eps)
@@ -236,7 +237,7 @@ def _piece(detail: str, static: dict[str, Any], function: Any, *args: Any) -> Ke
 
 @contextlib.contextmanager
 def _standard_output() -> Iterator[list[str]]:
-    """What the process writes to its standard output, C++ included, in place of writing it."""
+    """Capture what the process writes to standard output, including C++ code."""
     written: list[str] = []
 
     def flush() -> None:
@@ -258,13 +259,13 @@ def _standard_output() -> Iterator[list[str]]:
 
 
 def _numbers(pattern: str, text: str) -> list[int]:
-    """The groups of a pattern's only match; none where it does not match once."""
+    """Return the groups of a pattern's only match; an empty list if it does not match exactly once."""
     found = re.findall(pattern, text)
     return [int(group) for group in (found[0] if isinstance(found[0], tuple) else found)] if len(found) == 1 else []
 
 
 def strides_in_32_bits(ptx: str, rows: Any) -> list[int]:
-    """Those of a pool's strides in bytes, layer and block, that the kernel does not multiply in 64 bits."""
+    """Return the pool's strides in bytes, of layer and block, that the kernel does not multiply in 64 bits."""
     strides = [rows.size // rows.shape[0], rows.size // (rows.shape[0] * rows.shape[1])]
     wide, narrow = (
         {int(number) for number in re.findall(rf"{op} \s*[^;]*?, (\d+)[,;]", ptx)}
@@ -274,7 +275,10 @@ def strides_in_32_bits(ptx: str, rows: Any) -> list[int]:
 
 
 def blocks_per_sm(registers: int, threads: int, shared: int) -> int:
-    """Blocks of a kernel that an SM holds at once: registers go to warps in units of 256, 1 KiB a block is reserved."""
+    """Return how many blocks of a kernel fit on an SM.
+
+    Registers are allocated per warp in units of 256; 1 KiB is reserved.
+    """
     by_registers = SM_REGISTERS // (-(-registers // 8) * 8 * threads)
     return min(by_registers, SM_THREADS // threads, SM_BLOCKS, SM_SHARED // (shared + 1024))
 
@@ -322,7 +326,7 @@ def _print_table(reports: dict[str, dict[str, Any]]) -> None:
 
 def main(target: str, *options: str) -> None:
     prepare_environment()
-    jax.config.update("jax_platforms", "cpu")  # JAX is imported already and has read its variable
+    jax.config.update("jax_platforms", "cpu")  # JAX is already imported and has read the environment variable
     os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
     os.environ.update(dict.fromkeys(DUMPS, "1"))
     reports: dict[str, dict[str, Any]] = {}
@@ -333,7 +337,7 @@ def main(target: str, *options: str) -> None:
             reports[name] = report(target, kernel)
     if "--table" in options:
         _print_table(reports)
-    # What the audit must not let through.
+    # Cases that the audit must reject.
     undonated = report(target, next(iter(_updates(MODELS["flash"]))), donate=False)
     print(json.dumps({"kernels": reports, "undonated": undonated}))
 

@@ -1,4 +1,4 @@
-"""Drive a cache the way a model does, and compare caches."""
+"""Functions to drive a cache the way a model does, and to compare caches."""
 
 import collections
 import dataclasses
@@ -21,19 +21,23 @@ REQUESTS, CONTEXT, BLOCKS = 5, 80, 14
 BATCH, TOKENS = 4, 8
 F32: dict[str, Any] = dict(kv_format="f32", indexer_format="f32")
 TRAINED: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online")
-DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4")  # with ring tails in f32
+DEFAULT: dict[str, Any] = dict(kv_format="fp8_row", indexer_format="nvfp4")  # the defaults otherwise: ring tails in f32
 BF16_TAILS = DEFAULT | dict(tail_dtype=jnp.bfloat16)
-# Options of a plan that between them have every form of rows, keys and tails; and the three that differ most.
+# Options of plans that together cover every format of rows and keys and every form of tails; and the three that differ
+# most.
 THREE_FORMATS = {"f32": F32, "fp8_tile64, mxfp4, online": TRAINED, "fp8_row, nvfp4, bf16 tails": BF16_TAILS}
 FORMATS = THREE_FORMATS | {"bf16, online": dict(kv_format="bf16", indexer_format="bf16", hca_tail="online")}
 
-TRACES: collections.Counter[str] = collections.Counter()  # how often each function below was traced
+TRACES: collections.Counter[str] = collections.Counter()  # number of times that each function below was traced
 # The backend of ``step`` where none is named, set by ``with BACKEND(name):``. It is part of jit's cache key.
 BACKEND = jax.make_user_context(None)
 
 
 def small_plan(**options: Any) -> d4.CachePlan:
-    """A plan for ``CFG`` in f32, with options changed. Its blocks are too few for all requests at full length."""
+    """Return a plan for ``CFG`` in f32, with some options changed.
+
+    It has too few blocks for all requests at full length.
+    """
     sizes: dict[str, Any] = dict(max_requests=REQUESTS, max_context=CONTEXT, num_blocks=BLOCKS)
     formats: dict[str, Any] = dict(kv_format="f32", indexer_format="f32")
     return d4.plan_cache(CFG, **(sizes | formats | options))
@@ -41,7 +45,7 @@ def small_plan(**options: Any) -> d4.CachePlan:
 
 @functools.cache
 def random_params(cfg: d4.DSV4Config = CFG, seed: int = 0) -> tuple[Any, ...]:
-    """Random weights of every layer, drawn by NumPy: nothing to compile."""
+    """Return random weights of every layer, drawn by NumPy so that nothing is compiled."""
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: Any) -> jax.Array:
@@ -56,13 +60,13 @@ def random_params(cfg: d4.DSV4Config = CFG, seed: int = 0) -> tuple[Any, ...]:
 
 
 def ids(*values: int) -> jax.Array:
-    """int32 vector."""
+    """Return an int32 vector."""
     return jnp.asarray(values, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("layers", "backend"))
 def step(params, x, cache, slots, num_new, *, layers=(0,), backend=None):
-    """prepare_forward, some layers on the same input, advance. Returns ([y per layer], cache, ok)."""
+    """Run prepare_forward, some layers on the same input, and advance. Returns ([y per layer], cache, ok)."""
     TRACES["step"] += 1
     backend = backend or BACKEND.value
     cache, ok = d4.prepare_forward(cache, slots, num_new)
@@ -74,9 +78,9 @@ def step(params, x, cache, slots, num_new, *, layers=(0,), backend=None):
 
 
 def feed(params, xs: Sequence[np.ndarray], cache, slots, splits, *, layers=(0,), width=None, backend=None):
-    """Feed sequences xs[b] [T_b, hidden] to slots[b] in chunks; splits[b] are the chunk lengths of row b, 0 allowed.
+    """Feed sequences xs[b] [T_b, hidden] to slots[b] in chunks. splits[b] are row b's chunk lengths, which may be 0.
 
-    Rows run side by side, padded to ``width`` tokens (the longest chunk by default); padding is NaN, which nothing may
+    Rows run side by side, padded to ``width`` tokens (the longest chunk by default). Padding is NaN, which must not be
     read. Returns (outputs [layer][b] f32 [T_b, hidden], cache).
     """
     batch, hidden = len(xs), xs[0].shape[-1]
@@ -102,12 +106,12 @@ def feed(params, xs: Sequence[np.ndarray], cache, slots, splits, *, layers=(0,),
 
 
 def even_split(length: int, chunk: int) -> list[int]:
-    """length as chunks of ``chunk`` tokens, the last one shorter."""
+    """Split a length into chunks of ``chunk`` tokens, of which the last may be shorter."""
     return [chunk] * (length // chunk) + ([length % chunk] if length % chunk else [])
 
 
 def random_split(rng: np.random.Generator, length: int, longest: int) -> list[int]:
-    """length as random chunks of 1 .. longest tokens."""
+    """Split a length into random chunks of 1 .. longest tokens."""
     split: list[int] = []
     while sum(split) < length:
         split.append(min(int(rng.integers(1, longest + 1)), length - sum(split)))
@@ -115,7 +119,7 @@ def random_split(rng: np.random.Generator, length: int, longest: int) -> list[in
 
 
 def assert_same(a, b) -> None:
-    """Two pytrees agree in every leaf, byte for byte (NaN equals NaN of the same bits)."""
+    """Check that two pytrees are equal in every leaf, byte for byte (NaN equals NaN with the same bits)."""
     leaves_a, tree_a = jax.tree_util.tree_flatten_with_path(a)
     leaves_b, tree_b = jax.tree_util.tree_flatten_with_path(b)
     assert tree_a == tree_b
@@ -126,12 +130,12 @@ def assert_same(a, b) -> None:
 
 
 def sequence(seed: int, length: int, hidden: int) -> np.ndarray:
-    """f32 [length, hidden], unit normal."""
+    """Return unit normal f32 [length, hidden]."""
     return np.random.default_rng(seed).standard_normal((length, hidden), np.float32)
 
 
 def contents(cache: d4.KVCache, slot: int) -> dict[str, Any]:
-    """All that a cache holds of one request, whichever blocks it lies in: NumPy leaves without the requests axis."""
+    """Return all that a cache holds of one request, in whichever blocks: NumPy leaves without the requests axis."""
     tables = jax.tree.map(np.asarray, cache.tables)
     blocks = tables.block_table[slot, : tables.block_lens[slot]]
     held: dict[str, Any] = {"seq_len": tables.seq_lens[slot], "blocks": tables.block_lens[slot]}
@@ -144,10 +148,10 @@ def contents(cache: d4.KVCache, slot: int) -> dict[str, Any]:
 
 
 def moved_values(a: Any, b: Any, tolerance: float) -> tuple[int, int]:
-    """How many values of two pytrees differ by more than rounding, of how many.
+    """Return how many values of two pytrees differ by more than rounding, and the number of values.
 
-    f32 leaves may differ by ``tolerance`` and bfloat16 ones not at all; whole numbers (stored bytes, positions) not
-    either. NaN differs from everything but NaN.
+    f32 leaves may differ by ``tolerance``. bfloat16 leaves and whole numbers (stored bytes, positions) must be equal.
+    NaN only equals NaN.
     """
     moved = total = 0
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -162,7 +166,7 @@ def moved_values(a: Any, b: Any, tolerance: float) -> tuple[int, int]:
 
 
 def garbage(cache: d4.KVCache, seed: int = 0) -> d4.KVCache:
-    """The cache with random bytes in every leaf but the tables."""
+    """Return the cache with random bytes in every leaf except the tables."""
     rng = np.random.default_rng(seed)
 
     def draw(leaf: jax.Array) -> jax.Array:
@@ -172,10 +176,10 @@ def garbage(cache: d4.KVCache, seed: int = 0) -> d4.KVCache:
 
 
 def poisoned(cache: d4.KVCache) -> d4.KVCache:
-    """The cache with garbage in every row that holds nothing: NaN, 0xFF, or a plausible wrong number.
+    """Return the cache with garbage in every row that holds nothing: NaN, 0xFF, or a plausible wrong number.
 
-    Free slots in all layers; window rows without a token; tail rows past the unfinished block's tokens; pool rows of
-    free blocks, and rows of a request's blocks that it has not filled yet; the free list past its end.
+    These are: free slots in all layers; window rows without a token; tail rows past the unfinished block's tokens; pool
+    rows of free blocks, and rows of a request's blocks that are not filled yet; and the free list past its end.
     """
     tables = jax.tree.map(np.array, cache.tables)
     tables.free_blocks[tables.num_free[0] :] = 3

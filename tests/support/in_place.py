@@ -1,8 +1,8 @@
-"""What a compiled program does to a donated cache: which bytes it updates in place and what it allocates besides.
+"""What a compiled program does to a donated cache: which bytes it updates in place, and what else it allocates.
 
-Every audit compiles the same program for a small and a large cache: eight times the blocks and eight times the slots.
-In place means: the bytes aliased from input to output are the whole cache, and neither the temporaries nor what the
-program copies grow with the cache.
+Every audit compiles the same program for a small and a large cache, which has eight times the blocks and eight times
+the slots. The update is in place if the bytes aliased from input to output are the whole cache, and neither temporaries
+nor copies grow with the cache.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from dsv4jax.cache.tables import granted_tokens, withdraw_grants
 from dsv4jax.requests.snapshot import abstract_snapshot
 from dsv4jax.weights.params import param_shapes
 
-# Two CSA layers share one stack: the second writes into the buffers that the first has read.
+# Two CSA layers share one stack, so the second writes into the buffers that the first has read.
 CFG = d4.DSV4Config.tiny(compress_ratios=(0, 4, 128, 4))
-# Heads, key heads and window of the published models, which the kernels that read the cache serve.
+# Heads, key heads and window have the published models' sizes, which the kernels that read the cache require.
 PUBLISHED = d4.DSV4Config(hidden_size=64, q_lora_rank=32, o_lora_rank=8, compress_ratios=CFG.compress_ratios)
 SMALL, LARGE = 1024, 8192  # blocks; with 8 and 64 slots
 BATCH = 4
@@ -28,7 +28,7 @@ Spec = jax.ShapeDtypeStruct
 
 
 def whole_step(params, x, cache, slots, num_new):
-    """One forward pass, layers unrolled."""
+    """Run one forward pass, with layers unrolled."""
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     for layer in range(cache.plan.cfg.num_layers):
         y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new)
@@ -37,7 +37,7 @@ def whole_step(params, x, cache, slots, num_new):
 
 
 def speculative_step(params, x, cache, slots, num_new):
-    """A draft is staged in every layer; what is accepted of it depends on the outputs."""
+    """Stage a draft in every layer, and accept a number of tokens that depends on the outputs."""
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     staged = []
     for layer in range(cache.plan.cfg.num_layers):
@@ -50,7 +50,7 @@ def speculative_step(params, x, cache, slots, num_new):
 
 
 def many_steps(params, x, cache, slots, num_new):
-    """A scan over tokens."""
+    """Run a scan over tokens."""
 
     def body(carry, _):
         x, cache = carry
@@ -79,7 +79,7 @@ def batch_specs(tokens: int, hidden: int = CFG.hidden_size):
 
 
 def copied_bytes(hlo: str) -> int:
-    """Bytes of all copy instructions in an optimised HLO module."""
+    """Return the bytes of all copy instructions in an optimised HLO module."""
     sizes = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
     total = 0
     for dtype, dims in re.findall(r"= (\w+)\[([\d,]*)\]\S* copy(?:-start)?\(", hlo):
@@ -94,7 +94,7 @@ def memory_of(compiled):
 
 
 def audit(compile_program, make_program) -> dict[str, int]:
-    """Compile at both pool sizes. make_program(blocks) -> (function, args, donated argument)."""
+    """Compile at both sizes. make_program(blocks) returns (function, args, donated argument)."""
     found: dict[str, int] = {}
     for size, blocks in (("small", SMALL), ("large", LARGE)):
         function, args, donated = make_program(blocks)
@@ -127,7 +127,7 @@ def bookkeeping(function):
 
 
 def _scan_over_layers(params, x, cache, slots, num_new):
-    """The CSA layers under a traced index, as a model that scans over its layers has them."""
+    """Run the CSA layers with a traced index, as in a model that scans over its layers."""
 
     def body(carry, index_and_params):
         x, cache = carry
@@ -153,7 +153,7 @@ def _insert(blocks: int):
     return d4.insert, (d4.abstract_cache(plan), abstract_snapshot(plan, BATCH, blocks=4)), 0
 
 
-# A GPU compiles what touches the pool; other bookkeeping is audited on the CPU alone.
+# For a GPU, only what touches the pool is audited. Other bookkeeping is audited on the CPU only.
 GPU_AUDITS = {
     "decode step, fp8_row + nvfp4": forward(),
     "decode step, fp8_tile64 + mxfp4, online tails": forward(
@@ -165,12 +165,12 @@ GPU_AUDITS = {
     "fork": bookkeeping(d4.fork),
     "insert": functools.partial(audit, make_program=_insert),
 }
-# On a CPU these are XLA's, as those above are.
+# On a CPU these are XLA's, like those above.
 READ_AUDITS = {
     "decode step, published heads": forward(cfg=PUBLISHED),
     "prefill chunk of 33, published heads": forward(tokens=33, cfg=PUBLISHED),
 }
-# What differs from one GPU to the next are the kernels; a step and a draft run all that a layer uses.
+# Only the kernels differ between GPUs. A step and a draft run all kernels that a layer uses.
 TARGETS = {"h200": GPU_AUDITS | READ_AUDITS, "b200": READ_AUDITS | {"draft of 4": GPU_AUDITS["draft of 4"]}}
 AUDITS = GPU_AUDITS | {
     "decode step, bf16": forward(kv_format="bf16", indexer_format="bf16"),
@@ -185,7 +185,7 @@ AUDITS = GPU_AUDITS | {
 
 
 def grants(layers: int):
-    """What the layers of a step ask of the tables before anything else."""
+    """Do what the layers of a step do with the tables first."""
     _, slots, num_new = batch_specs(1)
 
     def ask(tables, slots, num_new):
@@ -202,7 +202,7 @@ PREFILL_LIMIT = 1 << 30  # bytes of temporaries
 
 
 def flash_prefill(layer: int, dtype):
-    """A 4,096-token chunk of one request at V4-Flash sizes in a cache planned for 128K of context."""
+    """Prefill a chunk of 4,096 tokens of one request at V4-Flash sizes, in a cache planned for 128K of context."""
     cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(0, 4, 128))
     cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=2, max_context=131072))
     params = jax.tree.map(lambda leaf: Spec(leaf.shape, dtype), abstract_params(cfg)[layer])
@@ -215,7 +215,7 @@ def flash_prefill(layer: int, dtype):
 
 
 def pro_scan():
-    """One decode step of V4-Pro: [HCA, HCA], then 29 x (CSA, HCA), then CSA, as two scans and a layer."""
+    """Run one decode step of V4-Pro: [HCA, HCA], then 29 x (CSA, HCA), then CSA, as two scans and a layer."""
     cfg = d4.DSV4Config.pro()
     cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=BATCH, max_context=8192))
 

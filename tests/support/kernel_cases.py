@@ -22,9 +22,9 @@ from dsv4jax.tails import EMPTY_GATE, CSATail, HCAOnlineTail, HCATail
 from dsv4jax.weights.params import param_shapes
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
-LAYERS, LAYER = 2, 1  # layers of a kind in the stack, and the one that is updated
+LAYERS, LAYER = 2, 1  # layers of a kind in the stack, and the index of the one that is updated
 
-# Two layers of each kind. The second configuration shares no size with a power of two but the indexer's.
+# Two layers of each kind. In the second configuration, only the indexer's size is a power of two.
 EVEN = d4.DSV4Config.tiny(compress_ratios=(0, 0, 4, 4, 16, 16), hca_compression_ratio=16)
 ODD = d4.DSV4Config.tiny(
     compress_ratios=(0, 0, 3, 3, 10, 10),
@@ -35,9 +35,9 @@ ODD = d4.DSV4Config.tiny(
     sliding_window=11,
     indexer_head_dim=64,
 )
-# HCA blocks as long as the published ones, which several thread blocks share.
+# HCA blocks have the published length, so that several thread blocks share one.
 LONG = d4.DSV4Config.tiny(compress_ratios=(0, 0, 4, 4, 128, 128))
-# The published sizes, but for the hidden one, which no kernel sees.
+# The published sizes, except for the hidden size, which kernels do not see.
 FLASH = dataclasses.replace(d4.DSV4Config.flash(), hidden_size=256, compress_ratios=(0, 0, 4, 4, 128, 128))
 
 
@@ -101,7 +101,7 @@ def hca(hca_tail: str, tokens: int, kv_format: str, **options: Any) -> Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of one call, as NumPy arrays."""
+    """The rows of one call, as NumPy arrays."""
 
     slots: np.ndarray
     start: np.ndarray
@@ -112,18 +112,22 @@ class Batch:
         return (self.slots >= 0) & (self.num_new > 0) & (self.num_new <= case.tokens)
 
 
-NO_SLOT, NOTHING_NEW, TOO_MANY, NO_BLOCK, BAD = 4, 5, 6, 7, 8  # rows of a batch that are special
+NO_SLOT, NOTHING_NEW, TOO_MANY, NO_BLOCK, BAD = 4, 5, 6, 7, 8  # rows of a batch with a special purpose
 
 
 def make_batch(case: Case) -> Batch:
-    """Requests at every phase, in permuted slots and blocks: see the special rows above. Others are full or partial."""
+    """Return requests at every phase, in permuted slots and blocks, with the special rows above.
+
+    Others are full or partial.
+    """
     rng = np.random.default_rng(case.seed)
     size, tokens, plan = case.batch, case.tokens, case.plan
     slots = rng.permutation(case.requests)[:size].astype(np.int32)
     longest = case.max_context - tokens
     ratio = max(1, case.ratio)
     start = rng.integers(0, longest + 1, size)
-    # Odd rows have every phase in turn, or as many as there are rows; even rows complete a block, at any of the tokens.
+    # Odd rows go through all phases in turn, as far as there are rows. Even rows complete a block, at any of the
+    # tokens.
     phase = (np.arange(size) // 2 * max(1, 2 * ratio // size) + 1) % ratio
     phase[::2] = ratio - 1 - rng.integers(0, min(tokens, ratio), len(phase[::2]))
     start = np.minimum(start // ratio * ratio + phase, longest)
@@ -132,7 +136,7 @@ def make_batch(case: Case) -> Batch:
     num_new = np.where(rng.random(size) < 0.3, rng.integers(1, tokens + 1, size), tokens)
     num_new[[0, 1, NO_SLOT, NO_BLOCK, BAD]] = tokens
     slots[NO_SLOT], num_new[NOTHING_NEW], num_new[TOO_MANY] = -1, 0, tokens + 1
-    # Enough blocks for every row, drawn from all over the pool; one request's are missing.
+    # There are enough blocks for every row, drawn from all over the pool, except that one request has none.
     table = rng.permutation(max(plan.num_blocks, case.requests * plan.max_blocks))
     table = table[: case.requests * plan.max_blocks].reshape(case.requests, -1).astype(np.int32)
     table[table >= plan.num_blocks] = -1
@@ -142,7 +146,7 @@ def make_batch(case: Case) -> Batch:
 
 
 def garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Anything of a dtype, NaN and infinity included."""
+    """Return arbitrary values of a dtype, including NaN and infinity."""
     if dtype == np.uint8:
         return rng.integers(0, 256, shape, np.uint8)
     if dtype == np.int32:
@@ -154,7 +158,7 @@ def garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.
 
 
 def make_stack(case: Case, batch: Batch) -> LayerStack:
-    """A stack with garbage wherever nothing may be read: all of window and pool, other layers, other requests.
+    """Return a stack with garbage wherever nothing may be read: all of window and pool, other layers, other requests.
 
     What a request's tails hold is finite: the rows of its unfinished block, CSA's block before, the running softmax.
     """
@@ -177,7 +181,7 @@ def make_stack(case: Case, batch: Batch) -> LayerStack:
 
 
 def held_rows(tail: Any, phase: int) -> dict[str, Any]:
-    """Which rows of a request's tail an update may read."""
+    """Return which rows of a request's tail an update may read."""
     if isinstance(tail, CSATail):
         current, before = slice(0, phase), slice(None)
         return dict(ka=current, za=current, kb_next=current, zb_next=current, kb=before, zb=before)
@@ -189,13 +193,16 @@ def held_rows(tail: Any, phase: int) -> dict[str, Any]:
 
 
 def on_grid(rng: np.random.Generator, shape: tuple[int, ...], step: float, largest: int) -> np.ndarray:
-    """Random multiples of a step. Their products and sums are exact in f32, in whatever order they are taken."""
+    """Return random multiples of a step.
+
+    Their products and sums are exact in f32, in whatever order they are computed.
+    """
     return (rng.integers(-largest, largest + 1, shape) * step).astype(F32)
 
 
 @functools.cache
 def make_params(cfg: d4.DSV4Config, kind: AttentionType) -> Any:
-    """(compressor, indexer) whose projections are exact, so that two programs feed the very same streams."""
+    """Return (compressor, indexer) whose projections are exact, so that two programs feed the very same streams."""
     rng = np.random.default_rng(17)
     shapes = param_shapes(cfg, kind)
 
@@ -208,7 +215,7 @@ def make_params(cfg: d4.DSV4Config, kind: AttentionType) -> Any:
 
 
 def make_inputs(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(x [B, T, hidden], kv [B, T, head_dim])."""
+    """Return (x [B, T, hidden], kv [B, T, head_dim])."""
     rng = np.random.default_rng(case.seed + 2)
     x = on_grid(rng, (case.batch, case.tokens, case.cfg.hidden_size), 2.0**-3, 16)
     return x, rng.standard_normal((case.batch, case.tokens, case.cfg.head_dim)).astype(F32)
@@ -217,7 +224,7 @@ def make_inputs(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def store(
     case: Case, batch: Batch, stack: LayerStack, x: np.ndarray, kv: np.ndarray, backend: str, *, window: bool = True
 ) -> LayerStack:
-    """``update.store`` into layer ``LAYER`` under jit; the result's leaves are NumPy arrays."""
+    """Run ``update.store`` for layer ``LAYER`` under jit. The result's leaves are NumPy arrays."""
     rows = [jnp.asarray(array) for array in (batch.block_table, batch.slots, batch.start, batch.num_new)]
     given = jnp.asarray(kv) if window else None
     params = make_params(case.cfg, case.kind)
@@ -239,7 +246,7 @@ def _store(params: Any, x: Any, kv: Any, stack: Any, layer: Any, *rows: Any, cas
 
 
 def written_entries(case: Case, batch: Batch) -> np.ndarray:
-    """bool [num_blocks, entries_per_block]: where the batch's new entries go."""
+    """Return where the batch's new entries go, bool [num_blocks, entries_per_block]."""
     per_block = case.plan.entries_per_block(case.kind)
     written = np.zeros((case.plan.num_blocks, per_block), bool)
     for b in np.flatnonzero(batch.live(case)):
@@ -253,7 +260,7 @@ def written_entries(case: Case, batch: Batch) -> np.ndarray:
 
 
 def written_window(case: Case, batch: Batch) -> np.ndarray:
-    """int [requests, n_win]: position of the token whose row is written there, else -1."""
+    """Return the position of the token whose row is written to each window row, int [requests, n_win]; -1 = none."""
     n_win = case.cfg.sliding_window
     position = np.full((case.requests, n_win), -1)
     for b in np.flatnonzero(batch.live(case)):
@@ -263,7 +270,7 @@ def written_window(case: Case, batch: Batch) -> np.ndarray:
 
 
 def same_bytes(name: str, got: np.ndarray, want: np.ndarray, *, nan_bits: bool = True) -> None:
-    """Byte for byte; without ``nan_bits`` one NaN is as good as another."""
+    """Check that bytes are equal. Without ``nan_bits``, all NaN are considered equal."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype), name
     if not nan_bits and got.dtype in (F32, BF16):
         nan = np.isnan(want)
@@ -276,22 +283,23 @@ def same_bytes(name: str, got: np.ndarray, want: np.ndarray, *, nan_bits: bool =
 
 
 def code_order(stored: np.ndarray, dtype: Any) -> np.ndarray:
-    """Integers that count the codes of a float format upwards, so that neighbours differ by 1."""
+    """Map the codes of a float format to integers in increasing order, so that adjacent codes differ by 1."""
     bits, width = stored.astype(np.int64), 8 * np.dtype(dtype).itemsize
     magnitude = bits & ((1 << (width - 1)) - 1)
     return np.where(bits >> (width - 1), -magnitude, magnitude)
 
 
-# Two sums of at most 2 m' rows in another order and exponentials of an ulp or two differ by some 2^-22 of the row's
-# largest value; norm, rope and Hadamard transform add sums of their own.
+# Two sums of at most 2 m' rows, in another order and with exponentials off by an ulp or two, differ by some 2^-22 of
+# the row's largest value. Norm, rope and Hadamard transform add errors of their own.
 ROUNDING = 2e-6
-# A value that moves by 2^-22 crosses a boundary between codes with a probability of about 2^-22 over the spacing: once
-# in 2^13 values of bf16, once in 2^18 of E4M3, and less often in E2M1. A moved scale takes its group along.
+# A change of 2^-22 moves a value to another code with a probability of about 2^-22 divided by the spacing of codes:
+# once in 2^13 values of bf16, once in 2^18 of E4M3, and less often in E2M1. If a scale changes, so does its whole
+# group.
 MOVED = 1 / 500
 
 
 def near_entries(case: Case, got: Any, want: Any, *, name: str) -> None:
-    """Two sets of encoded rows (KVRows or KeyRows, leaves [rows, ...]) that may differ by the rounding of sums."""
+    """Compare two sets of encoded rows (KVRows or KeyRows, leaves [rows, ...]) up to the rounding of sums."""
     for field in dataclasses.fields(want):
         a, b = getattr(got, field.name), getattr(want, field.name)
         label = f"{name}.{field.name}"
@@ -304,7 +312,7 @@ def near_entries(case: Case, got: Any, want: Any, *, name: str) -> None:
             continue
         if b.dtype == BF16:
             order = [code_order(x.view(np.uint16), BF16) for x in (a, b)]
-            # Near 0 codes are denser than the rounding of a sum.
+            # Near 0, codes are closer together than the rounding error of a sum.
             small = np.abs(b.astype(F32)) < 2.0**-6 * np.abs(b.astype(F32)).max(-1, keepdims=True)
         elif label.endswith("codes"):  # two E2M1 codes to a byte
             order = [code_order(np.stack([x & 15, x >> 4]) << 4, np.uint8) >> 4 for x in (a, b)]
@@ -319,14 +327,14 @@ def near_entries(case: Case, got: Any, want: Any, *, name: str) -> None:
 
 
 def rows_at(tree: Any, where: np.ndarray) -> Any:
-    """Leaves [layers, ...] -> [rows, ...] of layer ``LAYER`` where a mask over the next axes holds."""
+    """Select rows of layer ``LAYER`` where a mask over the next axes is True: [layers, ...] -> [rows, ...]."""
     return jax.tree.map(lambda leaf: leaf[LAYER][where], tree)
 
 
 def assert_updated_alike(case: Case, batch: Batch, before: LayerStack, got: LayerStack, want: LayerStack) -> None:
-    """Every leaf of two updated stacks agrees: byte for byte, but for new entries and running sums.
+    """Check that two updated stacks agree: byte for byte, except for new entries and running sums.
 
-    What the batch does not name has the bytes that it had.
+    Everything that the batch does not name must have its previous bytes.
     """
     before = jax.tree.map(np.asarray, before)
     slots = batch.slots[batch.live(case)]
@@ -358,7 +366,7 @@ def assert_updated_alike(case: Case, batch: Batch, before: LayerStack, got: Laye
             same_bytes(f"{label}, other requests", a[LAYER][~named], old[LAYER][~named])
             if isinstance(b_tail, HCAOnlineTail) and field.name != "peak":  # running sums
                 a, b = a[LAYER, slots], b[LAYER, slots]
-                # A weighted sum may cancel: its error is that of its largest terms.
+                # Terms of a weighted sum may cancel. Its error is relative to its largest terms.
                 largest = np.abs(b) if field.name == "total" else np.abs(b).max(-1, keepdims=True)
                 assert np.all(np.abs(a - b) <= ROUNDING * largest), f"{label}: off by {np.abs(a - b).max()}"
             else:

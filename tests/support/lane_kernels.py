@@ -1,4 +1,4 @@
-"""How the tests of the per-lane language run it: bodies on one block, and functions of one element per lane."""
+"""How the tests of the kernel language run it: bodies on one block, and functions of one element per lane."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TINY = F32(2.0**-126)  # the smallest normal f32
 
 LANE = np.arange(WARPGROUP, dtype=np.int32)
 Body = Callable[[Any, Any, Any], Any]
-ROOM = 1 << 16  # bytes of shared memory for a body of which nobody counts them
+ROOM = 1 << 16  # shared memory, in bytes, for bodies that need not count it
 
-# What arithmetic is known to go wrong at, besides ordinary numbers.
+# Values at which arithmetic is known to go wrong, besides ordinary numbers.
 SPECIAL = np.array(
     [0.0, -0.0, 1.0, -1.0, 1 / 3, 88.7, -87.4, -104.0, 1e30, -1e30, 3.4e38, -3.4e38, 2.0**-126, 1e-30, 16777217.0]
     + [np.nan, np.inf, -np.inf],
@@ -46,7 +46,7 @@ def run(
     grid: tuple[int, ...] = (1,),
     **sizes: Any,
 ) -> Any:
-    """Launch a body and return its state as NumPy arrays. ``sizes`` are those of ``Grid``."""
+    """Launch a body and return its state as NumPy arrays. ``sizes`` are the other fields of ``Grid``."""
     start = functools.partial(launch, body, name=name, grid=Grid(blocks=grid, **sizes), simulate=simulate)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         out = jax.jit(lambda inputs: start(inputs=inputs, state=state))(inputs)
@@ -57,7 +57,10 @@ def run(
 
 @functools.cache
 def mesh_of(capability: str | None, name: str, platform: str = "gpu") -> jax.sharding.AbstractMesh:
-    """A device that is not there: under ``jax.sharding.use_abstract_mesh``, kernels are made for it."""
+    """Return a mesh of a device that does not exist.
+
+    Under ``jax.sharding.use_abstract_mesh`` kernels are made for it.
+    """
     kind = type("Device", (jax.sharding.AbstractDevice,), {"compute_capability": capability})
     device = kind(device_kind=name, num_cores=None, platform=platform)
     axis = jax.sharding.AxisType.Auto
@@ -65,7 +68,10 @@ def mesh_of(capability: str | None, name: str, platform: str = "gpu") -> jax.sha
 
 
 def emit(body: Callable[..., None], inputs: Any, state: Any, **sizes: Any) -> str:
-    """As ``run``, on the machine that emits for a GPU, of which none is needed: the module with the kernel in it."""
+    """Run a body on the machine that emits for a GPU, without needing one.
+
+    Returns the module that contains the kernel.
+    """
     grid = Grid(blocks=(1,), **sizes)
     call = jax.jit(lambda inputs, state: launch(body, name="probe", grid=grid, inputs=inputs, state=state))
     with jax.sharding.use_abstract_mesh(mesh_of("9.0", "NVIDIA H200")):
@@ -73,7 +79,7 @@ def emit(body: Callable[..., None], inputs: Any, state: Any, **sizes: Any) -> st
 
 
 def simulated(body: Body, **sizes: Any) -> None:
-    """Simulate a body that reads and updates an array of a number for each lane."""
+    """Simulate a body that reads and updates an array with one number per lane."""
     run(body, jnp.asarray(LANE), np.zeros_like(LANE), simulate=True, shared_bytes=ROOM, **sizes)
 
 
@@ -97,7 +103,7 @@ def elementwise(
     outputs: int = 1,
     dtype: Any = F32,
 ) -> list[np.ndarray]:
-    """function of a machine and one element of each operand per lane, over as many blocks as that takes."""
+    """Apply a function of a machine and one element of each operand per lane, over as many blocks as needed."""
     size = len(operands[0])
     padded = [np.concatenate([x, np.ones(-size % WARPGROUP, x.dtype)]) for x in operands]
 
@@ -114,24 +120,24 @@ def elementwise(
 
 
 def pairs_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every value with every other."""
+    """Return every pair of values."""
     a, b = np.meshgrid(values, values, indexing="ij")
     return a.ravel(), b.ravel()
 
 
 def random_floats(seed: int, size: int) -> np.ndarray:
-    """Finite f32 of all magnitudes from 1e-30 to 1e30, none of them subnormal."""
+    """Return finite f32 of all magnitudes from 1e-30 to 1e30, none of them subnormal."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(size) * 10.0 ** rng.uniform(-30, 30, size)).astype(F32)
 
 
 def random_bits(seed: int, size: int) -> np.ndarray:
-    """f32 of any bits whatever: NaN, infinity and subnormals among them."""
+    """Return f32 with arbitrary bits, including NaN, infinity and subnormal numbers."""
     return np.random.default_rng(seed).integers(0, 1 << 32, size, np.uint32).view(F32)
 
 
 def assert_same_floats(got: np.ndarray, want: np.ndarray) -> None:
-    """The same bits, but for those of NaN: no machine promises which NaN comes of an operation."""
+    """Check that bits are equal. Any NaN equals any other, because no machine defines which NaN it gives."""
     nan = np.isnan(want)
     np.testing.assert_array_equal(np.isnan(got), nan)
     np.testing.assert_array_equal(got.view(np.int32)[~nan], want.view(np.int32)[~nan])

@@ -1,4 +1,4 @@
-"""Who runs a kernel in a test: the simulator on any device, and a GPU where there is one."""
+"""What runs a kernel in a test: the simulator on any device, and a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from pallas_kernels.language import target
 
-# conftest leaves out what is marked so where ``no_gpu`` has a reason.
+# conftest leaves out tests with this mark if ``no_gpu`` gives a reason.
 requires_gpu = pytest.mark.gpu
 simulated = pytest.mark.simulated  # has a twin that runs on a GPU
 
 
 @functools.cache
 def no_gpu(major: int | None = None) -> str | None:
-    """Why a test cannot run on this machine's own device, or None where it can.
+    """Say why a test cannot run on this machine's own device; None if it can.
 
     Args:
         major: the GPU's compute capability that the test needs; None for any that has kernels.

@@ -1,5 +1,7 @@
-"""Recorded outputs of one tiny attention layer per kind: DeepSeek's published inference code and transformers agree on
-them to 6e-7. ``tests/data/README.md`` says what each array is.
+"""Recorded outputs of one tiny attention layer per kind.
+
+DeepSeek's published inference code and transformers agree on them to 6e-7. ``tests/data/README.md`` describes each
+array.
 """
 
 import dataclasses
@@ -12,8 +14,8 @@ import numpy as np
 import dsv4jax as d4
 from tests.support.paths import DATA
 
-# Share of rounded values that may differ from the recorded ones: fp32 sums in another order move a value across a
-# rounding boundary about once in 10^5.
+# Share of rounded values that may differ from the recorded ones. With fp32 sums in another order, about one value in
+# 10^5 is rounded differently.
 MOVED = 1e-3
 
 
@@ -26,16 +28,16 @@ class Recording:
 
     @property
     def x(self) -> np.ndarray:
-        """f32 [T, hidden], positions 0 .. T - 1 of one request."""
+        """The inputs, f32 [T, hidden], of positions 0 .. T - 1 of one request."""
         return self.arrays["x"]
 
     def tensors(self, naming: str) -> dict[str, np.ndarray]:
-        """The weights under a naming, "hf" or "deepseek"."""
+        """Return the weights under a naming, "hf" or "deepseek"."""
         prefix = f"{naming}/"
         return {name.removeprefix(prefix): value for name, value in self.arrays.items() if name.startswith(prefix)}
 
     def rounded(self, name: str) -> np.ndarray:
-        """Rows of the rounded run, with the rope dims (recorded in fp32) in bfloat16 as the format stores them."""
+        """Return rows of the rounded run. Rope dims, recorded in fp32, are in bfloat16 as the format stores them."""
         rows = self.arrays[name].copy()
         rope = slice(-self.cfg.rope_dim, None)
         rows[..., rope] = rows[..., rope].astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -43,14 +45,14 @@ class Recording:
 
 
 def moved_values(got: np.ndarray, want: np.ndarray) -> int:
-    """How many rounded values differ."""
+    """Return how many rounded values differ."""
     assert got.shape == want.shape
     return int(np.sum(got != want))
 
 
 @functools.cache
 def load(kind: str) -> Recording:
-    """The recording of "swa", "csa" or "hca"."""
+    """Return the recording of "swa", "csa" or "hca"."""
     with np.load(DATA / f"{kind}.npz") as archive:
         arrays = dict(archive)
     cfg = d4.DSV4Config.from_hf(json.loads(bytes(arrays["hf_config"])))

@@ -1,4 +1,4 @@
-"""Indexer scores to be computed: queries and keys of every kind, block tables, and what XLA makes of them."""
+"""Cases of indexer scores: queries and keys of every kind, block tables, and the results of XLA."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ HEADS, DIM, PAGE_ENTRIES = 64, 128, 32
 class ScaleBytes:
     """What a format's scale bytes mean."""
 
-    groups: int  # of a row
+    groups: int  # number per row
     one: int
-    binade: int  # steps of the byte from a power of two to the next
+    binade: int  # steps of the byte between powers of two
     largest: int
     nan: int
 
@@ -48,7 +48,7 @@ class Rows:
 
 @dataclasses.dataclass(kw_only=True)
 class Case:
-    """A batch whose requests hold ``max_blocks`` pages each, scattered over a pool with free pages of NaN.
+    """A batch whose requests hold ``max_blocks`` pages each, scattered over a pool whose free pages contain NaN.
 
     Every array may be changed before the case is run.
     """
@@ -57,7 +57,7 @@ class Case:
     visible: np.ndarray  # [B, T]
     max_blocks: int
     seed: int = 0
-    spread: int = 3  # binades up and down of the scales
+    spread: int = 3  # range of the scales, in binades up and down
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -77,14 +77,14 @@ class Case:
         return SCALE_BYTES[self.key_format]
 
     def _rows(self, *shape: int) -> Rows:
-        """Codes of every kind; scales around 1."""
+        """Return codes of every kind, with scales around 1."""
         form, reach = self.scale_bytes, self.spread * self.scale_bytes.binade
         scale = form.one + self.rng.integers(-reach, reach + 1, (*shape, form.groups))
         codes = self.rng.integers(0, 256, (*shape, DIM // 2))
         return Rows(codes=codes.astype(np.uint8), scale=np.clip(scale, 1, form.largest).astype(np.uint8))
 
     def inputs(self) -> pk.ScoreInputs:
-        """Of the pool's second layer."""
+        """Return the inputs for the pool's second layer."""
         inputs = pk.ScoreInputs(
             queries=self.queries,
             weights=self.weights,
@@ -102,15 +102,15 @@ class Case:
 
     @property
     def seen(self) -> np.ndarray:
-        """Whether a query sees an entry: bool [B, T, max_entries]."""
+        """Return whether a query sees an entry, bool [B, T, max_entries]."""
         return np.arange(self.max_blocks * PAGE_ENTRIES) < self.visible[..., None]
 
     def xla(self) -> np.ndarray:
-        """f32 [B, T, max_entries] of XLA."""
+        """Return the scores of XLA, f32 [B, T, max_entries]."""
         return np.array(_xla(self.key_format, self.inputs()))
 
     def magnitude(self) -> np.ndarray:
-        """sum_h |w_h| |q_h| |k_s|, f64 [B, T, max_entries]."""
+        """Return sum_h |w_h| |q_h| |k_s|, f64 [B, T, max_entries]."""
         decode = jax.jit(INDEXER_FORMATS[self.key_format].decode)
         queries, keys = (np.asarray(decode(KeyRows(codes=x.codes, scale=x.scale))) for x in (self.queries, self.keys))
         norms = [np.linalg.norm(x.astype(np.float64), axis=-1) for x in (queries, keys[1])]
@@ -118,7 +118,10 @@ class Case:
         return heads[..., None] * norms[1][self.block_table[self.slots]].reshape(len(heads), 1, -1)
 
     def check(self, got: np.ndarray, tolerance: float) -> None:
-        """tolerance: of a score that is seen, as a share of its magnitude. What is not seen may be anything."""
+        """Check the scores that are seen, with an error of ``tolerance`` relative to their magnitude.
+
+        Others may be anything.
+        """
         seen = self.seen
         error = np.abs(got[seen] - self.xla()[seen]) / self.magnitude()[seen]
         assert np.max(error, initial=0.0) < tolerance
@@ -134,7 +137,7 @@ def _plan(key_format: str) -> d4.CachePlan:
 @functools.partial(jax.jit, static_argnums=0)
 def _xla(key_format: str, inputs: pk.ScoreInputs) -> jax.Array:
     queries, keys = (KeyRows(codes=rows.codes, scale=rows.scale) for rows in (inputs.queries, inputs.keys))
-    # Of the entries themselves only the number per page is asked for.
+    # Of the entries only their number per page is used.
     pool = PagedPool(entries=KVRows(nope=keys.codes, rope=keys.codes, scale=None), indexer_keys=keys)
     layer = PooledLayer(
         pool=pool,
@@ -147,5 +150,5 @@ def _xla(key_format: str, inputs: pk.ScoreInputs) -> jax.Array:
 
 
 def visible(seed: int, batch: int, tokens: int, most: int) -> np.ndarray:
-    """Random numbers of entries that queries see, [B, T]."""
+    """Return random numbers of entries that queries see, [B, T]."""
     return np.random.default_rng(seed).integers(0, most + 1, (batch, tokens)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""One DeepseekV4Attention of transformers on fresh random weights: an oracle this project has no hand in."""
+"""One DeepseekV4Attention of transformers with random weights, as an oracle that is independent of this project."""
 
 # pyright: reportMissingImports=false
 # torch and transformers are not among this project's dependencies; the tests that need them skip without.
@@ -16,7 +16,7 @@ LAYER_TYPES = {
 
 
 def run(kind: str, hf_config: dict, length: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Returns (weights under transformers' names, x [length, hidden], output [length, hidden]), all float32 on CPU."""
+    """Return (weights under transformers' names, x [length, hidden], output [length, hidden]), all float32 on CPU."""
     torch.manual_seed(seed)
     config = DeepseekV4Config(**(hf_config | {"layer_types": [LAYER_TYPES[kind]], "num_hidden_layers": 1}))
     config._attn_implementation = "eager"
@@ -41,7 +41,7 @@ def run(kind: str, hf_config: dict, length: int, seed: int) -> tuple[dict[str, n
 
 
 def config_of(**sizes) -> dict:
-    """Keyword arguments of DeepseekV4Config for a layer of these sizes; see ``SIZES``."""
+    """Return the keyword arguments of DeepseekV4Config for a layer of these sizes; see ``SIZES``."""
     rope_dim = sizes.pop("rope_dim")
     factor = rope_dim / sizes["head_dim"]
     yarn = dict(

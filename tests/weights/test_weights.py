@@ -1,4 +1,4 @@
-"""Checkpoints become parameters: both namings, shards, FP8 weights, and errors that name the tensor at fault."""
+"""Checkpoints become parameters: both namings, several files, FP8 weights, and errors that name the tensor."""
 
 import dataclasses
 import json
@@ -25,12 +25,12 @@ FP8_CFG = d4.DSV4Config.tiny(q_lora_rank=160, hidden_size=192)
 
 
 def in_checkpoint(tensors: dict[str, np.ndarray], naming: str, layer: int) -> dict[str, np.ndarray]:
-    """Names as a checkpoint of the whole model has them."""
+    """Return the tensors under the names that they have in a checkpoint of the whole model."""
     return {PREFIXES[naming].format(layer) + name: value for name, value in tensors.items()}
 
 
 def write_sharded(folder: Path, shards: list[dict[str, np.ndarray]], *, index: bool) -> list[Path]:
-    """A checkpoint folder of several files, with or without an index."""
+    """Write a checkpoint folder of several files, with or without an index."""
     files = [folder / f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for file, tensors in zip(files, shards, strict=True):
         save_file(tensors, file)
@@ -41,7 +41,7 @@ def write_sharded(folder: Path, shards: list[dict[str, np.ndarray]], *, index: b
 
 
 def halves(tensors: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Two shards, each with every other tensor."""
+    """Return two shards, each with every other tensor."""
     names = sorted(tensors)
     return [{name: tensors[name] for name in names[i::2]} for i in range(2)]
 
@@ -59,7 +59,7 @@ def test_both_namings_give_the_same_parameters(kind):
 
 @pytest.mark.parametrize("naming", ["deepseek", "hf"])
 def test_every_tensor_of_a_csa_layer_lands_in_the_field_of_its_name(naming):
-    """The shapes alone cannot tell kv from gate, so each tensor here is filled with a number of its own."""
+    """Shapes alone cannot distinguish kv from gate, so each tensor is filled with a different number."""
     fields = {
         "deepseek": {
             "wq_a.weight": lambda p: p.q_a,
@@ -181,7 +181,7 @@ def test_random_parameters_have_the_shapes_of_loaded_ones(layer):
 @pytest.mark.parametrize("naming", ["deepseek", "hf"])
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
 def test_a_layer_is_read_from_a_sharded_checkpoint(tmp_path, naming, index):
-    """Three layers of three kinds over two shards, next to tensors that are none of attention's."""
+    """Three layers of three kinds are in two shards, along with tensors that do not belong to attention."""
     cfg = d4.DSV4Config.tiny()
     tensors = {"embed.weight": np.ones((3, 4), np.float32), "layers.1.ffn.gate.weight": np.ones(3, np.float32)}
     for layer, kind in enumerate(KINDS):
@@ -282,7 +282,7 @@ def test_folders_without_the_layer_or_without_any_checkpoint_are_refused(tmp_pat
 
 
 def fp8_checkpoint(seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A CSA layer whose five large projections are FP8: (tensors as stored, tensors dequantised in float64)."""
+    """Return a CSA layer with five large FP8 projections: tensors as stored, and dequantised in float64."""
     rng = np.random.default_rng(seed)
     stored, dense = {}, {}
     shapes = param_shapes(FP8_CFG, d4.AttentionType.CSA)
@@ -362,7 +362,7 @@ def test_fp8_weights_without_a_scale_or_with_a_misshapen_one_are_named(tmp_path)
 
 
 def test_fp8_weights_with_other_scales_become_f32(tmp_path):
-    """Scales that are no powers of two: bf16 would round the products."""
+    """The scales are not powers of two, so bf16 would round the products."""
     stored, _ = fp8_checkpoint(2)
     scale = np.random.default_rng(0).uniform(0.5, 1, stored["wq_b.scale"].shape).astype(np.float32)
     save_file(in_checkpoint(stored | {"wq_b.scale": scale}, "deepseek", 1), tmp_path / "model.safetensors")
@@ -373,7 +373,7 @@ def test_fp8_weights_with_other_scales_become_f32(tmp_path):
 
 
 def test_block_scales_meet_the_block_they_belong_to():
-    """One distinct scale per block, on a weight of ones whose last blocks are partial."""
+    """Each block has a distinct scale, on a weight of ones whose last blocks are partial."""
     scale = np.exp2(np.arange(6.0)).reshape(2, 3).astype(np.float32)
     full = dequantise_blocks(np.ones((130, 257), np.float32), scale)
     assert full.shape == (130, 257)

@@ -1,6 +1,6 @@
 """The machine that emits MLIR and PTX into the body of a Mosaic GPU kernel.
 
-tensor_memory  products that sum up in tensor memory, on Blackwell
-tensor_cores   products of matrices, on Hopper
+tensor_memory  products whose sums are in tensor memory, on Blackwell
+tensor_cores   matrix products, on Hopper
 lanes          everything else
 """

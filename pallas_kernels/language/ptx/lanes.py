@@ -1,8 +1,8 @@
-"""The machine of ``lanes`` on NVIDIA GPUs. Tensor cores and tensor memory are in ``ptx_tensor_*``.
+"""The machine of ``lanes`` for NVIDIA GPUs. Tensor cores and tensor memory are in the other modules of this package.
 
-Emits MLIR and inline PTX into the body of a Mosaic GPU kernel. PTX is used where MLIR has no op (packed conversions,
-predicated vector loads): a predicated load issues without a branch, so that all loads of a body are in flight at once.
-Runs on sm_90 and newer.
+It emits MLIR and inline PTX into the body of a Mosaic GPU kernel. PTX is used where MLIR has no operation: for packed
+conversions, and for predicated vector loads, which need no branch, so that all loads of a body can be in flight at the
+same time. Works on sm_90 and newer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _INT_OPS = {
     "max": arith.maxsi,
     "min": arith.minsi,
 }
-_KINDS: dict[str, Kind] = {"r": "i32", "l": "i64", "f": "f32"}  # by the letter of a register's constraint
+_KINDS: dict[str, Kind] = {"r": "i32", "l": "i64", "f": "f32"}  # by the letter of the register's constraint
 _EXP = "{ .reg .f32 t; mul.rn.f32 t, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, t; }"
 _TO_E4M3 = """{
  .reg .b16 low, high;
@@ -82,7 +82,7 @@ def _type(kind: Kind) -> ir.Type:
 
 
 def _access(size: int) -> tuple[str, int]:
-    """PTX type of an access of ``size`` bytes and the 32-bit words that it moves."""
+    """Return the PTX type of an access of ``size`` bytes, and the number of 32-bit words that it moves."""
     return (f"u{8 * size}", 1) if size <= 4 else (f"v{size // 4}.u32", size // 4)
 
 
@@ -90,7 +90,12 @@ class PTX(Machine):
     """Emits into the current MLIR insertion point, for one lane."""
 
     def __init__(self, blocks: Sequence[Any], shared: Any):
-        """blocks: the block's number along each grid axis, i32. shared: the block's shared memory, a memref."""
+        """Prepare to emit.
+
+        Args:
+          blocks: the block's number along each grid axis, i32.
+          shared: the block's shared memory, a memref.
+        """
         super().__init__()
         self._blocks = [self._wrap("i32", number) for number in blocks]
         pointer = llvm.ptrtoint(_integer(32), mgpu.utils.memref_ptr(shared))
@@ -98,7 +103,7 @@ class PTX(Machine):
         self._thread = self._wrap("i32", mgpu.utils.thread_idx())
 
     def buffer(self, ref: Any, shape: tuple[int, ...], dtype: Any, *, constant: bool) -> Buffer:
-        """An array in device memory, from its memref."""
+        """Return an array in device memory, from its memref."""
         address = self._wrap("i64", llvm.ptrtoint(_integer(64), mgpu.utils.memref_ptr(ref)))
         return Buffer(self, address, shape, jnp.dtype(dtype), constant)
 
@@ -228,12 +233,12 @@ class PTX(Machine):
             mgpu.utils.warpgroup_barrier()
 
     def _flag(self, condition: Value) -> Value:
-        return self._wrap("i32", arith.extui(_integer(32), expect("bool", condition).raw))  # inline PTX takes no i1
+        return self._wrap("i32", arith.extui(_integer(32), expect("bool", condition).raw))  # inline PTX has no i1
 
     def load(self, address: Value, size: int, where: Condition, *, constant: bool, otherwise: int = 0) -> list[Value]:
         check_access(size)
         ptx_type, words = _access(size)
-        # Measured on an H200: inputs without a place in L1, state with the default policy. Any other pairing is slower.
+        # Fastest as measured on an H200: inputs are not allocated in L1, and state has the default policy.
         cache = (".nc.L1::no_allocate" if size == 16 else ".nc") if constant else ""
         registers = [f"${i}" for i in range(words)]
         target = registers[0] if words == 1 else "{" + ", ".join(registers) + "}"
@@ -248,7 +253,7 @@ class PTX(Machine):
         return self._asm(text, constraints, ("i32",) * words, address, self._flag(where), effects=True)
 
     def _hold(self, values: list[Value]) -> list[Value]:
-        # Empty volatile assembly: it stays behind the loads before it, which are volatile too.
+        # Empty volatile assembly. It stays after the loads before it, because they are volatile too.
         return [
             self._asm("", "=f,0" if value.kind == "f32" else "=r,0", [value.kind], value, effects=True)[0]
             for value in values
@@ -291,7 +296,7 @@ class PTX(Machine):
         self._store(space, "r", address, words, size, where)
 
     def _shared_address(self, address: Value, rank: int | None) -> tuple[Value, str]:
-        """Of a byte offset into the shared memory of the block, or of a rank's: the address and its state space."""
+        """Return the address and state space of a byte offset in the shared memory of the block or another rank."""
         address = self._shared + address
         if rank is None:
             return address, "shared"

@@ -1,4 +1,4 @@
-"""The machine of ``tensor_cores`` on Hopper, as PTX."""
+"""The machine of ``tensor_cores`` on Hopper, in PTX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _WAIT = """{
  WAIT_${:uid}:
  mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
  @!done bra WAIT_${:uid}; }"""
-# A loop of one round: ptxas moves no arithmetic from one basic block to another, and cannot know that it ends at once.
+# A loop that runs once. ptxas does not move arithmetic between basic blocks, and cannot know that the loop ends at
+# once.
 _KEEP_ORDER = """{
  .reg .pred again; .reg .b32 blocks;
  AGAIN_${:uid}:
@@ -36,7 +37,7 @@ _FAMILY = {"f16": ("k16", "f16.f16"), "e4m3": ("k32", "e4m3.e4m3"), "e5m2": ("k3
 
 
 class TensorCorePTX(PTX, TensorCores):
-    """Emits for one lane; products run on sm_90a."""
+    """Emits for one lane. Products run on sm_90a."""
 
     def exp2(self, x: Value) -> Value:
         return self._asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", ["f32"], x)[0]
@@ -56,7 +57,7 @@ class TensorCorePTX(PTX, TensorCores):
         return self._asm("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", ["i32"], a, b)[0]
 
     def relu_f16(self, x: Value) -> Value:
-        # A product and a sum: of the pipe that integers leave idle.
+        # Written as a multiply-add, because that uses a pipe which integer instructions leave idle.
         one, zero = self.constant(0x3C003C00, "i32"), self.constant(0, "i32")
         return self._asm("fma.rn.relu.f16x2 $0, $1, $2, $3;", "=r,r,r,r", ["i32"], x, one, zero)[0]
 
@@ -96,7 +97,7 @@ class TensorCorePTX(PTX, TensorCores):
                 self._asm(
                     f"mbarrier.init.shared::cta.b64 [$0], {count};", "r", [], self._shared + address, effects=True
                 )
-            self._asm("fence.mbarrier_init.release.cluster;", "", [], effects=True)  # for who arrives beside the lanes
+            self._asm("fence.mbarrier_init.release.cluster;", "", [], effects=True)  # for asynchronous arrivals too
         gpu.barrier()
 
     def arrive(self, barrier: Value, where: Condition = True) -> None:
@@ -112,7 +113,7 @@ class TensorCorePTX(PTX, TensorCores):
         self._asm("fence.proxy.async.shared::cta;", "", [], effects=True)
 
     def _descriptor(self, operand: Operand) -> Value:
-        """i64 descriptor of an operand's first step."""
+        """Return the i64 descriptor of an operand's first step."""
         address = ((self._shared + operand.address) & 0x3FFFF) >> 4
         fixed = _SWIZZLE_128 | operand.leading >> 4 << 16 | operand.stride >> 4 << 32
         return self.widen(address) | fixed
@@ -131,15 +132,15 @@ class TensorCorePTX(PTX, TensorCores):
         count, steps = columns // (4 if packed else 2), len(b.steps)
         depth, operands = _FAMILY[dtype]
         shape = f"m64n{columns}{depth}.{'f16' if packed else 'f32'}.{operands}"
-        held = 0 if start is None else count  # inputs that share the results' registers
+        held = 0 if start is None else count  # number of inputs that share registers with the results
         result = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-        first = count + held  # number of the next operand
+        first = count + held  # number of the next operand in the text
         if isinstance(a, Operand):
             left, left_constraints = [self._descriptor(a)], ["l"]
         else:
             left, left_constraints = a, ["r"] * len(a)
         right = f"${first + len(left)}"
-        # One block of text: nothing may come between the instructions of a group.
+        # One block of text, because nothing may come between the instructions of a group.
         lines = ["{ .reg .b64 a, b; .reg .pred more;", "wgmma.fence.sync.aligned;"]
         for step in range(steps):
             if isinstance(a, Operand):
@@ -155,13 +156,13 @@ class TensorCorePTX(PTX, TensorCores):
                 flags += f", {int(b.transposed)}"
             lines.append(f"wgmma.mma_async.sync.aligned.{shape} {result}, {operand}, b, more, {flags};")
         lines.append("wgmma.commit_group.sync.aligned; }")
-        # Early clobber: the results' registers are written while a's and the descriptors are still read.
+        # Early clobber, because the results' registers are written while those of a and the descriptors are still read.
         constraints = ["=&r" if packed else "=&f"] * count + [str(i) for i in range(held)] + left_constraints + ["l"]
         inputs = [*(start or []), *left, self._descriptor(b)]
         kinds: list[Kind] = ["i32" if packed else "f32"] * count
         return self._asm("\n".join(lines), ",".join(constraints), kinds, *inputs, effects=True)
 
     def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
-        # Two pieces: a copy of a register, as a constraint makes, must not come before the wait.
+        # Two separate pieces, because a copy of a register, as a constraint makes it, must not come before the wait.
         self._asm(f"wgmma.wait_group.sync.aligned {pending};", "", [], effects=True)
         return self._hold(values)

@@ -1,4 +1,4 @@
-"""The machine of ``tensor_memory`` on Blackwell, as PTX."""
+"""The machine of ``tensor_memory`` on Blackwell, in PTX."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pallas_kernels.language.ptx.tensor_cores import TensorCorePTX
 from pallas_kernels.language.tensor_cores import DType, Operand
 from pallas_kernels.language.tensor_memory import ROWS, Accumulator, TensorMemory
 
-_VERSION = 1 << 46  # of a shared memory descriptor
-_KIND = {"f16": ("f16", 0), "e4m3": ("f8f6f4", 0), "e5m2": ("f8f6f4", 1)}  # and its number of the operands' dtype
-_TRANSFER = 64  # columns per instruction, at most
+_VERSION = 1 << 46  # version field of a shared memory descriptor
+_KIND = {"f16": ("f16", 0), "e4m3": ("f8f6f4", 0), "e5m2": ("f8f6f4", 1)}  # and its number for the dtype
+_TRANSFER = 64  # the most columns per instruction
 
 
 def instruction_descriptor(a_transposed: bool, b_transposed: bool, columns: int, dtype: DType) -> int:
-    """Of a product of 64 rows with f32 sums."""
+    """Return the instruction descriptor of a product of 64 rows with f32 sums."""
     number = _KIND[dtype][1]
     operands = number << 7 | number << 10 | a_transposed << 15 | b_transposed << 16
     return 1 << 4 | operands | columns >> 3 << 17 | ROWS >> 4 << 24
 
 
 class TensorMemoryPTX(TensorCorePTX, TensorMemory):
-    """Emits for one lane; products in tensor memory run on sm_100a."""
+    """Emits for one lane. Products in tensor memory run on sm_100a."""
 
     @contextlib.contextmanager
     def tensor_memory(self, columns: int) -> Iterator[None]:
@@ -44,18 +44,18 @@ class TensorMemoryPTX(TensorCorePTX, TensorMemory):
         gpu.barrier()
         self.fence_tensor("after")
         with self.when(first):
-            (address,) = self.load_shared(place, 4)  # again: no register holds it through roles that need it not
+            (address,) = self.load_shared(place, 4)  # loaded again, so that no register holds it in the roles
             text = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, $1;"
             self._asm(text, "r,r", [], address, count, effects=True)
 
     def _place(self, accumulator: Accumulator) -> Value:
-        """Address of the first cell: the column below, the row from bit 16 on."""
+        """Return the address of an accumulator's first cell: the column in the low bits, the row from bit 16 on."""
         half = accumulator.half
         row = half * 16 << 16 if isinstance(half, Value) else self.constant(half * 16 << 16, "i32")
         return self._tensor + accumulator.column + row
 
     def one_lane(self) -> contextlib.AbstractContextManager[None]:
-        # With any other condition, the compiler loops over the operands of all lanes that might be inside.
+        # With any other condition, the compiler emits a loop over the operands of all lanes that might be active.
         return self.when(self._wrap("bool", nvvm.elect_sync()))
 
     def mma(self, into: Accumulator, a: Operand, b: Operand, *, accumulate: Condition, dtype: DType = "f16") -> None:
@@ -83,7 +83,14 @@ class TensorMemoryPTX(TensorCorePTX, TensorMemory):
         self._asm(f"tcgen05.fence::{side}_thread_sync;", "", [], effects=True)
 
     def _transfers(self, accumulator: Accumulator, first: int, address: int, instruction: str) -> str:
-        """Text that moves a warp's 16 rows: ``instruction`` of registers from ``$first`` on and an address."""
+        """Return PTX that moves a warp's 16 rows.
+
+        Args:
+          accumulator: what to move.
+          first: number of the first register, in ``$first``.
+          address: number of the address, in ``$address``.
+          instruction: text with places for the shape and the registers.
+        """
         columns = min(accumulator.columns, _TRANSFER)
         assert accumulator.columns % columns == 0, "columns are a multiple of those of an instruction"
         assert columns % 8 == 0, "columns go by eight"
@@ -96,13 +103,13 @@ class TensorMemoryPTX(TensorCorePTX, TensorMemory):
         return "\n".join(lines)
 
     def _warp_place(self, accumulator: Accumulator) -> Value:
-        """As ``_place``, of the rows that this lane's warp can reach."""
+        """Return ``_place`` for the rows that this lane's warp can access."""
         return self._place(accumulator) + (self.thread % WARPGROUP // WARP << 21)
 
     def load_tensor(self, source: Accumulator) -> list[Value]:
         count = source.columns // 2
         text = self._transfers(source, 0, count, "tcgen05.ld.sync.aligned.{shape} {registers}, [place];")
-        # With the wait in one piece: nothing may look at a register in between.
+        # In one piece with the wait, because nothing may read a register in between.
         text += "\ntcgen05.wait::ld.sync.aligned; }"
         kinds: list[Kind] = ["i32"] * count
         words = self._asm(text, ",".join(["=&r"] * count + ["r"]), kinds, self._warp_place(source), effects=True)

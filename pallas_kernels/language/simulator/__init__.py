@@ -1,8 +1,8 @@
 """The machine that runs kernel bodies in NumPy, all blocks and lanes at once, and checks them for races.
 
-tensor_memory  products that sum up in tensor memory, on Blackwell
-tensor_cores   products of matrices, on Hopper, and warpgroups in roles
-lanes          loads, stores, shuffles, barriers, control
-arithmetic     what a lane computes for itself, with what follows from values that mean nothing
-memory         bytes, who touched each of them last, and which were never written
+tensor_memory  products whose sums are in tensor memory, on Blackwell
+tensor_cores   matrix products on Hopper, and warpgroups in roles
+lanes          loads, stores, shuffles, barriers and control flow
+arithmetic     what each lane computes by itself, and which results are undefined
+memory         bytes, which lanes accessed each of them last, and which were never written
 """

@@ -1,9 +1,10 @@
-"""Arithmetic in NumPy, of all blocks and lanes at once, with a memory for what is wrong with a number.
+"""Arithmetic in NumPy, for all blocks and lanes at once, which also keeps track of undefined numbers.
 
-A value may have a fault in some lanes: it comes of shared memory that nobody has written, or of ``//`` by a number
-below 0. That alone is no mistake, because a lane may compute what nobody looks at: arithmetic hands faults on,
-``select`` takes that of the side it chooses, and ``&`` of a faulty condition and False is False. SimulationError is
-raised where a fault would have an effect: in an address, a condition, a product, or what is stored in device memory.
+In each lane a value may have a fault. Faults come from shared memory that was never written, and from ``//`` with a
+negative left side. A fault alone is not an error, because a lane may compute something that is never used. Arithmetic
+passes faults on, ``select`` takes the fault of the side that it chooses, and ``&`` of a faulty condition and False is
+False without a fault. SimulationError is raised where a fault would have an effect: in an address, a condition, a
+matrix product, or a store to device memory.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ _LANGUAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def elementwise(*kinds: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A word of operands of these kinds, whose results in a lane come of that lane's operands, and so their faults."""
+    """Decorate an operation on operands of these kinds that works lane by lane.
+
+    Results get the faults of their operands.
+    """
 
     def decorate(word: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(word)
@@ -66,7 +70,7 @@ def elementwise(*kinds: Kind) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def joined(values: Sequence[Value]) -> np.ndarray | None:
-    """The fault of what comes of all of these."""
+    """Return the fault of a result that depends on all of these."""
     faults = [value.fault for value in values if value.fault is not None]
     return functools.reduce(np.maximum, faults) if faults else None
 
@@ -76,7 +80,7 @@ def _if_any(fault: np.ndarray) -> np.ndarray | None:
 
 
 def _caller() -> str:
-    """Where the kernel is, outside of the language: file:line."""
+    """Return file:line of the kernel code that called the language."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_LANGUAGE, "<")):
         frame = frame.f_back
@@ -84,7 +88,7 @@ def _caller() -> str:
 
 
 class NumPyArithmetic(Machine):
-    """Values are arrays that broadcast to [blocks, threads]; so do their faults: numbers of reasons, 0 for none."""
+    """Values are arrays that broadcast to [blocks, threads]. So are their faults: numbers of reasons, 0 for none."""
 
     def __init__(self, blocks: int, threads: int) -> None:
         super().__init__()
@@ -97,11 +101,11 @@ class NumPyArithmetic(Machine):
 
     # Faults.
     def _reason(self, reason: str) -> int:
-        """The number of a reason, which names the place in the kernel."""
+        """Return the number of a reason. The reason is recorded with the place in the kernel."""
         return self._reasons.setdefault(f"{reason} ({_caller()})", len(self._reasons) + 1)
 
     def _suspect(self, x: Value, wrong: np.ndarray, reason: str) -> Value:
-        """x, with a fault in the active lanes where something is wrong."""
+        """Return x with a fault in the active lanes where ``wrong`` is True."""
         wrong = wrong & self._mask
         if not wrong.any():
             return x
@@ -109,7 +113,7 @@ class NumPyArithmetic(Machine):
         return Value(self, x.kind, x.raw, fault if x.fault is None else np.maximum(x.fault, fault))
 
     def _trust(self, x: Value, active: np.ndarray, use: str) -> None:
-        """SimulationError where x has a fault in an active lane."""
+        """Raise SimulationError if x has a fault in an active lane."""
         if x.fault is None:
             return
         fault = np.broadcast_to(x.fault, self._shape)[active]
@@ -119,13 +123,13 @@ class NumPyArithmetic(Machine):
             raise SimulationError(f"{use} comes of {reason}")
 
     def _active(self, where: Condition) -> np.ndarray:
-        """The active lanes where a condition holds."""
+        """Return the active lanes where a condition holds."""
         if isinstance(where, bool):
             return self._mask & where
         self._trust(expect("bool", where), self._mask, "a condition")
         return self._mask & where.raw
 
-    # Words.
+    # Operations.
     def _constant(self, number: Any, kind: Kind) -> Value:
         return self._wrap(kind, np.asarray(number).astype(_DTYPES[kind]).reshape(1, 1))
 
@@ -152,7 +156,7 @@ class NumPyArithmetic(Machine):
         assert fault is not None
         if a.kind != "bool" or op not in ("and", "or"):
             return fault
-        # One side may decide alone: False of "and", True of "or".
+        # One side alone may determine the result: False for "and", True for "or".
         one, other = ((x.raw == (op == "or")) & (True if x.fault is None else x.fault == 0) for x in (a, b))
         return _if_any(np.where(one | other, 0, fault))
 
@@ -184,7 +188,8 @@ class NumPyArithmetic(Machine):
 
     @elementwise("f32", "f32", "f32")
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        # The product of two f32 is exact in f64. The sum is rounded twice, which differs from once in 1 of 2^29 cases.
+        # The product of two f32 is exact in f64. The sum is rounded twice, which differs from one rounding in 1 of 2^29
+        # cases.
         with np.errstate(all="ignore"):
             return self._wrap("f32", a.raw.astype(np.float64) * b.raw + c.raw)
 

@@ -1,7 +1,8 @@
-"""The machine of ``lanes`` in NumPy: all blocks and lanes at once, in lockstep.
+"""The machine of ``lanes`` in NumPy: all blocks and lanes run at once, in lockstep.
 
-For tests, and for finding a fault without a GPU: the same kernel bodies run, and an access out of bounds, a misaligned
-one, or two lanes that touch the same bytes without a barrier between them raise ``SimulationError``.
+It is used for tests, and for debugging without a GPU. It runs the same kernel bodies, and raises ``SimulationError``
+for accesses out of bounds, for misaligned accesses, and if two lanes access the same bytes without a barrier between
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pallas_kernels.language.machine import (
 from pallas_kernels.language.simulator.arithmetic import NumPyArithmetic
 from pallas_kernels.language.simulator.memory import UNWRITTEN, Memory, SimulationError
 
-SPACE = 1 << 40  # distance between the addresses of two buffers; the first one starts there, so that 0 is no address
+SPACE = 1 << 40  # distance between the addresses of buffers; the first has this address, so that 0 is invalid
 _OF_WARP = {"add": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -42,15 +43,15 @@ class Simulator(NumPyArithmetic):
         *numbers, rank = np.unravel_index(np.arange(blocks), (*grid, cluster))
         self._block_numbers, self._rank = numbers, rank
         self._lane = np.arange(blocks * threads, dtype=np.int64).reshape(self._shape)
-        self._gone = np.zeros(self._shape, bool)  # lanes that left at a barrier
+        self._gone = np.zeros(self._shape, bool)  # lanes that have left at a barrier
         self._memories: list[Memory] = []
-        # Shared memory of all blocks side by side.
+        # The shared memory of all blocks, one after another.
         self._shared_size = shared_bytes
         data = np.full(blocks * shared_bytes, 0xFF, np.uint8)
         self._shared = Memory("shared memory", data, constant=False, unwritten=True)
 
     def buffer(self, name: str, array: np.ndarray, *, constant: bool) -> Buffer:
-        """An array in device memory; written in place, so give a contiguous copy."""
+        """Return an array in device memory. It is written in place, so pass a contiguous copy."""
         data = array.reshape(-1).view(np.uint8)
         self._memories.append(Memory(name, data, constant=constant))
         address = self.constant(len(self._memories) * SPACE, "i64")
@@ -82,7 +83,7 @@ class Simulator(NumPyArithmetic):
         return value
 
     def _of_warps(self, array: np.ndarray) -> np.ndarray:
-        """[warps, lanes]"""
+        """Return the array as [warps, lanes], after checking that no warp is partly active."""
         warps = np.broadcast_to(self._mask, self._shape).reshape(-1, WARP)
         if np.any(warps.any(-1) & ~warps.all(-1)):
             raise SimulationError("a shuffle in a warp of which only some lanes are active")
@@ -163,7 +164,7 @@ class Simulator(NumPyArithmetic):
         active = self._active(where)
         if not active.any():
             return [self.constant(otherwise, "i32")] * max(1, size // 4)
-        # One load may read several arrays: lanes choose theirs.
+        # A load may read several arrays, because each lane can choose its own.
         number = np.broadcast_to(address.raw, self._shape) // SPACE
         words = [np.full(self._shape, otherwise, np.int32)] * max(1, size // 4)
         for one in np.unique(number[active]):
@@ -228,7 +229,7 @@ class Simulator(NumPyArithmetic):
         counts = np.broadcast_to(count.raw if isinstance(count, Value) else np.asarray(count), self._shape)
         taken = self.shared_bytes
         for i in range(int(counts[self._mask].max(initial=0))):
-            self.shared_bytes = taken  # a compiled loop has one body, whose iterations share its memory
+            self.shared_bytes = taken  # a compiled loop has only one body, so all iterations use the same shared memory
             going = self._wrap("bool", i < counts)
             with self._when(going):
                 new = body(self._constant(i, "i32"), carry)

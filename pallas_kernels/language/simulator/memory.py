@@ -1,4 +1,4 @@
-"""Bytes, and who touched each of them last: what the simulator's race checks are made of."""
+"""Bytes of memory, and which lanes accessed each of them last, from which the simulator detects races."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 import numpy as np
 
 _NOBODY, _MANY = -1, 1 << 60
-UNWRITTEN = 1  # the fault of bytes that nobody has written
+UNWRITTEN = 1  # the fault of bytes that were never written
 
 
 class SimulationError(Exception):
-    """A kernel body did what would be undefined on a GPU."""
+    """A kernel body did something that would be undefined on a GPU."""
 
 
 class Memory:
-    """An array in device memory, or the shared memory of all blocks. Of shared memory each byte may have a fault."""
+    """An array in device memory, or the shared memory of all blocks. In shared memory each byte can have a fault."""
 
     def __init__(self, name: str, data: np.ndarray, *, constant: bool, unwritten: bool = False):
         self.name, self.data, self.constant = name, data, constant
         self.fault = np.full(data.size, UNWRITTEN, np.int16) if unwritten else None
         if not constant:
-            # The last writer; the lowest and the highest lane that has read since; and over how many neighbouring lanes
-            # a barrier has ordered either (0 = none).
+            # For each byte: the last writer; the lowest and highest lane that has read since; and for both, over how
+            # many adjacent lanes a barrier has ordered the access since then (0 = none).
             self.writer, self.high = (np.full(data.size, _NOBODY, np.int64) for _ in range(2))
             self.low = np.full(data.size, _MANY, np.int64)
             self.written, self.was_read = (np.zeros(data.size, np.int64) for _ in range(2))
-            # The lowest and the highest lane that has added to it since, atomically, and the order's scope.
+            # The lowest and highest lane that has added atomically since, and over how many lanes that is ordered.
             self.add_low, self.add_high = self.low.copy(), self.high.copy()
             self.was_added = self.was_read.copy()
 
@@ -41,7 +41,7 @@ class Memory:
         return at[:, None] + np.arange(size)
 
     def read(self, at: np.ndarray, size: int, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Bytes [accesses, size], and their faults if any has one."""
+        """Return bytes [accesses, size], and their faults if there are any."""
         where = self._check(at, size)
         if not self.constant:
             owner = np.broadcast_to(lanes[:, None], where.shape)
@@ -54,7 +54,7 @@ class Memory:
         return self.data[where], fault if fault is not None and fault.any() else None
 
     def add(self, at: np.ndarray, lanes: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Atomically, to an i32 each, in the lanes' order; what was there before each."""
+        """Add x to an i32 each, atomically and in the lanes' order. Returns the value before each addition."""
         where = self._check(at, 4)
         if self.fault is not None and self.fault[where].any():
             raise SimulationError(f"{self.name}: a lane adds to what nobody has written")
@@ -75,7 +75,7 @@ class Memory:
     def write(
         self, at: np.ndarray, size: int, lanes: np.ndarray, data: np.ndarray, fault: np.ndarray | int = 0
     ) -> None:
-        """Bytes [accesses, size] with their faults."""
+        """Write bytes [accesses, size] with their faults."""
         where = self._check(at, size)
         if self.constant:
             raise SimulationError(f"{self.name}: a constant input is written")
@@ -93,7 +93,10 @@ class Memory:
             self.fault[where] = fault
 
     def _join(self, where: np.ndarray, owner: np.ndarray, low: np.ndarray, high: np.ndarray, scope: np.ndarray) -> None:
-        """More lanes that read or add: those before them that a barrier has ordered need no more watching."""
+        """Record more lanes that read or add.
+
+        Earlier ones that a barrier has ordered need not be recorded any longer.
+        """
         stale = where[~self.unordered(where, owner, low, high, scope)]
         low[stale], high[stale] = _MANY, _NOBODY
         scope[where] = 0
@@ -102,20 +105,20 @@ class Memory:
 
     @staticmethod
     def unordered(where: np.ndarray, owner: np.ndarray, low: Any, high: Any, scope: Any) -> np.ndarray:
-        """Whether some other lane's access comes neither before nor after that of the owner."""
+        """Return whether another lane's access is ordered neither before nor after that of ``owner``."""
         low, high, scope = low[where], high[where], scope[where]
         size = np.maximum(scope, 1)
         ordered = (scope > 0) & (low // size == owner // size) & (high // size == owner // size)
         return (high != _NOBODY) & ((low != owner) | (high != owner)) & ~ordered
 
     def accesses(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Lowest lane, highest lane and scope of the order, of what wrote, of what has read and of what has added."""
+        """Yield lowest lane, highest lane and range of ordering, for writes, for reads and for additions."""
         yield self.writer, self.writer, self.written
         yield self.low, self.high, self.was_read
         yield self.add_low, self.add_high, self.was_added
 
     def order(self, arrived: np.ndarray, size: int) -> None:
-        """A barrier over groups of ``size`` lanes: what their lanes did comes before what they do next."""
+        """Apply a barrier over groups of ``size`` lanes: what their lanes did is ordered before what they do next."""
         for low, high, scope in self.accesses():
             at = np.flatnonzero((high != _NOBODY) & (scope < size))
             group = high[at] // size

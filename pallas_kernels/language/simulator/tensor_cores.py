@@ -1,7 +1,7 @@
 """The machine of ``tensor_cores`` in NumPy.
 
-Warpgroups in roles take turns in an order that is drawn at random, from a fixed seed, at every barrier. A product is
-computed when it is waited for: what it reads too early, or what is overwritten too early, makes a wrong result.
+At every barrier, the next warpgroup in a role to run is chosen at random, from a fixed seed. A product is computed only
+when it is waited for. If its operands are overwritten before that, the result is wrong, as it may be on a GPU.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NUMPY = {"f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.
 
 
 class _Turn:
-    """A warpgroup in its role, in a thread of its own, of which one runs at a time."""
+    """A warpgroup in its role. It runs in a thread of its own, but only one of these threads runs at a time."""
 
     def __init__(self, body: Callable[[], None], mask: np.ndarray, region: Region):
-        self.mask, self.region = mask, region  # when it gave way
-        self.groups: list[_Group] = []  # products that run
-        self.copies: list[Any] = []  # arguments of copies that run, and their lanes
+        self.mask, self.region = mask, region  # as they were when it stopped running
+        self.groups: list[_Group] = []  # products that are running
+        self.copies: list[Any] = []  # arguments of copies that are running, and their lanes
         self.ready: Callable[[], bool] = lambda: True
         self.done, self.error = False, None
         self._go, self._back = threading.Event(), threading.Event()
@@ -50,7 +50,7 @@ class _Turn:
         self._wait()
         try:
             body()
-        except BaseException as error:  # handed to the thread that runs the roles
+        except BaseException as error:  # passed to the thread that runs the roles
             self.error = error
         self.done = True
         self._back.set()
@@ -60,7 +60,7 @@ class _Turn:
         self._go.clear()
 
     def take(self) -> None:
-        """Run the role until it gives way."""
+        """Run the role until it calls ``give_way``."""
         if not self._thread.is_alive():
             self._thread.start()
         self._go.set()
@@ -77,7 +77,7 @@ class _Turn:
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """A product that was asked for."""
+    """A product that was started."""
 
     start: list[Any] | None  # raw values
     a: Operand | list[Any]
@@ -91,7 +91,7 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pending:
-    """A raw value that only ``wgmma_wait`` may look at: that of a group, or a choice between two."""
+    """A raw value that may only be read by ``wgmma_wait``: an element of a group's result, or a choice between two."""
 
     group: _Group | None = None
     index: int = 0
@@ -121,13 +121,13 @@ class TensorCoreSimulator(Simulator, TensorCores):
         self._body = self._around_roles = self.region
         self._random = np.random.default_rng(0)
         self._in_roles = False
-        self._met, self._meetings = np.zeros(self._shape, bool), 0  # lanes at a barrier of the block; such barriers
-        # Of the barrier at each 8 bytes of a block's shared memory: warps per phase (0 = no barrier), those that have
-        # arrived, phases that have ended.
+        self._met, self._meetings = np.zeros(self._shape, bool), 0  # lanes at a block barrier; number of such barriers
+        # For each 8 bytes of a block's shared memory, if there is a barrier: warps per phase (0 = no barrier), those
+        # that have arrived, and the number of phases that have ended.
         self._expected, self._phase = (np.zeros((blocks, shared_bytes // 8), np.int64) for _ in range(2))
         self._arrived = np.zeros((blocks, shared_bytes // 8, threads // WARP), bool)
-        self._fenced = np.zeros(blocks * shared_bytes, bool)  # what tensor cores may read
-        # Shared bytes written since a fence, and those accessed since a barrier of their warps.
+        self._fenced = np.zeros(blocks * shared_bytes, bool)  # bytes that tensor cores may read
+        # Shared bytes written since the last fence, and those accessed since the last barrier of their warps.
         self._unfenced: list[np.ndarray] = []
         self._touched: list[np.ndarray] = []
 
@@ -185,11 +185,11 @@ class TensorCoreSimulator(Simulator, TensorCores):
 
     def copy_async(self, to: Value, address: Value, where: Condition) -> None:
         where = self._constant(where, "bool") if isinstance(where, bool) else where
-        to, address, where = self._made_in(self._body, [to, address, where])  # it runs on after the part that asked
+        to, address, where = self._made_in(self._body, [to, address, where])  # it may outlive the part that started it
         self._turn.copies.append((to, address, where, self._active(True).copy()))
 
     def wait_copies(self) -> None:
-        """Copies are made when they are waited for: what is read before is what was there."""
+        """Carry out the copies. Until then, reads give the previous contents."""
         for to, address, where, active in self._turn.copies:
             mask, self._mask = self._mask, active
             self.store_shared(to, self.load(address, 16, where, constant=True), 16, True)
@@ -200,7 +200,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
         if not self._in_roles or scope in ("warp", "warpgroup"):
             super().barrier(scope, leave=leave)
             return
-        # Roles meet: the last one to come does it for all.
+        # All roles meet here. The last one to arrive carries out the barrier for all.
         self._met |= self._active(True)
         size = self._threads * (self._cluster if scope == "cluster" else 1)
         groups = self._met.reshape(-1, size)
@@ -246,17 +246,17 @@ class TensorCoreSimulator(Simulator, TensorCores):
         if self._in_roles:
             turn = self._turn
             turn.mask, turn.region = self._mask, self.region
-            turn.region.leave(self._around_roles)  # what it has made is no use to other roles
+            turn.region.leave(self._around_roles)  # other roles cannot use its values
             turn.give_way(ready)
             turn.region.leave(self._around_roles, is_left=False)
             self._mask, self.region = turn.mask, turn.region
             return
         while not ready():
             if not self._go_on():
-                raise SimulationError("a wait for a phase that nobody can end")
+                raise SimulationError("a wait for a phase that can never end")
 
     def _go_on(self) -> bool:
-        """Let something end that runs beside the lanes, which all wait; whether there was such a thing."""
+        """Complete something that runs asynchronously while all lanes wait. Returns whether there was anything."""
         return False
 
     # Barriers.
@@ -268,7 +268,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
         self.barrier("block")
 
     def _barrier_of(self, barrier: Value) -> tuple[np.ndarray, np.ndarray]:
-        """(block, number of the barrier) of each active warp's first lane."""
+        """Return warp number and barrier number for each active warp."""
         active = self._active(True)
         self._trust(expect("i32", barrier), active, "the address of a barrier")
         at = np.broadcast_to(barrier.raw, self._shape)
@@ -294,7 +294,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
             self._give_way(lambda: True)
 
     def _count(self, warp: np.ndarray, number: np.ndarray) -> None:
-        """These warps have arrived at barriers of their blocks."""
+        """Count these warps as arrived at barriers of their blocks."""
         warps = self._threads // WARP
         block, place = warp // warps, warp % warps
         if np.any(self._arrived[block, number, place]):
@@ -309,8 +309,8 @@ class TensorCoreSimulator(Simulator, TensorCores):
         self._arrived[block, number] = False
 
     def _order_warps(self, arrived: np.ndarray) -> None:
-        """What these warps did in shared memory comes before what their block does next."""
-        came = np.zeros(self._shape[0] * self._threads // WARP + 1, bool)  # the last one stands for "nobody"
+        """Order what these warps did in shared memory before what their block does next."""
+        came = np.zeros(self._shape[0] * self._threads // WARP + 1, bool)  # the last element stands for "nobody"
         came[arrived] = True
         if not arrived.size:
             return
@@ -382,7 +382,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
         return [self._wrap(value.kind, _value(value.raw)) for value in values]
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
-        if isinstance(a.raw, _Pending) or isinstance(b.raw, _Pending):  # at the end of a loop's iteration
+        if isinstance(a.raw, _Pending) or isinstance(b.raw, _Pending):  # this happens at the end of a loop's iteration
             return Value(self, a.kind, _Pending(choice=(condition.raw, a.raw, b.raw)))
         return super().select(condition, a, b)
 
@@ -410,7 +410,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
         group.result = result
 
     def _warpgroups(self, active: np.ndarray) -> Iterator[tuple[int, int]]:
-        """(block, first lane) of each active warpgroup."""
+        """Yield (block, first lane) of each active warpgroup."""
         groups = active.reshape(self._shape[0], -1, WARPGROUP)
         if np.any(groups.any(-1) & ~groups.all(-1)):
             raise SimulationError("a product that only some lanes of a warpgroup ask for")
@@ -418,14 +418,14 @@ class TensorCoreSimulator(Simulator, TensorCores):
             yield int(block), int(number) * WARPGROUP
 
     def _operand(self, operand: Operand, block: int, lane: int, rows: int, dtype: DType) -> np.ndarray:
-        """[rows, K] of a block's shared memory."""
+        """Return [rows, K] from a block's shared memory."""
         return self._matrix(self._operand_bytes(operand, block, lane, rows), rows, dtype)
 
     def _matrix(self, at: np.ndarray, rows: int, dtype: DType) -> np.ndarray:
         return self._shared.data[at].reshape(rows, -1).view(_NUMPY[dtype])
 
     def _operand_bytes(self, operand: Operand, block: int, lane: int, rows: int) -> np.ndarray:
-        """Where the bytes of an operand lie, row after row."""
+        """Return the addresses of an operand's bytes, row after row."""
         self._trust(operand.address, self._lane == self._lane[block, lane], "the address of an operand")
         address = int(np.broadcast_to(operand.address.raw, self._shape)[block, lane])
         start = address + np.asarray(operand.steps)
@@ -449,7 +449,7 @@ class TensorCoreSimulator(Simulator, TensorCores):
         return at
 
     def _registers(self, words: list[Any], block: int, lanes: slice, dtype: DType) -> np.ndarray:
-        """[64, K] of a warpgroup's registers."""
+        """Return [64, K] from a warpgroup's registers."""
         lane = np.arange(WARPGROUP)
         row, byte = lane // WARP * 16 + lane % WARP // 4, lane % 4 * 4
         out = np.zeros((64, len(words) // 4 * STEP_BYTES), np.uint8)

@@ -1,7 +1,8 @@
 """The machine of ``tensor_memory`` in NumPy.
 
-A product ends as late as it may: when all lanes wait, and somebody must. Until then nobody may write what it reads or
-look at what it writes. Every use of a cell by another warp than the last one needs both fences in between.
+A product completes as late as possible: only when all lanes wait and something must happen. Until then, nobody may
+write what it reads or use what it writes. When a cell is used by another warp than the last one, both fences must come
+in between.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from pallas_kernels.language.simulator.tensor_cores import TensorCoreSimulator
 from pallas_kernels.language.tensor_cores import DType, Operand
 from pallas_kernels.language.tensor_memory import MAX_COLUMNS, ROWS, Accumulator, TensorMemory
 
-_TENSOR_ROWS, _WARPS = 128, 4  # that tensor memory has; that reach a part of it each
+_TENSOR_ROWS, _WARPS = 128, 4  # rows of tensor memory; warps of a warpgroup, each of which can access a part of them
 _NEVER = 1 << 60
 
 
 @dataclasses.dataclass(eq=False)
 class _Product:
-    """Of one block: on its way to cells of tensor memory."""
+    """A product of one block that has not completed."""
 
     block: int
     cells: tuple[np.ndarray, np.ndarray]  # rows and columns, as an index
@@ -46,11 +47,11 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
 
     def __init__(self, grid: tuple[int, ...], threads: int, shared_bytes: int, cluster: int = 1):
         super().__init__(grid, threads, shared_bytes, cluster)
-        self._columns = 0  # that every block has
-        self._running: list[tuple[object, _Product | _Commit]] = []  # and the role that asked for it
+        self._columns = 0  # columns that every block has
+        self._running: list[tuple[object, _Product | _Commit]] = []  # what is running, with the role that started it
         self._clock = 0
-        self._seen = np.zeros(self._shape[0] * threads // WARP, np.int64)  # per warp: the time of its last fence
-        self._read = np.zeros(self._shared.data.size, np.int16)  # products that read a byte
+        self._seen = np.zeros(self._shape[0] * threads // WARP, np.int64)  # the time of each warp's last "after" fence
+        self._read = np.zeros(self._shared.data.size, np.int16)  # number of running products that read each byte
 
     @contextlib.contextmanager
     def tensor_memory(self, columns: int) -> Iterator[None]:
@@ -63,8 +64,8 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         self.barrier("block")
         self._columns = columns
         self._cells = np.full(shape, -1, np.int32).view(np.float32)  # NaN
-        # Of each cell: products on their way to it; the warp that used it last, and whether by a product; when other
-        # warps could know that this use is over.
+        # For each cell: the number of running products that write it; the warp that used it last, and whether by a
+        # product; and from what time on other warps can know that this use is over.
         self._pending = np.zeros(shape, np.int16)
         self._user, self._by_product = np.full(shape, -1, np.int64), np.zeros(shape, bool)
         self._released = np.zeros(shape, np.int64)
@@ -117,7 +118,7 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         self._running.append((self._turn, _Commit(self._lane[block, lane] // WARP, number)))
 
     def _go_on(self) -> bool:
-        """Products end up to the first commit that waits for them."""
+        """Complete products up to the first commit that waits for them."""
         turn = next((turn for turn, one in self._running if isinstance(one, _Commit)), None)
         if turn is None:
             return False
@@ -158,7 +159,7 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
             raise SimulationError("tensor memory is used that another warp may still use: a fence or a wait is missing")
 
     def _transfers(self, accumulator: Accumulator) -> Iterator[tuple[int, slice, tuple[Any, ...]]]:
-        """Block, lanes and [values, lanes] cells of each active warp."""
+        """Yield block, lanes, and cells [values, lanes] of each active warp."""
         warps = self._active(True).reshape(-1, WARP)
         if np.any(warps.any(-1) & ~warps.all(-1)):
             raise SimulationError("a transfer by only some lanes of a warp")
