@@ -126,6 +126,9 @@ class KeyLoader:
         self._loads = form.num_loads(self._quad)  # of NoPE bytes, per row
         self._staged = [staging] * 2  # of either row
         self.stages_both = 2 * self._loads <= _STAGED_LOADS
+        # Of a factor in [1, 2), so that both give the same bits. The kernel for few queries must be free of calls; the
+        # loaders of the others, which multiply nothing, need fewer registers with one.
+        self._reciprocal = self.machine.normal_reciprocal if staging is None else self.machine.reciprocal
         if staging is not None and self.stages_both:
             both = staging.view((2, self._loads, WARPGROUP, _LOAD), "u8")
             self._staged = [both[0], both[1]]
@@ -248,7 +251,7 @@ class KeyLoader:
         mask = select(valid, machine.constant(-1, "i32"), 0)
         # What a ring's row of another position holds is masked as well: NaN times a weight of 0 would be NaN.
         scale = self.form.split_scale(self._quad, stored.scales)
-        inverse = None if scale.factor is None else machine.reciprocal(scale.factor)
+        inverse = None if scale.factor is None else self._reciprocal(scale.factor)
         # A few loads at once: none from shared memory is moved in front of a store to it.
         waiting = [stored.nope[n : n + 4] for n in range(0, len(stored.nope), 4)]
         for i in range(self._loads):
