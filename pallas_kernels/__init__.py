@@ -12,11 +12,13 @@ queries    matrix products as attention and scores take them: norm, rope, roundi
 formats    how a row becomes bytes and comes back, a class for each number format
 rows       the formulas on the way: norm, rope, Hadamard transform, scales
 language   the language that kernel bodies are written in, and its two machines
+plugin     the CUDA plugin of JAX, which compiles the kernels, and a warning where it makes slow ones
 """
 
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
+from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
@@ -30,6 +32,7 @@ __all__ = [
     "NewEntries",
     "NewTokens",
     "ScoreInputs",
+    "SlowKernelsWarning",
     "Streams",
     "append_chunk",
     "append_swa",

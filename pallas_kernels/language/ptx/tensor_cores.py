@@ -95,6 +95,7 @@ class TensorCorePTX(PTX, TensorCores):
     def roles(self, *roles: Role) -> None:
         warpgroup = self._wrap("i32", mgpu.utils.warpgroup_idx(sync=True))
         at_launch, first = self.registers_at_launch(roles), 0
+        self.changes_registers = True
         for role in roles:
             inside = warpgroup >= first
             first += role.warpgroups
