@@ -1,6 +1,7 @@
 # make demo              the demo on the CPU: out/occupancy.png and a table
 # make demo DEVICE=gpu   layers of V4-Flash's size on an NVIDIA GPU
 # make test              the tests, in JOBS=2 processes; ARGS="-k name" goes to pytest
+# make check-newest      import, README's example and the audit of products, on the newest jax, jaxlib and CUDA plugin
 # make lint              ruff and pyright
 # make docs              the pages of docs/ and the API, as out/site; a warning is an error
 # make clean             remove what the others made, the environment too
@@ -10,7 +11,7 @@
 #
 #     make test PYTHON=/path/to/python
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test check-newest lint docs clean
 .NOTPARALLEL:
 
 DEVICE ?= cpu
@@ -31,6 +32,14 @@ demo: $(call installed,demo-$(DEVICE))
 test: $(call installed,test)
 	$(python) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+# An environment of its own, because the one for tests has an older CUDA plugin, which compiles faster kernels.
+check-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest tests/audits/test_products.py tests/docs/test_readme.py -k "products or example"
+
+.venv-newest/installed: pyproject.toml .python-version .ci/venv.sh
+	.ci/venv.sh newest
+	touch $@
+
 lint: $(call installed,test)
 	$(python) -m ruff check
 	$(python) -m ruff format --check
@@ -44,5 +53,5 @@ docs: $(call installed,docs)
 	touch $@
 
 clean:
-	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest out build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

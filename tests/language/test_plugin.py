@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import tomllib
 import warnings
 
 import jax
@@ -16,6 +18,7 @@ from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import Role, TensorCores
 from tests.support.lane_kernels import mesh_of, spec
+from tests.support.paths import ROOT
 
 H200, B200 = ("9.0", "NVIDIA H200"), ("10.0", "NVIDIA B200")
 FAST, SLOW = "0.11.2", "0.12.0.1"
@@ -89,6 +92,16 @@ def test_a_slow_plugin_is_named_once_with_what_to_install(install):
     message = str(caught[0].message)
     assert message.startswith("jax-cuda13-plugin 0.12.0.1 compiles the kernel one to slower code")
     assert 'pip install "jaxlib>=0.11.2,<0.12" "jax-cuda13-plugin[with-cuda]>=0.11.2,<0.12"' in message
+
+
+def test_what_is_to_be_installed_is_what_the_extra_installs(install):
+    install(jax_cuda13_plugin=SLOW)
+    with pytest.warns(pk.SlowKernelsWarning) as caught:
+        plugin.warn_if_slow("one")
+    wanted = set(re.findall(r'"(.*?)"', str(caught[0].message)))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert wanted == set(extras["gpu"])
+    assert {requirement.replace("[with-cuda]", "") for requirement in wanted} <= set(extras["cross"])
 
 
 def test_the_plugin_of_cuda_12_is_named_too(install):

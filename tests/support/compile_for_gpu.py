@@ -74,7 +74,7 @@ def compile_for(target: str, function, *args, **jit_options):
         return jax.jit(function, **jit_options).lower(*args).compile()
 
 
-def report_of(module: str, target: str) -> dict[str, Any]:
+def report_of(module: str, target: str, *options: str) -> dict[str, Any]:
     """What ``python -m module target`` prints last, as JSON; skips the test where nothing can be compiled for a GPU.
 
     A process of its own: one target per process, and it must not see this one's backend.
@@ -85,7 +85,7 @@ def report_of(module: str, target: str) -> dict[str, Any]:
 
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("compiling for a GPU without one needs the extra 'cross'")
-    command = [sys.executable, "-m", module, target]
+    command = [sys.executable, "-m", module, target, *options]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
