@@ -3,6 +3,7 @@
 # make test              the tests but the slowest, in JOBS=2 processes; ARGS="-k name" goes to pytest
 # make test-gpu          all that a GPU can run, on one GPU, in as many processes as there are cores
 # make check             all that a change must pass: lint, every test with the slowest, docs
+# make check-newest      import, README's example and the audit of products, on the newest jax, jaxlib and CUDA plugin
 # make lint              ruff and pyright
 # make docs              the pages of docs/ and the API, as out/site; a warning is an error
 # make clean             remove what the others made, the environment too
@@ -12,7 +13,7 @@
 #
 #     make test PYTHON=/path/to/python
 
-.PHONY: demo test test-all test-gpu check lint docs clean
+.PHONY: demo test test-all test-gpu check check-newest lint docs clean
 .NOTPARALLEL:
 
 DEVICE ?= cpu
@@ -44,7 +45,15 @@ test-gpu: $(call installed,test-gpu)
 		-m "not simulated" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
 		tests/requests tests/weights tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
-check: lint test-all docs
+check: lint test-all check-newest docs
+
+# An environment of its own, because the one for tests has an older CUDA plugin, which compiles faster kernels.
+check-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest tests/audits/test_products.py tests/docs/test_readme.py -k "products or example"
+
+.venv-newest/installed: pyproject.toml .python-version .ci/venv.sh
+	.ci/venv.sh newest
+	touch $@
 
 lint: $(call installed,test)
 	$(python) -m ruff check
@@ -59,5 +68,5 @@ docs: $(call installed,docs)
 	touch $@
 
 clean:
-	rm -rf .venv .jax_cache out build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .jax_cache out build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

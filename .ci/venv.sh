@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test or docs.
+# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test or docs. The target
+# newest has an environment of its own, .venv-newest: the newest jax with the newest jaxlib and CUDA plugin.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -28,47 +29,51 @@ make_venv() {
     local python options=()
     if ! python=$(find_python); then
         # uv can fetch an interpreter; pip cannot.
-        if [[ $use_uv ]] && uv venv --quiet --clear --python "$(cat .python-version)" .venv; then return; fi
+        if [[ $use_uv ]] && uv venv --quiet --clear --python "$(cat .python-version)" "$venv"; then return; fi
         echo "No usable Python >= 3.12 found: put one on PATH, or name one that has the dependencies:" >&2
         echo "    make test PYTHON=/path/to/python" >&2
         exit 1
     fi
     # A JAX that already drives this machine's GPU is kept, not replaced.
     if [[ $target == demo-gpu ]] && sees_gpu "$python"; then options=(--system-site-packages); fi
-    echo "Making .venv with $python"
+    echo "Making $venv with $python"
     if [[ $use_uv ]]; then
-        uv venv --quiet --clear "${options[@]}" --python "$python" .venv
+        uv venv --quiet --clear "${options[@]}" --python "$python" "$venv"
     else
-        "$python" -m venv --clear "${options[@]}" .venv
+        "$python" -m venv --clear "${options[@]}" "$venv"
     fi
 }
 
 install() {
     if [[ $use_uv ]]; then
-        uv pip install --quiet --python .venv/bin/python "$@"
+        uv pip install --quiet --python "$venv/bin/python" "$@"
     else
-        .venv/bin/python -m pip install -qq "$@"  # errors only
+        "$venv/bin/python" -m pip install -qq "$@"  # errors only
     fi
 }
 
 target=$1
+venv=.venv
+if [[ $target == newest ]]; then venv=.venv-newest; fi
 if [[ $target == demo-gpu && ! -e /dev/nvidiactl ]] && ! command -v nvidia-smi >/dev/null; then
     echo "No NVIDIA GPU on this machine: make demo runs on the CPU." >&2
     exit 1
 fi
-if ! .venv/bin/python -c "" 2>/dev/null; then make_venv; fi
-echo "Installing what '$target' needs into .venv; the first time takes some minutes"
+if ! "$venv/bin/python" -c "" 2>/dev/null; then make_venv; fi
+echo "Installing what '$target' needs into $venv; the first time takes some minutes"
 case $target in
 demo-cpu) install -e ".[demo]" ;;
 docs) install -e ".[docs]" ;;
-demo-gpu) if sees_gpu .venv/bin/python; then install -e ".[demo]"; else install -e ".[gpu,demo]"; fi ;;
-test)
-    install -e ".[dev]"
+demo-gpu) if sees_gpu "$venv/bin/python"; then install -e ".[demo]"; else install -e ".[gpu,demo]"; fi ;;
+test) install -e ".[dev,cross]" ;;
+newest)
+    install --upgrade -e . "pytest>=8" "hypothesis>=6.100"
     # The plugin that compiles for GPUs must be of jaxlib's own version, which is known only once jaxlib is there.
-    install -e ".[cross]" "jax-cuda13-plugin==$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"
+    jaxlib=$("$venv/bin/python" -c "import jaxlib; print(jaxlib.__version__)")
+    install "jax-cuda13-plugin==$jaxlib" "nvidia-cuda-nvcc>=13,<14" "nvidia-nvjitlink>=13,<14"
     ;;
 *)
-    echo "unknown target '$target': demo-cpu, demo-gpu, test or docs" >&2
+    echo "unknown target '$target': demo-cpu, demo-gpu, test, newest or docs" >&2
     exit 1
     ;;
 esac

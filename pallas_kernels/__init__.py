@@ -16,11 +16,13 @@ queries    norm, rope and rounding of queries, from matrix products to what atte
 formats    encoding and decoding of rows, a class for each number format
 rows       the arithmetic of a row: norm, rope, Hadamard transform, scales
 language   the language that kernel bodies are written in, and its two implementations
+plugin     the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
 """
 
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
+from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
@@ -34,6 +36,7 @@ __all__ = [
     "NewEntries",
     "NewTokens",
     "ScoreInputs",
+    "SlowKernelsWarning",
     "Streams",
     "append_chunk",
     "append_swa",

@@ -143,6 +143,9 @@ class KeyLoader:
         self._loads = form.num_loads(self._quad)  # loads of NoPE bytes per row
         self._staged = [staging] * 2  # staging memory for each of the two rows
         self.stages_both = 2 * self._loads <= _STAGED_LOADS
+        # Of a factor in [1, 2), so that both give the same bits. The kernel for few queries must be free of calls; the
+        # loaders of the others, which multiply nothing, need fewer registers with one.
+        self._reciprocal = self.machine.normal_reciprocal if staging is None else self.machine.reciprocal
         if staging is not None and self.stages_both:
             both = staging.view((2, self._loads, WARPGROUP, _LOAD), "u8")
             self._staged = [both[0], both[1]]
@@ -266,7 +269,7 @@ class KeyLoader:
         mask = select(valid, machine.constant(-1, "i32"), 0)
         # Bytes are masked for ring rows with another position too: they may be NaN, and NaN times a weight of 0 is NaN.
         scale = self.form.split_scale(self._quad, stored.scales)
-        inverse = None if scale.factor is None else machine.reciprocal(scale.factor)
+        inverse = None if scale.factor is None else self._reciprocal(scale.factor)
         # Issue a few loads at once, since no load from shared memory is moved before a store to it.
         waiting = [stored.nope[n : n + 4] for n in range(0, len(stored.nope), 4)]
         for i in range(self._loads):

@@ -190,7 +190,7 @@ class _Block:
         for n, pair in enumerate(zip(peak, total, strict=True)):
             head = self.column + (n // 2 * 8 + n % 2)
             scratch.stats.store_floats(list(pair), query, group, machine.rank, head, 0, where=lane < 4)
-        inverse = [machine.reciprocal(value.maximum(2.0**-126)) for value in total]  # 0 if there was no key
+        inverse = [machine.normal_reciprocal(value.maximum(2.0**-126)) for value in total]  # 0 if there was no key
         each = layout.heads // 2
         for i, number in enumerate(self._products()):
             where = True if (i + 1) * layout.tiles <= _PRODUCTS else number < _PRODUCTS
@@ -290,7 +290,7 @@ class _End:
         ]
         top = fold(maximum, [self.sink, *(peak for peak, _ in stats)])
         weights = [total * machine.exp2(peak - top) for peak, total in stats]
-        inverse = machine.reciprocal(fold(add, [machine.exp2(self.sink - top), *weights]))
+        inverse = machine.normal_reciprocal(fold(add, [machine.exp2(self.sink - top), *weights]))  # of 1 or more
         merged = [machine.constant(0.0, "f32")] * 8
         for source in sources:
             share = weights[source] * inverse

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import plugin
 from pallas_kernels.language import target
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.simulator.tensor_memory import TensorMemorySimulator
@@ -71,6 +72,10 @@ def launch(
     Returns:
       The state, with the same structure and an array at each leaf.
 
+    Warns:
+      SlowKernelsWarning: once, where the body's roles ask for registers on Hopper and the installed CUDA plugin ignores
+        them (``plugin``).
+
     Raises:
       ValueError: there are no kernels for the target (``target.unsupported``) and it is not simulated, the launch asks
         for more shared memory than a block can have, or the body takes more than the launch has.
@@ -105,6 +110,7 @@ def launch(
     refs = [] if is_result else [jax.new_ref(leaf) for leaf in state_leaves]
     shapes = [(leaf.shape, leaf.dtype) for leaf in (*operands, *state_leaves)]
     axes = ("block", "unit")[: len(grid.blocks)]
+    gpu = target.gpu()
 
     def kernel(*arguments: Any) -> None:
         *arrays, shared = arguments
@@ -127,6 +133,8 @@ def launch(
                 jax.tree.unflatten(state_tree, buffers[len(operands) :]),
             )
             _check_shared(name, machine, shared_bytes)
+            if machine.changes_registers and gpu is target.HOPPER:
+                plugin.warn_if_slow(name)
 
         emit(*arrays, shared, *numbers)
 

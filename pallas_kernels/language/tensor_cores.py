@@ -151,6 +151,19 @@ class TensorCores(Machine):
         """Return 2^x of an f32, with a relative error below 2^-22; 0 for -inf."""
 
     @abc.abstractmethod
+    def normal_reciprocal(self, x: Value) -> Value:
+        """1 / x of an f32 whose magnitude is in [2^-126, 2^126], within 1 ulp.
+
+        For kernels whose products are to run beside their lanes. ``reciprocal`` branches to a call for numbers outside
+        of this range, and some compilers serialize all products of a kernel that has a call. Here a magnitude above
+        2^126 gives 0; 0, subnormal numbers, infinity and NaN give NaN.
+
+        A GPU takes one step of Newton's method from an approximation within 1 ulp. What comes out is the correctly
+        rounded reciprocal, for all but some 30 of the 2^23 fractions whatever the approximation is, and else its
+        neighbour. The simulator always gives the correctly rounded one.
+        """
+
+    @abc.abstractmethod
     def to_f16(self, low: Value, high: Value) -> Value:
         """Convert two f32 to two f16 packed into an i32, rounding to nearest even.
 

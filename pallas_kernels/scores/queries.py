@@ -27,6 +27,7 @@ _F16_BITS = -1 << 13  # mask for the bits of an f32 that f16 has too
 class _Loaded:
     """A lane's part of a request's queries, being loaded."""
 
+    lane: Value
     codes: list[list[Value]]
     scales: list[list[Value]]
     weights: list[list[Value]]
@@ -52,32 +53,34 @@ class Queries:
         return self._scales.load_floats(t, count=1)[0]
 
     # The work is divided in turn among all lanes or warps of the block.
-    def _quarters(self) -> list[tuple[Value, Value, Condition]]:
+    def _quarters(self, lane: Value) -> list[tuple[Value, Value, Condition]]:
         """Return token, head, and whether they exist, for each quarter of a query that this lane unpacks."""
         total = self.tokens * HEADS * QUARTERS
-        numbers = [self.machine.thread + first for first in range(0, total, self.lanes)]
+        numbers = [lane + first for first in range(0, total, self.lanes)]
         there = [True if total % self.lanes == 0 else n < total for n in numbers]
         return [
             (n // (HEADS * QUARTERS), n // QUARTERS % HEADS, inside) for n, inside in zip(numbers, there, strict=True)
         ]
 
-    def _tokens(self) -> list[tuple[Value, Condition]]:
+    def _tokens(self, lane: Value) -> list[tuple[Value, Condition]]:
         """Return the tokens whose weights this warp prepares."""
         warps = self.lanes // WARP
-        numbers = [self.machine.thread // WARP + first for first in range(0, self.tokens, warps)]
+        numbers = [lane // WARP + first for first in range(0, self.tokens, warps)]
         return [(t, True if self.tokens % warps == 0 else t < self.tokens) for t in numbers]
 
-    def _heads(self) -> list[Value]:
-        return [self.machine.thread % WARP + first for first in range(0, HEADS, WARP)]
+    def _heads(self, lane: Value) -> list[Value]:
+        return [lane % WARP + first for first in range(0, HEADS, WARP)]
 
-    def load(self, b: Value) -> _Loaded:
+    def load(self, b: Value, lane: Value) -> _Loaded:
+        """Start to load a batch row's queries. lane: ``machine.thread``, from which ``store`` computes addresses."""
         queries, quarter = self.inputs.queries, self.fp4.quarter * QUARTER_BYTES
-        quarters, tokens, heads = self._quarters(), self._tokens(), self._heads()
+        quarters, tokens, heads = self._quarters(lane), self._tokens(lane), self._heads(lane)
 
         def scales(t: Value, head: Value, where: Condition) -> list[Value]:
             return queries.scale.load_words(b, t, head, 0, count=self.fp4.scale_bytes, where=where)
 
         return _Loaded(
+            lane,
             [queries.codes.load_words(b, t, h, quarter, count=QUARTER_BYTES, where=there) for t, h, there in quarters],
             [scales(*place) for place in quarters],
             [[self.inputs.weights.load_floats(b, t, h, count=1, where=there)[0] for h in heads] for t, there in tokens],
@@ -86,17 +89,19 @@ class Queries:
 
     def store(self, loaded: _Loaded) -> None:
         """Unpack and store the operands. All lanes of the block must call this; it ends with a barrier."""
-        machine = self.machine
-        for (t, head, there), codes, scales in zip(self._quarters(), loaded.codes, loaded.scales, strict=True):
+        machine, lane = self.machine, loaded.lane
+        for (t, head, there), codes, scales in zip(self._quarters(lane), loaded.codes, loaded.scales, strict=True):
             tile = self.operand.copy(t)
             for i, word in enumerate(self.fp4.query(codes, scales)):
                 machine.store_shared(tile.unit(head, i) + self.fp4.quarter * 4, [word], 4, there)
-        for (t, there), weights, scales in zip(self._tokens(), loaded.weights, loaded.weight_scales, strict=True):
-            self._store_weights(t, weights, scales, there)
+        for (t, there), weights, scales in zip(self._tokens(lane), loaded.weights, loaded.weight_scales, strict=True):
+            self._store_weights(lane, t, weights, scales, there)
         machine.fence_shared()
         machine.barrier("block")
 
-    def _store_weights(self, t: Value, weights: list[Value], scales: list[list[Value]], there: Condition) -> None:
+    def _store_weights(
+        self, lane: Value, t: Value, weights: list[Value], scales: list[list[Value]], there: Condition
+    ) -> None:
         """Store weights relative to a power of two below the largest.
 
         If a weight is not finite, the token's sums become NaN.
@@ -107,8 +112,8 @@ class Queries:
         power = (peak & _POWER).minimum(_LARGEST_POWER)
         inverse = machine.from_bits((254 << 23) - power)
         scale = machine.from_bits(power) * self.fp4.unit
-        self._scales.store_floats([scale], t, where=there & (machine.thread % WARP == 0))
-        for head, w in zip(self._heads(), weights, strict=True):
+        self._scales.store_floats([scale], t, where=there & (lane % WARP == 0))
+        for head, w in zip(self._heads(lane), weights, strict=True):
             relative = w * inverse
             high = machine.from_bits(machine.bits(relative) & _F16_BITS)
             parts = machine.to_f16(high, relative - high)

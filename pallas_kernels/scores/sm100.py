@@ -127,7 +127,9 @@ class _Tiles(Tiles):
         def operand(t: int) -> Tile:
             return queries.operand.copy(machine.constant(t, "i32"))
 
-        loaded = queries.load(self.b)
+        # Held, so that the addresses of the queries' operand are found for each request: kept over all requests, they
+        # would take registers that the tiles need, and were spilled.
+        loaded = queries.load(self.b, machine.hold(machine.thread))
         start = [machine.constant(i, "i32") for i in range(3)]
         pages = [self._page(i) for i in start]
         now, later = keys.load(pages[0]), keys.load(pages[1])

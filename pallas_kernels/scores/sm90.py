@@ -85,7 +85,7 @@ class _Tiles(Tiles):
     def _start(self, loads: int, pages: int) -> tuple[list[StoredKeys], list[Value]]:
         """Load the first tiles' keys, find the pages of those that follow, and store the queries in shared memory."""
         queries, keys = self.block.queries, self.block.keys
-        loaded = queries.load(self.b)
+        loaded = queries.load(self.b, self.block.machine.thread)
         found = [self._page(i) for i in range(loads + pages)]
         stored = [keys.load(page) for page in found[:loads]]
         queries.store(loaded)

@@ -202,6 +202,48 @@ def test_reciprocal_rounds_correctly(simulate):
         assert_same_floats(got, (1 / x.astype(np.float64)).astype(F32))
 
 
+def fractions_of_reciprocals() -> tuple[np.ndarray, np.ndarray]:
+    """m of every x = m 2^-23 in [1, 2), and k of its correctly rounded reciprocal k 2^-24."""
+    m = np.arange(1 << 23, 1 << 24)
+    return m, np.rint(2.0**47 / m).astype(np.int64)  # f64 is exact enough: no quotient is that close to a tie
+
+
+def test_a_newton_step_from_within_an_ulp_ends_within_an_ulp():
+    """For every fraction, in integers: what ``normal_reciprocal`` announces of a GPU, whatever the GPU's approximation.
+
+    error = 1 - x guess and guess + guess error are each rounded once, as fma does.
+    """
+    m, rounded = fractions_of_reciprocals()
+    differ = np.zeros(len(m), bool)
+    for ulps in (-1, 0, 1):
+        guess = np.minimum(rounded + ulps, 1 << 24)  # of 2^-24; at 1 the next number is further, and no better
+        error = ((1 << 47) - m * guess).astype(F32).astype(np.int64)  # of 2^-47
+        result = guess + np.rint(guess * error / 2.0**47).astype(np.int64)
+        assert np.abs(result - rounded).max() <= 1
+        assert np.abs(result * m - (1 << 47)).max() < 0.501 * m.max()  # of 2^-24 / x: half an ulp, and a little
+        differ |= result != rounded
+    assert 0 < differ.sum() < 40
+
+
+@machines
+def test_reciprocal_of_normal_numbers(simulate):
+    """Within 1 ulp of the correctly rounded one; bits of a GPU's approximation are not to be had elsewhere."""
+    ends = np.array([2.0**-126, np.nextafter(F32(2.0**-126), F32(1)), 2.0**126, np.nextafter(F32(2.0**126), F32(0))])
+    x = np.concatenate([ends, random_floats(23, 3000), np.linspace(1, 2, 3000)]).astype(F32)
+    x = np.concatenate([x, -x])
+    (got,) = elementwise(lambda m, x: m.normal_reciprocal(x), x, simulate=simulate)
+    want = (1 / x.astype(np.float64)).astype(F32)
+    ulps = got.view(np.int32) - want.view(np.int32)
+    assert np.abs(ulps).max() <= (0 if simulate else 1)
+
+
+@machines
+def test_reciprocal_of_numbers_that_are_not_normal(simulate):
+    x = np.array([0.0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan, 1e38, -3e38], F32)
+    (got,) = elementwise(lambda m, x: m.normal_reciprocal(x), x, simulate=simulate)
+    np.testing.assert_array_equal(got, [np.nan] * 7 + [0.0, 0.0])
+
+
 @machines
 def test_a_divisor_divides_as_division_does(simulate):
     """Divides by the scales that rows have, and by infinity and NaN, where nothing underflows."""

@@ -1,7 +1,7 @@
 """Compile for an NVIDIA GPU on a machine that has none, and report: python -m tests.support.compile_for_gpu h200
 
-XLA gets a description of the device instead of the device. It produces what would run there. Its buffer assignment
-shows which donated bytes are updated in place, and what else the program allocates. There is one target per process.
+XLA is given a description of the device in place of the device. What comes out is what would run there: its buffer
+assignment says which donated bytes are updated in place and what else the program allocates. One target per process.
 Needs the extra ``cross``.
 """
 
@@ -35,10 +35,7 @@ platform_name: "CUDA" device_description_str: "{name}" dnn_version_info {{ major
 
 
 def prepare_environment() -> None:
-    """Set the environment, before JAX is imported: use the CPU and the wheels' ptxas, and skip autotuning.
-
-    Autotuning would need a device.
-    """
+    """Before JAX is imported: stay on the CPU, skip autotuning (it needs a device), use the wheels' own ptxas."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     tools = [path for root in site.getsitepackages() for path in glob.glob(f"{root}/nvidia/cu13/bin")]
@@ -47,7 +44,7 @@ def prepare_environment() -> None:
 
 @functools.cache
 def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)):
-    """Return meshes of GPUs of one host: one to place arrays on, and an abstract one that describes the target."""
+    """GPUs of one host: the mesh that arrays are placed on, and the abstract one that says what is compiled for."""
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -55,7 +52,7 @@ def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = 
     device = DEVICE.format(name=name, major=major, cores=cores)
     topology = topologies.get_topology_desc(platform="cuda", target_config=device, topology=f"1x1x{math.prod(sizes)}")
     mesh = topologies.make_mesh(topology, sizes, names)
-    # The compute capability of the abstract device decides which backend is chosen and what kernels are compiled for.
+    # The backend is chosen, and kernels are compiled, by the abstract device's compute capability.
     device_type = type("Device", (AbstractDevice,), {"compute_capability": f"{major}.0"})
     return mesh, AbstractMesh(
         mesh.abstract_mesh.axis_sizes,
@@ -66,7 +63,7 @@ def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = 
 
 
 def compile_for(target: str, function, *args, **jit_options):
-    """Compile ``function`` for a target. ``args`` are pytrees of arrays or ShapeDtypeStructs."""
+    """Compile ``function`` for a target; args are pytrees of arrays or ShapeDtypeStructs."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -77,13 +74,10 @@ def compile_for(target: str, function, *args, **jit_options):
         return jax.jit(function, **jit_options).lower(*args).compile()
 
 
-def report_of(module: str, target: str) -> dict[str, Any]:
-    """Return the JSON that ``python -m module target`` prints last.
+def report_of(module: str, target: str, *options: str) -> dict[str, Any]:
+    """What ``python -m module target`` prints last, as JSON; skips the test where nothing can be compiled for a GPU.
 
-    Skips the test if compiling for a GPU is not possible.
-
-    It runs in a process of its own, because there is one target per process, and it must not see this process's
-    backend.
+    A process of its own: one target per process, and it must not see this one's backend.
     """
     import pytest
 
@@ -91,7 +85,7 @@ def report_of(module: str, target: str) -> dict[str, Any]:
 
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("compiling for a GPU without one needs the extra 'cross'")
-    command = [sys.executable, "-m", module, target]
+    command = [sys.executable, "-m", module, target, *options]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])

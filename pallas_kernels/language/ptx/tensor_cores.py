@@ -33,14 +33,27 @@ _KEEP_ORDER = """{
  mov.u32 blocks, %nctaid.x;
  setp.eq.u32 again, blocks, 0x7ffffffe;
  @again bra.uni AGAIN_${:uid}; }"""
+# What rcp.rn does with such numbers, without its call for the others: with a call in it, no product runs beside a lane
+# where ptxas compiles relocatable code.
+_NORMAL_RECIPROCAL = """{
+ .reg .f32 guess, minus, error;
+ rcp.approx.ftz.f32 guess, $1;
+ neg.f32 minus, $1;
+ fma.rn.f32 error, minus, guess, 0f3F800000;
+ fma.rn.f32 $0, guess, error, guess; }"""
 _FAMILY = {"f16": ("k16", "f16.f16"), "e4m3": ("k32", "e4m3.e4m3"), "e5m2": ("k32", "e5m2.e5m2")}
 
 
 class TensorCorePTX(PTX, TensorCores):
     """Emits for one lane. Products run on sm_90a."""
 
+    changes_registers = False  # until roles with registers of their own are emitted
+
     def exp2(self, x: Value) -> Value:
         return self._asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", ["f32"], x)[0]
+
+    def normal_reciprocal(self, x: Value) -> Value:
+        return self._asm(_NORMAL_RECIPROCAL, "=f,f", ["f32"], x)[0]
 
     def to_f16(self, low: Value, high: Value) -> Value:
         return self._asm("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", ["i32"], low, high)[0]
@@ -83,6 +96,7 @@ class TensorCorePTX(PTX, TensorCores):
     def roles(self, *roles: Role) -> None:
         warpgroup = self._wrap("i32", mgpu.utils.warpgroup_idx(sync=True))
         at_launch, first = self.registers_at_launch(roles), 0
+        self.changes_registers = True
         for role in roles:
             inside = warpgroup >= first
             first += role.warpgroups

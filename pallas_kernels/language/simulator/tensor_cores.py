@@ -136,6 +136,14 @@ class TensorCoreSimulator(Simulator, TensorCores):
         with np.errstate(all="ignore"):
             return self._wrap("f32", np.exp2(x.raw))
 
+    @elementwise("f32")
+    def normal_reciprocal(self, x: Value) -> Value:
+        magnitude = np.abs(x.raw)
+        with np.errstate(all="ignore"):
+            inverse = np.where(magnitude > np.float32(2.0**126), np.copysign(np.float32(0), x.raw), 1 / x.raw)
+        is_normal = (magnitude >= np.finfo(np.float32).tiny) & (magnitude < np.inf)
+        return self._wrap("f32", np.where(is_normal, inverse, np.nan))
+
     @elementwise("f32", "f32")
     def to_f16(self, low: Value, high: Value) -> Value:
         pair = np.stack(np.broadcast_arrays(low.raw, high.raw), -1)
