@@ -1,8 +1,8 @@
 # make demo              the demo on the CPU: out/occupancy.png and a table
 # make demo DEVICE=gpu   layers of V4-Flash's size on an NVIDIA GPU
-# make test              the tests but the slowest, in JOBS=2 processes; ARGS="-k name" goes to pytest
-# make test-gpu          all that a GPU can run, on one GPU, in as many processes as there are cores
-# make check             all that a change must pass: lint, every test with the slowest, docs
+# make test              all but the slowest tests, in JOBS=2 processes; ARGS="-k name" goes to pytest
+# make test-gpu          all tests that a GPU can run, on one GPU, in as many processes as there are cores
+# make check             what every change must pass: lint, all tests, check-newest, docs
 # make check-newest      import, README's example and the audit of products, on the newest jax, jaxlib and CUDA plugin
 # make lint              ruff and pyright
 # make docs              the pages of docs/ and the API, as out/site; a warning is an error
@@ -32,20 +32,20 @@ endif
 demo: $(call installed,demo-$(DEVICE))
 	$(python) examples/demo.py --device $(DEVICE) --out out
 
-# Compiling is most of what tests do on a CPU: here XLA spends little on it, in check as much as it does for users.
+# On a CPU, tests spend most of their time in XLA, which is told to optimize little. test-all compiles as users do.
 test: $(call installed,test)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(python) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
 
 test-all: $(call installed,test)
 	$(python) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-# Without autotuning: processes that share a GPU would time kernels beside each other's and choose by chance.
+# Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance.
 test-gpu: $(call installed,test-gpu)
 	XLA_FLAGS="--xla_gpu_autotune_level=0 $(XLA_FLAGS)" $(python) -m pytest -n $(GPU_JOBS) --dist worksteal \
 		-m "not simulated" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
 		tests/requests tests/weights tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
-check: lint test-all check-newest docs
+check: lint test-all $(if $(PYTHON),,check-newest) docs
 
 # An environment of its own, because the one for tests has an older CUDA plugin, which compiles faster kernels.
 check-newest: .venv-newest/installed

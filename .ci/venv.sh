@@ -55,8 +55,8 @@ install() {
 target=$1
 venv=.venv
 if [[ $target == newest ]]; then venv=.venv-newest; fi
-if [[ $target == demo-gpu && ! -e /dev/nvidiactl ]] && ! command -v nvidia-smi >/dev/null; then
-    echo "No NVIDIA GPU on this machine: make demo runs on the CPU." >&2
+if [[ $target == *-gpu && ! -e /dev/nvidiactl ]] && ! command -v nvidia-smi >/dev/null; then
+    echo "No NVIDIA GPU on this machine: make demo and make test run on the CPU." >&2
     exit 1
 fi
 if ! "$venv/bin/python" -c "" 2>/dev/null; then make_venv; fi
@@ -66,6 +66,7 @@ demo-cpu) install -e ".[demo]" ;;
 docs) install -e ".[docs]" ;;
 demo-gpu) if sees_gpu "$venv/bin/python"; then install -e ".[demo]"; else install -e ".[gpu,demo]"; fi ;;
 test) install -e ".[dev,cross]" ;;
+test-gpu) if sees_gpu "$venv/bin/python"; then install -e ".[dev]"; else install -e ".[gpu,dev]"; fi ;;
 newest)
     install --upgrade -e . "pytest>=8" "hypothesis>=6.100"
     # The plugin that compiles for GPUs must be of jaxlib's own version, which is known only once jaxlib is there.
@@ -73,7 +74,7 @@ newest)
     install "jax-cuda13-plugin==$jaxlib" "nvidia-cuda-nvcc>=13,<14" "nvidia-nvjitlink>=13,<14"
     ;;
 *)
-    echo "unknown target '$target': demo-cpu, demo-gpu, test, newest or docs" >&2
+    echo "unknown target '$target': demo-cpu, demo-gpu, test, test-gpu, newest or docs" >&2
     exit 1
     ;;
 esac
