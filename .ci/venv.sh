@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test or docs. The target
+# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test, test-gpu or docs. The target
 # newest has an environment of its own, .venv-newest: the newest jax with the newest jaxlib and CUDA plugin.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,7 +35,7 @@ make_venv() {
         exit 1
     fi
     # A JAX that already drives this machine's GPU is kept, not replaced.
-    if [[ $target == demo-gpu ]] && sees_gpu "$python"; then options=(--system-site-packages); fi
+    if [[ $target == *-gpu ]] && sees_gpu "$python"; then options=(--system-site-packages); fi
     echo "Making $venv with $python"
     if [[ $use_uv ]]; then
         uv venv --quiet --clear "${options[@]}" --python "$python" "$venv"
