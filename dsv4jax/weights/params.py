@@ -23,7 +23,7 @@ from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import axis_size, split_heads
 
-_SMALL = 1 << 18  # numbers of a leaf that are drawn in no time
+_SMALL = 1 << 18  # leaves of at most so many numbers are drawn together, however their sizes differ
 
 
 @jax.tree_util.register_dataclass

@@ -96,9 +96,9 @@ def launch(
     if (reason := target.unsupported()) is not None:
         raise ValueError(f"{name} has no kernel for this target: {reason}")
 
-    from pallas_kernels.language.ptx.tensor_memory import (
-        TensorMemoryPTX,  # needs Mosaic GPU, which not every jaxlib has
-    )
+    # These need Mosaic GPU, which not every jaxlib has.
+    from pallas_kernels.language.ptx.naming import name_module
+    from pallas_kernels.language.ptx.tensor_memory import TensorMemoryPTX
 
     # A ref handed to a kernel is updated in place: XLA aliases it, and copies it only if its old value is used later.
     refs = [] if is_result else [jax.new_ref(leaf) for leaf in state_leaves]
@@ -114,6 +114,7 @@ def launch(
         @plgpu.inline_mgpu(arg_types=(*ref_types, *scalar_types))
         def emit(context: Any, *values: Any) -> None:
             del context
+            name_module(name)
             memrefs, shared_memref = values[: len(arrays)], values[len(arrays)]
             machine = TensorMemoryPTX([number.registers.item() for number in values[len(arrays) + 1 :]], shared_memref)
             buffers = [

@@ -3,4 +3,5 @@
 tensor_memory  products that sum up in tensor memory, on Blackwell
 tensor_cores   products of matrices, on Hopper
 lanes          everything else
+naming         the name of a kernel's module, which compilation caches look up
 """
