@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test, test-gpu or docs. The target
-# newest has an environment of its own, .venv-newest: the newest jax with the newest jaxlib and CUDA plugin.
+# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test, test-gpu or docs.
+# The target newest has an environment of its own, .venv-newest: the newest jax with the newest jaxlib and CUDA plugin.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -25,7 +25,7 @@ def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") ->
       ValueError: the mesh does not have the axis, or requests or blocks do not divide by its size.
     """
     if mesh is None:
-        return empty_cache(plan)
+        return _empty_cache(plan)
     local = shard_plan(plan, mesh, axis)
 
     def one_shard() -> KVCache:
@@ -33,6 +33,10 @@ def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") ->
 
     specs = partition_specs(plan, mesh, axis)
     return jax.jit(jax.shard_map(one_shard, mesh=mesh, in_specs=(), out_specs=specs))()
+
+
+# Jitted: leaf by leaf, each shape would be a program of its own to compile.
+_empty_cache = jax.jit(empty_cache, static_argnums=0)
 
 
 def abstract_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") -> KVCache:

@@ -6,12 +6,15 @@ Linear weights have the orientation of the checkpoint, [out, in].
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +22,8 @@ from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import axis_size, split_heads
+
+_SMALL = 1 << 18  # leaves of at most so many numbers are drawn together, however their sizes differ
 
 
 @jax.tree_util.register_dataclass
@@ -145,19 +150,53 @@ def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: An
       layer: number of the layer in the model.
       dtype: of all weights, f32 or bf16.
 
+    The layers of a kind share one compiled program.
+
     Raises:
       ValueError: the model has no such layer.
     """
-    paths, tree = jax.tree_util.tree_flatten_with_path(layer_shapes(cfg, layer))
-    leaves = []
-    for i, (path, leaf) in enumerate(paths):
-        noise = jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32)
-        if len(leaf.shape) == 1:
-            value = 0.1 * noise + (0.0 if "sinks" in jax.tree_util.keystr(path) else 1.0)
+    return _random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype))
+
+
+# Jitted whole: run op by op, the layers of a model would compile some 50 programs, each in up to half a second.
+@functools.partial(jax.jit, static_argnames=("cfg", "kind", "dtype"))
+def _random_params(key: jax.Array, cfg: DSV4Config, kind: AttentionType, dtype: Any) -> AttentionParams:
+    paths, tree = jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))
+    sizes = [math.prod(leaf.shape) for _, leaf in paths]
+    scales, offsets = zip(*(_distribution(jax.tree_util.keystr(path), leaf.shape) for path, leaf in paths), strict=True)
+    leaves: dict[int, jax.Array] = {}
+    for group in _of_similar_size(sizes):
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.asarray(group, jnp.uint32))
+        noise = jax.vmap(functools.partial(jax.random.normal, shape=(sizes[group[0]],), dtype=jnp.float32))(keys)
+        noise *= jnp.asarray([scales[i] for i in group], jnp.float32)[:, None]
+        # Else XLA compiles the generator, which is long, into every leaf once more.
+        noise = lax.optimization_barrier(noise)
+        for row, i in zip(noise, group, strict=True):
+            shape = paths[i][1].shape
+            leaves[i] = (row[: sizes[i]].reshape(shape) + offsets[i]).astype(dtype)
+    return jax.tree.unflatten(tree, [leaves[i] for i in range(len(paths))])
+
+
+def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Scale and offset of a leaf's random numbers."""
+    if len(shape) == 1:
+        return 0.1, 0.0 if "sinks" in name else 1.0
+    return (0.1 if "ape" in name else shape[-1] ** -0.5), 0.0
+
+
+def _of_similar_size(sizes: list[int]) -> list[list[int]]:
+    """Numbers of leaves, the largest first, in groups that draw rows of the same length and cut them to size.
+
+    A leaf is at least a quarter of its group's first, or both are small.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        longest = sizes[groups[-1][0]] if groups else None
+        if longest is not None and (longest <= _SMALL or 4 * sizes[i] >= longest):
+            groups[-1].append(i)
         else:
-            value = noise * (0.1 if "ape" in jax.tree_util.keystr(path) else leaf.shape[-1] ** -0.5)
-        leaves.append(value.astype(dtype))
-    return jax.tree.unflatten(tree, leaves)
+            groups.append([i])
+    return groups
 
 
 # Field of AttentionParams, name in DeepSeek's checkpoints, name in transformers'. Both names are relative to the

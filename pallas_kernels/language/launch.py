@@ -101,9 +101,9 @@ def launch(
     if (reason := target.unsupported()) is not None:
         raise ValueError(f"{name} has no kernel for this target: {reason}")
 
-    from pallas_kernels.language.ptx.tensor_memory import (
-        TensorMemoryPTX,  # imported here because not every jaxlib has Mosaic GPU
-    )
+    # Imported here because not every jaxlib has Mosaic GPU.
+    from pallas_kernels.language.ptx.naming import name_module
+    from pallas_kernels.language.ptx.tensor_memory import TensorMemoryPTX
 
     # A ref that is passed to a kernel is updated in place. XLA aliases it, and copies it only if the old value is used
     # later.
@@ -121,6 +121,7 @@ def launch(
         @plgpu.inline_mgpu(arg_types=(*ref_types, *scalar_types))
         def emit(context: Any, *values: Any) -> None:
             del context
+            name_module(name)
             memrefs, shared_memref = values[: len(arrays)], values[len(arrays)]
             machine = TensorMemoryPTX([number.registers.item() for number in values[len(arrays) + 1 :]], shared_memref)
             buffers = [

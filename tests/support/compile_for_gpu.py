@@ -62,8 +62,8 @@ def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = 
     )
 
 
-def compile_for(target: str, function, *args, **jit_options):
-    """Compile ``function`` for a target; args are pytrees of arrays or ShapeDtypeStructs."""
+def lower_for(target: str, function, *args, **jit_options):
+    """Lower ``function`` for a target; args are pytrees of arrays or ShapeDtypeStructs."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -71,7 +71,12 @@ def compile_for(target: str, function, *args, **jit_options):
     sharding = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     with jax.sharding.use_abstract_mesh(abstract):
-        return jax.jit(function, **jit_options).lower(*args).compile()
+        return jax.jit(function, **jit_options).lower(*args)
+
+
+def compile_for(target: str, function, *args, **jit_options):
+    """As ``lower_for``, and compile it."""
+    return lower_for(target, function, *args, **jit_options).compile()
 
 
 def report_of(module: str, target: str, *options: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 
 import dsv4jax as d4
 from dsv4jax.weights.checkpoint import dequantise_blocks
-from dsv4jax.weights.params import param_shapes
+from dsv4jax.weights.params import _random_params, param_shapes
 from tests.support import recorded
 from tests.support.driver import assert_same
 
@@ -173,6 +174,44 @@ def test_random_parameters_have_the_shapes_of_loaded_ones(layer):
     )
     recording = recorded.load(kind)  # the recordings have tiny's sizes
     assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, recording.params)
+
+
+def drawn_one_by_one(key: jax.Array, cfg: d4.DSV4Config, kind: d4.AttentionType) -> Any:
+    """Random weights as ``init_attention_params`` defines them, each leaf with a key of its own."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))
+    leaves = []
+    for i, (path, leaf) in enumerate(paths):
+        noise, name = jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32), jax.tree_util.keystr(path)
+        if len(leaf.shape) == 1:
+            leaves.append(noise * 0.1 + (0.0 if "sinks" in name else 1.0))
+        else:
+            leaves.append(noise * (0.1 if "ape" in name else leaf.shape[-1] ** -0.5))
+    return jax.tree.unflatten(tree, leaves)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_parameters_are_what_each_leaf_would_draw_alone(dtype):
+    """Leaves of similar size are drawn together, as rows of the longest one; here a layer has two such groups."""
+    cfg, key = d4.DSV4Config.tiny(hidden_size=2048), jax.random.key(3)
+    for layer, spec in enumerate(d4.layer_schedule(cfg)):
+        params = d4.init_attention_params(key, cfg, layer, dtype)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        # In f32 XLA may round a product and a sum once, or scale by one factor in place of two: two units in the last
+        # place of numbers below 2. bf16 has 8 bits: a number that close to a tie goes the other way.
+        error = 2**-22 if dtype == "float32" else 2**-7
+        for got, wanted in zip(
+            jax.tree.leaves(params), jax.tree.leaves(drawn_one_by_one(key, cfg, spec.attn)), strict=True
+        ):
+            np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=0, atol=error)
+
+
+def test_layers_of_a_kind_draw_their_parameters_with_one_program():
+    cfg = d4.DSV4Config.tiny(compress_ratios=(4, 4, 4), hidden_size=72)
+    program: Any = _random_params
+    before = program._cache_size()
+    for layer in range(cfg.num_layers):
+        d4.init_attention_params(jax.random.key(layer), cfg, layer)
+    assert program._cache_size() == before + 1
 
 
 # ---- checkpoint folders

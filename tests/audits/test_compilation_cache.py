@@ -1,0 +1,31 @@
+"""A program is lowered to the same text in every process, so that the persistent compilation cache finds it."""
+
+import pytest
+
+from tests.support.compile_for_gpu import report_of
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """Of two processes that hash strings differently: what is ordered by a set would be in another order."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for seed in ("1", "2"):
+            patch.setenv("PYTHONHASHSEED", seed)
+            found.append(report_of("tests.support.lowered_programs", "h200"))
+    return found
+
+
+def test_a_program_is_lowered_alike_in_two_processes(reports):
+    assert reports[0] == reports[1]
+
+
+def test_a_program_is_lowered_alike_whatever_was_lowered_before(reports):
+    """jax 0.11 numbers the kernels of a process, and the numbers were part of what is looked up."""
+    assert reports[0]["again"] == reports[0]["first"]
+
+
+def test_layers_of_all_kinds_share_the_kernel_of_their_queries(reports):
+    """SWA and HCA layers launch three kernels, CSA layers six; norm and rope of the queries are the same in all."""
+    assert reports[0]["launches"] == 3 + 6 + 3
+    assert reports[0]["kernels"] == 3 + 6 + 3 - 2
