@@ -42,7 +42,8 @@ from tests.support.kernel_report import Kernel, dump_to_standard_output, report
 
 MODELS = {"flash": d4.DSV4Config.flash(), "pro": d4.DSV4Config.pro()}
 # One layer's CSA rows take more than 2^31 bytes: 32 bits hold neither the offset of a layer nor that of a block in it.
-NUM_BLOCKS = {"fp8_row": 160_000, "fp8_tile64": 160_000, "bf16": 80_000, "f32": 40_000}
+NUM_BLOCKS = 160_000  # of one byte for each NoPE channel
+CHANNEL_BYTES = {"bf16": 2, "f32": 4}  # of formats that have more
 # Every format of rows, and every format of keys. The first of them are a plan's defaults.
 DEFAULT = dict(kv_format="fp8_row", indexer_format="nvfp4")
 FORMATS = (
@@ -78,7 +79,7 @@ GATHERS = gather_compressed, gather_all_compressed
 
 
 def _cache(cfg: d4.DSV4Config, **options: Any) -> d4.KVCache:
-    num_blocks = NUM_BLOCKS[options.setdefault("kv_format", DEFAULT["kv_format"])]
+    num_blocks = NUM_BLOCKS // CHANNEL_BYTES.get(options.get("kv_format", ""), 1)
     plan = d4.plan_cache(cfg, max_requests=256, max_context=131072, num_blocks=num_blocks, **options)
     return d4.abstract_cache(plan)
 
