@@ -76,6 +76,7 @@ def check(name: str, found: dict[str, Any], architecture: str) -> None:
     assert found["temporaries"] + found["copied"] < found["smallest leaf"], f"{name}: room for a copy of a leaf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ARCHITECTURES)
 def test_every_kernel_compiled_for(target):
     found = report_of("tests.support.compiled_kernels", target)

@@ -6,6 +6,7 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.layer import layer
 from tests.support import in_place
+from tests.support.cases import first_of
 from tests.support.compile_for_gpu import report_of
 
 BOOKKEEPING = ("admit", "prepare_forward", "advance", "release", "fork", "insert")
@@ -28,11 +29,16 @@ def compile_here(function, *args, **jit_options):
     return jax.jit(function, **jit_options).lower(*args).compile()
 
 
-@pytest.mark.parametrize("name", in_place.AUDITS)
+WHOLE_STEPS = [name for name in in_place.AUDITS if any(word in name for word in ("step", "chunk", "draft", "scan"))]
+PARTS = [name for name in in_place.AUDITS if name not in WHOLE_STEPS]
+
+
+@pytest.mark.parametrize("name", [*PARTS, *first_of(WHOLE_STEPS)])
 def test_every_update_is_in_place_on_this_device(name):
     check(name, in_place.AUDITS[name](compile_here))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", in_place.TARGETS)
 def test_every_update_is_in_place_compiled_for(target):
     reports = report_of("tests.support.compile_for_gpu", target)
@@ -44,6 +50,7 @@ def test_every_update_is_in_place_compiled_for(target):
         check(name, found)
 
 
+@pytest.mark.slow
 def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
     """Its tiles run in a loop that reads window and pool; the window is written after it."""
     monkeypatch.setattr(layer, "query_tile", lambda *_: 8)
@@ -63,6 +70,7 @@ def test_a_copy_of_the_pool_would_be_noticed():
         check("leaky", in_place.bookkeeping(leaky)(compile_here))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layer", range(3), ids=["swa", "csa", "hca"])
 def test_a_long_chunk_against_a_long_context_stays_below_a_gibibyte(layer, dtype):
@@ -71,6 +79,7 @@ def test_a_long_chunk_against_a_long_context_stays_below_a_gibibyte(layer, dtype
     assert memory.temp_size_in_bytes < in_place.PREFILL_LIMIT
 
 
+@pytest.mark.slow
 def test_pro_traces_and_compiles_by_scanning_over_its_layers():
     """61 layers, each kind's body compiled once. Its time is printed by benchmarks/compile_time.py."""
     function, args = in_place.pro_scan()

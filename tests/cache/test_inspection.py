@@ -12,6 +12,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.cache.plots import FREE, SHARED, ownership, plot_ownership
+from tests.support.cases import first_of
 from tests.support.driver import (
     BATCH,
     BLOCKS,
@@ -57,7 +58,7 @@ def served(name: str = "f32", seed: int = 0) -> tuple[tuple[d4.KVCache, ...], d4
     return tuple(caches), jax.tree.map(lambda *leaves: np.stack(leaves), *history)
 
 
-@pytest.mark.parametrize("name", THREE_FORMATS)
+@pytest.mark.parametrize("name", first_of(THREE_FORMATS))
 def test_nothing_is_wrong_along_a_random_schedule(name):
     caches, _ = served(name)
     for cache in caches:
@@ -381,6 +382,7 @@ def test_ownership_is_what_the_tables_say():
 
 
 def test_the_plot_draws_every_block_in_its_owners_colour(tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture is drawn by matplotlib, of the extra 'demo'")
     from matplotlib.axes import Axes
     from matplotlib.colors import to_rgba
 

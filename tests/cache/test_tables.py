@@ -5,6 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("hypothesis", reason="its inputs are drawn by hypothesis, of the extra 'dev'")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

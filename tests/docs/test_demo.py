@@ -5,6 +5,10 @@ import re
 import subprocess
 import sys
 
+import pytest
+
+pytest.importorskip("rich", reason="the demo prints with rich, of the extra 'demo'")
+pytest.importorskip("matplotlib", reason="the demo draws with matplotlib, of the extra 'demo'")
 import matplotlib.image
 
 from tests.support.paths import ROOT
@@ -34,6 +38,7 @@ def assert_picture_shows_something(out, columns: int) -> None:
         assert shown[left:right].mean() > 0.02
 
 
+@pytest.mark.slow
 def test_demo_agrees_with_the_recording(tmp_path):
     finished = demo(tmp_path, "--kinds", "csa")  # one kind of three: each compiles for ten seconds
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -49,6 +54,7 @@ def test_demo_agrees_with_the_recording(tmp_path):
     assert_picture_shows_something(tmp_path, columns=1)
 
 
+@pytest.mark.slow
 def test_full_size_job_at_tiny_size(tmp_path):
     """The code that serves V4-Flash's sizes on a GPU, on layers that any machine can run."""
     finished = demo(tmp_path, "--size", "tiny")

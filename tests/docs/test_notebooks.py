@@ -65,6 +65,7 @@ def pictures(cell) -> list[str]:
     return [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
 
 
+@pytest.mark.slow
 @each_notebook
 # The kernel and its messages live in libraries whose warnings are not ours; errors inside a cell still fail the test.
 @pytest.mark.filterwarnings("default")

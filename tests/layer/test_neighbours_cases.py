@@ -171,6 +171,7 @@ def real_prefill(short):
     return outputs, cache, slots
 
 
+@pytest.mark.slow
 def test_case_3_prompts_that_end_at_the_edges_of_window_and_block():
     _, want = real_reference()
     for short in (0, 3):
@@ -281,6 +282,7 @@ def test_case_7_bad_scores_of_one_row_give_no_pick_out_of_range_and_none_to_othe
         assert sorted(want[row, 0][want[row, 0] >= 0]) == list(range(count))
 
 
+@pytest.mark.slow
 def test_case_8_a_pool_of_more_than_two_to_the_31_elements():
     """Blocks at both ends of a pool whose flat index no int32 holds."""
     cfg = d4.DSV4Config.tiny(

@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+
+pytest.importorskip("hypothesis", reason="its inputs are drawn by hypothesis, of the extra 'dev'")
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 
 import dsv4jax as d4
 from tests.support import driver

@@ -17,6 +17,7 @@ from dsv4jax.layer.compressor import project_tokens
 from dsv4jax.layer.update import store
 from tests.layer.test_rules import MOVED, TOLERANCE
 from tests.support import kernel_cases
+from tests.support.cases import first_of
 from tests.support.driver import (
     BACKEND,
     BATCH,
@@ -46,7 +47,6 @@ DRAFTS = [(drafted, accepted) for drafted in range(1, DRAFT + 1) for accepted in
 STARTS = (*range(6), 15, 16, 61, 62, *range(118, 134), *range(250, 256))
 DEEP = d4.DSV4Config.tiny(compress_ratios=(4, 128))
 PLANS = {"f32, ring": F32, "fp8_tile64, mxfp4, online": TRAINED}
-plans = pytest.mark.parametrize("name", PLANS)
 layers = tuple(range(DEEP.num_layers))
 
 
@@ -126,7 +126,7 @@ def row_by_row(caches: list[Any], chosen: np.ndarray, slots: Any, tables: Any) -
     return cache
 
 
-@plans
+@pytest.mark.parametrize("name", first_of(PLANS))
 def test_a_commit_leaves_what_the_accepted_tokens_leave(name):
     """Every phase of ``STARTS`` with every length of draft and every number of accepted tokens."""
     cache, slots, x = prefilled(name)
@@ -163,7 +163,7 @@ def assert_fed_alike(got: d4.KVCache, want: d4.KVCache, *, exact: bool) -> None:
     assert moved <= (MOVED * total if is_online else 0)
 
 
-@plans
+@pytest.mark.parametrize("name", first_of(PLANS))
 def test_a_draft_that_is_not_committed_shows_nowhere(name):
     cache, slots, x = prefilled(name)
     drafted = ids(*[b % DRAFT + 1 for b in range(len(STARTS))])

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+
+pytest.importorskip("orbax.checkpoint", reason="files are written by orbax, of the extra 'ckpt'")
+import orbax.checkpoint as ocp
 
 import dsv4jax as d4
 from dsv4jax.requests import storage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,28 +10,36 @@ import pytest
 
 from pallas_kernels.language import target
 
-requires_gpu = pytest.mark.gpu  # conftest skips what is marked so where ``no_gpu`` has a reason
+# conftest leaves out what is marked so where ``no_gpu`` has a reason.
+requires_gpu = pytest.mark.gpu
+simulated = pytest.mark.simulated  # has a twin that runs on a GPU
 
 
-def no_gpu() -> str | None:
-    """Why kernels do not run on this machine's own device, or None where they do."""
-    return target.unsupported()
+@functools.cache
+def no_gpu(major: int | None = None) -> str | None:
+    """Why a test cannot run on this machine's own device, or None where it can.
+
+    Args:
+        major: the GPU's compute capability that the test needs; None for any that has kernels.
+    """
+    reason = target.unsupported()
+    if reason is not None:
+        return f"they need an NVIDIA GPU, {reason}"
+    here = str(getattr(jax.devices()[0], "compute_capability", ""))
+    if major is not None and not here.startswith(f"{major}."):
+        return f"they need a GPU of compute capability {major}.x, this one's is {here}"
+    return None
 
 
-def _lacks(major: int) -> bool:
-    return not str(getattr(jax.devices()[0], "compute_capability", "")).startswith(f"{major}.")
+def _machines(simulated_value: Any, gpu_value: Any, **needs: int) -> list[Any]:
+    return [
+        pytest.param(simulated_value, id="simulated", marks=simulated),
+        pytest.param(gpu_value, id="gpu", marks=pytest.mark.gpu(**needs)),
+    ]
 
 
 # Values of ``launch``'s simulate, and the backends that they stand for.
-MACHINES = [pytest.param(True, id="simulated"), pytest.param(False, id="gpu", marks=requires_gpu)]
-BACKENDS = [pytest.param("pallas_simulated", id="simulated"), pytest.param("pallas", id="gpu", marks=requires_gpu)]
-
-
-def _machines_of(major: int, what: str) -> list[Any]:
-    reason = f"{what} needs an NVIDIA GPU of compute capability {major}"
-    marks = [requires_gpu, pytest.mark.skipif(_lacks(major), reason=reason)]
-    return [MACHINES[0], pytest.param(False, id="gpu", marks=marks)]
-
-
-HOPPER_MACHINES = _machines_of(9, "wgmma")
-BLACKWELL_MACHINES = _machines_of(10, "tensor memory")
+MACHINES = _machines(True, False)
+BACKENDS = _machines("pallas_simulated", "pallas")
+HOPPER_MACHINES = _machines(True, False, major=9)  # wgmma
+BLACKWELL_MACHINES = _machines(True, False, major=10)  # tensor memory
