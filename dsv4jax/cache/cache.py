@@ -13,7 +13,7 @@ from dsv4jax.cache.pool import init_pool
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.state import init_state, reset_slots
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, grow, init_tables, release_slots
-from dsv4jax.checks import check_batch
+from dsv4jax.checks import check_batch, integer
 from dsv4jax.config import layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
@@ -44,7 +44,7 @@ class KVCache(Stacks):
     def locate(self, layer: int) -> tuple[AttentionType, int]:
         """Kind of a layer and its place in that kind's stack. ValueError where the model has no such layer."""
         kind = layer_kind(self.plan.cfg, layer)
-        return kind, self.plan.layers(kind).index(layer)
+        return kind, self.plan.layers(kind).index(int(layer))
 
 
 def empty_cache(plan: CachePlan) -> KVCache:
@@ -68,7 +68,12 @@ def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCac
     Returns:
       (cache, slots int32 [n], ok bool []). A slot is -1 where masked out; all are -1 and the cache is unchanged when
       too few slots are free (``ok`` False).
+
+    Raises:
+      AssertionError: (chex) ``where`` has another shape or dtype.
+      ValueError: n is no integer, or negative.
     """
+    n = integer("n", n, least=0)
     tables, slots, ok = admit_slots(cache.tables, n, where)
 
     def emptied(kind: AttentionType, stack: LayerStack) -> LayerStack:

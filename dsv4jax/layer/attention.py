@@ -19,7 +19,7 @@ from jax import lax
 
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.checks import FLOATS, check_array, check_dtype
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.ops import DECODE_ATTENTION, AttentionInputs
@@ -145,6 +145,7 @@ def decode_attention(
     axes = {"B": None, "T": None, "num_heads": cfg.num_heads, "head_dim": cfg.head_dim}
     check_array("q", q, axes, (jnp.float32, jnp.float16))
     check_array("positions", positions, {"B": q.shape[0], "T": q.shape[1]}, jnp.int32)
+    check_dtype("dtype", dtype, FLOATS)
     check_array("sinks", sinks, {"num_heads": cfg.num_heads}, FLOATS)
     _check_window(window, q.shape[0], q.shape[1])
     if picks is not None:

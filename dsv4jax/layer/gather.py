@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.pool import PagedPool, PooledLayer
-from dsv4jax.checks import check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, check_dtype
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.ops import GATHER_ROWS
@@ -43,7 +43,9 @@ def gather_compressed(
     """
     check_batch(slots=slots)
     check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
-    check_array("picks", picks, {"B": slots.shape[0]} | {f"axis {i}": None for i in range(1, picks.ndim)}, jnp.int32)
+    axes: dict[str, int | None] = {f"axis {i}": None for i in range(1, getattr(picks, "ndim", 1))}
+    check_array("picks", picks, {"B": slots.shape[0]} | axes, jnp.int32)
+    check_dtype("dtype", dtype, FLOATS)
     layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
     return GATHER_ROWS.of(backend, plan, _ANY_KIND).picked(layer, picks, dtype)
 
@@ -65,6 +67,7 @@ def gather_all_compressed(
       dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
     """
     check_batch(slots=slots, num_entries=num_entries)
+    check_dtype("dtype", dtype, FLOATS)
     layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
     return GATHER_ROWS.of(backend, plan, _ANY_KIND).complete(layer, num_entries, dtype)
 

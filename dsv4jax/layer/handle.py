@@ -23,7 +23,7 @@ from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow, gather_swa
 from dsv4jax.cache.tables import granted_tokens, is_admitted, withdraw_grants
-from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, integer
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch, read_slots
 from dsv4jax.kinds import AttentionType
@@ -34,7 +34,7 @@ from dsv4jax.layer.gather import gather_all_compressed, gather_compressed
 from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
 from dsv4jax.plan import LayerCacheSchema
-from dsv4jax.weights.params import CompressorParams, IndexerParams
+from dsv4jax.weights.params import CompressorParams, IndexerParams, check_compressors
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +112,7 @@ class LayerCacheHandle:
 
     def positions(self, num_tokens: int) -> jax.Array:
         """int32 [B, T] position of each of this call's T tokens, -1 past num_new, and where num_new exceeds T."""
-        self._check_tokens(num_tokens)
+        self._check_tokens(integer("num_tokens", num_tokens, least=0))
         call = self._call
         return dataclasses.replace(call, batch=call.batch.fitting(num_tokens)).positions(num_tokens)
 
@@ -172,6 +172,7 @@ class LayerCacheHandle:
         hidden = self.cache.plan.cfg.hidden_size
         check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, FLOATS)
         self.entries  # noqa: B018  refuses an SWA layer
+        check_compressors(params, indexer, self.cache.plan.cfg, self.kind)
         taking = self._taking(x.shape[1])
         rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind)
         return taking._stored(rows)
@@ -240,9 +241,14 @@ def acquire(
       slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op; one with
         num_new 0 only reads.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
+
+    Raises:
+      AssertionError: (chex) slots or num_new has another rank or dtype.
+      ValueError: unknown layer or backend.
     """
     check_name(backend)
     check_batch(slots=slots, num_new=num_new)
+    cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # of NumPy's too, as jit takes them
     kind, index = cache.locate(layer)
     start, count = granted_tokens(cache.tables, slots, num_new)
     reading = is_admitted(cache.tables, slots) & (num_new == 0)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax.core import Tracer
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, integer
 from dsv4jax.config import DSV4Config
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
@@ -139,12 +138,13 @@ def run_layer(
         nearest = jnp.clip(index, 0, depth - 1)
         num_new = jnp.where(index == nearest, num_new, x.shape[1] + 1)
         index = nearest
-    elif not 0 <= operator.index(index) < depth:
+    elif not 0 <= integer("index", index) < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
     check_name(options.backend)
     if x.size == 0:
         if options.is_draft:
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
+        cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # nothing is jitted here
         cache, _ = LayerCall.begin(cache, kind, index, slots, num_new, x.shape[1])
         return jnp.zeros_like(x), cache, None
     chosen = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))

@@ -23,6 +23,7 @@ import numpy as np
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.create import abstract_cache
+from dsv4jax.checks import check_concrete
 from dsv4jax.config import DSV4Config
 from dsv4jax.plan import CachePlan, plan_cache
 from dsv4jax.requests.snapshot import LAYOUT, Snapshot, abstract_snapshot, differing_fields
@@ -39,7 +40,7 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     this process's memory.
 
     Raises:
-      ValueError: neither a cache nor a snapshot.
+      ValueError: neither a cache nor a snapshot, or traced.
       FileExistsError: there is something at ``path``, or at ``path.partial`` what no save has left; nothing is
         overwritten.
       ImportError: orbax-checkpoint is not installed.
@@ -47,6 +48,7 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     ocp, path = _orbax(), Path(path).absolute()
     if not isinstance(value, KVCache | Snapshot):
         raise ValueError(f"save: expected a KVCache or a Snapshot, got {type(value).__name__}")
+    check_concrete("save", value, "call it on a value that has come back")
     if path.exists():
         raise FileExistsError(f"{path} exists: save to a new folder and remove the old one afterwards")
     partial = path.with_name(path.name + ".partial")

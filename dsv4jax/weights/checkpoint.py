@@ -15,7 +15,11 @@ from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.weights.params import NAMINGS, AttentionParams, load_attention_params
 
 # Where a checkpoint keeps a layer's attention.
-_PREFIXES = {"deepseek": "layers.{layer}.attn.", "hf": "model.layers.{layer}.self_attn."}
+_PREFIXES = {
+    "deepseek": "layers.{layer}.attn.",
+    "hf": "model.layers.{layer}.self_attn.",
+    "hf_saved": "model.layers.{layer}.attn.",
+}
 
 FP8_BLOCK = 128  # DeepSeek scales its FP8 linear weights by blocks of 128 x 128
 
@@ -30,7 +34,10 @@ def dequantise_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) -> AttentionParams:
-    """Read one layer's attention from a checkpoint folder, in either naming, opening only the shards that hold it.
+    """Read one layer's attention from a checkpoint folder, opening only the shards that hold it.
+
+    The folder may be DeepSeek's, or one that transformers' ``save_pretrained`` wrote, by default or with
+    ``save_original_format=False``: the names of the tensors tell which.
 
     Weights with a ``.scale`` beside them are dequantised: E4M3 by powers of two to bfloat16, which holds the product
     exactly, others to float32.

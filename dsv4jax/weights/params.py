@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.checks import FLOATS, check_array, check_dtype
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import axis_size, split_heads
@@ -113,22 +113,36 @@ def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -
 
 def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) -> None:
     """Require weights of a layer of a kind: ValueError for another kind's, AssertionError (chex) for a wrong array."""
-    expected, tree = jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))
-    if jax.tree.structure(params) != tree:
+    _check_weights("params", params, param_shapes(cfg, kind), kind)
+
+
+def check_compressors(
+    params: CompressorParams, indexer: IndexerParams | None, cfg: DSV4Config, kind: AttentionType
+) -> None:
+    """As ``check_params``, for the compressor and the indexer of a layer."""
+    shapes = param_shapes(cfg, kind)
+    _check_weights("params", params, shapes.compressor, kind)
+    _check_weights("indexer", indexer, shapes.indexer, kind)
+
+
+def _check_weights(name: str, weights: Any, shapes: Any, kind: AttentionType) -> None:
+    expected, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    if jax.tree.structure(weights) != tree:
         raise ValueError(
-            f"params: expected the weights of a {kind.upper()} layer, {tree}; got {jax.tree.structure(params)}"
+            f"{name}: expected the weights of a {kind.upper()} layer, {tree}; got {jax.tree.structure(weights)}"
         )
-    for (path, spec), leaf in zip(expected, jax.tree.leaves(params), strict=True):
+    for (path, spec), leaf in zip(expected, jax.tree.leaves(weights), strict=True):
         axes: dict[str, int | None] = {f"axis {i}": size for i, size in enumerate(spec.shape)}
-        check_array(f"params{jax.tree_util.keystr(path)}", leaf, axes, FLOATS)
+        check_array(f"{name}{jax.tree_util.keystr(path)}", leaf, axes, FLOATS)
 
 
 def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: Any = jnp.float32) -> AttentionParams:
     """Random weights, for tests and demos: linear weights of variance 1 / in, norms and sinks near 1 and 0.
 
     Raises:
-      ValueError: the model has no such layer.
+      ValueError: the model has no such layer, or dtype is neither float32 nor bfloat16.
     """
+    check_dtype("dtype", dtype, FLOATS)
     paths, tree = jax.tree_util.tree_flatten_with_path(layer_shapes(cfg, layer))
     leaves = []
     for i, (path, leaf) in enumerate(paths):
@@ -162,7 +176,13 @@ _NAMES = (
     ("indexer.compressor.gate", "indexer.compressor.wgate.weight", "compressor.indexer.gate_proj.weight"),
     ("indexer.compressor.norm", "indexer.compressor.norm.weight", "compressor.indexer.kv_norm.weight"),
 )
-NAMINGS = {"deepseek": {field: name for field, name, _ in _NAMES}, "hf": {field: name for field, _, name in _NAMES}}
+_DEEPSEEK = {field: name for field, name, _ in _NAMES}
+NAMINGS = {
+    "deepseek": _DEEPSEEK,
+    "hf": {field: name for field, _, name in _NAMES},
+    # What transformers' save_pretrained writes by default: it turns its own names back into DeepSeek's, all but one.
+    "hf_saved": _DEEPSEEK | {"kv_norm": "norm.weight"},
+}
 
 
 def load_attention_params(
@@ -172,12 +192,13 @@ def load_attention_params(
 
     Args:
       tensors: name inside the layer's attention module -> f32 or bf16 array.
-      naming: "hf" (transformers) or "deepseek".
+      naming: "hf" (the names of transformers' modules), "deepseek", or "hf_saved" (the names in the files that
+        transformers' ``save_pretrained`` writes by default).
 
     Raises:
       ValueError: a tensor is missing, misshapen or of another dtype, and the message names it; unknown naming or layer.
     """
-    if naming not in NAMINGS:
+    if not isinstance(naming, str) or naming not in NAMINGS:
         raise ValueError(f"naming must be one of {list(NAMINGS)}, got {naming!r}")
     paths, tree = jax.tree_util.tree_flatten_with_path(layer_shapes(cfg, layer))
     leaves = []
