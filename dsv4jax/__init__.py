@@ -4,6 +4,7 @@ The rooms, and the modules beneath them; each imports from those below it alone:
 
 requests  whole requests: forks, drafts, snapshots, files
 pieces    the pieces of a layer, jitted and donating what they update
+serialization  pytrees in functions that jax.export has serialised
 layer     storing new tokens, picking entries, attending to them
 cache     windows, entries, tables, and the calls that drive them
 weights   the weights of a layer, and checkpoints
@@ -14,6 +15,7 @@ formats   how a row becomes bytes and comes back
 flashmla  conversion to and from FlashMLA's pages
 config    the sizes of a model, and the kind of each of its layers
 kinds     what tells one kind of layer from another
+derivatives  straight through rounding, or refused
 indexing  reads and writes of stacked leaves by layer, request and row
 rope      rotary positions and YaRN
 linear    matrix product, norm and Hadamard transform
@@ -21,6 +23,7 @@ checks    shapes and dtypes at trace time
 """
 
 import dsv4jax.layer.kernels as _kernels  # noqa: F401  registers the kernels as implementations of the ops
+import dsv4jax.serialization as _serialization  # noqa: F401  registers the pytrees with jax.export
 from dsv4jax.cache.cache import KVCache, admit, advance, memory_bytes, prepare_forward, release
 from dsv4jax.cache.create import abstract_cache, init_cache
 from dsv4jax.cache.inspection import CacheReport, describe, verify

@@ -64,6 +64,11 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
+def known_size(size: Any, otherwise: int) -> int:
+    """The size of an axis, or another number where it is symbolic, as ``jax.export`` has them."""
+    return size if isinstance(size, int) else otherwise
+
+
 def real(name: str, value: Any) -> float:
     """A static argument as a float. ValueError where it is no real number, naming the argument."""
     if not isinstance(value, numbers.Real):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax.derivatives import straight_through
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -97,6 +98,16 @@ def gather_entries(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExactEntries:
+    """The entries that a call completes, as they were before rounding: derivatives are taken from these."""
+
+    rows: jax.Array  # f32 [B, E, head_dim]
+    first: jax.Array  # int32 [B] number of the first one
+    count: jax.Array  # int32 [B] entries that are real, at most E
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledLayer:
     """One layer's pool as the requests of a batch see it: entries by number."""
 
@@ -105,6 +116,7 @@ class PooledLayer:
     block_table: jax.Array  # int32 [requests, max_blocks]
     slots: jax.Array  # int32 [B]
     plan: CachePlan = dataclasses.field(metadata={"static": True})
+    exact: ExactEntries | None = None
 
     @property
     def max_entries(self) -> int:
@@ -114,7 +126,15 @@ class PooledLayer:
     def rows(self, entry: jax.Array) -> jax.Array:
         """Entries int32 [B, ...] (-1 = none) as f32 [B, ..., head_dim], zero where there is none."""
         rows, valid = gather_entries(self.pool.entries, self.index, self.block_table, self.slots, entry)
-        return jnp.where(valid[..., None], self.plan.rows.decode(rows), 0.0)
+        values = self.plan.rows.decode(rows)
+        if (new := self.exact) is not None:
+            lead = (slice(None), *(None,) * (entry.ndim - 1))  # [B] beside the axes of entry
+            number = entry - new.first[lead]
+            at = jnp.clip(number, 0, new.rows.shape[1] - 1).reshape(entry.shape[0], -1, 1)
+            exact = jnp.take_along_axis(new.rows, at, axis=1).reshape(values.shape)
+            is_new = (number >= 0) & (number < new.count[lead])
+            values = jnp.where(is_new[..., None], straight_through(values, exact), values)
+        return jnp.where(valid[..., None], values, 0.0)
 
     def keys(self, entry: jax.Array) -> jax.Array:
         """CSA: their indexer keys, f32 [B, ..., indexer_head_dim], zero where there is none."""
@@ -126,7 +146,7 @@ class PooledLayer:
         per_block, max_blocks = entries_per_block(self.pool.entries), self.block_table.shape[1]
         return min(max_blocks, max(1, TILE_BYTES // (bytes_per_entry * per_block))) * per_block
 
-    def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any) -> Any:
+    def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any, *, to_the_end: bool = False) -> Any:
         """carry = fold(carry, first, entry, seen) over tiles of entries, up to the last one that any query sees.
 
         So a short context costs little in a cache planned for a long one.
@@ -136,6 +156,7 @@ class PooledLayer:
           tile: from ``tile_size``. The last tile may stand out past ``max_entries``.
           fold: gets the tile's first entry number; entry int32 [B, tile], -1 for those that no query of the request
             sees; seen bool [B, T, tile].
+          to_the_end: go over all tiles, seen or not. Their number is then static, which reverse mode needs.
         """
 
         def fold_tile(i: jax.Array | int, carry: Any) -> Any:
@@ -145,4 +166,5 @@ class PooledLayer:
 
         if tile == self.max_entries:
             return fold_tile(0, carry)
-        return lax.fori_loop(0, (jnp.max(visible) + tile - 1) // tile, fold_tile, carry)
+        entries = self.max_entries if to_the_end else jnp.max(visible)
+        return lax.fori_loop(0, (entries + tile - 1) // tile, fold_tile, carry)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.checks import check_batch
+from dsv4jax.derivatives import straight_through
 from dsv4jax.formats import KVRows
 from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -72,6 +73,9 @@ class SlidingWindow:
     start: jax.Array  # int32 [B] position of the first fresh row; the ring is read below it
     fresh: KVRows | None  # [B, F, ...] rows not stored yet; None: the ring holds all
     plan: CachePlan = dataclasses.field(metadata={"static": True})
+    exact: jax.Array | None = (
+        None  # f32 [B, F, head_dim] rows from ``start`` on as they were before rounding: derivatives
+    )
 
     def rows(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rows at int32 [B, K] positions, f32 [B, K, head_dim], zero where there is none; and bool [B, K], where."""
@@ -93,7 +97,20 @@ class SlidingWindow:
 
             rows = jax.tree.map(newest, rows, self.fresh)
         held &= (position >= 0) & (slots >= 0)
-        return jnp.where(held[..., None], self.plan.rows.decode(rows), 0.0), held
+        values = self.plan.rows.decode(rows)
+        if self.exact is not None:
+            number, count = position - self.start[:, None], self.exact.shape[1]
+            exact = jnp.take_along_axis(self.exact, jnp.clip(number, 0, count - 1)[..., None], axis=1)
+            is_new = (number >= 0) & (number < count)
+            values = jnp.where(is_new[..., None], straight_through(values, exact), values)
+        return jnp.where(held[..., None], values, 0.0), held
+
+    def newest(self, seq_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``gather_swa`` of requests of these lengths, int32 [B]."""
+        n_win = self.plan.cfg.sliding_window
+        position = seq_lens[:, None] - n_win + jnp.arange(n_win, dtype=jnp.int32)[None]
+        rows, held = self.rows(position)
+        return rows, jnp.where(held, position, -1)
 
 
 def gather_swa(
@@ -110,8 +127,5 @@ def gather_swa(
       seq_len - n_win + j.
     """
     check_batch(slots=slots, seq_lens=seq_lens)
-    n_win = plan.cfg.sliding_window
-    position = seq_lens[:, None] - n_win + jnp.arange(n_win, dtype=jnp.int32)[None]
     window = SlidingWindow(state=state, index=index, slots=slots, start=seq_lens, fresh=None, plan=plan)
-    rows, held = window.rows(position)
-    return rows, jnp.where(held, position, -1)
+    return window.newest(seq_lens)

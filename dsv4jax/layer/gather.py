@@ -43,11 +43,16 @@ def gather_compressed(
     """
     check_batch(slots=slots)
     check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
-    axes: dict[str, int | None] = {f"axis {i}": None for i in range(1, getattr(picks, "ndim", 1))}
-    check_array("picks", picks, {"B": slots.shape[0]} | axes, jnp.int32)
-    check_dtype("dtype", dtype, FLOATS)
     layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
-    return GATHER_ROWS.of(backend, plan, _ANY_KIND).picked(layer, picks, dtype)
+    return picked_rows(layer, picks, dtype, backend)
+
+
+def picked_rows(layer: PooledLayer, picks: jax.Array, dtype: Any, backend: Backend) -> jax.Array:
+    """``gather_compressed`` of a layer as a batch sees it."""
+    axes: dict[str, int | None] = {f"axis {i}": None for i in range(1, getattr(picks, "ndim", 1))}
+    check_array("picks", picks, {"B": layer.slots.shape[0]} | axes, jnp.int32)
+    check_dtype("dtype", dtype, FLOATS)
+    return GATHER_ROWS.of(backend, layer.plan, _ANY_KIND).picked(layer, picks, dtype)
 
 
 def gather_all_compressed(
@@ -66,10 +71,15 @@ def gather_all_compressed(
     Returns:
       dtype [B, max_blocks * entries_per_block, head_dim], zero past num_entries.
     """
-    check_batch(slots=slots, num_entries=num_entries)
-    check_dtype("dtype", dtype, FLOATS)
     layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
-    return GATHER_ROWS.of(backend, plan, _ANY_KIND).complete(layer, num_entries, dtype)
+    return complete_rows(layer, num_entries, dtype, backend)
+
+
+def complete_rows(layer: PooledLayer, num_entries: jax.Array, dtype: Any, backend: Backend) -> jax.Array:
+    """``gather_all_compressed`` of a layer as a batch sees it."""
+    check_batch(slots=layer.slots, num_entries=num_entries)
+    check_dtype("dtype", dtype, FLOATS)
+    return GATHER_ROWS.of(backend, layer.plan, _ANY_KIND).complete(layer, num_entries, dtype)
 
 
 class XLAGatherRows(Anywhere):

@@ -3,7 +3,8 @@
 For those who write their own layer: the same pieces that ``attention_layer`` is made of, with the indices of a batch
 already resolved. A handle is a value: a write returns a new one, and ``.cache`` gives the cache back. Use it in a jit
 that donates the cache: outside of one, every write copies what it changes. A handle remembers T once it has written:
-out of a branch or a loop give its ``.cache``, and acquire again.
+out of a branch or a loop give its ``.cache``, and acquire again. It remembers what it has written, too: with
+``backend="xla"`` what it reads has a derivative by that, straight through the rounding, as ``attention_layer`` has.
 
     handle = acquire(cache, layer, slots, num_new)
     handle = handle.flush_compression(compressor, x, indexer)
@@ -20,19 +21,20 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.pool import PooledLayer
-from dsv4jax.cache.state import SlidingWindow, gather_swa
+from dsv4jax.cache.pool import ExactEntries, PooledLayer
+from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.cache.tables import granted_tokens, is_admitted, withdraw_grants
 from dsv4jax.checks import FLOATS, check_array, check_batch, integer
+from dsv4jax.derivatives import storable
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch, read_slots
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.backend import Backend, check_name
+from dsv4jax.layer.backend import Anywhere, Backend, check_name
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.compressor import project_tokens
-from dsv4jax.layer.gather import gather_all_compressed, gather_compressed
+from dsv4jax.layer.gather import complete_rows, picked_rows
 from dsv4jax.layer.ops import CACHE_UPDATE
-from dsv4jax.layer.update import store
+from dsv4jax.layer.update import exact_entries, store
 from dsv4jax.plan import LayerCacheSchema
 from dsv4jax.weights.params import CompressorParams, IndexerParams, check_compressors
 
@@ -82,6 +84,8 @@ class LayerCacheHandle:
     schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
     backend: Backend = dataclasses.field(metadata={"static": True})
     tokens: int | None = dataclasses.field(default=None, metadata={"static": True})  # T, once an array of T was written
+    exact_kv: jax.Array | None = None  # f32 [B, T, head_dim] rows written, before rounding: for derivatives
+    exact_entries: ExactEntries | None = None  # and the entries that were completed
 
     @property
     def num_query_heads(self) -> int:
@@ -102,7 +106,7 @@ class LayerCacheHandle:
         entries = self._call.entries
         if entries is None:
             raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: it has no compressed entries")
-        return entries
+        return dataclasses.replace(entries, exact=self.exact_entries)
 
     @property
     def num_entries(self) -> jax.Array:
@@ -131,8 +135,8 @@ class LayerCacheHandle:
         cfg, fresh = self.cache.plan.cfg, None
         if kv is not None:
             check_array("kv", kv, {"B": self.slots.shape[0], "T": self.tokens, "head_dim": cfg.head_dim}, jnp.float32)
-            fresh = self.cache.plan.rows.encode(kv, cfg.rope_dim)
-        return self._call.window(fresh)
+            fresh = self.cache.plan.rows.encode(storable(kv, self.cache.plan.row_spec), cfg.rope_dim)
+        return self._call.window(fresh, self.exact_kv if kv is None else kv)
 
     def _check_tokens(self, num_tokens: int) -> None:
         if self.tokens not in (None, num_tokens):
@@ -155,7 +159,8 @@ class LayerCacheHandle:
         cfg = self.cache.plan.cfg
         check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
         taking = self._taking(kv.shape[1])
-        return taking._stored(TokenRows(kv=kv, entry=None, key=None))
+        written = taking._stored(TokenRows(kv=kv, entry=None, key=None))
+        return dataclasses.replace(written, exact_kv=kv)
 
     def flush_compression(
         self, params: CompressorParams, x: jax.Array, indexer: IndexerParams | None = None
@@ -175,7 +180,9 @@ class LayerCacheHandle:
         check_compressors(params, indexer, self.cache.plan.cfg, self.kind)
         taking = self._taking(x.shape[1])
         rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind)
-        return taking._stored(rows)
+        backend = CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
+        exact = exact_entries(taking._call, rows) if isinstance(CACHE_UPDATE[backend], Anywhere) else None
+        return dataclasses.replace(taking._stored(rows), exact_entries=exact)
 
     def _stored(self, rows: TokenRows) -> LayerCacheHandle:
         backend = CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
@@ -184,20 +191,15 @@ class LayerCacheHandle:
 
     def gather_swa(self) -> tuple[jax.Array, jax.Array]:
         """(rows f32 [B, n_win, head_dim], positions int32 [B, n_win]) of the window, oldest first, -1 = empty."""
-        call = self._call
-        return gather_swa(call.stack.state, self.index, self.slots, self.start + self.num_new, plan=self.cache.plan)
+        return self.window().newest(self.start + self.num_new)
 
     def gather_compressed(self, picks: jax.Array) -> jax.Array:
         """Entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim]. K = V."""
-        layer = self.entries
-        place = layer.pool, layer.index, layer.block_table, layer.slots
-        return gather_compressed(*place, picks, plan=layer.plan, backend=self.backend)
+        return picked_rows(self.entries, picks, jnp.float32, self.backend)
 
     def gather_all_compressed(self) -> jax.Array:
         """All complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
-        layer = self.entries
-        place = layer.pool, layer.index, layer.block_table, layer.slots
-        return gather_all_compressed(*place, self.num_entries, plan=layer.plan, backend=self.backend)
+        return complete_rows(self.entries, self.num_entries, jnp.float32, self.backend)
 
     def read_swa_view(self) -> SWAView:
         """The stored window rows of this batch; those of slot -1 mean nothing."""

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.cache.pool import PooledLayer
-from dsv4jax.checks import check_array
+from dsv4jax.checks import check_array, known_size
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
@@ -67,7 +67,7 @@ def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: 
         return lax.dynamic_update_slice_in_dim(out, total, first, axis=2)
 
     batch, tokens, heads, _ = queries.shape
-    tile = layer.tile_size(batch * tokens * heads * 4)
+    tile = layer.tile_size(known_size(batch, layer.plan.max_requests) * tokens * heads * 4)
     padded = -(-layer.max_entries // tile) * tile
     out = jnp.full((batch, tokens, padded), -jnp.inf, jnp.float32)
     return layer.fold_tiles(visible, tile, fold, out)[..., : layer.max_entries]
@@ -103,7 +103,10 @@ def select_entries(
 
     Returns:
       int32 [B, T, k], k = min(indexer_top_k, max_entries); the visible ones ascending, then -1.
+      They have no derivative.
     """
+    # Whole numbers have no derivative: without this, one would be sought through the loop over a context.
+    queries, weights, layer = lax.stop_gradient((queries, weights, layer))
     plan, lead = layer.plan, visible.shape
     cfg, keys = plan.cfg, plan.keys
     heads: dict[str, int | None] = {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}

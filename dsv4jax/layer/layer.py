@@ -23,16 +23,17 @@ from jax.core import Tracer
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.checks import FLOATS, check_array, check_batch, integer
+from dsv4jax.checks import FLOATS, check_array, check_batch, integer, known_size
 from dsv4jax.config import DSV4Config
+from dsv4jax.derivatives import storable
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import attention, indexer
-from dsv4jax.layer.backend import Backend, OpBackends, check_name
+from dsv4jax.layer.backend import XLA, Anywhere, Backend, OpBackends, backends, check_name
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.compressor import project_tokens
-from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, choose_backends
-from dsv4jax.layer.update import store
+from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, INDEXER_SCORES, TOP_K, choose_backends
+from dsv4jax.layer.update import exact_entries, store
 from dsv4jax.linear import linear, product_dtype, rms_norm
 from dsv4jax.plan import CachePlan, plan_of_heads
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -68,12 +69,18 @@ def attention_layer(
         (``params_specs``), and y is summed over all.
 
     Returns:
-      (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced). Not
-      differentiable in reverse mode: loops over a context end at its length, which is data.
+      (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced).
+
+    Derivatives, forward and reverse, are those of ``backend="xla"``; kernels refuse. They go straight through the
+    rounding of the rows, entries and tails that this call brings (the straight-through estimator): y has the derivative
+    that it would have if the rounded rows were the exact ones. Picks have none, so that y's derivative by the indexer's
+    weights is 0. Rows of floats (``kv_format`` "f32" and "bf16") carry derivatives from one call to the next through
+    the cache. Those of bytes do not: what earlier calls stored is then a constant, so give a sequence in one call.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: unknown layer or backend, weights of another kind of layer, heads that do not divide.
+      ValueError: unknown layer or backend, weights of another kind of layer, heads that do not divide, or a derivative
+        of a kernel.
     """
     kind, index = cache.locate(layer)
     return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis)
@@ -141,6 +148,10 @@ def run_layer(
     elif not 0 <= integer("index", index) < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
     check_name(options.backend)
+    if not isinstance(x.shape[1], int):
+        raise ValueError(f"x: T must be a number, got {x.shape}: export a function for each T; B may be symbolic")
+    if not isinstance(x.shape[0], int):
+        options = dataclasses.replace(options, backend=_for_any_batch(options.backend, plan, kind))
     if x.size == 0:
         if options.is_draft:
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
@@ -150,6 +161,18 @@ def run_layer(
     chosen = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
     index = jnp.asarray(index, jnp.int32)
     return _run_layer(params, x, cache, index, slots, num_new, kind=kind, options=chosen)
+
+
+def _for_any_batch(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
+    """The backends of a batch of symbolic size: XLA where none is named, as a kernel needs a size."""
+    if isinstance(backend, OpBackends):
+        backend = OpBackends(**{op: getattr(backend, op) or XLA for op in backends()})
+    chosen = choose_backends(backend or XLA, plan, kind)
+    for op in (CACHE_UPDATE, DECODE_ATTENTION, INDEXER_SCORES, TOP_K):
+        name = getattr(chosen, op.name)
+        if name is not None and not isinstance(op[name], Anywhere):
+            raise ValueError(f"x: a batch of symbolic size needs backend='xla', {op.name} would run {name!r}")
+    return chosen
 
 
 # Jitted so that the layers of a kind are traced once; it donates nothing.
@@ -181,12 +204,18 @@ def _run_layer(
 
     kv = rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps)
     kv = apply_rope(kv, positions, rope_frequencies(cfg, kind))
-    fresh = plan.rows.encode(kv, cfg.rope_dim) if options.is_draft or given_tokens > 1 else None
+    stored = storable(kv, plan.row_spec)
+    fresh = plan.rows.encode(stored, cfg.rope_dim) if options.is_draft or given_tokens > 1 else None
     rows = project_tokens(params.compressor, params.indexer, x, call.batch.start, plan, kind)
     rows = dataclasses.replace(rows, kv=kv if fresh is None else None)
     assert backends.cache_update is not None
+    assert backends.decode_attention is not None
+    is_plain = isinstance(DECODE_ATTENTION[backends.decode_attention], Anywhere)  # and so has derivatives
+    exact = exact_entries(call, rows) if is_plain else None
     call = call.with_stack(store(call, rows, backends.cache_update, keep_tails=options.is_draft))
-    window, entries = call.window(fresh), call.entries
+    window, entries = call.window(fresh, kv if is_plain else None), call.entries
+    if entries is not None:
+        entries = dataclasses.replace(entries, exact=exact)
     tokens = Queries(
         latent=rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype),
         positions=positions,
@@ -213,7 +242,7 @@ def _run_layer(
         draft = call.batch, dataclasses.replace(rows, kv=kv).first(given_tokens)
         return y, cache.with_stack(kind, stack), draft
     if fresh is not None:
-        state = CACHE_UPDATE[backends.cache_update].append_swa(stack.state, index, kv, call.batch, plan)
+        state = CACHE_UPDATE[backends.cache_update].append_swa(stack.state, index, stored, call.batch, plan)
         stack = dataclasses.replace(stack, state=state)
     return y, cache.with_stack(kind, stack), None
 
@@ -251,7 +280,8 @@ def _attend_tile(
     if entries is not None and params.indexer is not None:
         assert backends.indexer_scores is not None
         assert queries.head_weights is not None
-        key_queries = indexer.indexer_queries(params.indexer, latent, positions, freqs, plan, backends.indexer_scores)
+        given = lax.stop_gradient((params.indexer, latent))  # picks have no derivative
+        key_queries = indexer.indexer_queries(*given, positions, freqs, plan, backends.indexer_scores)
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
     out = attention.decode_attention(
@@ -282,6 +312,7 @@ def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Arra
 def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
     """Tokens per query tile: as many as keep its temporaries near ``tile_bytes`` of attention, a power of two."""
     cfg = plan.cfg
+    batch = known_size(batch, plan.max_requests)  # rows name distinct slots
     assert backends.decode_attention is not None
     attends = DECODE_ATTENTION[backends.decode_attention]
     per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output
