@@ -1,35 +1,29 @@
-"""dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable JAX pytree.
+"""dsv4jax: DeepSeek-V4's hybrid KV cache (sliding window + CSA + HCA) as an immutable pytree.
 
-A request is one sequence. It holds a slot, which is its index in every array that has an axis of requests. Each layer
-keeps a window with the key rows of a request's newest tokens. CSA and HCA layers also compress every 4 or 128 tokens
-into one entry. A tail keeps what tokens have contributed to the entry that is not complete yet. Entries are stored in a
-pool of blocks, which are shared by all requests and found through a block table.
+The rooms, and the modules beneath them; each imports from those below it alone:
 
-All functions are pure: they return new arrays and change none of their arguments. If the caller's ``jax.jit`` donates
-an argument, the compiled program updates its buffers in place. A "static" argument is a Python value that is known when
-a function is traced and compiled; "data" is what arrays contain when it runs.
+requests  whole requests: forks, drafts, snapshots, files
+pieces    the pieces of a layer, jitted and donating what they update
+serialization  pytrees in functions that jax.export has serialised
+layer     storing new tokens, picking entries, attending to them
+cache     windows, entries, tables, and the calls that drive them
+weights   the weights of a layer, and checkpoints
 
-Packages and modules, from the highest level to the lowest. Each one imports only from those listed below it.
-
-requests  operations on whole requests: forks, drafts, snapshots, files
-pieces    the steps of a layer as separate jitted functions that donate what they update
-layer     storing new tokens, picking entries, and attending to them
-cache     windows, entries and tables, and the calls that drive them
-weights   the weights of a layer, and how to load them from checkpoints
-
-plan      the shapes and bytes of a cache, and each shard's share of them
-tails     what compressors keep between steps, and how entries are computed from it
-formats   how a row is encoded to bytes and decoded again
+plan      the shapes and bytes of a cache, and what a shard's share of them is
+tails     what compressors keep between steps, and how entries come of it
+formats   how a row becomes bytes and comes back
 flashmla  conversion to and from FlashMLA's pages
 config    the sizes of a model, and the kind of each of its layers
-kinds     the three kinds of layers and the properties that differ between them
+kinds     what tells one kind of layer from another
+derivatives  straight through rounding, or refused
 indexing  reads and writes of stacked leaves by layer, request and row
 rope      rotary positions and YaRN
 linear    matrix product, norm and Hadamard transform
-checks    checks of shapes and dtypes at trace time
+checks    shapes and dtypes at trace time
 """
 
 import dsv4jax.layer.kernels as _kernels  # noqa: F401  imported to register the kernels
+import dsv4jax.serialization as _serialization  # noqa: F401  registers the pytrees with jax.export
 from dsv4jax.cache.cache import KVCache, admit, advance, memory_bytes, prepare_forward, release
 from dsv4jax.cache.create import abstract_cache, init_cache
 from dsv4jax.cache.inspection import CacheReport, describe, verify

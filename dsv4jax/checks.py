@@ -1,11 +1,15 @@
-"""Checks of shapes and dtypes at trace time."""
+"""Checks of what a call is given, made where it is traced: shapes, dtypes, whole numbers, values that are known."""
 
 from __future__ import annotations
 
+import numbers
+import operator
 from typing import Any
 
 import chex
+import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 FLOATS = (jnp.float32, jnp.bfloat16)  # dtypes allowed for inputs and weights
 
@@ -40,6 +44,53 @@ def check_batch(**rows: Any) -> None:
     for name, x in rows.items():
         check_array(name, x, {"B": size}, jnp.int32)
         size = x.shape[0]
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """A static argument as an int: Python's, NumPy's or any other that is a whole number.
+
+    Raises:
+      ValueError: it is none, is traced, or is below ``least``; the message names the argument.
+    """
+    wanted = "an integer" if least is None else f"an integer of at least {least}"
+    if isinstance(value, Tracer):
+        raise ValueError(f"{name} must be {wanted} that is known when the call is traced, got a traced value: {value}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be {wanted}, got {value!r}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be {wanted}, got {number}")
+    return number
+
+
+def known_size(size: Any, otherwise: int) -> int:
+    """The size of an axis, or another number where it is symbolic, as ``jax.export`` has them."""
+    return size if isinstance(size, int) else otherwise
+
+
+def real(name: str, value: Any) -> float:
+    """A static argument as a float. ValueError where it is no real number, naming the argument."""
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def check_dtype(name: str, dtype: Any, known: tuple[Any, ...]) -> None:
+    """Require one of some dtypes. ValueError otherwise, for what is no dtype too."""
+    names = [jnp.dtype(one).name for one in known]
+    try:
+        found = jnp.dtype(dtype).name
+    except TypeError:
+        found = dtype
+    if found not in names:
+        raise ValueError(f"{name} must be one of {names}, got {found!r}")
+
+
+def check_concrete(name: str, tree: Any, remedy: str) -> None:
+    """Require values that are known, for a call that reads them on the host. ValueError under a trace."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        raise ValueError(f"{name} reads values on the host, so it cannot be traced by jit or grad: {remedy}")
 
 
 def check_one_shard(num_free: Any, name: str, *, on_host: bool = False) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from dsv4jax.checks import integer, real
 from dsv4jax.kinds import AttentionType
 
 
@@ -29,15 +29,15 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DSV4Config:
-    """Sizes of the attention layers. Frozen and hashable; use ``dataclasses.replace`` to change a field.
+    """Sizes of the attention layers. Frozen and hashable; change one with ``dataclasses.replace``.
 
-    The defaults are those of V4-Flash. Other sizes are allowed if they are positive and satisfy these rules:
-    ``o_groups`` divides ``num_heads``; ``rope_dim`` is even, below ``head_dim`` and at most ``indexer_head_dim``;
-    ``indexer_head_dim`` is a power of two; the two compression ratios differ, and every one of ``compress_ratios`` is
-    either of them or 0.
+    Whole numbers of any kind are taken, NumPy's too, and kept as ``int``.
+
+    The defaults are V4-Flash's. Any sizes are legal that divide as they must: ``num_heads`` by ``o_groups``,
+    ``rope_dim`` by two, and ``indexer_head_dim`` a power of two.
 
     Raises:
-      ValueError: a size breaks one of these rules; the message names it.
+      ValueError: a size breaks one of those rules; the message names it.
     """
 
     hidden_size: int = 4096
@@ -63,14 +63,9 @@ class DSV4Config:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compress_ratios", tuple(operator.index(ratio) for ratio in self.compress_ratios))
+        for field in dataclasses.fields(self):  # whatever kinds of numbers came, Python's are kept
+            object.__setattr__(self, field.name, _checked(field.name, field.type, getattr(self, field.name)))
         m, m_hca = self.csa_compression_ratio, self.hca_compression_ratio
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "compress_ratios" and not value > 0:
-                raise ValueError(f"{field.name} must be positive, got {value}")
-            if field.type == "int" and not isinstance(value, int):
-                raise ValueError(f"{field.name} must be an integer, got {value!r}")
         legal = {0: "SWA", m: "CSA", m_hca: "HCA"}
         if len(legal) != 3:
             raise ValueError(f"csa_compression_ratio={m} and hca_compression_ratio={m_hca} must differ")
@@ -166,6 +161,18 @@ class DSV4Config:
         return cls(**_fields_from_hf(fields))
 
 
+def _checked(name: str, kind: Any, value: Any) -> Any:
+    """A field's value as Python's own numbers. ValueError, naming the field, for what is none or not positive."""
+    if name == "compress_ratios":
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError(f"compress_ratios must be integers, one per layer, got {value!r}")
+        return tuple(integer(f"compress_ratios[{i}]", ratio) for i, ratio in enumerate(value))
+    number = integer(name, value) if kind == "int" else real(name, value)
+    if not number > 0:
+        raise ValueError(f"{name} must be positive, got {number}")
+    return number
+
+
 def layer_schedule(cfg: DSV4Config) -> tuple[LayerSpec, ...]:
     """Return the number and kind of every layer, in order."""
     kinds = {cfg.ratio(kind): kind for kind in AttentionType}
@@ -174,6 +181,7 @@ def layer_schedule(cfg: DSV4Config) -> tuple[LayerSpec, ...]:
 
 def layer_kind(cfg: DSV4Config, layer: int) -> AttentionType:
     """Return the kind of layer number ``layer``. Raises ValueError if the model has no such layer."""
+    layer = integer("layer", layer)
     if not 0 <= layer < cfg.num_layers:
         raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")
     return layer_schedule(cfg)[layer].attn

@@ -1,4 +1,4 @@
-"""Number formats of a stored row: how a key is encoded to bytes and decoded again.
+"""Number formats of a stored row: how a key becomes bytes and comes back.
 
     rows of the window and of compressed entries (448 NoPE + 64 RoPE dims at the real sizes)
       f32, bf16    every dim in that dtype
@@ -9,9 +9,11 @@
       nvfp4        64 B of E2M1 pairs | 8 E4M3 scales, one per 16 dims                    =  72 B
       mxfp4        64 B of E2M1 pairs | 4 UE8M0 exponents, one per 32 dims                =  68 B
 
-8-bit and 4-bit values are stored as uint8, because XLA on CPU converts a whole float8 array to a wider type in order to
-scatter one row into it. Rounding is to nearest, ties to even. A row that contains NaN or infinity decodes to a row that
-contains NaN or infinity; other rows always decode to finite values.
+Eight-bit and four-bit values are kept as uint8: XLA on CPU widens a whole float8 array to scatter one row into it.
+Rounding is to nearest, ties to even. A row that holds NaN or infinity decodes to NaN or infinity, and no other.
+
+``encode`` into bytes cannot be differentiated and says so; ``rounded`` and ``rounded_keys`` encode and decode at once,
+with a derivative that goes straight through the rounding.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from dsv4jax.derivatives import refuse_derivative, straight_through
 
 E4M3 = jnp.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -108,6 +112,23 @@ def row_bytes(row: Any) -> int:
 
 def _spec(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rounded(x: jax.Array, rows: KVFormat, rope_dim: int) -> jax.Array:
+    """Rows f32 [..., head_dim] as a reader of the cache sees them; the derivative is that of x itself."""
+    return straight_through(rows.decode(rows.encode(lax.stop_gradient(x), rope_dim)), x)
+
+
+def rounded_keys(x: jax.Array, keys: KeyFormat) -> jax.Array:
+    """Indexer keys f32 [..., indexer_head_dim] as a reader sees them; the derivative is that of x itself."""
+    return straight_through(keys.decode(keys.encode(lax.stop_gradient(x))), x)
+
+
+_BYTES = (
+    "a derivative cannot pass through rows that are encoded as bytes. Differentiate attention_layer, a "
+    "LayerCacheHandle or formats.rounded, which go straight through the rounding; or give encode, and pieces that "
+    "call it, jax.lax.stop_gradient of the rows; or plan with formats of floats ('f32', 'bf16')"
+)
 
 
 def _store(rows: Any) -> Any:
@@ -208,7 +229,7 @@ class Fp8Rows:
         )
 
     def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
-        nope, rope = _split(x, rope_dim)
+        nope, rope = _split(refuse_derivative(_BYTES, x), rope_dim)
         scale = jnp.maximum(_amax(nope), MIN_KV_AMAX) * _INV_E4M3_MAX
         return _store(KVRows(nope=_to_e4m3(nope / scale[..., None]), rope=rope.astype(jnp.bfloat16), scale=scale))
 
@@ -237,7 +258,7 @@ class Fp8TileRows:
         )
 
     def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
-        nope, rope = _split(x, rope_dim)
+        nope, rope = _split(refuse_derivative(_BYTES, x), rope_dim)
         tiles = nope.reshape(*nope.shape[:-1], -1, self.tile)
         scale = _ue8m0_for(jnp.maximum(_amax(tiles), MIN_KV_AMAX), E4M3_MAX)
         quantised = _to_e4m3(tiles / _from_ue8m0(scale)[..., None]).reshape(nope.shape)
@@ -287,7 +308,7 @@ class Fp4Keys:
         return _from_e4m3(byte) if self.e4m3_scale else _from_ue8m0(byte)
 
     def encode(self, x: jax.Array) -> KeyRows:
-        groups = x.reshape(*x.shape[:-1], -1, self.group)
+        groups = refuse_derivative(_BYTES, x).reshape(*x.shape[:-1], -1, self.group)
         amax = _amax(groups)
         if self.e4m3_scale:
             scale = jnp.clip(amax * _INV_E2M1_MAX, 2.0**-9, E4M3_MAX)

@@ -17,6 +17,10 @@ class AttentionType(enum.StrEnum):
     CSA = "csa"
     HCA = "hca"
 
+    @classmethod
+    def _missing_(cls, value: object) -> AttentionType:
+        raise ValueError(f"kind must be one of {[kind.value for kind in cls]}, got {value!r}")
+
     @property
     def compresses(self) -> bool:
         """Whether the layer turns tokens into compressed entries, stored in a pool, in addition to its window."""

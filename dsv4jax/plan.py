@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from dsv4jax.checks import check_dtype, integer, real
 from dsv4jax.config import DSV4Config, layer_kind, layer_schedule
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KeyRows, KVFormat, KVRows, row_bytes
 from dsv4jax.kinds import AttentionType
@@ -48,7 +49,7 @@ class LayerCacheSchema:
 
 def build_schema(cfg: DSV4Config, layer: int) -> LayerCacheSchema:
     """Return the schema of layer number ``layer``. Raises ValueError if the model has no such layer."""
-    kind = layer_kind(cfg, layer)
+    kind, layer = layer_kind(cfg, layer), integer("layer", layer)
     ratio = cfg.ratio(kind)
     per_block = cfg.block_tokens // ratio if ratio else 0
     return LayerCacheSchema(
@@ -67,11 +68,16 @@ def build_schema(cfg: DSV4Config, layer: int) -> LayerCacheSchema:
 
 
 def compute_block_budget(cfg: DSV4Config, max_context: int, max_requests: int, headroom: float = 1.10) -> int:
-    """Return the number of blocks for ``max_requests`` requests of ``max_context`` tokens, times ``headroom``.
+    """Blocks for ``max_requests`` requests of ``max_context`` tokens, times the headroom; both roundings go up.
 
-    The blocks per request and the total are both rounded up. One number holds for every layer, because all layers share
-    one block table. It is 0 if no layer is compressed.
+    One number serves every layer, because one block table does. 0 where no layer is compressed.
+
+    Raises:
+      ValueError: max_context or max_requests is no integer, or negative; headroom is no positive finite number.
     """
+    max_context, max_requests = integer("max_context", max_context, 0), integer("max_requests", max_requests, 0)
+    if not 0 < real("headroom", headroom) < math.inf:
+        raise ValueError(f"headroom must be finite and positive, got {headroom}")
     if not any(cfg.compress_ratios):
         return 0
     per_request = -(-max_context // cfg.block_tokens)
@@ -204,9 +210,10 @@ class CachePlan:
         Raises:
           ValueError: ``max_requests`` is below 1.
         """
-        requests = self.max_requests if max_requests is None else max_requests
+        requests = self.max_requests if max_requests is None else integer("max_requests", max_requests)
         if requests < 1:
             raise ValueError(f"max_requests must be at least 1, got {requests}")
+        memory_bytes = integer("memory_bytes", memory_bytes)
         low, high = 0, MAX_CONTEXT // self.cfg.block_tokens
         while low < high:  # memory grows with context, so bisect on the number of blocks per request
             middle = (low + high + 1) // 2
@@ -258,21 +265,19 @@ def plan_cache(
         ("indexer_format", indexer_format, INDEXER_FORMATS),
         ("hca_tail", hca_tail, HCA_TAILS),
     ):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
-    for name, value in (("max_requests", max_requests), ("max_context", max_context), ("num_blocks", num_blocks)):
-        if not isinstance(value, int | np.integer) and not (name == "num_blocks" and value is None):
-            raise ValueError(f"{name} must be an integer, got {value!r}")
+    max_requests, max_context = integer("max_requests", max_requests), integer("max_context", max_context)
+    num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
     if max_requests < 1:
         raise ValueError(f"max_requests must be at least 1, got {max_requests}")
     if not 1 <= max_context <= MAX_CONTEXT:
         raise ValueError(
             f"max_context must be in [1, {MAX_CONTEXT}] (fp32 angles hold no larger position), got {max_context}"
         )
-    if not 1 <= headroom < math.inf:
+    if not 1 <= real("headroom", headroom) < math.inf:
         raise ValueError(f"headroom must be finite and at least 1, got {headroom}")
-    if jnp.dtype(tail_dtype).name not in TAIL_DTYPES:
-        raise ValueError(f"tail_dtype must be one of {list(TAIL_DTYPES)}, got {jnp.dtype(tail_dtype).name!r}")
+    check_dtype("tail_dtype", tail_dtype, TAIL_DTYPES)
     if num_blocks is None:
         # A cache without compressed layers needs no blocks. One unused block keeps every table non-empty.
         num_blocks = max(1, compute_block_budget(cfg, max_context, max_requests, headroom))
@@ -316,6 +321,8 @@ def plan_of_heads(plan: CachePlan, axis: str | None) -> CachePlan:
     """
     if axis is None:
         return plan
+    if not isinstance(axis, str):
+        raise ValueError(f"model_axis must be None or the name of a mesh axis, got {axis!r}")
     try:
         shards = lax.axis_size(axis)
     except NameError as error:

@@ -13,7 +13,7 @@ from dsv4jax.cache.pool import init_pool
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.state import init_state, reset_slots
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, grow, init_tables, release_slots
-from dsv4jax.checks import check_batch
+from dsv4jax.checks import check_batch, integer
 from dsv4jax.config import layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
@@ -47,7 +47,7 @@ class KVCache(Stacks):
         Raises ValueError if the model has no such layer.
         """
         kind = layer_kind(self.plan.cfg, layer)
-        return kind, self.plan.layers(kind).index(layer)
+        return kind, self.plan.layers(kind).index(int(layer))
 
 
 def empty_cache(plan: CachePlan) -> KVCache:
@@ -62,16 +62,21 @@ def empty_cache(plan: CachePlan) -> KVCache:
 
 @functools.partial(jax.jit, static_argnames="n")
 def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCache, jax.Array, jax.Array]:
-    """Reserve slots for new requests, and reset these slots in all layers.
+    """Take slots for new requests and empty them in all layers.
 
     Args:
       n: static number of requests.
-      where: bool [n]; admit only the requests where this is True. Their number may thus depend on data.
+      where: bool [n]; admit only these, so that a data-dependent number can be admitted.
 
     Returns:
-      (cache, slots int32 [n], ok bool []). A slot is -1 where ``where`` is False. If too few slots are free, ``ok`` is
-      False, all slots are -1 and the cache is unchanged.
+      (cache, slots int32 [n], ok bool []). A slot is -1 where masked out; all are -1 and the cache is unchanged when
+      too few slots are free (``ok`` False).
+
+    Raises:
+      AssertionError: (chex) ``where`` has another shape or dtype.
+      ValueError: n is no integer, or negative.
     """
+    n = integer("n", n, least=0)
     tables, slots, ok = admit_slots(cache.tables, n, where)
 
     def emptied(kind: AttentionType, stack: LayerStack) -> LayerStack:

@@ -22,7 +22,7 @@ from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache, empty_state
 from dsv4jax.cache.tables import Tables, blocks_for
-from dsv4jax.checks import check_one_shard
+from dsv4jax.checks import check_concrete, check_one_shard
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import Tail
@@ -90,11 +90,12 @@ class CacheReport:
 
 
 def describe(cache: KVCache) -> CacheReport:
-    """Read a cache's tables and return a report on them.
+    """Read a cache's tables into a report, on the host.
 
     Raises:
-      ValueError: the cache has several shards.
+      ValueError: the cache has several shards, or is traced: return ``cache.tables`` from the jitted function instead.
     """
+    check_concrete("describe", cache, "call it on a cache that has come back, or return cache.tables from the function")
     check_one_shard(cache.tables.num_free, "describe", on_host=True)
     plan, tables = cache.plan, _on_host(cache.tables)
     admitted, readers = tables.admitted, tables.block_refs
@@ -140,18 +141,17 @@ def describe(cache: KVCache) -> CacheReport:
 
 
 def verify(cache: KVCache) -> list[str]:
-    """Check the invariants of a cache between forward passes, and return a sentence for each violation found.
+    """Check what must hold of a cache between forward passes: a sentence for each offender, none where it is sound.
 
-    An empty list means that the cache is consistent. These are the invariants. Slots and blocks: every block is either
-    in the free list once, or held as often as its reference count says, and shared only if it is full; every request
-    has the blocks that its tokens need; free slots are cleared. Windows: each row holds the position that the request's
-    length implies. Tails: nothing is left of the slot's former request, or of a block that is complete. Values:
-    everything that a request can see is finite, in every layer. A request that was given NaN or infinity as input is
-    therefore reported too.
+    Slots and blocks: every block is free once or held as often as its reference count says, and shared only when full;
+    every request has the blocks that its tokens need; free slots are cleared. Windows: each row holds the position that
+    the length puts there. Tails: nothing is left of a former owner, or of a block that is complete. Values: what a
+    request can see is finite, in every layer; a request that was fed NaN or infinity is an offender too.
 
     Raises:
-      ValueError: the cache has several shards.
+      ValueError: the cache has several shards, or is traced: return it from the jitted function, and check it then.
     """
+    check_concrete("verify", cache, "call it on a cache that has come back, or on a copy of one between two steps")
     check_one_shard(cache.tables.num_free, "verify", on_host=True)
     plan, tables = cache.plan, _on_host(cache.tables)
     holders = _holders(tables)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax.derivatives import straight_through
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -46,7 +47,6 @@ def init_pool(plan: CachePlan, kind: AttentionType) -> PagedPool | None:
 
 
 def entries_per_block(store: Any) -> int:
-    """Return the entries per block of stored rows, which are leaves [layers, num_blocks, entries_per_block, ...]."""
     return jax.tree.leaves(store)[0].shape[2]
 
 
@@ -101,6 +101,16 @@ def gather_entries(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExactEntries:
+    """The entries that a call completes, as they were before rounding: derivatives are taken from these."""
+
+    rows: jax.Array  # f32 [B, E, head_dim]
+    first: jax.Array  # int32 [B] number of the first one
+    count: jax.Array  # int32 [B] entries that are real, at most E
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledLayer:
     """One layer's pool as seen by the requests of a batch, whose entries are numbered from 0."""
 
@@ -109,6 +119,7 @@ class PooledLayer:
     block_table: jax.Array  # int32 [requests, max_blocks]
     slots: jax.Array  # int32 [B]
     plan: CachePlan = dataclasses.field(metadata={"static": True})
+    exact: ExactEntries | None = None
 
     @property
     def max_entries(self) -> int:
@@ -118,7 +129,15 @@ class PooledLayer:
     def rows(self, entry: jax.Array) -> jax.Array:
         """Read entries int32 [B, ...] (-1 = none) as f32 [B, ..., head_dim], zero where there is none."""
         rows, valid = gather_entries(self.pool.entries, self.index, self.block_table, self.slots, entry)
-        return jnp.where(valid[..., None], self.plan.rows.decode(rows), 0.0)
+        values = self.plan.rows.decode(rows)
+        if (new := self.exact) is not None:
+            lead = (slice(None), *(None,) * (entry.ndim - 1))  # [B] beside the axes of entry
+            number = entry - new.first[lead]
+            at = jnp.clip(number, 0, new.rows.shape[1] - 1).reshape(entry.shape[0], -1, 1)
+            exact = jnp.take_along_axis(new.rows, at, axis=1).reshape(values.shape)
+            is_new = (number >= 0) & (number < new.count[lead])
+            values = jnp.where(is_new[..., None], straight_through(values, exact), values)
+        return jnp.where(valid[..., None], values, 0.0)
 
     def keys(self, entry: jax.Array) -> jax.Array:
         """Read the indexer keys of entries int32 [B, ...] as f32 [B, ..., indexer_head_dim], zero where there is none.
@@ -133,18 +152,17 @@ class PooledLayer:
         per_block, max_blocks = entries_per_block(self.pool.entries), self.block_table.shape[1]
         return min(max_blocks, max(1, TILE_BYTES // (bytes_per_entry * per_block))) * per_block
 
-    def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any) -> Any:
-        """Apply carry = fold(carry, first, entry, seen) to one tile of entries after another; return the last carry.
+    def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any, *, to_the_end: bool = False) -> Any:
+        """carry = fold(carry, first, entry, seen) over tiles of entries, up to the last one that any query sees.
 
-        The loop ends at the last entry that any query sees, so a short context is cheap even in a cache planned for
-        long ones.
+        So a short context costs little in a cache planned for a long one.
 
         Args:
-          visible: int32 [B, T], number of entries that each query sees.
-          tile: entries per tile, from ``tile_size``. The last tile may extend past ``max_entries``.
-          fold: a function that takes the carry; ``first``, the number of the tile's first entry; ``entry`` int32 [B,
-            tile], -1 for entries that no query of the request sees; and ``seen`` bool [B, T, tile].
-          carry: the initial value, a pytree.
+          visible: int32 [B, T] entries that each query sees.
+          tile: from ``tile_size``. The last tile may stand out past ``max_entries``.
+          fold: gets the tile's first entry number; entry int32 [B, tile], -1 for those that no query of the request
+            sees; seen bool [B, T, tile].
+          to_the_end: go over all tiles, seen or not. Their number is then static, which reverse mode needs.
         """
 
         def fold_tile(i: jax.Array | int, carry: Any) -> Any:
@@ -154,4 +172,5 @@ class PooledLayer:
 
         if tile == self.max_entries:
             return fold_tile(0, carry)
-        return lax.fori_loop(0, (jnp.max(visible) + tile - 1) // tile, fold_tile, carry)
+        entries = self.max_entries if to_the_end else jnp.max(visible)
+        return lax.fori_loop(0, (entries + tile - 1) // tile, fold_tile, carry)

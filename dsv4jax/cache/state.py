@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.checks import check_batch
+from dsv4jax.derivatives import straight_through
 from dsv4jax.formats import KVRows
 from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -85,6 +86,9 @@ class SlidingWindow:
     start: jax.Array  # int32 [B] position of the first fresh row; lower positions are read from the ring
     fresh: KVRows | None  # [B, F, ...] rows not stored yet; None if the ring holds all rows
     plan: CachePlan = dataclasses.field(metadata={"static": True})
+    exact: jax.Array | None = (
+        None  # f32 [B, F, head_dim] rows from ``start`` on as they were before rounding: derivatives
+    )
 
     def rows(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Read the rows at positions int32 [B, K]: f32 [B, K, head_dim], and bool [B, K], which of them exist.
@@ -109,7 +113,20 @@ class SlidingWindow:
 
             rows = jax.tree.map(newest, rows, self.fresh)
         held &= (position >= 0) & (slots >= 0)
-        return jnp.where(held[..., None], self.plan.rows.decode(rows), 0.0), held
+        values = self.plan.rows.decode(rows)
+        if self.exact is not None:
+            number, count = position - self.start[:, None], self.exact.shape[1]
+            exact = jnp.take_along_axis(self.exact, jnp.clip(number, 0, count - 1)[..., None], axis=1)
+            is_new = (number >= 0) & (number < count)
+            values = jnp.where(is_new[..., None], straight_through(values, exact), values)
+        return jnp.where(held[..., None], values, 0.0), held
+
+    def newest(self, seq_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``gather_swa`` of requests of these lengths, int32 [B]."""
+        n_win = self.plan.cfg.sliding_window
+        position = seq_lens[:, None] - n_win + jnp.arange(n_win, dtype=jnp.int32)[None]
+        rows, held = self.rows(position)
+        return rows, jnp.where(held, position, -1)
 
 
 def gather_swa(
@@ -131,8 +148,5 @@ def gather_swa(
       AssertionError: (chex) an argument's shape or dtype is wrong.
     """
     check_batch(slots=slots, seq_lens=seq_lens)
-    n_win = plan.cfg.sliding_window
-    position = seq_lens[:, None] - n_win + jnp.arange(n_win, dtype=jnp.int32)[None]
     window = SlidingWindow(state=state, index=index, slots=slots, start=seq_lens, fresh=None, plan=plan)
-    rows, held = window.rows(position)
-    return rows, jnp.where(held, position, -1)
+    return window.newest(seq_lens)

@@ -10,6 +10,7 @@ logit but neither key nor value, so a query without any key gives zero.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax import lax
 
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.checks import FLOATS, check_array, check_dtype, known_size
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.ops import DECODE_ATTENTION, AttentionInputs
@@ -39,7 +40,6 @@ class RunningSoftmax:
 
     @property
     def output(self) -> jax.Array:
-        """The attention output over these keys, f32 [B, T, H, dim]."""
         return self.weighted / self.total[..., None]
 
 
@@ -94,12 +94,27 @@ def attend_picked(running: RunningSoftmax, queries: jax.Array, layer: PooledLaye
 
 def attend_all(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, visible: jax.Array) -> RunningSoftmax:
     """Add the first visible[b, t] entries for each query; ``visible`` is int32 [B, T]."""
+    return _attend_all(running, queries, layer, visible)
 
+
+def _fold_all(
+    running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, visible: jax.Array, *, to_the_end: bool = False
+) -> RunningSoftmax:
     def fold(running: RunningSoftmax, _: jax.Array | int, entry: jax.Array, seen: jax.Array) -> RunningSoftmax:
         return attend(running, queries, layer.rows(entry), seen)
 
     batch, tokens, heads, _ = queries.shape
-    return layer.fold_tiles(visible, layer.tile_size(batch * tokens * heads * 4), fold, running)
+    tile = layer.tile_size(known_size(batch, layer.plan.max_requests) * tokens * heads * 4)
+    return layer.fold_tiles(visible, tile, fold, running, to_the_end=to_the_end)
+
+
+_attend_all = jax.custom_jvp(_fold_all)
+
+
+@_attend_all.defjvp
+def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """Over all tiles: reverse mode keeps something of each, and so must know their number."""
+    return jax.jvp(functools.partial(_fold_all, to_the_end=True), primals, tangents)
 
 
 def attention_queries(
@@ -153,6 +168,7 @@ def decode_attention(
     axes = {"B": None, "T": None, "num_heads": cfg.num_heads, "head_dim": cfg.head_dim}
     check_array("q", q, axes, (jnp.float32, jnp.float16))
     check_array("positions", positions, {"B": q.shape[0], "T": q.shape[1]}, jnp.int32)
+    check_dtype("dtype", dtype, FLOATS)
     check_array("sinks", sinks, {"num_heads": cfg.num_heads}, FLOATS)
     _check_window(window, q.shape[0], q.shape[1])
     if picks is not None:
@@ -162,7 +178,7 @@ def decode_attention(
     if entries is not None:
         check_array("entries.slots", entries.slots, {"B": q.shape[0]}, jnp.int32)
         if (entries.pool.indexer_keys is not None) != kind.is_indexed:
-            raise ValueError(f"entries: expected those of {kind.upper()} layers; only CSA layers have indexer keys")
+            raise ValueError(f"entries: expected those of {kind.upper()} layers; CSA's alone have indexer keys")
     inputs = AttentionInputs(
         q=q,
         positions=positions,
@@ -179,6 +195,9 @@ def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
     """Check that the windows belong to this batch, and have fresh rows if there are several tokens."""
     check_array("window.slots", window.slots, {"B": batch}, jnp.int32)
     check_array("window.start", window.start, {"B": batch}, jnp.int32)
+    if window.exact is not None:
+        axes: dict[str, int | None] = {"B": batch, "F": None, "head_dim": window.plan.cfg.head_dim}
+        check_array("window.exact", window.exact, axes, jnp.float32)
     if window.fresh is None:
         if tokens > 1:
             raise ValueError(f"window: {tokens} tokens need fresh rows: late ones overwrite what early ones see")
@@ -186,7 +205,7 @@ def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
     count = window.fresh.nope.shape[1]
     row = jax.tree.leaves(window.plan.row_spec)
     for (path, leaf), of in zip(jax.tree.leaves_with_path(window.fresh), row, strict=True):
-        axes: dict[str, int | None] = {"B": batch, "F": count} | {f"axis {i}": n for i, n in enumerate(of.shape)}
+        axes = {"B": batch, "F": count} | {f"axis {i}": n for i, n in enumerate(of.shape)}
         check_array(f"window.fresh{jax.tree_util.keystr(path)}", leaf, axes, of.dtype)
     if count < tokens:
         raise ValueError(f"window: expected at least {tokens} fresh rows a request, one per token, got {count}")

@@ -15,6 +15,7 @@ from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.cache.tables import granted_tokens, withdraw_grants
+from dsv4jax.derivatives import storable
 from dsv4jax.formats import KVRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
@@ -89,7 +90,7 @@ class LayerCall:
     def of(cls, cache: KVCache, kind: AttentionType, index: jax.Array | int, batch: Batch) -> LayerCall:
         """Make the call for a batch whose tokens are known to be granted."""
         return cls(
-            stack=cache.stack(kind),
+            stack=storable(cache.stack(kind), cache.plan.row_spec),  # what earlier calls stored
             index=index,
             block_table=cache.tables.block_table,
             batch=batch,
@@ -117,8 +118,11 @@ class LayerCall:
         token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
         return jnp.where(token < self.batch.num_new[:, None], self.batch.start[:, None] + token, -1)
 
-    def window(self, fresh: KVRows | None) -> SlidingWindow:
-        """Return the windows of the batch. ``fresh`` are rows that are not stored yet."""
+    def window(self, fresh: KVRows | None, exact: jax.Array | None = None) -> SlidingWindow:
+        """The windows of the batch, with rows that are not stored yet beside them.
+
+        ``exact`` f32 [B, T, head_dim] are the call's rows before rounding, from which derivatives are taken.
+        """
         return SlidingWindow(
             state=self.stack.state,
             index=self.index,
@@ -126,6 +130,7 @@ class LayerCall:
             start=self.batch.start,
             fresh=fresh,
             plan=self.plan,
+            exact=exact,
         )
 
     @property

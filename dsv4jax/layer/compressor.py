@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.config import DSV4Config
+from dsv4jax.derivatives import straight_through
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import Normed, TokenRows
 from dsv4jax.linear import linear, rms_norm
@@ -38,8 +39,11 @@ def project_streams(
     """
 
     def rounded(stream: jax.Array) -> jax.Array:
+        if dtype == jnp.float32:
+            return stream
         # The barrier keeps XLA from removing the conversion to a narrower dtype and back.
-        return stream if dtype == jnp.float32 else lax.optimization_barrier(stream.astype(dtype)).astype(jnp.float32)
+        stored = lax.optimization_barrier(lax.stop_gradient(stream).astype(dtype)).astype(jnp.float32)
+        return straight_through(stored, stream)
 
     slot = (start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]) % ratio
     k = rounded(linear(x, params.kv))

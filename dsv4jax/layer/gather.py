@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.pool import PagedPool, PooledLayer
-from dsv4jax.checks import check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, check_dtype
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.ops import GATHER_ROWS
@@ -49,9 +49,16 @@ def gather_compressed(
     """
     check_batch(slots=slots)
     check_array("block_table", block_table, {"requests": None, "max_blocks": None}, jnp.int32)
-    check_array("picks", picks, {"B": slots.shape[0]} | {f"axis {i}": None for i in range(1, picks.ndim)}, jnp.int32)
     layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
-    return GATHER_ROWS.of(backend, plan, _ANY_KIND).picked(layer, picks, dtype)
+    return picked_rows(layer, picks, dtype, backend)
+
+
+def picked_rows(layer: PooledLayer, picks: jax.Array, dtype: Any, backend: Backend) -> jax.Array:
+    """``gather_compressed`` of a layer as a batch sees it."""
+    axes: dict[str, int | None] = {f"axis {i}": None for i in range(1, getattr(picks, "ndim", 1))}
+    check_array("picks", picks, {"B": layer.slots.shape[0]} | axes, jnp.int32)
+    check_dtype("dtype", dtype, FLOATS)
+    return GATHER_ROWS.of(backend, layer.plan, _ANY_KIND).picked(layer, picks, dtype)
 
 
 def gather_all_compressed(
@@ -78,9 +85,15 @@ def gather_all_compressed(
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
       ValueError: the backend is unknown, or cannot serve this plan.
     """
-    check_batch(slots=slots, num_entries=num_entries)
     layer = PooledLayer(pool=pool, index=index, block_table=block_table, slots=slots, plan=plan)
-    return GATHER_ROWS.of(backend, plan, _ANY_KIND).complete(layer, num_entries, dtype)
+    return complete_rows(layer, num_entries, dtype, backend)
+
+
+def complete_rows(layer: PooledLayer, num_entries: jax.Array, dtype: Any, backend: Backend) -> jax.Array:
+    """``gather_all_compressed`` of a layer as a batch sees it."""
+    check_batch(slots=layer.slots, num_entries=num_entries)
+    check_dtype("dtype", dtype, FLOATS)
+    return GATHER_ROWS.of(backend, layer.plan, _ANY_KIND).complete(layer, num_entries, dtype)
 
 
 class XLAGatherRows(Anywhere):

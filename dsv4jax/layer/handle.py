@@ -1,10 +1,10 @@
-"""LayerCacheHandle: one layer's cache, for the batch of one call.
+"""LayerCacheHandle: one layer's cache as one call of a model sees it.
 
-This is for those who write their own layer. It offers the steps that ``attention_layer`` is made of, with the indices
-of the batch already resolved. A handle is a value: a write returns a new handle, and ``.cache`` is the updated cache.
-Use it inside a jit that donates the cache; otherwise every write copies the arrays that it changes. After its first
-write a handle knows T, as a static value. Therefore return ``.cache`` from a branch or loop instead of the handle, and
-call ``acquire`` again.
+For those who write their own layer: the same pieces that ``attention_layer`` is made of, with the indices of a batch
+already resolved. A handle is a value: a write returns a new one, and ``.cache`` gives the cache back. Use it in a jit
+that donates the cache: outside of one, every write copies what it changes. A handle remembers T once it has written:
+out of a branch or a loop give its ``.cache``, and acquire again. It remembers what it has written, too: with
+``backend="xla"`` what it reads has a derivative by that, straight through the rounding, as ``attention_layer`` has.
 
     handle = acquire(cache, layer, slots, num_new)
     handle = handle.flush_compression(compressor, x, indexer)
@@ -21,21 +21,22 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.pool import PooledLayer
-from dsv4jax.cache.state import SlidingWindow, gather_swa
+from dsv4jax.cache.pool import ExactEntries, PooledLayer
+from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.cache.tables import granted_tokens, is_admitted, withdraw_grants
-from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, integer
+from dsv4jax.derivatives import storable
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch, read_slots
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.backend import Backend, check_name
+from dsv4jax.layer.backend import Anywhere, Backend, check_name
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.compressor import project_tokens
-from dsv4jax.layer.gather import gather_all_compressed, gather_compressed
+from dsv4jax.layer.gather import complete_rows, picked_rows
 from dsv4jax.layer.ops import CACHE_UPDATE
-from dsv4jax.layer.update import store
+from dsv4jax.layer.update import exact_entries, store
 from dsv4jax.plan import LayerCacheSchema
-from dsv4jax.weights.params import CompressorParams, IndexerParams
+from dsv4jax.weights.params import CompressorParams, IndexerParams, check_compressors
 
 
 @jax.tree_util.register_dataclass
@@ -83,6 +84,8 @@ class LayerCacheHandle:
     schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
     backend: Backend = dataclasses.field(metadata={"static": True})
     tokens: int | None = dataclasses.field(default=None, metadata={"static": True})  # T, known after the first write
+    exact_kv: jax.Array | None = None  # f32 [B, T, head_dim] rows written, before rounding: for derivatives
+    exact_entries: ExactEntries | None = None  # and the entries that were completed
 
     @property
     def num_query_heads(self) -> int:
@@ -103,7 +106,7 @@ class LayerCacheHandle:
         entries = self._call.entries
         if entries is None:
             raise ValueError(f"layer {self.schema.layer_idx} is {self.kind.upper()}: it has no compressed entries")
-        return entries
+        return dataclasses.replace(entries, exact=self.exact_entries)
 
     @property
     def num_entries(self) -> jax.Array:
@@ -116,7 +119,7 @@ class LayerCacheHandle:
 
         It is -1 past num_new, and in the whole row if num_new exceeds T.
         """
-        self._check_tokens(num_tokens)
+        self._check_tokens(integer("num_tokens", num_tokens, least=0))
         call = self._call
         return dataclasses.replace(call, batch=call.batch.fitting(num_tokens)).positions(num_tokens)
 
@@ -139,8 +142,8 @@ class LayerCacheHandle:
         cfg, fresh = self.cache.plan.cfg, None
         if kv is not None:
             check_array("kv", kv, {"B": self.slots.shape[0], "T": self.tokens, "head_dim": cfg.head_dim}, jnp.float32)
-            fresh = self.cache.plan.rows.encode(kv, cfg.rope_dim)
-        return self._call.window(fresh)
+            fresh = self.cache.plan.rows.encode(storable(kv, self.cache.plan.row_spec), cfg.rope_dim)
+        return self._call.window(fresh, self.exact_kv if kv is None else kv)
 
     def _check_tokens(self, num_tokens: int) -> None:
         if self.tokens not in (None, num_tokens):
@@ -166,7 +169,8 @@ class LayerCacheHandle:
         cfg = self.cache.plan.cfg
         check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
         taking = self._taking(kv.shape[1])
-        return taking._stored(TokenRows(kv=kv, entry=None, key=None))
+        written = taking._stored(TokenRows(kv=kv, entry=None, key=None))
+        return dataclasses.replace(written, exact_kv=kv)
 
     def flush_compression(
         self, params: CompressorParams, x: jax.Array, indexer: IndexerParams | None = None
@@ -190,9 +194,12 @@ class LayerCacheHandle:
         hidden = self.cache.plan.cfg.hidden_size
         check_array("x", x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden}, FLOATS)
         self.entries  # noqa: B018  raises for an SWA layer
+        check_compressors(params, indexer, self.cache.plan.cfg, self.kind)
         taking = self._taking(x.shape[1])
         rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind)
-        return taking._stored(rows)
+        backend = CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
+        exact = exact_entries(taking._call, rows) if isinstance(CACHE_UPDATE[backend], Anywhere) else None
+        return dataclasses.replace(taking._stored(rows), exact_entries=exact)
 
     def _stored(self, rows: TokenRows) -> LayerCacheHandle:
         backend = CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
@@ -201,20 +208,15 @@ class LayerCacheHandle:
 
     def gather_swa(self) -> tuple[jax.Array, jax.Array]:
         """Return the window, oldest first: rows f32 [B, n_win, head_dim], positions int32 [B, n_win], -1 = empty."""
-        call = self._call
-        return gather_swa(call.stack.state, self.index, self.slots, self.start + self.num_new, plan=self.cache.plan)
+        return self.window().newest(self.start + self.num_new)
 
     def gather_compressed(self, picks: jax.Array) -> jax.Array:
         """Gather entries int32 [B, ...] (-1 = none) as dense rows f32 [B, ..., head_dim], both K and V."""
-        layer = self.entries
-        place = layer.pool, layer.index, layer.block_table, layer.slots
-        return gather_compressed(*place, picks, plan=layer.plan, backend=self.backend)
+        return picked_rows(self.entries, picks, jnp.float32, self.backend)
 
     def gather_all_compressed(self) -> jax.Array:
         """Gather all complete entries as dense rows f32 [B, max entries, head_dim], zero past ``num_entries``."""
-        layer = self.entries
-        place = layer.pool, layer.index, layer.block_table, layer.slots
-        return gather_all_compressed(*place, self.num_entries, plan=layer.plan, backend=self.backend)
+        return complete_rows(self.entries, self.num_entries, jnp.float32, self.backend)
 
     def read_swa_view(self) -> SWAView:
         """Return the stored window rows of this batch. Those of slot -1 are meaningless."""
@@ -251,21 +253,21 @@ class LayerCacheHandle:
 def acquire(
     cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array, backend: Backend = None
 ) -> LayerCacheHandle:
-    """Return a handle on one layer for the batch of this call.
+    """A handle on one layer for this call's batch.
 
     Args:
-      cache: the cache, after ``prepare_forward``.
       layer: static number of the layer in the model.
-      slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted its tokens becomes a no-op.
-        A row with num_new 0 only reads.
+      slots, num_new: int32 [B], as given to ``prepare_forward``. A row that was not granted becomes a no-op; one with
+        num_new 0 only reads.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Raises:
-      AssertionError: (chex) an argument's shape or dtype is wrong.
-      ValueError: the model has no such layer, or the backend is unknown.
+      AssertionError: (chex) slots or num_new has another rank or dtype.
+      ValueError: unknown layer or backend.
     """
     check_name(backend)
     check_batch(slots=slots, num_new=num_new)
+    cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # of NumPy's too, as jit takes them
     kind, index = cache.locate(layer)
     start, count = granted_tokens(cache.tables, slots, num_new)
     reading = is_admitted(cache.tables, slots) & (num_new == 0)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.cache.pool import PooledLayer
-from dsv4jax.checks import check_array
+from dsv4jax.checks import check_array, known_size
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
@@ -82,7 +82,7 @@ def scores(queries: jax.Array, weights: jax.Array, layer: PooledLayer, visible: 
         return lax.dynamic_update_slice_in_dim(out, total, first, axis=2)
 
     batch, tokens, heads, _ = queries.shape
-    tile = layer.tile_size(batch * tokens * heads * 4)
+    tile = layer.tile_size(known_size(batch, layer.plan.max_requests) * tokens * heads * 4)
     padded = -(-layer.max_entries // tile) * tile
     out = jnp.full((batch, tokens, padded), -jnp.inf, jnp.float32)
     return layer.fold_tiles(visible, tile, fold, out)[..., : layer.max_entries]
@@ -106,23 +106,22 @@ def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
 def select_entries(
     queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array, *, backend: Backend = None
 ) -> jax.Array:
-    """Return the entries that each query reads.
+    """The entries each query reads.
 
     Args:
-      queries: f32 [B, T, indexer_heads, indexer_head_dim], after rope and Hadamard transform, which are rounded here as
-        the keys are; or already rounded, as rows [B, T, indexer_heads, ...] of the keys' format.
-      weights: f32 [B, T, indexer_heads], including the indexer's scale factors.
-      layer: the entries of a CSA layer.
-      visible: int32 [B, T], number of entries that are complete for each query, floor((p + 1) / ratio).
+      queries: f32 [B, T, indexer_heads, indexer_head_dim], roped and rotated; rounded here as the keys are. Or
+        rounded already: rows [B, T, indexer_heads, ...] of the keys' format.
+      weights: f32 [B, T, indexer_heads], with the indexer's scale factors.
+      layer: of kind CSA.
+      visible: int32 [B, T] entries complete at each query: floor((p + 1) / ratio).
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
     Returns:
-      int32 [B, T, k] with k = min(indexer_top_k, max_entries). The picked entries come in ascending order, then -1.
-
-    Raises:
-      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: the backend is unknown.
+      int32 [B, T, k], k = min(indexer_top_k, max_entries); the visible ones ascending, then -1.
+      They have no derivative.
     """
+    # Whole numbers have no derivative: without this, one would be sought through the loop over a context.
+    queries, weights, layer = lax.stop_gradient((queries, weights, layer))
     plan, lead = layer.plan, visible.shape
     cfg, keys = plan.cfg, plan.keys
     heads: dict[str, int | None] = {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}

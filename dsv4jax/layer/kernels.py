@@ -19,10 +19,11 @@ import pallas_kernels as pk
 from dsv4jax.cache.pool import PagedPool, PooledLayer, find_entries
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache
+from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.formats import KeyRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.backend import PALLAS, SIMULATED
+from dsv4jax.layer.backend import PALLAS, SIMULATED, Op
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.ops import (
     CACHE_UPDATE,
@@ -56,6 +57,15 @@ class _Kernels(abc.ABC):
         reason = None if plan is None else self.unserved(plan, kind)
         return reason if reason is not None or self.simulate else target.unsupported()
 
+    def without_derivative[T](self, op: Op, tree: T) -> T:
+        """The tree as it is; differentiating by any part of it is a ValueError."""
+        name = SIMULATED if self.simulate else PALLAS
+        return refuse_derivative(
+            f"backend={name!r} cannot serve a derivative of {op.name}: kernels have none. Differentiate with "
+            f"backend='xla'",
+            tree,
+        )
+
     @abc.abstractmethod
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         """Return why no kernel serves a plan's formats and sizes, or None if one does."""
@@ -77,6 +87,7 @@ class CacheUpdateKernels(_Kernels):
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
         """Run the cache update of one layer as one launch."""
+        call, rows = self.without_derivative(CACHE_UPDATE, (call, rows))
         cfg, plan, batch, num_tokens = call.plan.cfg, call.plan, call.batch, rows.num_tokens
         rope = ratio = None
         if rows.entry is not None:
@@ -110,12 +121,14 @@ class CacheUpdateKernels(_Kernels):
     def append_swa(
         self, state: StateCache, index: jax.Array | int, kv: jax.Array, batch: Batch, plan: CachePlan
     ) -> StateCache:
+        state, kv = self.without_derivative(CACHE_UPDATE, (state, kv))
         stack = LayerStack(state=dataclasses.replace(state, tail=None, indexer_tail=None), pool=None)
         rows = layer_number(index), kv, batch.slots, batch.start, batch.num_new
         stack = pk.append_swa(stack, *rows, kv_format=plan.kv_format, simulate=self.simulate)
         return dataclasses.replace(state, window=stack.state.window, pos=stack.state.pos)
 
     def flush_entries(self, pool: PagedPool, index: jax.Array | int, new: NewEntries, plan: CachePlan) -> PagedPool:
+        pool, new = self.without_derivative(CACHE_UPDATE, (pool, new))
         given = pk.NewEntries(
             layer=layer_number(index),
             slots=new.slots,
@@ -132,11 +145,13 @@ class CacheUpdateKernels(_Kernels):
     def rotate_csa(
         self, state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array
     ) -> StateCache:
+        state = self.without_derivative(CACHE_UPDATE, state)
         given = [state.tail, state.indexer_tail], layer_number(index), slots, complete.astype(jnp.int32)
         tail, indexer_tail = pk.rotate_csa(*given, simulate=self.simulate)
         return dataclasses.replace(state, tail=tail, indexer_tail=indexer_tail)
 
     def reset_hca(self, state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> StateCache:
+        state = self.without_derivative(CACHE_UPDATE, state)
         given = state.tail, layer_number(index), slots, complete.astype(jnp.int32)
         return dataclasses.replace(state, tail=pk.reset_hca(*given, simulate=self.simulate))
 
@@ -152,6 +167,7 @@ class GatherRowsKernels(_Kernels):
         return CacheUpdateKernels(self.simulate).unserved(plan, kind)
 
     def picked(self, layer: PooledLayer, picks: jax.Array, dtype: Any) -> jax.Array:
+        layer = self.without_derivative(GATHER_ROWS, layer)
         block, row = find_entries(layer.pool.entries, layer.block_table, layer.slots, picks)
         place = layer_number(layer.index), block.reshape(-1), row.reshape(-1)
         flat = pk.gather_rows(
@@ -160,6 +176,7 @@ class GatherRowsKernels(_Kernels):
         return flat.reshape(*block.shape, flat.shape[-1])
 
     def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: Any) -> jax.Array:
+        layer = self.without_derivative(GATHER_ROWS, layer)
         place = layer_number(layer.index), layer.block_table, layer.slots, num_entries
         return pk.gather_request_rows(
             layer.pool.entries, *place, kv_format=layer.plan.kv_format, dtype=dtype, simulate=self.simulate
@@ -179,6 +196,7 @@ class IndexerScoresKernels(_Kernels):
         )
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> KeyRows:
+        product = self.without_derivative(INDEXER_SCORES, product)
         angles, row = packed_angles(positions, freqs), plan.keys.row(product.shape[-1])
         return pk.indexer_queries(product, angles, row, key_format=plan.indexer_format, simulate=self.simulate)
 
@@ -187,6 +205,7 @@ class IndexerScoresKernels(_Kernels):
     ) -> jax.Array:
         """Score all entries. A chunk of many tokens is passed to the kernel as more rows with fewer tokens each."""
         assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
+        weights, layer = self.without_derivative(INDEXER_SCORES, (weights, layer))
         (batch, tokens), together = visible.shape, min(visible.shape[1], SCORED_TOGETHER)
         groups = -(-tokens // together)
 
@@ -238,10 +257,12 @@ class DecodeAttentionKernels(_Kernels):
         )
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
+        product = self.without_derivative(DECODE_ATTENTION, product)
         angles = packed_angles(positions, freqs)
         return pk.attention_queries(product, angles, eps=plan.cfg.norm_eps, simulate=self.simulate)
 
     def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array:
+        inputs = self.without_derivative(DECODE_ATTENTION, inputs)
         window, entries = inputs.window, inputs.entries
         given = pk.AttentionInputs(
             q=inputs.q.astype(jnp.float16),  # no-op if it already is f16

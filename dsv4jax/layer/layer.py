@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +26,17 @@ from jax.core import Tracer
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, integer, known_size
 from dsv4jax.config import DSV4Config
+from dsv4jax.derivatives import storable
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import attention, indexer
-from dsv4jax.layer.backend import Backend, OpBackends, check_name
+from dsv4jax.layer.backend import XLA, Anywhere, Backend, OpBackends, backends, check_name
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.compressor import project_tokens
-from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, choose_backends
-from dsv4jax.layer.update import store
+from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, INDEXER_SCORES, TOP_K, choose_backends
+from dsv4jax.layer.update import exact_entries, store
 from dsv4jax.linear import linear, product_dtype, rms_norm
 from dsv4jax.plan import CachePlan, plan_of_heads
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -53,33 +53,37 @@ def attention_layer(
     backend: Backend = None,
     model_axis: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Run one attention layer on new tokens, and store what the cache keeps of them.
+    """Run one attention layer on new tokens and store what the cache keeps of them.
 
-    Call it once per layer between ``prepare_forward`` and ``advance``. T = 1 is a decode step, T > 1 a prefill chunk.
-    The rows of one batch may mix both.
+    Call it once per layer between ``prepare_forward`` and ``advance``. T = 1 is decode, T > 1 a prefill chunk; rows of
+    one batch may do either.
 
     Args:
       params: the layer's weights, f32 or bf16.
-      x: f32 or bf16 [B, T, hidden], with the input norm applied. Values past a row's num_new are ignored, even NaN.
-      cache: the cache. It is not donated here; the caller's jit decides.
+      x: f32 or bf16 [B, T, hidden], already input-normed; what is past a row's num_new is ignored, NaN included.
+      cache: the cache. Not donated here: the caller's jit decides.
       layer: static number of the layer in the model.
       slots: int32 [B], distinct; -1 = padding row.
-      num_new: int32 [B], number of real tokens in each row, at most T. If ``prepare_forward`` did not grant a row that
-        many tokens, the row is skipped: its output is 0 and its request is unchanged. A row that names more than T
-        tokens is skipped too, and its grant is withdrawn, so that ``advance`` does not count tokens that were not
-        stored.
+      num_new: int32 [B], tokens of each row that are real, at most T. A row that ``prepare_forward`` did not grant so
+        many is left alone: its output is 0 and its request unchanged. So is one that names more than T, and its grant
+        is withdrawn: ``advance`` will not count what was not stored.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
-      model_axis: inside ``jax.shard_map``, the mesh axis over which heads are split. ``params`` are then those of one
-        shard (``params_specs``), and y is summed over all shards.
+      model_axis: inside ``jax.shard_map``, the mesh axis over which heads are split: params are those of one shard
+        (``params_specs``), and y is summed over all.
 
     Returns:
-      (y [B, T, hidden] in x's dtype, 0 past num_new; the updated cache, whose lengths are not advanced yet).
-      Reverse-mode differentiation is not supported, because loops over a context end at its length, which is data.
+      (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced).
+
+    Derivatives, forward and reverse, are those of ``backend="xla"``; kernels refuse. They go straight through the
+    rounding of the rows, entries and tails that this call brings (the straight-through estimator): y has the derivative
+    that it would have if the rounded rows were the exact ones. Picks have none, so that y's derivative by the indexer's
+    weights is 0. Rows of floats (``kv_format`` "f32" and "bf16") carry derivatives from one call to the next through
+    the cache. Those of bytes do not: what earlier calls stored is then a constant, so give a sequence in one call.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: the layer or backend is unknown, the weights belong to another kind of layer, or heads do not divide
-        by ``model_axis``.
+      ValueError: unknown layer or backend, weights of another kind of layer, heads that do not divide, or a derivative
+        of a kernel.
     """
     kind, index = cache.locate(layer)
     return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis)
@@ -157,17 +161,34 @@ def run_layer(
         nearest = jnp.clip(index, 0, depth - 1)
         num_new = jnp.where(index == nearest, num_new, x.shape[1] + 1)
         index = nearest
-    elif not 0 <= operator.index(index) < depth:
+    elif not 0 <= integer("index", index) < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
     check_name(options.backend)
+    if not isinstance(x.shape[1], int):
+        raise ValueError(f"x: T must be a number, got {x.shape}: export a function for each T; B may be symbolic")
+    if not isinstance(x.shape[0], int):
+        options = dataclasses.replace(options, backend=_for_any_batch(options.backend, plan, kind))
     if x.size == 0:
         if options.is_draft:
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
+        cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # nothing is jitted here
         cache, _ = LayerCall.begin(cache, kind, index, slots, num_new, x.shape[1])
         return jnp.zeros_like(x), cache, None
     chosen = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
     index = jnp.asarray(index, jnp.int32)
     return _run_layer(params, x, cache, index, slots, num_new, kind=kind, options=chosen)
+
+
+def _for_any_batch(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
+    """The backends of a batch of symbolic size: XLA where none is named, as a kernel needs a size."""
+    if isinstance(backend, OpBackends):
+        backend = OpBackends(**{op: getattr(backend, op) or XLA for op in backends()})
+    chosen = choose_backends(backend or XLA, plan, kind)
+    for op in (CACHE_UPDATE, DECODE_ATTENTION, INDEXER_SCORES, TOP_K):
+        name = getattr(chosen, op.name)
+        if name is not None and not isinstance(op[name], Anywhere):
+            raise ValueError(f"x: a batch of symbolic size needs backend='xla', {op.name} would run {name!r}")
+    return chosen
 
 
 # Jitted so that all layers of a kind are traced once. It donates nothing.
@@ -199,12 +220,18 @@ def _run_layer(
 
     kv = rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps)
     kv = apply_rope(kv, positions, rope_frequencies(cfg, kind))
-    fresh = plan.rows.encode(kv, cfg.rope_dim) if options.is_draft or given_tokens > 1 else None
+    stored = storable(kv, plan.row_spec)
+    fresh = plan.rows.encode(stored, cfg.rope_dim) if options.is_draft or given_tokens > 1 else None
     rows = project_tokens(params.compressor, params.indexer, x, call.batch.start, plan, kind)
     rows = dataclasses.replace(rows, kv=kv if fresh is None else None)
     assert backends.cache_update is not None
+    assert backends.decode_attention is not None
+    is_plain = isinstance(DECODE_ATTENTION[backends.decode_attention], Anywhere)  # and so has derivatives
+    exact = exact_entries(call, rows) if is_plain else None
     call = call.with_stack(store(call, rows, backends.cache_update, keep_tails=options.is_draft))
-    window, entries = call.window(fresh), call.entries
+    window, entries = call.window(fresh, kv if is_plain else None), call.entries
+    if entries is not None:
+        entries = dataclasses.replace(entries, exact=exact)
     tokens = Queries(
         latent=rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype),
         positions=positions,
@@ -231,7 +258,7 @@ def _run_layer(
         draft = call.batch, dataclasses.replace(rows, kv=kv).first(given_tokens)
         return y, cache.with_stack(kind, stack), draft
     if fresh is not None:
-        state = CACHE_UPDATE[backends.cache_update].append_swa(stack.state, index, kv, call.batch, plan)
+        state = CACHE_UPDATE[backends.cache_update].append_swa(stack.state, index, stored, call.batch, plan)
         stack = dataclasses.replace(stack, state=state)
     return y, cache.with_stack(kind, stack), None
 
@@ -269,7 +296,8 @@ def _attend_tile(
     if entries is not None and params.indexer is not None:
         assert backends.indexer_scores is not None
         assert queries.head_weights is not None
-        key_queries = indexer.indexer_queries(params.indexer, latent, positions, freqs, plan, backends.indexer_scores)
+        given = lax.stop_gradient((params.indexer, latent))  # picks have no derivative
+        key_queries = indexer.indexer_queries(*given, positions, freqs, plan, backends.indexer_scores)
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
     out = attention.decode_attention(
@@ -300,6 +328,7 @@ def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Arra
 def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
     """Return the tokens per query tile: the power of two that keeps temporaries near the attention's ``tile_bytes``."""
     cfg = plan.cfg
+    batch = known_size(batch, plan.max_requests)  # rows name distinct slots
     assert backends.decode_attention is not None
     attends = DECODE_ATTENTION[backends.decode_attention]
     per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.config import AttentionType, DSV4Config, layer_schedule
-from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS
+from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, rounded, rounded_keys
 from dsv4jax.weights.params import AttentionParams, CompressorParams
 
 
@@ -104,7 +104,11 @@ def reference_layer(
     kv_format: str = "f32",
     indexer_format: str = "f32",
 ) -> Reference:
-    """Run one layer over x f32 [T, hidden] at positions 0 .. T - 1."""
+    """Run one layer over x f32 [T, hidden], positions 0 .. T - 1.
+
+    Derivatives go straight through the rounding of rows, as those of ``attention_layer`` do. Not under jit: picks are
+    made on the host.
+    """
     kind = layer_schedule(cfg)[layer].attn
     ratio = cfg.ratio(kind)
     rows_as, keys_as = KV_FORMATS[kv_format], INDEXER_FORMATS[indexer_format]
@@ -112,7 +116,7 @@ def reference_layer(
     positions = np.arange(length)
 
     def stored(row: jax.Array) -> jax.Array:
-        return rows_as.decode(rows_as.encode(row, cfg.rope_dim))
+        return rounded(row, rows_as, cfg.rope_dim)
 
     q_latent = _norm(_matmul(x, params.q_a), cfg, params.q_norm)
     q = _norm(_matmul(q_latent, params.q_b).reshape(length, cfg.num_heads, cfg.head_dim), cfg)
@@ -128,16 +132,16 @@ def reference_layer(
         seen = visible
         if params.indexer is not None:
             indexer_entries = _rotate(_entries(params.indexer.compressor, x, ratio, cfg, kind))
-            indexer_entries = keys_as.decode(keys_as.encode(indexer_entries))
+            indexer_entries = rounded_keys(indexer_entries, keys_as)
             qi = _matmul(q_latent, params.indexer.q_b).reshape(length, cfg.indexer_heads, cfg.indexer_head_dim)
             qi = _rotate(_rope(qi, positions, cfg, kind))
             if keys_as.rounds_queries:
-                qi = keys_as.decode(keys_as.encode(qi))
+                qi = rounded_keys(qi, keys_as)
             w = _matmul(x, params.indexer.head_weights) * cfg.indexer_head_dim**-0.5 * cfg.indexer_heads**-0.5
             dots = jnp.einsum("thd,sd->ths", qi, indexer_entries, precision=lax.Precision.HIGHEST)
             scores = jnp.einsum("th,ths->ts", w, jnp.maximum(dots, 0), precision=lax.Precision.HIGHEST)
             scores = jnp.where(visible, scores, -jnp.inf)
-            best = np.argsort(-np.asarray(scores), axis=1, kind="stable")[:, : cfg.indexer_top_k]
+            best = np.argsort(-np.asarray(lax.stop_gradient(scores)), axis=1, kind="stable")[:, : cfg.indexer_top_k]
             seen = np.zeros_like(visible)
             np.put_along_axis(seen, best, True, axis=1)
             seen &= visible

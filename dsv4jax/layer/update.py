@@ -20,19 +20,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.cache.pool import PagedPool, scatter_entries
+from dsv4jax.cache.pool import ExactEntries, PagedPool, scatter_entries
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache
 from dsv4jax.checks import check_array, check_batch
+from dsv4jax.derivatives import storable
 from dsv4jax.indexing import Batch, fitting, put_newest, read_slots
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
-from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.compressor import finish_entries
 from dsv4jax.layer.ops import CACHE_UPDATE, NewEntries
 from dsv4jax.linear import hadamard
 from dsv4jax.plan import CachePlan
-from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams, emptied
+from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams, Tail, emptied
 
 # These functions do not know the kind of their layer. Any kind will do to choose an implementation, because moving and
 # encoding rows is supported for all kinds if it is for the simplest.
@@ -283,6 +284,20 @@ def store(call: LayerCall, rows: TokenRows, backend: str, *, keep_tails: bool = 
     return CACHE_UPDATE[backend].store(call, rows, keep_tails=keep_tails)
 
 
+def completed_entries(call: LayerCall, normed: Normed, tail: Tail) -> ExactEntries:
+    """The entries that a call's tokens complete, from a tail as it was before the call."""
+    (streams, norm), phase, num_new = normed, call.phase, call.batch.num_new
+    pooled = read_slots(tail, call.index, call.batch.slots).pool(streams, phase, num_new, call.ratio)
+    rows = finish_entries(pooled, norm, call.first_entry, call.kind, call.plan.cfg)
+    return ExactEntries(rows=rows, first=call.first_entry, count=(phase + num_new) // call.ratio)
+
+
+def exact_entries(call: LayerCall, rows: TokenRows) -> ExactEntries | None:
+    """``completed_entries`` of the layer; None where nothing is compressed. Without derivatives it is dead code."""
+    tail = call.stack.state.tail
+    return None if rows.entry is None or tail is None else completed_entries(call, rows.entry, tail)
+
+
 class XLACacheUpdate(Anywhere):
     """The update in plain JAX: the reference for the kernels."""
 
@@ -291,44 +306,40 @@ class XLACacheUpdate(Anywhere):
         if rows.entry is not None:
             stack = self._compress(call, rows, keep_tails=keep_tails)
         if rows.kv is not None:
-            state = self.append_swa(stack.state, call.index, rows.kv, call.batch, call.plan)
+            kv = storable(rows.kv, call.plan.row_spec)
+            state = self.append_swa(stack.state, call.index, kv, call.batch, call.plan)
             stack = LayerStack(state=state, pool=stack.pool)
         return stack
 
     def _compress(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
         """Update tails and pool; with ``keep_tails`` only the pool."""
-        state, pool, batch, index, ratio = call.stack.state, call.stack.pool, call.batch, call.index, call.ratio
+        state, pool, batch, index, plan = call.stack.state, call.stack.pool, call.batch, call.index, call.plan
         assert pool is not None
         assert state.tail is not None
         assert rows.entry is not None
-        phase, num_new = call.phase, batch.num_new
-        streams, norm = rows.entry
-        tail = read_slots(state.tail, index, batch.slots)
-        pooled = tail.pool(streams, phase, num_new, ratio)
-        entries = finish_entries(pooled, norm, call.first_entry, call.kind, call.plan.cfg)
-        keys = key_streams = None
+        complete = completed_entries(call, rows.entry, state.tail)
+        entries, keys = storable(complete.rows, plan.row_spec), None
         if rows.key is not None:
-            key_streams, key_norm = rows.key
-            pooled = read_slots(state.indexer_tail, index, batch.slots).pool(key_streams, phase, num_new, ratio)
-            keys = hadamard(finish_entries(pooled, key_norm, call.first_entry, call.kind, call.plan.cfg))
+            assert state.indexer_tail is not None
+            keys = storable(hadamard(completed_entries(call, rows.key, state.indexer_tail).rows), plan.key_spec)
         (entries, keys), state = lax.optimization_barrier(((entries, keys), state))  # reads come before writes
         new = NewEntries(
             entries=entries,
             keys=keys,
             block_table=call.block_table,
             slots=batch.slots,
-            first=call.first_entry,
-            count=(phase + num_new) // ratio,
+            first=complete.first,
+            count=complete.count,
         )
-        pool = self.flush_entries(pool, index, new, call.plan)
+        pool = self.flush_entries(pool, index, new, plan)
         if keep_tails:
             return LayerStack(state=state, pool=pool)
-        full = (num_new > 0) & ((phase + num_new) % ratio == 0)
-        tail = state.tail.append(index, streams, batch, ratio).end_block(index, batch.slots, full)
+        full = (batch.num_new > 0) & ((call.phase + batch.num_new) % call.ratio == 0)
+        tail = state.tail.append(index, rows.entry[0], batch, call.ratio).end_block(index, batch.slots, full)
         indexer_tail = state.indexer_tail
-        if key_streams is not None:
-            assert indexer_tail is not None
-            indexer_tail = indexer_tail.append(index, key_streams, batch, ratio).end_block(index, batch.slots, full)
+        if rows.key is not None and indexer_tail is not None:
+            indexer_tail = indexer_tail.append(index, rows.key[0], batch, call.ratio)
+            indexer_tail = indexer_tail.end_block(index, batch.slots, full)
         return LayerStack(state=dataclasses.replace(state, tail=tail, indexer_tail=indexer_tail), pool=pool)
 
     def append_swa(

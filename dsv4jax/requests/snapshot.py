@@ -16,13 +16,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.create import abstract_cache
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, blocks_for, grow
-from dsv4jax.checks import check_batch, check_one_shard
+from dsv4jax.checks import check_batch, check_concrete, check_one_shard
 from dsv4jax.config import DSV4Config
 from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -74,8 +73,7 @@ def extract(cache: KVCache, slots: Sequence[int] | np.ndarray | jax.Array) -> Sn
         the cache has several shards, or the call is under jit.
     """
     check_one_shard(cache.tables.num_free, "extract", on_host=True)
-    if isinstance(cache.seq_lens, Tracer):
-        raise ValueError("extract: lengths decide shapes, so it cannot be traced: call it outside of jit")
+    check_concrete("extract", cache, "lengths decide shapes, so call it on a cache that has come back")
     rows = np.asarray(slots)
     if rows.ndim != 1 or not rows.size or not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"extract: slots must be integers [n] with n >= 1, got {rows.dtype.name}{list(rows.shape)}")

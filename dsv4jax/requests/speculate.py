@@ -95,7 +95,7 @@ def stage(
             slots=batch.slots,
             start=batch.start,
             num_new=batch.num_new,
-            layer=layer,
+            layer=int(layer),
         ),
     )
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.create import abstract_cache
+from dsv4jax.checks import check_concrete
 from dsv4jax.config import DSV4Config
 from dsv4jax.plan import CachePlan, plan_cache
 from dsv4jax.requests.snapshot import LAYOUT, Snapshot, abstract_snapshot, differing_fields
@@ -36,17 +37,19 @@ CAPACITY = tuple(field.name for field in dataclasses.fields(CachePlan) if field.
 def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     """Write a whole cache, or the requests of a snapshot, to a new folder.
 
-    If a save is interrupted, there is no ``path``, only ``path.partial``, which the next save replaces. All leaves pass
-    through this process's host memory.
+    An interrupted save leaves no ``path``, only ``path.partial``, which the next one replaces. All leaves pass through
+    this process's memory.
 
     Raises:
-      ValueError: ``value`` is neither a cache nor a snapshot.
-      FileExistsError: ``path`` exists, or ``path.partial`` exists and was not left by a save. Nothing is overwritten.
+      ValueError: neither a cache nor a snapshot, or traced.
+      FileExistsError: there is something at ``path``, or at ``path.partial`` what no save has left; nothing is
+        overwritten.
       ImportError: orbax-checkpoint is not installed.
     """
     ocp, path = _orbax(), Path(path).absolute()
     if not isinstance(value, KVCache | Snapshot):
         raise ValueError(f"save: expected a KVCache or a Snapshot, got {type(value).__name__}")
+    check_concrete("save", value, "call it on a value that has come back")
     if path.exists():
         raise FileExistsError(f"{path} exists: save to a new folder and remove the old one afterwards")
     partial = path.with_name(path.name + ".partial")
@@ -117,7 +120,7 @@ def _remove_unfinished(partial: Path) -> None:
     if not partial.is_dir() or any(
         entry.name != "header.json" and not entry.name.startswith("leaves") for entry in partial.iterdir()
     ):
-        raise FileExistsError(f"{partial} exists and was not left by an interrupted save: move it away")
+        raise FileExistsError(f"{partial} is where a save begins, and was left by none: move it away")
     shutil.rmtree(partial)
 
 

@@ -15,7 +15,11 @@ from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.weights.params import NAMINGS, AttentionParams, load_attention_params
 
 # Prefix of a layer's attention in the names of a checkpoint's tensors.
-_PREFIXES = {"deepseek": "layers.{layer}.attn.", "hf": "model.layers.{layer}.self_attn."}
+_PREFIXES = {
+    "deepseek": "layers.{layer}.attn.",
+    "hf": "model.layers.{layer}.self_attn.",
+    "hf_saved": "model.layers.{layer}.attn.",
+}
 
 FP8_BLOCK = 128  # DeepSeek's FP8 linear weights have one scale per block of 128 x 128
 
@@ -30,19 +34,20 @@ def dequantise_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) -> AttentionParams:
-    """Read one layer's attention weights from a checkpoint folder that uses DeepSeek's or transformers' names.
+    """Read one layer's attention from a checkpoint folder, opening only the shards that hold it.
 
-    Only the files that contain this layer are opened. Weights that have a ``.scale`` are dequantised. E4M3 weights with
-    power-of-two scales become bfloat16, which represents the product exactly; others become float32.
+    The folder may be DeepSeek's, or one that transformers' ``save_pretrained`` wrote, by default or with
+    ``save_original_format=False``: the names of the tensors tell which.
+
+    Weights with a ``.scale`` beside them are dequantised: E4M3 by powers of two to bfloat16, which holds the product
+    exactly, others to float32.
 
     Args:
-      path: folder with ``*.safetensors`` and, if there are several, ``model.safetensors.index.json``.
-      cfg: the model's sizes.
-      layer: number of the layer in the model.
+      path: folder with ``*.safetensors`` and, where sharded, ``model.safetensors.index.json``.
 
     Raises:
-      ValueError: a tensor is missing, unreadable or has a wrong shape; the message names the tensor and its file.
-      FileNotFoundError: the folder contains no safetensors file.
+      ValueError: a tensor is missing, misshapen or unreadable, naming it and its file.
+      FileNotFoundError: the folder holds no safetensors file.
     """
     from safetensors import SafetensorError
 

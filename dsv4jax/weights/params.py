@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.checks import FLOATS, check_array, check_dtype
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import axis_size, split_heads
@@ -129,32 +129,38 @@ def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) 
       ValueError: they belong to another kind of layer.
       AssertionError: (chex) an array's shape or dtype is wrong.
     """
-    expected, tree = jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))
-    if jax.tree.structure(params) != tree:
+    _check_weights("params", params, param_shapes(cfg, kind), kind)
+
+
+def check_compressors(
+    params: CompressorParams, indexer: IndexerParams | None, cfg: DSV4Config, kind: AttentionType
+) -> None:
+    """As ``check_params``, for the compressor and the indexer of a layer."""
+    shapes = param_shapes(cfg, kind)
+    _check_weights("params", params, shapes.compressor, kind)
+    _check_weights("indexer", indexer, shapes.indexer, kind)
+
+
+def _check_weights(name: str, weights: Any, shapes: Any, kind: AttentionType) -> None:
+    expected, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    if jax.tree.structure(weights) != tree:
         raise ValueError(
-            f"params: expected the weights of a {kind.upper()} layer, {tree}; got {jax.tree.structure(params)}"
+            f"{name}: expected the weights of a {kind.upper()} layer, {tree}; got {jax.tree.structure(weights)}"
         )
-    for (path, spec), leaf in zip(expected, jax.tree.leaves(params), strict=True):
+    for (path, spec), leaf in zip(expected, jax.tree.leaves(weights), strict=True):
         axes: dict[str, int | None] = {f"axis {i}": size for i, size in enumerate(spec.shape)}
-        check_array(f"params{jax.tree_util.keystr(path)}", leaf, axes, FLOATS)
+        check_array(f"{name}{jax.tree_util.keystr(path)}", leaf, axes, FLOATS)
 
 
 def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: Any = jnp.float32) -> AttentionParams:
-    """Return random weights, for tests and demos.
-
-    Linear weights have variance 1 / in. Norm weights are near 1, and sinks near 0.
-
-    Args:
-      key: a key of ``jax.random``.
-      cfg: the model's sizes.
-      layer: number of the layer in the model.
-      dtype: of all weights, f32 or bf16.
+    """Random weights, for tests and demos: linear weights of variance 1 / in, norms and sinks near 1 and 0.
 
     The layers of a kind share one compiled program.
 
     Raises:
-      ValueError: the model has no such layer.
+      ValueError: the model has no such layer, or dtype is neither float32 nor bfloat16.
     """
+    check_dtype("dtype", dtype, FLOATS)
     return _random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype))
 
 
@@ -221,25 +227,29 @@ _NAMES = (
     ("indexer.compressor.gate", "indexer.compressor.wgate.weight", "compressor.indexer.gate_proj.weight"),
     ("indexer.compressor.norm", "indexer.compressor.norm.weight", "compressor.indexer.kv_norm.weight"),
 )
-NAMINGS = {"deepseek": {field: name for field, name, _ in _NAMES}, "hf": {field: name for field, _, name in _NAMES}}
+_DEEPSEEK = {field: name for field, name, _ in _NAMES}
+NAMINGS = {
+    "deepseek": _DEEPSEEK,
+    "hf": {field: name for field, _, name in _NAMES},
+    # What transformers' save_pretrained writes by default: it turns its own names back into DeepSeek's, all but one.
+    "hf_saved": _DEEPSEEK | {"kv_norm": "norm.weight"},
+}
 
 
 def load_attention_params(
     tensors: Mapping[str, Any], cfg: DSV4Config, layer: int, naming: str = "hf"
 ) -> AttentionParams:
-    """Arrange a layer's tensors as a pytree. Can be traced.
+    """Arrange a layer's tensors. Traceable.
 
     Args:
-      tensors: f32 or bf16 arrays by their name in the layer's attention module.
-      cfg: the model's sizes.
-      layer: number of the layer in the model.
-      naming: "hf" (transformers) or "deepseek".
+      tensors: name inside the layer's attention module -> f32 or bf16 array.
+      naming: "hf" (the names of transformers' modules), "deepseek", or "hf_saved" (the names in the files that
+        transformers' ``save_pretrained`` writes by default).
 
     Raises:
-      ValueError: a tensor is missing or has a wrong shape or dtype, and the message names it; or the naming or layer is
-        unknown.
+      ValueError: a tensor is missing, misshapen or of another dtype, and the message names it; unknown naming or layer.
     """
-    if naming not in NAMINGS:
+    if not isinstance(naming, str) or naming not in NAMINGS:
         raise ValueError(f"naming must be one of {list(NAMINGS)}, got {naming!r}")
     paths, tree = jax.tree_util.tree_flatten_with_path(layer_shapes(cfg, layer))
     leaves = []

@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 
 # Each room may import from itself and from the rooms after it.
 ROOMS = {
-    "dsv4jax": ("requests", "pieces", "layer", "cache", "weights", ""),
+    "dsv4jax": ("serialization", "requests", "pieces", "layer", "cache", "weights", ""),
     "pallas_kernels": ("update", "attention", "scores", "selection", "", "language", "plugin"),
     "pallas_kernels.language": ("launch", "ptx", "simulator", ""),
 }

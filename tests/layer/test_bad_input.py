@@ -387,7 +387,7 @@ def test_unknown_layers_kinds_and_backends_are_errors(filled):
     for backend in ({"top_k": "xla"}, ("xla",), d4.AttentionType.CSA, 3, False):
         with pytest.raises(ValueError, match=r"backend must be None or one of .*, or an OpBackends; got"):
             d4.attention_layer(params, x, cache, 0, slots, counts, backend=backend)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'mla' is not a valid AttentionType"):
+    with pytest.raises(ValueError, match=r"kind must be one of \['swa', 'csa', 'hca'\], got 'mla'"):
         d4.attention_layer_at(params, x, cache, "mla", 0, slots, counts)
     swa_only = d4.plan_cache(dataclasses.replace(CFG, compress_ratios=(0, 0)), max_requests=1, max_context=16)
     with pytest.raises(ValueError, match="the model has no CSA layer"):

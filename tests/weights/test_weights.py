@@ -1,4 +1,4 @@
-"""Checkpoints become parameters: both namings, several files, FP8 weights, and errors that name the tensor."""
+"""Checkpoints become parameters: all namings, shards, FP8 weights, and errors that name the tensor at fault."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from tests.support import recorded
 from tests.support.driver import assert_same
 
 KINDS = ("swa", "csa", "hca")
-PREFIXES = {"deepseek": "layers.{}.attn.", "hf": "model.layers.{}.self_attn."}
+PREFIXES = {"deepseek": "layers.{}.attn.", "hf": "model.layers.{}.self_attn.", "hf_saved": "model.layers.{}.attn."}
 
 # Sizes above and off the 128 x 128 scale blocks: wq_b is [544, 160], so its scales are [5, 2] with both edges partial.
 FP8_CFG = d4.DSV4Config.tiny(q_lora_rank=160, hidden_size=192)
@@ -28,6 +28,14 @@ FP8_CFG = d4.DSV4Config.tiny(q_lora_rank=160, hidden_size=192)
 def in_checkpoint(tensors: dict[str, np.ndarray], naming: str, layer: int) -> dict[str, np.ndarray]:
     """Return the tensors under the names that they have in a checkpoint of the whole model."""
     return {PREFIXES[naming].format(layer) + name: value for name, value in tensors.items()}
+
+
+def tensors_of(recording: recorded.Recording, naming: str) -> dict[str, np.ndarray]:
+    """A recorded layer's tensors; as transformers saves them by default, all names but one are DeepSeek's."""
+    if naming != "hf_saved":
+        return recording.tensors(naming)
+    tensors = recording.tensors("deepseek")
+    return tensors | {"norm.weight": tensors.pop("kv_norm.weight")}
 
 
 def write_sharded(folder: Path, shards: list[dict[str, np.ndarray]], *, index: bool) -> list[Path]:
@@ -51,11 +59,14 @@ def halves(tensors: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_namings_give_the_same_parameters(kind):
+def test_all_namings_give_the_same_parameters(kind):
     recording = recorded.load(kind)
     deepseek = d4.load_attention_params(recording.tensors("deepseek"), recording.cfg, 0, "deepseek")
     assert_same(deepseek, d4.load_attention_params(recording.tensors("hf"), recording.cfg, 0, naming="hf"))
     assert_same(deepseek, d4.load_attention_params(recording.tensors("hf"), recording.cfg, 0))
+    saved = tensors_of(recording, "hf_saved")
+    assert "kv_norm.weight" not in saved
+    assert_same(deepseek, d4.load_attention_params(saved, recording.cfg, 0, naming="hf_saved"))
 
 
 @pytest.mark.parametrize("naming", ["deepseek", "hf"])
@@ -122,10 +133,10 @@ def test_loading_is_traceable_and_keeps_bf16():
     assert_same(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), recording.params))
 
 
-@pytest.mark.parametrize("naming", ["deepseek", "hf"])
+@pytest.mark.parametrize("naming", PREFIXES)
 def test_each_missing_tensor_is_named(naming):
     recording = recorded.load("csa")
-    tensors = recording.tensors(naming)
+    tensors = tensors_of(recording, naming)
     for name in tensors:
         rest = {other: value for other, value in tensors.items() if other != name}
         with pytest.raises(ValueError, match=f"tensor '{name}' is missing; there are"):
@@ -217,14 +228,16 @@ def test_layers_of_a_kind_draw_their_parameters_with_one_program():
 # ---- checkpoint folders
 
 
-@pytest.mark.parametrize("naming", ["deepseek", "hf"])
+@pytest.mark.parametrize("naming", PREFIXES)
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
 def test_a_layer_is_read_from_a_sharded_checkpoint(tmp_path, naming, index):
     """Three layers of three kinds are in two shards, along with tensors that do not belong to attention."""
     cfg = d4.DSV4Config.tiny()
     tensors = {"embed.weight": np.ones((3, 4), np.float32), "layers.1.ffn.gate.weight": np.ones(3, np.float32)}
     for layer, kind in enumerate(KINDS):
-        tensors |= in_checkpoint(recorded.load(kind).tensors(naming), naming, layer)
+        tensors |= in_checkpoint(tensors_of(recorded.load(kind), naming), naming, layer)
+    # Beside attention in the same layer, and one letter away from it.
+    tensors["model.layers.1.attn_norm.weight"] = np.ones(3, np.float32)
     write_sharded(tmp_path, halves(tensors), index=index)
     for layer, kind in enumerate(KINDS):
         assert_same(d4.load_safetensors(tmp_path, cfg, layer), recorded.load(kind).params)

@@ -1,0 +1,54 @@
+"""Derivatives where values are rounded, or where something has none.
+
+Rounding is a staircase: its own derivative is 0 almost everywhere, and integers have none at all. So a derivative goes
+straight through it, as if the rounded value were the exact one (the straight-through estimator). Where that cannot be
+had, because bytes lie between two calls or a kernel has no derivative, differentiation is an error: a zero would look
+like a result.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.custom_jvp
+def straight_through(rounded: jax.Array, exact: jax.Array) -> jax.Array:
+    """``rounded``, with the derivative of ``exact``, of which it is a rounding. Equal shapes and dtypes."""
+    del exact
+    return rounded
+
+
+@straight_through.defjvp
+def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[1]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def refuse_derivative[T](message: str, tree: T) -> T:
+    """The tree as it is. Differentiating with respect to a part of it is a ValueError with this message."""
+    del message
+    return tree
+
+
+@refuse_derivative.defjvp
+def _(message: str, primals: tuple[Any], tangents: tuple[Any]) -> Any:
+    del primals, tangents
+    raise ValueError(message)
+
+
+def carries_derivative(row: Any) -> bool:
+    """Whether rows of a spec are floats in all their leaves, so that a derivative passes through what is stored."""
+    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(row))
+
+
+def storable[T](tree: T, row: Any) -> T:
+    """The tree, without its derivative where rows of this spec hold bytes.
+
+    A part of such a row may be a float still (rope dims, a scale), and would carry a part of the derivative.
+    """
+    return tree if carries_derivative(row) else lax.stop_gradient(tree)
