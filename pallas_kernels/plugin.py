@@ -36,7 +36,7 @@ def _installed() -> tuple[str, str] | None:
     return None
 
 
-def ignores_register_counts() -> bool:
+def compiles_relocatable_code() -> bool:
     """Whether kernels are compiled such that ``setmaxnreg`` has no effect. False where no CUDA plugin is installed."""
     installed = _installed()
     if installed is None:
@@ -51,7 +51,7 @@ def warn_if_slow(kernel: str) -> None:
     Once in a process: whichever kernel comes first is named.
     """
     installed = _installed()
-    if installed is None or not ignores_register_counts() or installed[0] in _warned:
+    if installed is None or not compiles_relocatable_code() or installed[0] in _warned:
         return
     name, version = installed
     _warned.add(name)

@@ -155,12 +155,13 @@ class TensorCores(Machine):
         """1 / x of an f32 whose magnitude is in [2^-126, 2^126], within 1 ulp.
 
         For kernels whose products are to run beside their lanes. ``reciprocal`` branches to a call for numbers outside
-        of this range, and some compilers serialize all products of a kernel that has a call. Here a magnitude above
-        2^126 gives 0; 0, subnormal numbers, infinity and NaN give NaN.
+        of this range. If the CUDA plugin compiles relocatable code, such a call serializes all products of a kernel, so
+        this operation takes one step of Newton's method from an approximation within 1 ulp instead. Its result is the
+        correctly rounded reciprocal for all but some 30 of the 2^23 fractions, and a neighbour of it for those. With
+        other plugins, and on the simulator, it is the correctly rounded one.
 
-        A GPU takes one step of Newton's method from an approximation within 1 ulp. What comes out is the correctly
-        rounded reciprocal, for all but some 30 of the 2^23 fractions whatever the approximation is, and else its
-        neighbour. The simulator always gives the correctly rounded one.
+        Outside of the range, a GPU's result is not defined. The simulator gives 0 for a magnitude above 2^126, and NaN
+        for 0, subnormal numbers, infinity and NaN.
         """
 
     @abc.abstractmethod

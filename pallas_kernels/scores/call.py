@@ -77,7 +77,7 @@ def indexer_scores(
     if architecture not in KERNELS:
         raise ValueError(f"architecture must be one of {tuple(KERNELS)}, got {architecture!r}")
     if tuning is not None and not isinstance(tuning, KERNELS[architecture]):
-        raise ValueError(f"tuning must be one of the {architecture} kernel, got {tuning}")
+        raise ValueError(f"tuning must be one for the {architecture} kernel, got {tuning}")
     starts = range(0, inputs.visible.shape[1], MAX_TOKENS)
     groups = [inputs.of_tokens(first, first + MAX_TOKENS) for first in starts]
     parts = [_launch(group, fp4, tuning, KERNELS[architecture], simulate) for group in groups]

@@ -6,7 +6,7 @@ that has the newest of all; older plugins are audited by ``test_compiled_kernels
 
 import pytest
 
-from pallas_kernels.plugin import ignores_register_counts
+from pallas_kernels.plugin import compiles_relocatable_code
 from tests.audits.test_compiled_kernels import check
 from tests.support.compile_for_gpu import report_of
 
@@ -19,7 +19,7 @@ def is_of_few_queries(name: str) -> bool:
     return name.endswith(FEW) or (" swa " in name and name.endswith(WINDOW_ALONE))
 
 
-@pytest.mark.skipif(not ignores_register_counts(), reason="test_compiled_kernels audits all kernels for this plugin")
+@pytest.mark.skipif(not compiles_relocatable_code(), reason="test_compiled_kernels audits all kernels for this plugin")
 def test_products_on_hopper():
     only = r"^flash (decode_attention (csa|swa)|indexer_scores) "
     reports = report_of("tests.support.compiled_kernels", "h200", "--only", only)["kernels"]

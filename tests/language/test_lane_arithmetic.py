@@ -237,10 +237,9 @@ def test_reciprocal_of_normal_numbers(simulate):
     assert np.abs(ulps).max() <= (0 if simulate else 1)
 
 
-@machines
-def test_reciprocal_of_numbers_that_are_not_normal(simulate):
+def test_the_simulator_gives_no_reciprocal_of_numbers_that_are_not_normal():
     x = np.array([0.0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan, 1e38, -3e38], F32)
-    (got,) = elementwise(lambda m, x: m.normal_reciprocal(x), x, simulate=simulate)
+    (got,) = elementwise(lambda m, x: m.normal_reciprocal(x), x, simulate=True)
     np.testing.assert_array_equal(got, [np.nan] * 7 + [0.0, 0.0])
 
 

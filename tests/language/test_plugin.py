@@ -80,7 +80,7 @@ def emit(body, device: tuple[str, str], name: str = "fill") -> str:
 )
 def test_versions_that_ignore_register_counts(install, versions, expected):
     install(**versions)
-    assert plugin.ignores_register_counts() is expected
+    assert plugin.compiles_relocatable_code() is expected
 
 
 def test_a_slow_plugin_is_named_once_with_what_to_install(install):

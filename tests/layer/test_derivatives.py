@@ -18,6 +18,7 @@ from dsv4jax.layer.reference import reference_layer
 from dsv4jax.linear import linear, rms_norm
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.params import param_shapes
+from tests.support.cases import first_of
 from tests.support.driver import CFG, DEFAULT, F32, TRAINED, ids, random_params, sequence, small_plan
 
 BF16: dict[str, Any] = dict(kv_format="bf16", indexer_format="bf16", hca_tail="online")
@@ -98,7 +99,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("layer", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("layer", "options"), first_of(pytest.param(*case, id=name) for name, case in CASES.items()))
 def test_gradients_are_those_of_the_reference_straight_through_its_rounding(layer, options):
     """The reference has no cache, no tiles and no chunks, and rounds in one place. It picks the same entries."""
 
@@ -115,7 +116,7 @@ def test_gradients_are_those_of_the_reference_straight_through_its_rounding(laye
     assert max(errors.values()) < SAME, errors
 
 
-@pytest.mark.parametrize(("layer", "kv_format"), [(1, "fp8_row"), (1, "bf16"), (2, "fp8_tile64")])
+@pytest.mark.parametrize(("layer", "kv_format"), first_of([(1, "fp8_row"), (1, "bf16"), (2, "fp8_tile64")]))
 def test_gradients_of_rounded_rows_differ_from_those_of_f32_by_the_rounding(layer, kv_format):
     """The indexer's keys stay f32, so that both pick the same entries; bf16 rows come with bf16 tails."""
     tails = dict(tail_dtype=jnp.dtype(jnp.bfloat16)) if kv_format == "bf16" else {}
@@ -125,6 +126,7 @@ def test_gradients_of_rounded_rows_differ_from_those_of_f32_by_the_rounding(laye
     assert max(errors.values()) > 2**-12, "nothing was rounded"
 
 
+@pytest.mark.slow
 def test_forward_mode_agrees_with_reverse_mode():
     x, direction = tokens(), jnp.asarray(sequence(5, LENGTH, CFG.hidden_size))
     of_params, of_x = gradients(0, **DEFAULT)
@@ -144,6 +146,7 @@ def test_forward_mode_agrees_with_reverse_mode():
 SPLIT = (30, 29, 1)  # blocks begin in one call and end in another; the last call is a decode step that ends one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "options", "tolerance"), [(1, F32, SAME), (2, BF16, ROUNDED["bf16"])], ids=["csa, f32", "hca, bf16"]
 )
@@ -153,6 +156,7 @@ def test_rows_of_floats_carry_derivatives_through_the_cache(layer, options, tole
     assert max(errors.values()) < tolerance, errors
 
 
+@pytest.mark.slow
 def test_rows_of_bytes_are_constants_to_later_calls():
     """The last call's y, by tokens of its own and by earlier ones; a decode step whose token completes an entry."""
     layer, options = 2, TRAINED
@@ -222,7 +226,10 @@ def test_a_piece_that_stores_has_a_derivative_in_floats_and_refuses_one_in_bytes
                     differentiate(kv)
 
 
-@pytest.mark.parametrize(("count", "options"), [(1, DEFAULT), (20, TRAINED)], ids=["decode, ring", "chunk, online"])
+@pytest.mark.parametrize(
+    ("count", "options"),
+    first_of([pytest.param(1, DEFAULT, id="decode, ring"), pytest.param(20, TRAINED, id="chunk, online")]),
+)
 def test_a_layer_on_a_handle_has_the_gradient_of_attention_layer(count, options):
     """HCA, where a decode step at position 15 completes an entry. The handle gathers, too, what it has just written."""
     layer, first = 2, 15
@@ -264,6 +271,7 @@ def test_a_layer_on_a_handle_has_the_gradient_of_attention_layer(count, options)
     assert all(np.abs(gathered[0, t]).max() > 1e-3 for t in range(max(0, count - CFG.sliding_window), count))
 
 
+@pytest.mark.slow
 def test_reverse_mode_passes_the_loop_over_a_long_context(monkeypatch):
     """Tiles of one block each, in place of one tile: the same sums and the same gradient, past the visible ones too."""
     cache, slots = admitted(F32)
