@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 def compiled_as_users_compile(monkeypatch):
     """In this process and in those that an audit starts."""
     settings = {"jax_enable_compilation_cache": False, "jax_disable_most_optimizations": False}
-    before = {name: jax.config.read(name) for name in settings}
+    before = {name: jax.config.values[name] for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
         monkeypatch.setenv(name.upper(), str(int(value)))

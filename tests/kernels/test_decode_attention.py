@@ -99,7 +99,7 @@ def test_few_queries(simulate, case, heads, cluster, tiles):
 
 
 @machines
-@pytest.mark.parametrize("layout", [ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)])
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)]))
 def test_no_pick_and_no_table(simulate, layout):
     """Picks of -1, blocks that do not exist, and ring rows with other positions do not count as keys."""
     case = Case(lengths=(200, 200, 200), seed=3, layout=layout)

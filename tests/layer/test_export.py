@@ -90,7 +90,7 @@ def test_a_symbolic_number_of_tokens_and_kernels_for_a_symbolic_batch_are_refuse
 def handles(cache: d4.KVCache) -> Any:
     """What a handle hands out, and itself, before and after a write."""
     slots = ids(0, 1)
-    handle = d4.acquire(cache, 1, slots, ids(2, 2), backend=d4.OpBackends(top_k="xla"))
+    handle = d4.acquire(cache, 1, slots, ids(2, 2), backend="xla")
     params, x = random_params()[1], jnp.zeros((2, 2, CFG.hidden_size))
     kv = jnp.zeros((2, 2, CFG.head_dim))
     written = handle.write_swa(kv).flush_compression(params.compressor, x, params.indexer)

@@ -225,6 +225,7 @@ def drive(cache: d4.KVCache, slots: Any, num_new: Any, x: Any) -> dict[str, Any]
     return made
 
 
+@pytest.mark.slow
 def test_every_call_takes_a_cache_of_numpy_leaves():
     cache, slots = filled()
     arguments = cache, slots, counts(), inputs()

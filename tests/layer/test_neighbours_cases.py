@@ -182,6 +182,7 @@ def test_case_3_prompts_that_end_at_the_edges_of_window_and_block():
                 np.testing.assert_allclose(output, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_case_3_decoding_across_the_edges_of_window_and_block():
     x, want = real_reference()
     _, cache, slots = real_prefill(3)

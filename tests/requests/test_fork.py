@@ -193,11 +193,12 @@ def test_any_interleaving_of_forks_steps_and_releases(operations, seed):
                 min(n, CONTEXT - lengths()[row]) if row >= 0 else 0 for row, n in zip(rows, numbers, strict=True)
             ]
             x = rng.standard_normal((BATCH, TOKENS, CFG.hidden_size), np.float32)
+            prepared = cache.tables.prepared.tolist()
             ys, cache, ok = step(params, jnp.asarray(x), poisoned(cache), ids(*rows), ids(*num_new), layers=LAYERS)
-            if ok:
-                for b, n in enumerate(num_new):
-                    if n:
-                        history[rows[b]].append((x[b, :n], [np.asarray(y)[b, :n] for y in ys]))
+            for b, n in enumerate(num_new):
+                # In a batch that is refused, a row still goes on as far as an earlier grant reaches.
+                if n and (ok or lengths()[rows[b]] + n <= prepared[rows[b]]):
+                    history[rows[b]].append((x[b, :n], [np.asarray(y)[b, :n] for y in ys]))
         assert_consistent(cache)
 
     assert cache.seq_lens.tolist() == [lengths().get(slot, 0) for slot in range(REQUESTS)]

@@ -54,9 +54,10 @@ def random_params(cfg: d4.DSV4Config = CFG, seed: int = 0) -> tuple[Any, ...]:
             return jnp.asarray(noise * np.float32(0.1) + np.float32("norm" in jax.tree_util.keystr(path)))
         return jnp.asarray(noise * np.float32(leaf.shape[-1] ** -0.5))
 
-    return tuple(
-        jax.tree_util.tree_map_with_path(draw, param_shapes(cfg, spec.attn)) for spec in d4.layer_schedule(cfg)
-    )
+    with jax.ensure_compile_time_eval():  # arrays, not tracers, even if a function that is being traced asks first
+        return tuple(
+            jax.tree_util.tree_map_with_path(draw, param_shapes(cfg, spec.attn)) for spec in d4.layer_schedule(cfg)
+        )
 
 
 def ids(*values: int) -> jax.Array:
