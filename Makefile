@@ -34,10 +34,10 @@ demo: $(call installed,demo-$(DEVICE))
 
 # On a CPU, tests spend most of their time in XLA, which is told to optimize little. test-all compiles as users do.
 test: $(call installed,test)
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(python) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(python) -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(call installed,test)
-	$(python) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(python) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance.
 test-gpu: $(call installed,test-gpu)

@@ -319,6 +319,7 @@ def test_an_input_without_tokens_stores_none(filled):
     assert_same(d4.advance(after, slots, ids(2, 0, 0, 0)).seq_lens, cache.seq_lens)
 
 
+@pytest.mark.slow
 def test_pieces_and_handles_leave_alone_a_row_that_names_more_than_there_is(filled):
     cache, slots = filled
     plan, counts = cache.plan, ids(TOKENS + 1, 0, TOKENS + 2, INT_MAX)

@@ -16,6 +16,7 @@ from dsv4jax.layer import indexer
 from dsv4jax.layer.compressor import finish_entries, project_streams
 from dsv4jax.linear import hadamard, linear, rms_norm
 from dsv4jax.rope import apply_rope, rope_frequencies
+from tests.support.cases import first_of
 from tests.support.driver import (
     BATCH,
     CFG,
@@ -162,7 +163,7 @@ def outputs_through_the_handle(params, handle, x):
     return linear(projected.reshape(*positions.shape, -1), params.o_b), handle.write_swa(kv).cache
 
 
-@pytest.mark.parametrize("tokens", [1, TOKENS])
+@pytest.mark.parametrize("tokens", first_of([TOKENS, 1]))
 @pytest.mark.parametrize("layer", LAYERS, ids=KINDS)
 def test_attention_through_a_handle_gives_the_output_of_the_layer(layer, tokens):
     cache, slots, num_new, x = started()
@@ -389,7 +390,7 @@ def test_rotate_and_reset_refuse_the_state_of_another_kind():
 # ---- a scan over layers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", first_of(COMPRESSED))
 def test_a_scan_over_layers_equals_the_unrolled_loop(kind):
     depth = 3
     cfg = dataclasses.replace(CFG, compress_ratios=(CFG.ratio(kind),) * depth)

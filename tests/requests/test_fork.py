@@ -107,10 +107,13 @@ def all_free(cache):
 @pytest.mark.parametrize(
     ("plan", "width", "lengths"),
     [
-        (PUBLISHED_RATIOS, 33, (0, 3, 4, 5, 127, 128, 129, 131, 132)),
-        (PLAN, TOKENS, (3, 15, 16, 19, 20, 33)),
+        pytest.param(PLAN, TOKENS, (3, 15, 16, 19, 20, 33), id="fp8_tile64, mxfp4, online"),
+        pytest.param(
+            *(PUBLISHED_RATIOS, 33, (0, 3, 4, 5, 127, 128, 129, 131, 132)),
+            id="fp8_row, nvfp4, ring",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["fp8_row, nvfp4, ring", "fp8_tile64, mxfp4, online"],
 )
 def test_forks_equal_requests_that_were_prefilled_each(plan, width, lengths):
     """Lengths are around the end of an entry, of a block and of both. Then all four continue with different tokens."""
