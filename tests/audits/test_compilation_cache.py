@@ -4,6 +4,8 @@ import pytest
 
 from tests.support.compile_for_gpu import report_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def reports():

@@ -6,7 +6,6 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.layer import layer
 from tests.support import in_place
-from tests.support.cases import first_of
 from tests.support.compile_for_gpu import report_of
 
 BOOKKEEPING = ("admit", "prepare_forward", "advance", "release", "fork", "insert")
@@ -33,7 +32,7 @@ WHOLE_STEPS = [name for name in in_place.AUDITS if any(word in name for word in 
 PARTS = [name for name in in_place.AUDITS if name not in WHOLE_STEPS]
 
 
-@pytest.mark.parametrize("name", [*PARTS, *first_of(WHOLE_STEPS)])
+@pytest.mark.parametrize("name", [*PARTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WHOLE_STEPS)])
 def test_every_update_is_in_place_on_this_device(name):
     check(name, in_place.AUDITS[name](compile_here))
 

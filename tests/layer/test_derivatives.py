@@ -228,8 +228,9 @@ def test_a_piece_that_stores_has_a_derivative_in_floats_and_refuses_one_in_bytes
 
 @pytest.mark.parametrize(
     ("count", "options"),
-    first_of([pytest.param(1, DEFAULT, id="decode, ring"), pytest.param(20, TRAINED, id="chunk, online")]),
+    [pytest.param(1, DEFAULT, id="decode, ring"), pytest.param(20, TRAINED, id="chunk, online")],
 )
+@pytest.mark.slow
 def test_a_layer_on_a_handle_has_the_gradient_of_attention_layer(count, options):
     """HCA, where a decode step at position 15 completes an entry. The handle gathers, too, what it has just written."""
     layer, first = 2, 15

@@ -100,6 +100,7 @@ def check_entries(cache, slots, rows: Sequence[int] = range(BATCH)):
             assert not got[b, counts[b] :].any()
 
 
+@pytest.mark.slow
 def test_case_1_one_row_flushes_while_its_neighbours_are_in_the_middle_of_a_block():
     cache, slots = start()
     splits = [[8, 7, 1, 8], [6, 8, 8, 1], [1, 3, 8, 8], [8, 8, 8, 8]]  # phases of 4 and of 16 differ at every step
@@ -328,6 +329,7 @@ def test_case_8_a_pool_of_more_than_two_to_the_31_elements():
     assert not any(stored[i : i + 50_000].any() for i in range(1, len(stored) - 1, 50_000) if i + 50_000 < len(stored))
 
 
+@pytest.mark.slow
 def test_case_9_of_a_chunk_longer_than_the_ring_the_newest_tokens_stay():
     x, want = real_reference()
     _, cache, slots = real_prefill(0)

@@ -1,7 +1,5 @@
 """Checks which precision each computation uses."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.layer.reference import reference_layer
 from tests.support import recorded
-from tests.support.cases import first_of
 from tests.support.driver import CFG, LAYERS, TOKENS, even_split, feed, ids, random_params, sequence, small_plan
 
 
@@ -18,9 +15,9 @@ def cast(tree, dtype):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "weights"), first_of(itertools.product([jnp.bfloat16, jnp.float32], [jnp.bfloat16, jnp.float32]))
-)
+@pytest.mark.parametrize("weights", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("inputs", [jnp.float32, jnp.bfloat16])
+@pytest.mark.slow
 def test_any_mix_of_input_and_weight_dtypes_is_near_the_recompute(inputs, weights):
     # bf16 rounds what goes into each linear layer to 8 bits, a relative 2^-9 a value; the recompute starts from the
     # same rounded inputs and weights and then stays in f32.
@@ -67,6 +64,7 @@ def test_every_fp32_product_asks_for_fp32(layer):
     assert all(equation.params["precision"] == (highest, highest) for equation in found)
 
 
+@pytest.mark.slow
 def test_ring_and_online_tails_agree():
     recording = recorded.load("hca")
     outputs = {}

@@ -178,6 +178,7 @@ def test_rounded_outputs_equal_the_recorded_ones(layer, how):
 
 
 @rounded_runs
+@pytest.mark.slow
 def test_rounded_outputs_equal_the_recomputed_ones(layer, how):
     recording, outputs, _, _, lengths = run(layer, how, TRAINED)
     want = np.asarray(rounded_reference(recording.kind).out)

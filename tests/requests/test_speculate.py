@@ -17,7 +17,6 @@ from dsv4jax.layer.compressor import project_tokens
 from dsv4jax.layer.update import store
 from tests.layer.test_rules import MOVED, TOLERANCE
 from tests.support import kernel_cases
-from tests.support.cases import first_of
 from tests.support.driver import (
     BACKEND,
     BATCH,
@@ -169,7 +168,8 @@ def assert_fed_alike(got: d4.KVCache, want: d4.KVCache, *, exact: bool) -> None:
     assert moved <= (MOVED * total if is_online else 0)
 
 
-@pytest.mark.parametrize("name", first_of(PLANS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
 def test_a_draft_that_is_not_committed_shows_nowhere(name):
     cache, slots, x = prefilled(name)
     drafted = ids(*[b % DRAFT + 1 for b in range(len(STARTS))])

@@ -16,7 +16,6 @@ import dsv4jax as d4
 from dsv4jax.weights.checkpoint import dequantise_blocks
 from dsv4jax.weights.params import _random_params, param_shapes
 from tests.support import recorded
-from tests.support.cases import first_of
 from tests.support.driver import assert_same
 
 KINDS = ("swa", "csa", "hca")
@@ -201,7 +200,8 @@ def drawn_one_by_one(key: jax.Array, cfg: d4.DSV4Config, kind: d4.AttentionType)
     return jax.tree.unflatten(tree, leaves)
 
 
-@pytest.mark.parametrize("dtype", first_of(["bfloat16", "float32"]))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_random_parameters_are_what_each_leaf_would_draw_alone(dtype):
     """Leaves of similar size are drawn together, as rows of the longest one; here a layer has two such groups."""
     cfg, key = d4.DSV4Config.tiny(hidden_size=2048), jax.random.key(3)
