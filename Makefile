@@ -2,7 +2,7 @@
 # make demo DEVICE=gpu   layers of V4-Flash's size on an NVIDIA GPU
 # make test              all but the slowest tests, in JOBS=2 processes; ARGS="-k name" goes to pytest
 # make test-gpu          all tests that a GPU can run, on one GPU, in as many processes as there are cores
-# make check             what every change must pass: lint, all tests, check-newest, docs
+# make check             what every change must pass: lint, test, the slowest tests, check-newest, docs
 # make check-newest      import, README's example and the audit of products, on the newest jax, jaxlib and CUDA plugin
 # make lint              ruff and pyright
 # make docs              the pages of docs/ and the API, as out/site; a warning is an error
@@ -13,7 +13,7 @@
 #
 #     make test PYTHON=/path/to/python
 
-.PHONY: demo test test-all test-gpu check check-newest lint docs clean
+.PHONY: demo test test-slow test-gpu check check-newest lint docs clean
 .NOTPARALLEL:
 
 DEVICE ?= cpu
@@ -32,12 +32,12 @@ endif
 demo: $(call installed,demo-$(DEVICE))
 	$(python) examples/demo.py --device $(DEVICE) --out out
 
-# On a CPU, tests spend most of their time in XLA, which is told to optimize little. test-all compiles as users do.
+# On a CPU, tests spend most of their time in XLA, which is told to optimize little. The slow tests compile as users do.
 test: $(call installed,test)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(python) -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
-test-all: $(call installed,test)
-	$(python) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+test-slow: $(call installed,test)
+	$(python) -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
 
 # Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance.
 test-gpu: $(call installed,test-gpu)
@@ -45,7 +45,7 @@ test-gpu: $(call installed,test-gpu)
 		-m "not simulated" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
 		tests/requests tests/weights tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
-check: lint test-all $(if $(PYTHON),,check-newest) docs
+check: lint test test-slow $(if $(PYTHON),,check-newest) docs
 
 # An environment of its own, because the one for tests has an older CUDA plugin, which compiles faster kernels.
 check-newest: .venv-newest/installed
