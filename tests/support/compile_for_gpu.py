@@ -1,7 +1,7 @@
 """Compile for an NVIDIA GPU on a machine that has none, and report: python -m tests.support.compile_for_gpu h200
 
-XLA is given a description of the device in place of the device. What comes out is what would run there: its buffer
-assignment says which donated bytes are updated in place and what else the program allocates. One target per process.
+XLA gets a description of the device instead of the device. It produces what would run there. Its buffer assignment
+shows which donated bytes are updated in place, and what else the program allocates. There is one target per process.
 Needs the extra ``cross``.
 """
 
@@ -35,7 +35,10 @@ platform_name: "CUDA" device_description_str: "{name}" dnn_version_info {{ major
 
 
 def prepare_environment() -> None:
-    """Before JAX is imported: stay on the CPU, skip autotuning (it needs a device), use the wheels' own ptxas."""
+    """Set the environment, before JAX is imported: use the CPU and the wheels' ptxas, and skip autotuning.
+
+    Autotuning would need a device.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     tools = [path for root in site.getsitepackages() for path in glob.glob(f"{root}/nvidia/cu13/bin")]
@@ -44,7 +47,7 @@ def prepare_environment() -> None:
 
 @functools.cache
 def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)):
-    """GPUs of one host: the mesh that arrays are placed on, and the abstract one that says what is compiled for."""
+    """Return meshes of GPUs of one host: one to place arrays on, and an abstract one that describes the target."""
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -52,7 +55,7 @@ def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = 
     device = DEVICE.format(name=name, major=major, cores=cores)
     topology = topologies.get_topology_desc(platform="cuda", target_config=device, topology=f"1x1x{math.prod(sizes)}")
     mesh = topologies.make_mesh(topology, sizes, names)
-    # The backend is chosen, and kernels are compiled, by the abstract device's compute capability.
+    # The compute capability of the abstract device decides which backend is chosen and what kernels are compiled for.
     device_type = type("Device", (AbstractDevice,), {"compute_capability": f"{major}.0"})
     return mesh, AbstractMesh(
         mesh.abstract_mesh.axis_sizes,
@@ -80,9 +83,12 @@ def compile_for(target: str, function, *args, **jit_options):
 
 
 def report_of(module: str, target: str, *options: str) -> dict[str, Any]:
-    """What ``python -m module target`` prints last, as JSON; skips the test where nothing can be compiled for a GPU.
+    """Return the JSON that ``python -m module target`` prints last.
 
-    A process of its own: one target per process, and it must not see this one's backend.
+    Skips the test if compiling for a GPU is not possible.
+
+    It runs in a process of its own, because there is one target per process, and it must not see this process's
+    backend.
     """
     import pytest
 

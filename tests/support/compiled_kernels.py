@@ -41,7 +41,8 @@ from tests.support.compile_for_gpu import TARGETS, prepare_environment
 from tests.support.kernel_report import Kernel, dump_to_standard_output, report
 
 MODELS = {"flash": d4.DSV4Config.flash(), "pro": d4.DSV4Config.pro()}
-# One layer's CSA rows take more than 2^31 bytes: 32 bits hold neither the offset of a layer nor that of a block in it.
+# The CSA rows of one layer take more than 2^31 bytes, so 32 bits are too few for the offset of a layer or of a block in
+# it.
 NUM_BLOCKS = 160_000  # of one byte for each NoPE channel
 CHANNEL_BYTES = {"bf16": 2, "f32": 4}  # of formats that have more
 # Every format of rows, and every format of keys. The first of them are a plan's defaults.
@@ -128,7 +129,7 @@ def _updates(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 
 def _pieces(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """What each format has of its own; then what knows no format."""
+    """Yield the pieces that depend on a format, for each format, and then the others."""
     row, done = _i32(DECODE[0]), Spec((DECODE[0],), jnp.bool)
     for options in _formats(cfg):
         cache = _cache(cfg, **options)
@@ -154,7 +155,7 @@ def _pieces(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 
 def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Attention, scores and top-k: for one token and for several of each request."""
+    """Yield scores, top-k and attention, for one and for several tokens per request."""
     for options in _formats(cfg):
         cache = _cache(cfg, **options)
         is_default = options is DEFAULT and cfg is MODELS["flash"]
@@ -215,7 +216,7 @@ def _scores(cache: d4.KVCache, batch: int, tokens: int) -> Kernel:
 
 
 def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """What readers take, from matrix products."""
+    """Yield the kernels that convert matrix products to queries."""
     for batch, tokens in ((64, 1), DRAFT):
         lead, angles = (batch, tokens), _f32(batch, tokens, cfg.rope_dim)
         prepare: Any = functools.partial(pk.attention_queries, eps=cfg.norm_eps)
@@ -246,7 +247,7 @@ def _print_table(reports: dict[str, dict[str, Any]]) -> None:
 
 
 def kernels() -> Iterator[tuple[str, Kernel]]:
-    """All of them, each with its model's name before its own."""
+    """Yield all kernels, each with the name of its model before its own."""
     for model, cfg in MODELS.items():
         for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg), *_queries(cfg)):
             yield f"{model} {kernel.name}", kernel
@@ -259,7 +260,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression, found in a kernel's name")
     options = parser.parse_args()
     prepare_environment()
-    jax.config.update("jax_platforms", "cpu")  # JAX is imported already and has read its variable
+    jax.config.update("jax_platforms", "cpu")  # JAX is already imported and has read the environment variable
     dump_to_standard_output()
     reports: dict[str, dict[str, Any]] = {}
     for name, kernel in kernels():
@@ -268,7 +269,7 @@ def main() -> None:
             reports[name] = report(options.target, kernel)
     if options.table:
         _print_table(reports)
-    # What the audit must not let through.
+    # Cases that the audit must reject.
     undonated = report(options.target, next(iter(_updates(MODELS["flash"]))), donate=False)
     facts = {"kernels": reports, "undonated": undonated, "register counts are ignored": compiles_relocatable_code()}
     print(json.dumps(facts))

@@ -1,4 +1,4 @@
-"""What PTX, ptxas and XLA say of one kernel, compiled where there is no GPU."""
+"""Report what PTX, ptxas and XLA say about one kernel that is compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax
 from tests.support.compile_for_gpu import compile_for
 from tests.support.in_place import copied_bytes, memory_of
 
-# Without MOSAIC_GPU_DUMP_TO they go to standard output; with it nvdisasm is asked for too.
+# Without MOSAIC_GPU_DUMP_TO they go to standard output. With it, nvdisasm would be required too.
 DUMPS = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
 SM_REGISTERS, SM_THREADS, SM_BLOCKS, SM_SHARED = 65536, 2048, 32, 228 << 10
 
@@ -29,14 +29,14 @@ class Kernel:
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    rows: Any  # the pool's NoPE channels [layers, num_blocks, entries_per_block, dim], where the kernel addresses them
+    rows: Any  # the pool's NoPE channels [layers, num_blocks, entries_per_block, dim], if the kernel addresses them
     reads_only: bool = False
-    has_scratch: bool = False  # beside the cache, which is larger
+    has_scratch: bool = False  # besides the cache, which is larger
 
 
 @contextlib.contextmanager
 def _standard_output() -> Iterator[list[str]]:
-    """What the process writes to its standard output, C++ included, in place of writing it."""
+    """Capture what the process writes to standard output, including C++ code."""
     written: list[str] = []
 
     def flush() -> None:
@@ -58,13 +58,13 @@ def _standard_output() -> Iterator[list[str]]:
 
 
 def _numbers(pattern: str, text: str) -> list[int]:
-    """The groups of a pattern's only match; none where it does not match once."""
+    """Return the groups of a pattern's only match; an empty list if it does not match exactly once."""
     found = re.findall(pattern, text)
     return [int(group) for group in (found[0] if isinstance(found[0], tuple) else found)] if len(found) == 1 else []
 
 
 def strides_in_32_bits(ptx: str, rows: Any) -> list[int]:
-    """Those of a pool's strides in bytes, layer and block, that the kernel does not multiply in 64 bits."""
+    """Return the pool's strides in bytes, of layer and block, that the kernel does not multiply in 64 bits."""
     size = rows.size * rows.dtype.itemsize
     strides = [size // rows.shape[0], size // (rows.shape[0] * rows.shape[1])]
     wide, narrow = (
@@ -75,13 +75,16 @@ def strides_in_32_bits(ptx: str, rows: Any) -> list[int]:
 
 
 def blocks_per_sm(registers: int, threads: int, shared: int) -> int:
-    """Blocks of a kernel that an SM holds at once: registers go to warps in units of 256, 1 KiB a block is reserved."""
+    """Return how many blocks of a kernel fit on an SM.
+
+    Registers are allocated per warp in units of 256; 1 KiB is reserved.
+    """
     by_registers = SM_REGISTERS // (-(-registers // 8) * 8 * threads)
     return min(by_registers, SM_THREADS // threads, SM_BLOCKS, SM_SHARED // (shared + 1024))
 
 
 def dump_to_standard_output() -> None:
-    """From now on, of every kernel that this process compiles."""
+    """Make this process write the PTX and ptxas's output of every kernel that it compiles from now on."""
     os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
     os.environ.update(dict.fromkeys(DUMPS, "1"))
 
@@ -103,8 +106,8 @@ def report(target: str, kernel: Kernel, *, donate: bool = True) -> dict[str, Any
         "stack and spills": _numbers(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", dump
         ),
-        # What ptxas warns of, in its own output or in nvJitLink's. Products are serialized for one reason or another,
-        # each with a number of its own: C7509 is a call in the kernel.
+        # Warnings of ptxas, in its own output or in nvJitLink's. There are several reasons to serialize products, each
+        # with a number of its own: C7509 is a call in the kernel.
         "asks for registers": "setmaxnreg." in dump,
         "setmaxnreg ignored": "'setmaxnreg' ignored" in dump,
         "products serialized": "wgmma.mma_async instructions are serialized" in dump,

@@ -38,7 +38,7 @@ def _machines(simulated_value: Any, gpu_value: Any, **needs: int) -> list[Any]:
     ]
 
 
-# Values of ``launch``'s simulate, and the backends that they stand for.
+# Values of the argument ``simulate`` of ``launch``, and the backends that they correspond to.
 MACHINES = _machines(True, False)
 BACKENDS = _machines("pallas_simulated", "pallas")
 HOPPER_MACHINES = _machines(True, False, major=9)  # wgmma
