@@ -7,6 +7,7 @@ serializes their products. On Hopper that takes the speed of ``attention.sm90``.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import warnings
@@ -26,8 +27,9 @@ class SlowKernelsWarning(UserWarning):
     """
 
 
+@functools.cache  # it reads files, and every reciprocal of a kernel asks
 def _installed() -> tuple[str, str] | None:
-    """Name and version of the CUDA plugin in use; None where there is none."""
+    """Return the name and version of the CUDA plugin in use; None if there is none."""
     for name in PLUGINS:
         try:
             return name, importlib.metadata.version(name)

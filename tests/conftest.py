@@ -45,10 +45,12 @@ def _cannot_run(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if _cannot_run(item)]
+    kept, left_out = [], []
+    for item in items:
+        (left_out if _cannot_run(item) else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = kept
 
 
 def pytest_report_header() -> list[str]:

@@ -37,6 +37,7 @@ def install(monkeypatch):
             return installed[name]
 
         monkeypatch.setattr(plugin.importlib.metadata, "version", version)
+        monkeypatch.setattr(plugin, "_installed", plugin._installed.__wrapped__)  # not cached
         monkeypatch.setattr(plugin, "_warned", set())
 
     return these
