@@ -28,6 +28,24 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array
     return primals[0], tangents[1]
 
 
+def through_new_rows(values: jax.Array, exact: jax.Array, number: jax.Array, count: jax.Array | int) -> jax.Array:
+    """Give stored rows, as they are read, the derivative that they had before rounding.
+
+    Args:
+      values: f32 [B, ..., dim], the rows as decoded.
+      exact: f32 [B, N, dim], rows of this call before rounding. Rows of earlier calls have no derivative here.
+      number: int32 [B, ...], which of the N rows a value is; another number if it is none of them.
+      count: how many of the N are real, for all or for each of number.
+
+    Returns:
+      ``values``, unchanged but for the derivative.
+    """
+    at = jnp.clip(number, 0, exact.shape[1] - 1).reshape(number.shape[0], -1, 1)
+    rows = jnp.take_along_axis(exact, at, axis=1).reshape(values.shape)
+    is_new = (number >= 0) & (number < count)
+    return jnp.where(is_new[..., None], straight_through(values, rows), values)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def refuse_derivative[T](message: str, tree: T) -> T:
     """The tree as it is. Differentiating with respect to a part of it is a ValueError with this message."""

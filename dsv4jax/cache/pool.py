@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.derivatives import straight_through
+from dsv4jax.derivatives import through_new_rows
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -119,7 +119,7 @@ class PooledLayer:
     block_table: jax.Array  # int32 [requests, max_blocks]
     slots: jax.Array  # int32 [B]
     plan: CachePlan = dataclasses.field(metadata={"static": True})
-    exact: ExactEntries | None = None
+    exact: ExactEntries | None = None  # for derivatives
 
     @property
     def max_entries(self) -> int:
@@ -132,11 +132,7 @@ class PooledLayer:
         values = self.plan.rows.decode(rows)
         if (new := self.exact) is not None:
             lead = (slice(None), *(None,) * (entry.ndim - 1))  # [B] beside the axes of entry
-            number = entry - new.first[lead]
-            at = jnp.clip(number, 0, new.rows.shape[1] - 1).reshape(entry.shape[0], -1, 1)
-            exact = jnp.take_along_axis(new.rows, at, axis=1).reshape(values.shape)
-            is_new = (number >= 0) & (number < new.count[lead])
-            values = jnp.where(is_new[..., None], straight_through(values, exact), values)
+            values = through_new_rows(values, new.rows, entry - new.first[lead], new.count[lead])
         return jnp.where(valid[..., None], values, 0.0)
 
     def keys(self, entry: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.checks import check_batch
-from dsv4jax.derivatives import straight_through
+from dsv4jax.derivatives import through_new_rows
 from dsv4jax.formats import KVRows
 from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -86,9 +86,7 @@ class SlidingWindow:
     start: jax.Array  # int32 [B] position of the first fresh row; lower positions are read from the ring
     fresh: KVRows | None  # [B, F, ...] rows not stored yet; None if the ring holds all rows
     plan: CachePlan = dataclasses.field(metadata={"static": True})
-    exact: jax.Array | None = (
-        None  # f32 [B, F, head_dim] rows from ``start`` on as they were before rounding: derivatives
-    )
+    exact: jax.Array | None = None  # f32 [B, F, head_dim] rows from start on before rounding, for derivatives
 
     def rows(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Read the rows at positions int32 [B, K]: f32 [B, K, head_dim], and bool [B, K], which of them exist.
@@ -115,10 +113,8 @@ class SlidingWindow:
         held &= (position >= 0) & (slots >= 0)
         values = self.plan.rows.decode(rows)
         if self.exact is not None:
-            number, count = position - self.start[:, None], self.exact.shape[1]
-            exact = jnp.take_along_axis(self.exact, jnp.clip(number, 0, count - 1)[..., None], axis=1)
-            is_new = (number >= 0) & (number < count)
-            values = jnp.where(is_new[..., None], straight_through(values, exact), values)
+            number = position - self.start[:, None]
+            values = through_new_rows(values, self.exact, number, self.exact.shape[1])
         return jnp.where(held[..., None], values, 0.0), held
 
     def newest(self, seq_lens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -169,8 +169,7 @@ class LayerCacheHandle:
         cfg = self.cache.plan.cfg
         check_array("kv", kv, {"B": self.slots.shape[0], "T": None, "head_dim": cfg.head_dim}, jnp.float32)
         taking = self._taking(kv.shape[1])
-        written = taking._stored(TokenRows(kv=kv, entry=None, key=None))
-        return dataclasses.replace(written, exact_kv=kv)
+        return dataclasses.replace(taking._stored(TokenRows(kv=kv, entry=None, key=None)), exact_kv=kv)
 
     def flush_compression(
         self, params: CompressorParams, x: jax.Array, indexer: IndexerParams | None = None
@@ -197,13 +196,17 @@ class LayerCacheHandle:
         check_compressors(params, indexer, self.cache.plan.cfg, self.kind)
         taking = self._taking(x.shape[1])
         rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind)
-        backend = CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
-        exact = exact_entries(taking._call, rows) if isinstance(CACHE_UPDATE[backend], Anywhere) else None
+        is_plain = isinstance(CACHE_UPDATE[taking._updates_by], Anywhere)
+        exact = exact_entries(taking._call, rows) if is_plain else None
         return dataclasses.replace(taking._stored(rows), exact_entries=exact)
 
+    @property
+    def _updates_by(self) -> str:
+        """The backend that stores what is written through the handle."""
+        return CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
+
     def _stored(self, rows: TokenRows) -> LayerCacheHandle:
-        backend = CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
-        stack = store(self._call, rows, backend)
+        stack = store(self._call, rows, self._updates_by)
         return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
 
     def gather_swa(self) -> tuple[jax.Array, jax.Array]:
