@@ -164,53 +164,54 @@ def gather(results: Results) -> str:
     return table(head, rows)
 
 
+def _of_op(results: Results, op: str) -> list[Line]:
+    return [line for line in results.reads if line.get("op") == op]
+
+
+def _batch(line: Line) -> str:
+    return str(line["batch"]) + (f", {line['tokens']} tokens each" if line["tokens"] > 1 else "")
+
+
+def _share(line: Line) -> str:
+    return percent(line["share of roofline"])
+
+
+def _times(results: Results, line: Line, *shares: str) -> tuple[str, ...]:
+    """What the kernel takes, shares of a limit, and what public CUDA and XLA take."""
+    beside = public(results.public_beside(line["case"]))
+    return us(line), spread(line["pallas"]), *shares, beside, us(line, "xla")
+
+
 def attention(results: Results) -> str:
     """Attention of decode steps."""
     rows = []
-    for line in results.reads:
-        if line.get("op") == "attention":
-            extra = {"csa": f" + {line['picks']:,}", "hca": f" + {line['entries']:,}", "swa": ""}[line["kind"]]
-            rows.append(
-                (
-                    f"{KINDS[line['kind']]}, {line['heads']} heads, 128{extra} keys",
-                    f"`{line['kv_format']}`",
-                    str(line["batch"]) + (f", {line['tokens']} tokens each" if line["tokens"] > 1 else ""),
-                    *(us(line), spread(line["pallas"]), percent(line["share of roofline"])),
-                    *(public(results.public_beside(line["case"])), us(line, "xla")),
-                )
-            )
+    for line in _of_op(results, "attention"):
+        extra = {"csa": f" + {line['picks']:,}", "hca": f" + {line['entries']:,}", "swa": ""}[line["kind"]]
+        words = f"{KINDS[line['kind']]}, {line['heads']} heads, 128{extra} keys"
+        rows.append((words, f"`{line['kv_format']}`", _batch(line), *_times(results, line, _share(line))))
     return table("attention | rows | requests | us | 10th-90th percentile | share | FlashMLA | XLA form", rows)
 
 
 def scores(results: Results) -> str:
     """The indexer's scores."""
-    rows = []
-    for line in results.reads:
-        if line.get("op") == "indexer":
-            rows.append(
-                (
-                    f"`{line['indexer_format']}`",
-                    f"{line['entries']:,}",
-                    str(line["batch"]) + (f", {line['tokens']} tokens each" if line["tokens"] > 1 else ""),
-                    *(us(line), spread(line["pallas"]), percent(line["share of roofline"])),
-                    *(public(results.public_beside(line["case"])), us(line, "xla")),
-                )
-            )
+    rows = [
+        (
+            f"`{line['indexer_format']}`",
+            f"{line['entries']:,}",
+            _batch(line),
+            *_times(results, line, _share(line)),
+        )
+        for line in _of_op(results, "indexer")
+    ]
     return table("keys | entries | requests | us | 10th-90th percentile | share | DeepGEMM, FP8 keys | XLA form", rows)
 
 
 def topk(results: Results) -> str:
     """The positions of the largest scores."""
-    rows = []
-    for line in results.reads:
-        if line.get("op") == "topk":
-            rows.append(
-                (
-                    f"{line['entries']:,} to {line['picks']:,}",
-                    *(str(line["batch"]), us(line), spread(line["pallas"])),
-                    *(public(results.public_beside(line["case"])), us(line, "xla")),
-                )
-            )
+    rows = [
+        (f"{line['entries']:,} to {line['picks']:,}", str(line["batch"]), *_times(results, line))
+        for line in _of_op(results, "topk")
+    ]
     return table("top-k | requests | us | 10th-90th percentile | SGLang | XLA form", rows)
 
 
