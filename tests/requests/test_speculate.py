@@ -15,7 +15,6 @@ from dsv4jax.indexing import Batch
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.compressor import project_tokens
 from dsv4jax.layer.update import store
-from tests.layer.test_rules import MOVED, TOLERANCE
 from tests.support import kernel_cases
 from tests.support.driver import (
     BACKEND,
@@ -39,6 +38,7 @@ from tests.support.driver import (
 )
 from tests.support.kernel_cases import Case, make_batch, make_inputs, make_params, make_stack, same_bytes
 from tests.support.machines import BACKENDS
+from tests.support.splits import MOVED, TOLERANCE
 
 DRAFT = 8
 DRAFTS = [(drafted, accepted) for drafted in range(1, DRAFT + 1) for accepted in range(drafted + 1)]
