@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pallas_kernels.language.machine import WARP, Condition, Scope, Value, expect
-from pallas_kernels.language.tensor_cores import DType, Operand
+from pallas_kernels.language.tensor_cores import HALVES, DType, Operand
 
 MAX_COLUMNS = 256  # columns of a product
 
@@ -40,7 +40,7 @@ def check_product(a: Operand | list[Value], b: Operand, columns: int, dtype: DTy
         raise TypeError(f"the left operand has {len(a.steps)} steps of K, the right one {len(b.steps)}")
     if not isinstance(a, Operand) and len(a) != 4 * len(b.steps):
         raise TypeError(f"{len(a)} words of a left operand: write four for each of the {len(b.steps)} steps of K")
-    if dtype != "f16" and any(isinstance(operand, Operand) and operand.transposed for operand in (a, b)):
+    if dtype not in HALVES and any(isinstance(operand, Operand) and operand.transposed for operand in (a, b)):
         raise TypeError(f"an operand of {dtype} is K-major: write tile.k_major()")
 
 
@@ -49,6 +49,8 @@ def check_wgmma(
 ) -> None:
     """Raise TypeError if ``wgmma`` does not support these operands."""
     check_product(a, b, columns, dtype)
+    if packed and dtype == "bf16":
+        raise TypeError("a product of bf16 has sums in f32: write packed=False")
     if start is not None and packed:
         raise TypeError("a product with sums in f16 starts at zero: write start=None")
     if start is not None and len(start) != columns // 2:

@@ -28,8 +28,9 @@ from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, M
 
 ATOM_ROWS, ATOM_BYTES, UNIT = 8, 128, 16  # of the 128-byte swizzle
 REGISTERS = 65536  # the most registers that a block can have
-STEP_BYTES = 32  # bytes of K per instruction: 16 f16 or 32 e4m3
-DType = Literal["f16", "e4m3", "e5m2"]
+STEP_BYTES = 32  # bytes of K per instruction: 16 f16 or bf16, or 32 of the 8-bit floats
+DType = Literal["f16", "bf16", "e4m3", "e5m2"]
+HALVES: tuple[DType, ...] = ("f16", "bf16")  # those of 16 bits, which may be transposed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Role:
 class Operand:
     """Shared memory that enters a product, in steps along K.
 
-    A step is ``STEP_BYTES`` if the operand is K-major, or 16 rows if it is transposed, which only f16 may be.
+    A step is ``STEP_BYTES`` if the operand is K-major, or 16 rows if it is transposed, which only 16-bit floats may be.
 
     An atom is 8 rows of 128 bytes. If K-major, its rows are rows of the operand, and ``stride`` is the distance in
     bytes between atoms along the rows. If transposed, its rows are K, ``stride`` is the distance between atoms along K,
@@ -125,7 +126,7 @@ class Tile:
     def transposed(self, first: int) -> Operand:
         """Return an operand with all rows, a multiple of 16, as K.
 
-        Its columns are f16, and begin at byte ``first`` of each row, a multiple of 128.
+        Its columns are 16-bit floats, and begin at byte ``first`` of each row, a multiple of 128.
         """
         steps = tuple(row // ATOM_ROWS * self._row_of_atoms for row in range(0, self.rows, 16))
         atom = ATOM_ROWS * ATOM_BYTES
@@ -184,6 +185,10 @@ class TensorCores(Machine):
         """Multiply both f16 halves of two i32, rounding to nearest even."""
 
     @abc.abstractmethod
+    def multiply_bf16(self, a: Value, b: Value) -> Value:
+        """Multiply both bf16 halves of two i32, rounding to nearest even. Subnormal numbers are kept."""
+
+    @abc.abstractmethod
     def relu_f16(self, x: Value) -> Value:
         """Replace negative f16 halves of an i32 by 0. NaN stays NaN."""
 
@@ -214,8 +219,15 @@ class TensorCores(Machine):
         """
 
     @abc.abstractmethod
-    def wait_copies(self) -> None:
-        """Wait until all of this lane's copies are complete. Other lanes see them after a barrier."""
+    def close_copies(self) -> None:
+        """Make a group of this lane's copies since the last group, which may be none, for ``wait_copies`` to count."""
+
+    @abc.abstractmethod
+    def wait_copies(self, *, pending: int = 0) -> None:
+        """Wait until this lane's copies are complete, except for those of its last ``pending`` groups.
+
+        With ``pending`` 0 copies that are in no group count too. Other lanes see the copies after a barrier.
+        """
 
     @abc.abstractmethod
     def keep_order(self) -> None:
@@ -302,8 +314,8 @@ class TensorCores(Machine):
             4) .. 4 (t % 4) + 3, then of both rows those 16 bytes further.
           b: [columns, K] in shared memory.
           columns: a multiple of 8, at most 256.
-          dtype: of both operands. Only f16 may be transposed.
-          packed: whether sums are f16, rounded at every step, and start at zero. The result is then columns / 4 words
+          dtype: of both operands. Only those of 16 bits may be transposed.
+          packed: whether sums are f16, rounded at every step, and start at zero; not for bf16. The result is then columns / 4 words
             of two.
 
         Raises:

@@ -76,7 +76,7 @@ class TensorMemory(TensorCores):
           a: [64, K] in shared memory.
           b: [columns, K] in shared memory.
           accumulate: whether to add to ``into``.
-          dtype: of both operands. Only f16 may be transposed.
+          dtype: of both operands. Only those of 16 bits may be transposed.
 
         Raises:
           TypeError: the operands differ in K, or the instruction does not support them.

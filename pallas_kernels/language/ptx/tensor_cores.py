@@ -11,7 +11,7 @@ from pallas_kernels import plugin
 from pallas_kernels.language.checks import check_wgmma
 from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Value
 from pallas_kernels.language.ptx.lanes import PTX
-from pallas_kernels.language.tensor_cores import DType, Operand, Role, TensorCores
+from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores
 
 _SWIZZLE_128 = 1 << 62
 _E4M3_TO_F16 = """{
@@ -41,7 +41,7 @@ _NORMAL_RECIPROCAL = """{
  neg.f32 minus, $1;
  fma.rn.f32 error, minus, guess, 0f3F800000;
  fma.rn.f32 $0, guess, error, guess; }"""
-_FAMILY = {"f16": ("k16", "f16.f16"), "e4m3": ("k32", "e4m3.e4m3"), "e5m2": ("k32", "e5m2.e5m2")}
+_FAMILY = {"f16": ("k16", "f16.f16"), "bf16": ("k16", "bf16.bf16"), "e4m3": ("k32", "e4m3.e4m3"), "e5m2": ("k32", "e5m2.e5m2")}
 
 
 class TensorCorePTX(PTX, TensorCores):
@@ -72,6 +72,9 @@ class TensorCorePTX(PTX, TensorCores):
     def multiply_f16(self, a: Value, b: Value) -> Value:
         return self._asm("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", ["i32"], a, b)[0]
 
+    def multiply_bf16(self, a: Value, b: Value) -> Value:
+        return self._asm("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", ["i32"], a, b)[0]
+
     def relu_f16(self, x: Value) -> Value:
         # Written as a multiply-add, because that uses a pipe which integer instructions leave idle.
         one, zero = self.constant(0x3C003C00, "i32"), self.constant(0, "i32")
@@ -90,8 +93,11 @@ class TensorCorePTX(PTX, TensorCores):
         text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
         self._asm(text, "r,l,r", [], self._shared + to, address, size, effects=True)
 
-    def wait_copies(self) -> None:
-        self._asm("cp.async.wait_all;", "", [], effects=True)
+    def close_copies(self) -> None:
+        self._asm("cp.async.commit_group;", "", [], effects=True)
+
+    def wait_copies(self, *, pending: int = 0) -> None:
+        self._asm(f"cp.async.wait_group {pending};" if pending else "cp.async.wait_all;", "", [], effects=True)
 
     def keep_order(self) -> None:
         self._asm(_KEEP_ORDER, "", [], effects=True)
@@ -168,7 +174,7 @@ class TensorCorePTX(PTX, TensorCores):
             lines.append(f"add.s64 b, {right}, {b.steps[step] >> 4};")
             lines.append(f"setp.ne.s32 more, {int(start is not None or step > 0)}, 0;")
             flags = "1, 1"
-            if dtype == "f16":
+            if dtype in HALVES:
                 flags += f", {int(a.transposed)}" if isinstance(a, Operand) else ""
                 flags += f", {int(b.transposed)}"
             lines.append(f"wgmma.mma_async.sync.aligned.{shape} {result}, {operand}, b, more, {flags};")

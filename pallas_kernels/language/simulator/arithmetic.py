@@ -239,3 +239,29 @@ class NumPyArithmetic(Machine):
             rounded = np.ascontiguousarray(pair.astype(ml_dtypes.bfloat16)).view(np.uint16)
         rounded = np.where(np.isnan(pair), np.uint16(0x7FFF), rounded)  # PTX's canonical NaN
         return self._wrap("i32", np.ascontiguousarray(rounded).view(np.int32)[..., 0])
+
+
+def multiply_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Multiply bf16 given as uint16 bits, rounding to nearest even.
+
+    Written with whole numbers, because XLA's threads, on which the simulator runs, take subnormal numbers for 0.
+    """
+    with np.errstate(all="ignore"):
+        exact = _bf16_to_f64(a) * _bf16_to_f64(b)
+        magnitude = np.abs(exact)
+        is_finite = np.isfinite(magnitude)
+        finite = np.where(is_finite, magnitude, 0.0)
+        exponent = np.where(finite > 0, np.maximum(np.frexp(finite)[1] - 1, -126), -126)
+        steps = np.rint(np.ldexp(finite, 7 - exponent)).astype(np.int64)
+    infinity = 0xFF << 7
+    bits = np.where(is_finite, np.minimum((exponent + 126 << 7) + steps, infinity), infinity)
+    bits = np.where(np.isnan(exact), infinity | 1 << 6, bits)
+    return (bits | np.signbit(exact).astype(np.int64) << 15).astype(np.uint16)
+
+
+def _bf16_to_f64(bits: np.ndarray) -> np.ndarray:
+    exponent, fraction = (bits >> 7 & 0xFF).astype(np.int32), (bits & 0x7F).astype(np.int32)
+    steps = np.where(exponent > 0, fraction | 1 << 7, fraction).astype(np.float64)
+    magnitude = np.ldexp(steps, np.maximum(exponent, 1) - 134)
+    special = np.where(fraction > 0, np.nan, np.inf)
+    return np.where(exponent == 0xFF, special, magnitude) * np.where(bits >> 15, -1.0, 1.0)

@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels.language.checks import check_wgmma
 from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Scope, Value, expect
 from pallas_kernels.language.regions import Region
-from pallas_kernels.language.simulator.arithmetic import elementwise
+from pallas_kernels.language.simulator.arithmetic import elementwise, multiply_bf16
 from pallas_kernels.language.simulator.lanes import Simulator
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.tensor_cores import (
@@ -31,7 +31,7 @@ from pallas_kernels.language.tensor_cores import (
     TensorCores,
 )
 
-_NUMPY = {"f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+_NUMPY = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
 class _Turn:
@@ -40,7 +40,7 @@ class _Turn:
     def __init__(self, body: Callable[[], None], mask: np.ndarray, region: Region):
         self.mask, self.region = mask, region  # as they were when it stopped running
         self.groups: list[_Group] = []  # products that are running
-        self.copies: list[Any] = []  # arguments of copies that are running, and their lanes
+        self.copies: list[list[Any]] = [[]]  # groups of copies that are running: their arguments and lanes
         self.ready: Callable[[], bool] = lambda: True
         self.done, self.error = False, None
         self._go, self._back = threading.Event(), threading.Event()
@@ -168,6 +168,11 @@ class TensorCoreSimulator(Simulator, TensorCores):
             product = np.ascontiguousarray(halves[0] * halves[1])
         return self._wrap("i32", product.view(np.int32)[..., 0])
 
+    @elementwise("i32", "i32")
+    def multiply_bf16(self, a: Value, b: Value) -> Value:
+        halves = [np.ascontiguousarray(x.raw)[..., None].view(np.uint16) for x in (a, b)]
+        return self._wrap("i32", multiply_bf16(*halves).view(np.int32)[..., 0])
+
     @elementwise("i32")
     def relu_f16(self, x: Value) -> Value:
         halves = np.ascontiguousarray(x.raw)[..., None].view(np.float16)
@@ -194,15 +199,22 @@ class TensorCoreSimulator(Simulator, TensorCores):
     def copy_async(self, to: Value, address: Value, where: Condition) -> None:
         where = self._constant(where, "bool") if isinstance(where, bool) else where
         to, address, where = self._made_in(self._body, [to, address, where])  # it may outlive the part that started it
-        self._turn.copies.append((to, address, where, self._active(True).copy()))
+        self._turn.copies[-1].append((to, address, where, self._active(True).copy()))
 
-    def wait_copies(self) -> None:
-        """Carry out the copies. Until then, reads give the previous contents."""
-        for to, address, where, active in self._turn.copies:
-            mask, self._mask = self._mask, active
-            self.store_shared(to, self.load(address, 16, where, constant=True), 16, True)
-            self._mask = mask
-        self._turn.copies.clear()
+    def close_copies(self) -> None:
+        self._turn.copies.append([])
+
+    def wait_copies(self, *, pending: int = 0) -> None:
+        """Carry out copies. Until then, reads give the previous contents."""
+        groups = self._turn.copies
+        while len(groups) > pending + 1 or (groups[0] and not pending):
+            for to, address, where, active in groups[0]:
+                mask, self._mask = self._mask, active
+                self.store_shared(to, self.load(address, 16, where, constant=True), 16, True)
+                self._mask = mask
+            groups[0] = []
+            if len(groups) > 1:
+                groups.pop(0)
 
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
         if not self._in_roles or scope in ("warp", "warpgroup"):
