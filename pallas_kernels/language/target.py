@@ -26,14 +26,14 @@ HOPPER = GPU(
     capability="9.0",
     multiprocessors=132,  # of an H200, like the numbers of clusters
     shared_bytes=232448,
-    clusters={8: 13, 4: 32, 2: 66},
+    clusters={8: 13, 4: 30, 2: 66},  # the fewest seen: H200s differ in which multiprocessors they lack
 )
 BLACKWELL = GPU(
     architecture="sm100",
     capability="10.0",
     multiprocessors=148,  # of a B200
     shared_bytes=232448,
-    clusters={8: 13, 4: 32, 2: 66},  # those of an H200; not measured on a B200
+    clusters={8: 13, 4: 30, 2: 66},  # those of an H200; not measured on a B200
 )
 GPUS = (HOPPER, BLACKWELL)
 

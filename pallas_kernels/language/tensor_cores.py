@@ -315,8 +315,8 @@ class TensorCores(Machine):
           b: [columns, K] in shared memory.
           columns: a multiple of 8, at most 256.
           dtype: of both operands. Only those of 16 bits may be transposed.
-          packed: whether sums are f16, rounded at every step, and start at zero; not for bf16. The result is then columns / 4 words
-            of two.
+          packed: whether sums are f16, rounded at every step, and start at zero; not for bf16. The result is then
+            columns / 4 words of two.
 
         Raises:
           TypeError: the operands differ in K, or the instruction does not support them.

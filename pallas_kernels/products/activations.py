@@ -1,94 +1,143 @@
-"""x in shared memory as the right operand of products, in the order in which lanes hold the weight's inputs.
+"""Rows of x in shared memory, as the right operand of products, in the order in which lanes hold the weight.
 
-A lane has 16 adjacent bytes of a row of the weight, because that is what device memory is fastest for, and they enter
-several steps of a product. So the inputs of a step are not adjacent ones, and rows of x are stored in the same order:
-of the inputs that a quad holds, step i takes numbers i e to (i + 1) e - 1 of each of its lanes, with e = 4.
-
-Chunks of x are staged in a ring, by all lanes of the block together, two chunks ahead of the products. A chunk is
-complete when all warps have arrived at its barrier. A warp arrives for chunk i + 2 when its products with chunk i are
-complete. So whoever has waited for chunk i knows that chunk i - 2 is free, and may store chunk i + 2 in its place.
+A lane holds 16 adjacent bytes of each half of a chunk (``weights``). They enter the steps of a product 8 bytes of the
+operand at a time: 4 in the first half of the step's inputs and 4 in the second. So the inputs of a step are not
+adjacent ones, and rows of x are stored in that order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.lanes import Buffer, fold, maximum
+from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.products.weights import HALVES, QUAD
+from pallas_kernels.rows import from_ue8m0, magnitude_bits, power_of_two_scale
 
-RING, AHEAD = 4, 2  # chunks that have room; chunks that are staged before they are multiplied
-_UNIT = 8  # bf16 that a lane loads at once
+_LOADED = 8  # bf16 that a lane loads at once
+_AT_ONCE, _AT_ONCE_LATER = 8, 3  # loads of a lane that are in flight together; fewer beside the sums
+_SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
+_LARGEST_E4M3 = 448.0
+
+Rounding = Literal["bf16", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """What a lane loads at once."""
+
+    line: Value  # row, among those of the block
+    unit: Value  # which ``_LOADED`` inputs of a chunk
+    chunk: Value  # among those of the segment
+    inside: Condition
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Activations:
-    """Rows of x, bf16, in tiles [columns, inputs of a chunk]."""
+    """Some rows of x for some chunks of the inputs: a tile [columns, inputs of a chunk] for each."""
 
     machine: TensorCores
     x: Buffer  # bf16 [M, inputs of all groups]
-    tiles: Tile
-    staged: Barrier  # per place of the ring
-    columns: int  # rows of x in a product, a multiple of 8
-    inputs: int  # of a chunk: 64 or 128
-    chunks: int
+    tiles: Tile  # a copy per chunk
+    scales: Shared | None  # f32 [chunks, columns], of rows that are rounded to FP8
+    columns: int  # rows of x, a multiple of 8
+    inputs: int  # of a chunk
     lanes: int  # of the block
     row: Value  # first row of x
     first: Value  # first input
 
     @classmethod
     def take(
-        cls, x: Buffer, row: Value, first: Value, *, columns: int, inputs: int, chunks: int, warpgroups: int
+        cls,
+        machine: TensorCores,
+        x: Buffer,
+        row: Value,
+        first: Value,
+        *,
+        columns: int,
+        inputs: int,
+        chunks: int,
+        warpgroups: int,
+        rounding: Rounding,
     ) -> Activations:
-        machine = x.machine
-        staged = Barrier.take(machine, warpgroups * WARPGROUP // WARP, copies=RING)
-        tiles = Tile.take(machine, columns, inputs * 2, copies=RING)
-        return cls(machine, x, tiles, staged, columns, inputs, chunks, warpgroups * WARPGROUP, row, first)
+        is_rounded = rounding == "fp8"
+        return cls(
+            machine=machine,
+            x=x,
+            tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=chunks),
+            scales=Shared.take(machine, (chunks, columns), "f32") if is_rounded else None,
+            columns=columns,
+            inputs=inputs,
+            lanes=warpgroups * WARPGROUP,
+            row=row,
+            first=first,
+        )
 
     @staticmethod
-    def shared_bytes(columns: int, inputs: int) -> int:
-        return RING * columns * inputs * 2 + RING * 8
+    def shared_bytes(columns: int, inputs: int, chunks: int, rounding: Rounding) -> int:
+        return chunks * columns * (inputs + 4 if rounding == "fp8" else 2 * inputs)
 
-    def _places(self) -> list[tuple[Value, Value, Condition]]:
-        """Return the row and the unit of each load of this lane, and whether there is one.
+    def stage(self, start: int, chunks: int) -> None:
+        """Load ``chunks`` chunks from number ``start`` on, and store them. To be followed by a barrier of the block."""
+        total = self.columns * (self.inputs // _LOADED) * chunks
+        at_once = (_AT_ONCE_LATER if start else _AT_ONCE) * self.lanes
+        for first in range(0, total, at_once):
+            if first:
+                self.machine.keep_order()
+            # Held, because the compiler would keep what it computes from it for the next segment, in registers that
+            # the products need.
+            thread = self.machine.hold(self.machine.thread)
+            numbers = range(first, min(first + at_once, total), self.lanes)
+            places = [self._place(thread + n, True if n + self.lanes <= total else thread + n < total) for n in numbers]
+            loaded = []
+            for place in places:
+                line = place.line + self.row
+                at = self.first + (place.chunk + start) * self.inputs + place.unit * _LOADED
+                where = place.inside & (line < self.x.shape[0])
+                loaded.append(self.x.load_words(line, at, count=_LOADED, where=where))
+            for place, words in zip(places, loaded, strict=True):
+                codes = words if self.scales is None else self._rounded(words, self.scales[place.chunk], place)
+                self._put(self.tiles.copy(place.chunk), place, codes)
+        self.machine.fence_shared()
 
-        Eight lanes read 128 adjacent bytes. They and three more rows are in different banks of shared memory.
-        """
-        units = self.inputs // _UNIT
-        total, places = self.columns * units, []
-        for start in range(0, total, self.lanes):
-            n = self.machine.thread + start
-            inside: Condition = True if start + self.lanes <= total else n < total
-            rest = n // 8
-            places.append((rest % self.columns, n % 8 + rest // self.columns * 8, inside))
-        return places
+    def _place(self, n: Value, inside: Condition) -> _Place:
+        """Return what load number n of the block loads."""
+        units = self.inputs // _LOADED
+        # Adjacent lanes that load adjacent parts of a row. Rounding needs a whole chunk of the row in them. Otherwise
+        # they are eight, because then all words that a warp stores are in different banks of shared memory.
+        together = 8 if self.scales is None else units
+        part = n // (together * self.columns)
+        unit = n % together + part % (units // together) * together
+        return _Place(n // together % self.columns, unit, part // (units // together), inside)
 
-    def load(self, chunk: Index) -> list[list[Value]]:
-        """Start to load this lane's part of a chunk; zeros past the last one."""
-        loaded = []
-        for line, unit, inside in self._places():
-            m = line + self.row
-            where = inside & (m < self.x.shape[0]) & (chunk < self.chunks)
-            loaded.append(self.x.load_words(m, self.first + chunk * self.inputs + unit * _UNIT, count=_UNIT, where=where))
-        return loaded
+    def _put(self, tile: Tile, place: _Place, words: list[Value]) -> None:
+        """Store what a lane has loaded, in words of bf16 or FP8."""
+        # Of the words of half a chunk, each lane of a quad holds four adjacent ones. Word j of the four enters step
+        # j // 2, in the first or second half of the step's inputs.
+        per_half = tile.row_bytes // 4 // HALVES
+        of_lane = per_half // QUAD
+        for e, word in enumerate(words):
+            number = place.unit * len(words) + e
+            half, lane, j = number // per_half, number % per_half // of_lane, number % of_lane
+            self.machine.store_shared(tile.unit(place.line, half * of_lane + j) + lane * 4, [word], 4, place.inside)
 
-    def store(self, chunk: Index, loaded: list[list[Value]]) -> None:
-        """Store what ``load`` returned, and arrive."""
-        machine, tile = self.machine, self.tiles.copy(chunk % RING)
-        for (line, unit, inside), words in zip(self._places(), loaded, strict=True):
-            for e, word in enumerate(words):
-                if self.inputs == 128:
-                    half, lane, step = unit // 8, unit % 8 // 2, unit % 2 * 2
-                    place = half * 8 + step * 2 + e
-                else:
-                    half, lane = unit // 4, unit % 4
-                    place = half * 4 + e
-                machine.store_shared(tile.unit(line, place) + lane * 4, [word], 4, inside)
-        machine.fence_shared()
-        self.staged.copy(chunk % RING).arrive()
+    def _rounded(self, words: list[Value], scales: Shared, place: _Place) -> list[Value]:
+        """Round to E4M3 with a scale per row and chunk, which is stored."""
+        machine = self.machine
+        values = [machine.from_bits(half) for word in words for half in (word << 16, word & -65536)]
+        peak = fold(maximum, [magnitude_bits(value) for value in values])
+        distance = 1
+        while distance < self.inputs // _LOADED:
+            peak = peak.maximum(machine.shuffle_xor(peak, distance))
+            distance *= 2
+        byte = power_of_two_scale(peak.maximum(_SMALLEST_AMAX), _LARGEST_E4M3)
+        scales.store_floats([from_ue8m0(byte)], place.line, where=place.inside & (place.unit == 0))
+        inverse = from_ue8m0((254 - byte).maximum(0))
+        return [machine.to_e4m3([value * inverse for value in values[i : i + 4]]) for i in range(0, len(values), 4)]
 
-    def wait(self, chunk: Index) -> Tile:
-        """Wait until a chunk is there. Return its tile."""
-        self.staged.copy(chunk % RING).wait(chunk // RING & 1)
-        return self.tiles.copy(chunk % RING)
+    def tile(self, chunk: Index) -> Tile:
+        """Return a chunk's tile, counted from the first that is stored."""
+        return self.tiles.copy(chunk)

@@ -41,7 +41,12 @@ _NORMAL_RECIPROCAL = """{
  neg.f32 minus, $1;
  fma.rn.f32 error, minus, guess, 0f3F800000;
  fma.rn.f32 $0, guess, error, guess; }"""
-_FAMILY = {"f16": ("k16", "f16.f16"), "bf16": ("k16", "bf16.bf16"), "e4m3": ("k32", "e4m3.e4m3"), "e5m2": ("k32", "e5m2.e5m2")}
+_FAMILY = {
+    "f16": ("k16", "f16.f16"),
+    "bf16": ("k16", "bf16.bf16"),
+    "e4m3": ("k32", "e4m3.e4m3"),
+    "e5m2": ("k32", "e5m2.e5m2"),
+}
 
 
 class TensorCorePTX(PTX, TensorCores):

@@ -1,0 +1,278 @@
+"""What the kernels of both architectures share: the place of a block in the product, its memory, and its last steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
+from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.target import GPU
+from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.products.activations import Activations, Rounding
+from pallas_kernels.products.split import TILE, Split
+from pallas_kernels.products.weights import (
+    STAGE_BYTES,
+    Scales,
+    StoredTile,
+    as_operand,
+    widen,
+)
+
+_MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
+_LEAST_STAGES = 3
+_MOST_CHUNKS = 8  # of x that are in shared memory together
+_EIGHT = 8  # columns of a product of which a lane has two rows and two columns
+_ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
+_ALIGNMENT = 1024  # of the tiles of x
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProductInputs:
+    """The arrays of a product, or their buffers."""
+
+    x: Any  # bf16 [M, groups * inputs]
+    weight: Any  # bf16 or uint8 [groups * outputs, inputs]
+    scales: Any  # uint8 [groups * outputs / block, inputs / block], None for bf16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The blocks of a launch, and the shared memory of each."""
+
+    gpu: GPU
+    split: Split
+    groups: int
+    rows: int  # of x
+    columns: int  # rows of x in a block, a multiple of 8
+    inputs: int  # of a chunk
+    scale_block: tuple[int, int] | None  # outputs and inputs of a scale; None for bf16
+    rounding: Rounding = "bf16"
+    operand_bytes: int = 0  # shared memory of a warpgroup for widened weights
+
+    @property
+    def owned(self) -> int:
+        """How many eights of columns each block of a cluster adds up and stores."""
+        return -(-(self.columns // _EIGHT) // self.split.cluster)
+
+    def received_bytes(self) -> int:
+        """Return the bytes of the sums that a block gets from its cluster."""
+        if self.split.cluster == 1:
+            return 0
+        return self.split.cluster * self.owned * self.split.warpgroups * WARPGROUP * VECTOR * 4
+
+    def _fixed_bytes(self) -> int:
+        scales = 0 if self.scale_block is None else Scales.shared_bytes(self.split.warpgroups, self.split.chunks)
+        return scales + self.split.warpgroups * self.operand_bytes + 2 * _ALIGNMENT
+
+    def _main_bytes(self, chunks: int, stages: int) -> int:
+        x = Activations.shared_bytes(self.columns, self.inputs, chunks, self.rounding)
+        return x + stages * STAGE_BYTES * self.split.warpgroups
+
+    def _most(self) -> tuple[int, int]:
+        """Return the chunks of x and the stages of weights that fit."""
+        room = self.gpu.shared_bytes - SCRATCH_BYTES - self._fixed_bytes()
+        total = self.split.chunks
+        least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(_MOST_STAGES, total))
+        for segments in range(-(-total // _MOST_CHUNKS), total + 1):
+            chunks = -(-total // segments)
+            for stages in range(most, least - 1, -1):
+                if self._main_bytes(chunks, stages) <= room:
+                    return chunks, stages
+        raise AssertionError("a chunk and a few stages always fit")
+
+    @property
+    def segment(self) -> int:
+        """Chunks of x that are in shared memory together."""
+        return self._most()[0]
+
+    @property
+    def stages(self) -> int:
+        """Chunks of a tile that are in shared memory, one of which is being read."""
+        return self._most()[1]
+
+    @property
+    def grid(self) -> Grid:
+        stored = self.split.warpgroups * (self.owned if self.split.cluster > 1 else self.columns // _EIGHT) * _EIGHT
+        last = self.received_bytes() + stored * _ROW_PITCH
+        return Grid(
+            blocks=(self.groups * self.split.blocks, -(-self.rows // self.columns)),
+            warpgroups=self.split.warpgroups,
+            cluster=self.split.cluster,
+            shared_bytes=self._fixed_bytes() + max(last, self._main_bytes(self.segment, self.stages)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """A block, from the view of one of its lanes."""
+
+    machine: TensorCores
+    layout: Layout
+    activations: Activations
+    scales: Scales | None
+    tile: StoredTile  # of the lane's warpgroup
+    first_scale: tuple[Value, Value]  # output and input
+    row: Value  # first row of x
+    output: Value  # first output of the tile
+    arena: int  # where the shared memory begins that the last steps use again
+
+    @classmethod
+    def of(cls, machine: TensorCores, inputs: ProductInputs, layout: Layout) -> Block:
+        """Take shared memory, after that for an architecture's own use."""
+        split = layout.split
+        outputs, width = inputs.weight.shape
+        tiles = outputs // layout.groups // TILE
+        group, place = machine.block(0) // split.blocks, machine.block(0) % split.blocks
+        mine = place * split.warpgroups + machine.thread // WARPGROUP
+        there = True if tiles % split.warpgroups == 0 else mine < tiles
+        first = machine.rank * (split.chunks * layout.inputs) if split.cluster > 1 else machine.constant(0, "i32")
+        first_output = (group * tiles + place * split.warpgroups) * TILE
+        output, row = (group * tiles + mine) * TILE, machine.block(1) * layout.columns
+        scales = None if inputs.scales is None else Scales.take(machine, split.warpgroups, split.chunks)
+        activations = Activations.take(
+            machine,
+            inputs.x,
+            row,
+            group * width + first,
+            columns=layout.columns,
+            inputs=layout.inputs,
+            chunks=layout.segment,
+            warpgroups=split.warpgroups,
+            rounding=layout.rounding,
+        )
+        rooms = StoredTile.take_rooms(machine, split.warpgroups, layout.stages)
+        assert isinstance(activations.tiles.offset, int), "nothing is selected yet"
+        return cls(
+            machine=machine,
+            layout=layout,
+            activations=activations,
+            scales=scales,
+            tile=StoredTile.of(machine, inputs.weight, (output, first), there, rooms),
+            first_scale=(first_output, first),
+            row=row,
+            output=output,
+            arena=activations.tiles.offset,
+        )
+
+    def multiply(
+        self,
+        scales: Buffer | None,
+        step: Callable[[Value, Value, Index, Any], Any],
+        carry: Any,
+        settle: Callable[[int], None] = lambda chunks: None,
+    ) -> Any:
+        """Return the carry of ``step(number of a chunk, its number in x's memory, its stage, carry)`` over all chunks.
+
+        Chunks of the weight are copied ahead, and x is stored, where ``step`` finds it. It must call ``advance`` when
+        it has loaded the chunk of the weight. ``settle`` waits until the products with so many chunks no longer read x.
+        """
+        machine, split, activations = self.machine, self.layout.split, self.activations
+        starts = range(0, split.chunks, self.layout.segment)
+        sizes = [min(self.layout.segment, split.chunks - start) for start in starts]
+        for chunk in range(self.layout.stages - 1):
+            self.tile.copy(chunk, chunk, chunk < split.chunks)
+        if self.scales is not None:
+            assert scales is not None
+            assert self.layout.scale_block is not None
+            self.scales.stage(scales, self.layout.scale_block, *self.first_scale)
+        for start, size in zip(starts, sizes, strict=True):
+            if start:
+                settle(start)
+                machine.barrier("block")  # nobody reads the last segment any more
+            activations.stage(start, size)
+            machine.barrier("block")
+
+            def one(i: Value, carry: Any, start: int = start) -> Any:
+                machine.wait_copies(pending=self.layout.stages - 2)
+                return step(i + start, i, (i + start) % self.layout.stages, carry)
+
+            carry = machine.loop(size, one, carry)
+        return carry
+
+    def advance(self, chunk: Value) -> None:
+        """Start to copy the chunk that takes the room of the one before this."""
+        following = chunk + (self.layout.stages - 1)
+        self.tile.copy(following, following % self.layout.stages, following < self.layout.split.chunks)
+
+    def operand(self, chunk: Value, stage: Index, half: int) -> list[Value]:
+        """Return half a chunk of the weight as a left operand."""
+        words = self.tile.load(stage, half)
+        if self.scales is None or self.layout.rounding == "fp8":
+            return as_operand(words)
+        return widen(self.machine, words, self.scales.of_half(chunk, half))
+
+    def scaled_sum(
+        self, chunk: Value, i: Value, product: Callable[[int], list[Value]], sums: list[Value]
+    ) -> list[Value]:
+        """Add the product of a chunk of FP8 weights and x rounded to FP8, times both scales.
+
+        ``product(n)`` are the four values of the n-th eight columns.
+        """
+        assert self.scales is not None
+        assert self.activations.scales is not None
+        of_weight, lane = self.scales.of_chunk(chunk), self.machine.thread
+        added = list(sums)
+        for n in range(self.layout.columns // _EIGHT):
+            of_x = self.activations.scales.load_floats(i, lane % 4 * 2 + n * _EIGHT, count=2)
+            factors = [scale * of_weight for scale in of_x]
+            for j, value in enumerate(product(n)):
+                added[VECTOR * n + j] = self.machine.fma(value, factors[j % 2], sums[VECTOR * n + j])
+        return added
+
+    def finish(self, out: Buffer, sums: list[Value]) -> None:
+        """Add up the sums of the cluster, and store them."""
+        machine, split = self.machine, self.layout.split
+        machine.wait_copies()
+        eights = {n: sums[VECTOR * n : VECTOR * (n + 1)] for n in range(self.layout.columns // _EIGHT)}
+        if split.cluster == 1:
+            machine.barrier("block")  # all memory is free
+            self._store(out, machine.constant(0, "i32"), eights)
+            return
+        owned, lanes = self.layout.owned, split.warpgroups * WARPGROUP
+        received = Shared(machine, self.arena, (split.cluster, owned, lanes, VECTOR), "f32")
+        machine.barrier("cluster")
+        for n, values in eights.items():
+            received.store_floats(values, machine.rank, n % owned, machine.thread, 0, rank=n // owned)
+        machine.barrier("cluster")
+        mine = {}
+        for n in range(owned):
+            parts = [received.load_floats(source, n, machine.thread, 0) for source in range(split.cluster)]
+            mine[n] = parts[0]
+            for part in parts[1:]:
+                mine[n] = [a + b for a, b in zip(mine[n], part, strict=True)]
+        self._store(out, machine.rank * (owned * _EIGHT), mine)
+
+    def _store(self, out: Buffer, first: Value, eights: dict[int, list[Value]]) -> None:
+        """Store eights of columns, the first of which is column ``first`` of the block.
+
+        A warpgroup gathers its outputs in shared memory, so that they are stored to device memory in whole lines.
+        """
+        machine, rows = self.machine, len(eights) * _EIGHT
+        lane = machine.thread % WARPGROUP
+        base = self.arena + self.layout.received_bytes()
+        base = machine.thread // WARPGROUP * (rows * _ROW_PITCH) + base
+        for n, values in eights.items():
+            for j, value in enumerate(values):
+                column = lane % 4 * 2 + (n * _EIGHT + j % 2)
+                at = column * _ROW_PITCH + (product_row(machine) + 8 * (j // 2)) * 4 + base
+                machine.store_shared(at, [machine.bits(value)], 4, True)
+        machine.barrier("warpgroup")
+        count = 16 // out.dtype.itemsize  # outputs of one store
+        per_row = TILE // count
+        for start in range(0, rows * per_row, WARPGROUP):
+            n = lane + start
+            inside: Condition = True if start + WARPGROUP <= rows * per_row else n < rows * per_row
+            line, unit = n // per_row, n % per_row
+            column = first + line
+            at = line * _ROW_PITCH + unit * (count * 4) + base
+            words = [word for i in range(0, count, VECTOR) for word in machine.load_shared(at + i * 4, 16)]
+            values = [machine.from_bits(word) for word in words]
+            where = inside & (column < self.layout.columns) & (column + self.row < out.shape[0]) & self.tile.there
+            out.store_floats(values, column + self.row, self.output + unit * count, where=where)
