@@ -18,7 +18,7 @@ from pallas_kernels.products.weights import HALVES, QUAD
 from pallas_kernels.rows import from_ue8m0, magnitude_bits, power_of_two_scale
 
 _LOADED = 8  # bf16 that a lane loads at once
-_AT_ONCE, _AT_ONCE_LATER = 8, 3  # loads of a lane that are in flight together; fewer beside the sums
+_AT_ONCE, _AT_ONCE_LATER = 8, 4  # loads of a lane that are in flight together; fewer beside the sums
 _SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
 _LARGEST_E4M3 = 448.0
 
@@ -83,15 +83,13 @@ class Activations:
     def stage(self, start: int, chunks: int) -> None:
         """Load ``chunks`` chunks from number ``start`` on, and store them. To be followed by a barrier of the block."""
         total = self.columns * (self.inputs // _LOADED) * chunks
-        at_once = (_AT_ONCE_LATER if start else _AT_ONCE) * self.lanes
-        for first in range(0, total, at_once):
-            if first:
-                self.machine.keep_order()
-            # Held, because the compiler would keep what it computes from it for the next segment, in registers that
-            # the products need.
-            thread = self.machine.hold(self.machine.thread)
-            numbers = range(first, min(first + at_once, total), self.lanes)
-            places = [self._place(thread + n, True if n + self.lanes <= total else thread + n < total) for n in numbers]
+        rounds = -(-total // ((_AT_ONCE_LATER if start else _AT_ONCE) * self.lanes))
+        at_once = -(-total // (rounds * self.lanes))
+
+        def some(i: Value, _: None) -> None:
+            numbers = [(i * at_once + j) * self.lanes + self.machine.thread for j in range(at_once)]
+            is_full = total == rounds * at_once * self.lanes
+            places = [self._place(n, True if is_full else n < total) for n in numbers]
             loaded = []
             for place in places:
                 line = place.line + self.row
@@ -101,6 +99,8 @@ class Activations:
             for place, words in zip(places, loaded, strict=True):
                 codes = words if self.scales is None else self._rounded(words, self.scales[place.chunk], place)
                 self._put(self.tiles.copy(place.chunk), place, codes)
+
+        self.machine.loop(rounds, some)
         self.machine.fence_shared()
 
     def _place(self, n: Value, inside: Condition) -> _Place:
