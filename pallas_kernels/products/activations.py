@@ -18,7 +18,9 @@ from pallas_kernels.products.weights import HALVES, QUAD
 from pallas_kernels.rows import from_ue8m0, magnitude_bits, power_of_two_scale
 
 _LOADED = 8  # bf16 that a lane loads at once
-_AT_ONCE, _AT_ONCE_LATER = 8, 4  # loads of a lane that are in flight together; fewer beside the sums
+# Loads that are in flight together: of a block, and of a lane. Beside the sums there are fewer registers for them in
+# blocks of many lanes.
+_AT_ONCE, _MOST_AT_ONCE, _BESIDE_SUMS = 4096, 16, 4
 _SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
 _LARGEST_E4M3 = 448.0
 
@@ -83,7 +85,10 @@ class Activations:
     def stage(self, start: int, chunks: int) -> None:
         """Load ``chunks`` chunks from number ``start`` on, and store them. To be followed by a barrier of the block."""
         total = self.columns * (self.inputs // _LOADED) * chunks
-        rounds = -(-total // ((_AT_ONCE_LATER if start else _AT_ONCE) * self.lanes))
+        at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE)
+        if start and self.lanes > 2 * WARPGROUP:
+            at_once = _BESIDE_SUMS
+        rounds = -(-total // (at_once * self.lanes))
         at_once = -(-total // (rounds * self.lanes))
 
         def some(i: Value, _: None) -> None:
