@@ -13,6 +13,7 @@ selection  top-k: the positions of the largest scores
 
 gather     stored rows as dense ones
 queries    norm, rope and rounding of queries, from matrix products to what attention and scores take
+token_parts  what new tokens contribute to a layer, from the matrix products of its input
 formats    encoding and decoding of rows, a class for each number format
 rows       the arithmetic of a row: norm, rope, Hadamard transform, scales
 language   the language that kernel bodies are written in, and its two implementations
@@ -27,6 +28,13 @@ from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.selection.call import top_k, unsupported_top_k
+from pallas_kernels.token_parts import (
+    TokenParts,
+    TokenProducts,
+    TokenRounding,
+    token_parts,
+    unsupported_token_parts,
+)
 from pallas_kernels.update.batch import NewEntries, NewTokens, Streams
 from pallas_kernels.update.call import append_chunk, cache_step, unsupported
 from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
@@ -38,6 +46,9 @@ __all__ = [
     "ScoreInputs",
     "SlowKernelsWarning",
     "Streams",
+    "TokenParts",
+    "TokenProducts",
+    "TokenRounding",
     "append_chunk",
     "append_swa",
     "attention_queries",
@@ -50,9 +61,11 @@ __all__ = [
     "indexer_scores",
     "reset_hca",
     "rotate_csa",
+    "token_parts",
     "top_k",
     "unsupported",
     "unsupported_attention",
     "unsupported_scores",
+    "unsupported_token_parts",
     "unsupported_top_k",
 ]

@@ -22,6 +22,7 @@ LAUNCHES = {
     "gather_all_compressed",
     "attention_queries",
     "indexer_queries",
+    "token_parts",
     "decode_attention",
     "indexer_scores",
     "top_k",

@@ -1,0 +1,136 @@
+"""The launches of a decode step, read in what XLA makes of it: python -m tests.support.step_launches h200
+
+Compiles steps of V4-Flash's sizes where there is no GPU, and prints one JSON line: how many launches one more layer of
+each kind adds to a step, and how many a step has besides. ``--list`` prints first what they are. One target per
+process. Needs the extra ``cross``.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import re
+
+from tests.support.compile_for_gpu import TARGETS, compile_for, prepare_environment
+
+RATIOS = {"swa": 0, "csa": 4, "hca": 128}
+
+# Instructions of an optimised program that are no work for the GPU.
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
+    *("after-all", "partition-id", "replica-id"),
+}
+_CALLERS = {"while": ("body", "condition"), "call": ("to_apply",), "conditional": ("branch_computations",)}
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?(%?[\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One instruction of a program."""
+
+    name: str
+    opcode: str
+    rest: str
+
+    @property
+    def what(self) -> str:
+        """What it does: its opcode, its kind, and the operation of the layer that it comes from."""
+        origin = re.search(r'op_name="([^"]*)"', self.rest)
+        parts = [re.search(rf'{key}="?([\w$]+)', self.rest) for key in ("custom_call_target", "kind")]
+        words = [self.opcode, *(part[1] for part in parts if part)]
+        words.append("/".join(origin[1].split("/")[-2:]) if origin else re.sub(r"[.0-9]+$", "", self.name.lstrip("%")))
+        return " ".join(words)
+
+
+def computations(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The computations of a module by name, and the name of its entry."""
+    found: dict[str, list[Instruction]] = {}
+    entry = current = ""
+    for line in hlo.splitlines():
+        if head := _COMPUTATION.match(line):
+            current = head[2]
+            found[current] = []
+            entry = current if head[1] else entry
+        elif current and (match := _INSTRUCTION.match(line)):
+            found[current].append(Instruction(name=match[1], opcode=match[2], rest=match[3]))
+    return found, entry
+
+
+def launches(hlo: str) -> list[Instruction]:
+    """The instructions that an optimised program runs on the GPU, each once, however often a loop repeats it."""
+    found, entry = computations(hlo)
+    run: list[Instruction] = []
+    waiting = [entry]
+    while waiting:
+        for one in found[waiting.pop()]:
+            if one.opcode in _CALLERS:
+                for key in _CALLERS[one.opcode]:
+                    names = re.search(rf"{key}=\{{?([^}},]+(?:, ?[^}},]+)*)\}}?", one.rest)
+                    waiting += [] if names is None else [name.strip(" %") for name in names[1].split(",")]
+            elif one.opcode not in _FREE:
+                run.append(one)
+    return run
+
+
+def step_of(kinds: tuple[str, ...], batch: int, tokens: int):
+    """A step of layers of these kinds, and its arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    import dsv4jax as d4
+
+    cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=tuple(RATIOS[kind] for kind in kinds))
+    plan = d4.plan_cache(cfg, max_requests=batch, max_context=32768 + 256, indexer_format="mxfp4", hca_tail="online")
+    params = [
+        jax.eval_shape(lambda key, i=i: d4.init_attention_params(key, cfg, i, jnp.bfloat16), jax.random.key(0))
+        for i in range(len(kinds))
+    ]
+
+    def step(params, x, cache, slots, num_new):
+        cache, ok = d4.prepare_forward(cache, slots, num_new)
+        for layer in range(len(kinds)):
+            y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new)
+            x = x + y
+        return x, d4.advance(cache, slots, num_new), ok
+
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    x = jax.ShapeDtypeStruct((batch, tokens, cfg.hidden_size), jnp.bfloat16)
+    return step, (params, x, d4.abstract_cache(plan), row, row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--dump", default="")
+    options = parser.parse_args()
+    prepare_environment()
+    every = tuple(RATIOS)
+    names = {}
+    for kinds in (every, *((*every, kind) for kind in every)):
+        step, args = step_of(kinds, options.batch, options.tokens)
+        hlo = compile_for(options.target, step, *args, donate_argnums=2).as_text() or ""
+        if options.dump:
+            with open(f"{options.dump}/{'_'.join(kinds)}.hlo", "w") as file:
+                file.write(hlo)
+        names[kinds] = collections.Counter(one.what for one in launches(hlo))
+    base = names[every]
+    added = {}
+    for kind in every:
+        more, less = names[*every, kind] - base, base - names[*every, kind]
+        added[kind] = sum(names[*every, kind].values()) - sum(base.values())
+        if options.list:
+            print(f"{kind}: {added[kind]}")
+            for what, count in sorted(more.items()):
+                print(f"    {count:3} {what}")
+            for what, count in sorted(less.items()):
+                print(f"    {-count:3} {what}")
+    total = sum(base.values())
+    print(json.dumps({"added": added, "once": total - sum(added.values()), "all": total}))
+
+
+if __name__ == "__main__":
+    main()
