@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.formats import KV_FORMATS
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Machine, Step, Value
+from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Machine, Step, Value, select
 from pallas_kernels.rows import load_angles, norm, rope
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -35,7 +35,7 @@ _PAIR = 2  # a word holds two bf16: no stream may end within one
 class TokenProducts:
     """The products of T tokens of each of B requests with the weights that take a layer's input, and what is added.
 
-    The rows of padding tokens may hold anything. So do the results there, and nothing else depends on them.
+    The rows of padding tokens may hold anything, NaN included.
     """
 
     q_a_kv: Any  # f32 [B, T, q_lora_rank + head_dim]
@@ -45,7 +45,7 @@ class TokenProducts:
     entry_ape: Any  # f32 or bf16 [ratio, entry width]; None for SWA
     key_ape: Any  # f32 or bf16 [ratio, key width]; CSA only
     angles: Any  # f32 [B, T, rope_dim] cosines, then sines, by which the last channels of a window row are rotated
-    positions: Any  # int32 [B, T]; anything below 0 on padding
+    positions: Any  # int32 [B, T]; below 0 on padding
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -57,7 +57,7 @@ class TokenProducts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenParts:
-    """What tokens contribute to a layer. Parts that it does not have are None."""
+    """What tokens contribute to a layer, 0 on padding. Parts that it does not have are None."""
 
     latent: Any  # f32 or bf16 [B, T, q_lora_rank], after norm
     kv: Any  # f32 [B, T, head_dim], after norm and rope
@@ -145,18 +145,22 @@ def token_parts(
 def _latent(machine: Machine, products: TokenProducts, parts: TokenParts, rounding: TokenRounding) -> None:
     n, row = machine.block(0), Row(Team(machine, WARPGROUP), products.q_norm.shape[0])
     values, weight = row.load(products.q_a_kv, n), row.load(products.q_norm)
-    row.store(parts.latent, norm(row, values, weight, rounding.eps)[0], n)
+    is_real = products.positions.load_int(n) >= 0
+    normed, _ = norm(row, values, weight, rounding.eps)
+    row.store(parts.latent, row.map(lambda x: select(is_real, x, 0.0), normed), n)
 
 
 def _window_row(machine: Machine, products: TokenProducts, parts: TokenParts, rounding: TokenRounding) -> None:
     n, row = machine.block(0), Row(Team(machine, WARPGROUP), products.kv_norm.shape[0])
     values = row.load(products.q_a_kv, n, first=products.q_norm.shape[0])
     weight, angles = row.load(products.kv_norm), load_angles(row, products.angles, n, where=True)
+    is_real = products.positions.load_int(n) >= 0
     nope_dim = row.dim - products.angles.shape[-1]
     normed, amax = norm(row, values, weight, rounding.eps, nope_dim)
-    values = rope(normed, angles)
+    values = row.map(lambda x: select(is_real, x, 0.0), rope(normed, angles))
     row.store(parts.kv, values, n)
     if rounding.kv_format is not None:
+        amax = select(is_real, amax, 0.0)
         KV_FORMATS[rounding.kv_format].store(row, values, parts.stored, n, where=True, amax=amax)
 
 
@@ -249,7 +253,8 @@ class _Columns:
 
     def _finish(self, piece: _Piece, x: Value, bias: Value | None) -> Value:
         x = x if bias is None else x + bias
-        return x if piece.factor is None else x * piece.factor
+        x = x if piece.factor is None else x * piece.factor
+        return select(self.position >= 0, x, 0.0)
 
     def _rounded(self, values: Step) -> Step:
         machine, rounded = self.machine, []

@@ -157,7 +157,7 @@ class CacheUpdateKernels(_Kernels):
 
 
 def _streams(given: Normed | None) -> pk.Streams | None:
-    return given and pk.Streams(k=given[0].k, z=given[0].z, norm=given[1].astype(jnp.float32))
+    return given and pk.Streams(k=given[0].k, z=given[0].z, norm=given[1])
 
 
 class GatherRowsKernels(_Kernels):
@@ -276,7 +276,7 @@ class DecodeAttentionKernels(_Kernels):
             start=window.start,
             positions=inputs.positions,
             visible=inputs.visible,
-            sinks=inputs.sinks.astype(jnp.float32),
+            sinks=inputs.sinks,
             angles=packed_angles(inputs.positions, freqs),
             layer=layer_number(window.index),
         )

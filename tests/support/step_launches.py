@@ -6,10 +6,11 @@ process. Needs the extra ``cross``.
 """
 
 import argparse
-import collections
 import dataclasses
 import json
 import re
+from collections import Counter
+from pathlib import Path
 
 from tests.support.compile_for_gpu import TARGETS, compile_for, prepare_environment
 
@@ -103,33 +104,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--dump", default="")
+    parser.add_argument("--tokens", type=int, default=1, help="of each request")
+    parser.add_argument("--list", action="store_true", help="print every launch of one more layer, and of the others")
+    parser.add_argument("--dump", type=Path, default=None, help="write the programs into this folder")
     options = parser.parse_args()
     prepare_environment()
-    every = tuple(RATIOS)
-    names = {}
-    for kinds in (every, *((*every, kind) for kind in every)):
+
+    def launches_of(*kinds: str) -> Counter[str]:
         step, args = step_of(kinds, options.batch, options.tokens)
         hlo = compile_for(options.target, step, *args, donate_argnums=2).as_text() or ""
         if options.dump:
-            with open(f"{options.dump}/{'_'.join(kinds)}.hlo", "w") as file:
-                file.write(hlo)
-        names[kinds] = collections.Counter(one.what for one in launches(hlo))
-    base = names[every]
-    added = {}
-    for kind in every:
-        more, less = names[*every, kind] - base, base - names[*every, kind]
-        added[kind] = sum(names[*every, kind].values()) - sum(base.values())
-        if options.list:
-            print(f"{kind}: {added[kind]}")
-            for what, count in sorted(more.items()):
+            (options.dump / f"{'_'.join(kinds)}.hlo").write_text(hlo)
+        return Counter(one.what for one in launches(hlo))
+
+    report = {}
+    for kind in RATIOS:
+        one, two = launches_of(kind), launches_of(kind, kind)
+        added, once = two - one, one - (two - one)
+        report[kind] = {"layer": two.total() - one.total(), "once": 2 * one.total() - two.total()}
+        for title, some in ((f"one more {kind} layer", added), ("once in a step", once)) if options.list else ():
+            print(f"{title}:")
+            for what, count in sorted(some.items()):
                 print(f"    {count:3} {what}")
-            for what, count in sorted(less.items()):
-                print(f"    {-count:3} {what}")
-    total = sum(base.values())
-    print(json.dumps({"added": added, "once": total - sum(added.values()), "all": total}))
+    total = launches_of(*RATIOS).total()
+    report["all kinds"] = {"once": total - sum(found["layer"] for found in report.values())}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
