@@ -30,10 +30,9 @@ def test_sinks(layout, simulate):
     inputs, _ = make(case)
     sinks = inputs.sinks.astype(jnp.bfloat16)
     assert sinks.astype(jnp.float32).tolist() != inputs.sinks.tolist()
-    results = [
-        run(case, dataclasses.replace(inputs, sinks=x), simulate=simulate) for x in (sinks, sinks.astype(jnp.float32))
-    ]
-    np.testing.assert_array_equal(*results)
+    run_with = functools.partial(dataclasses.replace, inputs)
+    got, want = (run(case, run_with(sinks=x), simulate=simulate) for x in (sinks, sinks.astype(jnp.float32)))
+    np.testing.assert_array_equal(got, want)
 
 
 @machines
@@ -67,5 +66,6 @@ def test_norms(case, simulate):
     got, want = (jax.tree.map(np.asarray, jax.jit(update)(stack, given)) for given in (tokens, wide))
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         same_bytes(jax.tree_util.keystr(path), a, b)
+    assert stack.pool is not None
     before = np.asarray(stack.pool.entries.nope)
     assert not np.array_equal(got.pool.entries.nope, before, equal_nan=True), "no entry was written"
