@@ -107,9 +107,10 @@ def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Table
     min(min(p, limit), limit) to min(p, limit), so that the work is done once for all layers.
     """
     check_one_shard(tables.num_free, "a forward pass")
-    limit = jnp.full(tables.prepared.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
-    target = jnp.where(where & (slots >= 0), slots, limit.size)
-    limit = limit.at[target].set(_read(tables.seq_lens, slots), mode="drop")
+    # Compared with all slots and not scattered: XLA then does it in one launch, together with the minimum.
+    slot = jnp.arange(tables.prepared.size, dtype=jnp.int32)
+    named = jnp.any((slots[None] == slot[:, None]) & where[None], axis=1)
+    limit = jnp.where(named, tables.seq_lens, jnp.iinfo(jnp.int32).max)
     return dataclasses.replace(tables, prepared=jnp.minimum(tables.prepared, limit))
 
 
