@@ -19,7 +19,7 @@ import itertools
 import re
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -277,9 +277,9 @@ def time_layer(
         print(f"        {us:8.2f} us {name[:100]}")
 
 
-def difference(few: list[list[tuple[str, float]]], many: list[list[tuple[str, float]]]) -> Counter[str]:
+def difference(few: list[list[tuple[str, float]]], many: list[list[tuple[str, float]]]) -> dict[str, float]:
     """Microseconds by kernel that the longer program has more, as a mean of all rounds."""
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = defaultdict(float)
     for sign, rounds in ((-1, few), (1, many)):
         for name, us in itertools.chain(*rounds):
             sums[without_number(name)] += sign * us / len(rounds)
@@ -381,7 +381,7 @@ def main() -> None:
     bench = Bench(
         cfg=cfg,
         dtype=jnp.float32 if options.tiny else jnp.bfloat16,
-        requests=(1, 2) if options.tiny else tuple(map(int, options.requests.split(","))),
+        requests=(2,) if options.tiny else tuple(map(int, options.requests.split(","))),
         kinds=tuple(options.kinds.split(",")),
         forms=tuple(forms),
         rounds=2 if options.tiny else options.rounds,

@@ -68,12 +68,12 @@ def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Ar
 
     Both scale factors of the indexer are included.
     """
-    return scaled_head_weights(linear(x, params.head_weights), plan)
+    return linear(x, params.head_weights) * head_factor(plan)
 
 
-def scaled_head_weights(product: jax.Array, plan: CachePlan) -> jax.Array:
-    """Multiply the product of x with the rows of the head weights by both scale factors of the indexer."""
-    return product * (plan.cfg.indexer_head_dim**-0.5 * plan.cfg.indexer_heads**-0.5)
+def head_factor(plan: CachePlan) -> float:
+    """The indexer's scale factors, by which the product of x with the rows of the head weights is multiplied."""
+    return plan.cfg.indexer_head_dim**-0.5 * plan.cfg.indexer_heads**-0.5
 
 
 def masked(score: jax.Array, seen: jax.Array) -> jax.Array:

@@ -41,6 +41,7 @@ from dsv4jax.layer.ops import (
     PROJECTIONS,
     TOP_K,
     InputProducts,
+    Projections,
     TokenParts,
     choose_backends,
 )
@@ -229,7 +230,6 @@ def _run_layer(
 ) -> tuple[jax.Array, KVCache, Draft | None]:
     """Run a layer whose arguments are checked. ``options.backend`` names a backend for every op that the kind uses."""
     plan, backends = plan_of_heads(cache.plan, options.model_axis), _named(options.backend)
-    cfg = plan.cfg
     batch, given_tokens, _ = x.shape
     tile = min(given_tokens, query_tile(plan, kind, batch, backends))
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
@@ -239,13 +239,13 @@ def _run_layer(
     call = dataclasses.replace(call, plan=plan)
     positions = call.positions(num_tokens)
     real = positions >= 0
-    x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
+    projections = PROJECTIONS[_of(backends.projections)]
+    if isinstance(projections, Anywhere):  # NaN in padding would reach derivatives; a kernel has none, and drops it
+        x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
 
-    parts = _token_parts(params, x, positions, call, backends)
-    kv = parts.rows.kv
+    parts = _token_parts(params, x, positions, call, projections, encode=options.is_draft or given_tokens > 1)
+    kv, fresh = parts.rows.kv, parts.encoded
     assert kv is not None
-    stored = storable(kv, plan.row_spec)
-    fresh = plan.rows.encode(stored, cfg.rope_dim) if options.is_draft or given_tokens > 1 else None
     rows = parts.rows if fresh is None else dataclasses.replace(parts.rows, kv=None)
     assert backends.cache_update is not None
     assert backends.decode_attention is not None
@@ -266,27 +266,35 @@ def _run_layer(
     else:
         tiles = lax.map(attend_tile, jnp.arange(0, num_tokens, tile, dtype=jnp.int32))
         grouped = jnp.moveaxis(tiles, 0, 1).reshape(batch, num_tokens, -1)
-    y = PROJECTIONS[_of(backends.projections)].linear(grouped.astype(x.dtype), params.o_b)
-    if options.model_axis is not None:
-        y = lax.psum(y, options.model_axis)
-    y = jnp.where(real[..., None], y, 0.0).astype(x.dtype)[:, :given_tokens]
     # Make the next write into these buffers wait for this layer's reads. Otherwise XLA may schedule the write first and
-    # keep a copy of the pool or window for the reads.
-    y, stack = lax.optimization_barrier((y, call.stack))
+    # keep a copy of the pool or window for the reads. What follows them is not tied, so that XLA can fuse the end of
+    # this layer with what the caller does with y.
+    grouped, stack = lax.optimization_barrier((grouped, call.stack))
+    if options.model_axis is None:
+        y = projections.linear(grouped.astype(x.dtype), params.o_b, dtype=x.dtype)
+    else:
+        y = lax.psum(projections.linear(grouped.astype(x.dtype), params.o_b), options.model_axis).astype(x.dtype)
+    y = jnp.where(real[..., None], y, jnp.zeros((), x.dtype))[:, :given_tokens]
     if options.is_draft:
         draft = call.batch, dataclasses.replace(rows, kv=kv).first(given_tokens)
         return y, cache.with_stack(kind, stack), draft
     if fresh is not None:
+        stored = storable(kv, plan.row_spec)
         state = CACHE_UPDATE[backends.cache_update].append_swa(stack.state, index, stored, call.batch, plan)
         stack = dataclasses.replace(stack, state=state)
     return y, cache.with_stack(kind, stack), None
 
 
 def _token_parts(
-    params: AttentionParams, x: jax.Array, positions: jax.Array, call: LayerCall, backends: OpBackends
+    params: AttentionParams,
+    x: jax.Array,
+    positions: jax.Array,
+    call: LayerCall,
+    projections: Projections,
+    *,
+    encode: bool,
 ) -> TokenParts:
     """Multiply x by the weights that it feeds, and compute what the tokens contribute to the layer."""
-    projections = PROJECTIONS[_of(backends.projections)]
     products = InputProducts(
         q_a_kv=projections.linear(x, params.q_a_kv),
         # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
@@ -294,7 +302,7 @@ def _token_parts(
         start=call.batch.start,
         positions=positions,
     )
-    return projections.parts(products, params, call.plan, call.kind, x.dtype)
+    return projections.parts(products, params, call.plan, call.kind, x.dtype, encode=encode)
 
 
 def _of(backend: str | None) -> str:

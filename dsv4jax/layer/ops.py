@@ -12,7 +12,7 @@ import numpy as np
 from dsv4jax.cache.pool import PagedPool, PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow, StateCache
-from dsv4jax.formats import KeyRows
+from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import Backend, Implementation, Op, OpBackends, declare
@@ -40,6 +40,7 @@ class TokenParts:
 
     latent: jax.Array  # [B, T, q_lora_rank], which queries are made of; in the dtype of x, after norm
     rows: TokenRows  # what the cache keeps
+    encoded: KVRows | None  # rows [B, T, ...]: ``rows.kv`` as it is stored, if that was asked for
     head_weights: jax.Array | None  # f32 [B, T, indexer_heads], with the indexer's scale factors; CSA only
 
 
@@ -56,9 +57,27 @@ class Projections(Implementation, Protocol):
         ...
 
     def parts(
-        self, products: InputProducts, params: AttentionParams, plan: CachePlan, kind: AttentionType, dtype: Any
+        self,
+        products: InputProducts,
+        params: AttentionParams,
+        plan: CachePlan,
+        kind: AttentionType,
+        dtype: Any,
+        *,
+        encode: bool,
     ) -> TokenParts:
-        """Compute what new tokens contribute. ``dtype`` is that of x."""
+        """Compute what new tokens contribute.
+
+        What padding contributes does not matter, as long as it is finite.
+
+        Args:
+          products: of x.
+          params: the layer's weights.
+          plan: the cache's plan.
+          kind: of the layer.
+          dtype: of x.
+          encode: whether to encode the window rows, too.
+        """
         ...
 
 

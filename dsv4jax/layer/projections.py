@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.checks import FLOATS, check_dtype, integer
+from dsv4jax.derivatives import storable
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import TokenRows
 from dsv4jax.layer.compressor import token_streams
-from dsv4jax.layer.indexer import scaled_head_weights
+from dsv4jax.layer.indexer import head_factor
 from dsv4jax.layer.ops import PROJECTIONS, InputProducts, TokenParts
 from dsv4jax.layer.stored_products import stored_product
 from dsv4jax.linear import linear, product_dtype, rms_norm
@@ -47,7 +48,14 @@ class XLAProjections(Anywhere):
         ).astype(dtype)
 
     def parts(
-        self, products: InputProducts, params: AttentionParams, plan: CachePlan, kind: AttentionType, dtype: Any
+        self,
+        products: InputProducts,
+        params: AttentionParams,
+        plan: CachePlan,
+        kind: AttentionType,
+        dtype: Any,
+        *,
+        encode: bool,
     ) -> TokenParts:
         cfg, positions = plan.cfg, products.positions
         latent, kv = jnp.split(products.q_a_kv, [cfg.q_lora_rank], axis=-1)
@@ -57,8 +65,10 @@ class XLAProjections(Anywhere):
         if products.compress is not None:
             pools = params.entry_pool, params.key_pool
             entry, key, rest = token_streams(products.compress, *pools, products.start, plan, kind)
-            head_weights = scaled_head_weights(rest, plan) if kind.is_indexed else None
-        return TokenParts(latent=latent, rows=TokenRows(kv=kv, entry=entry, key=key), head_weights=head_weights)
+            head_weights = rest * head_factor(plan) if kind.is_indexed else None
+        encoded = plan.rows.encode(storable(kv, plan.row_spec), cfg.rope_dim) if encode else None
+        rows = TokenRows(kv=kv, entry=entry, key=key)
+        return TokenParts(latent=latent, rows=rows, encoded=encoded, head_weights=head_weights)
 
 
 def project(
