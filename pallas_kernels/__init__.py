@@ -11,6 +11,7 @@ attention  attention over the stored window rows and entries
 scores     the score of every entry for every query, computed from the stored 4-bit keys
 selection  top-k: the positions of the largest scores
 
+allocation pages for the next tokens of a batch
 gather     stored rows as dense ones
 queries    norm, rope and rounding of queries, from matrix products to what attention and scores take
 token_parts  what new tokens contribute to a layer, from the matrix products of its input
@@ -20,6 +21,7 @@ language   the language that kernel bodies are written in, and its two implement
 plugin     the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
 """
 
+from pallas_kernels.allocation import MAX_GRANTED_ROWS, Asked, Grants, PageSizes, grant_tokens
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
@@ -40,9 +42,13 @@ from pallas_kernels.update.call import append_chunk, cache_step, unsupported
 from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
 
 __all__ = [
+    "MAX_GRANTED_ROWS",
+    "Asked",
     "AttentionInputs",
+    "Grants",
     "NewEntries",
     "NewTokens",
+    "PageSizes",
     "ScoreInputs",
     "SlowKernelsWarning",
     "Streams",
@@ -57,6 +63,7 @@ __all__ = [
     "flush_entries",
     "gather_request_rows",
     "gather_rows",
+    "grant_tokens",
     "indexer_queries",
     "indexer_scores",
     "reset_hca",

@@ -132,18 +132,18 @@ class Buffer:
 
     # Elements without conversion.
     def load_bytes(self, *index: Index, count: int = VECTOR, where: Condition = True) -> Value:
-        """Load 1, 2 or 4 adjacent elements of a uint8 array into an i32, the first in the low byte.
+        """Load 1, 2 or 4 adjacent elements of a uint8 or bool array into an i32, the first in the low byte.
 
         It is 0 where ``where`` is False.
         """
-        self._expect("uint8")
+        self._expect("uint8", "bool")
         if count > 4:
             raise TypeError(f"{count} bytes in one i32: load_words takes up to 16")
         return self._load(index, count, where)[0]
 
     def store_bytes(self, word: Value, *index: Index, count: int = VECTOR, where: Condition = True) -> None:
-        """Store the low 1, 2 or 4 bytes of an i32 to adjacent elements of a uint8 array."""
-        self._expect("uint8")
+        """Store the low 1, 2 or 4 bytes of an i32 to adjacent elements of a uint8 or bool array, of bools 0 or 1."""
+        self._expect("uint8", "bool")
         self.machine.store(self.address_of(index), [word], count, where)
 
     def load_words(self, *index: Index, count: int, where: Condition = True) -> list[Value]:
