@@ -5,8 +5,8 @@
     ok           every row is granted, and all missing pages are there
     page i of row b comes from place before[b] + i of the stack of free pages, counted from its top
 
-One block does it all, because all rows decide together. A lane has a row, and then each lane hands out a page in turn:
-it finds the page's row by bisection of ``before``.
+One block does it all, because all rows decide together. Each row has a lane. Then the lanes hand out the pages, one
+each in turn: a lane finds the row that its page goes to by bisection of ``before``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.language.lanes import add, fold
+from pallas_kernels.language.lanes import Buffer, add, fold
 from pallas_kernels.language.launch import MAX_WARPGROUPS, Grid, launch
 from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Machine, Value, negate, select
 from pallas_kernels.language.shared import Shared
 
-MAX_GRANTED_ROWS = 4096  # of a batch; three numbers for each are kept in shared memory
+MAX_GRANTED_ROWS = MAX_WARPGROUPS * WARPGROUP  # of a batch: a lane for each
 
 
 @jax.tree_util.register_dataclass
@@ -43,10 +43,10 @@ class Grants:
 class Asked:
     """What a batch asks for, and what is known of its requests."""
 
-    slots: Any  # int32 [B] request of each row
-    num_new: Any  # int32 [B] tokens
-    asking: Any  # bool [B] whether the row asks for tokens
-    legal: Any  # bool [B] whether it does, and for more than none, for an existing request that no other row names
+    slots: Any  # int32 [B] request of each row, -1 = padding
+    num_new: Any  # int32 [B] tokens; a row that asks for none is skipped
+    shared: Any  # bool [B] whether another row that asks for tokens names the same slot
+    admitted: Any  # bool [requests] whether a request holds the slot
     seq_lens: Any  # int32 [requests] tokens stored
     free_blocks: Any  # int32 [num_pages] the first num_free are free
 
@@ -87,34 +87,51 @@ def grant_tokens(asked: Asked, tables: Grants, sizes: PageSizes, *, simulate: bo
     if rows > MAX_GRANTED_ROWS:
         raise ValueError(f"a batch may have {MAX_GRANTED_ROWS} rows, got {rows}")
     chex.assert_type([asked.slots, asked.num_new, asked.seq_lens, asked.free_blocks], jnp.int32)
-    chex.assert_type([asked.asking, asked.legal], jnp.bool)
+    chex.assert_type([asked.shared, asked.admitted], jnp.bool)
     chex.assert_type(jax.tree.leaves(tables), jnp.int32)
-    chex.assert_shape([asked.slots, asked.num_new, asked.asking, asked.legal], (rows,))
-    chex.assert_equal_shape([asked.seq_lens, tables.prepared, tables.block_lens])
+    chex.assert_shape([asked.slots, asked.num_new, asked.shared], (rows,))
+    chex.assert_equal_shape([asked.seq_lens, asked.admitted, tables.prepared, tables.block_lens])
     chex.assert_equal_shape([asked.free_blocks, tables.block_refs])
     chex.assert_shape([tables.block_table, tables.num_free], [(*tables.prepared.shape, None), (1,)])
-    warpgroups = max(1, min(MAX_WARPGROUPS, -(-rows // WARPGROUP)))
+    warpgroups = 1
+    while warpgroups * WARPGROUP < rows:
+        warpgroups *= 2
 
     def body(machine: Machine, asked: Asked, state: tuple[Grants, Any]) -> None:
         _Grant(machine, asked, state[0], sizes, warpgroups * WARPGROUP).run(state[1])
 
-    grid = Grid(blocks=(1,), warpgroups=warpgroups, shared_bytes=16 * (rows + 2 * WARPGROUP))
+    grid = Grid(blocks=(1,), warpgroups=warpgroups, shared_bytes=4 * WARPGROUP * 4 * warpgroups)
     ok = jax.ShapeDtypeStruct((1,), jnp.bool)
     return launch(body, name="grant_tokens", grid=grid, inputs=asked, state=(tables, ok), simulate=simulate)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """A row of the batch, as the lane that it belongs to sees it."""
+    """A row of the batch, as its lane sees it."""
 
-    number: Value
-    there: Value
     slot: Value
     granted: Value  # whether it gets tokens, if all rows do
+    refused: Value  # whether it asks for tokens and cannot have them
     length: Value
     held: Value
     missing: Value
-    up_to: Value  # the sum of missing over the rows of this warp, this one included
+
+    @classmethod
+    def load(cls, machine: Machine, asked: Asked, tables: Grants, sizes: PageSizes) -> _Row:
+        number = machine.thread
+        there = number < asked.slots.shape[0]
+        slot = asked.slots.load_int(number, where=there, otherwise=-1)
+        num_new = asked.num_new.load_int(number, where=there)
+        is_shared = asked.shared.load_bytes(number, count=1, where=there) != 0
+        is_slot = (slot >= 0) & (slot < asked.admitted.shape[0])
+        is_admitted = asked.admitted.load_bytes(slot, count=1, where=is_slot) != 0
+        start, held = (table.load_int(slot, where=is_slot) for table in (asked.seq_lens, tables.block_lens))
+        # Subtracted, because start + num_new could overflow.
+        fits = (num_new > 0) & (num_new <= sizes.max_context - start)
+        granted = fits & is_admitted & negate(is_shared)
+        length = select(granted, start + num_new, 0)
+        missing = select(granted, (sizes.pages(length) - held).maximum(0), 0)
+        return cls(slot, granted, (slot != -1) & (num_new != 0) & negate(granted), length, held, missing)
 
 
 class _Grant:
@@ -122,84 +139,50 @@ class _Grant:
 
     def __init__(self, machine: Machine, asked: Asked, tables: Grants, sizes: PageSizes, lanes: int):
         self.machine, self.asked, self.tables, self.sizes, self.lanes = machine, asked, tables, sizes, lanes
-        self.rows = asked.slots.shape[0]
-        self.parts = -(-self.rows // lanes)  # rows of a lane
-        warps = self.parts * (lanes // WARP)
-        self.before, self.held, self.slots = (Shared.take(machine, (self.rows,), "i32") for _ in range(3))
-        self.totals = Shared.take(machine, (warps,), "i32")  # missing pages of each warp's rows
-        self.refused = Shared.take(machine, (lanes // WARP,), "i32")
+        self.before, self.held, self.slots = (Shared.take(machine, (lanes,), "i32") for _ in range(3))
+        self.totals, self.refused = (Shared.take(machine, (lanes // WARP,), "i32") for _ in range(2))  # of warps
 
-    def run(self, ok: Any) -> None:
-        machine = self.machine
-        lane, warp = machine.thread % WARP, machine.thread // WARP
-        num_free = self.tables.num_free.load_int(0)
-        rows, refused = [], machine.constant(0, "i32")
-        for part in range(self.parts):
-            row, is_refused = self._look_at(part)
-            rows.append(row)
-            refused = refused | select(is_refused, machine.constant(1, "i32"), 0)
-            self.totals.store_int(row.up_to, warp + part * (self.lanes // WARP), where=lane == WARP - 1)
-        self.refused.store_int(machine.reduce_warp("max", refused), warp, where=lane == 0)
-        machine.barrier("block")
-        totals = self._all(self.totals)
-        taken, any_refused = fold(add, totals), fold(lambda a, b: a | b, self._all(self.refused))
-        is_ok = (any_refused == 0) & (taken <= num_free)
-        for part, row in enumerate(rows):
-            earlier = warp + part * (self.lanes // WARP)
-            before = row.up_to - row.missing
-            for i, of_warp in enumerate(totals):
-                before = before + select(earlier > i, of_warp, 0)
-            self.before.store_int(before, row.number, where=row.there)
-            self.held.store_int(row.held, row.number, where=row.there)
-            self.slots.store_int(row.slot, row.number, where=row.there)
-            changed = row.granted & is_ok
-            self.tables.prepared.store_int(row.length, row.slot, where=changed)
-            self.tables.block_lens.store_int(row.held + row.missing, row.slot, where=changed)
-        machine.barrier("block")
-        first = machine.thread == 0
-        self.tables.num_free.store_int(num_free - select(is_ok, taken, 0), 0, where=first)
-        ok.store_bytes(select(is_ok, machine.constant(1, "i32"), 0), 0, count=1, where=first)
-        trips = select(is_ok, (taken + (self.lanes - 1)) // self.lanes, 0)
-        machine.loop(trips, lambda i, _: self._hand_out(i * self.lanes + machine.thread, taken, num_free))
-
-    def _look_at(self, part: int) -> tuple[_Row, Value]:
-        """Load a row of this lane. Also returns whether it must be refused."""
-        machine, asked, tables = self.machine, self.asked, self.tables
-        number = machine.thread + part * self.lanes
-        there = number < self.rows
-        is_asking, is_legal = (
-            flags.load_bytes(number, count=1, where=there) != 0 for flags in (asked.asking, asked.legal)
-        )
-        slot, num_new = asked.slots.load_int(number, where=there), asked.num_new.load_int(number, where=there)
-        start, held = (table.load_int(slot, where=is_legal) for table in (asked.seq_lens, tables.block_lens))
-        # Subtracted, because start + num_new could overflow.
-        granted = is_legal & (num_new <= self.sizes.max_context - start)
-        length = select(granted, start + num_new, 0)
-        missing = select(granted, (self.sizes.pages(length) - held).maximum(0), 0)
-        up_to, lane = missing, machine.thread % WARP
-        distance = 1
-        while distance < WARP:
+    def run(self, ok: Buffer) -> None:
+        machine, tables = self.machine, self.tables
+        number, lane, warp = machine.thread, machine.thread % WARP, machine.thread // WARP
+        num_free = tables.num_free.load_int(0)
+        row = _Row.load(machine, self.asked, tables, self.sizes)
+        up_to = row.missing  # by this row and those before it in its warp
+        for distance in (1, 2, 4, 8, 16):
             lower = machine.shuffle_up(up_to, distance)
             up_to = up_to + select(lane >= distance, lower, 0)
-            distance *= 2
-        refused = is_asking & negate(granted)
-        return _Row(number, there, slot, granted, length, held, missing, up_to), refused
+        refused = machine.reduce_warp("max", select(row.refused, machine.constant(1, "i32"), 0))
+        self.totals.store_int(up_to, warp, where=lane == WARP - 1)
+        self.refused.store_int(refused, warp, where=lane == 0)
+        machine.barrier("block")
+        totals = self._all(self.totals)
+        taken = fold(add, totals)
+        is_ok = (fold(lambda a, b: a | b, self._all(self.refused)) == 0) & (taken <= num_free)
+        before = up_to - row.missing
+        for i, of_warp in enumerate(totals):
+            before = before + select(warp > i, of_warp, 0)
+        for shared, value in ((self.before, before), (self.held, row.held), (self.slots, row.slot)):
+            shared.store_int(value, number)
+        changed = row.granted & is_ok
+        tables.prepared.store_int(row.length, row.slot, where=changed)
+        tables.block_lens.store_int(row.held + row.missing, row.slot, where=changed)
+        machine.barrier("block")
+        tables.num_free.store_int(num_free - select(is_ok, taken, 0), 0, where=number == 0)
+        ok.store_bytes(select(is_ok, machine.constant(1, "i32"), 0), 0, count=1, where=number == 0)
+        trips = select(is_ok, (taken + (self.lanes - 1)) // self.lanes, 0)
+        machine.loop(trips, lambda i, _: self._hand_out(i * self.lanes + number, taken, num_free))
 
     def _all(self, numbers: Shared) -> list[Value]:
-        count = numbers.shape[0]
-        return [word for i in range(0, count, VECTOR) for word in numbers.load_words(i, count=min(VECTOR, count - i))]
+        return [word for i in range(0, numbers.shape[0], VECTOR) for word in numbers.load_words(i, count=VECTOR)]
 
     def _hand_out(self, place: Value, taken: Value, num_free: Value) -> None:
         """Give the page at a place of the stack, counted from its top, to its row."""
         machine, there = self.machine, place < taken
-        low, high = machine.constant(0, "i32"), machine.constant(self.rows, "i32")
-        for _ in range(self.rows.bit_length()):  # the last row whose pages begin at this place or before
-            middle = (low + high) >> 1
-            is_right = self.before.load_int(middle.minimum(self.rows - 1)) <= place
-            is_open = (high - low) > 1
-            low = select(is_open & is_right, middle, low)
-            high = select(is_open & negate(is_right), middle, high)
+        row, distance = machine.constant(0, "i32"), self.lanes // 2
+        while distance:  # to the last row whose pages begin at this place or before; lanes are a power of two
+            row = select(self.before.load_int(row + distance) <= place, row + distance, row)
+            distance //= 2
         page = self.asked.free_blocks.load_int((num_free - 1) - place, where=there)
-        column = self.held.load_int(low) + (place - self.before.load_int(low))
-        self.tables.block_table.store_int(page, self.slots.load_int(low), column, where=there)
+        column = self.held.load_int(row) + (place - self.before.load_int(row))
+        self.tables.block_table.store_int(page, self.slots.load_int(row), column, where=there)
         self.tables.block_refs.store_int(machine.constant(1, "i32"), page, where=there)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 import pallas_kernels as pk
-from dsv4jax.cache.tables import Tables, active_rows, grow
+from dsv4jax.cache.tables import Tables, grow, has_twin, is_asking
 from dsv4jax.checks import check_one_shard
 from dsv4jax.plan import CachePlan
 from pallas_kernels.language import target
@@ -27,13 +27,11 @@ def grow_by_kernel(
 ) -> tuple[Tables, jax.Array]:
     """Do what ``tables.grow`` describes in one launch, in place if the caller's jit donates the tables."""
     check_one_shard(tables.num_free, "prepare_forward")
-    # Layers ask the same of the same tables, so that XLA computes this once for all of them.
-    asking, legal = active_rows(tables, slots, num_new)
     asked = pk.Asked(
         slots=slots,
         num_new=num_new,
-        asking=asking,
-        legal=legal,
+        shared=has_twin(slots, is_asking(slots, num_new)),  # which layers ask too: XLA computes it once for all
+        admitted=tables.admitted,
         seq_lens=tables.seq_lens,
         free_blocks=tables.free_blocks,
     )

@@ -230,6 +230,29 @@ def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
             yield Kernel(name=name, function=prepare, args=args, rows=None, reads_only=True)
 
 
+def _grants(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the kernel that allocates blocks, for a usual batch and for the largest one."""
+    tables, plan = _cache(cfg).tables, _cache(cfg).plan
+    held = pk.Grants(**{field.name: getattr(tables, field.name) for field in dataclasses.fields(pk.Grants)})
+    sizes = pk.PageSizes(
+        max_context=plan.max_context, ratio=plan.min_ratio, per_page=cfg.block_tokens // plan.min_ratio
+    )
+    for rows in (64, pk.MAX_GRANTED_ROWS):
+        asked = pk.Asked(
+            slots=_i32(rows),
+            num_new=_i32(rows),
+            shared=Spec((rows,), jnp.bool),
+            admitted=tables.admitted,
+            seq_lens=tables.seq_lens,
+            free_blocks=tables.free_blocks,
+        )
+
+        def grant(held: Any, asked: Any) -> Any:
+            return pk.grant_tokens(asked, held, sizes)
+
+        yield Kernel(name=f"grant_tokens [{rows}]", function=grant, args=(held, asked), rows=None, has_scratch=True)
+
+
 def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the kernel that splits the products of new tokens, for a decode step, a draft and a chunk of each kind."""
     for formats in _formats(cfg):
@@ -289,7 +312,7 @@ def _print_table(reports: dict[str, dict[str, Any]]) -> None:
 def kernels() -> Iterator[tuple[str, Kernel]]:
     """Yield all kernels, each with the name of its model before its own."""
     for model, cfg in MODELS.items():
-        for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg), *_queries(cfg), *_token_parts(cfg)):
+        for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg), *_queries(cfg), *_token_parts(cfg), *_grants(cfg)):
             yield f"{model} {kernel.name}", kernel
 
 
