@@ -1,12 +1,14 @@
 """The launches of a decode step, read in what XLA makes of it: python -m tests.support.step_launches h200
 
 Compiles steps of V4-Flash's sizes where there is no GPU, and prints one JSON line: how many launches one more layer of
-each kind adds to a step, and how many a step has besides. ``--list`` prints first what they are. One target per
-process. Needs the extra ``cross``.
+each kind adds to a step, how many of them belong to products, and how many a step has besides. ``--list`` prints first
+what they are. With ``--draft`` the step stages a draft in each layer and commits it. One target per process. Needs the
+extra ``cross``.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 from collections import Counter
@@ -22,6 +24,7 @@ _FREE = {
     *("after-all", "partition-id", "replica-id"),
 }
 _CALLERS = {"while": ("body", "condition"), "call": ("to_apply",), "conditional": ("branch_computations",)}
+_PRODUCT = r"dot_general|product"  # in what launches of products come from
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?(%?[\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 
@@ -67,37 +70,34 @@ def launches(hlo: str) -> list[Instruction]:
         for one in found[waiting.pop()]:
             if one.opcode in _CALLERS:
                 for key in _CALLERS[one.opcode]:
-                    names = re.search(rf"{key}=\{{?([^}},]+(?:, ?[^}},]+)*)\}}?", one.rest)
-                    waiting += [] if names is None else [name.strip(" %") for name in names[1].split(",")]
+                    for several, single in re.findall(rf"{key}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", one.rest):
+                        waiting += [name.strip(" %") for name in (several or single).split(",")]
             elif one.opcode not in _FREE:
                 run.append(one)
     return run
 
 
-def step_of(kinds: tuple[str, ...], batch: int, tokens: int):
+def step_of(kinds: tuple[str, ...], options: argparse.Namespace):
     """A step of layers of these kinds, and its arguments."""
     import jax
     import jax.numpy as jnp
 
     import dsv4jax as d4
+    from tests.support.in_place import speculative_step, whole_step
 
     cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=tuple(RATIOS[kind] for kind in kinds))
-    plan = d4.plan_cache(cfg, max_requests=batch, max_context=32768 + 256, indexer_format="mxfp4", hca_tail="online")
-    params = [
-        jax.eval_shape(lambda key, i=i: d4.init_attention_params(key, cfg, i, jnp.bfloat16), jax.random.key(0))
-        for i in range(len(kinds))
-    ]
+    plan = d4.plan_cache(
+        cfg, max_requests=options.batch, max_context=32768 + 256, indexer_format="mxfp4", hca_tail="online"
+    )
 
-    def step(params, x, cache, slots, num_new):
-        cache, ok = d4.prepare_forward(cache, slots, num_new)
-        for layer in range(len(kinds)):
-            y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new)
-            x = x + y
-        return x, d4.advance(cache, slots, num_new), ok
+    def weights(layer: int):
+        make = functools.partial(d4.init_attention_params, cfg=cfg, layer=layer, dtype=jnp.bfloat16)
+        return jax.eval_shape(functools.partial(make, weights=options.weights), jax.random.key(0))
 
-    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    x = jax.ShapeDtypeStruct((batch, tokens, cfg.hidden_size), jnp.bfloat16)
-    return step, (params, x, d4.abstract_cache(plan), row, row)
+    row = jax.ShapeDtypeStruct((options.batch,), jnp.int32)
+    x = jax.ShapeDtypeStruct((options.batch, options.tokens, cfg.hidden_size), jnp.bfloat16)
+    step = speculative_step if options.draft else whole_step
+    return step, (list(map(weights, range(len(kinds)))), x, d4.abstract_cache(plan), row, row)
 
 
 def main() -> None:
@@ -105,13 +105,15 @@ def main() -> None:
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1, help="of each request")
+    parser.add_argument("--weights", choices=("wide", "stored"), default="wide")
+    parser.add_argument("--draft", action="store_true", help="stage the tokens as a draft, and commit some")
     parser.add_argument("--list", action="store_true", help="print every launch of one more layer, and of the others")
     parser.add_argument("--dump", type=Path, default=None, help="write the programs into this folder")
     options = parser.parse_args()
     prepare_environment()
 
     def launches_of(*kinds: str) -> Counter[str]:
-        step, args = step_of(kinds, options.batch, options.tokens)
+        step, args = step_of(kinds, options)
         hlo = compile_for(options.target, step, *args, donate_argnums=2).as_text() or ""
         if options.dump:
             (options.dump / f"{'_'.join(kinds)}.hlo").write_text(hlo)
@@ -121,7 +123,9 @@ def main() -> None:
     for kind in RATIOS:
         one, two = launches_of(kind), launches_of(kind, kind)
         added, once = two - one, one - (two - one)
-        report[kind] = {"layer": two.total() - one.total(), "once": 2 * one.total() - two.total()}
+        products = sum(count for what, count in added.items() if re.search(_PRODUCT, what))
+        layer = two.total() - one.total()
+        report[kind] = {"layer": layer, "products": products, "once": one.total() - layer}
         for title, some in ((f"one more {kind} layer", added), ("once in a step", once)) if options.list else ():
             print(f"{title}:")
             for what, count in sorted(some.items()):
