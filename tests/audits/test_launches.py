@@ -55,7 +55,7 @@ HloModule step
 
 ENTRY %main (p: f32[4]) -> f32[4] {
   %p = f32[4]{0} parameter(0)
-  %kernel.1 = (f32[4]{0}, /*index=1*/s32[]) custom-call(%p), custom_call_target="m", metadata={op_name="jit(f)/top_k/mpmd_map"}
+  %kernel.1 = (f32[4]{0}, /*index=1*/s32[]) custom-call(%p), custom_call_target="m", metadata={op_name="top_k/mpmd_map"}
   %g = f32[4]{0} get-tuple-element(%kernel.1), index=0
   %w = (s32[], f32[4]{0}) while(%g), condition=%condition, body=%body
   %copy.2 = f32[4]{0} copy(%g)
