@@ -31,12 +31,12 @@ ROOM = 1024  # tokens that a request can grow by
 def decode(
     params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, d4.KVCache]:
-    """Decode one token of each request. ``count`` is not used."""
+    """Decode one token of each request, with a layer's weights in ``params[layer]``. ``count`` is not used."""
     cfg, one = cache.plan.cfg, jnp.ones_like(count)
     cache, ok = d4.prepare_forward(cache, slots, one)
     x = x[:, :1]
-    for layer, spec in enumerate(d4.layer_schedule(cfg)):
-        y, cache = d4.attention_layer(params[spec.attn], x, cache, layer, slots, one)
+    for layer in range(cfg.num_layers):
+        y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, one)
         x = x + y
     return ok & jnp.isfinite(x[0, 0, 0]), d4.advance(cache, slots, one)
 
@@ -48,8 +48,8 @@ def speculate(
     num_new = jnp.full_like(count, x.shape[1])
     cache, granted = d4.prepare_forward(cache, slots, num_new)
     staged = []
-    for layer, spec in enumerate(d4.layer_schedule(cache.plan.cfg)):
-        y, cache, rows = d4.stage(params[spec.attn], x, cache, layer, slots, num_new)
+    for layer in range(cache.plan.cfg.num_layers):
+        y, cache, rows = d4.stage(params[layer], x, cache, layer, slots, num_new)
         x = x + y
         staged.append(rows)
     cache, stored = d4.commit(cache, staged, count)
@@ -64,10 +64,10 @@ class Programs:
 
     def __init__(self, plan: d4.CachePlan, context: int, tokens: int, dtype: Any):
         cfg = plan.cfg
-        first = {spec.attn: spec.layer_idx for spec in reversed(d4.layer_schedule(cfg))}
-        self.params = {
-            str(kind): d4.init_attention_params(jax.random.key(i), cfg, i, dtype) for kind, i in first.items()
-        }
+        schedule = d4.layer_schedule(cfg)
+        first = {spec.attn: spec.layer_idx for spec in reversed(schedule)}
+        params = {kind: d4.init_attention_params(jax.random.key(i), cfg, i, dtype) for kind, i in first.items()}
+        self.params = [params[spec.attn] for spec in schedule]
         self.slots = jnp.asarray(np.random.default_rng(1).permutation(plan.max_requests), jnp.int32)
         self.x = jax.random.normal(jax.random.key(9), (plan.max_requests, tokens, cfg.hidden_size), dtype)
         self.count = jnp.full(plan.max_requests, tokens, jnp.int32)

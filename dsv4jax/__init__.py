@@ -38,6 +38,7 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import OpBackends, backends
 from dsv4jax.layer.handle import LayerCacheHandle, acquire
 from dsv4jax.layer.layer import attention_layer, attention_layer_at
+from dsv4jax.layer.projections import project
 from dsv4jax.pieces import (
     append_swa,
     append_tail,
@@ -58,7 +59,10 @@ from dsv4jax.requests.snapshot import Snapshot, extract, insert
 from dsv4jax.requests.speculate import StagedLayer, commit, stage
 from dsv4jax.requests.storage import restore, save
 from dsv4jax.weights.checkpoint import load_safetensors
-from dsv4jax.weights.params import AttentionParams, init_attention_params, load_attention_params, params_specs
+from dsv4jax.weights.initial import init_attention_params
+from dsv4jax.weights.load import load_attention_params
+from dsv4jax.weights.params import AttentionParams, params_specs
+from dsv4jax.weights.stored import StoredWeight
 
 __all__ = [
     "AttentionParams",
@@ -78,6 +82,7 @@ __all__ = [
     "Snapshot",
     "StagedLayer",
     "StateCache",
+    "StoredWeight",
     "Tables",
     "abstract_cache",
     "acquire",
@@ -112,6 +117,7 @@ __all__ = [
     "partition_specs",
     "plan_cache",
     "prepare_forward",
+    "project",
     "release",
     "reset_hca",
     "reset_slots",

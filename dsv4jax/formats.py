@@ -177,6 +177,22 @@ def _from_ue8m0(byte: jax.Array) -> jax.Array:
     return jnp.where(byte == 255, jnp.nan, scale)
 
 
+def _to_fp8_tiles(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Round f32 [..., tiles, n] to E4M3 bytes, with an exponent byte per tile [..., tiles]."""
+    scale = _ue8m0_for(jnp.maximum(_amax(tiles), MIN_KV_AMAX), E4M3_MAX)
+    return _to_e4m3(tiles / _from_ue8m0(scale)[..., None]), scale
+
+
+def fp8_tiles(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Round f32 [..., tiles, n] to E4M3 with a power-of-two scale per tile, 2^ceil(log2(max(amax, 1e-4) / 448)).
+
+    Returns:
+      (the codes, float8_e4m3fn of the shape of ``tiles``; their scales, f32 [..., tiles]).
+    """
+    codes, scale = _store(_to_fp8_tiles(tiles))
+    return lax.bitcast_convert_type(codes, E4M3), _from_ue8m0(scale)
+
+
 def _to_e2m1(x: jax.Array) -> jax.Array:
     """Convert f32 [..., n] to packed E2M1 codes u8 [..., n / 2], even index in the low nibble. |x| > 6 becomes 6."""
     magnitude = jnp.abs(x)
@@ -260,9 +276,8 @@ class Fp8TileRows:
     def encode(self, x: jax.Array, rope_dim: int) -> KVRows:
         nope, rope = _split(refuse_derivative(_BYTES, x), rope_dim)
         tiles = nope.reshape(*nope.shape[:-1], -1, self.tile)
-        scale = _ue8m0_for(jnp.maximum(_amax(tiles), MIN_KV_AMAX), E4M3_MAX)
-        quantised = _to_e4m3(tiles / _from_ue8m0(scale)[..., None]).reshape(nope.shape)
-        return _store(KVRows(nope=quantised, rope=rope.astype(jnp.bfloat16), scale=scale))
+        quantised, scale = _to_fp8_tiles(tiles)
+        return _store(KVRows(nope=quantised.reshape(nope.shape), rope=rope.astype(jnp.bfloat16), scale=scale))
 
     def decode(self, rows: KVRows) -> jax.Array:
         assert rows.scale is not None

@@ -49,8 +49,15 @@ def rope_angles(positions: jax.Array, freqs: np.ndarray) -> tuple[jax.Array, jax
 
 
 def packed_angles(positions: jax.Array, freqs: np.ndarray) -> jax.Array:
-    """Return the cosines of ``rope_angles`` followed by the sines, f32 [..., rope_dim], as the kernels expect them."""
-    return jnp.concatenate(rope_angles(positions, freqs), -1)
+    """Return the cosines of ``rope_angles`` followed by the sines, f32 [..., rope_dim], as the kernels expect them.
+
+    Each number is chosen from a cosine and a sine, and the two halves are not concatenated: XLA then computes the
+    angles of all layers of a step in one launch.
+    """
+    both, half = np.concatenate([freqs, freqs]), len(freqs)
+    cos, sin = rope_angles(positions, both)
+    is_cos = jnp.arange(2 * half, dtype=jnp.int32).reshape((1,) * positions.ndim + (-1,)) < half
+    return jnp.where(jnp.broadcast_to(is_cos, cos.shape), cos, sin)
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse: bool = False) -> jax.Array:

@@ -30,10 +30,11 @@ from dsv4jax.plan import CachePlan, LayerCacheSchema
 from dsv4jax.requests.snapshot import Snapshot
 from dsv4jax.requests.speculate import StagedLayer
 from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams
-from dsv4jax.weights.params import AttentionParams, CompressorParams, IndexerParams
+from dsv4jax.weights.params import AttentionParams, CompressorParams, IndexerParams, PoolParams
+from dsv4jax.weights.stored import StoredWeight
 
 PYTREES: tuple[type, ...] = (
-    *(AttentionParams, CompressorParams, IndexerParams),
+    *(AttentionParams, CompressorParams, IndexerParams, PoolParams, StoredWeight),
     *(KVCache, LayerStack, StateCache, PagedPool, Tables, KVRows, KeyRows, CSATail, HCATail, HCAOnlineTail),
     *(LayerCacheHandle, SWAView, ClassicalView, IndexerView, SlidingWindow, PooledLayer, ExactEntries, Streams),
     *(Snapshot, StagedLayer),

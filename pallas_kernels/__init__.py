@@ -11,14 +11,17 @@ attention  attention over the stored window rows and entries
 scores     the score of every entry for every query, computed from the stored 4-bit keys
 selection  top-k: the positions of the largest scores
 
+allocation pages for the next tokens of a batch
 gather     stored rows as dense ones
 queries    norm, rope and rounding of queries, from matrix products to what attention and scores take
+token_parts  what new tokens contribute to a layer, from the matrix products of its input
 formats    encoding and decoding of rows, a class for each number format
 rows       the arithmetic of a row: norm, rope, Hadamard transform, scales
 language   the language that kernel bodies are written in, and its two implementations
 plugin     the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
 """
 
+from pallas_kernels.allocation import MAX_GRANTED_ROWS, Asked, Grants, PageSizes, grant_tokens
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
@@ -27,17 +30,31 @@ from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.selection.call import top_k, unsupported_top_k
+from pallas_kernels.token_parts import (
+    TokenParts,
+    TokenProducts,
+    TokenRounding,
+    token_parts,
+    unsupported_token_parts,
+)
 from pallas_kernels.update.batch import NewEntries, NewTokens, Streams
 from pallas_kernels.update.call import append_chunk, cache_step, unsupported
 from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
 
 __all__ = [
+    "MAX_GRANTED_ROWS",
+    "Asked",
     "AttentionInputs",
+    "Grants",
     "NewEntries",
     "NewTokens",
+    "PageSizes",
     "ScoreInputs",
     "SlowKernelsWarning",
     "Streams",
+    "TokenParts",
+    "TokenProducts",
+    "TokenRounding",
     "append_chunk",
     "append_swa",
     "attention_queries",
@@ -46,13 +63,16 @@ __all__ = [
     "flush_entries",
     "gather_request_rows",
     "gather_rows",
+    "grant_tokens",
     "indexer_queries",
     "indexer_scores",
     "reset_hca",
     "rotate_csa",
+    "token_parts",
     "top_k",
     "unsupported",
     "unsupported_attention",
     "unsupported_scores",
+    "unsupported_token_parts",
     "unsupported_top_k",
 ]

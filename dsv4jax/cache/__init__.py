@@ -2,6 +2,7 @@
 
 state       the sliding windows and tails, for all layers of a kind
 pool        compressed entries in blocks, found through the block table
+allocation  blocks for the next tokens of a batch, by a kernel where there is one
 tables      slots, blocks and lengths, and every change to them as a pure function
 stack       layers of one kind stacked along an axis, and the stacks of all kinds
 cache       ``KVCache`` and the five calls that drive it

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsv4jax.cache.allocation import allocate
 from dsv4jax.cache.pool import init_pool
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.state import init_state, reset_slots
-from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, grow, init_tables, release_slots
+from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, init_tables, release_slots
 from dsv4jax.checks import check_batch, integer
 from dsv4jax.config import layer_kind
 from dsv4jax.kinds import AttentionType
@@ -105,7 +106,7 @@ def prepare_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tup
       ValueError: the cache has several shards and the call is outside ``jax.shard_map``.
     """
     check_batch(slots=slots, num_new=num_new)
-    tables, ok = grow(cache.tables, slots, num_new, cache.plan)
+    tables, ok = allocate(cache.tables, slots, num_new, cache.plan)
     return dataclasses.replace(cache, tables=tables), ok
 
 

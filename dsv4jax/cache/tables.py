@@ -57,10 +57,16 @@ def init_tables(plan: CachePlan) -> Tables:
     )
 
 
-def _has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
+def is_asking(slots: jax.Array, num_new: jax.Array) -> jax.Array:
+    """Return which rows ask for tokens, bool [B]."""
+    return (slots != -1) & (num_new != 0)
+
+
+def has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
     """Return whether another active row of the batch names the same slot, bool [B]."""
-    same = (slots[:, None] == slots[None]) & active[:, None] & active[None]
-    return jnp.sum(same, axis=1, dtype=jnp.int32) > 1
+    row = jnp.arange(slots.size, dtype=jnp.int32)
+    other = (row[:, None] != row[None]) & active[:, None] & active[None]
+    return jnp.any((slots[:, None] == slots[None]) & other, axis=1)
 
 
 def _read(table: jax.Array, slots: jax.Array) -> jax.Array:
@@ -83,8 +89,8 @@ def active_rows(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[j
     A row asks for tokens if its slot is not -1 and num_new is not 0. It is valid if num_new > 0, the slot is admitted,
     and no other asking row names the same slot.
     """
-    asking = (slots != -1) & (num_new != 0)
-    return asking, asking & (num_new > 0) & is_admitted(tables, slots) & ~_has_twin(slots, asking)
+    asking = is_asking(slots, num_new)
+    return asking, asking & (num_new > 0) & is_admitted(tables, slots) & ~has_twin(slots, asking)
 
 
 def granted_tokens(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -107,9 +113,10 @@ def withdraw_grants(tables: Tables, slots: jax.Array, where: jax.Array) -> Table
     min(min(p, limit), limit) to min(p, limit), so that the work is done once for all layers.
     """
     check_one_shard(tables.num_free, "a forward pass")
-    limit = jnp.full(tables.prepared.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
-    target = jnp.where(where & (slots >= 0), slots, limit.size)
-    limit = limit.at[target].set(_read(tables.seq_lens, slots), mode="drop")
+    # Compared with all slots and not scattered: XLA then does it in one launch, together with the minimum.
+    slot = jnp.arange(tables.prepared.size, dtype=jnp.int32)
+    named = jnp.any((slots[None] == slot[:, None]) & where[None], axis=1)
+    limit = jnp.where(named, tables.seq_lens, jnp.iinfo(jnp.int32).max)
     return dataclasses.replace(tables, prepared=jnp.minimum(tables.prepared, limit))
 
 
@@ -200,7 +207,7 @@ def fork_slots(
     asking = targets != -1
     empty = (_read(tables.block_lens, targets) == 0) & (_read(tables.prepared, targets) == 0)
     legal = is_admitted(tables, sources) & is_admitted(tables, targets) & empty & (sources != targets)
-    legal &= asking & ~_has_twin(targets, asking)
+    legal &= asking & ~has_twin(targets, asking)
     length = jnp.where(legal, _read(tables.seq_lens, sources), 0)
     held = blocks_for(plan, length)
     full = jnp.minimum(length // plan.cfg.block_tokens, held)  # held is 0 if no layer is compressed

@@ -9,6 +9,7 @@ names a backend for each op.
     pallas            the kernels of ``pallas_kernels``, on the GPUs that ``pallas_kernels.language.target`` lists
     pallas_simulated  the same kernels run in NumPy on the host, on any device: slow, and checked for races
 
+    projections       products with the layer's weights, and what tokens contribute
     cache_update      rounding and storing of new tokens, as a whole or in steps
     indexer_scores    the score of every entry for every query of a CSA layer
     top_k             the entries with the largest scores
@@ -102,6 +103,7 @@ class OpBackends:
       ValueError: an op has no backend of that name.
     """
 
+    projections: str | None = None
     cache_update: str | None = None
     indexer_scores: str | None = None
     top_k: str | None = None

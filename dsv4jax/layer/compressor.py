@@ -15,24 +15,24 @@ from jax import lax
 from dsv4jax.config import DSV4Config
 from dsv4jax.derivatives import straight_through
 from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.backend import XLA, Backend
 from dsv4jax.layer.call import Normed, TokenRows
+from dsv4jax.layer.ops import PROJECTIONS
 from dsv4jax.linear import linear, rms_norm
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.tails import Streams
-from dsv4jax.weights.params import CompressorParams, IndexerParams
+from dsv4jax.weights.params import CompressorParams, IndexerParams, PoolParams
+from dsv4jax.weights.stored import join
 
 
-def project_streams(
-    params: CompressorParams, x: jax.Array, start: jax.Array, ratio: int, dtype: Any, *, overlap: bool
-) -> Streams:
-    """Compute k = x W_kv and z = x W_gate + ape[position mod ratio].
+def streams_of(k: jax.Array, z: jax.Array, ape: jax.Array, start: jax.Array, dtype: Any, *, overlap: bool) -> Streams:
+    """Make the streams of new tokens from their products: k as it is, and z + ape[position mod ratio].
 
     Args:
-      params: the compressor's weights.
-      x: [B, T, hidden].
+      k, z: f32 [B, T, width], the products of x with W_kv and W_gate.
+      ape: [ratio, width], ratio tokens per entry.
       start: int32 [B], position of each request's first new token.
-      ratio: tokens per entry.
       dtype: dtype of the tails. Streams are rounded to it at once, so that an entry does not depend on how its tokens
         were split over calls.
       overlap: True for CSA, which has two streams.
@@ -45,10 +45,57 @@ def project_streams(
         stored = lax.optimization_barrier(lax.stop_gradient(stream).astype(dtype)).astype(jnp.float32)
         return straight_through(stored, stream)
 
-    slot = (start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]) % ratio
-    k = rounded(linear(x, params.kv))
-    z = rounded(linear(x, params.gate) + params.ape.astype(jnp.float32)[slot])
-    return Streams(k=k, z=z, overlap=overlap)
+    slot = (start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]) % ape.shape[0]
+    return Streams(k=rounded(k), z=rounded(z + ape.astype(jnp.float32)[slot]), overlap=overlap)
+
+
+def project_streams(
+    params: CompressorParams, x: jax.Array, start: jax.Array, ratio: int, dtype: Any, *, overlap: bool
+) -> Streams:
+    """Compute k = x W_kv and z = x W_gate + ape[position mod ratio].
+
+    Args:
+      params: the compressor's weights.
+      x: [B, T, hidden].
+      start: int32 [B], position of each request's first new token.
+      ratio: tokens per entry.
+      dtype: dtype of the tails, to which streams are rounded.
+      overlap: True for CSA, which has two streams.
+    """
+    if params.ape.shape[0] != ratio:
+        raise ValueError(f"ratio must be the {params.ape.shape[0]} rows of ape, got {ratio}")
+    k, z = linear(x, params.kv), linear(x, params.gate)
+    return streams_of(k, z, params.ape, start, dtype, overlap=overlap)
+
+
+def token_streams(
+    product: jax.Array,
+    entry: PoolParams | None,
+    key: PoolParams | None,
+    start: jax.Array,
+    plan: CachePlan,
+    kind: AttentionType,
+) -> tuple[Normed | None, Normed | None, jax.Array]:
+    """Divide the product of x with ``AttentionParams.compress``, f32 [B, T, rows].
+
+    Args:
+      product: f32 [B, T, rows].
+      entry, key: of the compressor and of the indexer's compressor; None where there is none.
+      start: int32 [B], position of each request's first new token.
+
+    Returns:
+      (what the tokens contribute to entries; to indexer keys; the rest of the product, of the head weights). The first
+      two are None where there is no such compressor.
+    """
+
+    def take(pool: PoolParams | None) -> Normed | None:
+        nonlocal product
+        if pool is None:
+            return None
+        k, z, product = jnp.split(product, [pool.width, 2 * pool.width], axis=-1)
+        return streams_of(k, z, pool.ape, start, plan.tail_dtype, overlap=kind.overlaps), pool.norm
+
+    return take(entry), take(key), product
 
 
 def project_tokens(
@@ -58,19 +105,22 @@ def project_tokens(
     start: jax.Array,
     plan: CachePlan,
     kind: AttentionType,
+    backend: Backend = XLA,
 ) -> TokenRows:
     """Compute what tokens x [B, T, hidden] at positions from start int32 [B] contribute to entries and indexer keys.
 
     x must be finite even past a row's own tokens, because the projections of all T tokens are computed.
     """
-
-    def normed(params: CompressorParams | None) -> Normed | None:
-        if params is None:
-            return None
-        ratio = plan.cfg.ratio(kind)
-        return project_streams(params, x, start, ratio, plan.tail_dtype, overlap=kind.overlaps), params.norm
-
-    return TokenRows(kv=None, entry=normed(compressor), key=normed(indexer and indexer.compressor))
+    if compressor is None:
+        return TokenRows(kv=None, entry=None, key=None)
+    parts, key = [compressor.kv, compressor.gate], None
+    if indexer is not None:
+        # All rows of AttentionParams.compress, in order: XLA then sees that the parts are one array.
+        parts += [indexer.compressor.kv, indexer.compressor.gate, indexer.head_weights]
+        key = indexer.compressor.pool
+    product = PROJECTIONS.of(backend, plan, kind).linear(x, join(*parts))
+    entry_rows, key_rows, _ = token_streams(product, compressor.pool, key, start, plan, kind)
+    return TokenRows(kv=None, entry=entry_rows, key=key_rows)
 
 
 def finish_entries(

@@ -195,7 +195,7 @@ class LayerCacheHandle:
         self.entries  # noqa: B018  raises for an SWA layer
         check_compressors(params, indexer, self.cache.plan.cfg, self.kind)
         taking = self._taking(x.shape[1])
-        rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind)
+        rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind, taking.backend)
         is_plain = isinstance(CACHE_UPDATE[taking._updates_by], Anywhere)
         exact = exact_entries(taking._call, rows) if is_plain else None
         return dataclasses.replace(taking._stored(rows), exact_entries=exact)

@@ -17,11 +17,12 @@ from dsv4jax.checks import check_array, known_size
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
-from dsv4jax.layer.ops import INDEXER_SCORES, TOP_K
+from dsv4jax.layer.ops import INDEXER_SCORES, PROJECTIONS, TOP_K
 from dsv4jax.linear import hadamard, linear
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope
 from dsv4jax.weights.params import IndexerParams
+from dsv4jax.weights.stored import Weight
 
 
 def indexer_queries(
@@ -30,23 +31,36 @@ def indexer_queries(
     positions: jax.Array,
     freqs: np.ndarray,
     plan: CachePlan,
-    backend: str = XLA,
+    backend: Backend = XLA,
 ) -> jax.Array | KeyRows:
     """Compute the indexer's queries: project ``q_latent`` [B, T, q_lora_rank], then apply rope and Hadamard transform.
 
     Args:
-      backend: the backend of ``indexer_scores``.
+      backend: of ``projections`` and of ``indexer_scores``: None for the fastest available, a name from ``backends()``,
+        or ``OpBackends``.
 
     Returns:
       f32 [B, T, indexer_heads, indexer_head_dim], which the caller rounds as the keys are; or, if the backend is a
       kernel, queries already rounded by it.
     """
-    cfg = plan.cfg
+    return project_queries(params.q_b, q_latent, positions, freqs, plan, backend)
+
+
+def project_queries(
+    q_b: Weight,
+    q_latent: jax.Array,
+    positions: jax.Array,
+    freqs: np.ndarray,
+    plan: CachePlan,
+    backend: Backend,
+) -> jax.Array | KeyRows:
+    """Do what ``indexer_queries`` describes, with W_qb of the indexer alone."""
+    cfg, kind = plan.cfg, AttentionType.CSA
     # The barrier keeps this product separate from that of the main queries. XLA would otherwise concatenate the weights
     # of both, 84 MB, in every step.
-    q_latent = lax.optimization_barrier(q_latent)
-    q = linear(q_latent, params.q_b).reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
-    return INDEXER_SCORES[backend].queries(q, positions, freqs, plan)
+    product = PROJECTIONS.of(backend, plan, kind).linear(lax.optimization_barrier(q_latent), q_b)
+    q = product.reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
+    return INDEXER_SCORES.of(backend, plan, kind).queries(q, positions, freqs, plan)
 
 
 def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Array:
@@ -54,7 +68,12 @@ def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Ar
 
     Both scale factors of the indexer are included.
     """
-    return linear(x, params.head_weights) * (plan.cfg.indexer_head_dim**-0.5 * plan.cfg.indexer_heads**-0.5)
+    return linear(x, params.head_weights) * head_factor(plan)
+
+
+def head_factor(plan: CachePlan) -> float:
+    """The indexer's scale factors, by which the product of x with the rows of the head weights is multiplied."""
+    return plan.cfg.indexer_head_dim**-0.5 * plan.cfg.indexer_heads**-0.5
 
 
 def masked(score: jax.Array, seen: jax.Array) -> jax.Array:

@@ -23,20 +23,26 @@ from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.formats import KeyRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.backend import PALLAS, SIMULATED, Op
+from dsv4jax.layer.backend import PALLAS, SIMULATED, XLA, Op
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
+from dsv4jax.layer.indexer import head_factor
 from dsv4jax.layer.ops import (
     CACHE_UPDATE,
     DECODE_ATTENTION,
     GATHER_ROWS,
     INDEXER_SCORES,
+    PROJECTIONS,
     TOP_K,
     AttentionInputs,
+    InputProducts,
     NewEntries,
+    TokenParts,
 )
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
-from dsv4jax.tails import num_touched_blocks
+from dsv4jax.tails import Streams, num_touched_blocks
+from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
+from dsv4jax.weights.stored import Weight
 from pallas_kernels.language import target
 
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
@@ -69,6 +75,60 @@ class _Kernels(abc.ABC):
     @abc.abstractmethod
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         """Return why no kernel serves a plan's formats and sizes, or None if one does."""
+
+
+class ProjectionsKernels(_Kernels):
+    """The kernel of ``pallas_kernels.token_parts``; products are XLA's."""
+
+    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
+        cfg, compress = plan.cfg, param_shapes(plan.cfg, kind).compress
+        return pk.unsupported_token_parts(
+            q_lora_rank=cfg.q_lora_rank,
+            head_dim=cfg.head_dim,
+            rope_dim=cfg.rope_dim,
+            rows=0 if compress is None else compress.shape[0],
+        )
+
+    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
+        return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
+
+    def parts(
+        self,
+        products: InputProducts,
+        params: AttentionParams,
+        plan: CachePlan,
+        kind: AttentionType,
+        dtype: Any,
+        *,
+        encode: bool,
+    ) -> TokenParts:
+        products, params = self.without_derivative(PROJECTIONS, (products, params))
+        entry, key = params.entry_pool, params.key_pool
+        given = pk.TokenProducts(
+            q_a_kv=products.q_a_kv,
+            compress=products.compress,
+            q_norm=params.q_norm,
+            kv_norm=params.kv_norm,
+            entry_ape=entry and entry.ape,
+            key_ape=key and key.ape,
+            angles=packed_angles(products.positions, rope_frequencies(plan.cfg, kind)),
+            positions=products.positions,
+        )
+        rounding = pk.TokenRounding(
+            eps=plan.cfg.norm_eps,
+            latent_dtype=dtype,
+            stream_dtype=plan.tail_dtype,
+            head_factor=head_factor(plan),
+            kv_format=plan.kv_format if encode else None,
+        )
+        row_spec = plan.row_spec if encode else None
+        parts = pk.token_parts(given, rounding, row_spec=row_spec, simulate=self.simulate)
+
+        def normed(streams: Any, pool: PoolParams | None) -> Normed | None:
+            return pool and (Streams(k=streams[0], z=streams[1], overlap=kind.overlaps), pool.norm)
+
+        rows = TokenRows(kv=parts.kv, entry=normed(parts.entry, entry), key=normed(parts.key, key))
+        return TokenParts(latent=parts.latent, rows=rows, encoded=parts.stored, head_weights=parts.head_weights)
 
 
 class CacheUpdateKernels(_Kernels):
@@ -157,7 +217,7 @@ class CacheUpdateKernels(_Kernels):
 
 
 def _streams(given: Normed | None) -> pk.Streams | None:
-    return given and pk.Streams(k=given[0].k, z=given[0].z, norm=given[1].astype(jnp.float32))
+    return given and pk.Streams(k=given[0].k, z=given[0].z, norm=given[1])
 
 
 class GatherRowsKernels(_Kernels):
@@ -276,7 +336,7 @@ class DecodeAttentionKernels(_Kernels):
             start=window.start,
             positions=inputs.positions,
             visible=inputs.visible,
-            sinks=inputs.sinks.astype(jnp.float32),
+            sinks=inputs.sinks,
             angles=packed_angles(inputs.positions, freqs),
             layer=layer_number(window.index),
         )
@@ -284,6 +344,7 @@ class DecodeAttentionKernels(_Kernels):
 
 
 for _name, _simulate in ((PALLAS, False), (SIMULATED, True)):
+    PROJECTIONS.register(_name, ProjectionsKernels(_simulate))
     CACHE_UPDATE.register(_name, CacheUpdateKernels(_simulate))
     INDEXER_SCORES.register(_name, IndexerScoresKernels(_simulate))
     TOP_K.register(_name, TopKKernels(_simulate))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +28,29 @@ from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.checks import FLOATS, check_array, check_batch, integer, known_size
-from dsv4jax.config import DSV4Config
-from dsv4jax.derivatives import storable
+from dsv4jax.derivatives import refuse_derivative, storable
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import attention, indexer
 from dsv4jax.layer.backend import XLA, Anywhere, Backend, OpBackends, backends, check_name
 from dsv4jax.layer.call import LayerCall, TokenRows
-from dsv4jax.layer.compressor import project_tokens
-from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, INDEXER_SCORES, TOP_K, choose_backends
+from dsv4jax.layer.ops import (
+    CACHE_UPDATE,
+    DECODE_ATTENTION,
+    INDEXER_SCORES,
+    PROJECTIONS,
+    TOP_K,
+    InputProducts,
+    Projections,
+    TokenParts,
+    choose_backends,
+)
 from dsv4jax.layer.update import exact_entries, store
-from dsv4jax.linear import linear, product_dtype, rms_norm
+from dsv4jax.linear import product_dtype
 from dsv4jax.plan import CachePlan, plan_of_heads
-from dsv4jax.rope import apply_rope, rope_frequencies
+from dsv4jax.rope import rope_frequencies
 from dsv4jax.weights.params import AttentionParams, check_params
+from dsv4jax.weights.stored import StoredWeight, is_stored
 
 
 def attention_layer(
@@ -59,7 +69,7 @@ def attention_layer(
     one batch may do either.
 
     Args:
-      params: the layer's weights, f32 or bf16.
+      params: the layer's weights, f32 or bf16, or FP8 as checkpoints store them.
       x: f32 or bf16 [B, T, hidden], already input-normed; what is past a row's num_new is ignored, NaN included.
       cache: the cache. Not donated here: the caller's jit decides.
       layer: static number of the layer in the model.
@@ -174,9 +184,23 @@ def run_layer(
         cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # nothing is jitted here
         cache, _ = LayerCall.begin(cache, kind, index, slots, num_new, x.shape[1])
         return jnp.zeros_like(x), cache, None
+    params = _without_derivative(params)
     chosen = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
     index = jnp.asarray(index, jnp.int32)
     return _run_layer(params, x, cache, index, slots, num_new, kind=kind, options=chosen)
+
+
+def _without_derivative(params: AttentionParams) -> AttentionParams:
+    """The weights as they are; differentiating by one that is stored as FP8 is a ValueError that names it."""
+
+    def refuse(path: Any, weight: Any) -> Any:
+        if not isinstance(weight, StoredWeight):
+            return weight
+        name = f"params{jax.tree_util.keystr(path)}"
+        message = f"{name} is stored as FP8 and has no derivative: differentiate by x, or load weights='wide'"
+        return refuse_derivative(message, weight)
+
+    return jax.tree_util.tree_map_with_path(refuse, params, is_leaf=is_stored)
 
 
 def _for_any_batch(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
@@ -184,7 +208,7 @@ def _for_any_batch(backend: Backend, plan: CachePlan, kind: AttentionType) -> Op
     if isinstance(backend, OpBackends):
         backend = OpBackends(**{op: getattr(backend, op) or XLA for op in backends()})
     chosen = choose_backends(backend or XLA, plan, kind)
-    for op in (CACHE_UPDATE, DECODE_ATTENTION, INDEXER_SCORES, TOP_K):
+    for op in (PROJECTIONS, CACHE_UPDATE, DECODE_ATTENTION, INDEXER_SCORES, TOP_K):
         name = getattr(chosen, op.name)
         if name is not None and not isinstance(op[name], Anywhere):
             raise ValueError(f"x: a batch of symbolic size needs backend='xla', {op.name} would run {name!r}")
@@ -206,7 +230,6 @@ def _run_layer(
 ) -> tuple[jax.Array, KVCache, Draft | None]:
     """Run a layer whose arguments are checked. ``options.backend`` names a backend for every op that the kind uses."""
     plan, backends = plan_of_heads(cache.plan, options.model_axis), _named(options.backend)
-    cfg = plan.cfg
     batch, given_tokens, _ = x.shape
     tile = min(given_tokens, query_tile(plan, kind, batch, backends))
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
@@ -216,14 +239,14 @@ def _run_layer(
     call = dataclasses.replace(call, plan=plan)
     positions = call.positions(num_tokens)
     real = positions >= 0
-    x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
+    projections = PROJECTIONS[_of(backends.projections)]
+    if isinstance(projections, Anywhere):  # NaN in padding would reach derivatives; a kernel has none, and drops it
+        x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
 
-    kv = rms_norm(linear(x, params.kv), params.kv_norm, cfg.norm_eps)
-    kv = apply_rope(kv, positions, rope_frequencies(cfg, kind))
-    stored = storable(kv, plan.row_spec)
-    fresh = plan.rows.encode(stored, cfg.rope_dim) if options.is_draft or given_tokens > 1 else None
-    rows = project_tokens(params.compressor, params.indexer, x, call.batch.start, plan, kind)
-    rows = dataclasses.replace(rows, kv=kv if fresh is None else None)
+    parts = _token_parts(params, x, positions, call, projections, encode=options.is_draft or given_tokens > 1)
+    kv, fresh = parts.rows.kv, parts.encoded
+    assert kv is not None
+    rows = parts.rows if fresh is None else dataclasses.replace(parts.rows, kv=None)
     assert backends.cache_update is not None
     assert backends.decode_attention is not None
     is_plain = isinstance(DECODE_ATTENTION[backends.decode_attention], Anywhere)  # and so has derivatives
@@ -232,11 +255,7 @@ def _run_layer(
     window, entries = call.window(fresh, kv if is_plain else None), call.entries
     if entries is not None:
         entries = dataclasses.replace(entries, exact=exact)
-    tokens = Queries(
-        latent=rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps).astype(x.dtype),
-        positions=positions,
-        head_weights=None if params.indexer is None else indexer.head_weights(params.indexer, x, plan),
-    )
+    tokens = Queries(latent=parts.latent, positions=positions, head_weights=parts.head_weights)
 
     def attend_tile(first: jax.Array | int) -> jax.Array:
         queries = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, tile, axis=1), tokens)
@@ -247,20 +266,48 @@ def _run_layer(
     else:
         tiles = lax.map(attend_tile, jnp.arange(0, num_tokens, tile, dtype=jnp.int32))
         grouped = jnp.moveaxis(tiles, 0, 1).reshape(batch, num_tokens, -1)
-    y = linear(grouped.astype(x.dtype), params.o_b)
-    if options.model_axis is not None:
-        y = lax.psum(y, options.model_axis)
-    y = jnp.where(real[..., None], y, 0.0).astype(x.dtype)[:, :given_tokens]
     # Make the next write into these buffers wait for this layer's reads. Otherwise XLA may schedule the write first and
-    # keep a copy of the pool or window for the reads.
-    y, stack = lax.optimization_barrier((y, call.stack))
+    # keep a copy of the pool or window for the reads. What follows them is not tied, so that XLA can fuse the end of
+    # this layer with what the caller does with y.
+    grouped, stack = lax.optimization_barrier((grouped, call.stack))
+    if options.model_axis is None:
+        y = projections.linear(grouped.astype(x.dtype), params.o_b, dtype=x.dtype)
+    else:
+        y = lax.psum(projections.linear(grouped.astype(x.dtype), params.o_b), options.model_axis).astype(x.dtype)
+    y = jnp.where(real[..., None], y, jnp.zeros((), x.dtype))[:, :given_tokens]
     if options.is_draft:
         draft = call.batch, dataclasses.replace(rows, kv=kv).first(given_tokens)
         return y, cache.with_stack(kind, stack), draft
     if fresh is not None:
+        stored = storable(kv, plan.row_spec)
         state = CACHE_UPDATE[backends.cache_update].append_swa(stack.state, index, stored, call.batch, plan)
         stack = dataclasses.replace(stack, state=state)
     return y, cache.with_stack(kind, stack), None
+
+
+def _token_parts(
+    params: AttentionParams,
+    x: jax.Array,
+    positions: jax.Array,
+    call: LayerCall,
+    projections: Projections,
+    *,
+    encode: bool,
+) -> TokenParts:
+    """Multiply x by the weights that it feeds, and compute what the tokens contribute to the layer."""
+    products = InputProducts(
+        q_a_kv=projections.linear(x, params.q_a_kv),
+        # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
+        compress=None if params.compress is None else projections.linear(lax.optimization_barrier(x), params.compress),
+        start=call.batch.start,
+        positions=positions,
+    )
+    return projections.parts(products, params, call.plan, call.kind, x.dtype, encode=encode)
+
+
+def _of(backend: str | None) -> str:
+    assert backend is not None, "run_layer names a backend for each op"
+    return backend
 
 
 def _named(backend: Backend) -> OpBackends:
@@ -289,40 +336,24 @@ def _attend_tile(
     """Process one tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32."""
     plan, cfg = window.plan, window.plan.cfg
     latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
-    assert backends.decode_attention is not None
-    q = linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
-    q = attention.attention_queries(q, positions, freqs, plan, backends.decode_attention)
+    projections = PROJECTIONS[_of(backends.projections)]
+    q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
+    q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
     picks = None
-    if entries is not None and params.indexer is not None:
-        assert backends.indexer_scores is not None
+    if entries is not None and params.index_q_b is not None:
         assert queries.head_weights is not None
-        given = lax.stop_gradient((params.indexer, latent))  # picks have no derivative
-        key_queries = indexer.indexer_queries(*given, positions, freqs, plan, backends.indexer_scores)
+        given = lax.stop_gradient((params.index_q_b, latent))  # picks have no derivative
+        key_queries = indexer.project_queries(*given, positions, freqs, plan, backends)
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
     out = attention.decode_attention(
         q, positions, params.sinks, window, entries, picks, kind=kind, dtype=latent.dtype, backend=backends
     )
-    return _project_groups(out, params.o_a, cfg)
-
-
-def _project_groups(out: jax.Array, o_a: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """Multiply each group of heads of out [B, T, H, head_dim] by its own rows of W_oa: [B, T, o_groups * o_lora_rank].
-
-    Sums are in f32. The result is bf16 if W_ob takes bf16, which saves a pass over an f32 result.
-    """
-    batch, tokens, _, _ = out.shape
-    groups = out.reshape(batch, tokens, cfg.o_groups, -1)
-    weight = o_a.reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    dtype = product_dtype(groups, weight)
-    projected = jnp.einsum(
-        "btgi,goi->btgo",
-        groups.astype(dtype),
-        weight.astype(dtype),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=dtype,
-    )
-    return projected.reshape(batch, tokens, -1)
+    groups = out.reshape(*positions.shape, cfg.o_groups, -1)
+    # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
+    dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
+    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype)
+    return projected.reshape(*positions.shape, -1)
 
 
 def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:

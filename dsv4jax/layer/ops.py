@@ -6,17 +6,79 @@ import dataclasses
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.pool import PagedPool, PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow, StateCache
-from dsv4jax.formats import KeyRows
+from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import Backend, Implementation, Op, OpBackends, declare
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.plan import CachePlan
+from dsv4jax.weights.params import AttentionParams
+from dsv4jax.weights.stored import Weight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InputProducts:
+    """The products of T new tokens' inputs x with the weights that x feeds, and where the tokens stand."""
+
+    q_a_kv: jax.Array  # f32 [B, T, q_lora_rank + head_dim]
+    compress: jax.Array | None  # f32 [B, T, rows of ``AttentionParams.compress``]; None for SWA
+    start: jax.Array  # int32 [B] tokens stored before the call
+    positions: jax.Array  # int32 [B, T], -1 = padding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenParts:
+    """What T new tokens contribute to a layer."""
+
+    latent: jax.Array  # [B, T, q_lora_rank], which queries are made of; in the dtype of x, after norm
+    rows: TokenRows  # what the cache keeps
+    encoded: KVRows | None  # rows [B, T, ...]: ``rows.kv`` as it is stored, if that was asked for
+    head_weights: jax.Array | None  # f32 [B, T, indexer_heads], with the indexer's scale factors; CSA only
+
+
+class Projections(Implementation, Protocol):
+    """Products with a layer's weights, and what follows from those of its input."""
+
+    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
+        """Multiply x [..., in] by weight [out, in]: dtype [..., out], with sums in f32.
+
+        With ``groups``, x is [..., groups, in], the rows of the weight are divided over the groups in order, and the
+        result is [..., groups, out / groups]. x is f32 or bf16. A product of bf16 by bf16 or FP8 runs on the tensor
+        cores. Anything else is computed in full f32.
+        """
+        ...
+
+    def parts(
+        self,
+        products: InputProducts,
+        params: AttentionParams,
+        plan: CachePlan,
+        kind: AttentionType,
+        dtype: Any,
+        *,
+        encode: bool,
+    ) -> TokenParts:
+        """Compute what new tokens contribute.
+
+        What padding contributes does not matter, as long as it is finite.
+
+        Args:
+          products: of x.
+          params: the layer's weights.
+          plan: the cache's plan.
+          kind: of the layer.
+          dtype: of x.
+          encode: whether to encode the window rows, too.
+        """
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -138,6 +200,7 @@ class GatherRows(Implementation, Protocol):
         ...
 
 
+PROJECTIONS: Op[Projections] = declare("projections")
 CACHE_UPDATE: Op[CacheUpdate] = declare("cache_update")
 INDEXER_SCORES: Op[IndexerScores] = declare("indexer_scores")
 TOP_K: Op[TopK] = declare("top_k")
@@ -147,7 +210,7 @@ GATHER_ROWS: Op[GatherRows] = declare("gather_rows")
 
 def choose_backends(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
     """Choose a backend for each op that a layer of this kind uses. The others stay None."""
-    ops: list[Op] = [CACHE_UPDATE, DECODE_ATTENTION]
+    ops: list[Op] = [PROJECTIONS, CACHE_UPDATE, DECODE_ATTENTION]
     if kind.is_indexed:
         ops += [INDEXER_SCORES, TOP_K]
     return OpBackends(**{op.name: op.choose(backend, plan, kind) for op in ops})

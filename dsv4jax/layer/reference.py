@@ -17,6 +17,7 @@ from jax import lax
 from dsv4jax.config import AttentionType, DSV4Config, layer_schedule
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, rounded, rounded_keys
 from dsv4jax.weights.params import AttentionParams, CompressorParams
+from dsv4jax.weights.stored import StoredWeight, Weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,12 @@ class Reference:
     seen: np.ndarray | None  # bool [T, T // ratio] which entries each query reads
 
 
-def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.matmul(x, weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+def _wide(weight: Weight) -> jax.Array:
+    return weight.widened(jnp.float32) if isinstance(weight, StoredWeight) else weight.astype(jnp.float32)
+
+
+def _matmul(x: jax.Array, weight: Weight) -> jax.Array:
+    return jnp.matmul(x, _wide(weight).T, precision=lax.Precision.HIGHEST)
 
 
 def _norm(x: jax.Array, cfg: DSV4Config, weight: jax.Array | None = None) -> jax.Array:
@@ -106,6 +111,8 @@ def reference_layer(
 ) -> Reference:
     """Run one layer over x f32 [T, hidden], positions 0 .. T - 1.
 
+    Weights that are stored as FP8 are widened, and activations are not rounded, whatever the weights say.
+
     Derivatives go straight through the rounding of rows, as those of ``attention_layer`` do. Not under jit: picks are
     made on the host.
     """
@@ -155,7 +162,7 @@ def reference_layer(
     out = _rope(out, positions, cfg, kind, sign=-1.0)
 
     groups = out.reshape(length, cfg.o_groups, -1)
-    weight_a = params.o_a.astype(jnp.float32).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+    weight_a = _wide(params.o_a).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
     latent = jnp.einsum("tgi,goi->tgo", groups, weight_a, precision=lax.Precision.HIGHEST).reshape(length, -1)
     return Reference(
         out=_matmul(latent, params.o_b),

@@ -162,16 +162,14 @@ def _check_staged(one: StagedLayer, tokens: dict[str, int | None], plan: CachePl
         check_array(f"{name} {of}", row, {"B": tokens["B"]}, jnp.int32)
     check_array(f"kv {of}", one.kv, tokens | {"head_dim": cfg.head_dim}, jnp.float32)
     params = param_shapes(cfg, kind)
-    of_key = params.indexer and params.indexer.compressor
-    for name, normed, compressor in (("entry", one.entry, params.compressor), ("key", one.key, of_key)):
-        if (normed is None) != (compressor is None):
+    for name, normed, pool in (("entry", one.entry, params.entry_pool), ("key", one.key, params.key_pool)):
+        if (normed is None) != (pool is None):
             raise ValueError(f"entry and key {of} are not those of a {kind.upper()} layer")
-        if normed is not None and compressor is not None:
+        if normed is not None and pool is not None:
             streams, norm = normed
-            width = compressor.kv.shape[0]
-            check_array(f"{name}.k {of}", streams.k, tokens | {"width": width}, jnp.float32)
-            check_array(f"{name}.z {of}", streams.z, tokens | {"width": width}, jnp.float32)
-            check_array(f"norm of {name} {of}", norm, {"dim": compressor.norm.shape[0]}, FLOATS)
+            check_array(f"{name}.k {of}", streams.k, tokens | {"width": pool.width}, jnp.float32)
+            check_array(f"{name}.z {of}", streams.z, tokens | {"width": pool.width}, jnp.float32)
+            check_array(f"norm of {name} {of}", norm, {"dim": pool.norm.shape[0]}, FLOATS)
 
 
 # Jitted so that all layers of a kind are traced once.

@@ -1,5 +1,8 @@
 """The weights of an attention layer.
 
-params      the pytree of a layer's weights: shapes, random values and shards
+params      the pytree of a layer's weights: parts side by side, shapes and shards
+stored      weights as checkpoints store them: FP8 codes and block scales
+initial     random weights, for tests and demos
+load        a layer's tensors under the names that they have in checkpoints
 checkpoint  reading one layer's tensors from a folder of safetensors files
 """

@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.config import DSV4Config, layer_kind
-from dsv4jax.weights.params import NAMINGS, AttentionParams, load_attention_params
+from dsv4jax.weights.load import NAMINGS, load_attention_params, scale_names, scale_of
+from dsv4jax.weights.params import QUANTISED, AttentionParams
 
 # Prefix of a layer's attention in the names of a checkpoint's tensors.
 _PREFIXES = {
@@ -21,32 +21,30 @@ _PREFIXES = {
     "hf_saved": "model.layers.{layer}.attn.",
 }
 
-FP8_BLOCK = 128  # DeepSeek's FP8 linear weights have one scale per block of 128 x 128
 
-
-def dequantise_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Multiply an FP8 weight [out, in] by its block scales [ceil(out/128), ceil(in/128)], in f32."""
-    out, inner = weight.shape
-    if scale.shape != (-(-out // FP8_BLOCK), -(-inner // FP8_BLOCK)):
-        raise ValueError(f"block scales of shape {scale.shape} do not fit a weight of shape {weight.shape}")
-    full = np.repeat(np.repeat(scale.astype(np.float32), FP8_BLOCK, 0), FP8_BLOCK, 1)[:out, :inner]
-    return weight.astype(np.float32) * full
-
-
-def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) -> AttentionParams:
+def load_safetensors(
+    path: str | os.PathLike[str],
+    cfg: DSV4Config,
+    layer: int,
+    weights: str | None = None,
+    activations: str = "bf16",
+) -> AttentionParams:
     """Read one layer's attention from a checkpoint folder, opening only the shards that hold it.
 
     The folder may be DeepSeek's, or one that transformers' ``save_pretrained`` wrote, by default or with
     ``save_original_format=False``: the names of the tensors tell which.
 
-    Weights with a ``.scale`` beside them are dequantised: E4M3 by powers of two to bfloat16, which holds the product
-    exactly, others to float32.
-
     Args:
       path: folder with ``*.safetensors`` and, where sharded, ``model.safetensors.index.json``.
+      cfg: the model's sizes.
+      layer: number of the layer in the model.
+      weights: "stored" or "wide", as for ``load_attention_params``. None = "stored" if all weights of the layer that
+        can be stored as FP8 have block scales beside them, otherwise "wide".
+      activations: for stored weights, "bf16" or "fp8"; see ``StoredWeight``.
 
     Raises:
-      ValueError: a tensor is missing, misshapen or unreadable, naming it and its file.
+      ValueError: a tensor is missing, misshapen or unreadable, naming it and its file; or has scales that cannot be
+        stored (some are no power of two, or above 2^7), which ``weights="wide"`` reads.
       FileNotFoundError: the folder holds no safetensors file.
     """
     from safetensors import SafetensorError
@@ -58,8 +56,8 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
     prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in where)), None)
     if prefix is None:
         raise ValueError(f"{folder} holds no tensors of layer {layer}: looked for {list(prefixes)}")
-    weights = set(NAMINGS[prefixes[prefix]].values())
-    names = weights | {_scale_of(name) for name in weights}
+    naming = NAMINGS[prefixes[prefix]]
+    names = {name for weight in naming.values() for name in (weight, *scale_names(weight))}
     wanted = {name: where[prefix + name] for name in names if prefix + name in where}
     raw: dict[str, np.ndarray] = {}
     for file in sorted(set(wanted.values())):
@@ -68,22 +66,20 @@ def load_safetensors(path: str | os.PathLike[str], cfg: DSV4Config, layer: int) 
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"layer {layer}: cannot read {folder / file}: {error}") from error
         raw |= {name.removeprefix(prefix): value for name, value in stored.items()}
-    tensors: dict[str, Any] = {}
-    for name in raw.keys() & weights:
-        tensors[name], scale = raw[name], raw.get(_scale_of(name))
-        if scale is not None:
-            try:
-                full = dequantise_blocks(raw[name], scale)
-            except ValueError as error:
-                raise ValueError(f"layer {layer}: tensor {name!r}: {error}") from error
-            exact = raw[name].dtype == jnp.float8_e4m3fn and scale.dtype == jnp.float8_e8m0fnu
-            tensors[name] = jnp.asarray(full, jnp.bfloat16 if exact else jnp.float32)
-    return load_attention_params(tensors, cfg, layer, prefixes[prefix])
+    if weights is None:
+        quantised = [name for part, name in naming.items() if part in QUANTISED and name in raw]
+        weights = "stored" if quantised and all(scale_of(name, raw) is not None for name in quantised) else "wide"
+    return load_attention_params(raw, cfg, layer, prefixes[prefix], weights, activations, _block_size(folder))
 
 
-def _scale_of(name: str) -> str:
-    """Return the name of a weight's block scales."""
-    return name.removesuffix(".weight") + ".scale"
+def _block_size(folder: Path) -> tuple[int, int] | None:
+    """Return rows and columns per scale as the folder's config.json has them; None if it does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        rows, columns = config["quantization_config"]["weight_block_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return int(rows), int(columns)
 
 
 # Names of dtypes in a safetensors header, for those that attention weights may have.

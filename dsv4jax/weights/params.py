@@ -1,29 +1,53 @@
-"""Weights of one attention layer: their pytree, and the names that they have in checkpoints.
+"""Weights of one attention layer: their pytree, shapes and shards.
 
-Linear weights have the orientation of the checkpoint, [out, in].
+Linear weights have the orientation of the checkpoint, [out, in]. What one input feeds stands side by side in one array,
+so that a layer multiplies each input once and no step copies weights together. Properties give the parts under the
+names that they have in checkpoints.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dsv4jax.checks import FLOATS, check_array, check_dtype
+from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import axis_size, split_heads
+from dsv4jax.weights.stored import (
+    BLOCK,
+    CODES,
+    SCALES,
+    Stored,
+    StoredWeight,
+    Weight,
+    check_weight,
+    is_stored,
+    join,
+    num_blocks,
+    rows_of,
+)
 
-_SMALL = 1 << 18  # leaves of at most so many numbers are drawn together, however their sizes differ
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolParams:
+    """How a compressor makes an entry of its tokens, apart from its projections."""
+
+    ape: jax.Array  # [ratio, width] bias of the gate, by position within the block
+    norm: jax.Array  # [dim]
+
+    @property
+    def width(self) -> int:
+        """Channels of a token's keys, and of its gates: 2 * dim for CSA, which has two streams, and dim for HCA."""
+        return self.ape.shape[1]
 
 
 @jax.tree_util.register_dataclass
@@ -36,13 +60,17 @@ class CompressorParams:
     gate: jax.Array  # [width, hidden]
     norm: jax.Array  # [dim]
 
+    @property
+    def pool(self) -> PoolParams:
+        return PoolParams(ape=self.ape, norm=self.norm)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerParams:
     """Weights of the lightning indexer of a CSA layer."""
 
-    q_b: jax.Array  # [indexer_heads * indexer_head_dim, q_lora_rank]
+    q_b: Weight  # [indexer_heads * indexer_head_dim, q_lora_rank]
     head_weights: jax.Array  # [indexer_heads, hidden]
     compressor: CompressorParams  # dim = indexer_head_dim
 
@@ -50,54 +78,161 @@ class IndexerParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
-    """Weights of one attention layer."""
+    """Weights of one attention layer. Those marked Weight are arrays, or FP8 with block scales (``StoredWeight``).
 
-    q_a: jax.Array  # [q_lora_rank, hidden]
+    ``q_a``, ``kv``, ``compressor`` and ``indexer`` are properties that cut the arrays; ``AttentionParams.join`` makes
+    the arrays of such parts.
+    """
+
+    q_a_kv: Weight  # [q_lora_rank + head_dim, hidden], the rows of W_qa, then those of W_kv
     q_norm: jax.Array  # [q_lora_rank]
-    q_b: jax.Array  # [num_heads * head_dim, q_lora_rank]
-    kv: jax.Array  # [head_dim, hidden]
     kv_norm: jax.Array  # [head_dim]
-    o_a: jax.Array  # [o_groups * o_lora_rank, num_heads * head_dim / o_groups]
-    o_b: jax.Array  # [hidden, o_groups * o_lora_rank]
+    q_b: Weight  # [num_heads * head_dim, q_lora_rank]
+    o_a: Weight  # [o_groups * o_lora_rank, num_heads * head_dim / o_groups]
+    o_b: Weight  # [hidden, o_groups * o_lora_rank]
     sinks: jax.Array  # [num_heads]
-    compressor: CompressorParams | None  # None for SWA
-    indexer: IndexerParams | None  # CSA only
+    # [rows, hidden]: kv and gate of the compressor; for CSA then kv and gate of the indexer's compressor, and the
+    # indexer's head weights. None for SWA.
+    compress: jax.Array | None
+    entry_pool: PoolParams | None  # of the compressor; None for SWA
+    key_pool: PoolParams | None  # of the indexer's compressor; CSA only
+    index_q_b: Weight | None  # [indexer_heads * indexer_head_dim, q_lora_rank]; CSA only
+
+    @classmethod
+    def join(cls, parts: Mapping[str, Any]) -> AttentionParams:
+        """Put weights side by side that come one by one.
+
+        Args:
+          parts: the name of a part, as in ``named_shapes``, -> array or StoredWeight.
+
+        Raises:
+          ValueError: of the weights that one input feeds, some are stored as FP8 and some are not.
+        """
+
+        def pool(name: str) -> PoolParams | None:
+            return PoolParams(ape=parts[f"{name}.ape"], norm=parts[f"{name}.norm"]) if f"{name}.ape" in parts else None
+
+        compress = [parts[name] for name in _COMPRESS if name in parts]
+        return cls(
+            q_a_kv=join(parts["q_a"], parts["kv"]),
+            q_norm=parts["q_norm"],
+            kv_norm=parts["kv_norm"],
+            q_b=parts["q_b"],
+            o_a=parts["o_a"],
+            o_b=parts["o_b"],
+            sinks=parts["sinks"],
+            compress=join(*compress) if compress else None,
+            entry_pool=pool("compressor"),
+            key_pool=pool("indexer.compressor"),
+            index_q_b=parts.get("indexer.q_b"),
+        )
+
+    def split(self) -> dict[str, Weight]:
+        """Return the weights one by one, by the name of their part: what ``join`` takes."""
+        parts = {"q_a": self.q_a, "kv": self.kv}
+        parts |= {name: getattr(self, name) for name in ("q_norm", "q_b", "kv_norm", "o_a", "o_b", "sinks")}
+        for prefix, group in (("compressor", self.compressor), ("indexer", self.indexer)):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(group, is_leaf=is_stored):
+                parts[prefix + jax.tree_util.keystr(path)] = leaf
+        return parts
+
+    @property
+    def q_a(self) -> Weight:
+        """[q_lora_rank, hidden]."""
+        return rows_of(self.q_a_kv, 0, self.q_norm.shape[0])
+
+    @property
+    def kv(self) -> Weight:
+        """[head_dim, hidden]."""
+        return rows_of(self.q_a_kv, self.q_norm.shape[0], self.q_a_kv.shape[0])
+
+    @property
+    def compressor(self) -> CompressorParams | None:
+        """The compressor's weights; None for SWA."""
+        return None if self.entry_pool is None else self._compressor(self.entry_pool, 0)
+
+    @property
+    def indexer(self) -> IndexerParams | None:
+        """The indexer's weights; None for SWA and HCA."""
+        if self.entry_pool is None or self.key_pool is None or self.compress is None:
+            return None
+        first = 2 * self.entry_pool.width
+        heads = first + 2 * self.key_pool.width
+        assert self.index_q_b is not None
+        return IndexerParams(
+            q_b=self.index_q_b,
+            head_weights=rows_of(self.compress, heads, self.compress.shape[0]),
+            compressor=self._compressor(self.key_pool, first),
+        )
+
+    def _compressor(self, pool: PoolParams, first: int) -> CompressorParams:
+        """The compressor whose projections begin at a row of ``compress``."""
+        middle, end = first + pool.width, first + 2 * pool.width
+        kv, gate = rows_of(self.compress, first, middle), rows_of(self.compress, middle, end)
+        return CompressorParams(ape=pool.ape, kv=kv, gate=gate, norm=pool.norm)
 
 
-def param_shapes(cfg: DSV4Config, kind: AttentionType) -> AttentionParams:
-    """Return the shapes of a layer's weights, as float32 ``ShapeDtypeStruct`` leaves."""
+# What stands side by side in ``compress``, in order.
+_COMPRESS = (
+    *("compressor.kv", "compressor.gate"),
+    *("indexer.compressor.kv", "indexer.compressor.gate", "indexer.head_weights"),
+)
+# The weights that checkpoints store as FP8, one by one, and as leaves of AttentionParams.
+QUANTISED = ("q_a", "q_b", "kv", "o_a", "o_b", "indexer.q_b")
+_WEIGHTS = ("q_a_kv", "q_b", "o_a", "o_b", "index_q_b")
+
+
+def named_shapes(cfg: DSV4Config, kind: AttentionType) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a layer by the name of its part, in the order of checkpoints."""
     kind = AttentionType(kind)
 
-    def of(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+    def compressor(name: str, dim: int) -> dict[str, tuple[int, ...]]:
+        width = dim * (2 if kind.overlaps else 1)  # dim per stream
+        linear = (width, cfg.hidden_size)
+        return {
+            f"{name}.ape": (cfg.ratio(kind), width),
+            f"{name}.kv": linear,
+            f"{name}.gate": linear,
+            f"{name}.norm": (dim,),
+        }
 
-    def compressor(dim: int) -> CompressorParams:
-        ratio, width = cfg.ratio(kind), dim * (2 if kind.overlaps else 1)  # dim per stream
-        return CompressorParams(
-            ape=of(ratio, width), kv=of(width, cfg.hidden_size), gate=of(width, cfg.hidden_size), norm=of(dim)
-        )
-
-    main = compressor(cfg.head_dim) if kind.compresses else None
-    indexer = None
-    if kind.is_indexed:
-        indexer = IndexerParams(
-            q_b=of(cfg.indexer_heads * cfg.indexer_head_dim, cfg.q_lora_rank),
-            head_weights=of(cfg.indexer_heads, cfg.hidden_size),
-            compressor=compressor(cfg.indexer_head_dim),
-        )
     heads = cfg.num_heads * cfg.head_dim
-    return AttentionParams(
-        q_a=of(cfg.q_lora_rank, cfg.hidden_size),
-        q_norm=of(cfg.q_lora_rank),
-        q_b=of(heads, cfg.q_lora_rank),
-        kv=of(cfg.head_dim, cfg.hidden_size),
-        kv_norm=of(cfg.head_dim),
-        o_a=of(cfg.o_groups * cfg.o_lora_rank, heads // cfg.o_groups),
-        o_b=of(cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank),
-        sinks=of(cfg.num_heads),
-        compressor=main,
-        indexer=indexer,
-    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_a": (cfg.q_lora_rank, cfg.hidden_size),
+        "q_norm": (cfg.q_lora_rank,),
+        "q_b": (heads, cfg.q_lora_rank),
+        "kv": (cfg.head_dim, cfg.hidden_size),
+        "kv_norm": (cfg.head_dim,),
+        "o_a": (cfg.o_groups * cfg.o_lora_rank, heads // cfg.o_groups),
+        "o_b": (cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank),
+        "sinks": (cfg.num_heads,),
+    }
+    if kind.compresses:
+        shapes |= compressor("compressor", cfg.head_dim)
+    if kind.is_indexed:
+        shapes["indexer.q_b"] = (cfg.indexer_heads * cfg.indexer_head_dim, cfg.q_lora_rank)
+        shapes["indexer.head_weights"] = (cfg.indexer_heads, cfg.hidden_size)
+        shapes |= compressor("indexer.compressor", cfg.indexer_head_dim)
+    return shapes
+
+
+@functools.cache
+def param_shapes(cfg: DSV4Config, kind: AttentionType, stored: Stored | None = None) -> AttentionParams:
+    """Return the shapes of a layer's weights as ``ShapeDtypeStruct`` leaves, float32 where they are not stored FP8."""
+
+    def part(name: str, shape: tuple[int, ...]) -> Any:
+        if stored is None or name not in QUANTISED:
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+        block = stored.block or BLOCK
+        return StoredWeight(
+            codes=jax.ShapeDtypeStruct(shape, CODES),  # type: ignore[arg-type]
+            scales=jax.ShapeDtypeStruct(num_blocks(shape, block), SCALES),  # type: ignore[arg-type]
+            block=block,
+            activations=stored.of(name),
+        )
+
+    parts = {name: part(name, shape) for name, shape in named_shapes(cfg, kind).items()}
+    return jax.eval_shape(AttentionParams.join, parts)
 
 
 def layer_shapes(cfg: DSV4Config, layer: int) -> AttentionParams:
@@ -105,7 +240,15 @@ def layer_shapes(cfg: DSV4Config, layer: int) -> AttentionParams:
     return param_shapes(cfg, layer_kind(cfg, layer))
 
 
-def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -> AttentionParams:
+def params_specs(
+    cfg: DSV4Config,
+    layer: int,
+    mesh: Mesh,
+    axis: str = "model",
+    weights: str = "wide",
+    activations: str = "bf16",
+    block: tuple[int, int] | None = None,
+) -> AttentionParams:
     """Return a ``PartitionSpec`` for each weight of a layer whose heads are split over a mesh axis.
 
     Args:
@@ -113,20 +256,34 @@ def params_specs(cfg: DSV4Config, layer: int, mesh: Mesh, axis: str = "model") -
       layer: number of the layer in the model.
       mesh: the devices.
       axis: the mesh axis over which heads are split.
+      weights: "wide", or "stored" for weights that are FP8 with block scales. Scales are split as their codes are.
+      activations, block: of stored weights, as they were loaded. ``block`` is 128 x 128 if None.
 
     Raises:
-      ValueError: the mesh does not have the axis, the heads do not divide by its size, or there is no such layer.
+      ValueError: the mesh does not have the axis, the heads do not divide by its size, a shard would cut a block, an
+        option is unknown, or there is no such layer.
     """
-    split_heads(cfg, axis_size(mesh, axis), axis)
-    whole = jax.tree.map(lambda _: P(), layer_shapes(cfg, layer))
-    return dataclasses.replace(whole, q_b=P(axis), sinks=P(axis), o_a=P(axis), o_b=P(None, axis))
+    shards = axis_size(mesh, axis)
+    split_heads(cfg, shards, axis)
+    shapes = param_shapes(cfg, layer_kind(cfg, layer), Stored.choose(weights, activations, block))
+    split = {"q_b": P(axis), "sinks": P(axis), "o_a": P(axis), "o_b": P(None, axis)}
+    for name, spec in split.items():
+        weight, along = getattr(shapes, name), len(spec) - 1
+        if isinstance(weight, StoredWeight) and shards > 1 and weight.shape[along] // shards % weight.block[along]:
+            raise ValueError(
+                f"{name}: a shard of mesh axis {axis!r} would have {weight.shape[along] // shards} of "
+                f"{weight.shape[along]} {('rows', 'columns')[along]}, which cuts blocks of {weight.block[along]}"
+            )
+    whole = jax.tree.map(lambda _: P(), shapes)
+    specs = {name: jax.tree.map(lambda _, spec=spec: spec, getattr(shapes, name)) for name, spec in split.items()}
+    return dataclasses.replace(whole, **specs)
 
 
 def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) -> None:
-    """Check that these are the weights of a layer of this kind.
+    """Check that these are the weights of a layer of this kind, wide or stored.
 
     Raises:
-      ValueError: they belong to another kind of layer.
+      ValueError: they belong to another kind of layer, or a stored weight has an unknown ``block`` or ``activations``.
       AssertionError: (chex) an array's shape or dtype is wrong.
     """
     _check_weights("params", params, param_shapes(cfg, kind), kind)
@@ -143,126 +300,12 @@ def check_compressors(
 
 def _check_weights(name: str, weights: Any, shapes: Any, kind: AttentionType) -> None:
     expected, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    if jax.tree.structure(weights) != tree:
-        raise ValueError(
-            f"{name}: expected the weights of a {kind.upper()} layer, {tree}; got {jax.tree.structure(weights)}"
-        )
-    for (path, spec), leaf in zip(expected, jax.tree.leaves(weights), strict=True):
-        axes: dict[str, int | None] = {f"axis {i}": size for i, size in enumerate(spec.shape)}
-        check_array(f"{name}{jax.tree_util.keystr(path)}", leaf, axes, FLOATS)
-
-
-def init_attention_params(key: jax.Array, cfg: DSV4Config, layer: int, dtype: Any = jnp.float32) -> AttentionParams:
-    """Random weights, for tests and demos: linear weights of variance 1 / in, norms and sinks near 1 and 0.
-
-    The layers of a kind share one compiled program.
-
-    Raises:
-      ValueError: the model has no such layer, or dtype is neither float32 nor bfloat16.
-    """
-    check_dtype("dtype", dtype, FLOATS)
-    return _random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype))
-
-
-# Jitted whole: run op by op, the layers of a model would compile some 50 programs, each in up to half a second.
-@functools.partial(jax.jit, static_argnames=("cfg", "kind", "dtype"))
-def _random_params(key: jax.Array, cfg: DSV4Config, kind: AttentionType, dtype: Any) -> AttentionParams:
-    paths, tree = jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))
-    sizes = [math.prod(leaf.shape) for _, leaf in paths]
-    scales, offsets = zip(*(_distribution(jax.tree_util.keystr(path), leaf.shape) for path, leaf in paths), strict=True)
-    leaves: dict[int, jax.Array] = {}
-    for group in _of_similar_size(sizes):
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.asarray(group, jnp.uint32))
-        noise = jax.vmap(functools.partial(jax.random.normal, shape=(sizes[group[0]],), dtype=jnp.float32))(keys)
-        noise *= jnp.asarray([scales[i] for i in group], jnp.float32)[:, None]
-        # Else XLA compiles the generator, which is long, into every leaf once more.
-        noise = lax.optimization_barrier(noise)
-        for row, i in zip(noise, group, strict=True):
-            shape = paths[i][1].shape
-            leaves[i] = (row[: sizes[i]].reshape(shape) + offsets[i]).astype(dtype)
-    return jax.tree.unflatten(tree, [leaves[i] for i in range(len(paths))])
-
-
-def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Scale and offset of a leaf's random numbers."""
-    if len(shape) == 1:
-        return 0.1, 0.0 if "sinks" in name else 1.0
-    return (0.1 if "ape" in name else shape[-1] ** -0.5), 0.0
-
-
-def _of_similar_size(sizes: list[int]) -> list[list[int]]:
-    """Numbers of leaves, the largest first, in groups that draw rows of the same length and cut them to size.
-
-    A leaf is at least a quarter of its group's first, or both are small.
-    """
-    groups: list[list[int]] = []
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        longest = sizes[groups[-1][0]] if groups else None
-        if longest is not None and (longest <= _SMALL or 4 * sizes[i] >= longest):
-            groups[-1].append(i)
+    leaves, found = jax.tree.flatten(weights, is_leaf=is_stored)
+    if found != tree:
+        raise ValueError(f"{name}: expected the weights of a {kind.upper()} layer, {tree}; got {found}")
+    for (path, spec), leaf in zip(expected, leaves, strict=True):
+        full = f"{name}{jax.tree_util.keystr(path)}"
+        if path[-1].name in (*_WEIGHTS, "q_b"):
+            check_weight(full, leaf, spec.shape)
         else:
-            groups.append([i])
-    return groups
-
-
-# Field of AttentionParams, name in DeepSeek's checkpoints, name in transformers'. Both names are relative to the
-# layer's attention module.
-_NAMES = (
-    ("q_a", "wq_a.weight", "q_a_proj.weight"),
-    ("q_norm", "q_norm.weight", "q_a_norm.weight"),
-    ("q_b", "wq_b.weight", "q_b_proj.weight"),
-    ("kv", "wkv.weight", "kv_proj.weight"),
-    ("kv_norm", "kv_norm.weight", "kv_norm.weight"),
-    ("o_a", "wo_a.weight", "o_a_proj.weight"),
-    ("o_b", "wo_b.weight", "o_b_proj.weight"),
-    ("sinks", "attn_sink", "sinks"),
-    ("compressor.ape", "compressor.ape", "compressor.position_bias"),
-    ("compressor.kv", "compressor.wkv.weight", "compressor.kv_proj.weight"),
-    ("compressor.gate", "compressor.wgate.weight", "compressor.gate_proj.weight"),
-    ("compressor.norm", "compressor.norm.weight", "compressor.kv_norm.weight"),
-    ("indexer.q_b", "indexer.wq_b.weight", "compressor.indexer.q_b_proj.weight"),
-    ("indexer.head_weights", "indexer.weights_proj.weight", "compressor.indexer.scorer.weights_proj.weight"),
-    ("indexer.compressor.ape", "indexer.compressor.ape", "compressor.indexer.position_bias"),
-    ("indexer.compressor.kv", "indexer.compressor.wkv.weight", "compressor.indexer.kv_proj.weight"),
-    ("indexer.compressor.gate", "indexer.compressor.wgate.weight", "compressor.indexer.gate_proj.weight"),
-    ("indexer.compressor.norm", "indexer.compressor.norm.weight", "compressor.indexer.kv_norm.weight"),
-)
-_DEEPSEEK = {field: name for field, name, _ in _NAMES}
-NAMINGS = {
-    "deepseek": _DEEPSEEK,
-    "hf": {field: name for field, _, name in _NAMES},
-    # What transformers' save_pretrained writes by default: it turns its own names back into DeepSeek's, all but one.
-    "hf_saved": _DEEPSEEK | {"kv_norm": "norm.weight"},
-}
-
-
-def load_attention_params(
-    tensors: Mapping[str, Any], cfg: DSV4Config, layer: int, naming: str = "hf"
-) -> AttentionParams:
-    """Arrange a layer's tensors. Traceable.
-
-    Args:
-      tensors: name inside the layer's attention module -> f32 or bf16 array.
-      naming: "hf" (the names of transformers' modules), "deepseek", or "hf_saved" (the names in the files that
-        transformers' ``save_pretrained`` writes by default).
-
-    Raises:
-      ValueError: a tensor is missing, misshapen or of another dtype, and the message names it; unknown naming or layer.
-    """
-    if not isinstance(naming, str) or naming not in NAMINGS:
-        raise ValueError(f"naming must be one of {list(NAMINGS)}, got {naming!r}")
-    paths, tree = jax.tree_util.tree_flatten_with_path(layer_shapes(cfg, layer))
-    leaves = []
-    for path, leaf in paths:
-        name = NAMINGS[naming][jax.tree_util.keystr(path, simple=True, separator=".")]
-        if name not in tensors:
-            raise ValueError(f"layer {layer}: tensor {name!r} is missing; there are {sorted(tensors)}")
-        given = tensors[name]
-        value = jnp.asarray(given)
-        dtype = given.dtype if isinstance(given, np.ndarray) else value.dtype  # asarray silently converts f64 to f32
-        if value.shape != leaf.shape:
-            raise ValueError(f"layer {layer}: tensor {name!r} has shape {value.shape}, expected {leaf.shape}")
-        if dtype not in FLOATS:
-            raise ValueError(f"layer {layer}: tensor {name!r} is {dtype}, expected float32 or bfloat16")
-        leaves.append(value)
-    return jax.tree.unflatten(tree, leaves)
+            check_array(full, leaf, {f"axis {i}": size for i, size in enumerate(spec.shape)}, FLOATS)

@@ -84,7 +84,6 @@ def decode_attention(
         raise ValueError(f"dtype must be bfloat16 or float32, got {dtype}")
     form = ATTENDED_FORMATS[kv_format]
     check_inputs(inputs, form)
-    inputs = dataclasses.replace(inputs, sinks=inputs.sinks.astype(jnp.float32))
     if inputs.entries is None:
         inputs = dataclasses.replace(inputs, block_table=None, visible=None)
     tiles = -(-inputs.pos.shape[2] // KEYS) - (-inputs.max_entries // KEYS)

@@ -35,7 +35,7 @@ class AttentionInputs:
     start: Any  # int32 [B] position of the first fresh row
     positions: Any  # int32 [B, T] of the queries, -1 = none, for which the output is 0
     visible: Any  # int32 [B, T] number of entries that a query may see; None without entries
-    sinks: Any  # f32 [H]
+    sinks: Any  # f32 or bf16 [H]
     angles: Any  # f32 [B, T, 64] cosines, then sines, for the inverse rope of the output; or None
     layer: Any  # int32 [1]
 
@@ -54,7 +54,8 @@ def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
-      ValueError: entries are given without a block table, or an array has more rows than an int32 can count.
+      ValueError: entries are given without a block table, sinks have another dtype, or an array has more rows than an
+        int32 can count.
     """
     q, pos, entries = inputs.q, inputs.pos, inputs.entries
     chex.assert_rank([q, inputs.positions, pos], [4, 2, 3])
@@ -65,6 +66,8 @@ def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
     chex.assert_shape([inputs.slots, inputs.start], (batch,))
     chex.assert_shape(inputs.positions, (batch, tokens))
     chex.assert_shape(inputs.sinks, (heads,))
+    if inputs.sinks.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"sinks must be float32 or bfloat16, got {inputs.sinks.dtype}")
     if inputs.angles is not None:
         chex.assert_shape(inputs.angles, (batch, tokens, ROPE_DIM))
         chex.assert_type(inputs.angles, jnp.float32)

@@ -97,15 +97,15 @@ class Buffer:
         ``a, b = x.load_floats(row, 2 * pair, count=2)`` for example loads two.
 
         Lanes where ``where`` is False get ``otherwise``, rounded to the array's dtype. This is cheaper than a select,
-        which must wait for the load. For a bf16 array ``count`` must be even.
+        which must wait for the load. For a bf16 array ``count`` must be even, or 1.
         """
-        self._expect_floats(count)
+        self._expect_floats(count if count > 1 else 2)
         pattern = np.full(4 // self.dtype.itemsize, otherwise, self.dtype).view(np.int32)
         words = self._load(index, count, where, int(pattern[0]))
         if self.dtype.itemsize == 4:
             return [self.machine.from_bits(word) for word in words]
         halves = [half for word in words for half in (word << 16, word & -65536)]
-        return [self.machine.from_bits(half) for half in halves]
+        return [self.machine.from_bits(half) for half in halves[:count]]
 
     def store_floats(self, values: Step, *index: Index, where: Condition = True) -> None:
         """Store f32 values to adjacent elements of an f32 or bf16 array, rounded to nearest even.
@@ -132,18 +132,18 @@ class Buffer:
 
     # Elements without conversion.
     def load_bytes(self, *index: Index, count: int = VECTOR, where: Condition = True) -> Value:
-        """Load 1, 2 or 4 adjacent elements of a uint8 array into an i32, the first in the low byte.
+        """Load 1, 2 or 4 adjacent elements of a uint8 or bool array into an i32, the first in the low byte.
 
         It is 0 where ``where`` is False.
         """
-        self._expect("uint8")
+        self._expect("uint8", "bool")
         if count > 4:
             raise TypeError(f"{count} bytes in one i32: load_words takes up to 16")
         return self._load(index, count, where)[0]
 
     def store_bytes(self, word: Value, *index: Index, count: int = VECTOR, where: Condition = True) -> None:
-        """Store the low 1, 2 or 4 bytes of an i32 to adjacent elements of a uint8 array."""
-        self._expect("uint8")
+        """Store the low 1, 2 or 4 bytes of an i32 to adjacent elements of a uint8 or bool array, of bools 0 or 1."""
+        self._expect("uint8", "bool")
         self.machine.store(self.address_of(index), [word], count, where)
 
     def load_words(self, *index: Index, count: int, where: Condition = True) -> list[Value]:

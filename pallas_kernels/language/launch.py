@@ -65,7 +65,7 @@ def launch(
       name: the kernel's name in profiles and errors.
       grid: the blocks. A tuple means blocks of one warpgroup, without clusters or shared memory of their own.
       inputs: pytree of arrays that the kernel only reads. Parts that are None are passed on as None.
-      state: pytree of arrays that the kernel updates, in place if the caller's jit donates them; or of
+      state: pytree of arrays that the kernel updates, in place if the caller's jit donates them, and of
         ``jax.ShapeDtypeStruct`` for results, which the kernel must write completely.
       simulate: run in NumPy on the host, with checks, on any device.
 
@@ -86,17 +86,15 @@ def launch(
         grid = Grid(blocks=grid)
     operands, inputs_tree = jax.tree.flatten(inputs)
     state_leaves, state_tree = jax.tree.flatten(state)
-    is_result = isinstance(state_leaves[0], jax.ShapeDtypeStruct)
     if not any(leaf.size for leaf in state_leaves):
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state) if is_result else state
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if _is_result(leaf) else leaf, state)
     shared_bytes = -(-(grid.shared_bytes + SCRATCH_BYTES) // 16) * 16
     if shared_bytes > (most := target.gpu_or_first().shared_bytes):
         raise ValueError(f"{name} asks for {shared_bytes} bytes of shared memory, a block has at most {most}")
     if simulate:
         run = functools.partial(_simulate, body, name, grid, shared_bytes)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        if is_result:  # uninitialised at first, as on a GPU
-            state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, _garbage(leaf.dtype), leaf.dtype), state)
+        state = jax.tree.map(lambda leaf: _uninitialised(leaf) if _is_result(leaf) else leaf, state)
         return jax.pure_callback(run, shapes, inputs, state)
     if (reason := target.unsupported()) is not None:
         raise ValueError(f"{name} has no kernel for this target: {reason}")
@@ -107,8 +105,11 @@ def launch(
 
     # A ref that is passed to a kernel is updated in place. XLA aliases it, and copies it only if the old value is used
     # later.
-    refs = [] if is_result else [jax.new_ref(leaf) for leaf in state_leaves]
-    shapes = [(leaf.shape, leaf.dtype) for leaf in (*operands, *state_leaves)]
+    refs = [jax.new_ref(leaf) for leaf in state_leaves if not _is_result(leaf)]
+    results = [leaf for leaf in state_leaves if _is_result(leaf)]
+    # The kernel gets what it updates before its results.
+    order = sorted(range(len(state_leaves)), key=lambda i: _is_result(state_leaves[i]))
+    shapes = [(leaf.shape, leaf.dtype) for leaf in (*operands, *(state_leaves[i] for i in order))]
     axes = ("block", "unit")[: len(grid.blocks)]
     gpu = target.gpu()
 
@@ -131,7 +132,7 @@ def launch(
             body(
                 machine,
                 jax.tree.unflatten(inputs_tree, buffers[: len(operands)]),
-                jax.tree.unflatten(state_tree, buffers[len(operands) :]),
+                jax.tree.unflatten(state_tree, _in_place(order, buffers[len(operands) :])),
             )
             _check_shared(name, machine, shared_bytes)
             if machine.changes_registers and gpu is target.HOPPER:
@@ -145,15 +146,26 @@ def launch(
         several |= dict(num_threads=grid.warpgroups, thread_name="warpgroup")
     if grid.cluster > 1:
         several |= dict(cluster=(grid.cluster,), cluster_names=("rank",))
-    results = plgpu.kernel(
+    found = plgpu.kernel(
         kernel,
-        out_type=tuple(state_leaves) if is_result else (),
+        out_type=tuple(results),
         grid=grid.blocks,
         grid_names=axes,
         scratch_types=[plgpu.SMEM((shared_bytes // 4,), jnp.int32)],
         **several,
     )(*operands, *refs)
-    return jax.tree.unflatten(state_tree, results if is_result else [jax.freeze(ref) for ref in refs])
+    updated = [jax.freeze(ref) for ref in refs]
+    return jax.tree.unflatten(state_tree, _in_place(order, [*updated, *(found if results else ())]))
+
+
+def _is_result(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _in_place(order: list[int], leaves: list[Any]) -> list[Any]:
+    """Return leaves that are given in an order in the place that each has without it."""
+    placed = dict(zip(order, leaves, strict=True))
+    return [placed[i] for i in range(len(leaves))]
 
 
 def _check_shared(name: str, machine: Machine, available: int) -> None:
@@ -161,9 +173,10 @@ def _check_shared(name: str, machine: Machine, available: int) -> None:
         raise ValueError(f"{name} takes {machine.shared_bytes} bytes of shared memory, its launch has {available}")
 
 
-def _garbage(dtype: Any) -> Any:
-    """Return a number that no body stores on purpose: NaN, or the largest integer."""
-    return jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+def _uninitialised(leaf: Any) -> jax.Array:
+    """Return an array of a number that no body stores on purpose: NaN, or the largest integer."""
+    is_float, is_bool = (jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.floating, jnp.bool))
+    return jnp.full(leaf.shape, jnp.nan if is_float else is_bool or jnp.iinfo(leaf.dtype).max, leaf.dtype)
 
 
 def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, inputs: Any, state: Any) -> Any:

@@ -26,7 +26,7 @@ class Streams:
 
     k: Any  # f32 [B, T, dim or 2 dim]
     z: Any  # f32 [B, T, dim or 2 dim] gate logits, including the position bias
-    norm: Any  # f32 [dim]
+    norm: Any  # f32 or bf16 [dim]
 
 
 @jax.tree_util.register_dataclass

@@ -196,7 +196,9 @@ def _check_compressors(stack: Any, tokens: NewTokens, call: Call, update: type[T
         chex.assert_shape(jax.tree.leaves(tail), (*state.pos.shape[:2], *update.tail_shape(call.ratio, dim)))
         chex.assert_shape([streams.k, streams.z], (call.requests, call.num_tokens, update.num_streams * dim))
         chex.assert_shape(streams.norm, (dim,))
-        chex.assert_type([streams.k, streams.z, streams.norm], jnp.float32)
+        chex.assert_type([streams.k, streams.z], jnp.float32)
+        if streams.norm.dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"norm must be float32 or bfloat16, got {streams.norm.dtype}")
     chex.assert_shape(tokens.rope, (call.requests, call.max_groups, state.window.rope.shape[-1]))
     chex.assert_type([tokens.rope, tokens.block_table], [jnp.float32, jnp.int32])
     chex.assert_rank(tokens.block_table, 2)

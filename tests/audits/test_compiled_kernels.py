@@ -22,6 +22,8 @@ LAUNCHES = {
     "gather_all_compressed",
     "attention_queries",
     "indexer_queries",
+    "token_parts",
+    "grant_tokens",
     "decode_attention",
     "indexer_scores",
     "top_k",

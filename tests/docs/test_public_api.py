@@ -13,6 +13,7 @@ import dsv4jax as d4
 
 REQUIRED = inspect.Parameter.empty
 
+WEIGHTS = {"weights": "wide", "activations": "bf16", "block": None}  # how a layer's weights are held
 FUNCTIONS = {
     "plan_cache": {
         "cfg": REQUIRED,
@@ -29,7 +30,7 @@ FUNCTIONS = {
     "abstract_cache": {"plan": REQUIRED, "mesh": None, "axis": "data"},
     "partition_specs": {"plan": REQUIRED, "mesh": REQUIRED, "axis": "data"},
     "shardings": {"plan": REQUIRED, "mesh": REQUIRED, "axis": "data"},
-    "params_specs": {"cfg": REQUIRED, "layer": REQUIRED, "mesh": REQUIRED, "axis": "model"},
+    "params_specs": {"cfg": REQUIRED, "layer": REQUIRED, "mesh": REQUIRED, "axis": "model", **WEIGHTS},
     "admit": {"cache": REQUIRED, "n": REQUIRED, "where": None},
     "prepare_forward": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
     "attention_layer": {
@@ -67,7 +68,22 @@ FUNCTIONS = {
     "advance": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
     "release": {"cache": REQUIRED, "slots": REQUIRED},
     "fork": {"cache": REQUIRED, "source_slot": REQUIRED, "target_slots": REQUIRED},
-    "load_attention_params": {"tensors": REQUIRED, "cfg": REQUIRED, "layer": REQUIRED, "naming": "hf"},
+    "init_attention_params": {
+        "key": REQUIRED,
+        "cfg": REQUIRED,
+        "layer": REQUIRED,
+        "dtype": jnp.float32,
+        **WEIGHTS,
+    },
+    "load_attention_params": {"tensors": REQUIRED, "cfg": REQUIRED, "layer": REQUIRED, "naming": "hf", **WEIGHTS},
+    "load_safetensors": {
+        "path": REQUIRED,
+        "cfg": REQUIRED,
+        "layer": REQUIRED,
+        "weights": None,
+        "activations": "bf16",
+    },
+    "project": {"x": REQUIRED, "weight": REQUIRED, "dtype": jnp.float32, "groups": 1, "backend": None},
     "acquire": {"cache": REQUIRED, "layer": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED, "backend": None},
     "layer_schedule": {"cfg": REQUIRED},
     "build_schema": {"cfg": REQUIRED, "layer": REQUIRED},

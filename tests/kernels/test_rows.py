@@ -119,3 +119,19 @@ def test_what_a_row_is_otherwise(where, dtypes, simulate):
     either = np.where(n % 2 == 1, loaded(a), loaded(b))
     for got, want in zip(out, [loaded(a), either, loaded(a), loaded(b)], strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@machines
+def test_one_element_of_a_bf16_array(simulate):
+    """A word holds two, so that a single one is loaded by itself, at odd places too."""
+    source = np.random.default_rng(29).standard_normal(WARPGROUP + 1).astype(ml_dtypes.bfloat16)
+
+    def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+        lane = machine.thread
+        (value,) = inputs.load_floats(lane + 1, count=1, where=lane != 5, otherwise=-0.5)
+        out.store_floats([value], lane)
+
+    got = run(body, jnp.asarray(source), spec((WARPGROUP,), F32), simulate=simulate)
+    want = source[1:].astype(F32)
+    want[5] = -0.5
+    np.testing.assert_array_equal(got, want)

@@ -189,7 +189,7 @@ MIXED: list[tuple[Body, str]] = [
         "an array of float32 or bfloat16 is meant, this one is of int32",
     ),
     (lambda m, i, out: out.store_floats([one(m, "f32")], m.thread), "an array of float32 or bfloat16 is meant"),
-    (lambda m, i, out: i.load_bytes(m.thread), "an array of uint8 is meant, this one is of int32"),
+    (lambda m, i, out: i.load_bytes(m.thread), "an array of uint8 or bool is meant, this one is of int32"),
     (lambda m, i, out: i.load_int(m.thread, m.thread), r"an array of shape \(128,\) takes 1 indices, got 2"),
     (lambda m, *_: Team(m, 48), "a team of 48 lanes: write a power of two up to 32, or 128"),
     (lambda m, *_: m.barrier("block", leave=m.thread < 32), "a barrier of a block cannot be left"),

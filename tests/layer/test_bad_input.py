@@ -150,9 +150,9 @@ def test_malformed_weights_are_an_error_that_names_them(filled):
         ),
         (
             dataclasses.replace(
-                params, compressor=dataclasses.replace(params.compressor, norm=jnp.ones(136, jnp.int32))
+                params, entry_pool=dataclasses.replace(params.entry_pool, norm=jnp.ones(136, jnp.int32))
             ),
-            "params.compressor.norm: expected float32 or bfloat16 [axis 0=136], got int32[136]",
+            "params.entry_pool.norm: expected float32 or bfloat16 [axis 0=136], got int32[136]",
         ),
     ):
         with pytest.raises(AssertionError, match=re.escape(message)):

@@ -75,9 +75,18 @@ def gradients(layer: int, split: tuple[int, ...] = (LENGTH,), **options: Any) ->
     return jit(jax.grad(loss, (0, 1)))(random_params()[layer], tokens())
 
 
+def in_parts(tree: Any) -> Any:
+    """The tree with weights one by one where it has weights that stand side by side."""
+
+    def is_params(node: Any) -> bool:
+        return isinstance(node, d4.AttentionParams)
+
+    return jax.tree.map(lambda node: node.split() if is_params(node) else node, tree, is_leaf=is_params)
+
+
 def relative_errors(found: Any, wanted: Any) -> dict[str, float]:
-    """|found - wanted| / |wanted| of each leaf, as vectors; a leaf that must be 0 is checked and left out."""
-    errors = {}
+    """|found - wanted| / |wanted| of each part, as vectors; a part that must be 0 is checked and left out."""
+    errors, (found, wanted) = {}, in_parts((found, wanted))
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         name, (a, b) = jax.tree_util.keystr(path), (np.asarray(a, np.float64), np.asarray(b, np.float64))
         assert np.isfinite(a).all(), name

@@ -12,6 +12,8 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.requests.snapshot import abstract_snapshot
 from dsv4jax.serialization import PYTREES
+from dsv4jax.weights.params import param_shapes
+from dsv4jax.weights.stored import Stored
 from tests.support.driver import (
     BF16_TAILS,
     CFG,
@@ -112,7 +114,9 @@ def node_types(tree: Any) -> set[type]:
 
 
 def test_every_pytree_keeps_its_structure_and_static_fields_when_written_and_read():
-    trees: list[Any] = [random_params()]
+    csa = random_params()[1]
+    trees: list[Any] = [random_params(), csa.compressor, csa.indexer]
+    trees += [param_shapes(CFG, kind, Stored(activations="fp8")) for kind in d4.AttentionType]
     for options in (F32, DEFAULT, TRAINED, BF16_TAILS):
         cache = d4.abstract_cache(small_plan(**options))
         trees += [cache, abstract_snapshot(cache.plan, 2, 1)]

@@ -230,6 +230,69 @@ def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
             yield Kernel(name=name, function=prepare, args=args, rows=None, reads_only=True)
 
 
+def _grants(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the kernel that allocates blocks, for a usual batch and for the largest one."""
+    tables, plan = _cache(cfg).tables, _cache(cfg).plan
+    held = pk.Grants(**{field.name: getattr(tables, field.name) for field in dataclasses.fields(pk.Grants)})
+    sizes = pk.PageSizes(
+        max_context=plan.max_context, ratio=plan.min_ratio, per_page=cfg.block_tokens // plan.min_ratio
+    )
+    for rows in (64, pk.MAX_GRANTED_ROWS):
+        asked = pk.Asked(
+            slots=_i32(rows),
+            num_new=_i32(rows),
+            shared=Spec((rows,), jnp.bool),
+            admitted=tables.admitted,
+            seq_lens=tables.seq_lens,
+            free_blocks=tables.free_blocks,
+        )
+
+        def grant(held: Any, asked: Any) -> Any:
+            return pk.grant_tokens(asked, held, sizes)
+
+        yield Kernel(name=f"grant_tokens [{rows}]", function=grant, args=(held, asked), rows=None, has_scratch=True)
+
+
+def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the kernel that splits the products of new tokens, for a decode step, a draft and a chunk of each kind."""
+    for formats in _formats(cfg):
+        plan = _cache(cfg, **formats).plan
+        for kind in sorted({spec.attn for spec in d4.layer_schedule(cfg)}):
+            for batch, tokens in (DECODE, DRAFT, CHUNKS[0]) if formats is DEFAULT else (DRAFT,):
+                is_decode = tokens == 1
+                rounding = pk.TokenRounding(
+                    eps=cfg.norm_eps,
+                    head_factor=0.5,
+                    stream_dtype=jnp.float32 if formats is DEFAULT else jnp.bfloat16,
+                    kv_format=None if is_decode else plan.kv_format,
+                )
+                row_spec = None if is_decode else plan.row_spec
+                split = functools.partial(pk.token_parts, rounding=rounding, row_spec=row_spec)
+                name = f"token_parts {kind} {plan.kv_format} [{batch}, {tokens}]"
+                args = (_products(cfg, kind, batch, tokens),)
+                yield Kernel(name=name, function=split, args=args, rows=None, reads_only=True, has_scratch=True)
+
+
+def _products(cfg: d4.DSV4Config, kind: AttentionType, batch: int, tokens: int) -> pk.TokenProducts:
+    lead, streams, heads = (batch, tokens), 1 + kind.overlaps, cfg.indexer_heads if kind.is_indexed else 0
+    entry = streams * cfg.head_dim if kind.compresses else 0
+    key = streams * cfg.indexer_head_dim if kind.is_indexed else 0
+
+    def ape(width: int) -> Any:
+        return Spec((cfg.ratio(kind), width), jnp.bfloat16) if width else None
+
+    return pk.TokenProducts(
+        q_a_kv=_f32(*lead, cfg.q_lora_rank + cfg.head_dim),
+        compress=_f32(*lead, 2 * (entry + key) + heads) if entry else None,
+        q_norm=Spec((cfg.q_lora_rank,), jnp.bfloat16),
+        kv_norm=Spec((cfg.head_dim,), jnp.bfloat16),
+        entry_ape=ape(entry),
+        key_ape=ape(key),
+        angles=_f32(*lead, cfg.rope_dim),
+        positions=_i32(*lead),
+    )
+
+
 def _piece(detail: str, static: dict[str, Any], function: Any, *args: Any) -> Kernel:
     name = f"{function.__name__} {detail}".strip()
     rows = args[0].entries.nope if isinstance(args[0], PagedPool) else None
@@ -249,7 +312,7 @@ def _print_table(reports: dict[str, dict[str, Any]]) -> None:
 def kernels() -> Iterator[tuple[str, Kernel]]:
     """Yield all kernels, each with the name of its model before its own."""
     for model, cfg in MODELS.items():
-        for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg), *_queries(cfg)):
+        for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg), *_queries(cfg), *_token_parts(cfg), *_grants(cfg)):
             yield f"{model} {kernel.name}", kernel
 
 

@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import dsv4jax as d4
-from dsv4jax.weights.checkpoint import dequantise_blocks
-from dsv4jax.weights.params import _random_params, param_shapes
+from dsv4jax.weights.initial import _random_params
+from dsv4jax.weights.params import named_shapes, param_shapes
+from dsv4jax.weights.stored import per_number
 from tests.support import recorded
 from tests.support.driver import assert_same
 
@@ -120,7 +121,8 @@ def test_every_tensor_of_a_csa_layer_lands_in_the_field_of_its_name(naming):
     params = d4.load_attention_params(tensors, cfg, 0, naming)
     for i, (name, of) in enumerate(fields.items()):
         assert np.all(np.asarray(of(params)) == i), name
-    assert len(jax.tree.leaves(params)) == len(fields)
+    numbers = sum(value.size for value in tensors.values())
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == numbers  # and nothing else
 
 
 def test_loading_is_traceable_and_keeps_bf16():
@@ -188,16 +190,15 @@ def test_random_parameters_have_the_shapes_of_loaded_ones(layer):
 
 
 def drawn_one_by_one(key: jax.Array, cfg: d4.DSV4Config, kind: d4.AttentionType) -> Any:
-    """Random weights as ``init_attention_params`` defines them, each leaf with a key of its own."""
-    paths, tree = jax.tree_util.tree_flatten_with_path(param_shapes(cfg, kind))
-    leaves = []
-    for i, (path, leaf) in enumerate(paths):
-        noise, name = jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32), jax.tree_util.keystr(path)
-        if len(leaf.shape) == 1:
-            leaves.append(noise * 0.1 + (0.0 if "sinks" in name else 1.0))
+    """Random weights as ``init_attention_params`` defines them, each part with a key of its own."""
+    parts = {}
+    for i, (name, shape) in enumerate(named_shapes(cfg, kind).items()):
+        noise = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
+        if len(shape) == 1:
+            parts[name] = noise * 0.1 + (0.0 if "sinks" in name else 1.0)
         else:
-            leaves.append(noise * (0.1 if "ape" in name else leaf.shape[-1] ** -0.5))
-    return jax.tree.unflatten(tree, leaves)
+            parts[name] = noise * (0.1 if "ape" in name else shape[-1] ** -0.5)
+    return d4.AttentionParams.join(parts)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -421,14 +422,15 @@ def test_fp8_weights_with_other_scales_become_f32(tmp_path):
     save_file(in_checkpoint(stored | {"wq_b.scale": scale}, "deepseek", 1), tmp_path / "model.safetensors")
     params = d4.load_safetensors(tmp_path, FP8_CFG, 1)
     assert params.q_b.dtype == jnp.float32
-    assert_same(np.asarray(params.q_b), dequantise_blocks(stored["wq_b.weight"], scale))
+    wide = stored["wq_b.weight"].astype(np.float32)
+    assert_same(np.asarray(params.q_b), wide * per_number(scale, (128, 128), wide.shape))
     assert params.q_a.dtype == jnp.bfloat16
 
 
 def test_block_scales_meet_the_block_they_belong_to():
-    """Each block has a distinct scale, on a weight of ones whose last blocks are partial."""
+    """Each block has a distinct scale; the last blocks are partial."""
     scale = np.exp2(np.arange(6.0)).reshape(2, 3).astype(np.float32)
-    full = dequantise_blocks(np.ones((130, 257), np.float32), scale)
+    full = per_number(scale, (128, 128), (130, 257))
     assert full.shape == (130, 257)
     for row, column, want in [(0, 0, 1), (127, 127, 1), (127, 128, 2), (0, 256, 4), (128, 0, 8), (129, 256, 32)]:
         assert full[row, column] == want

@@ -1,0 +1,131 @@
+"""Random weights of a layer, for tests and demos."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv4jax.checks import FLOATS, check_dtype
+from dsv4jax.config import DSV4Config, layer_kind
+from dsv4jax.kinds import AttentionType
+from dsv4jax.weights.params import QUANTISED, AttentionParams, named_shapes
+from dsv4jax.weights.stored import BLOCK, CODES, SCALES, Stored, StoredWeight, num_blocks
+
+_SMALL = 1 << 18  # leaves of at most so many numbers are drawn together, however their sizes differ
+
+
+def init_attention_params(
+    key: jax.Array,
+    cfg: DSV4Config,
+    layer: int,
+    dtype: Any = jnp.float32,
+    weights: str = "wide",
+    activations: str = "bf16",
+    block: tuple[int, int] | None = None,
+) -> AttentionParams:
+    """Random weights, for tests and demos: linear weights of variance 1 / in, norms and sinks near 1 and 0.
+
+    The layers of a kind share one compiled program.
+
+    Args:
+      key: a random key.
+      cfg: the model's sizes.
+      layer: number of the layer in the model.
+      dtype: float32 or bfloat16, of what is not FP8.
+      weights: "wide", or "stored": the linear weights that checkpoints store as FP8 are drawn as FP8 codes and block
+        scales. No wider copy of them is made.
+      activations: for stored weights, "bf16" or "fp8"; see ``StoredWeight``.
+      block: for stored weights, rows and columns per scale; 128 x 128 if None.
+
+    Raises:
+      ValueError: the model has no such layer, dtype is neither float32 nor bfloat16, or an option is unknown.
+    """
+    check_dtype("dtype", dtype, FLOATS)
+    stored = Stored.choose(weights, activations, block)
+    return _random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype), stored)
+
+
+# Jitted whole: run op by op, the layers of a model would compile some 50 programs, each in up to half a second.
+@functools.partial(jax.jit, static_argnames=("cfg", "kind", "dtype", "stored"))
+def _random_params(
+    key: jax.Array, cfg: DSV4Config, kind: AttentionType, dtype: Any, stored: Stored | None = None
+) -> AttentionParams:
+    shapes = named_shapes(cfg, kind)
+    names = list(shapes)
+    fp8 = [] if stored is None else [name for name in names if name in QUANTISED]
+    parts: dict[str, Any] = {}
+    if stored is not None:
+        codes, scales = (jax.random.fold_in(key, len(names) + i) for i in range(2))
+        parts = _random_stored(codes, scales, {name: shapes[name] for name in fp8}, stored)
+    wide = [i for i, name in enumerate(names) if name not in parts]
+    sizes = {i: math.prod(shapes[names[i]]) for i in wide}
+    for group in _of_similar_size(sizes):
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.asarray(group, jnp.uint32))
+        noise = jax.vmap(functools.partial(jax.random.normal, shape=(sizes[group[0]],), dtype=jnp.float32))(keys)
+        distributions = [_distribution(names[i], shapes[names[i]]) for i in group]
+        noise *= jnp.asarray([scale for scale, _ in distributions], jnp.float32)[:, None]
+        # Else XLA compiles the generator, which is long, into every leaf once more.
+        noise = lax.optimization_barrier(noise)
+        for row, i, (_, offset) in zip(noise, group, distributions, strict=True):
+            parts[names[i]] = (row[: sizes[i]].reshape(shapes[names[i]]) + offset).astype(dtype)
+    return AttentionParams.join(parts)
+
+
+def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Scale and offset of a weight's random numbers."""
+    if len(shape) == 1:
+        return 0.1, 0.0 if "sinks" in name else 1.0
+    return (0.1 if "ape" in name else shape[-1] ** -0.5), 0.0
+
+
+def _of_similar_size(sizes: dict[int, int]) -> list[list[int]]:
+    """Numbers of weights, the largest first, in groups that draw rows of the same length and cut them to size.
+
+    A weight is at least a quarter of its group's first, or both are small.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(sizes, key=lambda i: -sizes[i]):
+        longest = sizes[groups[-1][0]] if groups else None
+        if longest is not None and (longest <= _SMALL or 4 * sizes[i] >= longest):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+# A random byte's sign and five lowest bits are a code: sign, two bits of exponent above _EXPONENT, mantissa. Codes are
+# so made of bytes by bytes, and no wider number is drawn for them.
+_SIGN, _BITS, _EXPONENT = 0x80, 0x1F, 5
+_MAGNITUDES = (np.arange(_BITS + 1, dtype=np.uint8) + np.uint8(_EXPONENT << 3)).view(CODES).astype(np.float64)
+_CODE_VARIANCE = float(np.mean(_MAGNITUDES**2))
+
+
+def _random_stored(
+    codes_key: jax.Array, scales_key: jax.Array, shapes: dict[str, tuple[int, ...]], stored: Stored
+) -> dict[str, StoredWeight]:
+    """Draw codes, and for each block one of two neighbouring powers of two, so that the variance is 1 / in."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    words = jax.random.bits(codes_key, (-(-sum(sizes) // 4),), jnp.uint32)
+    numbers = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)
+    codes = (numbers & _SIGN) | ((numbers & _BITS) + (_EXPONENT << 3))
+    block, drawn, first = stored.block or BLOCK, {}, 0
+    for i, (name, shape) in enumerate(shapes.items()):
+        part = codes[first : first + sizes[i]].reshape(shape)
+        first += sizes[i]
+        variance = 1 / (shape[-1] * _CODE_VARIANCE)  # of scales: the mean of their squares
+        lower = math.floor(math.log2(variance) / 2)
+        share = (variance / 4**lower - 1) / 3  # of blocks with twice the lower scale
+        larger = jax.random.uniform(jax.random.fold_in(scales_key, i), num_blocks(shape, block)) < share
+        drawn[name] = StoredWeight(
+            codes=lax.bitcast_convert_type(part, CODES),
+            scales=lax.bitcast_convert_type(larger.astype(jnp.uint8) + (127 + lower), SCALES),
+            block=block,
+            activations=stored.of(name),
+        )
+    return drawn

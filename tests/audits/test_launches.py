@@ -1,0 +1,74 @@
+"""How many launches a step has: what one more layer adds, apart from its products, and what is done once for all."""
+
+import pytest
+
+from tests.support.compile_for_gpu import report_of
+from tests.support.step_launches import launches
+
+# Parts of tokens, cache update, queries, attention, and the sum with the layer's input; CSA has indexer queries, scores
+# and top-k too.
+BESIDES_PRODUCTS = {"swa": 5, "csa": 8, "hca": 5}
+# The grants of prepare_forward and of layers, angles, advance.
+ONCE = 8
+
+
+@pytest.mark.slow
+def test_a_layer_adds_its_kernels_and_no_launch_that_moves_or_masks():
+    report = report_of("tests.support.step_launches", "h200")
+    assert report.pop("all kinds")["once"] <= ONCE
+    for kind, found in report.items():
+        assert found["products"] > 0, "the products are not recognised"
+        assert found["layer"] - found["products"] == BESIDES_PRODUCTS[kind], kind
+        assert found["once"] <= ONCE, kind
+
+
+@pytest.mark.slow
+def test_a_draft_adds_no_more_but_what_stores_it():
+    report = report_of("tests.support.step_launches", "h200", "--draft", "--tokens", "4")
+    report.pop("all kinds")
+    for kind, found in report.items():
+        # What is staged is stored by another launch: of SWA, which stages no entries, by none but that.
+        stored = kind != "swa"
+        assert found["layer"] - found["products"] == BESIDES_PRODUCTS[kind] + stored, kind
+
+
+PROGRAM = """
+HloModule step
+
+%fused (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  ROOT %b = f32[4]{0} add(%a, %a)
+}
+
+%body (x: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %x = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%x), index=0
+  %v = f32[4]{0} get-tuple-element(%x), index=1
+  %loop_add_fusion.3 = f32[4]{0} fusion(%v), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/add"}
+  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %loop_add_fusion.3)
+}
+
+%condition (y: (s32[], f32[4])) -> pred[] {
+  %y = (s32[], f32[4]{0}) parameter(0)
+  ROOT %less = pred[] fusion(%y), kind=kLoop, calls=%fused
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %kernel.1 = (f32[4]{0}, /*index=1*/s32[]) custom-call(%p), custom_call_target="m", metadata={op_name="top_k/mpmd_map"}
+  %g = f32[4]{0} get-tuple-element(%kernel.1), index=0
+  %w = (s32[], f32[4]{0}) while(%g), condition=%condition, body=%body
+  %copy.2 = f32[4]{0} copy(%g)
+  ROOT %c = f32[4]{0} bitcast(%copy.2)
+}
+"""
+
+
+def test_launches_are_counted_in_all_that_a_program_runs():
+    """Of a fusion the call alone counts; results that are tuples, and comments in them, hide no launch."""
+    assert sorted(one.what for one in launches(PROGRAM)) == [
+        "copy copy",
+        "custom-call m top_k/mpmd_map",
+        "fusion kLoop jit(step)/add",
+        "fusion kLoop less",
+    ]

@@ -1,0 +1,230 @@
+"""Products with stored weights in plain JAX, against float64: every form, and what is in memory meanwhile."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dsv4jax as d4
+from dsv4jax.layer import stored_products
+from dsv4jax.weights.stored import StoredWeight, as_bytes
+from tests.support.driver import assert_same
+from tests.support.in_place import memory_of
+from tests.support.stored import random_stored, values_of
+
+# Sizes with several tiles of rows and several blocks; whole and partial blocks; groups within blocks of rows.
+WIDTH = 1024
+CASES = {
+    "128 x 128": dict(shape=(512, WIDTH), block=(128, 128), groups=1),
+    "32 x 32": dict(shape=(512, WIDTH), block=(32, 32), groups=1),
+    "grouped": dict(shape=(512, WIDTH), block=(128, 128), groups=4),
+    "groups within blocks": dict(shape=(96, 160), block=(128, 128), groups=6),
+    "partial blocks": dict(shape=(330, 200), block=(128, 128), groups=1),
+    "tiny": dict(shape=(3, 5), block=(128, 128), groups=1),
+}
+FORMS = {
+    "in tiles": stored_products._in_tiles,
+    "with scaled inputs": stored_products._with_scaled_inputs,
+}
+F32_SUMS = 2.0**-20  # error of f32 sums of up to 1024 products, relative to the sum of their sizes: some 2^-24 * 8
+
+
+def inputs(seed: int, tokens: int, groups: int, width: int, dtype: Any) -> jax.Array:
+    x = np.random.default_rng(seed).standard_normal((tokens, groups, width), np.float32)
+    return jnp.asarray(x.astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else x)
+
+
+def exact(x: np.ndarray, weight: StoredWeight, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """(x times the weight, the sum of the sizes of the products), float64 [tokens, groups, out / groups]."""
+    wide, x = values_of(weight).reshape(groups, -1, weight.shape[1]), np.asarray(x).astype(np.float64)
+    products = np.einsum("mgi,goi->mgo", x, wide), np.einsum("mgi,goi->mgo", np.abs(x), np.abs(wide))
+    return products[0], products[1]
+
+
+def assert_close(found: jax.Array, wanted: tuple[np.ndarray, np.ndarray], error: float = F32_SUMS) -> None:
+    assert found.dtype == jnp.float32
+    assert np.all(np.abs(np.asarray(found) - wanted[0]) <= error * wanted[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_products_are_exact_but_for_the_order_of_f32_sums(case, dtype):
+    shape, block, groups = (CASES[case][name] for name in ("shape", "block", "groups"))
+    weight = random_stored(1, shape, block)
+    given = as_bytes(weight.codes), as_bytes(weight.scales)
+    for tokens in (1, 5):
+        x = inputs(tokens, tokens, groups, shape[1], dtype)
+        wanted = exact(np.asarray(x), weight, groups)
+        for form in FORMS.values():
+            assert_close(jax.jit(functools.partial(form, block=block, groups=groups))(x, *given), wanted)
+    # Few tokens and many, through the public function, which takes any leading axes.
+    for tokens in (1, stored_products.FEW, stored_products.FEW + 1):
+        x = inputs(tokens, tokens, groups, shape[1], dtype)
+        rows = x[:, None] if groups > 1 else x
+        found = jax.jit(lambda x: d4.project(x, weight, groups=groups))(rows)
+        assert found.shape == (*rows.shape[:-1], shape[0] // groups)
+        assert_close(found.reshape(tokens, groups, -1), exact(np.asarray(x), weight, groups))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_wide_weights_take_the_same_calls(groups):
+    weight = random_stored(2, (512, WIDTH)).widened(jnp.bfloat16)
+    x = inputs(0, 3, groups, WIDTH, "bfloat16")
+    found = d4.project(x if groups > 1 else x[:, 0], weight, groups=groups).reshape(3, groups, -1)
+    wanted = np.einsum("mgi,goi->mgo", np.float64(x), np.asarray(weight).astype(np.float64).reshape(groups, -1, WIDTH))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=F32_SUMS * WIDTH * float(jnp.max(jnp.abs(weight))) * 4)
+    narrow = d4.project(x if groups > 1 else x[:, 0], weight, jnp.bfloat16, groups)
+    assert_same(narrow.reshape(found.shape), found.astype(jnp.bfloat16))
+
+
+def test_rows_that_are_nan_stay_by_themselves():
+    weight = random_stored(3, (512, WIDTH))
+    for activations in ("bf16", "fp8"):
+        weight = StoredWeight(codes=weight.codes, scales=weight.scales, activations=activations)
+        x = inputs(0, 4, 1, WIDTH, "bfloat16")[:, 0]
+        bad = x.at[1, 7].set(jnp.nan).at[2, 9].set(jnp.inf)
+        clean, dirty = d4.project(x, weight), d4.project(bad, weight)
+        assert_same(clean[jnp.array([0, 3])], dirty[jnp.array([0, 3])])
+        assert not np.isfinite(dirty[1]).any()
+        assert not np.isfinite(dirty[2]).any()
+
+
+# ---- activations rounded to FP8
+
+
+def rounded_inputs(x: np.ndarray) -> np.ndarray:
+    """x as DeepSeek's inference rounds it, float64: E4M3 with a power of two for each token and 128 inputs."""
+    tokens, groups, width = x.shape
+    padded = np.zeros((tokens, groups, -(-width // 128) * 128), np.float32)
+    padded[..., :width] = x
+    parts = padded.reshape(tokens, groups, -1, 128)
+    amax = np.maximum(np.abs(parts).max(-1, keepdims=True), np.float32(1e-4))
+    # log2 in float64 is exact for powers of two, and amax is no nearer to one than 2^-24.
+    scale = np.exp2(np.ceil(np.log2(amax.astype(np.float64) / 448)))
+    codes = np.clip(parts / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return (codes.astype(np.float64) * scale).reshape(padded.shape)[..., :width]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_activations_are_rounded_by_groups_of_128(case, dtype):
+    shape, block, groups = (CASES[case][name] for name in ("shape", "block", "groups"))
+    weight = random_stored(4, shape, block, "fp8")
+    for tokens in (1, 7, 2 * stored_products.FEW):
+        x = np.array(inputs(tokens, tokens, groups, shape[1], dtype))
+        x[0] *= 2.0**-20  # below 1e-4
+        wanted = exact(rounded_inputs(x.astype(np.float32)), weight, groups)
+        rows = jnp.asarray(x) if groups > 1 else jnp.asarray(x[:, 0])
+        found = jax.jit(lambda rows: d4.project(rows, weight, groups=groups))(rows)
+        assert_close(found.reshape(tokens, groups, -1), wanted)
+
+
+def test_a_power_of_two_times_448_is_not_scaled_down_further():
+    weight = StoredWeight(
+        codes=jnp.eye(128, dtype=jnp.float8_e4m3fn), scales=jnp.ones((1, 1), jnp.float8_e8m0fnu), activations="fp8"
+    )
+    for exponent in (-10, 0, 9):
+        x = np.full((1, 128), 2.0**exponent, np.float32)
+        x[0, 0] *= 448
+        assert_same(d4.project(jnp.asarray(x), weight), jnp.asarray(x))  # both are codes times 2^exponent
+
+
+def test_rounding_activations_costs_what_the_page_says():
+    """The relative error of a product, by norm, of normally distributed inputs: docs/support.md gives it."""
+    weight, x = random_stored(5, (512, WIDTH)), inputs(0, 64, 1, WIDTH, "bfloat16")[:, 0]
+    rounds = StoredWeight(codes=weight.codes, scales=weight.scales, activations="fp8")
+    plain, rounded = (np.asarray(d4.project(x, one)) for one in (weight, rounds))
+    error = np.linalg.norm(rounded - plain) / np.linalg.norm(plain)
+    # E4M3 rounds a number by at most 2^-4 of its size; the mean over a binade of the squares is 2.6 % of its size.
+    assert 0.015 < error < 0.035
+
+
+# ---- memory
+
+LARGE = (4096, 1024)  # a weight of 4 MiB in FP8
+
+
+def temporaries(weight: Any, tokens: int, dtype: Any) -> tuple[int, str]:
+    """(bytes of temporaries, HLO) of a product with a weight that is an argument."""
+    x = jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype)
+    compiled = jax.jit(lambda x, weight: d4.project(x, weight, backend="xla")).lower(x, weight).compile()
+    return memory_of(compiled).temp_size_in_bytes, compiled.as_text() or ""
+
+
+def shapes_in(hlo: str) -> set[tuple[str, int]]:
+    """(dtype, numbers) of every array in a module."""
+    found = re.findall(r"\b(pred|[a-z]+\d+\w*)\[([\d,]+)\]", hlo)
+    return {(dtype, math.prod(int(size) for size in sizes.split(","))) for dtype, sizes in found}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_no_wide_copy_of_a_weight_is_made_in_decode(tokens, dtype):
+    weight = jax.eval_shape(lambda: random_stored(0, LARGE))
+    numbers = math.prod(LARGE)
+    memory, hlo = temporaries(weight, tokens, dtype)
+    wide = {name for name, size in shapes_in(hlo) if size >= numbers}
+    assert wide <= {"f8e4m3fn", "u8"}, wide
+    # The codes as bytes, a tile in f32 and in bf16, and products in f32, twice as their axes are exchanged.
+    assert memory < numbers + 6 * stored_products.TILE + 3 * 4 * tokens * LARGE[0] + (1 << 20)
+    _, many = temporaries(weight, 65, dtype)
+    assert {name for name, size in shapes_in(many) if size >= numbers} & {"f32", "bf16"}  # the test would notice one
+
+
+def test_rounded_activations_widen_a_part_of_the_weight_at_a_time():
+    weight = jax.eval_shape(lambda: random_stored(0, LARGE, activations="fp8"))
+    for tokens in (1, 256):
+        _, hlo = temporaries(weight, tokens, jnp.bfloat16)
+        assert {name for name, size in shapes_in(hlo) if size >= math.prod(LARGE)} <= {"f8e4m3fn", "u8"}
+
+
+# ---- derivatives, and what is refused
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [3, 65])
+def test_the_derivative_by_x_is_that_of_the_exact_product(tokens, activations):
+    weight = random_stored(6, (512, WIDTH), activations=activations)
+    x, direction = (jnp.asarray(inputs(seed, tokens, 4, WIDTH, "float32")) for seed in (0, 1))
+    by_y = np.random.default_rng(2).standard_normal((tokens, 4, 128), np.float32)
+    product = jax.jit(lambda x: d4.project(x, weight, groups=4))
+    (back,) = jax.vjp(product, x)[1](jnp.asarray(by_y))
+    wide = values_of(weight).reshape(4, 128, WIDTH)
+    scale = np.einsum("mgo,goi->mgi", np.abs(by_y), np.abs(wide))
+    assert np.all(np.abs(back - np.einsum("mgo,goi->mgi", by_y, wide)) <= F32_SUMS * scale)
+    assert_close(jax.jvp(product, (x,), (direction,))[1], exact(np.asarray(direction), weight, 4))
+
+
+def test_a_derivative_by_a_stored_weight_is_refused():
+    weight = random_stored(7, (128, 128))
+    with pytest.raises(ValueError, match="a weight stored as FP8 has no derivative: differentiate by the inputs"):
+        jax.grad(lambda weight: jnp.sum(d4.project(jnp.ones((2, 128)), weight)))(weight)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((2, 100), {}, r"expected x \[\.\.\., 128\] for a weight \(256, 128\) of groups=1, got \(2, 100\)"),
+        ((2, 3, 128), dict(groups=4), r"expected x \[\.\.\., 4, 128\] for a weight .* got \(2, 3, 128\)"),
+        ((2, 3, 128), dict(groups=3), "of groups=3"),
+        ((128,), dict(groups=2), "of groups=2"),
+        ((2, 128), dict(groups=0), "groups must be an integer of at least 1, got 0"),
+        ((2, 128), dict(dtype=jnp.float16), "dtype must be one of .*, got 'float16'"),
+        ((2, 128), dict(backend="cuda"), "backend must be None or one of"),
+    ],
+)
+def test_what_does_not_fit_is_refused(shape, options, message):
+    for weight in (random_stored(0, (256, 128)), jnp.ones((256, 128))):
+        with pytest.raises(ValueError, match=message):
+            d4.project(jnp.ones(shape), weight, **options)
+
+
+def test_inputs_of_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"x\.dtype must be one of .*, got 'int32'"):
+        d4.project(jnp.ones((2, 128), jnp.int32), jnp.ones((256, 128)))
