@@ -4,12 +4,13 @@ In this package a "lane" is one GPU thread. A warp is 32 lanes, which execute to
 "block" is a block of threads (CTA), whose lanes share on-chip memory. A cluster is several blocks that run at the same
 time and can access each other's shared memory. To avoid confusion, a block of the paged pool is called a "page" here.
 
-Packages and modules. The first four packages do not depend on one another:
+Packages and modules. The first five packages do not depend on one another:
 
 update     the whole cache update of a layer in one launch, and its steps as separate kernels
 attention  attention over the stored window rows and entries
 scores     the score of every entry for every query, computed from the stored 4-bit keys
 selection  top-k: the positions of the largest scores
+products   products of a few rows with a weight stored as FP8
 
 allocation pages for the next tokens of a batch
 gather     stored rows as dense ones
@@ -26,6 +27,8 @@ from pallas_kernels.attention.call import decode_attention, unsupported_attentio
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
 from pallas_kernels.plugin import SlowKernelsWarning
+from pallas_kernels.products.block import WeightForm
+from pallas_kernels.products.call import MOST_ROWS, product, unsupported_product
 from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
@@ -43,6 +46,7 @@ from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, r
 
 __all__ = [
     "MAX_GRANTED_ROWS",
+    "MOST_ROWS",
     "Asked",
     "AttentionInputs",
     "Grants",
@@ -55,6 +59,7 @@ __all__ = [
     "TokenParts",
     "TokenProducts",
     "TokenRounding",
+    "WeightForm",
     "append_chunk",
     "append_swa",
     "attention_queries",
@@ -66,12 +71,14 @@ __all__ = [
     "grant_tokens",
     "indexer_queries",
     "indexer_scores",
+    "product",
     "reset_hca",
     "rotate_csa",
     "token_parts",
     "top_k",
     "unsupported",
     "unsupported_attention",
+    "unsupported_product",
     "unsupported_scores",
     "unsupported_token_parts",
     "unsupported_top_k",

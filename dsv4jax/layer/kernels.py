@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -42,9 +43,10 @@ from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.tails import Streams, num_touched_blocks
 from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
-from dsv4jax.weights.stored import Weight
+from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
 
+_SMALL_WEIGHT = 1 << 22  # numbers of a bf16 weight up to which its kernel is faster than XLA, on an H200
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
 
@@ -78,7 +80,11 @@ class _Kernels(abc.ABC):
 
 
 class ProjectionsKernels(_Kernels):
-    """The kernel of ``pallas_kernels.token_parts``; products are XLA's."""
+    """The kernels of ``pallas_kernels.products`` and ``pallas_kernels.token_parts``.
+
+    XLA computes what has no kernel, or is faster without: products of f32, of more than ``pk.MOST_ROWS`` tokens, and
+    with larger wide weights.
+    """
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg, compress = plan.cfg, param_shapes(plan.cfg, kind).compress
@@ -90,7 +96,23 @@ class ProjectionsKernels(_Kernels):
         )
 
     def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
-        return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
+        is_stored = isinstance(weight, StoredWeight)
+        lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
+        rows, (outputs, inputs) = math.prod(lead), weight.shape
+        form = pk.WeightForm(groups=groups)
+        if is_stored:
+            form = pk.WeightForm(groups=groups, block=weight.block, activations=weight.activations)
+        is_served = (
+            x.dtype == jnp.bfloat16 and rows <= pk.MOST_ROWS and pk.unsupported_product(weight.shape, form) is None
+        )
+        if not is_stored:  # XLA is faster for larger ones
+            is_served &= weight.dtype == jnp.bfloat16 and outputs * inputs <= _SMALL_WEIGHT
+        if not is_served:
+            return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
+        x, weight = self.without_derivative(PROJECTIONS, (x, weight))
+        arrays = (weight.codes, weight.scales) if isinstance(weight, StoredWeight) else (weight, None)
+        product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
+        return product.reshape(*x.shape[:-1], outputs // groups)
 
     def parts(
         self,

@@ -8,7 +8,6 @@ adjacent ones, and rows of x are stored in that order.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from pallas_kernels.language.lanes import Buffer, fold, maximum
 from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
@@ -23,8 +22,6 @@ _LOADED = 8  # bf16 that a lane loads at once
 _AT_ONCE, _MOST_AT_ONCE, _BESIDE_SUMS = 4096, 16, 4
 _SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
 _LARGEST_E4M3 = 448.0
-
-Rounding = Literal["bf16", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +60,7 @@ class Activations:
         inputs: int,
         chunks: int,
         warpgroups: int,
-        rounding: Rounding,
+        rounding: str,
     ) -> Activations:
         is_rounded = rounding == "fp8"
         return cls(
@@ -79,7 +76,7 @@ class Activations:
         )
 
     @staticmethod
-    def shared_bytes(columns: int, inputs: int, chunks: int, rounding: Rounding) -> int:
+    def shared_bytes(columns: int, inputs: int, chunks: int, rounding: str) -> int:
         return chunks * columns * (inputs + 4 if rounding == "fp8" else 2 * inputs)
 
     def stage(self, start: int, chunks: int) -> None:

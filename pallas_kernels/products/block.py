@@ -14,7 +14,7 @@ from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Index,
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.tensor_cores import TensorCores, product_row
-from pallas_kernels.products.activations import Activations, Rounding
+from pallas_kernels.products.activations import Activations
 from pallas_kernels.products.split import TILE, Split
 from pallas_kernels.products.weights import (
     STAGE_BYTES,
@@ -43,17 +43,26 @@ class ProductInputs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightForm:
+    """How a weight [groups * outputs, inputs] is stored, and how a product with it is meant."""
+
+    block: tuple[int, int] | None = None  # outputs and inputs of a scale; None for bf16, which has none
+    groups: int = 1  # outputs of group g are products with inputs [g * inputs, (g + 1) * inputs) of x
+    # "bf16" takes x as it is. "fp8" first rounds each 128 inputs of a row to E4M3, by the smallest power of two of
+    # which 448 times is at least 1e-4 and their largest magnitude. Sums over 128 inputs are then added up in f32.
+    activations: str = "bf16"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The blocks of a launch, and the shared memory of each."""
 
     gpu: GPU
     split: Split
-    groups: int
+    form: WeightForm
     rows: int  # of x
     columns: int  # rows of x in a block, a multiple of 8
     inputs: int  # of a chunk
-    scale_block: tuple[int, int] | None  # outputs and inputs of a scale; None for bf16
-    rounding: Rounding = "bf16"
     operand_bytes: int = 0  # shared memory of a warpgroup for widened weights
 
     @property
@@ -68,11 +77,11 @@ class Layout:
         return self.split.cluster * self.owned * self.split.warpgroups * WARPGROUP * VECTOR * 4
 
     def _fixed_bytes(self) -> int:
-        scales = 0 if self.scale_block is None else Scales.shared_bytes(self.split.warpgroups, self.split.chunks)
+        scales = 0 if self.form.block is None else Scales.shared_bytes(self.split.warpgroups, self.split.chunks)
         return scales + self.split.warpgroups * self.operand_bytes + 2 * _ALIGNMENT
 
     def _main_bytes(self, chunks: int, stages: int) -> int:
-        x = Activations.shared_bytes(self.columns, self.inputs, chunks, self.rounding)
+        x = Activations.shared_bytes(self.columns, self.inputs, chunks, self.form.activations)
         return x + stages * STAGE_BYTES * self.split.warpgroups
 
     def _most(self) -> tuple[int, int]:
@@ -102,7 +111,7 @@ class Layout:
         stored = self.split.warpgroups * (self.owned if self.split.cluster > 1 else self.columns // _EIGHT) * _EIGHT
         last = self.received_bytes() + stored * _ROW_PITCH
         return Grid(
-            blocks=(self.groups * self.split.blocks, -(-self.rows // self.columns)),
+            blocks=(self.form.groups * self.split.blocks, -(-self.rows // self.columns)),
             warpgroups=self.split.warpgroups,
             cluster=self.split.cluster,
             shared_bytes=self._fixed_bytes() + max(last, self._main_bytes(self.segment, self.stages)),
@@ -128,7 +137,7 @@ class Block:
         """Take shared memory, after that for an architecture's own use."""
         split = layout.split
         outputs, width = inputs.weight.shape
-        tiles = outputs // layout.groups // TILE
+        tiles = outputs // layout.form.groups // TILE
         group, place = machine.block(0) // split.blocks, machine.block(0) % split.blocks
         mine = place * split.warpgroups + machine.thread // WARPGROUP
         there = True if tiles % split.warpgroups == 0 else mine < tiles
@@ -145,7 +154,7 @@ class Block:
             inputs=layout.inputs,
             chunks=layout.segment,
             warpgroups=split.warpgroups,
-            rounding=layout.rounding,
+            rounding=layout.form.activations,
         )
         rooms = StoredTile.take_rooms(machine, split.warpgroups, layout.stages)
         assert isinstance(activations.tiles.offset, int), "nothing is selected yet"
@@ -180,8 +189,8 @@ class Block:
             self.tile.copy(chunk, chunk, chunk < split.chunks)
         if self.scales is not None:
             assert scales is not None
-            assert self.layout.scale_block is not None
-            self.scales.stage(scales, self.layout.scale_block, *self.first_scale)
+            assert self.layout.form.block is not None
+            self.scales.stage(scales, self.layout.form.block, *self.first_scale)
         for start, size in zip(starts, sizes, strict=True):
             if start:
                 settle(start)
@@ -204,7 +213,7 @@ class Block:
     def operand(self, chunk: Value, stage: Index, half: int) -> list[Value]:
         """Return half a chunk of the weight as a left operand."""
         words = self.tile.load(stage, half)
-        if self.scales is None or self.layout.rounding == "fp8":
+        if self.scales is None or self.layout.form.activations == "fp8":
             return as_operand(words)
         return widen(self.machine, words, self.scales.of_half(chunk, half))
 

@@ -18,45 +18,37 @@ from jax import lax
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
 from pallas_kernels.products import sm90, sm100
-from pallas_kernels.products.activations import Rounding
-from pallas_kernels.products.block import Layout, ProductInputs
+from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.split import ROWS, TILE, fastest_split
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
+ACTIVATIONS = ("bf16", "fp8")
+MOST_ROWS = 256  # of x, for which this is faster than widening the weight first
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 
 
-def unsupported_product(
-    *, outputs: int, inputs: int, groups: int = 1, block: tuple[int, int] | None, activations: Rounding = "bf16"
-) -> str | None:
-    """Return why no kernel serves a weight [outputs, inputs], or None if one does.
-
-    Args:
-      outputs: of all groups.
-      inputs: of each group.
-      groups: of outputs, each with its own inputs.
-      block: outputs and inputs of a scale; None for a weight of bf16.
-      activations: as for ``product``.
-    """
+def unsupported_product(shape: tuple[int, ...], form: WeightForm) -> str | None:
+    """Return why no kernel serves a weight of this shape [groups * outputs, inputs], or None if one does."""
+    (outputs, inputs), block = shape, form.block
     chunk = CHUNK_BYTES if block is not None else CHUNK_BYTES // 2
-    if outputs % (groups * TILE) or inputs % chunk:
-        return f"{groups} groups have a multiple of {TILE} outputs and of {chunk} inputs, got {outputs} and {inputs}"
+    if outputs % (form.groups * TILE) or inputs % chunk:
+        return f"each of {form.groups} groups must have a multiple of {TILE} outputs and {chunk} inputs, got {shape}"
+    if form.activations not in ACTIVATIONS:
+        return f"activations must be one of {ACTIVATIONS}, got {form.activations!r}"
     if block is None:
-        return None if activations == "bf16" else "activations are rounded to FP8 only for FP8 weights"
-    least = CHUNK_BYTES if activations == "fp8" else SCALE_INPUTS
+        return None if form.activations == "bf16" else "activations are rounded to FP8 only for FP8 weights"
+    least = CHUNK_BYTES if form.activations == "fp8" else SCALE_INPUTS
     if block[0] % SCALE_ROWS or block[1] % least:
-        return f"blocks are multiples of {SCALE_ROWS} x {least} with activations={activations!r}, got {block}"
+        return f"blocks must be multiples of {SCALE_ROWS} x {least} with activations={form.activations!r}, got {block}"
     return None
 
 
 def product(
     x: jax.Array,
     weight: jax.Array,
-    scales: jax.Array | None = None,
+    scales: jax.Array | None,
+    form: WeightForm,
     *,
-    block: tuple[int, int] = (128, 128),
-    groups: int = 1,
-    activations: Rounding = "bf16",
     dtype: Any = jnp.float32,
     simulate: bool = False,
 ) -> jax.Array:
@@ -67,11 +59,7 @@ def product(
       weight: float8_e4m3fn with ``scales``, or bf16 without. FP8 codes hold no NaN.
       scales: float8_e8m0fnu [groups * outputs / block[0], inputs / block[1]], rounded up, at most 2^7. Larger ones give
         NaN.
-      block: outputs and inputs of a scale.
-      groups: the outputs of group g are products with inputs [g * inputs, (g + 1) * inputs) of x.
-      activations: "bf16" takes x as it is. "fp8" first rounds each 128 inputs of a row to E4M3, with a power of two as
-        scale, at most 448 times which is their largest magnitude, or 1e-4; partial sums over 128 inputs are added in
-        f32.
+      form: of the weight.
       dtype: f32 or bf16, of the result.
       simulate: run in NumPy on the host, with checks, on any device.
 
@@ -79,49 +67,50 @@ def product(
       dtype [M, groups * outputs].
 
     Raises:
-      ValueError: no kernel serves these sizes (``unsupported_product``).
+      ValueError: no kernel serves this weight (``unsupported_product``).
+      AssertionError: (chex) a shape or dtype is wrong.
     """
     chex.assert_rank([x, weight], 2)
     chex.assert_type(x, jnp.bfloat16)
-    rows, (outputs, inputs) = x.shape[0], weight.shape
-    chex.assert_shape(x, (rows, groups * inputs))
-    if scales is None:
+    (rows, width), (outputs, inputs) = x.shape, weight.shape
+    chex.assert_equal(width, form.groups * inputs)
+    if form.block is None:
         chex.assert_type(weight, jnp.bfloat16)
+        chex.assert_equal(scales, None)
     else:
+        assert scales is not None, "a weight of FP8 has scales"
         chex.assert_type([weight, scales], [jnp.float8_e4m3fn, jnp.float8_e8m0fnu])
-        chex.assert_shape(scales, (-(-outputs // block[0]), -(-inputs // block[1])))
+        chex.assert_shape(scales, (-(-outputs // form.block[0]), -(-inputs // form.block[1])))
         weight, scales = (lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in (weight, scales))
-    scale_block = None if scales is None else block
-    reason = unsupported_product(
-        outputs=outputs, inputs=inputs, groups=groups, block=scale_block, activations=activations
-    )
-    if reason is not None:
+    if (reason := unsupported_product(weight.shape, form)) is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
-    gpu, chunk = target.gpu_or_first(), CHUNK_BYTES // weight.dtype.itemsize
-    kernel = _KERNELS[gpu.architecture]
-    layout = Layout(
+    layout = fastest_layout(rows, weight.shape, form, target.gpu_or_first())
+    return launch_product(layout, ProductInputs(x=x, weight=weight, scales=scales), dtype, simulate=simulate)
+
+
+def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
+    """Return the layout that ``product`` launches for so many rows of x."""
+    kernel, (outputs, inputs) = _KERNELS[gpu.architecture], shape
+    chunk = CHUNK_BYTES if form.block is not None else CHUNK_BYTES // 2
+    tiles = outputs // form.groups // TILE
+    return Layout(
         gpu=gpu,
-        split=fastest_split(outputs // groups // TILE, groups, inputs // chunk, kernel.MOST_WARPGROUPS, gpu),
-        groups=groups,
+        split=fastest_split(tiles, form.groups, inputs // chunk, kernel.MOST_WARPGROUPS, gpu),
+        form=form,
         rows=rows,
         columns=min(ROWS, -(-rows // 8) * 8),
         inputs=chunk,
-        scale_block=scale_block,
-        rounding=activations,
         operand_bytes=kernel.OPERAND_BYTES,
     )
-    return launch_product(layout, ProductInputs(x=x, weight=weight, scales=scales), outputs, dtype, simulate=simulate)
 
 
-def launch_product(
-    layout: Layout, inputs: ProductInputs, outputs: int, dtype: Any, *, simulate: bool = False
-) -> jax.Array:
-    """Launch the kernel with a layout, as ``product`` does with the fastest."""
+def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
+    """Launch the kernel with a layout. ``inputs.weight`` and ``scales`` of FP8 are given as bytes."""
     return launch(
         functools.partial(_KERNELS[layout.gpu.architecture].body, layout=layout),
         name="product",
         grid=layout.grid,
         inputs=inputs,
-        state=jax.ShapeDtypeStruct((layout.rows, outputs), dtype),
+        state=jax.ShapeDtypeStruct((layout.rows, inputs.weight.shape[0]), dtype),
         simulate=simulate,
     )

@@ -76,7 +76,7 @@ def body(machine: TensorMemory, inputs: ProductInputs, out: Buffer, *, layout: L
     """Compute one block's part of the product."""
     own = _Own.take(machine, layout)
     block = Block.of(machine, inputs, layout)
-    is_rounded = layout.rounding == "fp8"
+    is_rounded = layout.form.activations == "fp8"
 
     def rounded_step(chunk: Value, i: Value, stage: Index, sums: list[Value]) -> list[Value]:
         own.free(chunk)

@@ -15,7 +15,7 @@ MOST_WARPGROUPS = 5
 def body(machine: TensorCores, inputs: ProductInputs, out: Buffer, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     block = Block.of(machine, inputs, layout)
-    is_rounded, columns = layout.rounding == "fp8", layout.columns
+    is_rounded, columns = layout.form.activations == "fp8", layout.columns
     # While one half of a chunk is multiplied, the other is widened, if there are registers for both.
     widens_beside = layout.split.warpgroups <= 4 or columns <= 32
 
