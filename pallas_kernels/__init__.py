@@ -11,18 +11,22 @@ attention  attention over the stored window rows and entries
 scores     the score of every entry for every query, computed from the stored 4-bit keys
 selection  top-k: the positions of the largest scores
 products   products of a few rows with a weight stored as FP8
+update       the whole cache update of a layer in one launch, and its steps as separate kernels
+attention    attention over the stored window rows and entries
+scores       the score of every entry for every query, computed from the stored 4-bit keys
+selection    top-k: the positions of the largest scores
 
-allocation pages for the next tokens of a batch
-gather     stored rows as dense ones
-queries    norm, rope and rounding of queries, from matrix products to what attention and scores take
+allocation   pages for the next tokens of a batch
+gather       stored rows as dense ones
+queries      norm, rope and rounding of queries, from matrix products to what attention and scores take
 token_parts  what new tokens contribute to a layer, from the matrix products of its input
-formats    encoding and decoding of rows, a class for each number format
-rows       the arithmetic of a row: norm, rope, Hadamard transform, scales
-language   the language that kernel bodies are written in, and its two implementations
-plugin     the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
+formats      encoding and decoding of rows, a class for each number format
+rows         the arithmetic of a row: norm, rope, Hadamard transform, scales
+language     the language that kernel bodies are written in, and its two implementations
+plugin       the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
 """
 
-from pallas_kernels.allocation import MAX_GRANTED_ROWS, Asked, Grants, PageSizes, grant_tokens
+from pallas_kernels.allocation import Asked, Grants, PageSizes, grant_tokens, unsupported_grants
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
@@ -45,7 +49,6 @@ from pallas_kernels.update.call import append_chunk, cache_step, unsupported
 from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
 
 __all__ = [
-    "MAX_GRANTED_ROWS",
     "MOST_ROWS",
     "Asked",
     "AttentionInputs",
@@ -78,6 +81,7 @@ __all__ = [
     "top_k",
     "unsupported",
     "unsupported_attention",
+    "unsupported_grants",
     "unsupported_product",
     "unsupported_scores",
     "unsupported_token_parts",

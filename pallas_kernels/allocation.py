@@ -23,7 +23,7 @@ from pallas_kernels.language.launch import MAX_WARPGROUPS, Grid, launch
 from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Machine, Value, negate, select
 from pallas_kernels.language.shared import Shared
 
-MAX_GRANTED_ROWS = MAX_WARPGROUPS * WARPGROUP  # of a batch: a lane for each
+MAX_ROWS = MAX_WARPGROUPS * WARPGROUP  # of a batch: a lane for each
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +66,11 @@ class PageSizes:
         return (length // self.ratio + (self.per_page - 1)) // self.per_page
 
 
+def unsupported_grants(*, rows: int) -> str | None:
+    """Return why the kernel does not support a batch of this size, or None if it does."""
+    return None if 0 < rows <= MAX_ROWS else f"a batch may have 1 to {MAX_ROWS} rows, got {rows}"
+
+
 def grant_tokens(asked: Asked, tables: Grants, sizes: PageSizes, *, simulate: bool = False) -> tuple[Grants, jax.Array]:
     """Grant a batch the tokens that it asks for, and allocate their pages.
 
@@ -81,11 +86,11 @@ def grant_tokens(asked: Asked, tables: Grants, sizes: PageSizes, *, simulate: bo
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
-      ValueError: the batch has more than MAX_GRANTED_ROWS rows.
+      ValueError: the kernel does not support this number of rows.
     """
     (rows,) = asked.slots.shape
-    if rows > MAX_GRANTED_ROWS:
-        raise ValueError(f"a batch may have {MAX_GRANTED_ROWS} rows, got {rows}")
+    if (reason := unsupported_grants(rows=rows)) is not None:
+        raise ValueError(reason)
     chex.assert_type([asked.slots, asked.num_new, asked.seq_lens, asked.free_blocks], jnp.int32)
     chex.assert_type([asked.shared, asked.admitted], jnp.bool)
     chex.assert_type(jax.tree.leaves(tables), jnp.int32)

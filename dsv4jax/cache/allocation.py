@@ -16,7 +16,7 @@ from pallas_kernels.language import target
 def allocate(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) -> tuple[Tables, jax.Array]:
     """Do what ``tables.grow`` describes: on a GPU with kernels in one launch, where XLA needs ten."""
     rows = slots.shape[0]
-    is_served = isinstance(rows, int) and 0 < rows <= pk.MAX_GRANTED_ROWS and tables.block_refs.size
+    is_served = isinstance(rows, int) and pk.unsupported_grants(rows=rows) is None and tables.block_refs.size
     if not is_served or target.unsupported() is not None:
         return grow(tables, slots, num_new, plan)
     return grow_by_kernel(tables, slots, num_new, plan)

@@ -9,7 +9,7 @@ import dsv4jax as d4
 import pallas_kernels
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, row_bytes
 from dsv4jax.layer.backend import Op
-from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, TOP_K
+from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, PROJECTIONS, TOP_K
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -93,7 +93,9 @@ def serves(op: Op, kv_format: str, indexer_format: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "op", [CACHE_UPDATE, INDEXER_SCORES, TOP_K, DECODE_ATTENTION, GATHER_ROWS], ids=lambda op: op.name
+    "op",
+    [PROJECTIONS, CACHE_UPDATE, INDEXER_SCORES, TOP_K, DECODE_ATTENTION, GATHER_ROWS],
+    ids=lambda op: op.name,
 )
 def test_the_table_of_formats_and_ops_says_where_kernels_serve(op):
     """The simulator asks for no GPU, and serves what the kernels serve. A column has a default in the other format."""

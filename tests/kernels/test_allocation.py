@@ -110,5 +110,5 @@ def test_a_batch_that_is_too_large_is_refused():
     case = Case(requests=4, batch=4, most=1)
     tables, _, _ = case.draw()
     many = jnp.full(1025, -1, jnp.int32)
-    with pytest.raises(ValueError, match="a batch may have 1024 rows, got 1025"):
+    with pytest.raises(ValueError, match="a batch may have 1 to 1024 rows, got 1025"):
         grow_by_kernel(tables, many, many, case.plan, simulate=True)

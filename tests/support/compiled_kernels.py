@@ -237,7 +237,7 @@ def _grants(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     sizes = pk.PageSizes(
         max_context=plan.max_context, ratio=plan.min_ratio, per_page=cfg.block_tokens // plan.min_ratio
     )
-    for rows in (64, pk.MAX_GRANTED_ROWS):
+    for rows in (64, 1024):
         asked = pk.Asked(
             slots=_i32(rows),
             num_new=_i32(rows),
