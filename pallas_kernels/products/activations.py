@@ -13,13 +13,14 @@ from pallas_kernels.language.lanes import Buffer, fold, maximum
 from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.products.split import Split
 from pallas_kernels.products.weights import HALVES, QUAD
 from pallas_kernels.rows import from_ue8m0, magnitude_bits, power_of_two_scale
 
 _LOADED = 8  # bf16 that a lane loads at once
 # Loads that are in flight together: of a block, and of a lane. Beside the sums there are fewer registers for them in
 # blocks of many lanes.
-_AT_ONCE, _MOST_AT_ONCE, _BESIDE_SUMS = 4096, 16, 4
+_AT_ONCE, _MOST_AT_ONCE, _BESIDE_SUMS = 8192, 16, 4
 _SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
 _LARGEST_E4M3 = 448.0
 
@@ -30,7 +31,7 @@ class _Place:
 
     line: Value  # row, among those of the block
     unit: Value  # which ``_LOADED`` inputs of a chunk
-    chunk: Value  # among those of the segment
+    chunk: Value  # among those that are stored
     inside: Condition
 
 
@@ -44,6 +45,8 @@ class Activations:
     scales: Shared | None  # f32 [chunks, columns], of rows that are rounded to FP8
     columns: int  # rows of x, a multiple of 8
     inputs: int  # of a chunk
+    parts: int  # of the block's inputs
+    part_inputs: int
     lanes: int  # of the block
     row: Value  # first row of x
     first: Value  # first input
@@ -58,19 +61,22 @@ class Activations:
         *,
         columns: int,
         inputs: int,
-        chunks: int,
-        warpgroups: int,
+        segment: int,
+        split: Split,
         rounding: str,
     ) -> Activations:
+        """Take shared memory for ``segment`` chunks of each part of a block's inputs."""
         is_rounded = rounding == "fp8"
         return cls(
             machine=machine,
             x=x,
-            tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=chunks),
-            scales=Shared.take(machine, (chunks, columns), "f32") if is_rounded else None,
+            tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=split.parts * segment),
+            scales=Shared.take(machine, (split.parts * segment, columns), "f32") if is_rounded else None,
             columns=columns,
             inputs=inputs,
-            lanes=warpgroups * WARPGROUP,
+            parts=split.parts,
+            part_inputs=split.chunks * inputs,
+            lanes=split.warpgroups * WARPGROUP,
             row=row,
             first=first,
         )
@@ -80,9 +86,12 @@ class Activations:
         return chunks * columns * (inputs + 4 if rounding == "fp8" else 2 * inputs)
 
     def stage(self, start: int, chunks: int) -> None:
-        """Load ``chunks`` chunks from number ``start`` on, and store them. To be followed by a barrier of the block."""
-        total = self.columns * (self.inputs // _LOADED) * chunks
-        at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE)
+        """Load ``chunks`` chunks of each part, from number ``start`` on, and store them.
+
+        To be followed by a barrier of the block.
+        """
+        total = self.parts * chunks * self.columns * (self.inputs // _LOADED)
+        at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE) // (1 if self.scales is None else 2)
         if start and self.lanes > 2 * WARPGROUP:
             at_once = _BESIDE_SUMS
         rounds = -(-total // (at_once * self.lanes))
@@ -95,7 +104,8 @@ class Activations:
             loaded = []
             for place in places:
                 line = place.line + self.row
-                at = self.first + (place.chunk + start) * self.inputs + place.unit * _LOADED
+                part, chunk = place.chunk // chunks, place.chunk % chunks
+                at = self.first + part * self.part_inputs + (chunk + start) * self.inputs + place.unit * _LOADED
                 where = place.inside & (line < self.x.shape[0])
                 loaded.append(self.x.load_words(line, at, count=_LOADED, where=where))
             for place, words in zip(places, loaded, strict=True):
@@ -140,6 +150,6 @@ class Activations:
         inverse = from_ue8m0((254 - byte).maximum(0))
         return [machine.to_e4m3([value * inverse for value in values[i : i + 4]]) for i in range(0, len(values), 4)]
 
-    def tile(self, chunk: Index) -> Tile:
-        """Return a chunk's tile, counted from the first that is stored."""
-        return self.tiles.copy(chunk)
+    def tile(self, number: Index) -> Tile:
+        """Return the tile of a chunk, by its number among those of all parts that are stored."""
+        return self.tiles.copy(number)

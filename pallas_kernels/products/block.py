@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,21 +68,21 @@ class Layout:
 
     @property
     def owned(self) -> int:
-        """How many eights of columns each block of a cluster adds up and stores."""
-        return -(-(self.columns // _EIGHT) // self.split.cluster)
+        """How many eights of columns the warpgroup of each part of a tile adds up and stores."""
+        return -(-(self.columns // _EIGHT) // self.split.all_parts)
 
     def received_bytes(self) -> int:
-        """Return the bytes of the sums that a block gets from its cluster."""
-        if self.split.cluster == 1:
+        """Return the bytes of the sums of all parts that a block adds up."""
+        if self.split.all_parts == 1:
             return 0
-        return self.split.cluster * self.owned * self.split.warpgroups * WARPGROUP * VECTOR * 4
+        return self.split.all_parts * self.split.warpgroups * self.owned * WARPGROUP * VECTOR * 4
 
     def _fixed_bytes(self) -> int:
         scales = 0 if self.form.block is None else Scales.shared_bytes(self.split.warpgroups, self.split.chunks)
         return scales + self.split.warpgroups * self.operand_bytes + 2 * _ALIGNMENT
 
     def _main_bytes(self, chunks: int, stages: int) -> int:
-        x = Activations.shared_bytes(self.columns, self.inputs, chunks, self.form.activations)
+        x = Activations.shared_bytes(self.columns, self.inputs, self.split.parts * chunks, self.form.activations)
         return x + stages * STAGE_BYTES * self.split.warpgroups
 
     def _most(self) -> tuple[int, int]:
@@ -89,7 +90,7 @@ class Layout:
         room = self.gpu.shared_bytes - SCRATCH_BYTES - self._fixed_bytes()
         total = self.split.chunks
         least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(_MOST_STAGES, total))
-        for segments in range(-(-total // _MOST_CHUNKS), total + 1):
+        for segments in range(-(-total * self.split.parts // _MOST_CHUNKS), total + 1):
             chunks = -(-total // segments)
             for stages in range(most, least - 1, -1):
                 if self._main_bytes(chunks, stages) <= room:
@@ -98,7 +99,7 @@ class Layout:
 
     @property
     def segment(self) -> int:
-        """Chunks of x that are in shared memory together."""
+        """Chunks of each part of x that are in shared memory together."""
         return self._most()[0]
 
     @property
@@ -108,8 +109,7 @@ class Layout:
 
     @property
     def grid(self) -> Grid:
-        stored = self.split.warpgroups * (self.owned if self.split.cluster > 1 else self.columns // _EIGHT) * _EIGHT
-        last = self.received_bytes() + stored * _ROW_PITCH
+        last = self.received_bytes() + self.split.warpgroups * self.owned * _EIGHT * _ROW_PITCH
         return Grid(
             blocks=(self.form.groups * self.split.blocks, -(-self.rows // self.columns)),
             warpgroups=self.split.warpgroups,
@@ -127,9 +127,10 @@ class Block:
     activations: Activations
     scales: Scales | None
     tile: StoredTile  # of the lane's warpgroup
-    first_scale: tuple[Value, Value]  # output and input
     row: Value  # first row of x
     output: Value  # first output of the tile
+    first: Value  # first input of the warpgroup's part
+    part: Value  # the warpgroup's, among those of the block
     arena: int  # where the shared memory begins that the last steps use again
 
     @classmethod
@@ -139,21 +140,24 @@ class Block:
         outputs, width = inputs.weight.shape
         tiles = outputs // layout.form.groups // TILE
         group, place = machine.block(0) // split.blocks, machine.block(0) % split.blocks
-        mine = place * split.warpgroups + machine.thread // WARPGROUP
-        there = True if tiles % split.warpgroups == 0 else mine < tiles
-        first = machine.rank * (split.chunks * layout.inputs) if split.cluster > 1 else machine.constant(0, "i32")
-        first_output = (group * tiles + place * split.warpgroups) * TILE
+        warpgroup = machine.thread // WARPGROUP
+        mine, part = place * split.tiles + warpgroup // split.parts, warpgroup % split.parts
+        there = True if tiles % split.tiles == 0 else mine < tiles
+        part_inputs = split.chunks * layout.inputs
+        rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
+        of_block = rank * (split.parts * part_inputs)
+        first = of_block + part * part_inputs
         output, row = (group * tiles + mine) * TILE, machine.block(1) * layout.columns
         scales = None if inputs.scales is None else Scales.take(machine, split.warpgroups, split.chunks)
         activations = Activations.take(
             machine,
             inputs.x,
             row,
-            group * width + first,
+            group * width + of_block,
             columns=layout.columns,
             inputs=layout.inputs,
-            chunks=layout.segment,
-            warpgroups=split.warpgroups,
+            segment=layout.segment,
+            split=split,
             rounding=layout.form.activations,
         )
         rooms = StoredTile.take_rooms(machine, split.warpgroups, layout.stages)
@@ -164,9 +168,10 @@ class Block:
             activations=activations,
             scales=scales,
             tile=StoredTile.of(machine, inputs.weight, (output, first), there, rooms),
-            first_scale=(first_output, first),
             row=row,
             output=output,
+            first=first,
+            part=part,
             arena=activations.tiles.offset,
         )
 
@@ -190,7 +195,7 @@ class Block:
         if self.scales is not None:
             assert scales is not None
             assert self.layout.form.block is not None
-            self.scales.stage(scales, self.layout.form.block, *self.first_scale)
+            self.scales.stage(scales, self.layout.form.block, (self.output, self.first))
         for start, size in zip(starts, sizes, strict=True):
             if start:
                 settle(start)
@@ -198,9 +203,9 @@ class Block:
             activations.stage(start, size)
             machine.barrier("block")
 
-            def one(i: Value, carry: Any, start: int = start) -> Any:
+            def one(i: Value, carry: Any, start: int = start, size: int = size) -> Any:
                 machine.wait_copies(pending=self.layout.stages - 2)
-                return step(i + start, i, (i + start) % self.layout.stages, carry)
+                return step(i + start, self.part * size + i, (i + start) % self.layout.stages, carry)
 
             carry = machine.loop(size, one, carry)
         return carry
@@ -236,29 +241,31 @@ class Block:
         return added
 
     def finish(self, out: Buffer, sums: list[Value]) -> None:
-        """Add up the sums of the cluster, and store them."""
-        machine, split = self.machine, self.layout.split
+        """Add up the sums of all parts, and store them."""
+        machine, split, owned = self.machine, self.layout.split, self.layout.owned
         machine.wait_copies()
-        eights = {n: sums[VECTOR * n : VECTOR * (n + 1)] for n in range(self.layout.columns // _EIGHT)}
-        if split.cluster == 1:
-            machine.barrier("block")  # all memory is free
+        eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(self.layout.columns // _EIGHT)]
+        scope = "block" if split.cluster == 1 else "cluster"
+        machine.barrier(scope)  # nobody uses the arena any more
+        if split.all_parts == 1:
             self._store(out, machine.constant(0, "i32"), eights)
             return
-        owned, lanes = self.layout.owned, split.warpgroups * WARPGROUP
-        received = Shared(machine, self.arena, (split.cluster, owned, lanes, VECTOR), "f32")
-        machine.barrier("cluster")
-        for n, values in eights.items():
-            received.store_floats(values, machine.rank, n % owned, machine.thread, 0, rank=n // owned)
-        machine.barrier("cluster")
-        mine = {}
+        rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
+        number, warpgroup = rank * split.parts + self.part, machine.thread // WARPGROUP
+        lane = machine.thread % WARPGROUP
+        received = Shared(machine, self.arena, (split.all_parts, split.warpgroups, owned, WARPGROUP, VECTOR), "f32")
+        for n, values in enumerate(eights):
+            to_rank, to_part = divmod(n // owned, split.parts)
+            owner = number, warpgroup - self.part + to_part, n % owned
+            received.store_floats(values, *owner, lane, 0, rank=to_rank if split.cluster > 1 else None)
+        machine.barrier(scope)
+        mine = []
         for n in range(owned):
-            parts = [received.load_floats(source, n, machine.thread, 0) for source in range(split.cluster)]
-            mine[n] = parts[0]
-            for part in parts[1:]:
-                mine[n] = [a + b for a, b in zip(mine[n], part, strict=True)]
-        self._store(out, machine.rank * (owned * _EIGHT), mine)
+            parts = [received.load_floats(part, warpgroup, n, lane, 0) for part in range(split.all_parts)]
+            mine.append(functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts))
+        self._store(out, number * (owned * _EIGHT), mine)
 
-    def _store(self, out: Buffer, first: Value, eights: dict[int, list[Value]]) -> None:
+    def _store(self, out: Buffer, first: Value, eights: list[list[Value]]) -> None:
         """Store eights of columns, the first of which is column ``first`` of the block.
 
         A warpgroup gathers its outputs in shared memory, so that they are stored to device memory in whole lines.
@@ -267,7 +274,7 @@ class Block:
         lane = machine.thread % WARPGROUP
         base = self.arena + self.layout.received_bytes()
         base = machine.thread // WARPGROUP * (rows * _ROW_PITCH) + base
-        for n, values in eights.items():
+        for n, values in enumerate(eights):
             for j, value in enumerate(values):
                 column = lane % 4 * 2 + (n * _EIGHT + j % 2)
                 at = column * _ROW_PITCH + (product_row(machine) + 8 * (j // 2)) * 4 + base

@@ -92,13 +92,13 @@ def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: tar
     """Return the layout that ``product`` launches for so many rows of x."""
     kernel, (outputs, inputs) = _KERNELS[gpu.architecture], shape
     chunk = CHUNK_BYTES if form.block is not None else CHUNK_BYTES // 2
-    tiles = outputs // form.groups // TILE
+    tiles, columns = outputs // form.groups // TILE, min(ROWS, -(-rows // 8) * 8)
     return Layout(
         gpu=gpu,
-        split=fastest_split(tiles, form.groups, inputs // chunk, kernel.MOST_WARPGROUPS, gpu),
+        split=fastest_split(tiles, form.groups, inputs // chunk, columns, kernel.MOST_WARPGROUPS, gpu),
         form=form,
         rows=rows,
-        columns=min(ROWS, -(-rows // 8) * 8),
+        columns=columns,
         inputs=chunk,
         operand_bytes=kernel.OPERAND_BYTES,
     )

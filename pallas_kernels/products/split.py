@@ -1,8 +1,9 @@
 """How a product is divided over the blocks of a launch.
 
-A warpgroup computes 64 outputs, a tile, for all rows of x that its block has, from a part of the inputs. Blocks of a
-cluster have the same tiles and share the inputs in equal parts, and their sums are added in the order of the parts. So
-the order in which a sum is formed depends on the weight's shape, and neither on the number of rows nor on other rows.
+A warpgroup computes 64 outputs, a tile, for all rows of x that its block has, from a part of the inputs. The parts of a
+tile are those of the blocks of a cluster, of warpgroups of a block, or both. Their sums are added in the order of the
+parts. How many parts there are depends on the weight's shape alone. So the order in which a sum is formed depends
+neither on the number of rows nor on other rows.
 """
 
 from __future__ import annotations
@@ -14,45 +15,61 @@ from pallas_kernels.language.target import GPU
 
 TILE = 64  # outputs of a warpgroup
 ROWS = 64  # the most rows of x in a block
-_ROW_BYTES = 64  # what reading an input of all rows of x takes, as much as reading it of so many outputs
-_CLUSTER_BYTES = 24 << 10  # what adding up the sums of a cluster takes, as much as reading so many bytes
+_CHUNK_BYTES = 128  # of an output, and as many of x for each row
+_CLUSTER_BYTES = {1: 0, 2: 24 << 10, 4: 48 << 10, 8: 72 << 10}  # what a cluster takes, as much as reading so many bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The blocks of a launch for one group of outputs and one group of rows of x."""
+    """The blocks of a launch for one group of outputs and some rows of x."""
 
     cluster: int  # blocks that share the inputs
-    warpgroups: int  # tiles of a block
+    parts: int  # of a block's inputs, each with warpgroups of its own
+    tiles: int  # of a block
     blocks: int  # clusters
-    chunks: int  # of the inputs, for each block of a cluster
+    chunks: int  # of a part
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tiles * self.parts
+
+    @property
+    def all_parts(self) -> int:
+        return self.cluster * self.parts
 
 
 @functools.cache
-def fastest_split(tiles: int, groups: int, chunks: int, most_warpgroups: int, gpu: GPU) -> Split:
-    """Return the split that is expected to be the fastest.
+def fastest_split(tiles: int, groups: int, chunks: int, columns: int, most_warpgroups: int, gpu: GPU) -> Split:
+    """Return the split that is expected to be the fastest for ``columns`` rows.
 
-    The model: blocks run in waves, and a block takes as long as reading its part of the weight and of x. It agrees with
-    the order of the times measured on an H200 for the shapes of DeepSeek-V4.
+    The model: blocks run in waves, and a block takes as long as reading its part of the weight and of x. Its choices
+    are the fastest that were measured on an H200 for the shapes of DeepSeek-V4.
 
     Args:
       tiles: of a group.
       groups: of outputs, each with its own inputs.
       chunks: of a group's inputs.
+      columns: rows of x in a block.
       most_warpgroups: of a block, for which there are registers.
       gpu: that runs it.
     """
-    best: tuple[float, Split] | None = None
-    for cluster in (1, *sorted(gpu.clusters)):
-        if chunks % cluster:
-            continue
-        room = gpu.multiprocessors if cluster == 1 else gpu.clusters[cluster]
-        for warpgroups in range(1, most_warpgroups + 1):
-            blocks = -(-tiles // warpgroups)
-            waves = -(-blocks * groups // room)
-            part = chunks // cluster
-            cost = waves * part * 128 * (warpgroups * TILE + _ROW_BYTES) + (_CLUSTER_BYTES if cluster > 1 else 0)
-            if best is None or cost < best[0]:
-                best = cost, Split(cluster=cluster, warpgroups=warpgroups, blocks=blocks, chunks=part)
-    assert best is not None, "a cluster of one block is always possible"
-    return best[1]
+    sizes = [size for size in _CLUSTER_BYTES if size == 1 or size in gpu.clusters]
+
+    def cost(split: Split, columns: int) -> int:
+        room = gpu.multiprocessors if split.cluster == 1 else gpu.clusters[split.cluster]
+        waves = -(-split.blocks * groups // room)
+        read = split.parts * split.chunks * _CHUNK_BYTES * (split.tiles * TILE + columns)
+        return waves * read + _CLUSTER_BYTES[split.cluster]
+
+    def fastest(shapes: list[tuple[int, int]], columns: int) -> Split:
+        """Return the best of these (cluster, parts of a block)."""
+        splits = [
+            Split(cluster=cluster, parts=parts, tiles=n, blocks=-(-tiles // n), chunks=chunks // (cluster * parts))
+            for cluster, parts in shapes
+            for n in range(1, most_warpgroups // parts + 1)
+        ]
+        return min(splits, key=lambda split: cost(split, columns))
+
+    # For most rows of x, parts are best in blocks of their own, because each block then needs less of x.
+    all_parts = fastest([(size, 1) for size in sizes if chunks % size == 0], ROWS).cluster
+    return fastest([(size, all_parts // size) for size in sizes if all_parts % size == 0], columns)

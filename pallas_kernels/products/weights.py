@@ -26,7 +26,7 @@ _WARPS = WARPGROUP // WARP
 
 SCALE_INPUTS = 32  # the fewest inputs that have a scale
 SCALE_ROWS = 16  # the fewest outputs
-_PARTS = CHUNK_BYTES // SCALE_INPUTS
+_PLACES = CHUNK_BYTES // SCALE_INPUTS
 _MOVED = 120  # E4M3 moved into the bits of a bf16 means the number times 2^-120
 _KEPT = 0x87F087F0 - (1 << 32)  # of two such bf16: the sign, and the seven bits of exponent and fraction
 _SPREAD = 0x9180, 0xB3A2  # the first two bytes of a word, or the last two, each followed by a byte of its sign
@@ -38,41 +38,39 @@ class Scales:
     """The scales of a block's part of an FP8 weight, each for 16 outputs and 32 inputs, as exponents with a bias."""
 
     machine: TensorCores
-    bytes: Shared  # i32 [tiles, warps, chunks, parts of a chunk]
+    bytes: Shared  # i32 [warpgroups, warps, chunks, places of a chunk]
 
     @classmethod
-    def take(cls, machine: TensorCores, tiles: int, chunks: int) -> Scales:
-        return cls(machine, Shared.take(machine, (tiles, _WARPS, chunks, _PARTS), "i32"))
+    def take(cls, machine: TensorCores, warpgroups: int, chunks: int) -> Scales:
+        return cls(machine, Shared.take(machine, (warpgroups, _WARPS, chunks, _PLACES), "i32"))
 
     @staticmethod
-    def shared_bytes(tiles: int, chunks: int) -> int:
-        return tiles * _WARPS * chunks * _PARTS * 4
+    def shared_bytes(warpgroups: int, chunks: int) -> int:
+        return warpgroups * _WARPS * chunks * _PLACES * 4
 
-    def stage(self, scales: Buffer, block: tuple[int, int], row: Value, first: Value) -> None:
-        """Load the scales of outputs from ``row`` on and inputs from ``first`` on."""
-        machine = self.machine
-        tiles, _, chunks, _ = self.bytes.shape
-        total, lanes = tiles * _WARPS * chunks * _PARTS, tiles * WARPGROUP
-        for start in range(0, total, lanes):
-            n = machine.thread + start
-            inside: Condition = True if start + lanes <= total else n < total
-            part, chunk, sixteen = n % _PARTS, n // _PARTS % chunks, n // (_PARTS * chunks)
-            at = (
-                (row + sixteen * SCALE_ROWS) // block[0],
-                (first + chunk * CHUNK_BYTES + part * SCALE_INPUTS) // block[1],
-            )
-            byte = scales.load_bytes(*at, count=1, where=inside & (at[0] < scales.shape[0]))
-            self.bytes.store_int(byte, sixteen // _WARPS, sixteen % _WARPS, chunk, part, where=inside)
+    def stage(self, scales: Buffer, block: tuple[int, int], at: tuple[Value, Value]) -> None:
+        """Load the scales of this warpgroup's tile, which begins at an output and an input."""
+        machine, (row, first) = self.machine, at
+        chunks = self.bytes.shape[2]
+        total, mine = _WARPS * chunks * _PLACES, self.bytes[machine.thread // WARPGROUP]
+        for start in range(0, total, WARPGROUP):
+            n = machine.thread % WARPGROUP + start
+            inside: Condition = True if start + WARPGROUP <= total else n < total
+            place, chunk, warp = n % _PLACES, n // _PLACES % chunks, n // (_PLACES * chunks)
+            of_row = (row + warp * SCALE_ROWS) // block[0]
+            of_input = (first + chunk * CHUNK_BYTES + place * SCALE_INPUTS) // block[1]
+            byte = scales.load_bytes(of_row, of_input, count=1, where=inside & (of_row < scales.shape[0]))
+            mine.store_int(byte, warp, chunk, place, where=inside)
 
-    def _load(self, chunk: Index, part: Index) -> Value:
+    def _load(self, chunk: Index, place: Index) -> Value:
         lane = self.machine.thread
-        return self.bytes.load_int(lane // WARPGROUP, lane % WARPGROUP // WARP, chunk, part)
+        return self.bytes.load_int(lane // WARPGROUP, lane % WARPGROUP // WARP, chunk, place)
 
     def of_half(self, chunk: Index, half: int) -> Value:
         """Return what ``widen`` multiplies by, for this lane's part of half a chunk: two equal bf16."""
-        part = self.machine.thread % QUAD // 2 + half * HALVES
+        place = self.machine.thread % QUAD // 2 + half * HALVES
         # Infinite for scales above 2^7, so that the product is NaN.
-        bits = (self._load(chunk, part) + _MOVED).minimum(255) << 7
+        bits = (self._load(chunk, place) + _MOVED).minimum(255) << 7
         return bits | bits << 16
 
     def of_chunk(self, chunk: Index) -> Value:
