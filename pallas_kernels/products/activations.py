@@ -91,7 +91,7 @@ class Activations:
         To be followed by a barrier of the block.
         """
         total = self.parts * chunks * self.columns * (self.inputs // _LOADED)
-        at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE) // (1 if self.scales is None else 2)
+        at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE) // (1 if self.scales is None else 4)
         if start and self.lanes > 2 * WARPGROUP:
             at_once = _BESIDE_SUMS
         rounds = -(-total // (at_once * self.lanes))

@@ -27,7 +27,6 @@ from pallas_kernels.products.weights import (
 
 _MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
 _LEAST_STAGES = 3
-_MOST_CHUNKS = 8  # of x that are in shared memory together
 _EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 _ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
 _ALIGNMENT = 1024  # of the tiles of x
@@ -90,7 +89,7 @@ class Layout:
         room = self.gpu.shared_bytes - SCRATCH_BYTES - self._fixed_bytes()
         total = self.split.chunks
         least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(_MOST_STAGES, total))
-        for segments in range(-(-total * self.split.parts // _MOST_CHUNKS), total + 1):
+        for segments in range(1, total + 1):
             chunks = -(-total // segments)
             for stages in range(most, least - 1, -1):
                 if self._main_bytes(chunks, stages) <= room:

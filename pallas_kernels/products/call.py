@@ -23,7 +23,7 @@ from pallas_kernels.products.split import ROWS, TILE, fastest_split
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
 ACTIVATIONS = ("bf16", "fp8")
-MOST_ROWS = 256  # of x, for which this is faster than widening the weight first
+MOST_ROWS = 128  # of x, up to which this is faster than widening the weight first
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 
 
