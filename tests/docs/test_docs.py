@@ -3,6 +3,7 @@
 import re
 import runpy
 
+import jax
 import pytest
 
 import dsv4jax as d4
@@ -10,6 +11,8 @@ import pallas_kernels
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, row_bytes
 from dsv4jax.layer.backend import Op
 from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, PROJECTIONS, TOP_K
+from dsv4jax.weights.params import param_shapes
+from dsv4jax.weights.stored import Stored
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -80,6 +83,19 @@ def test_pictures_are_those_that_the_plan_draws():
 def test_every_public_name_is_in_the_api_pages(package):
     missing = {f"{package.__name__}.{name}" for name in package.__all__} - API
     assert not missing
+
+
+def test_the_table_of_weights_has_their_bytes():
+    cfg = d4.DSV4Config.flash()
+
+    def gigabytes(stored: Stored | None) -> str:
+        layers = [param_shapes(cfg, spec.attn, stored) for spec in d4.layer_schedule(cfg)]
+        leaves = jax.tree.leaves(layers)
+        return f"{sum(leaf.size * min(leaf.dtype.itemsize, 2) for leaf in leaves) / 1e9:.1f} GB"  # f32 stands for bf16
+
+    for form, stored in (("wide", None), ("stored", Stored())):
+        (row,) = re.findall(rf'^\| `"{form}"` \|.*\| ([^|]*) \|$', PAGES["support.md"], re.MULTILINE)
+        assert row.removesuffix(" in bf16") == gigabytes(stored), form
 
 
 def test_the_byte_table_is_the_printed_plan():
