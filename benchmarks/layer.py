@@ -155,7 +155,7 @@ def pass_on(x: jax.Array, ticket: jax.Array) -> jax.Array:
 
 
 def product_program(weight: Any, x: jax.Array, groups: int, dtype: Any, runs: int) -> Any:
-    """A lowered program of several runs of a product, and its arguments. Before each run L2 is flushed of weights."""
+    """A lowered program of several runs of a product, each with L2 flushed before it, so that weights are cold."""
     multiply = functools.partial(PROJECTIONS.of(None, None, d4.AttentionType.SWA).linear, groups=groups, dtype=dtype)
     if jax.default_backend() == "cpu":
         return jax.jit(multiply).lower(x, weight)

@@ -92,7 +92,7 @@ def _update(
 
     def streams(dim: int) -> Any:
         rows = _f32(batch, tokens, (1 + is_csa) * dim)
-        return Streams(k=rows, z=rows, overlap=is_csa), _f32(dim)
+        return Streams(k=rows, z=rows, overlap=is_csa), Spec((dim,), jnp.bfloat16)
 
     def function(stack, index, table, rows, batch):
         call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=cache.plan)
@@ -186,7 +186,7 @@ def _attention(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) 
         start=_i32(batch),
         positions=_i32(*lead),
         visible=None if entries is None else _i32(*lead),
-        sinks=_f32(cfg.num_heads),
+        sinks=Spec((cfg.num_heads,), jnp.bfloat16),
         angles=_f32(*lead, cfg.rope_dim),
         layer=_i32(1),
     )
