@@ -293,6 +293,41 @@ def _products(cfg: d4.DSV4Config, kind: AttentionType, batch: int, tokens: int) 
     )
 
 
+def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the products with stored weights, for few and most rows of a block, and HCA's with its compressor."""
+    heads, indexer = cfg.num_heads * cfg.head_dim, cfg.indexer_heads * cfg.indexer_head_dim
+    shapes = {  # outputs of all groups, inputs of one, groups
+        "q_a_kv": (cfg.q_lora_rank + cfg.head_dim, cfg.hidden_size, 1),
+        "q_b": (heads, cfg.q_lora_rank, 1),
+        "index_q_b": (indexer, cfg.q_lora_rank, 1),
+        "o_a": (cfg.o_groups * cfg.o_lora_rank, heads // cfg.o_groups, cfg.o_groups),
+        "o_b": (cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank, 1),
+    }
+
+    def multiply(form: pk.WeightForm, x: Any, weight: Any, scales: Any) -> Any:
+        return pk.product(x, weight, scales, form)
+
+    for rows in (1, 16, 64):
+        for name, (outputs, inputs, groups) in shapes.items():
+            x = Spec((rows, groups * inputs), jnp.bfloat16)
+            weight = (
+                Spec((outputs, inputs), jnp.float8_e4m3fn),
+                Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu),
+            )
+            for activations in ("bf16", "fp8"):
+                form = pk.WeightForm(block=(128, 128), groups=groups, activations=activations)
+                function = functools.partial(multiply, form)
+                title = f"product {name} {activations} [{rows}]"
+                yield Kernel(name=title, function=function, args=(x, *weight), rows=None, reads_only=True)
+        args = (
+            Spec((rows, cfg.hidden_size), jnp.bfloat16),
+            Spec((2 * cfg.head_dim, cfg.hidden_size), jnp.bfloat16),
+            None,
+        )
+        function = functools.partial(multiply, pk.WeightForm())
+        yield Kernel(name=f"product compress [{rows}]", function=function, args=args, rows=None, reads_only=True)
+
+
 def _piece(detail: str, static: dict[str, Any], function: Any, *args: Any) -> Kernel:
     name = f"{function.__name__} {detail}".strip()
     rows = args[0].entries.nope if isinstance(args[0], PagedPool) else None
@@ -312,7 +347,15 @@ def _print_table(reports: dict[str, dict[str, Any]]) -> None:
 def kernels() -> Iterator[tuple[str, Kernel]]:
     """Yield all kernels, each with the name of its model before its own."""
     for model, cfg in MODELS.items():
-        for kernel in (*_updates(cfg), *_pieces(cfg), *_reads(cfg), *_queries(cfg), *_token_parts(cfg), *_grants(cfg)):
+        for kernel in (
+            *_updates(cfg),
+            *_pieces(cfg),
+            *_reads(cfg),
+            *_queries(cfg),
+            *_token_parts(cfg),
+            *_grants(cfg),
+            *_multiplications(cfg),
+        ):
             yield f"{model} {kernel.name}", kernel
 
 

@@ -1,0 +1,153 @@
+"""Products with stored weights: exact but for the order of sums, whatever the split, and the same for a row alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels.language.target import BLACKWELL, HOPPER
+from pallas_kernels.products.call import fastest_layout
+from tests.support.cases import first_of
+from tests.support.machines import MACHINES, no_gpu, requires_gpu
+from tests.support.product_cases import Product
+
+machines = pytest.mark.parametrize("simulate", MACHINES)
+
+# Few and many rows; more rows, inputs and outputs than a block holds; outputs that do not fill the last block; an
+# odd number of chunks.
+SHAPES = [
+    Product(rows=1, outputs=128, inputs=256),
+    Product(rows=13, outputs=192, inputs=640),
+    Product(rows=64, outputs=64, inputs=2560, parts=(1, 1)),
+    Product(rows=70, outputs=128, inputs=384),
+    Product(rows=9, outputs=64, inputs=1024, groups=3),
+    Product(rows=20, outputs=320, inputs=896, parts=(1, 1), tiles=3),
+]
+PARTS = [
+    Product(rows=21, outputs=192, inputs=1024, parts=(4, 1), tiles=2),
+    Product(rows=9, outputs=128, inputs=1024, parts=(1, 2)),
+    Product(rows=30, outputs=192, inputs=2048, parts=(2, 2), tiles=2),
+    Product(rows=64, outputs=64, inputs=1024, parts=(8, 1)),
+]
+FORMS = [
+    Product(rows=9, outputs=64, inputs=512, block=(32, 32), parts=(2, 1)),
+    Product(rows=3, outputs=64, inputs=256, block=(16, 64), dtype=jnp.bfloat16),
+    Product(rows=11, outputs=192, inputs=512, block=None, parts=(2, 1), tiles=2),
+    Product(rows=3, outputs=64, inputs=192, block=None),
+    Product(rows=20, outputs=320, inputs=1024, activations="fp8", parts=(2, 1), tiles=2),
+    Product(rows=9, outputs=128, inputs=1024, activations="fp8", parts=(2, 2)),
+    Product(rows=1, outputs=64, inputs=128, groups=2, activations="fp8", dtype=jnp.bfloat16),
+]
+
+
+@machines
+@pytest.mark.parametrize("case", first_of(SHAPES + PARTS + FORMS, count=8), ids=str)
+def test_products_are_exact_but_for_the_order_of_sums(case, simulate):
+    case.check(case.run(simulate=simulate, gpu=HOPPER if simulate else _here()))
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("case", first_of(PARTS[:3] + FORMS + SHAPES, count=5), ids=str)
+def test_products_of_the_blackwell_kernel(case):
+    case.check(case.run(simulate=True, gpu=BLACKWELL))
+
+
+def _here():
+    return BLACKWELL if no_gpu(10) is None else HOPPER
+
+
+# The simulator's sums are NumPy's, whose order depends on the number of rows.
+@requires_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Product(rows=64, outputs=128, inputs=1024),
+        Product(rows=64, outputs=64, inputs=2048, groups=2, parts=(2, 1)),
+        Product(rows=64, outputs=128, inputs=512, activations="fp8"),
+    ],
+    ids=str,
+)
+def test_a_row_has_the_same_sums_alone_and_in_a_batch(case):
+    """Bit for bit, whatever the split that its number of rows gets."""
+    all_rows = case.run(simulate=False, gpu=_here())
+    for first, count in ((0, 1), (5, 8), (40, 17)):
+        few = dataclasses.replace(case, rows=count, parts=None)
+        if case.parts is not None:  # the same parts, in one block
+            few = dataclasses.replace(few, parts=case.parts[::-1])
+        object.__setattr__(few, "x", case.x[first : first + count])  # in place of its own
+        np.testing.assert_array_equal(few.run(simulate=False, gpu=_here()), all_rows[first : first + count])
+
+
+@machines
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_other_rows_do_not_matter(activations, simulate):
+    case, gpu = Product(rows=9, outputs=64, inputs=256, activations=activations), HOPPER if simulate else _here()
+    others = dataclasses.replace(case)
+    object.__setattr__(others, "x", case.x.at[1:].set(jnp.nan))
+    found, want = (one.run(simulate=simulate, gpu=gpu) for one in (others, case))
+    np.testing.assert_array_equal(found[0], want[0])
+    assert np.isnan(found[1:]).all()
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("inputs", [128, 896, 1024, 4096, 7168])
+@pytest.mark.parametrize("outputs", [64, 1536, 32768])
+def test_the_parts_of_a_sum_do_not_depend_on_the_rows(outputs, inputs, gpu):
+    form = pk.WeightForm(block=(128, 128))
+    layouts = [fastest_layout(rows, (outputs, inputs), form, gpu) for rows in range(1, 65)]
+    assert {layout.split.all_parts for layout in layouts} == {layouts[0].split.all_parts}
+    for layout in layouts:
+        split = layout.split
+        assert split.chunks * split.all_parts * 128 == inputs
+        assert split.blocks * split.tiles * 64 >= outputs
+        assert layout.grid.shared_bytes <= gpu.shared_bytes
+
+
+@machines
+def test_scales_that_the_kernel_cannot_hold_give_nan(simulate):
+    case = Product(rows=2, outputs=64, inputs=128)
+    weight, scales = case.weight
+    assert scales is not None
+    too_large = jnp.full(scales.shape, 2.0**8, jnp.float32).astype(scales.dtype)
+    found = pk.product(case.x, weight, too_large, case.form, simulate=simulate)
+    assert np.isnan(np.asarray(found)[0]).all()
+
+
+@machines
+def test_rounded_rows_that_are_not_finite_give_nan_alone(simulate):
+    case = Product(rows=3, outputs=64, inputs=256, activations="fp8")
+    weight, scales = case.weight
+    x = case.x.at[0, 3].set(jnp.nan).at[1, 200].set(jnp.inf)
+    found = np.asarray(pk.product(x, weight, scales, case.form, simulate=simulate))
+    assert np.isnan(found[:2]).all()
+    assert not found[2].any()  # a row of zeros
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "message"),
+    [
+        (dict(block=(128, 128)), (96, 128), r"a multiple of 64 outputs and 128 inputs, got \(96, 128\)"),
+        (dict(block=(128, 128), groups=2), (192, 128), "each of 2 groups"),
+        (dict(block=(128, 128)), (64, 192), "128 inputs"),
+        (dict(), (64, 96), "64 inputs"),
+        (dict(block=(8, 128)), (64, 128), r"multiples of 16 x 32 with activations='bf16', got \(8, 128\)"),
+        (dict(block=(32, 32), activations="fp8"), (64, 128), "multiples of 16 x 128 with activations='fp8'"),
+        (dict(activations="fp8"), (64, 128), "only for FP8 weights"),
+        (dict(block=(128, 128), activations="int8"), (64, 128), "must be one of"),
+    ],
+)
+def test_weights_that_no_kernel_serves_are_named(form, shape, message):
+    form = pk.WeightForm(**form)
+    reason = pk.unsupported_product(shape, form)
+    assert reason is not None
+    weight, scales = jax.ShapeDtypeStruct(shape, jnp.bfloat16), None
+    if form.block is not None:
+        weight = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+        blocks = tuple(-(-size // by) for size, by in zip(shape, form.block, strict=True))
+        scales = jax.ShapeDtypeStruct(blocks, jnp.float8_e8m0fnu)
+    x = jax.ShapeDtypeStruct((2, form.groups * shape[1]), jnp.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda x, weight, scales: pk.product(x, weight, scales, form, simulate=True), x, weight, scales)

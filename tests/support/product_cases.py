@@ -1,0 +1,120 @@
+"""Products with stored weights for tests: random inputs, the exact result, and a run with any split."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+import pallas_kernels as pk
+from pallas_kernels.language.target import GPU, HOPPER
+from pallas_kernels.products.block import ProductInputs
+from pallas_kernels.products.call import fastest_layout, launch_product
+from pallas_kernels.products.split import TILE, Split
+
+GROUP = 128  # inputs that share a scale where activations are rounded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product of random numbers."""
+
+    rows: int
+    outputs: int  # of a group
+    inputs: int
+    block: tuple[int, int] | None = (128, 128)
+    groups: int = 1
+    activations: str = "bf16"
+    dtype: Any = jnp.float32
+    parts: tuple[int, int] | None = None  # blocks of a cluster, and parts of a block; None for the fastest
+    tiles: int = 1  # of a block, if parts are given
+
+    def __str__(self) -> str:
+        stored = "bf16" if self.block is None else f"{self.block[0]}x{self.block[1]}"
+        how = "" if self.parts is None else f" {self.parts[0]} blocks of {self.parts[1]} parts, {self.tiles} tiles"
+        groups = f"{self.groups} x " if self.groups > 1 else ""
+        return f"{self.rows} rows {groups}{self.inputs} to {self.outputs} {stored} {self.activations}{how}"
+
+    @property
+    def form(self) -> pk.WeightForm:
+        return pk.WeightForm(block=self.block, groups=self.groups, activations=self.activations)
+
+    @functools.cached_property
+    def x(self) -> jax.Array:
+        """bf16, rows of all magnitudes; the last one is 0."""
+        rng = np.random.default_rng(self.rows)
+        x = rng.standard_normal((self.rows, self.groups * self.inputs))
+        x *= 2.0 ** rng.integers(-12, 12, (self.rows, 1))
+        x[-1] = 0
+        return jnp.asarray(x, jnp.bfloat16)
+
+    @functools.cached_property
+    def weight(self) -> tuple[jax.Array, jax.Array | None]:
+        """Codes of all values but NaN, subnormal ones too, and scales."""
+        rng, shape = np.random.default_rng(1), (self.groups * self.outputs, self.inputs)
+        if self.block is None:
+            return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16), None
+        codes = rng.integers(0, 256, shape, np.uint8)
+        codes[codes & 0x7F == 0x7F] = 0
+        scales = rng.integers(110, 134, (-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])), np.uint8)
+        scales[0, 0] = 134  # the largest
+        return jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(scales.view(ml_dtypes.float8_e8m0fnu))
+
+    @property
+    def wide(self) -> np.ndarray:
+        weight, scales = self.weight
+        wide = np.asarray(weight).astype(np.float64)
+        if scales is not None:
+            assert self.block is not None
+            full = np.repeat(np.repeat(np.asarray(scales).astype(np.float64), self.block[0], 0), self.block[1], 1)
+            wide *= full[: wide.shape[0], : wide.shape[1]]
+        return wide
+
+    def exact(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the product in f64, and the same of magnitudes, to which errors are compared."""
+        x = np.asarray(self.x).astype(np.float64)
+        if self.activations == "fp8":
+            groups = x.reshape(self.rows, -1, GROUP)
+            peak = np.maximum(np.abs(groups).max(-1, keepdims=True), np.float32(1e-4))
+            scale = 2.0 ** np.ceil(np.log2(peak / 448))
+            x = ((groups / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).reshape(x.shape)
+
+        def multiply(x: np.ndarray, wide: np.ndarray) -> np.ndarray:
+            x, wide = x.reshape(self.rows, self.groups, -1), wide.reshape(self.groups, -1, self.inputs)
+            return np.einsum("mgi,goi->mgo", x, wide).reshape(self.rows, -1)
+
+        return multiply(x, self.wide), multiply(np.abs(x), np.abs(self.wide))
+
+    def run(self, *, simulate: bool, gpu: GPU = HOPPER) -> np.ndarray:
+        """Run the kernel of a GPU, which must be this machine's own if it is not simulated."""
+        weight, scales = self.weight
+        layout = fastest_layout(self.rows, weight.shape, self.form, gpu)
+        if self.parts is not None:
+            cluster, parts = self.parts
+            chunks = self.inputs // layout.inputs // (cluster * parts)
+            blocks = -(-(self.outputs // TILE) // self.tiles)
+            split = Split(cluster=cluster, parts=parts, tiles=self.tiles, blocks=blocks, chunks=chunks)
+            layout = dataclasses.replace(layout, split=split)
+        if scales is not None:
+            weight, scales = (lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in (weight, scales))
+        inputs = ProductInputs(x=self.x, weight=weight, scales=scales)
+        launch = functools.partial(launch_product, layout, dtype=self.dtype, simulate=simulate)
+        return np.asarray(jax.jit(launch)(inputs).astype(jnp.float32))
+
+    def check(self, found: np.ndarray) -> None:
+        """Check a result.
+
+        The products of the operands are exact in f32. Their sums are not: on a GPU, tensor cores cut each addition off
+        at 2^-13 or so of an ulp of bf16, which for a few hundred terms gives a few 2^-20 of the sum of magnitudes.
+        A result in bf16 is rounded to 2^-8.
+        """
+        want, magnitude = self.exact()
+        rounding = 2.0**-8 * np.abs(want) if self.dtype == jnp.bfloat16 else 0.0
+        assert found.shape == want.shape
+        assert np.all(np.abs(found - want) <= 2.0**-17 * magnitude + rounding)
