@@ -116,7 +116,9 @@ def events_of(function: Any, *args: Any) -> list[tuple[str, float]]:
         begin = time.perf_counter()
         jax.block_until_ready(function(*args))
         return [("wall", (time.perf_counter() - begin) * 1e6)]
-    return [(name, ms * 1e3) for name, ms in kernel_events(function, *args) if not re.search("copy|memcpy", name.lower())]
+    return [
+        (name, ms * 1e3) for name, ms in kernel_events(function, *args) if not re.search("copy|memcpy", name.lower())
+    ]
 
 
 def total(events: list[tuple[str, float]]) -> float:
