@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 
@@ -46,13 +45,6 @@ def grow_by_kernel(
     ratio = plan.min_ratio
     per_page = plan.cfg.block_tokens // ratio if ratio else 1
     sizes = pk.PageSizes(max_context=plan.max_context, ratio=ratio, per_page=per_page)
-    held, ok = _grant(asked, held, sizes, simulate=simulate)
+    held, ok = pk.grant_tokens(asked, held, sizes, simulate=simulate)
     changed = {field.name: getattr(held, field.name) for field in dataclasses.fields(held)}
     return dataclasses.replace(tables, **changed), ok.reshape(())
-
-
-# Jitted, because JAX cannot trace a kernel again, which it does with the operations of a function whose derivative is
-# taken, but not with a whole jitted one that none of it passes through.
-@functools.partial(jax.jit, static_argnames=("sizes", "simulate"))
-def _grant(asked: pk.Asked, held: pk.Grants, sizes: pk.PageSizes, *, simulate: bool) -> tuple[pk.Grants, jax.Array]:
-    return pk.grant_tokens(asked, held, sizes, simulate=simulate)

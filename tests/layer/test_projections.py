@@ -33,7 +33,7 @@ FORMS = {
     "in tiles": stored_products._in_tiles,
     "with scaled inputs": stored_products._with_scaled_inputs,
 }
-TENSOR_CORE_SUMS = 2.0**-17  # of bf16 and FP8 on a GPU, whose tensor cores keep fewer bits of what they add
+TENSOR_CORE_SUMS = 2.0**-15  # of FP8 on a GPU: its tensor cores keep some 13 bits of what they add
 F32_SUMS = 2.0**-20  # error of f32 sums of up to 1024 products, relative to the sum of their sizes: some 2^-24 * 8
 
 

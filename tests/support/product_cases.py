@@ -111,10 +111,11 @@ class Product:
         """Check a result.
 
         The products of the operands are exact in f32. Their sums are not, and tensor cores keep fewer bits than f32 of
-        what they add: on an H200 the errors are up to 3e-6 of the sum of magnitudes. A result in bf16 is rounded to
-        2^-8.
+        what they add: on an H200 the errors are up to 3e-6 of the sum of magnitudes, and with FP8 on both sides, of
+        which they keep some 13 bits, a few times as large. A result in bf16 is rounded to 2^-8.
         """
         want, magnitude = self.exact()
         rounding = 2.0**-8 * np.abs(want) if self.dtype == jnp.bfloat16 else 0.0
         assert found.shape == want.shape
-        assert np.all(np.abs(found - want) <= 2.0**-17 * magnitude + rounding)
+        relative = 2.0**-15 if self.activations == "fp8" else 2.0**-17
+        assert np.all(np.abs(found - want) <= relative * magnitude + rounding)
