@@ -2,7 +2,8 @@
 
 A line is a JSON object. ``case`` names what was timed and ``device`` the hardware. Three sorts of files hold lines:
 
-- ``h200*.jsonl`` were written by the programs of this folder. ``run`` marks a line of an earlier run.
+- ``h200*.jsonl`` were written by the programs of this folder and by ``benchmarks.layer``. ``run`` marks a line of an
+  earlier run.
 - ``by_hand.jsonl`` holds figures that somebody copied from a program's output; ``program`` says which program that was.
 - ``public_cuda.jsonl`` holds the times of other libraries' kernels, with ``library``, ``kernel`` and ``timed`` (how);
   ``version`` is null where it was not noted. ``beside`` names the cases of this project that do the same work.
@@ -30,12 +31,14 @@ class Results:
 
     updates: list[Line]  # what writes the cache
     reads: list[Line]  # what reads it, and decode steps
+    layers: list[Line]  # whole layers
     by_hand: list[Line]
     public: list[Line]
 
     @classmethod
     def load(cls) -> Results:
-        names = dict(updates="h200", reads="h200_reads", by_hand="by_hand", public="public_cuda")
+        names = dict(updates="h200", reads="h200_reads", layers="h200_layers")
+        names |= dict(by_hand="by_hand", public="public_cuda")
         return cls(**{field: read_lines(RESULTS / f"{name}.jsonl") for field, name in names.items()})
 
     def case(self, name: str) -> Line:
@@ -44,7 +47,7 @@ class Results:
         Raises:
           KeyError: no line has it, or several have.
         """
-        found = [line for line in (*self.updates, *self.reads, *self.by_hand) if line["case"] == name]
+        found = [line for line in (*self.updates, *self.reads, *self.layers, *self.by_hand) if line["case"] == name]
         if len(found) != 1:
             raise KeyError(f"{name!r} is the name of {len(found)} lines")
         return found[0]

@@ -248,8 +248,28 @@ def steps(results: Results) -> str:
     return table("43 Flash layers | requests | wall time in us | 10th-90th percentile | of it, kernels", rows)
 
 
-def layers(results: Results) -> str:
-    """One layer with its products, part by part."""
+def stored_layers(results: Results) -> str:
+    """What one more layer adds to a decode step, with weights stored as FP8."""
+    rows = []
+    for line in results.layers:
+        _, kind, batch, context, *_ = line["case"].split()
+        product = line["by_kernel"].get("product_mosaic_gpu_kernel")
+        rows.append(
+            (
+                f"{KINDS[kind]}, {requests(int(batch[1:]))}, {int(context):,} tokens each",
+                number(line["us"]["median"]),
+                spread(line["us"]),
+                f"{line['launches']:g}",
+                "-" if product is None else number(product),
+                public(results.public_beside(line["case"])),
+            )
+        )
+    head = "layer | us | range of 5 runs | launches | of it, products by the kernel | public CUDA, its kernels added up"
+    return table(head, rows)
+
+
+def wide_layers(results: Results) -> str:
+    """One layer with bf16 weights and XLA's products, part by part, as it was before."""
     rows = []
     for line in results.by_hand:
         if line["case"].startswith("layer "):
@@ -328,6 +348,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     function.__name__: function
     for function in (
         *(summary, ceilings, update_decode, update_other, update_chunk, gather),
-        *(attention, scores, topk, queries, steps, layers, prefill, programs, public_cuda),
+        *(attention, scores, topk, queries, steps, stored_layers, wide_layers, prefill, programs, public_cuda),
     )
 }
