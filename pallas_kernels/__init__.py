@@ -32,7 +32,7 @@ from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
 from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.block import WeightForm
-from pallas_kernels.products.call import MOST_ROWS, product, unsupported_product
+from pallas_kernels.products.call import product, unsupported_product
 from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
@@ -49,7 +49,6 @@ from pallas_kernels.update.call import append_chunk, cache_step, unsupported
 from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
 
 __all__ = [
-    "MOST_ROWS",
     "Asked",
     "AttentionInputs",
     "Grants",

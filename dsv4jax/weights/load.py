@@ -12,7 +12,7 @@ import numpy as np
 from dsv4jax.checks import FLOATS
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.weights.params import QUANTISED, AttentionParams, named_shapes
-from dsv4jax.weights.stored import CODES, SCALES, Stored, StoredWeight, find_block, per_number, to_e8m0
+from dsv4jax.weights.stored import CODES, SCALES, Stored, StoredWeight, check_codes, find_block, per_number, to_e8m0
 
 # Part of AttentionParams, name in DeepSeek's checkpoints, name in transformers'. Both names are relative to the layer's
 # attention module.
@@ -114,6 +114,10 @@ def _as_stored(given: Any, scale: Any, stored: Stored, activations: str) -> Stor
     if given.dtype != CODES or scale is None:
         beside = "has no block scales beside it" if scale is None else "is no FP8"
         raise ValueError(f" is {given.dtype} and {beside}: weights='stored' needs {CODES} with scales; use 'wide'")
+    try:
+        check_codes(given)
+    except ValueError as error:
+        raise ValueError(f": {error}") from error
     try:
         block, scales = find_block(given.shape, scale.shape, stored.block), to_e8m0(scale)
     except ValueError as error:

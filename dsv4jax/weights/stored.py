@@ -39,7 +39,7 @@ class StoredWeight:
     to E4M3 with a power-of-two scale per token and 128 inputs, as DeepSeek's own inference does.
     """
 
-    codes: jax.Array  # float8_e4m3fn [out, in]
+    codes: jax.Array  # float8_e4m3fn [out, in], without NaN
     scales: jax.Array  # float8_e8m0fnu [ceil(out / block[0]), ceil(in / block[1])], at most 2^7
     block: tuple[int, int] = dataclasses.field(default=BLOCK, metadata={"static": True})
     activations: str = dataclasses.field(default="bf16", metadata={"static": True})
@@ -260,6 +260,15 @@ def find_block(
     if len(sides) != 1:
         raise ValueError(message + (f": blocks may be {sides} square" if sides else ""))
     return sides[0], sides[0]
+
+
+def check_codes(codes: Any) -> None:
+    """Raise ValueError if a code is NaN, which the kernel would take for 480. Traced values are not checked."""
+    if isinstance(codes, Tracer):
+        return
+    is_nan = jnp.isnan(codes) if isinstance(codes, jax.Array) else np.isnan(codes)
+    if is_nan.any():
+        raise ValueError(f"{int(is_nan.sum())} of its FP8 codes are NaN")
 
 
 def to_e8m0(scales: Any) -> Any:

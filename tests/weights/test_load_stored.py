@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,15 @@ def test_scales_that_cannot_be_stored_are_refused_by_the_tensors_name(tmp_path, 
     wide = d4.load_safetensors(folder, CSA.cfg, 0, "wide")
     assert wide.o_b.dtype == jnp.float32
     np.testing.assert_array_equal(wide.o_b, tensors["wo_b.weight"].astype(np.float32) * np.float32(scale))
+
+
+def test_codes_that_are_nan_are_refused_by_the_tensors_name(tmp_path):
+    tensors = checkpoint(PARTS, "hf", 1)
+    name = next(name for name, value in tensors.items() if value.dtype == jnp.float8_e4m3fn)
+    tensors[name] = tensors[name].copy()
+    tensors[name][1, 2] = np.nan
+    with pytest.raises(ValueError, match=f"{re.escape(name)}.*1 of its FP8 codes are NaN"):
+        d4.load_safetensors(saved(tmp_path, tensors, "hf"), CSA.cfg, 0)
 
 
 def test_tensors_that_are_no_fp8_or_lack_scales_are_named():
