@@ -45,7 +45,6 @@ from dsv4jax.tails import Streams, num_touched_blocks
 from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
-from pallas_kernels.products.call import MOST_ROWS
 
 _SMALL_WEIGHT = 1 << 22  # numbers of a bf16 weight up to which its kernel is faster than XLA, on an H200
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
@@ -83,7 +82,7 @@ class _Kernels(abc.ABC):
 class ProjectionsKernels(_Kernels):
     """The kernels of ``pallas_kernels.products`` and ``pallas_kernels.token_parts``.
 
-    XLA computes what has no kernel, or is faster without: products of f32, of more than ``MOST_ROWS`` tokens, and
+    XLA computes what has no kernel, or is faster without: products of f32, of many tokens, and
     with larger wide weights.
     """
 
@@ -103,7 +102,7 @@ class ProjectionsKernels(_Kernels):
         form = pk.WeightForm(groups=groups)
         if is_stored:
             form = pk.WeightForm(groups=groups, block=weight.block, activations=weight.activations)
-        is_served = x.dtype == jnp.bfloat16 and rows <= MOST_ROWS and pk.unsupported_product(weight.shape, form) is None
+        is_served = x.dtype == jnp.bfloat16 and pk.unsupported_product(weight.shape, form, rows) is None
         if not is_stored:  # XLA is faster for larger ones
             is_served &= weight.dtype == jnp.bfloat16 and outputs * inputs <= _SMALL_WEIGHT
         if not is_served:

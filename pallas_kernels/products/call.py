@@ -27,9 +27,14 @@ MOST_ROWS = 128  # of x, up to which this is faster than widening the weight fir
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 
 
-def unsupported_product(shape: tuple[int, ...], form: WeightForm) -> str | None:
-    """Return why no kernel serves a weight of this shape [groups * outputs, inputs], or None if one does."""
+def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1) -> str | None:
+    """Return why no kernel serves a weight of this shape [groups * outputs, inputs], or None if one does.
+
+    For more than 128 rows of x the kernel is right, but slower than a product with the widened weight.
+    """
     (outputs, inputs), block = shape, form.block
+    if rows > MOST_ROWS:
+        return f"for more than {MOST_ROWS} rows it is faster to widen the weight, got {rows}"
     chunk = CHUNK_BYTES if block is not None else CHUNK_BYTES // 2
     if outputs % (form.groups * TILE) or inputs % chunk:
         return f"each of {form.groups} groups must have a multiple of {TILE} outputs and {chunk} inputs, got {shape}"

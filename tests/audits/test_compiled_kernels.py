@@ -23,6 +23,7 @@ LAUNCHES = {
     "attention_queries",
     "indexer_queries",
     "token_parts",
+    "product",
     "grant_tokens",
     "decode_attention",
     "indexer_scores",

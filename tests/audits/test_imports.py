@@ -12,12 +12,12 @@ from tests.support.paths import ROOT
 # Each room may import from itself and from the rooms after it.
 ROOMS = {
     "dsv4jax": ("serialization", "requests", "pieces", "layer", "cache", "weights", ""),
-    "pallas_kernels": ("update", "attention", "scores", "selection", "", "language", "plugin"),
+    "pallas_kernels": ("update", "attention", "scores", "selection", "products", "", "language", "plugin"),
     "pallas_kernels.language": ("launch", "ptx", "simulator", ""),
 }
 # Rooms that stand beside each other, and know nothing of one another.
 BESIDE = {
-    "pallas_kernels": {"update", "attention", "scores", "selection"},
+    "pallas_kernels": {"update", "attention", "scores", "selection", "products"},
     "pallas_kernels.language": {"ptx", "simulator"},
 }
 MAX_MODULES = 16  # in one folder

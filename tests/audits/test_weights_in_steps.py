@@ -18,7 +18,8 @@ def compiled(kind: str, weights: str) -> str:
     return jax.jit(step, donate_argnums=2).lower(*given).compile().as_text() or ""
 
 
-@pytest.mark.parametrize("kind", ["csa", pytest.param("hca", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["csa", "hca"])
 def test_no_step_puts_weights_side_by_side(kind):
     for weights in ("wide", "stored"):
         assert joined(compiled(kind, weights), SMALLEST) == []

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-PARTS = {"products": 6, "layers": 1, "step": 1, "drafts": 1}  # and how many cases each has
+PARTS = {"products": 6, "layers": 1, "drafts": 1}  # and how many cases each has; a draft is timed beside a step
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -80,7 +81,6 @@ SIZES = {
     "no key": Size(lead=(2, 2), rank=516, head_dim=260, rope_dim=8, ratio=1, entry=4, heads=6),
 }
 sizes = pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
-weights = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 
 
 def formulas(products: pk.TokenProducts, rounding: pk.TokenRounding, freqs: np.ndarray) -> pk.TokenParts:
@@ -121,8 +121,9 @@ def close(got: jax.Array, want: jax.Array) -> None:
 
 
 @machines
-@weights
-@sizes
+@pytest.mark.parametrize(
+    ("size", "dtype"), zip(SIZES.values(), itertools.cycle([jnp.bfloat16, jnp.float32])), ids=list(SIZES)
+)
 def test_parts_are_those_of_the_formulas(size, dtype, simulate):
     products = size.draw(dtype)
     rounding = pk.TokenRounding(eps=EPS, latent_dtype=jnp.float32, head_factor=0.25 * 3**-0.5)

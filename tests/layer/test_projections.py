@@ -1,6 +1,7 @@
 """Products with stored weights in plain JAX, against float64: every form, and what is in memory meanwhile."""
 
 import functools
+import itertools
 import math
 import re
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.layer import stored_products
 from dsv4jax.weights.stored import StoredWeight, as_bytes
+from tests.support.cases import first_of
 from tests.support.driver import assert_same
 from tests.support.in_place import memory_of
 from tests.support.machines import no_gpu, simulated
@@ -54,8 +56,7 @@ def assert_close(found: jax.Array, wanted: tuple[np.ndarray, np.ndarray], error:
     assert np.all(np.abs(np.asarray(found) - wanted[0]) <= error * wanted[1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), first_of(itertools.product(CASES, ["bfloat16", "float32"]), count=5))
 def test_products_are_exact_but_for_the_order_of_f32_sums(case, dtype):
     shape, block, groups = (CASES[case][name] for name in ("shape", "block", "groups"))
     weight = random_stored(1, shape, block)
@@ -113,8 +114,7 @@ def rounded_inputs(x: np.ndarray) -> np.ndarray:
     return (codes.astype(np.float64) * scale).reshape(padded.shape)[..., :width]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), zip(CASES, itertools.cycle(["bfloat16", "float32"])))
 def test_activations_are_rounded_by_groups_of_128(case, dtype):
     shape, block, groups = (CASES[case][name] for name in ("shape", "block", "groups"))
     weight = random_stored(4, shape, block, "fp8")
@@ -167,8 +167,7 @@ def shapes_in(hlo: str) -> set[tuple[str, int]]:
 
 
 @simulated  # tests.audits.test_weights_in_steps compiles whole steps for a GPU
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, jnp.bfloat16), (8, jnp.float32), (64, jnp.bfloat16)])
 def test_no_wide_copy_of_a_weight_is_made_in_decode(tokens, dtype):
     weight = jax.eval_shape(lambda: random_stored(0, LARGE))
     numbers = math.prod(LARGE)
@@ -191,8 +190,7 @@ def test_rounded_activations_widen_a_part_of_the_weight_at_a_time():
 # ---- derivatives, and what is refused
 
 
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
-@pytest.mark.parametrize("tokens", [3, 65])
+@pytest.mark.parametrize(("tokens", "activations"), [(3, "fp8"), (65, "bf16")])
 def test_the_derivative_by_x_is_that_of_the_exact_product(tokens, activations):
     weight = random_stored(6, (512, WIDTH), activations=activations)
     x, direction = (jnp.asarray(inputs(seed, tokens, 4, WIDTH, "float32")) for seed in (0, 1))

@@ -114,7 +114,7 @@ def test_rounded_activations_cost_what_the_page_says():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("activations", ["fp8"])
 def test_splits_of_a_sequence_give_the_same(activations):
     """Rule 1: chunks of 8, and token by token. f32 rows, so that nothing but the order of sums differs."""
     params = weights(activations=activations)[0]
@@ -179,7 +179,8 @@ def test_drafts_and_handles_read_stored_weights():
         np.testing.assert_allclose(a, b, rtol=0, atol=SAME)
 
 
-@pytest.mark.parametrize("layer", first_of([1, 0, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [1])
 def test_shards_of_stored_weights_sum_up_to_the_whole(layer):
     """Two shards of heads: codes and scales are split alike, and the blocks of each shard are its own."""
     cfg = dataclasses.replace(CFG, o_lora_rank=32)  # 4 heads in 2 groups
@@ -205,7 +206,8 @@ def test_shards_of_stored_weights_sum_up_to_the_whole(layer):
     np.testing.assert_allclose(jax.jit(mapped)(params, x, cache, slots), alone, rtol=0, atol=SAME)
 
 
-@pytest.mark.parametrize("layer", first_of([0, 1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [1])
 def test_derivatives_by_x_are_those_of_widened_weights_and_by_stored_ones_are_refused(layer):
     stored, wide = weights()
     x = jnp.asarray(sequence(8, 6, CFG.hidden_size))[None]
