@@ -56,8 +56,7 @@ class Activations:
         cls,
         machine: TensorCores,
         x: Buffer,
-        row: Value,
-        first: Value,
+        at: tuple[Value, Value],
         *,
         columns: int,
         inputs: int,
@@ -65,7 +64,10 @@ class Activations:
         split: Split,
         rounding: str,
     ) -> Activations:
-        """Take shared memory for ``segment`` chunks of each part of a block's inputs."""
+        """Take shared memory for ``segment`` chunks of each part of a block's inputs.
+
+        ``at`` is the first row and the first input.
+        """
         is_rounded = rounding == "fp8"
         return cls(
             machine=machine,
@@ -77,8 +79,8 @@ class Activations:
             parts=split.parts,
             part_inputs=split.chunks * inputs,
             lanes=split.warpgroups * WARPGROUP,
-            row=row,
-            first=first,
+            row=at[0],
+            first=at[1],
         )
 
     @staticmethod

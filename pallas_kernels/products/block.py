@@ -151,8 +151,7 @@ class Block:
         activations = Activations.take(
             machine,
             inputs.x,
-            row,
-            group * width + of_block,
+            (row, group * width + of_block),
             columns=layout.columns,
             inputs=layout.inputs,
             segment=layout.segment,

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -271,6 +272,44 @@ def test_bytes_and_halves_of_words(simulate):
         np.testing.assert_array_equal(found.view(np.int8).reshape(-1, 4), want)
     want = np.maximum(a.view(np.uint16), b.view(np.uint16))
     np.testing.assert_array_equal(got[2].view(np.uint16), want)
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+def test_products_of_bf16_halves_keep_subnormal_numbers(simulate):
+    rng = np.random.default_rng(11)
+    bits = rng.integers(0, 1 << 16, (2, 4096)).astype(np.uint16)
+    bits[:, :8] = [0, 1, 0x7F, 0x80, 0x8001, 0x7F80, 0xFF80, 0x7FC0]  # 0, subnormal, smallest normal, inf, NaN
+    bits[1, 256:2048] = 0x3F80 >> 7 << 7  # times powers of two around 1, which subnormal numbers survive
+    bits[1, 256:2048] += (rng.integers(-8, 9, 1792) << 7).astype(np.uint16)
+
+    def multiply(machine: Any, a: Value, b: Value) -> Value:
+        return machine.multiply_bf16(a, b)
+
+    (got,) = elementwise(multiply, *(x.view(np.int32) for x in bits), simulate=simulate, dtype=np.int32)
+    with np.errstate(all="ignore"):
+        a, b = (x.view(ml_dtypes.bfloat16).astype(np.float64) for x in bits)
+        want = (a * b).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(got.view(ml_dtypes.bfloat16).astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+def test_copies_in_groups(simulate):
+    """Waiting for all but the last groups: what they copy arrives later, or already; what came before is there."""
+    source = np.random.default_rng(12).integers(0, 256, (8, 128, 16)).astype(np.uint8)
+
+    def body(machine: TensorCores, source: Any, out: Any) -> None:
+        lane = machine.thread
+        room = lane * 16 + machine.take_shared(8 * 128 * 16)
+        for i in range(8):
+            machine.copy_async(room + i * 128 * 16, source.address_of((i, lane, 0)), True)
+            machine.close_copies()
+        for i in range(8):
+            machine.wait_copies(pending=7 - i)
+            out.store_words(machine.load_shared(room + i * 128 * 16, 16), i, lane, 0)
+
+    state = SPEC((8, 128, 4), jnp.int32)
+    got = run(body, source, state, shared_bytes=8 * 128 * 16, simulate=simulate)
+    np.testing.assert_array_equal(got, source.view(np.int32))
 
 
 def copies(machine: TensorCores, source: Any, out: Any, *, waits: bool) -> None:
