@@ -19,6 +19,7 @@ def is_of_few_queries(name: str) -> bool:
     return name.endswith(FEW) or (" swa " in name and name.endswith(WINDOW_ALONE))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compiles_relocatable_code(), reason="test_compiled_kernels audits all kernels for this plugin")
 def test_products_on_hopper():
     only = r"^flash (decode_attention (csa|swa)|indexer_scores) "

@@ -231,7 +231,12 @@ def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 
 def _grants(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the kernel that allocates blocks, for a usual batch and for the largest one."""
+    """Yield the kernel that allocates blocks, for a usual batch and for the largest one.
+
+    It is the same for all models. Compiled a second time, it would leave no dump.
+    """
+    if cfg is not MODELS["flash"]:
+        return
     tables, plan = _cache(cfg).tables, _cache(cfg).plan
     held = pk.Grants(**{field.name: getattr(tables, field.name) for field in dataclasses.fields(pk.Grants)})
     sizes = pk.PageSizes(
