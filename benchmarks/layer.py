@@ -21,7 +21,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import numpy as np
 import dsv4jax as d4
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import FLUSH_NAME, Times, flush_buffer, kernel_events, read_all, record
-from benchmarks.speculate import decode, speculate
+from benchmarks.speculate import compile_all, decode, speculate, us_per_step
 from dsv4jax.layer.ops import PROJECTIONS
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
@@ -101,12 +100,6 @@ class Bench:
     def note(self, case: str, text: str, **fields: Any) -> None:
         print(f"{case:52} {text}", flush=True)
         record(self.out, case=case, **fields)
-
-
-def compile_all(programs: list[Any]) -> list[Any]:
-    """Compile lowered programs at the same time."""
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda program: program.compile(), programs))
 
 
 def events_of(function: Any, *args: Any) -> list[tuple[str, float]]:
@@ -314,16 +307,8 @@ class Whole:
 
     def time(self, name: str, steps: int) -> float:
         """Microseconds per step, over several in a row."""
-        jax.block_until_ready(self.cache)
-        oks = []
-        begin = time.perf_counter()
-        for _ in range(steps):
-            ok, self.cache = self.programs[name](*self.given)
-            oks.append(ok)
-        jax.block_until_ready((oks, self.cache))
-        elapsed = time.perf_counter() - begin
-        assert all(bool(ok) for ok in oks), "a step was refused"
-        return elapsed * 1e6 / steps
+        us, self.cache = us_per_step(self.programs[name], *self.given, steps=steps)
+        return us
 
     def samples(self, rounds: int, steps: int) -> dict[str, list[float]]:
         """Times of all programs, taken in turns, so that drift affects them equally."""

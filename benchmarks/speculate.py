@@ -56,6 +56,28 @@ def speculate(
     return granted & stored & jnp.isfinite(x[0, 0, 0]), cache
 
 
+def compile_all(programs: list[Any]) -> list[Any]:
+    """Compile lowered programs at the same time."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda program: program.compile(), programs))
+
+
+def us_per_step(
+    program: Any, params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, count: jax.Array, *, steps: int
+) -> tuple[float, d4.KVCache]:
+    """Return microseconds per step over several in a row, and the cache, which is donated to each."""
+    jax.block_until_ready(cache)
+    oks = []
+    begin = time.perf_counter()
+    for _ in range(steps):
+        ok, cache = program(params, x, cache, slots, count)
+        oks.append(ok)
+    jax.block_until_ready((oks, cache))
+    elapsed = time.perf_counter() - begin
+    assert all(bool(ok) for ok in oks), "a step was refused"
+    return elapsed * 1e6 / steps, cache
+
+
 STEPS = {"decode step": decode, "stage and commit": speculate}
 
 
@@ -74,9 +96,7 @@ class Programs:
         self.cache = long_cache(plan, context)
         begin = time.perf_counter()
         lowered = [jax.jit(step, donate_argnums=2).lower(*self.given) for step in STEPS.values()]
-        with ThreadPoolExecutor() as threads:
-            compiled = threads.map(lambda program: program.compile(), lowered)
-            self._compiled = dict(zip(STEPS, compiled, strict=True))
+        self._compiled = dict(zip(STEPS, compile_all(lowered), strict=True))
         print(f"traced and compiled in {time.perf_counter() - begin:.0f} s", flush=True)
 
     @property
@@ -85,16 +105,8 @@ class Programs:
 
     def time(self, name: str, steps: int) -> float:
         """Return the microseconds per step, over several steps in a row."""
-        jax.block_until_ready(self.cache)
-        oks = []
-        begin = time.perf_counter()
-        for _ in range(steps):
-            ok, self.cache = self._compiled[name](*self.given)
-            oks.append(ok)
-        jax.block_until_ready((oks, self.cache))
-        elapsed = time.perf_counter() - begin
-        assert all(bool(ok) for ok in oks)
-        return elapsed * 1e6 / steps
+        us, self.cache = us_per_step(self._compiled[name], *self.given, steps=steps)
+        return us
 
 
 def print_parts(programs: Programs) -> None:

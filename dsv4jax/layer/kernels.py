@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -96,19 +95,17 @@ class ProjectionsKernels(_Kernels):
         )
 
     def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
-        is_stored = isinstance(weight, StoredWeight)
-        lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
-        rows, (outputs, inputs) = math.prod(lead), weight.shape
-        form = pk.WeightForm(groups=groups)
-        if is_stored:
+        outputs, inputs = weight.shape
+        rows = x.size // (groups * inputs)
+        if isinstance(weight, StoredWeight):
             form = pk.WeightForm(groups=groups, block=weight.block, activations=weight.activations)
-        is_served = x.dtype == jnp.bfloat16 and pk.unsupported_product(weight.shape, form, rows) is None
-        if not is_stored:  # XLA is faster for larger ones
-            is_served &= weight.dtype == jnp.bfloat16 and outputs * inputs <= _SMALL_WEIGHT
-        if not is_served:
+            arrays, is_served = (weight.codes, weight.scales), True
+        else:  # XLA is faster for larger ones
+            form, arrays = pk.WeightForm(groups=groups), (weight, None)
+            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= _SMALL_WEIGHT
+        if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
-        x, weight = self.without_derivative(PROJECTIONS, (x, weight))
-        arrays = (weight.codes, weight.scales) if isinstance(weight, StoredWeight) else (weight, None)
+        x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
         return product.reshape(*x.shape[:-1], outputs // groups)
 

@@ -247,11 +247,10 @@ def _run_layer(
     kv, fresh = parts.rows.kv, parts.encoded
     assert kv is not None
     rows = parts.rows if fresh is None else dataclasses.replace(parts.rows, kv=None)
-    assert backends.cache_update is not None
-    assert backends.decode_attention is not None
-    is_plain = isinstance(DECODE_ATTENTION[backends.decode_attention], Anywhere)  # and so has derivatives
+    cache_update = _of(backends.cache_update)
+    is_plain = isinstance(DECODE_ATTENTION[_of(backends.decode_attention)], Anywhere)  # and so has derivatives
     exact = exact_entries(call, rows) if is_plain else None
-    call = call.with_stack(store(call, rows, backends.cache_update, keep_tails=options.is_draft))
+    call = call.with_stack(store(call, rows, cache_update, keep_tails=options.is_draft))
     window, entries = call.window(fresh, kv if is_plain else None), call.entries
     if entries is not None:
         entries = dataclasses.replace(entries, exact=exact)
@@ -280,7 +279,7 @@ def _run_layer(
         return y, cache.with_stack(kind, stack), draft
     if fresh is not None:
         stored = storable(kv, plan.row_spec)
-        state = CACHE_UPDATE[backends.cache_update].append_swa(stack.state, index, stored, call.batch, plan)
+        state = CACHE_UPDATE[cache_update].append_swa(stack.state, index, stored, call.batch, plan)
         stack = dataclasses.replace(stack, state=state)
     return y, cache.with_stack(kind, stack), None
 
@@ -360,8 +359,7 @@ def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBac
     """Return the tokens per query tile: the power of two that keeps temporaries near the attention's ``tile_bytes``."""
     cfg = plan.cfg
     batch = known_size(batch, plan.max_requests)  # rows name distinct slots
-    assert backends.decode_attention is not None
-    attends = DECODE_ATTENTION[backends.decode_attention]
+    attends = DECODE_ATTENTION[_of(backends.decode_attention)]
     per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output
     if kind.is_indexed:
         entries = plan.max_blocks * plan.entries_per_block(kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.language.lanes import Buffer, fold, maximum
+from pallas_kernels.language.lanes import Buffer, Team, fold, maximum
 from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
@@ -18,9 +18,9 @@ from pallas_kernels.products.weights import HALVES, QUAD
 from pallas_kernels.rows import from_ue8m0, magnitude_bits, power_of_two_scale
 
 _LOADED = 8  # bf16 that a lane loads at once
-# Loads that are in flight together: of a block, and of a lane. Beside the sums there are fewer registers for them in
-# blocks of many lanes.
-_AT_ONCE, _MOST_AT_ONCE, _BESIDE_SUMS = 8192, 16, 4
+# Loads that are in flight together: of a block, and of a lane; of that, the share where rounding takes registers too.
+# Beside the sums there are fewer registers for them in blocks of many lanes.
+_AT_ONCE, _MOST_AT_ONCE, _SHARE_OF_ROUNDED, _BESIDE_SUMS = 8192, 16, 4, 4
 _SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
 _LARGEST_E4M3 = 448.0
 
@@ -93,7 +93,9 @@ class Activations:
         To be followed by a barrier of the block.
         """
         total = self.parts * chunks * self.columns * (self.inputs // _LOADED)
-        at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE) // (1 if self.scales is None else 4)
+        at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE)
+        if self.scales is not None:
+            at_once //= _SHARE_OF_ROUNDED
         if start and self.lanes > 2 * WARPGROUP:
             at_once = _BESIDE_SUMS
         rounds = -(-total // (at_once * self.lanes))
@@ -142,11 +144,8 @@ class Activations:
         """Round to E4M3 with a scale per row and chunk, which is stored."""
         machine = self.machine
         values = [machine.from_bits(half) for word in words for half in (word << 16, word & -65536)]
-        peak = fold(maximum, [magnitude_bits(value) for value in values])
-        distance = 1
-        while distance < self.inputs // _LOADED:
-            peak = peak.maximum(machine.shuffle_xor(peak, distance))
-            distance *= 2
+        team = Team(machine, self.inputs // _LOADED)  # the lanes that hold the row's chunk
+        (peak,) = team.reduce((maximum, fold(maximum, [magnitude_bits(value) for value in values])))
         byte = power_of_two_scale(peak.maximum(_SMALLEST_AMAX), _LARGEST_E4M3)
         scales.store_floats([from_ue8m0(byte)], place.line, where=place.inside & (place.unit == 0))
         inverse = from_ue8m0((254 - byte).maximum(0))

@@ -64,7 +64,6 @@ class _Own:
     def wait(self, use: Value) -> None:
         """Wait for the ``use``-th product, and so for those before it."""
         self.done.copy(use % _COPIES).wait(use // _COPIES & 1)
-
         self.machine.fence_tensor("after")
 
     def eight(self, n: int) -> list[Value]:

@@ -122,7 +122,7 @@ def close(got: jax.Array, want: jax.Array) -> None:
 
 @machines
 @pytest.mark.parametrize(
-    ("size", "dtype"), zip(SIZES.values(), itertools.cycle([jnp.bfloat16, jnp.float32])), ids=list(SIZES)
+    ("size", "dtype"), list(zip(SIZES.values(), itertools.cycle([jnp.bfloat16, jnp.float32]))), ids=list(SIZES)
 )
 def test_parts_are_those_of_the_formulas(size, dtype, simulate):
     products = size.draw(dtype)

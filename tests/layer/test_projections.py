@@ -114,7 +114,7 @@ def rounded_inputs(x: np.ndarray) -> np.ndarray:
     return (codes.astype(np.float64) * scale).reshape(padded.shape)[..., :width]
 
 
-@pytest.mark.parametrize(("case", "dtype"), zip(CASES, itertools.cycle(["bfloat16", "float32"])))
+@pytest.mark.parametrize(("case", "dtype"), list(zip(CASES, itertools.cycle(["bfloat16", "float32"]))))
 def test_activations_are_rounded_by_groups_of_128(case, dtype):
     shape, block, groups = (CASES[case][name] for name in ("shape", "block", "groups"))
     weight = random_stored(4, shape, block, "fp8")

@@ -91,8 +91,8 @@ class Product:
 
         return multiply(x, self.wide), multiply(np.abs(x), np.abs(self.wide))
 
-    def run(self, *, simulate: bool, gpu: GPU = HOPPER) -> np.ndarray:
-        """Run the kernel of a GPU, which must be this machine's own if it is not simulated."""
+    def run(self, x: jax.Array | None = None, *, simulate: bool, gpu: GPU = HOPPER) -> np.ndarray:
+        """Run the kernel of a GPU, which must be this machine's own if it is not simulated. ``x`` replaces its own."""
         weight, scales = self.weight
         layout = fastest_layout(self.rows, weight.shape, self.form, gpu)
         if self.parts is not None:
@@ -103,7 +103,7 @@ class Product:
             layout = dataclasses.replace(layout, split=split)
         if scales is not None:
             weight, scales = (lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in (weight, scales))
-        inputs = ProductInputs(x=self.x, weight=weight, scales=scales)
+        inputs = ProductInputs(x=self.x if x is None else x, weight=weight, scales=scales)
         launch = functools.partial(launch_product, layout, dtype=self.dtype, simulate=simulate)
         return np.asarray(jax.jit(launch)(inputs).astype(jnp.float32))
 

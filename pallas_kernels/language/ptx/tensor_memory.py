@@ -15,12 +15,8 @@ from pallas_kernels.language.tensor_cores import DType, Operand
 from pallas_kernels.language.tensor_memory import ROWS, Accumulator, TensorMemory
 
 _VERSION = 1 << 46  # version field of a shared memory descriptor
-_KIND = {
-    "f16": ("f16", 0),
-    "bf16": ("f16", 1),
-    "e4m3": ("f8f6f4", 0),
-    "e5m2": ("f8f6f4", 1),
-}  # and its number for the dtype
+# The kind of an instruction, and its number for the dtype.
+_KIND = {"f16": ("f16", 0), "bf16": ("f16", 1), "e4m3": ("f8f6f4", 0), "e5m2": ("f8f6f4", 1)}
 _TRANSFER = 64  # the most columns per instruction
 
 
