@@ -193,6 +193,7 @@ def spoil(cache: d4.KVCache, kind: str, path: str, at: tuple[int, ...], value: A
 NAN, INF = float("nan"), float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "path", "at", "value", "sentence"),
     [

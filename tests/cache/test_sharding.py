@@ -166,6 +166,7 @@ def test_an_empty_cache_is_an_empty_cache_per_shard():
     assert_lies_as(cache, d4.abstract_cache(PLAN, BOTH))
 
 
+@pytest.mark.slow
 def test_each_shard_does_bit_for_bit_what_it_would_do_alone():
     """Covers ragged chunks, an idle and a padding row, and requests that leave and arrive during the run."""
     cache, outputs = served(DATA)
@@ -214,6 +215,7 @@ def program(mesh, step, plan, tokens):
     return memory_of(compiled), compiled.as_text() or ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [DATA, BOTH], ids=["data", "data x model"])
 def test_the_only_collective_is_the_sum_of_a_layers_output(mesh):
     memory, text = program(mesh, calls(mesh)[0], PLAN, TOKENS)

@@ -127,6 +127,7 @@ def test_gradients_are_those_of_the_reference_straight_through_its_rounding(laye
     assert max(errors.values()) < SAME, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer", "kv_format"), first_of([(1, "fp8_row"), (1, "bf16"), (2, "fp8_tile64")]))
 def test_gradients_of_rounded_rows_differ_from_those_of_f32_by_the_rounding(layer, kv_format):
     """The indexer's keys stay f32, so that both pick the same entries; bf16 rows come with bf16 tails."""

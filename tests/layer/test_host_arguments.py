@@ -159,6 +159,7 @@ def calls() -> dict[str, tuple[Any, str]]:
     }
 
 
+@pytest.mark.slow
 def test_an_error_names_the_argument_at_fault():
     wrong = {}
     for name, (call, message) in calls().items():

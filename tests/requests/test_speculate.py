@@ -197,6 +197,7 @@ def test_a_draft_that_is_not_committed_shows_nowhere(name):
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_commit_refuses_what_it_cannot_store_and_changes_nothing():
     cache, slots, x = prefilled("f32, ring")
     rows = len(STARTS)
