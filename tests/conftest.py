@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 from tests.support.paths import COMPILED
 
@@ -25,6 +26,9 @@ try:
     import hypothesis
 except ModuleNotFoundError:  # the tests that need it are skipped and say so
     hypothesis = None
+
+MAPPINGS = Path("/proc/self/maps")  # a line each; only Linux has it
+MOST_MAPPINGS = 30_000  # Linux allows 65,530 by default
 
 jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding; everything else uses the first one
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -51,6 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def pytest_runtest_teardown() -> None:
+    # A compiled program holds some ten memory mappings, and a process that has as many as Linux allows dies in the
+    # compiler. What is dropped here is loaded again from the files of the compilation cache.
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 def pytest_report_header() -> list[str]:

@@ -182,10 +182,12 @@ def test_rounded_outputs_equal_the_recorded_ones(layer, how):
 def test_rounded_outputs_equal_the_recomputed_ones(layer, how):
     recording, outputs, _, _, lengths = run(layer, how, TRAINED)
     want = np.asarray(rounded_reference(recording.kind).out)
-    off = [
-        int(np.sum(np.abs(output - want[:length]).max(axis=1) > TOLERANCE))
+    off = {
+        token
         for output, length in zip(outputs, lengths, strict=True)
-    ]
-    # None on the machines tried. A value that fp32 summation order moves across a rounding boundary shows in each query
-    # that reads its row: up to n_win = 16 queries for a window row.
-    assert sum(off) <= 16 * recorded.MOVED * sum(lengths), f"{off} tokens of {lengths}"
+        for token in np.flatnonzero(np.abs(output - want[:length]).max(axis=1) > TOLERANCE).tolist()
+    }
+    # None on most machines. A value that fp32 summation order moves across a rounding boundary shows in each query that
+    # reads its row, up to n_win = 16 for a window row. About one value in 10^5 moves, and a recording has up to 25,600.
+    # The rows of the batch are prefixes of one recording, so a moved value shows in all of them and is counted once.
+    assert len(off) <= 2 * recording.cfg.sliding_window, f"tokens {sorted(off)} of {max(lengths)}"
