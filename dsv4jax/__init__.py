@@ -2,6 +2,8 @@
 
 The rooms, and the modules beneath them; each imports from those below it alone:
 
+generate  the command that generates texts with a checkpoint
+model     a whole model around the cache; import dsv4jax.model
 requests  whole requests: forks, drafts, snapshots, files
 pieces    the pieces of a layer, jitted and donating what they update
 serialization  pytrees in functions that jax.export has serialised

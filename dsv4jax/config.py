@@ -153,12 +153,25 @@ class DSV4Config:
           ValueError: a key is missing, or the layer schedule is missing, too short or unknown. There is no default
             schedule, because a wrong one would give plausible but wrong outputs.
         """
-        if isinstance(source, Mapping):
-            fields = source
-        else:
-            path = Path(source)
-            fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        return cls(**_fields_from_hf(fields))
+        return cls(**_fields_from_hf(read_config(source)))
+
+
+def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return a parsed configuration: what is given, or the content of a ``config.json``, or of the one in a folder.
+
+    Raises ValueError if it cannot be parsed, and FileNotFoundError if there is none.
+    """
+    if isinstance(source, Mapping):
+        return source
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"cannot read {file}: expected a JSON object, got {found!r:.40}")
+    return found
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:
@@ -221,9 +234,12 @@ def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     layers = hf.get("num_hidden_layers")
     if layers is None:
         raise ValueError("configuration lacks num_hidden_layers")
+    types, ratios = hf.get("layer_types"), hf.get("compress_ratios")
+    for key, kind in (("layer_types", list), ("compress_ratios", list), ("compress_rates", Mapping)):
+        if not isinstance(hf.get(key), (kind, tuple, type(None))):
+            raise ValueError(f"{key} must be a JSON {'list' if kind is list else 'object'}, got {hf[key]!r}")
     rates = hf.get("compress_rates") or {}
     m, m_hca = rates.get(AttentionType.CSA.hf_name, 4), rates.get(AttentionType.HCA.hf_name, 128)
-    types, ratios = hf.get("layer_types"), hf.get("compress_ratios")
     if types is not None:
         by_name = {AttentionType.SWA.hf_name: 0, AttentionType.CSA.hf_name: m, AttentionType.HCA.hf_name: m_hca}
         if unknown := sorted(set(types) - set(by_name)):

@@ -193,6 +193,18 @@ def fp8_tiles(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.bitcast_convert_type(codes, E4M3), _from_ue8m0(scale)
 
 
+def fp8_rounded(x: jax.Array, group: int) -> jax.Array:
+    """Round x [..., n] to E4M3 with a power-of-two scale per group of the last axis: x's dtype, which holds it exactly.
+
+    See ``fp8_tiles``. The last group may be shorter.
+    """
+    n = x.shape[-1]
+    padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -n % group)])
+    codes, scale = fp8_tiles(padded.reshape(*x.shape[:-1], -1, group))
+    values = codes.astype(jnp.float32) * scale[..., None]
+    return values.reshape(padded.shape)[..., :n].astype(x.dtype)
+
+
 def _to_e2m1(x: jax.Array) -> jax.Array:
     """Convert f32 [..., n] to packed E2M1 codes u8 [..., n / 2], even index in the low nibble. |x| > 6 becomes 6."""
     magnitude = jnp.abs(x)
@@ -204,7 +216,8 @@ def _to_e2m1(x: jax.Array) -> jax.Array:
     return code[..., 0::2] | (code[..., 1::2] << 4)
 
 
-def _from_e2m1(packed: jax.Array) -> jax.Array:
+def e2m1_values(packed: jax.Array) -> jax.Array:
+    """Return the values, f32 [..., 2 n], of pairs of E2M1 codes uint8 [..., n], even index in the low nibble."""
     codes = jnp.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
     values = jnp.asarray(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), jnp.float32)
     return values[codes]
@@ -336,7 +349,7 @@ class Fp4Keys:
 
     def decode(self, rows: KeyRows) -> jax.Array:
         assert rows.scale is not None
-        values = _from_e2m1(rows.codes)
+        values = e2m1_values(rows.codes)
         groups = values.reshape(*rows.scale.shape, self.group) * self._decode_scale(rows.scale)[..., None]
         return groups.reshape(values.shape)
 

@@ -1,9 +1,9 @@
 """A demonstration of the cache, checked against known outputs.
 
 On a CPU (``--size recorded``) a tiny layer of each kind serves a ragged batch whose outputs were recorded from
-DeepSeek's published inference code. On a GPU (``--size flash``) one layer of each kind has V4-Flash's size, and one
-request is compared with the library's own full recompute. ``--size tiny`` does the same at a size that any machine can
-run.
+DeepSeek's published inference code, and a tiny model is loaded from a checkpoint and continues a text. On a GPU
+(``--size flash``) one layer of each kind has V4-Flash's size, and one request is compared with the library's own full
+recompute. ``--size tiny`` does the same at a size that any machine can run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.table import Table
 
 import dsv4jax as d4
 from dsv4jax.layer.reference import reference_layer
+from dsv4jax.model import generate, init_caches, load_model
 
 RECORDINGS = Path(__file__).parents[1] / "tests" / "data"
 
@@ -151,10 +152,33 @@ def run_recorded(console: Console, progress: Progress, kinds: Sequence[d4.Attent
                 style=None if good else "red",
             )
             histories[kind] = served
-    progress.stop()
-    console.print(table)
     plot_occupancy(histories, configs, picture)
-    return all_good
+    is_good = run_model(console, progress)
+    console.print(table)
+    return all_good and is_good
+
+
+def run_model(console: Console, progress: Progress) -> bool:
+    """Continue a prompt with a tiny checkpoint. Returns whether the tokens are the recorded ones."""
+    folder = RECORDINGS / "model" / "a"
+    with np.load(folder / "recorded.npz") as recorded:
+        prompt, expected = np.split(recorded["ids"], [recorded["prompt_len"]])
+    task = progress.add_task("model f32", total=1)
+    params = load_model(folder, weights="f32")
+    caches = init_caches(params.cfg, 1, 512, kv_format="f32", indexer_format="f32")
+    made = generate(params, [prompt.tolist()], len(expected), stop_tokens=(), caches=caches)
+    progress.advance(task)
+    progress.stop()
+    same = sum(a == b for a, b in zip(made.tokens[0], expected.tolist(), strict=True))
+    table = Table(title="A whole model from a checkpoint, the likeliest tokens")
+    for column in ("model", "layers", "experts", "weights", "prompt", "new tokens", "equal to recorded", "tokens/s"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    cfg, speed = params.cfg, len(expected) / made.seconds
+    sizes = str(cfg.num_layers), str(cfg.num_experts), "f32", str(len(prompt)), str(len(expected))
+    good = same == len(expected)
+    table.add_row("tiny", *sizes, str(same), f"{speed:,.0f}", style=None if good else "red")
+    console.print(table)
+    return good
 
 
 def run_random(console: Console, progress: Progress, size: str, picture: Path) -> bool:

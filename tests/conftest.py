@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.paths import COMPILED
@@ -28,7 +29,7 @@ except ModuleNotFoundError:  # the tests that need it are skipped and say so
     hypothesis = None
 
 MAPPINGS = Path("/proc/self/maps")  # a line each; only Linux has it
-MOST_MAPPINGS = 30_000  # Linux allows 65,530 by default
+MOST_MAPPINGS = 45_000  # Linux allows 65,530 by default
 
 jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding; everything else uses the first one
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -62,6 +63,19 @@ def pytest_runtest_teardown() -> None:
     # compiler. What is dropped here is loaded again from the files of the compilation cache.
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
+
+
+@pytest.fixture
+def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tell XLA to optimize little, in this process and those that a test starts, as ``make test`` does for all tests.
+
+    For tests that compile whole models, which takes XLA on a CPU up to a minute otherwise.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_report_header() -> list[str]:

@@ -4,5 +4,6 @@ params      the pytree of a layer's weights: parts side by side, shapes and shar
 stored      weights as checkpoints store them: FP8 codes and block scales
 initial     random weights, for tests and demos
 load        a layer's tensors under the names that they have in checkpoints
+files       tensors in safetensors files
 checkpoint  reading one layer's tensors from a folder of safetensors files
 """

@@ -62,7 +62,7 @@ def _random_params(
     parts: dict[str, Any] = {}
     if stored is not None:
         codes, scales = (jax.random.fold_in(key, len(names) + i) for i in range(2))
-        parts = _random_stored(codes, scales, {name: shapes[name] for name in fp8}, stored)
+        parts = random_stored(codes, scales, {name: shapes[name] for name in fp8}, stored)
     wide = [i for i, name in enumerate(names) if name not in parts]
     sizes = {i: math.prod(shapes[names[i]]) for i in wide}
     for group in _of_similar_size(sizes):
@@ -106,7 +106,7 @@ _MAGNITUDES = (np.arange(_BITS + 1, dtype=np.uint8) + np.uint8(_EXPONENT << 3)).
 _CODE_VARIANCE = float(np.mean(_MAGNITUDES**2))
 
 
-def _random_stored(
+def random_stored(
     codes_key: jax.Array, scales_key: jax.Array, shapes: dict[str, tuple[int, ...]], stored: Stored
 ) -> dict[str, StoredWeight]:
     """Draw codes, and for each block one of two neighbouring powers of two, so that the variance is 1 / in."""

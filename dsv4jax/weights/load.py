@@ -101,16 +101,16 @@ def load_attention_params(
             raise ValueError(f"layer {layer}: tensor {name!r} has shape {given.shape}, expected {shape}")
         try:
             if stored is not None and part in QUANTISED:
-                parts[part] = _as_stored(given, scale, stored, stored.of(part))
+                parts[part] = as_stored(given, scale, stored, stored.of(part))
             else:
-                parts[part] = _as_wide(given, scale, block)
+                parts[part] = as_wide(given, scale, block)
         except ValueError as error:
             raise ValueError(f"layer {layer}: tensor {name!r}{error}") from error
     return jax.tree.map(jnp.asarray, AttentionParams.join(parts))
 
 
-def _as_stored(given: Any, scale: Any, stored: Stored, activations: str) -> StoredWeight:
-    """Keep a tensor as FP8. The message of a ValueError continues one that names the tensor."""
+def as_stored(given: Any, scale: Any, stored: Stored, activations: str) -> StoredWeight:
+    """Keep a weight as FP8. The message of a ValueError continues one that names the tensor."""
     if given.dtype != CODES or scale is None:
         beside = "has no block scales beside it" if scale is None else "is no FP8"
         raise ValueError(f" is {given.dtype} and {beside}: weights='stored' needs {CODES} with scales; use 'wide'")
@@ -125,7 +125,7 @@ def _as_stored(given: Any, scale: Any, stored: Stored, activations: str) -> Stor
     return StoredWeight(codes=given, scales=scales, block=block, activations=activations)
 
 
-def _as_wide(given: Any, scale: Any, block: tuple[int, int] | None) -> Any:
+def as_wide(given: Any, scale: Any, block: tuple[int, int] | None) -> Any:
     """Multiply a tensor by its scales, if it has any. The message of a ValueError continues one that names it."""
     if scale is None:
         if given.dtype not in FLOATS:

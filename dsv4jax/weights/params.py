@@ -179,6 +179,7 @@ _COMPRESS = (
 )
 # The weights that checkpoints store as FP8, one by one, and as leaves of AttentionParams.
 QUANTISED = ("q_a", "q_b", "kv", "o_a", "o_b", "indexer.q_b")
+ALWAYS_F32 = ("sinks", "ape")  # leaves that checkpoints store as float32
 _WEIGHTS = ("q_a_kv", "q_b", "o_a", "o_b", "index_q_b")
 
 

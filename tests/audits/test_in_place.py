@@ -5,7 +5,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.layer import layer
-from tests.support import in_place
+from tests.support import in_place, model_in_place
 from tests.support.compile_for_gpu import report_of
 
 BOOKKEEPING = ("admit", "prepare_forward", "advance", "release", "fork", "insert")
@@ -54,6 +54,19 @@ def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
     """Its tiles run in a loop that reads window and pool; the window is written after it."""
     monkeypatch.setattr(layer, "query_tile", lambda *_: 8)
     check("chunk in tiles", in_place.forward(tokens=36)(compile_here))  # no other audit has traced this length
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+def test_the_loop_that_generates_texts_is_in_place():
+    """It holds loops in a loop, drafts that are staged and committed, and guesses in a copy of the drafts' window."""
+    function, arguments, donated = model_in_place.loop_program(drafts=2)
+    compiled = compile_here(function, *arguments, donate_argnums=donated)
+    memory, size, hlo = in_place.memory_of(compiled), in_place.bytes_of(arguments[donated]), compiled.as_text()
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size // 8
+    assert hlo is not None
+    assert in_place.copied_bytes(hlo) < size // 8
 
 
 def test_a_copy_of_the_pool_would_be_noticed():

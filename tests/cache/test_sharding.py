@@ -190,6 +190,7 @@ def test_heads_over_a_model_axis_store_the_same_and_sum_up_to_the_same():
         assert all(first == second for first, second in copies.values())
 
 
+@pytest.mark.slow
 def test_a_shard_without_blocks_left_does_not_disturb_the_others():
     feed, take, _ = calls(DATA)
     slots, _, cache = take(d4.init_cache(PLAN, DATA), place(DATA, np.ones(ALL, bool)))

@@ -52,6 +52,7 @@ def test_demo_agrees_with_the_recording(tmp_path):
         assert 0 < float(error) < float(tolerance)
         assert all(float(speed.replace(",", "")) > 0 for speed in row[8:])
     assert_picture_shows_something(tmp_path, columns=1)
+    assert re.search(r"│ tiny +│ +5 │ +8 │ +f32 │ +205 │ +64 │ +64 │", finished.stdout), "no text like the recorded one"
 
 
 @pytest.mark.slow

@@ -7,10 +7,12 @@ import jax
 import pytest
 
 import dsv4jax as d4
+import dsv4jax.model
 import pallas_kernels
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, row_bytes
 from dsv4jax.layer.backend import Op
 from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, PROJECTIONS, TOP_K
+from dsv4jax.model import ModelConfig, plan_memory
 from dsv4jax.weights.params import param_shapes
 from dsv4jax.weights.stored import Stored
 from tests.support.paths import ROOT
@@ -22,6 +24,7 @@ API = set(re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", [name for name, blocks in CODE.items() if blocks])
 def test_the_code_of_a_page_runs_and_prints_what_it_says(name, capsys):
     """``` ```python ``` blocks run one after another; ``` ```py ``` ones are for reading. A print is one line."""
@@ -79,7 +82,7 @@ def test_pictures_are_those_that_the_plan_draws():
     assert stored == {name: str(draw()) for name, draw in pictures.items()}, "run docs/draw_layouts.py"
 
 
-@pytest.mark.parametrize("package", [d4, pallas_kernels], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [d4, dsv4jax.model, pallas_kernels], ids=lambda package: package.__name__)
 def test_every_public_name_is_in_the_api_pages(package):
     missing = {f"{package.__name__}.{name}" for name in package.__all__} - API
     assert not missing
@@ -101,6 +104,11 @@ def test_the_table_of_weights_has_their_bytes():
 def test_the_byte_table_is_the_printed_plan():
     (printed,) = re.findall(r"^```text\n(KV cache.*?)```", PAGES["layouts.md"], re.MULTILINE | re.DOTALL)
     assert printed.strip() == str(d4.plan_cache(d4.DSV4Config.flash()))
+
+
+def test_the_tables_of_memory_are_the_printed_plans():
+    printed = re.findall(r"^```text\n(routed experts.*?)```", PAGES["model.md"], re.MULTILINE | re.DOTALL)
+    assert printed == [f"{plan_memory(cfg)}\n" for cfg in (ModelConfig.flash(), ModelConfig.pro())]
 
 
 def serves(op: Op, kv_format: str, indexer_format: str) -> str:

@@ -1,128 +1,303 @@
-"""examples/generate.py: texts that share a batch come out as each does alone, from one program that the host starts."""
+"""The command python -m dsv4jax.generate: the recorded tokens, text as it is made, chats, and errors in one line.
 
-import dataclasses
-import functools
-from typing import Any
+Both tests that run the model feed it as many tokens, so that they share a compiled program.
+"""
 
-import jax
+import json
+import re
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-import dsv4jax as d4
-from examples.generate import Model, Texts, generate
-from tests.support.driver import CFG, random_params, small_plan
+from dsv4jax import generate as command
+from dsv4jax.model import Generated, Text, chat_text
+from tests.support.paths import DATA
 
-VOCABULARY, LONGEST, ROWS = 29, 48, 3
-PROMPTS = (5, 33, 17, 1, 40, 9, 46, 20)
-NEVER = -1  # a stop token that no model samples
-# Too few blocks for all texts at once, enough for any three: a row must get the blocks of the one before.
-PLAN = small_plan(kv_format="fp8_row", indexer_format="nvfp4", max_requests=ROWS, num_blocks=ROWS * 3)
-
-
-@functools.cache
-def model() -> Model:
-    rng = np.random.default_rng(0)
-    embedding, unembedding = (
-        jnp.asarray(rng.standard_normal(shape, np.float32))
-        for shape in ((VOCABULARY, CFG.hidden_size), (CFG.hidden_size, VOCABULARY))
-    )
-    return Model(embedding=embedding, layers=random_params(), unembedding=unembedding)
+MODEL = DATA / "model" / "a"
+RECORDED = np.load(MODEL / "recorded.npz")
+PROMPT_LENGTH = int(RECORDED["prompt_len"])
+PROMPT, GREEDY = np.split(RECORDED["ids"], [PROMPT_LENGTH])
+EXACT = ["--temperature", "0", "--weights", "f32", "--max-new", str(len(GREEDY)), "--ignore-eos", "--json"]
+# Characters of one to four bytes, so that a text is cut within most of them.
+MIXED = "plain, Gr\u00fc\u00dfe, \u65e5\u672c\u8a9e, \U0001f680\U0001f30d!\n" * 3
 
 
-def prompt(length: int) -> list[int]:
-    return np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()
+@pytest.fixture(autouse=True)
+def nobody_looks(monkeypatch):
+    """Whether there is a progress bar is decided by the stream, and not by the environment of the tests."""
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def run(prompts: list[list[int]], stop_token=NEVER, temperature=0.0, blocks=PLAN.num_blocks):
-    """Returns (texts as lists, the loop). The queue has one length, and so there is one program."""
-    tokens = np.full((len(PROMPTS), LONGEST), 7, np.int32)
-    for row, known in zip(tokens, prompts, strict=False):
-        row[: len(known)] = known
-    lengths = [len(known) for known in prompts] + [0] * (len(PROMPTS) - len(prompts))
-    texts = Texts(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths, jnp.int32))
-    cache = d4.init_cache(PLAN)
-    tables = dataclasses.replace(cache.tables, num_free=jnp.full(1, blocks, jnp.int32))
-    cache = dataclasses.replace(cache, tables=tables)
-    loop = generate(model(), cache, texts, jnp.int32(stop_token), jnp.float32(temperature), jax.random.key(5))
-    lengths = loop.texts.lengths.tolist()
-    return [row[:length] for row, length in zip(loop.texts.tokens.tolist(), lengths, strict=True)], loop
+def as_argument(ids) -> str:
+    return ",".join(map(str, ids))
 
 
-def assert_all_given_back(loop):
-    tables = loop.cache.tables
-    assert not np.asarray(tables.admitted).any()
-    assert not np.asarray(tables.block_refs).any()
-    assert sorted(tables.free_blocks.tolist()) == list(range(PLAN.num_blocks))
-    assert tables.num_free.tolist() == [PLAN.num_blocks]
+@pytest.fixture(scope="module")
+def folder_with_tokenizer(tmp_path_factory) -> Path:
+    """Model a, with a tokenizer whose 256 ids are the bytes."""
+    tokenizers = pytest.importorskip("tokenizers", reason="text needs tokenizers, of the extra 'model'")
+    folder = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(MODEL / name)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
-def test_texts_of_a_shared_batch_equal_each_alone():
-    prompts = [prompt(length) for length in PROMPTS]
-    together, loop = run(prompts)
-    assert loop.ok
-    assert_all_given_back(loop)
-    assert [len(text) for text in together] == [LONGEST] * len(PROMPTS)
-    for known, text in zip(prompts, together, strict=True):
-        assert text[: len(known)] == known
-        (alone, *nothing), single = run([known])
-        assert alone == text
-        assert not any(nothing)
-        assert int(single.passes) == LONGEST - 1
-        assert_all_given_back(single)
-    assert len({tuple(text[-8:]) for text in together}) > len(PROMPTS) // 2, "texts that say nothing"
-
-    # Three slots have served eight texts of equal lengths: in three rounds, in which a text's last token is not fed.
-    assert int(loop.passes) == 3 * (LONGEST - 1)
-
-    # A stop token ends rows at different steps; what comes before is unchanged.
-    stop = together[0][10]
-    stopped, loop = run(prompts, stop_token=stop)
-    assert loop.ok
-    assert_all_given_back(loop)
-    ends = []
-    for known, text, whole in zip(prompts, stopped, together, strict=True):
-        generated = whole[len(known) :]
-        ends.append(len(known) + generated.index(stop) + 1 if stop in generated else LONGEST)
-        assert text == whole[: ends[-1]]
-    assert len(set(ends)) > 2
-    assert int(loop.passes) < 3 * (LONGEST - 1)
-    program: Any = generate
-    assert program._cache_size() == 1, "one program for any queue, stop token and temperature"
+@pytest.fixture(scope="module")
+def folder_without_drafts(tmp_path_factory) -> Path:
+    """Model a without its MTP block. The layout of the file: 8 bytes of header length, JSON, data."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").symlink_to(MODEL / "config.json")
+    whole = (MODEL / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    header, kept, data = json.loads(whole[8:begin]), {}, b""
+    header.pop("__metadata__", None)
+    for name, tensor in header.items():
+        if not name.startswith("mtp."):
+            first, end = tensor["data_offsets"]
+            kept[name] = tensor | {"data_offsets": [len(data), len(data) + end - first]}
+            data += whole[begin + first : begin + end]
+    assert 0 < len(kept) < len(header)
+    text = json.dumps(kept).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return folder
 
 
-def test_a_draw_depends_on_the_text_and_its_place_in_the_queue_alone():
-    prompts = [prompt(length) for length in PROMPTS]
-    first, _ = run(prompts, temperature=1.0)
-    again, _ = run(prompts, temperature=1.0)
-    greedy, _ = run(prompts)
-    assert first == again
-    assert first != greedy
-    fewer, _ = run(prompts[:4], temperature=1.0)  # other neighbours
-    assert fewer[:4] == first[:4]
+def printed_parts(out: str) -> tuple[str, str, list[list[int]]]:
+    """(what the model said, the line about speed, the new tokens from JSON) of a run with --json."""
+    said, speed, last = out.removesuffix("\n").rsplit("\n", 2)
+    return said, speed, json.loads(last)["tokens"]
 
 
-def test_a_text_that_fills_its_row_comes_back_as_it_is():
-    full, short = [prompt(LONGEST)] * (ROWS + 1), [prompt(46), prompt(40)]
-    texts, loop = run([full[0], short[0], *full[1:], short[1]])
-    assert loop.ok
-    assert_all_given_back(loop)
-    (first, second, *_), alone = run(short)
-    assert texts[: len(full) + 2] == [full[0], first, *full[1:], second]
-    assert int(loop.passes) <= int(alone.passes) + 2, "a full text takes its row for one pass"
+def test_the_recorded_tokens(capsys):
+    assert command.main([str(MODEL), "--ids", as_argument(PROMPT), *EXACT]) == 0
+    said, speed, (tokens,) = printed_parts(capsys.readouterr().out)
+    assert tokens == GREEDY.tolist()
+    assert said == " ".join(map(str, tokens))
+    assert speed.startswith(f"{len(GREEDY)} tokens in ")
 
 
-def test_without_enough_blocks_the_loop_ends_and_says_so():
-    prompts = [prompt(length) for length in PROMPTS]
-    whole, _ = run(prompts)
-    texts, loop = run(prompts, blocks=4)
-    assert not loop.ok
-    for text, complete in zip(texts, whole, strict=True):
-        assert text == complete[: len(text)]
+def test_text_is_printed_as_it_is_made(folder_with_tokenizer, capsys, monkeypatch):
+    pieces = []
+    show = command.Printer.show
+
+    def counted(printer, tokens):
+        show(printer, tokens)
+        pieces.append(len(tokens[0]))
+
+    monkeypatch.setattr(command.Printer, "show", counted)
+    prompt = "Once upon a time, there was a model. ".ljust(PROMPT_LENGTH, ".")
+    assert command.main([str(folder_with_tokenizer), "--prompt", prompt, *EXACT]) == 0
+    said, _, (tokens,) = printed_parts(capsys.readouterr().out)
+    assert said == Text(folder_with_tokenizer).decode(tokens)
+    assert len(tokens) == len(GREEDY)
+    assert len(pieces) > 2
+    assert pieces == sorted(set(pieces)), "each piece has more tokens than the one before"
 
 
-def test_the_host_is_not_asked_on_the_way():
-    tokens, lengths = jnp.zeros((len(PROMPTS), LONGEST), jnp.int32), jnp.zeros(len(PROMPTS), jnp.int32)
-    arguments = d4.abstract_cache(PLAN), Texts(tokens=tokens, lengths=lengths), jnp.int32(0), jnp.float32(0)
-    lowered = generate.lower(model(), *arguments, jax.random.key(0)).as_text()
-    assert "callback" not in lowered
-    assert "infeed" not in lowered
+@pytest.fixture
+def asked(monkeypatch) -> dict:
+    """What the command asks of ``generate``, which answers two tokens to each prompt without running a model."""
+    given = {}
+
+    def answer(params, prompts, max_new, sampling, drafts, stop_tokens, caches, on_progress):
+        given.update(params=params, prompts=prompts, max_new=max_new, sampling=sampling, drafts=drafts)
+        given.update(stop_tokens=stop_tokens, caches=caches)
+        return Generated(tokens=[[7, 8] for _ in prompts], passes=2, drafted=8, accepted=2, seconds=0.5)
+
+    monkeypatch.setattr(command, "generate", answer)
+    return given
+
+
+@pytest.mark.parametrize(("options", "text"), [([], "Hi"), (["--chat"], chat_text([("user", "Hi")]))])
+def test_a_prompt_is_text_or_what_a_user_says(options, text, folder_with_tokenizer, asked):
+    assert command.main([str(folder_with_tokenizer), "--prompt", "Hi", *options]) == 0
+    assert asked["prompts"] == [Text(folder_with_tokenizer).encode(text)]
+    assert Text(folder_with_tokenizer).decode(asked["prompts"][0]) == text
+
+
+def test_options_reach_the_loop(asked, capsys):
+    options = ["--max-new", "9", "--temperature", "0.5", "--top-p", "0.25", "--drafts", "3", "--kv-format", "bf16"]
+    assert command.main([str(MODEL), "--ids", "5,17,3", "--ids", " 2 ", *options]) == 0
+    assert asked["prompts"] == [[5, 17, 3], [2]]
+    assert (asked["max_new"], asked["drafts"], asked["stop_tokens"]) == (9, 3, None)
+    assert (float(asked["sampling"].temperature), float(asked["sampling"].top_p)) == (0.5, 0.25)
+    assert asked["params"].embedding.dtype == jnp.bfloat16, "weights as in the file, unless asked otherwise"
+    plan = asked["caches"].model.plan
+    assert (plan.max_requests, plan.kv_format, plan.indexer_format) == (2, "bf16", "mxfp4")
+    assert plan.max_context >= 3 + 9
+    assert asked["caches"].drafts is not None
+    out = capsys.readouterr().out.splitlines()
+    assert out == [
+        "[0] 7 8",
+        "[1] 7 8",
+        "4 tokens in 0.50 s, 8.0 tokens/s; 2 of 8 drafts accepted (25%)",
+    ]
+
+
+def test_with_float32_weights_the_cache_is_float32(asked):
+    assert command.main([str(MODEL), "--ids", "5", "--weights", "f32", "--ignore-eos"]) == 0
+    plan = asked["caches"].model.plan
+    assert (plan.kv_format, plan.indexer_format, asked["caches"].drafts) == ("f32", "f32", None)
+    assert (asked["params"].embedding.dtype, asked["stop_tokens"]) == (jnp.float32, [])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_terminals(terminal, capsys, monkeypatch):
+    pytest.importorskip("rich", reason="the progress bar needs rich, of the extra 'model'")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    with command.progress_bar("Loading a model") as on_progress:
+        assert on_progress is not None
+        on_progress(3, 7)
+    captured = capsys.readouterr()
+    assert ("Loading a model" in captured.err) == bool(captured.err) == terminal
+    assert not captured.out
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+@pytest.mark.parametrize("valid", [True, False])
+def test_pieces_of_text_add_up(valid, step, folder_with_tokenizer, capsys):
+    """No piece ends in a part of a character, whatever the bytes are."""
+    text = Text(folder_with_tokenizer)
+    tokens = text.encode(MIXED) if valid else np.random.default_rng(step).integers(0, 256, 80).tolist()
+    printer, shown = command.Printer(text, 1, ()), ""
+    for count in range(0, len(tokens), step):
+        printer.show([tokens[:count]])
+        shown += capsys.readouterr().out
+        assert not shown.endswith(command.REPLACEMENT)
+        assert text.decode(tokens[:count]).startswith(shown)
+    printer.finish([tokens])
+    whole = shown + capsys.readouterr().out
+    assert whole == text.decode(tokens) + "\n"
+    assert (whole == MIXED + "\n") == valid
+
+
+def test_several_texts_are_printed_when_they_are_complete(folder_with_tokenizer, capsys):
+    text = Text(folder_with_tokenizer)
+    printer, tokens = command.Printer(text, 2, ()), [text.encode("one"), text.encode("two")]
+    printer.show(tokens)
+    assert not capsys.readouterr().out
+    printer.finish(tokens)
+    assert capsys.readouterr().out == "[0] one\n[1] two\n"
+
+
+def test_the_token_that_ends_a_text_is_not_printed(folder_with_tokenizer, capsys):
+    """As an id it is, because it is one of the new tokens; and within a text, as --ignore-eos makes them, too."""
+    text = Text(folder_with_tokenizer)
+    whole, end = text.encode("a.b."), text.encode(".")
+    printer = command.Printer(text, 1, end)
+    for count in range(1, 5):
+        printer.show([whole[:count]])
+    printer.finish([whole])
+    assert capsys.readouterr().out == "a.b\n"
+    command.Printer(text, 3, end).finish([whole, end, whole[:3]])
+    assert capsys.readouterr().out == "[0] a.b\n[1] \n[2] a.b\n"
+    command.Printer(None, 1, [7]).finish([[5, 7]])
+    assert capsys.readouterr().out == "5 7\n"
+
+
+def one_error(captured) -> str:
+    """The message of a command that failed and printed nothing else but "Compiling"."""
+    assert not captured.out
+    line = captured.err.removeprefix("Compiling\n").removesuffix("\n")
+    assert line.startswith("error: ")
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ids", "5,x"], "--ids must be token ids with commas between them, such as 5,17,3; got '5,x'"),
+        (["--ids", ""], "--ids must be token ids"),
+        (["--ids", "5,256"], r"prompts\[0\] must be token ids in \[0, 256\)"),
+        (["--ids=-1"], r"prompts\[0\] must be token ids"),
+        (["--ids", "5", "--drafts=-1"], "drafts"),
+        (["--ids", "5", "--temperature=-1"], "temperature must be at least 0"),
+        (["--ids", "5", "--top-p", "0"], "top_p must be in"),
+        (["--prompt", "Hi"], "has no tokenizer.json, so that prompts must be token ids"),
+    ],
+)
+def test_an_error_is_one_line_and_comes_before_weights_are_loaded(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: pytest.fail("loading may take minutes"))
+    assert command.main([str(MODEL), *arguments]) == 1
+    assert re.search(message, one_error(capsys.readouterr()))
+
+
+def test_weights_that_are_not_stored_have_no_activations(capsys):
+    assert command.main([str(MODEL), "--ids", "5", "--weights", "bf16", "--activations", "fp8"]) == 1
+    assert "activations and dtype are for weights='stored'" in one_error(capsys.readouterr())
+
+
+def test_drafts_that_a_checkpoint_cannot_make(folder_without_drafts, capsys):
+    assert command.main([str(folder_without_drafts), "--ids", "5", "--drafts", "1"]) == 1
+    message = "error: this model cannot make drafts: its checkpoint holds no MTP weights"
+    assert one_error(capsys.readouterr()).startswith(message)
+
+
+@pytest.mark.parametrize("folder", ["nothing", "."], ids=["no folder", "no config.json"])
+def test_a_folder_without_a_model(folder, tmp_path, capsys):
+    assert command.main([str(tmp_path / folder), "--ids", "5"]) == 1
+    assert str(tmp_path / folder) in one_error(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give at least one --prompt or --ids"),
+        (["--ids", "5", "--chat"], "--chat is for --prompt"),
+        (["--ids", "5", "--max-new", "0"], "--max-new must be at least 1, got 0"),
+        (["--ids", "5", "--weights", "wide"], "argument --weights: invalid choice: 'wide'"),
+    ],
+)
+def test_arguments_that_do_not_fit_show_the_usage(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main([str(MODEL), *arguments])
+    captured = capsys.readouterr()
+    assert captured.err.startswith("usage: python -m dsv4jax.generate ")
+    assert f"error: {message}" in captured.err
+
+
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize(
+    ("turns", "thinking", "text"),
+    [
+        ([("user", "Hi")], False, f"{BOS}<｜User｜>Hi<｜Assistant｜></think>"),
+        ([("user", "Hi")], True, f"{BOS}<｜User｜>Hi<｜Assistant｜><think>"),
+        ([("system", "Be brief."), ("user", "Hi")], False, f"{BOS}Be brief.<｜User｜>Hi<｜Assistant｜></think>"),
+        (
+            [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye")],
+            True,  # an earlier turn has lost its reasoning
+            f"{BOS}<｜User｜>Hi<｜Assistant｜></think>Hello{EOS}<｜User｜>Bye<｜Assistant｜><think>",
+        ),
+    ],
+)
+def test_the_text_of_a_chat(turns, thinking, text):
+    assert chat_text(turns, thinking) == text
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], "the last turn of a chat must be the user's"),
+        ([("system", "Be brief.")], "the last turn of a chat must be the user's"),
+        ([("user", "Hi"), ("assistant", "Hello")], "the last turn of a chat must be the user's"),
+        ([("assistant", "Hello")], "expected a turn of system or user, got 'assistant'"),
+        ([("user", "Hi"), ("user", "Hi")], "expected a turn of assistant, got 'user'"),
+        ([("user", "Hi"), ("system", "Be brief.")], "expected a turn of assistant, got 'system'"),
+        ([("tool", "42")], "expected a turn of system or user, got 'tool'"),
+    ],
+)
+def test_turns_that_make_no_chat(turns, message):
+    with pytest.raises(ValueError, match=message):
+        chat_text(turns)

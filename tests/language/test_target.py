@@ -94,6 +94,7 @@ def traced_layer(backend: str | None) -> str:
     return str(jax.make_jaxpr(function)(params, x, cache, slots=row, num_new=row))
 
 
+@pytest.mark.slow
 def test_a_layer_runs_in_xla_where_there_are_no_kernels():
     """There backend=None uses XLA, and a named backend that is not supported raises an error that names the device."""
     kernels = [

@@ -260,6 +260,7 @@ def test_commit_refuses_what_it_cannot_store_and_changes_nothing():
         d4.stage(random_params(DEEP)[0], jnp.asarray(x[:, :0]), cache, 0, slots, ids(*drafted))
 
 
+@pytest.mark.slow
 def test_a_row_that_may_not_bring_tokens_stages_none():
     """These are padding, no token, more than was granted, and more than there are. Their outputs are 0."""
     cache, slots, x = prefilled("f32, ring")
@@ -307,6 +308,7 @@ def test_a_pass_that_is_refused_after_a_draft_that_was_not_accepted_leaves_all_r
 # ---- inside a loop of the compiler ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_speculative_generation_inside_scan_equals_feeding_what_was_accepted():
     """Each step drafts eight tokens, of which some first ones are right."""
     rng, params, steps = np.random.default_rng(5), random_params(), 12
@@ -393,6 +395,7 @@ def test_the_kernel_writes_the_entries_of_a_whole_update_and_nothing_else(case, 
     # With ``test_kernels``, which compares whole updates with XLA's, this leaves nothing to compare.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_draft_on_the_kernels(backend):
     """The draft is staged and committed by kernels, and by XLA."""

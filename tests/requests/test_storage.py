@@ -91,6 +91,7 @@ def test_requests_without_entries_have_empty_leaves(tmp_path):
     assert_same(d4.restore(tmp_path / "short"), snapshot)
 
 
+@pytest.mark.slow
 def test_a_restored_cache_goes_on_in_place_as_the_saved_one(tmp_path):
     cache, slots, ok = d4.admit(d4.init_cache(small_plan()), BATCH)
     assert ok

@@ -87,6 +87,10 @@ def copied_bytes(hlo: str) -> int:
     return total
 
 
+def bytes_of(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def memory_of(compiled):
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not say what a program allocates"
@@ -100,9 +104,8 @@ def audit(compile_program, make_program) -> dict[str, int]:
         function, args, donated = make_program(blocks)
         compiled = compile_program(function, *args, donate_argnums=donated)
         memory = memory_of(compiled)
-        leaves = jax.tree.leaves(args[donated])
         found |= {
-            f"donated_{size}": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+            f"donated_{size}": bytes_of(args[donated]),
             f"aliased_{size}": memory.alias_size_in_bytes,
             f"temporaries_{size}": memory.temp_size_in_bytes,
             f"copied_{size}": copied_bytes(compiled.as_text()),
@@ -155,12 +158,10 @@ def _insert(blocks: int):
 
 # For a GPU, only what touches the pool is audited. Other bookkeeping is audited on the CPU only.
 GPU_AUDITS = {
-    "decode step, fp8_row + nvfp4": forward(),
     "decode step, fp8_tile64 + mxfp4, online tails": forward(
         kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail="online"
     ),
     "prefill chunk of 33": forward(tokens=33),
-    "scan over layers": forward(function=_scan_over_layers),
     "draft of 4": forward(function=speculative_step, tokens=4),
     "fork": bookkeeping(d4.fork),
     "insert": functools.partial(audit, make_program=_insert),
@@ -173,8 +174,8 @@ READ_AUDITS = {
 # Only the kernels differ between GPUs. A step and a draft run all kernels that a layer uses.
 TARGETS = {"h200": GPU_AUDITS | READ_AUDITS, "b200": READ_AUDITS | {"draft of 4": GPU_AUDITS["draft of 4"]}}
 AUDITS = GPU_AUDITS | {
-    "decode step, bf16": forward(kv_format="bf16", indexer_format="bf16"),
     "decode step, f32": forward(kv_format="f32", indexer_format="f32"),
+    "scan over layers": forward(function=_scan_over_layers),
     "scan over tokens": forward(function=many_steps),
     "admit": bookkeeping(lambda cache, slots, num_new: d4.admit(cache, BATCH)),
     "prepare_forward": bookkeeping(d4.prepare_forward),

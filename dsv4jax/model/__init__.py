@@ -1,0 +1,55 @@
+"""A whole DeepSeek-V4 model around the cache: from a checkpoint's folder to tokens.
+
+config             the sizes of a model
+params             its weights, as frozen pytrees
+hyper_connections  the residual streams, mixed around each sublayer
+routing            which experts each token goes to
+experts            their products
+forward_pass       the forward pass over the cache
+drafts             guesses at the next tokens, by the model's extra block
+caches             the model's cache and that of its drafts
+sampling           drawing tokens, and accepting drafts
+loop               the compiled loop that generates texts
+generation         prompts in, new tokens out
+text               tokenizers and chats
+tensors            the tensors of a checkpoint: names, shapes, forms
+checkpoint         loading a model from a folder
+initial            random models
+memory             the bytes of a model's weights
+"""
+
+from dsv4jax.model.caches import Caches, init_caches
+from dsv4jax.model.checkpoint import load_model
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.drafts import draft_forward
+from dsv4jax.model.forward_pass import Inspection, forward, inspect_forward, stage_forward
+from dsv4jax.model.generation import Generated, generate
+from dsv4jax.model.initial import random_model
+from dsv4jax.model.memory import MemoryPlan, plan_memory
+from dsv4jax.model.params import ModelParams, StoredExperts
+from dsv4jax.model.routing import Picks
+from dsv4jax.model.sampling import Sampling
+from dsv4jax.model.text import Text, chat_text
+
+__all__ = [
+    "Caches",
+    "Generated",
+    "Inspection",
+    "MemoryPlan",
+    "ModelConfig",
+    "ModelParams",
+    "Picks",
+    "Sampling",
+    "StoredExperts",
+    "Text",
+    "chat_text",
+    "draft_forward",
+    "forward",
+    "generate",
+    "init_caches",
+    "inspect_forward",
+    "load_model",
+    "plan_memory",
+    "random_model",
+    "stage_forward",
+]

@@ -1,0 +1,73 @@
+"""The caches that a model needs: its own, and one for the block that makes drafts, with the same slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.cache.cache import KVCache, admit, release
+from dsv4jax.cache.create import init_cache
+from dsv4jax.checks import integer
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.plan import plan_cache
+from dsv4jax.requests.fork import fork
+
+# How the published models' rows and keys were rounded in training.
+TRAINED: dict[str, Any] = {"kv_format": "fp8_tile64", "indexer_format": "mxfp4", "hca_tail": "online"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Caches:
+    """A model's cache and that of its drafts. Admit, fork and release requests here, so that both agree on slots."""
+
+    model: KVCache
+    drafts: KVCache | None  # None if no drafts are made
+
+    def admit(self, n: int, where: jax.Array | None = None) -> tuple[Caches, jax.Array, jax.Array]:
+        """Take slots for n new requests, as ``d4.admit`` does: (caches, slots int32 [n], ok bool [])."""
+        model, slots, ok = admit(self.model, n, where)
+        # The lowest free slots are taken, and the same ones are free in both.
+        drafts = None if self.drafts is None else admit(self.drafts, n, where)[0]
+        return Caches(model=model, drafts=drafts), slots, ok
+
+    def fork(self, source_slot: jax.Array, target_slots: jax.Array) -> tuple[Caches, jax.Array]:
+        """Make each target slot a request with the source's contents, as ``d4.fork`` does: (caches, ok bool [])."""
+        model, ok = fork(self.model, source_slot, target_slots)
+        if self.drafts is None:
+            return Caches(model=model, drafts=None), ok
+        # A window needs no blocks, so that this one cannot fail where the other did not.
+        drafts, _ = fork(self.drafts, source_slot, jnp.where(ok, target_slots, -1))
+        return Caches(model=model, drafts=drafts), ok
+
+    def release(self, slots: jax.Array) -> Caches:
+        """Free slots int32 [B], as ``d4.release`` does."""
+        drafts = None if self.drafts is None else release(self.drafts, slots)
+        return Caches(model=release(self.model, slots), drafts=drafts)
+
+
+def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: int = 0, **formats: Any) -> Caches:
+    """Return empty caches for a model.
+
+    Args:
+      cfg: the model's sizes.
+      max_requests: number of slots.
+      max_context: tokens that a request can hold.
+      drafts: the most tokens that are guessed at a time; 0 = no cache for drafts.
+      formats: further arguments of ``plan_cache``. Unless given, rows, keys and tails are stored as in the models'
+        training: ``kv_format="fp8_tile64"``, ``indexer_format="mxfp4"``, ``hca_tail="online"``.
+
+    Raises:
+      ValueError: as ``plan_cache``.
+    """
+    plan = plan_cache(cfg.attention, max_requests, max_context, **(TRAINED | formats))
+    if not integer("drafts", drafts, least=0):
+        return Caches(model=init_cache(plan), drafts=None)
+    # Guesses are stored past the end of the request's tokens, in a copy that is then forgotten.
+    of_drafts = plan_cache(
+        cfg.draft_attention, max_requests, max_context + drafts, plan.kv_format, plan.indexer_format, plan.tail_dtype
+    )
+    return Caches(model=init_cache(plan), drafts=init_cache(of_drafts))

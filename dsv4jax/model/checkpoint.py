@@ -1,0 +1,450 @@
+"""Loading a whole model from a checkpoint's folder, weight by weight on to the device.
+
+First the headers of all files are compared with what the configuration says, and everything that is wrong is named in
+one error. Then weights are read and placed layer by layer. On the host there is never more than the attention weights
+of one layer, as read and as arranged, or one other tensor; experts are written one by one into an array on the device
+that holds all of a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv4jax.checks import FLOATS, check_dtype
+from dsv4jax.config import read_config
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.params import (
+    Block,
+    DraftParams,
+    Experts,
+    ExpertWeight,
+    ModelParams,
+    Router,
+    StoredExperts,
+    StreamMix,
+)
+from dsv4jax.model.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
+from dsv4jax.weights.files import FileTensor, block_size, read_header, read_index
+from dsv4jax.weights.load import NAMINGS, as_stored, as_wide, load_attention_params, scale_names
+from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams
+from dsv4jax.weights.stored import (
+    BLOCK,
+    CODES,
+    Stored,
+    Weight,
+    check_activations,
+    check_codes,
+    find_block,
+    join,
+    num_blocks,
+    to_e8m0,
+)
+
+WEIGHTS = ("stored", "bf16", "f32")
+SHOWN = 5  # names of each kind in an error
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How weights are held on the device."""
+
+    weights: str  # one of WEIGHTS
+    activations: str
+    dtype: Any  # of what checkpoints store as bf16; None = as in the file
+
+    @classmethod
+    def choose(cls, weights: Any, activations: Any, dtype: Any) -> Form:
+        """Return the form that the arguments of ``load_model`` name. ValueError if they name none."""
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
+        check_activations("activations", activations)
+        if dtype is not None:
+            check_dtype("dtype", dtype, FLOATS)
+        if weights != "stored":
+            if activations != "bf16" or dtype is not None:
+                raise ValueError(f"activations and dtype are for weights='stored', got weights={weights!r}")
+            dtype = jnp.float32 if weights == "f32" else jnp.bfloat16
+        return cls(weights=weights, activations=activations, dtype=None if dtype is None else jnp.dtype(dtype))
+
+    def cast(self, x: Any, form: str) -> jax.Array:
+        """Place an array that checkpoints store in a form of ``TensorSpec``."""
+        if form == "int64":
+            return jnp.asarray(x.astype(np.int32))
+        dtype = self.dtype if form != "f32" else jnp.float32
+        return jnp.asarray(x if dtype is None else x.astype(dtype))
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    weights: str = "stored",
+    activations: str = "bf16",
+    dtype: Any = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ModelParams:
+    """Load a model from a folder: config.json, ``*.safetensors``, and an index where there are several.
+
+    The folder may be DeepSeek's, or one that transformers' ``save_pretrained`` wrote, by default or with
+    ``save_original_format=False``. Experts may be FP4, FP8 or floats. The block for drafts is loaded if it is there
+    (MTP); another kind of drafts (DSpark) is left out, and the model served without.
+
+    Args:
+      path: the folder.
+      weights: "stored" keeps FP8 and FP4 weights, and dtypes, as they are. "bf16" and "f32" widen all weights, which
+        is exact; what the published checkpoints store as float32 stays float32.
+      activations: for stored weights, "bf16", or "fp8" to round the inputs of their products as DeepSeek's own
+        inference does; see ``StoredWeight``.
+      dtype: for stored weights, that of embedding, norms and other weights that checkpoints store as bfloat16; the
+        model computes in it. None = as in the file.
+      on_progress: called with the bytes read so far and in all.
+
+    Raises:
+      ValueError: tensors are missing, misshapen, truncated or unknown (all of this is found before anything is placed,
+        and named), or the configuration or an option is unknown.
+      FileNotFoundError: the folder holds no config.json, or no safetensors file.
+    """
+    form = Form.choose(weights, activations, dtype)
+    folder = Path(path)
+    config = read_config(folder)
+    cfg = ModelConfig.from_hf(config)
+    reader = _Reader(_open(folder, cfg, form, block_size(config)), cfg, form, block_size(config), on_progress)
+    outer = reader.outer
+    return ModelParams(
+        embedding=outer("embed.weight"),
+        blocks=tuple(reader.block(layer) for layer in range(cfg.num_layers)),
+        final_mix=reader.mix("hc_head"),
+        final_norm=outer("norm.weight"),
+        head=outer("head.weight"),
+        drafts=reader.drafts() if reader.tensors.has_drafts else None,
+        cfg=cfg,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    """The tensors of a checkpoint that were found to be what they must be."""
+
+    specs: dict[str, TensorSpec]  # by DeepSeek's names
+    places: dict[str, Place]
+    files: dict[str, FileTensor]
+    has_drafts: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.files.values())
+
+    def scale(self, name: str) -> Place | None:
+        """Where the block scales of a tensor are, by DeepSeek's name of the tensor."""
+        place = self.places[name]
+        found = next((scale for scale in scale_names(place.name) if scale in self.files), None)
+        return None if found is None else dataclasses.replace(place, name=found)
+
+
+def _open(folder: Path, cfg: ModelConfig, form: Form, block: tuple[int, int] | None) -> _Tensors:
+    """Compare the headers of a checkpoint's files with what they must hold.
+
+    Raises ValueError, with everything that is wrong.
+    """
+    index = read_index(folder)
+    names = sorted(set(index.values()) if index is not None else {file.name for file in folder.glob("*.safetensors")})
+    if not names:
+        raise FileNotFoundError(f"no *.safetensors in {folder}")
+    wrong: dict[str, list[str]] = {}
+    files: dict[str, FileTensor] = {}
+    for name in names:
+        try:
+            header = read_header(folder / name)
+        except ValueError as error:
+            wrong.setdefault("files that cannot be read", []).append(str(error))
+            continue
+        if twice := sorted(set(header) & set(files)):
+            wrong.setdefault("in two files", []).extend(twice)
+        files |= header
+    if index is not None and (lost := sorted(set(index) - set(files))):
+        wrong.setdefault("missing", []).extend(lost)
+    if wrong:
+        raise ValueError(_listed(folder, wrong))
+    naming = naming_of(set(files))
+    if naming is None:
+        raise ValueError(f"{folder} holds no embedding under a known name; its tensors begin {sorted(files)[:SHOWN]}")
+    has_drafts = "mtp.0.enorm.weight" in files
+    if not has_drafts:  # blocks for drafts of another kind
+        files = {name: tensor for name, tensor in files.items() if not name.startswith("mtp.")}
+    specs = model_tensors(cfg, has_drafts)
+    places = {name: place_of(name, naming, cfg) for name in specs}
+    tensors = _Tensors(specs=specs, places=places, files=files, has_drafts=has_drafts)
+    used: set[str] = set()
+    for name, spec in specs.items():
+        place, scale = places[name], None
+        if place.name not in files:
+            wrong.setdefault("missing", []).append(place.name)
+            continue
+        scale = tensors.scale(name)
+        used |= {place.name} | ({scale.name} if scale else set())
+        of_blocks = files[scale.name] if scale else None
+        if problem := _misfit(spec, place, files[place.name], of_blocks, cfg, block):
+            wrong.setdefault("misshapen", []).append(f"{place.name} is {problem}")
+        elif form.weights == "stored" and spec.form == "fp8" and scale is not None:
+            try:
+                to_e8m0(files[scale.name].read())
+            except ValueError as error:
+                wrong.setdefault("for weights='bf16' or 'f32' alone", []).append(f"{place.name}, whose {error}")
+    if unknown := sorted(set(files) - used):
+        wrong["unknown"] = unknown
+    if wrong:
+        raise ValueError(_listed(folder, wrong))
+    return tensors
+
+
+def _listed(folder: Path, wrong: dict[str, list[str]]) -> str:
+    lines = [f"{folder} is no checkpoint of this configuration:"]
+    for kind, found in wrong.items():
+        distinct = list(dict.fromkeys(found))
+        more = f", and {len(distinct) - SHOWN} more" if len(distinct) > SHOWN else ""
+        lines.append(f"  {kind} ({len(distinct)}): {', '.join(distinct[:SHOWN])}{more}")
+    return "\n".join(lines)
+
+
+_FLOATS, _INTEGERS, _FP4_CODES = ("BF16", "F32"), ("I64", "I32"), ("I8", "U8")
+
+
+def _misfit(
+    spec: TensorSpec,
+    place: Place,
+    tensor: FileTensor,
+    scale: FileTensor | None,
+    cfg: ModelConfig,
+    block: tuple[int, int] | None,
+) -> str | None:
+    """What is wrong with a tensor; None if nothing is."""
+    is_weight, found = spec.form in ("fp8", "fp4"), f"{tensor.dtype} {list(tensor.shape)}"
+    shape, rows = spec.shape, spec.shape[:-1]
+    if place.expert is not None:  # one tensor for all experts
+        rows = (cfg.num_experts, 2 * cfg.expert_width if "gate_up" in place.name else cfg.hidden_size)
+        shape = (*rows, spec.shape[-1])
+    packed = (*rows, shape[-1] // 2)
+    fits = {"bf16": _FLOATS, "f32": _FLOATS, "int64": _INTEGERS}.get(spec.form, (*_FLOATS, "F8_E4M3"))
+    if spec.form == "fp4" and tensor.dtype in _FP4_CODES and tensor.shape == packed:
+        want = (*rows, shape[-1] // FP4_BLOCK[1])
+    elif tensor.dtype not in fits or tensor.shape != shape:
+        or_packed = f", or I8 {list(packed)}" if spec.form == "fp4" else ""
+        return f"{found}, expected {' or '.join(fits)} {list(shape)}{or_packed}"
+    elif tensor.dtype != "F8_E4M3":
+        return f"{found}, and has block scales" if is_weight and scale else None
+    else:
+        want = (*rows[:-1], *num_blocks((rows[-1], shape[-1]), block or BLOCK))
+    if scale is None:
+        return f"{found}, and has no block scales"
+    if scale.dtype not in ("F8_E8M0", "F32"):
+        return f"{found}, with scales that are {scale.dtype}, expected F8_E8M0 or F32"
+    if scale.shape != want and (block or tensor.dtype != "F8_E4M3" or not _fits_a_block(shape, scale.shape)):
+        return f"{found}, with scales {list(scale.shape)}, expected {list(want)}"
+    return None
+
+
+def _fits_a_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Whether scales fit a weight in blocks of some size, where the configuration names none."""
+    try:
+        find_block((shape[-2], shape[-1]), scales[-2:])
+    except ValueError:
+        return False
+    return scales[:-2] == shape[:-2]
+
+
+class _Reader:
+    """Reads weights and places them."""
+
+    def __init__(
+        self,
+        tensors: _Tensors,
+        cfg: ModelConfig,
+        form: Form,
+        block: tuple[int, int] | None,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.tensors, self.cfg, self.form, self.block_size = tensors, cfg, form, block
+        self._on_progress, self._done = on_progress, 0
+
+    def _read(self, place: Place) -> np.ndarray:
+        tensor = self.tensors.files[place.name]
+        if place.expert is None:
+            data = tensor.read()
+        else:
+            assert place.rows is not None
+            height = tensor.shape[1]  # rows of the tensor or of its scales
+            of = self.tensors.files[place.name.removesuffix("_scale_inv")].shape[1]
+            first, end = (row * height // of for row in place.rows)
+            data = tensor.read(place.expert, 1)[0, first:end]
+        self._done += data.nbytes
+        if self._on_progress is not None:
+            self._on_progress(self._done, self.tensors.nbytes)
+        return data
+
+    def _raw(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+        """A tensor and its scales on the host, by DeepSeek's name."""
+        scale = self.tensors.scale(name)
+        return self._read(self.tensors.places[name]), None if scale is None else self._read(scale)
+
+    def outer(self, name: str) -> jax.Array:
+        """Place a tensor that is not quantised."""
+        given, form = self._raw(name)[0], self.tensors.specs[name].form
+        if form == "int64" and not (given.min() >= 0 and given.max() < self.cfg.num_experts):
+            raise ValueError(f"{self._named(name)} names experts that are not in [0, {self.cfg.num_experts})")
+        return self.form.cast(given, form)
+
+    def _named(self, name: str) -> str:
+        return f"tensor {self.tensors.places[name].name!r}"
+
+    def weight(self, *names: str) -> Weight:
+        """Place linear weights, side by side."""
+        parts: list[Any] = []
+        for name in names:
+            given, scale = self._raw(name)
+            try:
+                if self.form.weights == "stored" and scale is not None:
+                    stored = Stored(block=self.block_size, activations=self.form.activations)
+                    parts.append(as_stored(given, scale, stored, stored.activations))
+                else:
+                    parts.append(self.form.cast(as_wide(given, scale, self.block_size), "bf16"))
+            except ValueError as error:
+                raise ValueError(f"{self._named(name)}{error}") from error
+        try:
+            return jax.tree.map(jnp.asarray, join(*parts))
+        except ValueError as error:
+            raise ValueError(f"{' and '.join(map(self._named, names))}: {error}") from error
+
+    def mix(self, name: str) -> StreamMix:
+        """Place the weights that mix streams."""
+        return StreamMix(
+            weight=self.outer(f"{name}_fn"), base=self.outer(f"{name}_base"), scale=self.outer(f"{name}_scale")
+        )
+
+    def attention(self, prefix: str, layer: int | None) -> AttentionParams:
+        """Place the attention weights of a layer; None means the draft block."""
+        cfg = self.cfg.draft_attention if layer is None else self.cfg.attention
+        raw: dict[str, np.ndarray] = {}
+        scaled: set[str] = set()
+        for part, name in NAMINGS["deepseek"].items():
+            if f"{prefix}attn.{name}" not in self.tensors.specs:
+                continue
+            raw[name], scale = self._raw(f"{prefix}attn.{name}")
+            if scale is not None:
+                raw[scale_names(name)[0]] = scale
+                scaled.add(part)
+        keep = self.form.weights == "stored" and scaled == {p for p in QUANTISED if NAMINGS["deepseek"][p] in raw}
+        options = ("stored", self.form.activations) if keep else ("wide", "bf16")
+        try:
+            params = load_attention_params(raw, cfg, layer or 0, "deepseek", *options, self.block_size)
+        except ValueError as error:
+            if layer is None:  # the message says layer 0, of the draft block's one
+                raise ValueError(f"draft block, {error}") from error
+            raise
+
+        def cast(path: Any, leaf: jax.Array) -> jax.Array:
+            if leaf.dtype.itemsize == 1:
+                return leaf
+            return self.form.cast(leaf, "f32" if path[-1].name in ALWAYS_F32 else "bf16")
+
+        return jax.tree_util.tree_map_with_path(cast, params)
+
+    def block(self, layer: int | None) -> Block:
+        """Place a layer; None means the draft block."""
+        prefix = "mtp.0." if layer is None else f"layers.{layer}."
+
+        def of(name: str) -> jax.Array | None:
+            return self.outer(prefix + name) if prefix + name in self.tensors.specs else None
+
+        return Block(
+            attention=self.attention(prefix, layer),
+            attention_mix=self.mix(f"{prefix}hc_attn"),
+            attention_norm=self.outer(f"{prefix}attn_norm.weight"),
+            router=Router(
+                gate=self.outer(f"{prefix}ffn.gate.weight"), bias=of("ffn.gate.bias"), table=of("ffn.gate.tid2eid")
+            ),
+            experts=Experts(
+                gate_up=self.experts(prefix, "w1", "w3"),
+                down=self.experts(prefix, "w2"),
+                shared_gate_up=self.weight(*(f"{prefix}ffn.shared_experts.{w}.weight" for w in ("w1", "w3"))),
+                shared_down=self.weight(f"{prefix}ffn.shared_experts.w2.weight"),
+            ),
+            experts_mix=self.mix(f"{prefix}hc_ffn"),
+            experts_norm=self.outer(f"{prefix}ffn_norm.weight"),
+        )
+
+    def drafts(self) -> DraftParams:
+        """Place the block for drafts."""
+        return DraftParams(
+            token_norm=self.outer("mtp.0.enorm.weight"),
+            stream_norm=self.outer("mtp.0.hnorm.weight"),
+            token_proj=self.weight("mtp.0.e_proj.weight"),
+            stream_proj=self.weight("mtp.0.h_proj.weight"),
+            block=self.block(None),
+            final_mix=self.mix("mtp.0.hc_head"),
+            final_norm=self.outer("mtp.0.norm.weight"),
+        )
+
+    def experts(self, prefix: str, *names: str) -> ExpertWeight:
+        """Place one weight of all experts of a layer, or two side by side, an expert at a time."""
+        buffers: list[jax.Array] = []
+        example: Any = None
+        for expert in range(self.cfg.num_experts):
+            row = [0, 0]
+            for weight in names:
+                name = f"{prefix}ffn.experts.{expert}.{weight}.weight"
+                part = self._expert(name)
+                leaves, tree = jax.tree.flatten(part)
+                if not buffers:
+                    example = part
+                    rows = [leaf.shape[1] * len(names) for leaf in leaves]
+                    buffers = [
+                        jnp.zeros((self.cfg.num_experts, n, leaf.shape[2]), leaf.dtype)
+                        for n, leaf in zip(rows, leaves, strict=True)
+                    ]
+                elif tree != jax.tree.structure(example) or any(
+                    leaf.dtype != buffer.dtype for leaf, buffer in zip(leaves, buffers, strict=True)
+                ):
+                    raise ValueError(f"{self._named(name)} is stored unlike the first expert")
+                for i, leaf in enumerate(leaves):
+                    buffers[i] = _put(buffers[i], leaf, np.int32(expert), np.int32(row[i]))
+                    row[i] += leaf.shape[1]
+                jax.block_until_ready(buffers)  # until then the host holds the part, too
+        return jax.tree.unflatten(jax.tree.structure(example), buffers)
+
+    def _expert(self, name: str) -> ExpertWeight:
+        """One weight of one expert, [1, out, in]."""
+        given, scale = self._raw(name)
+        if scale is None:
+            return self.form.cast(given[None], "bf16")
+        rows, columns = self.tensors.specs[name].shape
+        if given.dtype == CODES:
+            try:
+                check_codes(given)
+                block = find_block((rows, columns), scale.shape, self.block_size)
+            except ValueError as error:
+                raise ValueError(f"{self._named(name)}: {error}") from error
+        else:
+            given, block = given.view(np.uint8), FP4_BLOCK
+        stored = StoredExperts(
+            codes=jnp.asarray(given[None]),
+            scales=jnp.asarray(scale[None]),
+            block=block,
+            activations=self.form.activations,
+        )
+        if self.form.weights == "stored":
+            return stored
+        return stored.widened(jnp.zeros(1, jnp.int32), self.form.dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(buffer: jax.Array, part: jax.Array, expert: jax.Array, row: jax.Array) -> jax.Array:
+    """Write rows of one expert into the array of all."""
+    return lax.dynamic_update_slice(buffer, part, (expert, row, 0))

@@ -1,0 +1,73 @@
+"""Drafts of the model's next tokens by its own extra block (multi-token prediction, MTP).
+
+Row t of the block takes the model's streams after its last layer at token t, and token t + 1; its logits are a guess at
+token t + 2. To guess further, the block is given its own streams and its own guess at the next position. The block has
+a cache of its own, of one layer with a window alone, which holds row t when the model's cache holds token t.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.cache.cache import KVCache
+from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.projections import project
+from dsv4jax.linear import rms_norm
+from dsv4jax.model.forward_pass import Tokens, attention, embedded, head_logits, run_block
+from dsv4jax.model.params import ModelParams
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def draft_forward(
+    params: ModelParams,
+    streams: jax.Array,
+    next_ids: jax.Array,
+    cache: KVCache,
+    slots: jax.Array,
+    num_new: jax.Array,
+    backend: Backend = None,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Run the draft block on new rows and store them in its cache.
+
+    Call it between ``prepare_forward`` and ``advance`` of the draft block's cache.
+
+    Args:
+      params: the model's weights.
+      streams: [B, T, num_streams, hidden], as ``forward`` returned them for tokens t; or, to guess further, as this
+        function did.
+      next_ids: int32 [B, T], tokens t + 1.
+      cache: a cache for ``params.cfg.draft_attention``.
+      slots, num_new: int32 [B], as for ``forward``.
+      backend: as for ``forward``.
+
+    Returns:
+      (logits f32 [B, T, V] of tokens t + 2; streams [B, T, num_streams, hidden]; the updated cache, its lengths not yet
+      advanced). Rows that were not taken have 0.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the model has no such block, the cache is for something else, or the backend is unknown.
+    """
+    cfg, drafts = params.cfg, params.drafts
+    if drafts is None:
+        raise ValueError("this model has no block for drafts: its checkpoint holds no MTP weights")
+    tokens = Tokens.of(next_ids, cache, slots, num_new, cfg.draft_attention)
+    axes = {"B": slots.shape[0], "T": next_ids.shape[1], "streams": cfg.num_streams, "hidden": cfg.hidden_size}
+    check_array("streams", streams, dict(axes), FLOATS)
+    token = embedded(params.embedding, next_ids, tokens.real)
+    token = rms_norm(token, drafts.token_norm, cfg.norm_eps).astype(token.dtype)
+    old = rms_norm(streams, drafts.stream_norm, cfg.norm_eps).astype(streams.dtype)
+    old = jnp.where(tokens.real[..., None, None], old, jnp.zeros((), old.dtype))
+    dtype = streams.dtype
+    given = project(token, drafts.token_proj, dtype, backend=backend).astype(jnp.float32)
+    kept = project(old, drafts.stream_proj, dtype, backend=backend).astype(jnp.float32)
+
+    attend = attention(slots, num_new, backend)
+    streams = (given[..., None, :] + kept).astype(dtype)
+    streams, cache, _ = run_block(drafts.block, streams, tokens, cache, 0, attend, cfg, backend)
+    logits = head_logits(streams, drafts.final_mix, drafts.final_norm, params.head, cfg)
+    return jnp.where(tokens.real[..., None], logits, 0.0), streams, cache

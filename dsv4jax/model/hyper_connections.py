@@ -1,0 +1,105 @@
+"""Hyper-connections: several residual streams per token, mixed before and after each sublayer (mHC).
+
+A sublayer, attention or experts, reads a weighted sum of the streams and its output is added to each of them, with
+weights that depend on the token:
+
+    x, gains = mix_in(streams)            x = sum_j pre_j S_j
+    streams  = mix_out(f(x), streams)     S'_l = post_l f(x) + sum_j carry[j, l] S_j
+
+The columns of ``carry`` sum to 1, and its rows nearly do: some rounds of Sinkhorn's algorithm normalise both in turn.
+All of this is f32; streams are in the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv4jax.linear import linear
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.params import StreamMix
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gains:
+    """How a sublayer's output and the old streams make the new streams."""
+
+    post: jax.Array  # f32 [..., n] share of the output in each new stream
+    carry: jax.Array  # f32 [..., n, n] share of old stream j in new stream l; not symmetric
+
+
+def mix_in(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
+    """Return a sublayer's input, before its norm, and what ``mix_out`` needs.
+
+    Args:
+      streams: [..., n, hidden].
+      mix: with the weights of (2 + n) n numbers per token.
+      cfg: the model's sizes.
+
+    Returns:
+      (x in the dtype of streams [..., hidden], gains).
+    """
+    n = cfg.num_streams
+    pre, post, carry = jnp.split(_numbers(streams, mix, cfg), [n, 2 * n], axis=-1)
+    base = jnp.split(mix.base.astype(jnp.float32), [n, 2 * n])
+    scale = mix.scale.astype(jnp.float32)
+    post = 2 * jax.nn.sigmoid(post * scale[1] + _like(base[1], post))
+    carry = (carry * scale[2] + _like(base[2], carry)).reshape(*carry.shape[:-1], n, n)
+    gains = Gains(post=post, carry=_sinkhorn(jax.nn.softmax(carry, -1) + cfg.hyper_eps, cfg))
+    return _sum(streams, jax.nn.sigmoid(pre * scale[0] + _like(base[0], pre)) + cfg.hyper_eps), gains
+
+
+def mix_out(y: jax.Array, streams: jax.Array, gains: Gains) -> jax.Array:
+    """Return the streams [..., n, hidden] after a sublayer whose output is y [..., hidden]."""
+    given = gains.post[..., None] * y.astype(jnp.float32)[..., None, :]
+    kept = jnp.sum(gains.carry[..., None] * streams.astype(jnp.float32)[..., None, :], -3)
+    return (given + kept).astype(streams.dtype)
+
+
+def collapse(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:
+    """Return the sum of the streams [..., hidden] that the final norm takes.
+
+    Args:
+      streams: [..., n, hidden].
+      mix: with the weights of n numbers per token.
+      cfg: the model's sizes.
+    """
+    numbers = _numbers(streams, mix, cfg)
+    weights = jax.nn.sigmoid(numbers * mix.scale.astype(jnp.float32)[0] + _like(mix.base, numbers)) + cfg.hyper_eps
+    return _sum(streams, weights)
+
+
+def _numbers(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:
+    """The numbers that mixing weights are made of, f32 [..., rows of mix.weight]. One rms is over all streams."""
+    flat = streams.reshape(*streams.shape[:-2], -1).astype(jnp.float32)
+    inverse_rms = lax.rsqrt(jnp.mean(flat * flat, -1, keepdims=True) + cfg.norm_eps)
+    return linear(flat, mix.weight.astype(jnp.float32)) * inverse_rms
+
+
+def _like(vector: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(vector.astype(jnp.float32), x.shape)
+
+
+def _sum(streams: jax.Array, weights: jax.Array) -> jax.Array:
+    """The weighted sum of streams, in their dtype."""
+    return jnp.sum(weights[..., None] * streams.astype(jnp.float32), -2).astype(streams.dtype)
+
+
+def _sinkhorn(matrix: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Divide positive matrices [..., n, n] by their column sums, then by row and column sums in turn.
+
+    Sums are written as sums of slices, because XLA on GPU makes one kernel of a round that way, where reductions would
+    be kernels of their own. The rounds stay a loop: unrolled, XLA takes minutes to compile them.
+    """
+
+    def divided(matrix: jax.Array, axis: int) -> jax.Array:
+        parts = [lax.slice_in_dim(matrix, i, i + 1, axis=axis) for i in range(cfg.num_streams)]
+        return matrix / (sum(parts[1:], parts[0]) + cfg.hyper_eps)
+
+    old, new = matrix.ndim - 2, matrix.ndim - 1
+    matrix = divided(matrix, old)
+    return lax.fori_loop(0, cfg.sinkhorn_iterations - 1, lambda _, matrix: divided(divided(matrix, new), old), matrix)

@@ -1,0 +1,186 @@
+"""Random models of any size, made on the device in the formats of checkpoints, for tests, demos and benchmarks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv4jax.formats import E2M1_VALUES
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.params import (
+    Block,
+    DraftParams,
+    Experts,
+    ExpertWeight,
+    ModelParams,
+    Router,
+    StoredExperts,
+    StreamMix,
+)
+from dsv4jax.model.tensors import FP4_BLOCK
+from dsv4jax.weights.initial import init_attention_params, random_stored
+from dsv4jax.weights.params import ALWAYS_F32
+from dsv4jax.weights.stored import SCALES, Stored, Weight, join, num_blocks
+
+_E2M1_VARIANCE = float(np.mean(np.square(E2M1_VALUES)))
+
+
+def random_model(
+    cfg: ModelConfig,
+    key: jax.Array,
+    weights: str = "stored",
+    activations: str = "bf16",
+    drafts: bool = True,
+) -> ModelParams:
+    """Return a model with random weights: linear weights of variance 1 / in, norms near 1.
+
+    Args:
+      cfg: the model's sizes.
+      key: a random key.
+      weights: "stored" makes FP8 and FP4 weights as published checkpoints have them, and bfloat16 for the rest; "bf16"
+        and "f32" make all weights in one dtype, but for those that are always float32.
+      activations: for stored weights, "bf16" or "fp8"; see ``StoredWeight``.
+      drafts: whether the model has a block for drafts.
+
+    Raises:
+      ValueError: an option is unknown, or a size does not divide into blocks of FP4.
+    """
+    if weights not in ("stored", "bf16", "f32"):
+        raise ValueError(f"weights must be 'stored', 'bf16' or 'f32', got {weights!r}")
+    stored = Stored.choose("stored" if weights == "stored" else "wide", activations)
+    if stored is not None and (cfg.hidden_size % FP4_BLOCK[1] or cfg.expert_width % FP4_BLOCK[1]):
+        sizes = f"hidden_size={cfg.hidden_size} and expert_width={cfg.expert_width}"
+        raise ValueError(f"{sizes} must be divisible by {FP4_BLOCK[1]}, the block of FP4 weights")
+    dtype = jnp.dtype(jnp.float32 if weights == "f32" else jnp.bfloat16)
+    outer, draft_key, *layers = jax.random.split(key, 2 + cfg.num_layers)
+    return ModelParams(
+        **_outer(outer, cfg, dtype),
+        blocks=tuple(_block(key, cfg, layer, dtype, stored) for layer, key in enumerate(layers)),
+        drafts=_drafts(draft_key, cfg, dtype, stored) if drafts else None,
+        cfg=cfg,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype"))
+def _outer(key: jax.Array, cfg: ModelConfig, dtype: Any) -> dict[str, Any]:
+    embedding, head, norm, mix = jax.random.split(key, 4)
+    shape = cfg.vocab_size, cfg.hidden_size
+    return {
+        "embedding": jax.random.normal(embedding, shape, dtype),
+        "head": jax.random.normal(head, shape, dtype) * jnp.asarray(cfg.hidden_size**-0.5, dtype),
+        "final_norm": _norm(norm, cfg, dtype),
+        "final_mix": _mix(mix, cfg.num_streams, 1, cfg),
+    }
+
+
+def _norm(key: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
+    return (1 + 0.1 * jax.random.normal(key, (cfg.hidden_size,))).astype(dtype)
+
+
+def _mix(key: jax.Array, numbers: int, scales: int, cfg: ModelConfig) -> StreamMix:
+    weight, base, scale = jax.random.split(key, 3)
+    width = cfg.num_streams * cfg.hidden_size
+    return StreamMix(
+        weight=jax.random.normal(weight, (numbers, width)) * width**-0.5,
+        base=0.5 * jax.random.normal(base, (numbers,)),
+        scale=1 + 0.1 * jax.random.normal(scale, (scales,)),
+    )
+
+
+def _block(key: jax.Array, cfg: ModelConfig, layer: int | None, dtype: Any, stored: Stored | None) -> Block:
+    """A layer; None means the draft block."""
+    attention, rest = jax.random.split(key)
+    sizes = cfg.draft_attention if layer is None else cfg.attention
+    how = ("wide", "bf16") if stored is None else ("stored", stored.activations)
+    params = init_attention_params(attention, sizes, layer or 0, dtype, *how)
+
+    def cast(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.float32) if path[-1].name in ALWAYS_F32 else leaf
+
+    return Block(
+        attention=jax.tree_util.tree_map_with_path(cast, params),
+        **_around_attention(rest, cfg, cfg.picks_by_id(layer), dtype, stored),
+    )
+
+
+# The layers that pick experts in the same way share a compiled program.
+@functools.partial(jax.jit, static_argnames=("cfg", "by_id", "dtype", "stored"))
+def _around_attention(
+    key: jax.Array, cfg: ModelConfig, by_id: bool, dtype: Any, stored: Stored | None
+) -> dict[str, Any]:
+    keys = iter(jax.random.split(key, 16))
+    h, wide, experts = cfg.hidden_size, cfg.expert_width, cfg.num_experts
+    numbers = (2 + cfg.num_streams) * cfg.num_streams
+    bias = table = None
+    if by_id:
+        chances = jax.random.uniform(next(keys), (cfg.vocab_size, experts))
+        table = lax.top_k(chances, cfg.experts_per_token)[1]  # distinct experts
+    else:
+        bias = 0.1 * jax.random.normal(next(keys), (experts,))
+    return {
+        "attention_mix": _mix(next(keys), numbers, 3, cfg),
+        "attention_norm": _norm(next(keys), cfg, dtype),
+        "router": Router(gate=_wide(next(keys), (experts, h), dtype), bias=bias, table=table),
+        "experts": Experts(
+            gate_up=_experts(next(keys), (experts, 2 * wide, h), dtype, stored),
+            down=_experts(next(keys), (experts, h, wide), dtype, stored),
+            shared_gate_up=join(*(_linear(key, (wide, h), dtype, stored) for key in jax.random.split(next(keys)))),
+            shared_down=_linear(next(keys), (h, wide), dtype, stored),
+        ),
+        "experts_mix": _mix(next(keys), numbers, 3, cfg),
+        "experts_norm": _norm(next(keys), cfg, dtype),
+    }
+
+
+def _drafts(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None) -> DraftParams:
+    block, rest = jax.random.split(key)
+    return DraftParams(block=_block(block, cfg, None, dtype, stored), **_around_block(rest, cfg, dtype, stored))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "stored"))
+def _around_block(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None) -> dict[str, Any]:
+    keys = iter(jax.random.split(key, 6))
+    square = cfg.hidden_size, cfg.hidden_size
+    return {
+        "token_norm": _norm(next(keys), cfg, dtype),
+        "stream_norm": _norm(next(keys), cfg, dtype),
+        "final_norm": _norm(next(keys), cfg, dtype),
+        "token_proj": _linear(next(keys), square, dtype, stored),
+        "stream_proj": _linear(next(keys), square, dtype, stored),
+        "final_mix": _mix(next(keys), cfg.num_streams, 1, cfg),
+    }
+
+
+def _wide(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return (jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(dtype)
+
+
+def _linear(key: jax.Array, shape: tuple[int, int], dtype: Any, stored: Stored | None) -> Weight:
+    if stored is None:
+        return _wide(key, shape, dtype)
+    codes, scales = jax.random.split(key)
+    return random_stored(codes, scales, {"weight": shape}, stored)["weight"]
+
+
+def _experts(key: jax.Array, shape: tuple[int, int, int], dtype: Any, stored: Stored | None) -> ExpertWeight:
+    """One linear weight [E, out, in] of all experts, in FP4 if weights are stored."""
+    if stored is None:
+        return _wide(key, shape, dtype)
+    count, rows, columns = shape
+    codes, scales = jax.random.split(key)
+    variance = 1 / (columns * _E2M1_VARIANCE)  # of scales: the mean of their squares
+    lower = math.floor(math.log2(variance) / 2)
+    share = (variance / 4**lower - 1) / 3  # of blocks with twice the lower scale
+    larger = jax.random.uniform(scales, (count, *num_blocks((rows, columns), FP4_BLOCK))) < share
+    return StoredExperts(
+        codes=jax.random.bits(codes, (count, rows, columns // 2), jnp.uint8),
+        scales=lax.bitcast_convert_type(larger.astype(jnp.uint8) + (127 + lower), SCALES),
+        block=FP4_BLOCK,
+        activations=stored.activations,
+    )

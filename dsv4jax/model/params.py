@@ -1,0 +1,135 @@
+"""The weights of a whole model, as frozen pytrees.
+
+Linear weights are [out, in], as in checkpoints. What one input feeds stands side by side. Below, h is hidden_size, n
+num_streams, E num_experts, I expert_width and V vocab_size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv4jax.formats import e2m1_values
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.weights.params import AttentionParams
+from dsv4jax.weights.stored import Weight, as_bytes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredExperts:
+    """One linear weight of all experts as checkpoints store it, with a scale per block of numbers.
+
+    Codes are FP8 (float8_e4m3fn [E, out, in]) or pairs of FP4 (uint8 [E, out, in / 2]: E2M1, the even input in the low
+    nibble).
+    """
+
+    codes: jax.Array
+    scales: jax.Array  # float8_e8m0fnu or f32 [E, ceil(out / block[0]), ceil(in / block[1])]
+    block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (1, 32) for FP4, (128, 128) for FP8
+    activations: str = dataclasses.field(default="bf16", metadata={"static": True})  # as of StoredWeight
+
+    @property
+    def is_fp4(self) -> bool:
+        return self.codes.dtype == jnp.uint8
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, out, in)."""
+        experts, rows, columns = self.codes.shape
+        return experts, rows, columns * (2 if self.is_fp4 else 1)
+
+    def widened(self, experts: jax.Array, dtype: Any) -> jax.Array:
+        """Return the weights of experts int32 [G]: dtype [G, out, in], of which bf16 and f32 are exact."""
+        _, rows, columns = self.shape
+        if self.is_fp4:
+            values = e2m1_values(self.codes[experts])
+        else:  # cut as bytes, because XLA on CPU would widen all of them first
+            values = lax.bitcast_convert_type(as_bytes(self.codes)[experts], self.codes.dtype).astype(jnp.float32)
+        if self.scales.dtype.itemsize == 1:
+            scales = lax.bitcast_convert_type(as_bytes(self.scales)[experts], self.scales.dtype).astype(jnp.float32)
+        else:
+            scales = self.scales[experts]
+        for axis, (times, size) in enumerate(zip(self.block, (rows, columns), strict=True), 1):
+            scales = lax.slice_in_dim(jnp.repeat(scales, times, axis), 0, size, axis=axis)
+        return (values * scales).astype(dtype)
+
+
+ExpertWeight = jax.Array | StoredExperts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StreamMix:
+    """How a token's streams give the weights by which they are mixed: sigmoid or softmax of numbers * scale + base."""
+
+    weight: jax.Array  # f32 [m, n h]; m = (2 + n) n around a sublayer, n at a model's end
+    base: jax.Array  # f32 [m]
+    scale: jax.Array  # f32 [3], or [1] at a model's end
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a layer picks experts: by the token's id (``table``), or by score (``bias``)."""
+
+    gate: jax.Array  # [E, h]
+    bias: jax.Array | None  # f32 [E], added to scores to pick, not to weigh
+    table: jax.Array | None  # int32 [V, k]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a layer, and the one that every token goes to."""
+
+    gate_up: ExpertWeight  # [E, 2 I, h], rows of W_1, then rows of W_3
+    down: ExpertWeight  # [E, h, I], W_2
+    shared_gate_up: Weight  # [2 I, h]
+    shared_down: Weight  # [h, I]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The weights of one layer."""
+
+    attention: AttentionParams
+    attention_mix: StreamMix
+    attention_norm: jax.Array  # [h]
+    router: Router
+    experts: Experts
+    experts_mix: StreamMix
+    experts_norm: jax.Array  # [h]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DraftParams:
+    """The block that makes drafts (multi-token prediction). Embedding and head are the model's."""
+
+    token_norm: jax.Array  # [h] of the next token's embedding (enorm)
+    stream_norm: jax.Array  # [h] of each stream (hnorm)
+    token_proj: Weight  # [h, h] (e_proj)
+    stream_proj: Weight  # [h, h] (h_proj)
+    block: Block
+    final_mix: StreamMix
+    final_norm: jax.Array  # [h]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParams:
+    """The weights of a model."""
+
+    embedding: jax.Array  # [V, h]
+    blocks: tuple[Block, ...]
+    final_mix: StreamMix
+    final_norm: jax.Array  # [h]
+    head: jax.Array  # [V, h]
+    drafts: DraftParams | None  # None where the checkpoint has none
+    cfg: ModelConfig = dataclasses.field(metadata={"static": True})

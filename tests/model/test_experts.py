@@ -1,0 +1,173 @@
+"""Experts: the tiled products give what a loop over tokens and experts gives, and never widen all experts at once."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4jax.model import ModelConfig, Picks, random_model
+from dsv4jax.model import experts as module
+from dsv4jax.model.experts import mix_experts
+from dsv4jax.model.params import Experts, StoredExperts
+from tests.support.models import relative_rms
+
+CFG = ModelConfig.tiny(num_experts=8, experts_per_token=3)
+
+
+def experts_of(weights: str, cfg: ModelConfig = CFG, **options: str) -> Experts:
+    return random_model(cfg, jax.random.key(0), weights, drafts=False, **options).blocks[0].experts
+
+
+def random_picks(rng: np.random.Generator, tokens: int, cfg: ModelConfig = CFG, favourite: int | None = None) -> Picks:
+    """Distinct experts per token, in order; the last token is padding. All pick ``favourite``, if there is one."""
+    chances = rng.random((tokens, cfg.num_experts))
+    if favourite is not None:
+        chances[:, favourite] = 2
+    picked = np.sort(np.argsort(-chances, axis=1)[:, : cfg.experts_per_token], axis=1)
+    weights = rng.random(picked.shape)
+    picked[-1], weights[-1] = cfg.num_experts, 0
+    return Picks(experts=jnp.asarray(picked, jnp.int32), weights=jnp.asarray(weights, jnp.float32))
+
+
+def widened(weight, expert: int) -> np.ndarray:
+    if isinstance(weight, StoredExperts):
+        return np.asarray(weight.widened(jnp.asarray([expert], jnp.int32), jnp.float32)[0], np.float64)
+    return np.asarray(weight[expert], np.float64)
+
+
+def one_by_one(x: np.ndarray, picks: Picks, experts: Experts, cfg: ModelConfig) -> np.ndarray:
+    """The routed part, token by token, in f64."""
+
+    def apply(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+        gate, up = np.split(gate_up @ x, 2)
+        gate = np.minimum(gate, cfg.swiglu_limit)
+        return down @ (gate / (1 + np.exp(-gate)) * np.clip(up, -cfg.swiglu_limit, cfg.swiglu_limit))
+
+    out = np.zeros(x.shape)
+    for token, (numbers, weights) in enumerate(zip(np.asarray(picks.experts), np.asarray(picks.weights), strict=True)):
+        for expert, weight in zip(numbers, weights, strict=True):
+            if expert < cfg.num_experts:
+                part = apply(x[token], widened(experts.gate_up, expert), widened(experts.down, expert))
+                out[token] += float(weight) * part
+    return out
+
+
+def mix(x, picks, experts):
+    """``mix_experts``, traced anew, because tests change the size of tiles."""
+    return jax.jit(lambda x, picks, experts: mix_experts(x, picks, experts, CFG))(x, picks, experts)
+
+
+def routed(x, picks, experts):
+    """``mix_experts`` without the shared expert."""
+    return mix(x, picks, experts) - mix(x, padding(x), experts)
+
+
+def padding(x) -> Picks:
+    shape = (x.shape[0], CFG.experts_per_token)
+    return Picks(experts=jnp.full(shape, CFG.num_experts, jnp.int32), weights=jnp.zeros(shape))
+
+
+@pytest.mark.parametrize("weights", ["f32", "stored"])
+@pytest.mark.parametrize(
+    ("tokens", "tile", "at_once", "favourite"),
+    [
+        pytest.param(1, 128, 8, None, id="one token"),
+        pytest.param(19, 128, 64, None, id="in one go"),
+        pytest.param(19, 4, 3, None, id="in tiles, some at a time"),
+        pytest.param(19, 4, 1, 5, id="one expert has every token"),
+    ],
+)
+def test_tiles_give_what_a_loop_gives(monkeypatch, weights, tokens, tile, at_once, favourite):
+    monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(module, "WIDE", at_once * 3 * CFG.expert_width * CFG.hidden_size)
+    rng = np.random.default_rng(tokens + tile)
+    experts, picks = experts_of(weights), random_picks(rng, tokens + 1, favourite=favourite)
+    x = rng.standard_normal((tokens + 1, CFG.hidden_size)).astype(np.float32)
+    found = np.asarray(routed(jnp.asarray(x), picks, experts))
+    # Sums of 64 and 32 products in f32; outputs of rms 1. The shared expert's part is added and taken away again.
+    np.testing.assert_allclose(found, one_by_one(x, picks, experts, CFG), rtol=0, atol=1e-5)
+    assert np.abs(found[:-1]).max() > 0.1
+
+
+def test_tokens_do_not_depend_on_each_other_and_nan_stays_in_its_row():
+    rng = np.random.default_rng(3)
+    experts, picks = experts_of("stored"), random_picks(rng, 6)
+    x = jnp.asarray(rng.standard_normal((6, CFG.hidden_size)), jnp.float32)
+    good, bad = mix(x, picks, experts), mix(x.at[2].set(jnp.nan), picks, experts)
+    assert np.isnan(bad[2]).all()
+    np.testing.assert_array_equal(np.delete(good, 2, 0), np.delete(bad, 2, 0))
+
+
+def test_an_expert_that_no_token_picks_may_hold_anything():
+    rng = np.random.default_rng(4)
+    experts, picks = experts_of("f32"), random_picks(rng, 5)
+    unused = sorted(set(range(CFG.num_experts)) - set(np.asarray(picks.experts).ravel().tolist()))
+    if not unused:
+        picks = Picks(experts=jnp.minimum(picks.experts, 6), weights=picks.weights)
+        unused = [7]
+    assert isinstance(experts.gate_up, jax.Array)
+    spoiled = Experts(
+        gate_up=experts.gate_up.at[jnp.asarray(unused)].set(jnp.nan),
+        down=experts.down,
+        shared_gate_up=experts.shared_gate_up,
+        shared_down=experts.shared_down,
+    )
+    x = jnp.asarray(rng.standard_normal((5, CFG.hidden_size)), jnp.float32)
+    np.testing.assert_array_equal(mix(x, picks, experts), mix(x, picks, spoiled))
+
+
+def test_rounded_activations_are_near_and_not_equal():
+    rng = np.random.default_rng(5)
+    x, picks = jnp.asarray(rng.standard_normal((9, CFG.hidden_size)), jnp.float32), random_picks(rng, 9)
+    exact = np.asarray(mix(x, picks, experts_of("stored")))
+    rounded = np.asarray(mix(x, picks, experts_of("stored", activations="fp8")))
+    # E4M3 has three bits of mantissa, so an input is off by up to 2^-4, and by 0.025 in rms; two products follow.
+    assert 0.01 < relative_rms(rounded, exact) < 0.06
+
+
+@pytest.mark.parametrize("at_once", [64, 2])
+def test_derivatives_of_wide_weights_are_those_of_the_dense_sum(monkeypatch, at_once):
+    monkeypatch.setattr(module, "WIDE", at_once * 3 * CFG.expert_width * CFG.hidden_size)
+    rng = np.random.default_rng(6)
+    experts, picks = experts_of("f32"), random_picks(rng, 7)
+    x = jnp.asarray(rng.standard_normal((7, CFG.hidden_size)), jnp.float32)
+    direction = jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+
+    def tiled(x, experts):
+        return jnp.sum(mix(x, picks, experts) * direction)
+
+    def dense(x, experts):
+        share = (
+            jnp.zeros((7, CFG.num_experts)).at[jnp.arange(7)[:, None], picks.experts].add(picks.weights, mode="drop")
+        )
+        inner = module._gated(jnp.einsum("th,eoh->teo", x, experts.gate_up), CFG)
+        mixed = jnp.einsum("te,tei,ehi->th", share, inner, experts.down)
+        shared = module._gated(x @ experts.shared_gate_up.T, CFG) @ experts.shared_down.T
+        return jnp.sum((mixed + shared) * direction)
+
+    found, wanted = (jax.jit(jax.grad(function, (0, 1)))(x, experts) for function in (tiled, dense))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        # Sums of f32 in another order, in derivatives of rms about 1.
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_no_program_widens_all_experts_at_once(monkeypatch, tokens):
+    cfg = ModelConfig.tiny(num_experts=64, experts_per_token=4)
+    monkeypatch.setattr(module, "WIDE", 4 * 3 * cfg.expert_width * cfg.hidden_size)
+    experts = jax.eval_shape(lambda: experts_of("stored", cfg))
+    picks = jax.eval_shape(lambda: random_picks(np.random.default_rng(0), tokens, cfg))
+    x = jax.ShapeDtypeStruct((tokens, cfg.hidden_size), jnp.bfloat16)
+    hlo = (
+        jax.jit(lambda x, picks, experts: mix_experts(x, picks, experts, cfg))
+        .lower(x, picks, experts)
+        .compile()
+        .as_text()
+    )
+    assert hlo is not None
+    shapes = re.findall(r"(?:f32|bf16|f16)\[([\d,]+)\]", hlo)
+    largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
+    assert largest <= 4 * 2 * cfg.expert_width * cfg.hidden_size < 64 * cfg.expert_width * cfg.hidden_size

@@ -1,0 +1,114 @@
+"""Tokens are drawn with the probabilities that they must have, with drafts as without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4jax.model import Sampling
+from dsv4jax.model.sampling import accept, draw
+
+VOCABULARY, SAMPLES = 6, 4000
+# Bound on sum((found - expected)^2 / expected) over cells, by degrees of freedom: all but one in 10^6 of right samplers
+# stay below it. The keys are fixed, so that a test always passes or always fails.
+CHI_SQUARE = {5: 35.9, 35: 92.7}
+
+
+def check_counts(counts: np.ndarray, probabilities: np.ndarray) -> None:
+    expected = probabilities * counts.sum()
+    cells = expected > 0
+    assert not counts[~cells].any()
+    assert np.sum((counts - expected)[cells] ** 2 / expected[cells]) < CHI_SQUARE[counts.size - 1]
+
+
+def random_distributions(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.dirichlet(np.full(VOCABULARY, 0.7), shape).astype(np.float32)
+
+
+def keys(seed: int, count: int = SAMPLES) -> jax.Array:
+    return jax.random.split(jax.random.key(seed), count)
+
+
+def test_draws_have_the_given_probabilities():
+    probabilities = random_distributions(np.random.default_rng(0))
+    tokens = draw(jnp.broadcast_to(probabilities, (SAMPLES, VOCABULARY)), keys(0))
+    check_counts(np.bincount(tokens, minlength=VOCABULARY), probabilities)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_accepted_and_replaced_drafts_have_the_models_distribution(seed):
+    """Two drafts from q; the model's p after each token. Whatever q is, the tokens are distributed as from p alone."""
+    rng = np.random.default_rng(seed)
+    p_first, p_second = random_distributions(rng), random_distributions(rng, VOCABULARY)
+    q_first, q_second = random_distributions(rng), random_distributions(rng, VOCABULARY)
+    batch = (SAMPLES, VOCABULARY)
+    first = draw(jnp.broadcast_to(q_first, batch), keys(seed + 10))
+    second = draw(jnp.asarray(q_second)[first], keys(seed + 20))
+    drafts = jnp.stack([first, second], 1)
+    guessed = jnp.stack([jnp.broadcast_to(q_first, batch), jnp.asarray(q_second)[first]], 1)
+    anything = jnp.full(batch, 1 / VOCABULARY)
+    wanted = jnp.stack([jnp.broadcast_to(p_first, batch), jnp.asarray(p_second)[first], anything], 1)
+    count = jnp.full(SAMPLES, 2, jnp.int32)
+    accepted, following = accept(wanted, guessed, drafts, count, keys(seed + 30))
+    tokens = np.asarray(jnp.where(accepted > 0, first, following))
+    check_counts(np.bincount(tokens, minlength=VOCABULARY), p_first)
+    # A text whose first draft was refused draws its second token in the next pass.
+    later = draw(jnp.asarray(p_second)[tokens], keys(seed + 40))
+    after = np.asarray(jnp.where(accepted == 0, later, jnp.where(accepted == 1, following, second)))
+    pairs = np.bincount(tokens * VOCABULARY + after, minlength=VOCABULARY**2)
+    check_counts(pairs, (p_first[:, None] * p_second).ravel())
+    overlap = np.minimum(p_first, q_first).sum()  # the chance that the first draft is accepted
+    assert abs(np.mean(accepted > 0) - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / SAMPLES)
+
+
+def test_only_drafts_that_count_are_accepted():
+    same = jnp.full((4, 3, VOCABULARY), 1 / VOCABULARY)
+    drafts, count = jnp.zeros((4, 2), jnp.int32), jnp.asarray([0, 1, 2, 2], jnp.int32)
+    accepted, _ = accept(same, same[:, :2], drafts, count, keys(3, 4))
+    assert accepted.tolist() == [0, 1, 2, 2]  # p = q accepts all
+
+
+def test_greedy_drafts_are_accepted_while_they_are_the_models_own():
+    sampling, rng = Sampling.of(), np.random.default_rng(4)
+    logits = jnp.asarray(rng.standard_normal((3, 3, VOCABULARY)), jnp.float32)
+    own = np.asarray(jnp.argmax(logits, -1))
+    drafts = own[:, :2].copy()
+    drafts[0, 0] = (drafts[0, 0] + 1) % VOCABULARY
+    drafts[1, 1] = (drafts[1, 1] + 1) % VOCABULARY
+    guessed = jax.nn.one_hot(drafts, VOCABULARY)
+    accepted, following = accept(
+        sampling.probabilities(logits), guessed, jnp.asarray(drafts, jnp.int32), jnp.full(3, 2, jnp.int32), keys(5, 3)
+    )
+    assert accepted.tolist() == [0, 1, 2]
+    assert following.tolist() == [own[0, 0], own[1, 1], own[2, 2]]
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1.0, 6), (0.95, 5), (0.9, 4), (0.5, 2), (0.3, 1), (1e-6, 1)])
+def test_top_p_keeps_the_fewest_likeliest_tokens_that_reach_it(top_p, kept):
+    probabilities = np.asarray([0.05, 0.4, 0.2, 0.25, 0.08, 0.02], np.float32)
+    found = np.asarray(Sampling.of(1.0, top_p).probabilities(jnp.log(probabilities)))
+    order = np.argsort(-probabilities)
+    expected = np.zeros(6)
+    expected[order[:kept]] = probabilities[order[:kept]] / probabilities[order[:kept]].sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # f32
+
+
+def test_temperature_divides_logits():
+    logits = jnp.asarray([0.5, -1.0, 2.0, 0.0, 3.0, 1.0], jnp.float32)
+    found = Sampling.of(0.5).probabilities(logits)
+    np.testing.assert_allclose(found, jax.nn.softmax(2 * logits), rtol=1e-5)  # f32
+    assert Sampling.of(0.0).probabilities(logits).tolist() == [0, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling.of(**options)

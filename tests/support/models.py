@@ -1,0 +1,44 @@
+"""Recorded models: two tiny checkpoints, and what DeepSeek's code and transformers compute with them.
+
+``tests/data/README.md`` describes the arrays.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4jax as d4
+from dsv4jax.model import ModelParams, init_caches, inspect_forward, load_model
+from tests.support.paths import DATA
+
+FULL: dict[str, Any] = {"kv_format": "f32", "indexer_format": "f32"}  # nothing is rounded
+MODEL_A, MODEL_Q = DATA / "model" / "a", DATA / "model" / "q"
+
+
+@functools.cache
+def recorded(name: str) -> dict[str, np.ndarray]:
+    """Return the arrays recorded of model "a" or "q"."""
+    with np.load(DATA / "model" / name / "recorded.npz") as archive:
+        return dict(archive)
+
+
+@functools.cache
+def model_a() -> ModelParams:
+    return load_model(MODEL_A, weights="f32")
+
+
+def run_whole(params: ModelParams, ids: np.ndarray, **formats):
+    """Run a sequence in one pass. Returns ``Inspection``, of one row."""
+    cache, slots, _ = d4.admit(init_caches(params.cfg, 1, 512, **formats).model, 1)
+    count = jnp.asarray([len(ids)], jnp.int32)
+    cache, ok = d4.prepare_forward(cache, slots, count)
+    assert ok
+    seen, _ = inspect_forward(params, jnp.asarray(ids, jnp.int32)[None], cache, slots, count)
+    return jax.tree.map(np.asarray, seen)
+
+
+def relative_rms(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2)))
