@@ -55,7 +55,7 @@ def draft_forward(
     cfg, drafts = params.cfg, params.drafts
     if drafts is None:
         raise ValueError("this model has no block for drafts: its checkpoint holds no MTP weights")
-    tokens = Tokens.of(next_ids, cache, slots, num_new, cfg.draft_attention)
+    tokens = Tokens.of(params, next_ids, cache, slots, num_new, cfg.draft_attention)
     axes = {"B": slots.shape[0], "T": next_ids.shape[1], "streams": cfg.num_streams, "hidden": cfg.hidden_size}
     check_array("streams", streams, dict(axes), FLOATS)
     token = embedded(params.embedding, next_ids, tokens.real)

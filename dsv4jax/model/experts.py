@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax.derivatives import refuse_derivative, straight_through
 from dsv4jax.formats import fp8_rounded
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.projections import project
@@ -123,8 +124,9 @@ def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> j
 def _product(x: jax.Array, weight: ExpertWeight, experts: jax.Array) -> jax.Array:
     """Multiply tiles x [G, tile, in] by the weights of experts int32 [G]: x's dtype [G, tile, out], with f32 sums."""
     if isinstance(weight, StoredExperts):
+        weight = refuse_derivative("experts that are stored as FP8 or FP4 have no derivative: load them wide", weight)
         if weight.activations == "fp8":
-            x = fp8_rounded(x, GROUP)
+            x = straight_through(fp8_rounded(lax.stop_gradient(x), GROUP), x)
         wide = weight.widened(experts, x.dtype)
     else:
         wide = weight[experts].astype(x.dtype)

@@ -26,7 +26,7 @@ from dsv4jax.linear import linear, rms_norm
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.experts import mix_experts
 from dsv4jax.model.hyper_connections import Gains, collapse, mix_in, mix_out
-from dsv4jax.model.params import Block, ModelParams, StreamMix
+from dsv4jax.model.params import Block, ModelParams, StreamMix, check_model
 from dsv4jax.model.routing import Picks, pick_experts
 from dsv4jax.requests.speculate import StagedLayer, stage
 from dsv4jax.weights.params import AttentionParams
@@ -44,13 +44,23 @@ class Tokens:
     count: jax.Array  # int32 [B] number of real tokens
 
     @classmethod
-    def of(cls, ids: jax.Array, cache: KVCache, slots: jax.Array, num_new: jax.Array, cfg: DSV4Config) -> Tokens:
-        """Check the arguments of a forward pass.
+    def of(
+        cls,
+        params: ModelParams,
+        ids: jax.Array,
+        cache: KVCache,
+        slots: jax.Array,
+        num_new: jax.Array,
+        cfg: DSV4Config,
+    ) -> Tokens:
+        """Check the arguments of a forward pass over the layers of ``cfg``.
 
         Raises:
           AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-          ValueError: the cache is for attention layers of other sizes, or there are no tokens.
+          ValueError: the cache is for attention layers of other sizes, the weights are for another model, or there are
+            no tokens.
         """
+        check_model(params)
         check_batch(slots=slots, num_new=num_new)
         check_array("ids", ids, {"B": slots.shape[0], "T": None}, jnp.int32)
         if ids.shape[1] == 0:
@@ -95,7 +105,7 @@ def forward(
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
       ValueError: the cache is for another model, there are no tokens, ``logits`` or the backend is unknown.
     """
-    tokens = Tokens.of(ids, cache, slots, num_new, params.cfg.attention)
+    tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
     streams, cache, _ = _run_blocks(params, tokens, cache, attention(slots, num_new, backend), backend)
     return read_logits(params, streams, tokens, logits), streams, cache
 
@@ -119,7 +129,7 @@ def stage_forward(
     Raises:
       AssertionError, ValueError: as ``forward``.
     """
-    tokens = Tokens.of(ids, cache, slots, num_new, params.cfg.attention)
+    tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
     staged: list[StagedLayer] = []
 
     def attend(weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int) -> tuple[jax.Array, KVCache]:
@@ -151,7 +161,7 @@ def inspect_forward(
     backend: Backend = None,
 ) -> tuple[Inspection, KVCache]:
     """Run ``forward`` and return all logits, the streams after every layer, and the experts that it picked."""
-    tokens = Tokens.of(ids, cache, slots, num_new, params.cfg.attention)
+    tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
     streams, cache, seen = _run_blocks(params, tokens, cache, attention(slots, num_new, backend), backend)
     after, picks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
     return Inspection(logits=all_logits(params, streams, tokens), streams=after, picks=picks), cache

@@ -13,10 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.formats import e2m1_values
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.weights.params import AttentionParams
-from dsv4jax.weights.stored import Weight, as_bytes
+from dsv4jax.weights.stored import (
+    CODES,
+    SCALES,
+    Weight,
+    as_bytes,
+    check_activations,
+    check_block,
+    check_weight,
+    num_blocks,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -133,3 +143,76 @@ class ModelParams:
     head: jax.Array  # [V, h]
     drafts: DraftParams | None  # None where the checkpoint has none
     cfg: ModelConfig = dataclasses.field(metadata={"static": True})
+
+
+def check_model(params: ModelParams) -> None:
+    """Check the shapes and dtypes of all weights but those of attention, which each layer checks.
+
+    Raises:
+      AssertionError: (chex) an array's shape or dtype is wrong.
+      ValueError: there are more or fewer layers than the configuration has, or a layer picks experts in another way.
+    """
+    cfg = params.cfg
+    if len(params.blocks) != cfg.num_layers:
+        raise ValueError(f"params.blocks: expected {cfg.num_layers} layers, got {len(params.blocks)}")
+    table = {"vocabulary": cfg.vocab_size, "hidden": cfg.hidden_size}
+    check_array("params.embedding", params.embedding, dict(table), FLOATS)
+    check_array("params.head", params.head, dict(table), FLOATS)
+    _check_norm("params.final_norm", params.final_norm, cfg)
+    _check_mix("params.final_mix", params.final_mix, cfg.num_streams, 1, cfg)
+    for layer, block in enumerate(params.blocks):
+        _check_block(f"params.blocks[{layer}]", block, layer, cfg)
+    if params.drafts is not None:
+        square = cfg.hidden_size, cfg.hidden_size
+        for name in ("token_proj", "stream_proj"):
+            check_weight(f"params.drafts.{name}", getattr(params.drafts, name), square)
+        for name in ("token_norm", "stream_norm", "final_norm"):
+            _check_norm(f"params.drafts.{name}", getattr(params.drafts, name), cfg)
+        _check_mix("params.drafts.final_mix", params.drafts.final_mix, cfg.num_streams, 1, cfg)
+        _check_block("params.drafts.block", params.drafts.block, None, cfg)
+
+
+def _check_block(name: str, block: Block, layer: int | None, cfg: ModelConfig) -> None:
+    hidden, wide = cfg.hidden_size, cfg.expert_width
+    experts: dict[str, int | None] = {"experts": cfg.num_experts}
+    for sublayer in ("attention", "experts"):
+        numbers = (2 + cfg.num_streams) * cfg.num_streams
+        _check_mix(f"{name}.{sublayer}_mix", getattr(block, f"{sublayer}_mix"), numbers, 3, cfg)
+        _check_norm(f"{name}.{sublayer}_norm", getattr(block, f"{sublayer}_norm"), cfg)
+    router, by_id = block.router, cfg.picks_by_id(layer)
+    if (router.table is not None) != by_id or (router.bias is None) != by_id:
+        raise ValueError(f"{name}.router: expected {'a table' if by_id else 'a bias'}, and not the other")
+    check_array(f"{name}.router.gate", router.gate, experts | {"hidden": hidden}, FLOATS)
+    if router.table is not None:
+        axes = {"vocabulary": cfg.vocab_size, "picks": cfg.experts_per_token}
+        check_array(f"{name}.router.table", router.table, dict(axes), jnp.int32)
+    if router.bias is not None:
+        check_array(f"{name}.router.bias", router.bias, dict(experts), FLOATS)
+    _check_experts(f"{name}.experts.gate_up", block.experts.gate_up, (cfg.num_experts, 2 * wide, hidden))
+    _check_experts(f"{name}.experts.down", block.experts.down, (cfg.num_experts, hidden, wide))
+    check_weight(f"{name}.experts.shared_gate_up", block.experts.shared_gate_up, (2 * wide, hidden))
+    check_weight(f"{name}.experts.shared_down", block.experts.shared_down, (hidden, wide))
+
+
+def _check_norm(name: str, norm: jax.Array, cfg: ModelConfig) -> None:
+    check_array(name, norm, {"hidden": cfg.hidden_size}, FLOATS)
+
+
+def _check_mix(name: str, mix: StreamMix, numbers: int, scales: int, cfg: ModelConfig) -> None:
+    check_array(f"{name}.weight", mix.weight, {"m": numbers, "width": cfg.num_streams * cfg.hidden_size}, FLOATS)
+    check_array(f"{name}.base", mix.base, {"m": numbers}, FLOATS)
+    check_array(f"{name}.scale", mix.scale, {"scales": scales}, FLOATS)
+
+
+def _check_experts(name: str, weight: ExpertWeight, shape: tuple[int, int, int]) -> None:
+    experts, rows, columns = shape
+    if not isinstance(weight, StoredExperts):
+        check_array(name, weight, {"experts": experts, "out": rows, "in": columns}, FLOATS)
+        return
+    check_block(f"{name}.block", weight.block)
+    check_activations(f"{name}.activations", weight.activations)
+    width = columns // 2 if weight.is_fp4 else columns
+    check_array(f"{name}.codes", weight.codes, {"experts": experts, "out": rows, "in": width}, (jnp.uint8, CODES))
+    blocks = num_blocks((rows, columns), weight.block)
+    axes = {"experts": experts, "rows": blocks[0], "columns": blocks[1]}
+    check_array(f"{name}.scales", weight.scales, dict(axes), (SCALES, jnp.float32))

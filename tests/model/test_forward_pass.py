@@ -1,6 +1,7 @@
 """The model gives the recorded logits, streams and picks, however a sequence is split into calls."""
 
-import jax
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,6 +94,40 @@ def test_bad_arguments_are_named():
         draft_forward(params, streams, ids(0)[None], cache, one, one)
 
 
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        (lambda p: dict(blocks=p.blocks[:-1]), ValueError, "params.blocks: expected 5 layers, got 4"),
+        (lambda p: dict(head=p.head[:, 1:]), AssertionError, r"params.head: expected float32 or bfloat16 \[vocabulary"),
+        (
+            lambda p: dict(blocks=(p.blocks[-1], *p.blocks[1:])),
+            ValueError,
+            r"params.blocks\[0\].router: expected a table, and not the other",
+        ),
+        (
+            lambda p: dict(drafts=dataclasses.replace(p.drafts, token_norm=p.head)),
+            AssertionError,
+            r"params.drafts.token_norm: expected float32 or bfloat16 \[hidden=64\], got float32\[256, 64\]",
+        ),
+        (
+            lambda p: dict(drafts=dataclasses.replace(p.drafts, block=with_experts(p.drafts.block, p.head[None]))),
+            AssertionError,
+            r"params.drafts.block.experts.down: expected float32 or bfloat16 \[experts=8, out=64, in=24\], got float32",
+        ),
+    ],
+    ids=["layers", "head", "router", "drafts", "experts"],
+)
+def test_weights_of_another_model_are_named(changed, error, message):
+    params = model_a()
+    cache = init_caches(params.cfg, 1, 64, **FULL).model
+    with pytest.raises(error, match=message):
+        forward(dataclasses.replace(params, **changed(params)), ids(0)[None], cache, ids(0), ids(0))
+
+
+def with_experts(block, down):
+    return dataclasses.replace(block, experts=dataclasses.replace(block.experts, down=down))
+
+
 def test_drafts_equal_the_recorded_ones():
     params, wanted = model_a(), recorded("a")
     sequence, streams = jnp.asarray(wanted["ids"], jnp.int32), jnp.asarray(wanted["blocks"][-1])
@@ -130,8 +165,7 @@ def test_drafts_equal_the_recorded_ones():
 
 
 def test_a_model_without_a_draft_block_says_so():
-    params = jax.tree.map(lambda leaf: leaf, model_a())
-    object.__setattr__(params, "drafts", None)
+    params = dataclasses.replace(model_a(), drafts=None)
     cache = d4.init_cache(d4.plan_cache(params.cfg.draft_attention, 1, 64, **FULL))
     with pytest.raises(ValueError, match="no MTP weights"):
         draft_forward(params, jnp.zeros((1, 1, 4, 64)), ids(0)[None], cache, ids(0), ids(0))
