@@ -28,6 +28,7 @@ try:
 except ModuleNotFoundError:  # the tests that need it are skipped and say so
     hypothesis = None
 
+COMPILED_AS_BY_USERS = ("audits", "kernels", "layer")  # folders whose slow tests compile with all optimizations
 MAPPINGS = Path("/proc/self/maps")  # a line each; only Linux has it
 MOST_MAPPINGS = 45_000  # Linux allows 65,530 by default
 
@@ -67,15 +68,22 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture
 def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tell XLA to optimize little, in this process and those that a test starts, as ``make test`` does for all tests.
-
-    For tests that compile whole models, which takes XLA on a CPU up to a minute otherwise.
-    """
+    """Tell XLA on a CPU to optimize little, in this process and those that a test starts, as ``make test`` does."""
+    if jax.default_backend() != "cpu":
+        yield
+        return
     before = jax.config.read("jax_disable_most_optimizations")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly(request: pytest.FixtureRequest) -> None:
+    """Optimize little in most tests, slow ones too: XLA on a CPU takes up to a minute for a whole model otherwise."""
+    if request.path.parent.name not in COMPILED_AS_BY_USERS:
+        request.getfixturevalue("quick_compilation")
 
 
 def pytest_report_header() -> list[str]:

@@ -124,12 +124,19 @@ def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> j
 def _product(x: jax.Array, weight: ExpertWeight, experts: jax.Array) -> jax.Array:
     """Multiply tiles x [G, tile, in] by the weights of experts int32 [G]: x's dtype [G, tile, out], with f32 sums."""
     if isinstance(weight, StoredExperts):
-        weight = refuse_derivative("experts that are stored as FP8 or FP4 have no derivative: load them wide", weight)
-        if weight.activations == "fp8":
-            x = straight_through(fp8_rounded(lax.stop_gradient(x), GROUP), x)
-        wide = weight.widened(experts, x.dtype)
-    else:
-        wide = weight[experts].astype(x.dtype)
-    return jnp.einsum(
-        "gti,goi->gto", x, wide, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    ).astype(x.dtype)
+        return _stored_product(x, weight, experts)
+    return _dot(x, weight[experts].astype(x.dtype))
+
+
+def _stored_product(x: jax.Array, weight: StoredExperts, experts: jax.Array) -> jax.Array:
+    weight = refuse_derivative("experts that are stored as FP8 or FP4 have no derivative: load them wide", weight)
+    if weight.activations == "fp8":
+        x = straight_through(fp8_rounded(lax.stop_gradient(x), GROUP), x)
+    return _dot(x, weight.widened(experts, x.dtype))
+
+
+def _dot(x: jax.Array, weights: jax.Array) -> jax.Array:
+    product = jnp.einsum(
+        "gti,goi->gto", x, weights, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return product.astype(x.dtype)

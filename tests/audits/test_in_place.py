@@ -32,6 +32,7 @@ WHOLE_STEPS = [name for name in in_place.AUDITS if any(word in name for word in 
 PARTS = [name for name in in_place.AUDITS if name not in WHOLE_STEPS]
 
 
+@pytest.mark.usefixtures("quick_compilation")  # the test for GPUs compiles with all optimizations
 @pytest.mark.parametrize("name", [*PARTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WHOLE_STEPS)])
 def test_every_update_is_in_place_on_this_device(name):
     check(name, in_place.AUDITS[name](compile_here))
@@ -50,6 +51,7 @@ def test_every_update_is_in_place_compiled_for(target):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
 def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
     """Its tiles run in a loop that reads window and pool; the window is written after it."""
     monkeypatch.setattr(layer, "query_tile", lambda *_: 8)

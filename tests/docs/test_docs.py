@@ -24,7 +24,6 @@ API = set(re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", [name for name, blocks in CODE.items() if blocks])
 def test_the_code_of_a_page_runs_and_prints_what_it_says(name, capsys):
     """``` ```python ``` blocks run one after another; ``` ```py ``` ones are for reading. A print is one line."""

@@ -66,7 +66,6 @@ def pictures(cell) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 @each_notebook
 # The kernel and its messages live in libraries whose warnings are not ours; errors inside a cell still fail the test.
 @pytest.mark.filterwarnings("default")

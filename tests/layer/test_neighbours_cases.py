@@ -350,6 +350,7 @@ def test_case_9_of_a_chunk_longer_than_the_ring_the_newest_tokens_stay():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
 def test_case_10_token_by_token_decode_keeps_the_overlap_half_that_prefill_has():
     cache, slots = start()
     cache = play(cache, slots, [[1] * 13, [1] * 18, [1] * 9, [1] * 33], width=1)

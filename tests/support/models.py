@@ -11,11 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
-from dsv4jax.model import ModelParams, init_caches, inspect_forward, load_model
+from dsv4jax.model import ModelConfig, ModelParams, init_caches, inspect_forward, load_model, random_model
 from tests.support.paths import DATA
 
 FULL: dict[str, Any] = {"kv_format": "f32", "indexer_format": "f32"}  # nothing is rounded
 MODEL_A, MODEL_Q = DATA / "model" / "a", DATA / "model" / "q"
+
+
+# So few tokens that random drafts are often right.
+SMALL = ModelConfig.tiny(
+    attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(0, 4)),
+    vocab_size=6,
+    num_experts=4,
+    experts_per_token=2,
+    stop_tokens=(),
+)
+
+
+@functools.cache
+def small_model() -> ModelParams:
+    return random_model(SMALL, jax.random.key(1), weights="f32")
 
 
 @functools.cache
