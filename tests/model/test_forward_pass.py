@@ -29,6 +29,7 @@ def test_logits_streams_and_picks_equal_the_recorded_ones():
     np.testing.assert_allclose(seen.picks.weights[:, 0], wanted["expert_weights"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_ragged_chunks_give_the_recorded_logits_whatever_padding_holds():
     params, wanted = model_a(), recorded("a")
     sequence, rng = wanted["ids"], np.random.default_rng(7)
@@ -56,6 +57,7 @@ def test_ragged_chunks_give_the_recorded_logits_whatever_padding_holds():
     assert cache.seq_lens[slots[:3]].tolist() == stored == [sum(split) for split in splits]
 
 
+@pytest.mark.slow
 def test_rows_that_were_not_granted_are_left_alone_and_ids_outside_the_vocabulary_give_nan():
     params = small_model()
     cache, slots, _ = d4.admit(init_caches(params.cfg, 3, 256, **FULL).model, 3)

@@ -58,7 +58,8 @@ def test_texts_of_a_shared_batch_equal_each_alone_with_and_without_drafts():
     assert drafted.passes < together.passes
 
 
-@pytest.mark.parametrize("drafts", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 2])
 def test_a_stop_token_ends_a_text_also_among_accepted_drafts(drafts):
     whole = greedy(2, drafts, ALL, 30).tokens
     for stop in range(SMALL.vocab_size):
@@ -85,6 +86,7 @@ def test_what_is_sampled_depends_on_the_text_and_its_place_in_the_queue_alone():
     assert sample(PROMPTS[:2]) == first[:2]  # other neighbours
 
 
+@pytest.mark.slow
 def test_progress_is_shown_as_it_is_made():
     seen: list[list[list[int]]] = []
     both = caches(SMALL, 2, 0)
@@ -160,6 +162,7 @@ def test_caches_agree_on_slots():
     np.testing.assert_array_equal(both.model.tables.admitted, both.drafts.tables.admitted)
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_as_its_source_with_drafts_too():
     params = small_model()
     both, slots, _ = caches(SMALL, 3, 1).admit(3)

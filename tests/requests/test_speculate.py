@@ -286,6 +286,7 @@ def test_a_row_that_may_not_bring_tokens_stages_none():
         assert not ok
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_refused_after_a_draft_that_was_not_accepted_leaves_all_rows_alone():
     """A grant for the rest of a draft does not let anything run later."""
     cache, slots, x = prefilled("f32, ring")
