@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS
-from dsv4jax.model import Caches, Generated, ModelConfig, Sampling, generate, init_caches, load_model
-from dsv4jax.model.generation import ROWS, check_prompts
+from dsv4jax.model import Caches, Generated, ModelConfig, Sampling, generate, load_model
+from dsv4jax.model.generation import caches_for, check_prompts
 from dsv4jax.model.text import Text, chat_text
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
@@ -110,8 +110,7 @@ def make_caches(args: argparse.Namespace, cfg: ModelConfig, prompts: list[list[i
     if args.weights == "f32":
         formats = {name: chosen or "f32" for name, chosen in formats.items()}
     formats = {name: chosen for name, chosen in formats.items() if chosen}
-    longest = max(len(prompt) for prompt in prompts) + args.max_new
-    return init_caches(cfg, min(len(prompts), ROWS), longest, args.drafts, **formats)
+    return caches_for(cfg, prompts, args.max_new, args.drafts, **formats)
 
 
 def summary(result: Generated) -> str:

@@ -116,7 +116,8 @@ def load_model(
     folder = Path(path)
     config = read_config(folder)
     cfg = ModelConfig.from_hf(config)
-    reader = _Reader(_open(folder, cfg, form, block_size(config)), cfg, form, block_size(config), on_progress)
+    block = block_size(config)
+    reader = _Reader(_open(folder, cfg, form, block), cfg, form, block, on_progress)
     outer = reader.outer
     return ModelParams(
         embedding=outer("embed.weight"),
@@ -184,7 +185,7 @@ def _open(folder: Path, cfg: ModelConfig, form: Form, block: tuple[int, int] | N
     tensors = _Tensors(specs=specs, places=places, files=files, has_drafts=has_drafts)
     used: set[str] = set()
     for name, spec in specs.items():
-        place, scale = places[name], None
+        place = places[name]
         if place.name not in files:
             wrong.setdefault("missing", []).append(place.name)
             continue

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 
 from dsv4jax.checks import integer
 from dsv4jax.model.caches import Caches, init_caches
+from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.loop import CHUNK, Texts, begin, run
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling
@@ -71,10 +73,9 @@ def generate(
     check_prompts(prompts, params.cfg.vocab_size)
     if drafts and params.drafts is None:
         raise ValueError("this model cannot make drafts: its checkpoint holds no MTP weights")
-    longest = max(len(prompt) for prompt in prompts) + max_new
     if caches is None:
-        caches = init_caches(params.cfg, min(len(prompts), ROWS), -(-longest // WIDTH) * WIDTH, drafts)
-    _check_caches(caches, longest, drafts)
+        caches = caches_for(params.cfg, prompts, max_new, drafts)
+    _check_caches(caches, max(len(prompt) for prompt in prompts) + max_new, drafts)
     plan = caches.model.plan
     texts = _queue(prompts, max_new, plan.max_context)
     loop = begin(caches, texts, params.cfg.vocab_size, drafts)
@@ -105,6 +106,12 @@ def generate(
         accepted=int(loop.accepted),
         seconds=seconds,
     )
+
+
+def caches_for(cfg: ModelConfig, prompts: Sequence[Sequence[int]], max_new: int, drafts: int, **formats: Any) -> Caches:
+    """Return empty caches in which prompts can be continued; ``formats`` as for ``init_caches``."""
+    longest = max(len(prompt) for prompt in prompts) + max_new
+    return init_caches(cfg, min(len(prompts), ROWS), -(-longest // WIDTH) * WIDTH, drafts, **formats)
 
 
 def _queue(prompts: Sequence[Sequence[int]], max_new: int, longest: int) -> Texts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -24,9 +23,9 @@ from dsv4jax.model.params import (
     StreamMix,
 )
 from dsv4jax.model.tensors import FP4_BLOCK
-from dsv4jax.weights.initial import init_attention_params, random_stored
+from dsv4jax.weights.initial import init_attention_params, random_scales, random_stored
 from dsv4jax.weights.params import ALWAYS_F32
-from dsv4jax.weights.stored import SCALES, Stored, Weight, join, num_blocks
+from dsv4jax.weights.stored import Stored, Weight, join, num_blocks
 
 _E2M1_VARIANCE = float(np.mean(np.square(E2M1_VALUES)))
 
@@ -174,13 +173,10 @@ def _experts(key: jax.Array, shape: tuple[int, int, int], dtype: Any, stored: St
         return _wide(key, shape, dtype)
     count, rows, columns = shape
     codes, scales = jax.random.split(key)
-    variance = 1 / (columns * _E2M1_VARIANCE)  # of scales: the mean of their squares
-    lower = math.floor(math.log2(variance) / 2)
-    share = (variance / 4**lower - 1) / 3  # of blocks with twice the lower scale
-    larger = jax.random.uniform(scales, (count, *num_blocks((rows, columns), FP4_BLOCK))) < share
+    blocks = count, *num_blocks((rows, columns), FP4_BLOCK)
     return StoredExperts(
         codes=jax.random.bits(codes, (count, rows, columns // 2), jnp.uint8),
-        scales=lax.bitcast_convert_type(larger.astype(jnp.uint8) + (127 + lower), SCALES),
+        scales=random_scales(scales, blocks, 1 / (columns * _E2M1_VARIANCE)),
         block=FP4_BLOCK,
         activations=stored.activations,
     )

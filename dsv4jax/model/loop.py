@@ -186,8 +186,9 @@ def _store_prompts(way: _Way, loop: Loop, chunk: int) -> Loop:
     """Store tokens of texts of which more than the last one is not stored."""
     slots, caches = loop.slots, loop.caches
     stored = caches.model.seq_lens.at[slots].get(mode="clip")
-    cache, ok = prepare_forward(caches.model, slots, jnp.clip(loop.pending - 1, 0, chunk))
-    num_new = jnp.where(ok, jnp.clip(loop.pending - 1, 0, chunk), 0)
+    num_new = jnp.clip(loop.pending - 1, 0, chunk)
+    cache, ok = prepare_forward(caches.model, slots, num_new)
+    num_new = jnp.where(ok, num_new, 0)
     ids = loop.tokens_from(stored, chunk)
     _, streams, cache = forward(way.params, ids, cache, slots, num_new, logits="none", backend=way.backend)
     caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))

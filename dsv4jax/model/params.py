@@ -26,6 +26,7 @@ from dsv4jax.weights.stored import (
     check_block,
     check_weight,
     num_blocks,
+    per_number,
 )
 
 
@@ -64,9 +65,8 @@ class StoredExperts:
             scales = lax.bitcast_convert_type(as_bytes(self.scales)[experts], self.scales.dtype).astype(jnp.float32)
         else:
             scales = self.scales[experts]
-        for axis, (times, size) in enumerate(zip(self.block, (rows, columns), strict=True), 1):
-            scales = lax.slice_in_dim(jnp.repeat(scales, times, axis), 0, size, axis=axis)
-        return (values * scales).astype(dtype)
+        of_numbers = jax.vmap(lambda of_one: per_number(of_one, self.block, (rows, columns)))(scales)
+        return (values * of_numbers).astype(dtype)
 
 
 ExpertWeight = jax.Array | StoredExperts

@@ -118,14 +118,19 @@ def random_stored(
     for i, (name, shape) in enumerate(shapes.items()):
         part = codes[first : first + sizes[i]].reshape(shape)
         first += sizes[i]
-        variance = 1 / (shape[-1] * _CODE_VARIANCE)  # of scales: the mean of their squares
-        lower = math.floor(math.log2(variance) / 2)
-        share = (variance / 4**lower - 1) / 3  # of blocks with twice the lower scale
-        larger = jax.random.uniform(jax.random.fold_in(scales_key, i), num_blocks(shape, block)) < share
+        variance = 1 / (shape[-1] * _CODE_VARIANCE)
         drawn[name] = StoredWeight(
             codes=lax.bitcast_convert_type(part, CODES),
-            scales=lax.bitcast_convert_type(larger.astype(jnp.uint8) + (127 + lower), SCALES),
+            scales=random_scales(jax.random.fold_in(scales_key, i), num_blocks(shape, block), variance),
             block=block,
             activations=stored.of(name),
         )
     return drawn
+
+
+def random_scales(key: jax.Array, shape: tuple[int, ...], variance: float) -> jax.Array:
+    """Draw each scale, E8M0, from two neighbouring powers of two, so that the mean of their squares is ``variance``."""
+    lower = math.floor(math.log2(variance) / 2)
+    share = (variance / 4**lower - 1) / 3  # of blocks with twice the lower scale
+    larger = jax.random.uniform(key, shape) < share
+    return lax.bitcast_convert_type(larger.astype(jnp.uint8) + (127 + lower), SCALES)

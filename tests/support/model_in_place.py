@@ -1,12 +1,9 @@
 """The loop that generates texts, with caches of many blocks, to be audited as ``in_place`` does."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-import dsv4jax as d4
-from dsv4jax.model import Caches, ModelConfig, Sampling, random_model
+from dsv4jax.model import ModelConfig, Sampling, init_caches, random_model
 from dsv4jax.model.loop import Texts, begin, run
 from tests.support.in_place import LARGE, Spec
 
@@ -16,12 +13,9 @@ ROWS, LONGEST = 4, 200
 
 def loop_program(drafts: int):
     """Return (function, arguments, the donated one). Nearly all of that one are the blocks of the cache."""
-    formats: dict[str, Any] = dict(kv_format="fp8_tile64", indexer_format="mxfp4")
-    plan = d4.plan_cache(CFG.attention, ROWS, LONGEST, num_blocks=LARGE, hca_tail="online", **formats)
-    of_drafts = d4.plan_cache(CFG.draft_attention, ROWS, LONGEST + drafts, **formats)
 
     def state():
-        caches = Caches(model=d4.init_cache(plan), drafts=d4.init_cache(of_drafts) if drafts else None)
+        caches = init_caches(CFG, ROWS, LONGEST, drafts, num_blocks=LARGE)
         row = jnp.zeros(6, jnp.int32)
         texts = Texts(tokens=jnp.zeros((6, LONGEST), jnp.int32), lengths=row, limits=row)
         return begin(caches, texts, CFG.vocab_size, drafts)
