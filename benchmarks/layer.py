@@ -4,6 +4,7 @@
     layers     what one more layer adds to a decode step: kernel time and launches, every layer with weights of its own
     step       wall time of a decode step of all layers of V4-Flash, and the bytes of their weights
     drafts     wall time of a draft of four tokens for each request, staged and committed, beside a decode step
+    prefill    kernel time of a layer's chunk of 4096 tokens of one request, with 28K tokens before it
 
 Kernel times are sums of CUPTI's, from programs of two sizes: the difference is what the layers between them add. Caches
 hold random bytes, in ``mxfp4`` and with online tails. Programs are timed undonated, so that a profile can repeat them;
@@ -36,12 +37,13 @@ from dsv4jax.layer.ops import PROJECTIONS
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 
-PARTS = ("products", "layers", "step", "drafts")
+PARTS = ("products", "layers", "step", "drafts", "prefill")
 RATIOS = {"swa": 0, "csa": 4, "hca": 128}
 LAYERS = 2, 4  # of the two programs whose difference is taken
 INPUT_NAME = "input_of_product"
 ROOM = 1024  # tokens that a request can grow by
 DRAFT = 4
+CHUNK, BEFORE = 4096, 28672  # tokens of a prompt's chunk, and of what is before it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,7 +346,44 @@ def time_drafts(bench: Bench) -> None:
         del whole
 
 
-RUN = {"products": time_products, "layers": time_layers, "step": time_steps, "drafts": time_drafts}
+def time_prefill(bench: Bench) -> None:
+    chunk, before = (64, 192) if bench.is_tiny else (CHUNK, BEFORE)
+    for form, kind in itertools.product(bench.forms, bench.kinds):
+        cfg = bench.with_layers([RATIOS[kind]])
+        plan = d4.plan_cache(
+            cfg,
+            max_requests=1,
+            max_context=before + chunk,
+            headroom=1.0,
+            indexer_format="mxfp4",
+            hca_tail="online",
+        )
+        params, batch = [form.params(cfg, 0, bench.dtype)], bench.batch(cfg, 1, chunk)
+        x, slots, count = batch
+        cache = long_cache(plan, before)
+        program = jax.jit(forward).lower(params, x, cache, slots, count).compile()
+        found = [events_of(program, params, x, cache, slots, count) for _ in range(bench.rounds)]
+        times = Times.of([total(events) for events in found])
+        case = f"chunk of {chunk} {kind} after {before} {form.name}"
+        by_kernel = difference([[]], found)
+        bench.note(
+            case,
+            f"{times.median:8.1f} us [{times.low:.1f}, {times.high:.1f}] in {len(found[0])} launches",
+            us=dataclasses.asdict(times),
+            launches=len(found[0]),
+            by_kernel={name: round(us, 2) for name, us in by_kernel.items()},
+        )
+        for name, us in sorted(by_kernel.items(), key=lambda item: -item[1])[:20]:
+            print(f"        {us:8.2f} us {name[:100]}")
+
+
+RUN = {
+    "products": time_products,
+    "layers": time_layers,
+    "step": time_steps,
+    "drafts": time_drafts,
+    "prefill": time_prefill,
+}
 
 
 def main() -> None:

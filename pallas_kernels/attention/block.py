@@ -14,7 +14,7 @@ import dataclasses
 import jax
 
 from pallas_kernels.attention.inputs import HEAD_DIM, ROPE_DIM, AttentionInputs
-from pallas_kernels.attention.keys import KEYS, STAGING_BYTES, KeyLoader, Query, StoredRow
+from pallas_kernels.attention.keys import KEYS, STAGED_LOADS, KeyLoader, Query, StoredRow, staging_bytes
 from pallas_kernels.attention.layout import AttentionLayout, Scratch
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier
@@ -35,16 +35,22 @@ class BlockLayout(AttentionLayout):
 
     heads: int = dataclasses.field(default=HEADS, init=False)
     cluster: int = 1
+    loaders: int = 1  # warpgroups that load keys
 
     @property
     def warpgroups(self) -> int:
-        return CONSUMERS + 1
+        return CONSUMERS + self.loaders
+
+    @property
+    def staged_loads(self) -> int:
+        """Loads of stored rows per lane that have a place in shared memory."""
+        return STAGED_LOADS
 
     @property
     def common_bytes(self) -> int:
         """Shared memory that both kernels need, without barriers."""
         tiles = (HEADS + STAGES * KEYS) * HEAD_DIM * 2
-        return tiles + STAGING_BYTES + STAGES * KEYS * 8 + ROPE_DIM * 4
+        return tiles + staging_bytes(self.staged_loads, self.loaders) + STAGES * KEYS * 8 + ROPE_DIM * 4
 
     def scratch(self, queries: int, groups: int) -> Scratch | None:
         if self.cluster == 1:
@@ -104,19 +110,22 @@ class Block:
 class _Ahead:
     """What the loader knows about tiles i, i + 1 and i + 2 when it is about to store tile i.
 
-    Each lane handles two rows of each tile.
+    Each lane handles one or two rows of each tile.
     """
 
     numbers: list[Value]  # key numbers of tile i + 1
-    pages: list[Value]
+    looked_up: list[Value]  # of tile i + 1
     later_numbers: list[Value]  # key numbers of tile i + 2
     rows: list[StoredRow] | list[Value]  # tile i: rows being loaded, or, if there is no room for both, their indices
 
 
-def load_tiles(block: Block, form: AttendedFormat) -> None:
-    """Load tile after tile. Bytes are requested one tile ahead, and their addresses two and three tiles ahead."""
+def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
+    """Load tile after tile, as ``loaders`` warpgroups.
+
+    Bytes are requested one tile ahead, and their addresses two and three tiles ahead.
+    """
     machine, memory = block.machine, block.memory
-    loader = KeyLoader(block.query, form, memory.staging)
+    loader = KeyLoader(block.query, form, memory.staging, loaders)
 
     def tile(i: Index) -> Value:
         """Return the number of the block's i-th tile.
@@ -130,38 +139,40 @@ def load_tiles(block: Block, form: AttendedFormat) -> None:
         return [select(tile < block.query.tiles, number, -1) for number in loader.find(tile)]
 
     def load(tile: Value, indices: list[Value]) -> list[StoredRow] | list[Value]:
-        return [loader.load(tile, which, indices[which]) for which in range(2)] if loader.stages_both else indices
+        return [loader.load(tile, n, indices[n]) for n in loader.rows] if loader.loads_ahead else indices
 
     # Before the first tile is requested, nothing may wait for another load. The queries take longer to load. They are
     # requested after the rows of a window, but before picked rows, whose places must be looked up first.
     in_window = tile(machine.constant(0, "i32")) < block.query.window_tiles
     memory.begun.arrive(negate(in_window))
     numbers = [find(tile(i)) for i in range(3)]
-    rows = load(tile(0), loader.resolve(tile(0), numbers[0], loader.find_pages(tile(0), numbers[0])))
+    rows = load(tile(0), loader.resolve(tile(0), numbers[0], loader.look_up(tile(0), numbers[0])))
     memory.begun.arrive(in_window)
-    pages = loader.find_pages(tile(1), numbers[1])
+    looked_up = loader.look_up(tile(1), numbers[1])
 
     def step(i: Value, ahead: _Ahead) -> _Ahead:
         stage = i % STAGES
         keys, factor_and_bias = memory.keys.copy(stage), memory.factor_and_bias[stage]
         memory.free.copy(stage).wait((i // STAGES & 1) ^ 1)
-        if loader.stages_both:
+        if loader.loads_ahead:
             machine.wait_copies()
         for which, row in enumerate(ahead.rows):
             if not isinstance(row, StoredRow):
                 row = loader.load(tile(i), which, row)
                 machine.wait_copies()
-            loader.store(tile(i), which, row, keys, factor_and_bias)
+            loader.store(which, row, keys, factor_and_bias)
         machine.fence_shared()
         memory.full.copy(stage).arrive()
         # Issue loads in the order in which their results are needed. That also uses the addresses first that were found
         # first.
-        rows = load(tile(i + 1), loader.resolve(tile(i + 1), ahead.numbers, ahead.pages))
-        pages = loader.find_pages(tile(i + 2), ahead.later_numbers)
+        rows = load(tile(i + 1), loader.resolve(tile(i + 1), ahead.numbers, ahead.looked_up))
+        looked_up = loader.look_up(tile(i + 2), ahead.later_numbers)
         later_numbers = find(tile(i + 3))
-        return _Ahead(numbers=ahead.later_numbers, pages=pages, later_numbers=later_numbers, rows=rows)
+        return _Ahead(numbers=ahead.later_numbers, looked_up=looked_up, later_numbers=later_numbers, rows=rows)
 
-    machine.loop(block.tiles, step, _Ahead(numbers=numbers[1], pages=pages, later_numbers=numbers[2], rows=rows))
+    machine.loop(
+        block.tiles, step, _Ahead(numbers=numbers[1], looked_up=looked_up, later_numbers=numbers[2], rows=rows)
+    )
     if block.cluster > 1:  # all lanes of the cluster must arrive at the barrier in ``_merge_parts``
         machine.barrier("cluster")
 

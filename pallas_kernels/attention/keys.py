@@ -1,15 +1,15 @@
 """The keys of a query: where its window rows and entries are stored, and how they become f16 tiles in shared memory.
 
 The keys of a query form one list: first its window, oldest first, then its entries (the picked ones, or all that it
-sees). The list is divided into tiles of 64 keys; no tile has both window rows and entries. One warpgroup loads a tile.
-Each quad of lanes loads two rows, 16 bytes at a time, converts them to f16 in registers, and stores them to shared
-memory. These are the steps:
+sees). The list is divided into tiles of 64 keys; no tile has both window rows and entries. One or two warpgroups load a
+tile. Each quad of lanes loads two rows or one, 16 bytes at a time, converts them to f16 in registers, and stores them
+to shared memory. These are the steps:
 
-    find        the number of a key: its position in the window, or the number of the entry
-    find_pages  the page of an entry, from the block table
-    resolve     the row's place: in the ring, among the fresh rows, or in its page
-    load        requests the row's bytes
-    store       converts them to f16 and writes them into a tile
+    find      the number of a key: its position in the window, or the number of the entry
+    look_up   the page of an entry, from the block table; or the position that a ring row really has
+    resolve   the row's place: in the ring, among the fresh rows, or in its page
+    load      requests the row's bytes
+    store     converts them to f16 and writes them into a tile
 
 Each step needs what the one before has loaded. To hide the latency, they run for different tiles at the same time.
 """
@@ -24,14 +24,15 @@ import jax
 from pallas_kernels.attention.inputs import NOPE_DIM, AttentionInputs
 from pallas_kernels.formats import AttendedFormat, Quad
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, negate, select
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.rows import bf16_to_f16
 
 KEYS = 64  # keys per tile
 _LOAD = Quad.LOAD_BYTES
-_STAGED_LOADS = 14  # loads per lane that can be staged: both rows if a row takes 7 loads, one row if it takes 14
+STAGED_LOADS = 14  # loads per lane that are staged: both rows if a row takes 7 loads, one row if it takes 14
+_HELD_LOADS = 3  # loads of staged rows that a lane may hold in registers, where there is no room to stage all
 _AT_ONCE = 3  # loads from shared memory at once: enough to hide latency, but not too many for the registers
 
 
@@ -80,7 +81,8 @@ class Query:
 
     @property
     def tiles(self) -> Value:
-        return (self.entry_keys + (KEYS - 1)) // KEYS + self.window_tiles
+        of_window = select(self.window_keys > 0, self.machine.constant(self.window_tiles, "i32"), 0)
+        return (self.entry_keys + (KEYS - 1)) // KEYS + of_window
 
     def share(self, cluster: int) -> tuple[Value, Value]:
         """Return the block's rank in its cluster, and its number of tiles.
@@ -104,51 +106,55 @@ class Query:
 class StoredRow:
     """What a lane of a quad holds of a row that is being loaded."""
 
-    nope: list[Value]  # words, if they are not staged in shared memory
+    nope: list[Value]  # words that are not staged in shared memory
     rope: list[Value]  # words
     scales: list[Value]  # from the format's ``load_scales``
-    position: Value  # position of the row according to the ring
     index: Value  # index of the row in its array, -1 = no key
 
 
-def take_staging(machine: TensorCores) -> Shared:
+def take_staging(machine: TensorCores, loads: int = STAGED_LOADS, loaders: int = 1) -> Shared:
     """Allocate shared memory for the stored NoPE bytes of a tile: u8 [loads, lanes, 16].
 
-    Each lane uses only its own part.
+    Each lane of the ``loaders`` warpgroups uses only its own part.
     """
-    return Shared.take(machine, (_STAGED_LOADS, WARPGROUP, _LOAD), "u8")
+    return Shared.take(machine, (loads, loaders * WARPGROUP, _LOAD), "u8")
 
 
-STAGING_BYTES = _STAGED_LOADS * WARPGROUP * _LOAD
+def staging_bytes(loads: int = STAGED_LOADS, loaders: int = 1) -> int:
+    """Return the bytes that ``take_staging`` takes."""
+    return loads * loaders * WARPGROUP * _LOAD
 
 
 class KeyLoader:
-    """A warpgroup that loads tiles of keys. Each lane takes part in two rows of a tile."""
+    """One or two warpgroups that load tiles of keys. Each lane takes part in two rows of a tile, or in one."""
 
-    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None):
+    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None, loaders: int = 1):
         """Prepare to load.
 
         Args:
           query: the block's query.
           form: the format of all rows.
-          staging: memory from ``take_staging`` for NoPE bytes that are being loaded. None keeps them in registers.
+          staging: memory from ``take_staging`` for NoPE bytes that are being loaded. What does not fit stays in
+            registers; with None that is all of them.
+          loaders: number of warpgroups.
         """
         self.query, self.machine, self.form = query, query.machine, form
-        self._lane = self.machine.thread % WARPGROUP
+        self._lane = self.machine.thread % (loaders * WARPGROUP)
         self._quad = Quad(self.machine, self._lane % Quad.LANES, NOPE_DIM)
-        # Each quad takes rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's lanes, use each
-        # bank of shared memory once.
-        row = self._lane // WARP * 16 + self._lane % WARP // Quad.LANES
-        self._rows = [row, row + 8]
+        # Each quad takes rows r and r + 8 of 16, or one row of 8. With this, two rows, stored by a quarter of a warp's
+        # lanes, use each bank of shared memory once.
+        per_lane = KEYS * Quad.LANES // (loaders * WARPGROUP)
+        row = self._lane // WARP * (8 * per_lane) + self._lane % WARP // Quad.LANES
+        self._rows = [row + 8 * n for n in range(per_lane)]
         self._loads = form.num_loads(self._quad)  # loads of NoPE bytes per row
-        self._staged = [staging] * 2  # staging memory for each of the two rows
-        self.stages_both = 2 * self._loads <= _STAGED_LOADS
+        self._staging, room = staging, 0 if staging is None else staging.shape[0]
+        self.loads_ahead = per_lane * self._loads <= room + _HELD_LOADS
+        # For each row of a lane: its first place in the staging memory, and how many of its loads are staged.
+        self._first = [n * self._loads if self.loads_ahead else 0 for n in range(per_lane)]
+        self._staged = [min(self._loads, room - first) for first in self._first]
         # Of a factor in [1, 2), so that both give the same bits. The kernel for few queries must be free of calls; the
         # loaders of the others, which multiply nothing, need fewer registers with one.
         self._reciprocal = self.machine.normal_reciprocal if staging is None else self.machine.reciprocal
-        if staging is not None and self.stages_both:
-            both = staging.view((2, self._loads, WARPGROUP, _LOAD), "u8")
-            self._staged = [both[0], both[1]]
 
     # Where a key is.
     def _is_window(self, tile: Value) -> Value:
@@ -175,27 +181,33 @@ class KeyLoader:
             found.append(select(in_window, position, number))
         return found
 
-    def find_pages(self, tile: Value, numbers: list[Value]) -> list[Value]:
-        """Return the page of each row's key, if it is an entry; -1 = none."""
-        query = self.query
-        if query.inputs.entries is None:
-            return [self.machine.constant(-1, "i32")] * 2
-        per_page, table = query.inputs.entries.nope.shape[2], query.inputs.block_table
-        pages = []
-        for number in numbers:
-            known = (number >= 0) & (number < query.visible) & negate(self._is_window(tile))
-            known = known & (number < table.shape[1] * per_page)
-            address = table.address_of((query.slot, number // per_page))
-            pages += self.machine.load(address, 4, known, constant=True, otherwise=-1)
-        return pages
+    def look_up(self, tile: Value, numbers: list[Value]) -> list[Value]:
+        """Return what the tables say about each row's key; -1 = nothing.
 
-    def resolve(self, tile: Value, numbers: list[Value], pages: list[Value]) -> list[Value]:
+        For an entry that is its page. For a row of the ring it is the position that the ring has there.
+        """
+        query, inputs = self.query, self.query.inputs
+        n_win, in_window, found = inputs.pos.shape[2], self._is_window(tile), []
+        for number in numbers:
+            known = in_window & (number >= 0)
+            address = inputs.pos.address_of((query.layer, query.slot, number % n_win))
+            if inputs.entries is not None:
+                per_page, table = inputs.entries.nope.shape[2], inputs.block_table
+                has_page = (number >= 0) & (number < query.visible) & (number < table.shape[1] * per_page)
+                known = select(in_window, known, has_page)
+                address = select(in_window, address, table.address_of((query.slot, number // per_page)))
+            found += self.machine.load(address, 4, known, constant=True, otherwise=-1)
+        return found
+
+    def resolve(self, tile: Value, numbers: list[Value], looked_up: list[Value]) -> list[Value]:
         """Return the index of each key's row in its whole array (rings, fresh rows, or entries); -1 = none."""
         query, inputs = self.query, self.query.inputs
         in_window, found = self._is_window(tile), []
         _, requests, n_win = inputs.pos.shape
-        for number, page in zip(numbers, pages, strict=True):
+        for number, known in zip(numbers, looked_up, strict=True):
+            # A ring row with another position may hold anything, NaN too, and NaN times a weight of 0 is NaN.
             index = (query.layer * requests + query.slot) * n_win + number % n_win
+            index = select(known == number, index, -1)
             if inputs.fresh is not None:
                 length = inputs.fresh.nope.shape[1]
                 ahead = number - query.start
@@ -204,13 +216,18 @@ class KeyLoader:
             index = select(number >= 0, index, -1)
             if inputs.entries is not None:
                 _, num_pages, per_page = inputs.entries.nope.shape[:3]
-                entry = (query.layer * num_pages + page) * per_page + number % per_page
-                there = (page >= 0) & (page < num_pages)
+                entry = (query.layer * num_pages + known) * per_page + number % per_page
+                there = (known >= 0) & (known < num_pages)
                 index = select(in_window, index, select(there, entry, -1))
             found.append(index)
         return found
 
     # Its bytes.
+    @property
+    def rows(self) -> range:
+        """The numbers of a lane's rows."""
+        return range(len(self._rows))
+
     def _is_fresh(self, tile: Value, row: Value) -> Condition:
         """Return whether a window row is one of the new tokens' rows."""
         if self.query.inputs.fresh is None:
@@ -232,15 +249,16 @@ class KeyLoader:
     def load(self, tile: Value, which: int, index: Value) -> StoredRow:
         """Start to load the first or second row of a tile. Rows without a key are zero."""
         query, machine, row = self.query, self.machine, self._rows[which]
-        there, quarter, staged = index >= 0, self._quad.quarter, self._staged[which]
+        there, quarter = index >= 0, self._quad.quarter
         nope = self._address("nope", tile, row, index) + machine.widen(quarter * _LOAD)
         in_registers: list[Value] = []
         for i in range(self._loads):
             address = nope + i * _LOAD * Quad.LANES
-            if staged is None:
-                in_registers += machine.load(address, _LOAD, there, constant=True)
+            if i < self._staged[which]:
+                assert self._staging is not None
+                machine.copy_async(self._staging.address_of(self._first[which] + i, self._lane, 0), address, there)
             else:
-                machine.copy_async(staged.address_of(i, self._lane, 0), address, there)
+                in_registers += machine.load(address, _LOAD, there, constant=True)
         # If a lane's NoPE bytes become two adjacent units of f16, its two RoPE units are adjacent too.
         beside = self.form.itemsize == 1
         rope = self._address("rope", tile, row, index) + machine.widen(quarter * (_LOAD * 2 if beside else _LOAD))
@@ -250,12 +268,9 @@ class KeyLoader:
         scales: list[Value] = []
         if query.inputs.window.scale is not None:
             scales = self.form.load_scales(self._quad, self._address("scale", tile, row, index), there)
-        ring = query.inputs.pos.address + machine.widen(index) * 4
-        from_ring = there & self._is_window(tile) & negate(self._is_fresh(tile, row))
-        (position,) = machine.load(ring, 4, from_ring, constant=True)
-        return StoredRow(in_registers, words, scales, position, index)
+        return StoredRow(in_registers, words, scales, index)
 
-    def store(self, tile: Value, which: int, stored: StoredRow, keys: Tile, factor_and_bias: Shared) -> None:
+    def store(self, which: int, stored: StoredRow, keys: Tile, factor_and_bias: Shared) -> None:
         """Write a loaded row as f16 into a tile of keys, and its factor and bias into f32 [KEYS, 2].
 
         The row is the stored f16 times ``factor``, which is the fraction of its scale, in [1, 2). Only the scale's
@@ -263,27 +278,24 @@ class KeyLoader:
         if there is no key.
         """
         machine, row, staged = self.machine, self._rows[which], self._staged[which]
-        position = self.query.first_position + (tile * KEYS + row)
-        has_no_ring = negate(self._is_window(tile) & negate(self._is_fresh(tile, row)))
-        valid = (stored.index >= 0) & ((stored.position == position) | has_no_ring)
-        mask = select(valid, machine.constant(-1, "i32"), 0)
-        # Bytes are masked for ring rows with another position too: they may be NaN, and NaN times a weight of 0 is NaN.
         scale = self.form.split_scale(self._quad, stored.scales)
         inverse = None if scale.factor is None else self._reciprocal(scale.factor)
-        # Issue a few loads at once, since no load from shared memory is moved before a store to it.
-        waiting = [stored.nope[n : n + 4] for n in range(0, len(stored.nope), 4)]
-        for i in range(self._loads):
-            if not waiting:
-                assert staged is not None
-                several = range(i, min(i + _AT_ONCE, self._loads))
-                waiting = [staged.load_words(n, self._lane, 0, count=_LOAD) for n in several]
-            words = [word & mask for word in waiting.pop(0)]
-            self._store_units(self.form.to_f16(self._quad, words, scale, i), keys, row, i)
+        # What is in registers first, because that frees them.
         for i in range(2):
-            words = [word & mask for word in stored.rope[4 * i : 4 * i + 4]]
+            words = stored.rope[4 * i : 4 * i + 4]
             self._store_units([bf16_to_f16(machine, word, inverse) for word in words], keys, row, self._loads + i)
+        for i in range(staged, self._loads):
+            words = stored.nope[4 * (i - staged) : 4 * (i - staged) + 4]
+            self._store_units(self.form.to_f16(self._quad, words, scale, i), keys, row, i)
+        # Issue a few loads at once, since no load from shared memory is moved before a store to it.
+        for first in range(0, staged, _AT_ONCE):
+            assert self._staging is not None
+            several = range(first, min(first + _AT_ONCE, staged))
+            waiting = [self._staging.load_words(self._first[which] + i, self._lane, 0, count=_LOAD) for i in several]
+            for i, words in zip(several, waiting, strict=True):
+                self._store_units(self.form.to_f16(self._quad, words, scale, i), keys, row, i)
         factor = machine.constant(1.0, "f32") if scale.factor is None else scale.factor
-        bias = select(valid, machine.constant(0.0, "f32"), -math.inf)
+        bias = select(stored.index >= 0, machine.constant(0.0, "f32"), -math.inf)
         factor_and_bias.store_floats([factor, bias], row, 0, where=self._quad.quarter == 0)
 
     def _store_units(self, halves: list[Value], keys: Tile, row: Value, load: int) -> None:

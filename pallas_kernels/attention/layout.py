@@ -57,6 +57,7 @@ class AttentionLayout(abc.ABC):
     cluster: int  # number of blocks that share the keys
 
     gpu: ClassVar[GPU]  # the GPU that the kernel is for
+    reduces: ClassVar[bool] = True  # whether it reduces over a block
 
     @property
     @abc.abstractmethod
@@ -82,6 +83,7 @@ class AttentionLayout(abc.ABC):
             warpgroups=self.warpgroups,
             cluster=self.cluster,
             shared_bytes=self.shared_bytes,
+            reduces=self.reduces,
         )
 
     @abc.abstractmethod

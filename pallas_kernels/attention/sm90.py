@@ -2,18 +2,30 @@
 
     out = sum over keys of exp(l) k / (sum of exp(l) + exp(sink)),      l = q . k / sqrt(512)
 
-Each of the two multiplying warpgroups computes all logits and weights by itself, but only half of the output's
-channels. This means half as many products again, but neither warpgroup waits for the other's results. One's softmax
-overlaps with the other's products, and weights go directly from registers into the next product.
+Tiles of keys are processed in pairs. The first multiplying warpgroup computes the logits and weights of the first tile
+of a pair, the second those of the second tile. Each hands its weights to the other, because each holds half of the
+output's channels, to which both tiles are added:
+
+    first                              second
+    logits and weights of tile a       logits of tile b
+    give weights of a          ->      take weights of a
+    add a to channels 0 .. 255         add a to channels 256 .. 511; meanwhile weights of b
+    take weights of b          <-      give weights of b
+    add b to channels 0 .. 255         add b to channels 256 .. 511
+
+So every logit is computed once, and one warpgroup's softmax overlaps with the other's products. Weights of a are
+relative to the largest logit up to a, and those of b to the largest up to b. The last pair may lack its second tile.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
 
+from pallas_kernels.attention import handover
 from pallas_kernels.attention.block import (
     CONSUMERS,
     HALF,
@@ -26,141 +38,236 @@ from pallas_kernels.attention.block import (
     load_queries,
     load_tiles,
 )
-from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM, AttentionInputs
+from pallas_kernels.attention.handover import Handover
+from pallas_kernels.attention.inputs import HEAD_DIM, ROPE_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.attention.output import finish_output
-from pallas_kernels.attention.softmax import Softmax, over_quad, row_of, scale_logits
+from pallas_kernels.attention.softmax import Softmax, load_factors, over_quad, row_of, scale_logits
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import add, fold_tree, maximum
-from pallas_kernels.language.machine import WARPGROUP, Condition, Value, select
+from pallas_kernels.language.machine import Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
-from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile
+from pallas_kernels.language.tensor_cores import Operand, Role, TensorCores, Tile
 
-# Registers per lane, for multiplying and for loading. Loading rows with several scales needs more. Using the second
-# setting for all formats was 3 % slower.
-_REGISTERS, _REGISTERS_OF_SCALES = (208, 88), (200, 104)
+FIRST, SECOND = 0, 1  # the multiplying warpgroups; also the stages of a pair's tiles, and the halves of the channels
+# Number of loading warpgroups -> registers per lane, for multiplying and for loading.
+_REGISTERS = {1: (208, 88), 2: (208, 48)}
+# Channels of one product. With more, ptxas finds too few registers in a launch of four warpgroups.
+_AT_ONCE = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(BlockLayout):
     """The layout of the Hopper kernel. A block computes 64 heads of a query, over its share of the tiles."""
 
+    loaders: int = 2
+
     gpu: ClassVar[GPU] = HOPPER
+    reduces: ClassVar[bool] = False  # all shared memory is taken
+
+    @property
+    def staged_loads(self) -> int:
+        return 12 // self.loaders  # what fits beside the handover
 
     @property
     def shared_bytes(self) -> int:
-        alignment = 1024  # of the first tile, which follows the barriers
-        return self.common_bytes + 8 * (2 * STAGES + 2 + CONSUMERS) + alignment
+        return self.common_bytes + handover.BYTES + 8 * (2 * STAGES + 2)
 
     def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
-        memory = _Memory.take(machine)
+        memory = _Memory.take(machine, self)
         block = Block.of(machine, inputs, memory, self.cluster)
-        init_barriers(memory.full, memory.free, memory.loaded_q, memory.begun, memory.turn)
-        multiply, load = _REGISTERS if form.num_scales(NOPE_DIM) <= 1 else _REGISTERS_OF_SCALES
+        init_barriers(memory.full, memory.free, memory.loaded_q, memory.begun, memory.handover.given)
+        multiply, load = _REGISTERS[self.loaders]
         machine.roles(
-            Role(
-                warpgroups=CONSUMERS,
-                registers=multiply,
-                body=lambda: _multiply(block, memory.turn, outputs, form),
-            ),
-            Role(warpgroups=1, registers=load, body=lambda: load_tiles(block, form)),
+            Role(warpgroups=1, registers=multiply, body=lambda: _First(block, memory, form).run(outputs)),
+            Role(warpgroups=1, registers=multiply, body=lambda: _Second(block, memory, form).run(outputs)),
+            Role(warpgroups=self.loaders, registers=load, body=lambda: load_tiles(block, form, self.loaders)),
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Memory(Memory):
-    """Shared memory of a block: barriers, tiles and arrays, in this order."""
+    """Shared memory of a block. Tiles come first, because they must be aligned."""
 
-    turn: Barrier  # per multiplying warpgroup: it may start products
+    handover: Handover
 
     @classmethod
-    def take(cls, machine: TensorCores) -> _Memory:
+    def take(cls, machine: TensorCores, layout: Layout) -> _Memory:
         return cls(
-            full=Barrier.take(machine, WARPS, copies=STAGES),
-            free=Barrier.take(machine, CONSUMERS * WARPS, copies=STAGES),
-            loaded_q=Barrier.take(machine, CONSUMERS * WARPS),
-            begun=Barrier.take(machine, WARPS),
-            turn=Barrier.take(machine, WARPS, copies=CONSUMERS),
             q=Tile.take(machine, HEADS, HEAD_DIM * 2),
             keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES),
-            staging=take_staging(machine),
+            staging=take_staging(machine, layout.staged_loads, layout.loaders),
             factor_and_bias=Shared.take(machine, (STAGES, KEYS, 2), "f32"),
             angles=Shared.take(machine, (2, ROPE_DIM // 2), "f32"),
+            handover=Handover.take(machine),
+            full=Barrier.take(machine, layout.loaders * WARPS, copies=STAGES),
+            free=Barrier.take(machine, CONSUMERS * WARPS, copies=STAGES),
+            loaded_q=Barrier.take(machine, CONSUMERS * WARPS),
+            begun=Barrier.take(machine, layout.loaders * WARPS),
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
-    """What a warpgroup holds at the start of its turn for a tile."""
+    """What a warpgroup holds between pairs."""
 
-    logits: list[Value]  # logits of this tile, [HEADS, KEYS]
-    softmax: Softmax  # softmax of the tiles before
-    output: list[Value]  # sums of the tiles before, [HEADS, HALF]
-
-
-def _multiply(block: Block, turn: Barrier, outputs: Outputs, form: AttendedFormat) -> None:
-    machine, memory = block.machine, block.memory
-    half = machine.thread // WARPGROUP  # which half of the channels
-    load_queries(block)
-    softmax = Softmax.of_sinks(block)
-    output = [machine.constant(0.0, "f32")] * (HALF // 2)
-
-    # The two warpgroups take turns in starting products, so that one's softmax overlaps with the other's products. A
-    # turn consists of the product with one tile's weights, and the logits of the next tile.
-    def take_turn(i: Value) -> None:
-        turn.copy(half).wait((i ^ half ^ 1) & 1)
-
-    def pass_turn(where: Condition = True) -> None:
-        turn.copy(half ^ 1).arrive(where)
-
-    def multiply_q(i: Value) -> list[Value]:
-        memory.full.copy(i % STAGES).wait(i // STAGES & 1)
-        return machine.wgmma(None, memory.q.k_major(), memory.keys.copy(i % STAGES).k_major(), columns=KEYS)
-
-    def next_logits(i: Value) -> list[Value]:
-        logits = multiply_q(i)
-        pass_turn()
-        return machine.wgmma_wait(logits)
-
-    def step(i: Value, sums: _Sums) -> _Sums:
-        stage, is_last = i % STAGES, i + 1 == block.tiles
-        weights, softmax, carried = _fold(machine, sums, memory.factor_and_bias[stage], form)
-        output = [value * carried[row_of(n)] for n, value in enumerate(sums.output)]
-        keys = memory.keys.copy(stage)
-        channels = dataclasses.replace(keys, offset=half * (HALF * 2 * 8) + keys.offset).transposed(0)
-        take_turn(i)
-        output = machine.wgmma(output, weights, channels, columns=HALF)
-        pass_turn(is_last)
-        output = machine.wgmma_wait(output)
-        memory.free.copy(stage).arrive()
-        # There is no next tile after the last one. A loop of 0 or 1 steps avoids a second copy of this code, which
-        # would take long to fetch.
-        more = select(is_last, machine.constant(0, "i32"), 1)
-        none = [machine.constant(0.0, "f32")] * len(sums.logits)
-        return _Sums(machine.loop(more, lambda _, __: next_logits(i + 1), none), softmax, output)
-
-    logits = machine.wgmma_wait(multiply_q(machine.constant(0, "i32")))
-    sums = machine.loop(block.tiles, step, _Sums(logits, softmax, output))
-    finish_output(block, outputs, sums.output, sums.softmax.over_quads(machine), half)
+    softmax: Softmax  # the peak of all tiles so far; the sum of the weights of this warpgroup's own tiles
+    output: list[Value]  # [HEADS, HALF] sums of all tiles so far
 
 
-def _fold(
-    machine: TensorCores, sums: _Sums, factor_and_bias: Shared, form: AttendedFormat
-) -> tuple[list[Value], Softmax, list[Value]]:
-    """Add a tile's logits to the softmax.
+class _Multiplier:
+    """What both multiplying warpgroups do. Each has half of the channels, and computes the logits of its own tiles."""
+
+    own: ClassVar[int]
+
+    def __init__(self, block: Block, memory: _Memory, form: AttendedFormat):
+        self.block, self.memory, self.form, self.machine = block, memory, form, block.machine
+
+    def run(self, outputs: Outputs) -> None:
+        machine, tiles = self.machine, self.block.tiles
+        load_queries(self.block)
+        softmax = Softmax.of_sinks(self.block)
+        if self.own != FIRST:  # sinks count once
+            softmax = Softmax(softmax.peak, [machine.constant(0.0, "f32")] * 2)
+        output = [machine.constant(0.0, "f32")] * (HALF // 2)
+        pairs = (tiles + 1) // 2
+        sums = machine.loop(pairs, self.pair, _Sums(softmax, output))
+        softmax = sums.softmax.over_quads(machine)
+        softmax = Softmax(softmax.peak, self.total_of_both(softmax.total, pairs))
+        finish_output(self.block, outputs, sums.output, softmax, machine.constant(self.own, "i32"))
+
+    def pair(self, i: Value, sums: _Sums) -> _Sums:
+        """Process the i-th pair of tiles."""
+        raise NotImplementedError
+
+    def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
+        """Return the sums of the weights of all tiles, given those of the own tiles. Both are of whole rows."""
+        raise NotImplementedError
+
+    def has_second(self, i: Value) -> Value:
+        """Return whether the i-th pair has a second tile."""
+        return i * 2 + 1 < self.block.tiles
+
+    def logits(self, i: Value) -> list[Value]:
+        """Compute the logits of the warpgroup's own tile of a pair, [HEADS, KEYS]."""
+        self.memory.full.copy(self.own).wait(i & 1)
+        keys = self.memory.keys.copy(self.own).k_major()
+        return self.machine.wgmma_wait(self.machine.wgmma(None, self.memory.q.k_major(), keys, columns=KEYS))
+
+    def packed(self, weights: list[Value], factor_and_bias: Shared) -> list[Value]:
+        """Return weights times their keys' factors as the left operand of a product."""
+        if not self.form.scale_is_power_of_two:
+            # Loaded again, because there are no registers to keep them in.
+            self.machine.keep_order()
+            factors = load_factors(self.machine, factor_and_bias)
+            weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        return [self.machine.to_f16(*weights[n : n + 2]) for n in range(0, len(weights), 2)]
+
+    def start_adding(self, output: list[Value], carried: list[Value], weights: list[Value], stage: int) -> list[Value]:
+        """Scale the output, and start to add the weighted keys of a tile."""
+        output = [value * carried[row_of(n)] for n, value in enumerate(output)]
+        sums = []
+        for n in range(0, HALF, _AT_ONCE):
+            part = output[n // 2 : (n + _AT_ONCE) // 2]
+            sums += self.machine.wgmma(part, weights, self.channels(stage, n), columns=_AT_ONCE)
+        return sums
+
+    def finish_adding(self, output: list[Value], stage: int) -> list[Value]:
+        """Wait for the sums, and give the tile's memory back."""
+        output = self.machine.wgmma_wait(output)
+        self.memory.free.copy(stage).arrive()
+        return output
+
+    def channels(self, stage: int, first: int) -> Operand:
+        """Return a tile's keys with the channels from ``first`` on of this warpgroup's half."""
+        return self.memory.keys.copy(stage).transposed((self.own * HALF + first) * 2)
+
+
+class _First(_Multiplier):
+    """The warpgroup with the first tile of each pair."""
+
+    own = FIRST
+
+    def pair(self, i: Value, sums: _Sums) -> _Sums:
+        machine, handed = self.machine, self.memory.handover
+        factor_and_bias = self.memory.factor_and_bias[FIRST]
+        scaled, _ = scale_logits(machine, self.logits(i), factor_and_bias)
+        weights, softmax, carried = _fold(machine, scaled, sums.softmax)
+        weights = self.packed(weights, factor_and_bias)
+        handed.give(FIRST, softmax.peak, weights)
+        machine.keep_order()
+        output = self.finish_adding(self.start_adding(sums.output, carried, weights, FIRST), FIRST)
+        handed.wait(SECOND, i)
+
+        def add_second(_: Value, sums: _Sums) -> _Sums:
+            weights, peak = handed.found_weights(), handed.found_of_rows()
+            self.memory.full.copy(SECOND).wait(i & 1)
+            carried = [machine.exp2(before - now) for before, now in zip(sums.softmax.peak, peak, strict=True)]
+            output = self.finish_adding(self.start_adding(sums.output, carried, weights, SECOND), SECOND)
+            total = [a * b for a, b in zip(sums.softmax.total, carried, strict=True)]
+            return _Sums(Softmax(peak, total), output)
+
+        more = select(self.has_second(i), machine.constant(1, "i32"), 0)
+        return machine.loop(more, add_second, _Sums(softmax, output))
+
+    def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
+        handed = self.memory.handover
+        handed.give(FIRST, own, [])
+        handed.wait(SECOND, pairs)
+        return [a + b for a, b in zip(own, handed.found_of_rows(), strict=True)]
+
+
+class _Second(_Multiplier):
+    """The warpgroup with the second tile of each pair."""
+
+    own = SECOND
+
+    def pair(self, i: Value, sums: _Sums) -> _Sums:
+        machine, handed, has_second = self.machine, self.memory.handover, self.has_second(i)
+        # Without a second tile this computes weights of 0, which nobody uses. A branch around them would be one while
+        # a product runs.
+        more = select(has_second, machine.constant(1, "i32"), 0)
+        none = [machine.constant(0.0, "f32")] * (KEYS // 2)
+        logits = machine.loop(more, lambda _, __: self.logits(i), none)
+        handed.wait(FIRST, i)
+        weights, peak = handed.found_weights(), handed.found_of_rows()
+        carried = [machine.exp2(before - now) for before, now in zip(sums.softmax.peak, peak, strict=True)]
+        total = [a * b for a, b in zip(sums.softmax.total, carried, strict=True)]
+        self.memory.full.copy(FIRST).wait(i & 1)
+        output = self.start_adding(sums.output, carried, weights, FIRST)
+        factor_and_bias = self.memory.factor_and_bias[select(has_second, machine.constant(SECOND, "i32"), FIRST)]
+        scaled, _ = scale_logits(machine, logits, factor_and_bias)
+        scaled = [select(has_second, logit, -math.inf) for logit in scaled]
+        weights, softmax, carried = _fold(machine, scaled, Softmax(peak, total))
+        weights = self.packed(weights, factor_and_bias)
+        handed.give(SECOND, softmax.peak, weights)
+        output = self.finish_adding(output, FIRST)
+
+        def add_second(_: Value, output: list[Value]) -> list[Value]:
+            return self.finish_adding(self.start_adding(output, carried, weights, SECOND), SECOND)
+
+        return _Sums(softmax, machine.loop(more, add_second, output))
+
+    def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
+        handed = self.memory.handover
+        handed.wait(FIRST, pairs)
+        other = handed.found_of_rows()
+        handed.give(SECOND, own, [])
+        return [a + b for a, b in zip(own, other, strict=True)]
+
+
+def _fold(machine: TensorCores, scaled: list[Value], softmax: Softmax) -> tuple[list[Value], Softmax, list[Value]]:
+    """Add a tile's logits, from ``scale_logits``, to the softmax.
 
     Returns:
-      The weights as the left operand of the next product; the new softmax; the factors by which older sums must be
-      scaled.
+      The weights; the new softmax; the factors by which older sums must be scaled.
     """
-    scaled, factors = scale_logits(machine, sums.logits, factor_and_bias)
-    peaks, totals, carried = [], [], []
-    weights = list(scaled)
-    for i, (peak, total) in enumerate(zip(sums.softmax.peak, sums.softmax.total, strict=True)):
+    peaks, totals, carried, weights = [], [], [], list(scaled)
+    for i, (peak, total) in enumerate(zip(softmax.peak, softmax.total, strict=True)):
         row = [n for n in range(len(scaled)) if row_of(n) == i]
         top = over_quad(machine, maximum, fold_tree(maximum, [scaled[n] for n in row])).maximum(peak)
         scale = machine.exp2(peak - top)
@@ -169,7 +276,4 @@ def _fold(
         peaks.append(top)
         totals.append(machine.fma(total, scale, fold_tree(add, [weights[n] for n in row])))
         carried.append(scale)
-    if not form.scale_is_power_of_two:
-        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
-    packed = [machine.to_f16(*weights[n : n + 2]) for n in range(0, len(weights), 2)]
-    return packed, Softmax(peaks, totals), carried
+    return weights, Softmax(peaks, totals), carried

@@ -120,13 +120,13 @@ class _Block:
             query.head_words(self.first_head + place // _UNITS, place % _UNITS, where)
             for place, where in zip(places, there, strict=True)
         ]
-        indices = loader.resolve(tile, numbers, loader.find_pages(tile, numbers))
+        indices = loader.resolve(tile, numbers, loader.look_up(tile, numbers))
         rows = [loader.load(tile, which, index) for which, index in enumerate(indices)]
         for place, where, unit in zip(places, there, words, strict=True):
             machine.store_shared(self.q.unit(place // _UNITS, place % _UNITS), unit, 16, where)
         keys, factor_and_bias = self.keys.copy(self.warpgroup), self.factor_and_bias[self.warpgroup]
         for which, row in enumerate(rows):
-            loader.store(tile, which, row, keys, factor_and_bias)
+            loader.store(which, row, keys, factor_and_bias)
 
     def _weigh(self) -> list[Value]:
         """Compute the weights of the block's keys and store them in shared memory.

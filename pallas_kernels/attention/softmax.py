@@ -80,3 +80,13 @@ def scale_logits(machine: TensorCores, logits: list[Value], factor_and_bias: Sha
         for n, bias in enumerate((a_bias, b_bias, a_bias, b_bias), j):
             scaled.append(machine.fma(logits[n], factors[n] * LOGIT_SCALE, bias))
     return scaled, factors
+
+
+def load_factors(machine: TensorCores, factor_and_bias: Shared) -> list[Value]:
+    """Return the factor of each logit's key, as ``scale_logits`` does."""
+    factors = []
+    for j in range(factor_and_bias.shape[0] // 8):
+        place = factor_and_bias.view((factor_and_bias.shape[0] // 8, QUAD, 4), "f32")
+        a, _, b, _ = place.load_floats(j, machine.thread % QUAD, 0)
+        factors += [a, b, a, b]
+    return factors

@@ -21,7 +21,7 @@ from pallas_kernels.language.simulator.tensor_memory import TensorMemorySimulato
 
 Body = Callable[[Any, Any, Any], None]  # takes a TensorMemory machine, inputs and state
 MAX_WARPGROUPS, MAX_CLUSTER = 8, 8
-SCRATCH_BYTES = 1024  # shared memory that every launch has for reductions
+SCRATCH_BYTES = 1024  # shared memory that a launch has for reductions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,8 @@ class Grid:
     blocks: tuple[int, ...]  # along one or two axes, ``machine.block(0)`` and ``machine.block(1)``
     warpgroups: int = 1  # warpgroups per block, of 128 lanes each
     cluster: int = 1  # blocks at each place of the grid, which run together and can access each other's shared memory
-    shared_bytes: int = 0  # shared memory per block, besides the KiB that every launch has for reductions
+    shared_bytes: int = 0  # shared memory per block, besides the KiB for reductions
+    reduces: bool = True  # whether a body may reduce over a block, for which there is a KiB more of shared memory
 
     def __post_init__(self) -> None:
         if len(self.blocks) not in (1, 2):
@@ -88,7 +89,7 @@ def launch(
     state_leaves, state_tree = jax.tree.flatten(state)
     if not any(leaf.size for leaf in state_leaves):
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if _is_result(leaf) else leaf, state)
-    shared_bytes = -(-(grid.shared_bytes + SCRATCH_BYTES) // 16) * 16
+    shared_bytes = -(-(grid.shared_bytes + grid.reduces * SCRATCH_BYTES) // 16) * 16
     if shared_bytes > (most := target.gpu_or_first().shared_bytes):
         raise ValueError(f"{name} asks for {shared_bytes} bytes of shared memory, a block has at most {most}")
     if simulate:

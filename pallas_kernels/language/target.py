@@ -17,22 +17,25 @@ class GPU:
     architecture: Architecture  # whose kernels it runs, if they differ between architectures
     capability: str  # compute capability, major.minor
     multiprocessors: int
-    shared_bytes: int  # the largest shared memory of a block
+    shared_bytes: int  # the largest shared memory that a block can ask for
     clusters: dict[int, int]  # cluster size -> clusters that run at once, with one block per multiprocessor
 
+
+# Of the 227 KiB that a block can have, Mosaic takes a byte, and it rounds what is asked for up to whole KiB.
+_SHARED_BYTES = 226 << 10
 
 HOPPER = GPU(
     architecture="sm90",
     capability="9.0",
     multiprocessors=132,  # of an H200, like the numbers of clusters
-    shared_bytes=232448,
+    shared_bytes=_SHARED_BYTES,
     clusters={8: 13, 4: 30, 2: 66},  # the fewest seen: H200s differ in which multiprocessors they lack
 )
 BLACKWELL = GPU(
     architecture="sm100",
     capability="10.0",
     multiprocessors=148,  # of a B200
-    shared_bytes=232448,
+    shared_bytes=_SHARED_BYTES,
     clusters={8: 13, 4: 30, 2: 66},  # those of an H200; not measured on a B200
 )
 GPUS = (HOPPER, BLACKWELL)

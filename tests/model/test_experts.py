@@ -148,7 +148,8 @@ def test_derivatives_of_wide_weights_are_those_of_the_dense_sum(monkeypatch, at_
         shared = module._gated(x @ experts.shared_gate_up.T, CFG) @ experts.shared_down.T
         return jnp.sum((mixed + shared) * direction)
 
-    found, wanted = (jax.jit(jax.grad(function, (0, 1)))(x, experts) for function in (tiled, dense))
+    with jax.default_matmul_precision("float32"):  # of the dense sum; a GPU's default is TF32
+        found, wanted = (jax.jit(jax.grad(function, (0, 1)))(x, experts) for function in (tiled, dense))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         # Sums of f32 in another order, in derivatives of rms about 1.
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
