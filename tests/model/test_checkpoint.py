@@ -284,8 +284,8 @@ def refused(folder: Path, error: type[Exception] = ValueError, **options: Any) -
         (
             "q",
             lambda _: with_fp8_experts("F32") | {"layers.1.ffn.experts.2.w2.scale": np.ones((2, 1), E8M0)},
-            "misshapen (1): layers.1.ffn.experts.2.w2.weight is F8_E4M3 [128, 256], with scales [2, 1], "
-            "expected [1, 2]",
+            "misshapen (1): layers.1.ffn.experts.2.w2.weight is F8_E4M3 [128, 256], and block scales of shape (2, 1) "
+            "do not fit a weight of shape (128, 256)",
         ),
         (
             "q",
@@ -314,12 +314,19 @@ F8, FP4_EXPERT = "F8_E4M3 [256, 128]", "layers.0.ffn.experts.2.w2"
         ("a", "norm.weight", np.zeros(64, np.float16), "F16 [64], expected BF16 or F32 [64]"),
         ("a", "layers.0.ffn.gate.tid2eid", np.zeros(9, np.float32), "F32 [9], expected I64 or I32 [256, 3]"),
         ("a", "layers.0.attn.wq_a.scale", np.ones((1, 1), np.float32), "BF16 [24, 64], and has block scales"),
-        ("q", "layers.1.attn.wq_b.scale", np.ones((3, 1), E8M0), f"{F8}, with scales [3, 1], expected [2, 1]"),
+        (
+            *("q", "layers.1.attn.wq_b.scale", np.ones((3, 1), E8M0)),
+            f"{F8}, and block scales of shape (3, 1) do not fit a weight of shape (256, 128) in blocks of 128 x 128",
+        ),
         (
             *("q", "layers.1.attn.wq_b.scale", np.ones((2, 1), ml_dtypes.bfloat16)),
             f"{F8}, with scales that are BF16, expected F8_E8M0 or F32",
         ),
-        ("q", f"{FP4_EXPERT}.scale", np.ones((128, 4), E8M0), "I8 [128, 128], with scales [128, 4], expected [128, 8]"),
+        (
+            *("q", f"{FP4_EXPERT}.scale", np.ones((128, 4), E8M0)),
+            "I8 [128, 128], and block scales of shape (128, 4) do not fit a weight of shape (128, 256) "
+            "in blocks of 1 x 32",
+        ),
         (
             *("q", f"{FP4_EXPERT}.weight", np.ones((128, 64), np.int8)),
             "I8 [128, 64], expected BF16 or F32 or F8_E4M3 [128, 256], or I8 [128, 128]",
