@@ -1,5 +1,6 @@
 """Settings for every test: strict JAX, one compilation cache for all processes, and only tests that can run here."""
 
+import gc
 import itertools
 import os
 import shutil
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    # What is imported stays: the garbage collector need not look through it again and again while JAX traces.
+    gc.collect()
+    gc.freeze()
 
 
 _ended = itertools.count(1)  # tests
