@@ -31,7 +31,7 @@ except ModuleNotFoundError:  # the tests that need it are skipped and say so
     hypothesis = None
 
 # Folders, and single files, whose slow tests compile with all optimizations.
-COMPILED_AS_BY_USERS = ("audits", "kernels", "test_rules.py", "test_recorded_outputs.py", "test_precision.py")
+COMPILED_AS_BY_USERS = ("audits", "test_rules.py", "test_recorded_outputs.py", "test_precision.py")
 MAPPINGS = Path("/proc/self/maps")  # a line each; only Linux has it
 MOST_MAPPINGS = 40_000  # Linux allows 65,530 by default; ten tests compile fewer than 2,000 programs
 COUNTED = 10  # tests from one count of mappings to the next: a count takes up to 24 ms
@@ -96,7 +96,10 @@ def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _compiled_quickly(request: pytest.FixtureRequest) -> None:
-    """Optimize little in most tests, slow ones too: XLA on a CPU takes up to a minute for a whole model otherwise."""
+    """Optimize little in most tests, slow ones too: XLA on a CPU takes up to a minute for a whole model otherwise.
+
+    What a step computes when it is compiled as users compile it is checked by the rules, the recordings and the audits.
+    """
     if not {request.path.parent.name, request.path.name} & set(COMPILED_AS_BY_USERS):
         request.getfixturevalue("quick_compilation")
 

@@ -77,6 +77,7 @@ def printed_parts(out: str) -> tuple[str, str, list[list[int]]]:
     return said, speed, json.loads(last)["tokens"]
 
 
+@pytest.mark.slow
 def test_the_recorded_tokens(capsys):
     assert command.main([str(MODEL), "--ids", as_argument(PROMPT), *EXACT]) == 0
     said, speed, (tokens,) = printed_parts(capsys.readouterr().out)
@@ -85,6 +86,7 @@ def test_the_recorded_tokens(capsys):
     assert speed.startswith(f"{len(GREEDY)} tokens in ")
 
 
+@pytest.mark.slow
 def test_text_is_printed_as_it_is_made(folder_with_tokenizer, capsys, monkeypatch):
     pieces = []
     generate = command.generate
