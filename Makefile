@@ -32,8 +32,8 @@ endif
 demo: $(call installed,demo-$(DEVICE))
 	$(python) examples/demo.py --device $(DEVICE) --out out
 
-# On a CPU, tests spend most of their time in XLA, which is told to optimize little. The slow tests of kernels, layers
-# and audits compile as users do.
+# On a CPU, tests spend most of their time in XLA, which is told to optimize little. Slow tests of the rules and of
+# recorded layers, and audits, compile as users do.
 test: $(call installed,test)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(python) -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 

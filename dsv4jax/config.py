@@ -223,7 +223,10 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     if hf.get("qk_rope_head_dim") is not None:
         fields["rope_dim"] = hf["qk_rope_head_dim"]
     elif hf.get("partial_rotary_factor") is not None:
-        fields["rope_dim"] = round(hf["head_dim"] * hf["partial_rotary_factor"])
+        factor = real("partial_rotary_factor", hf["partial_rotary_factor"])
+        if not 0 < factor < 1:
+            raise ValueError(f"partial_rotary_factor must be between 0 and 1, got {factor}")
+        fields["rope_dim"] = round(integer("head_dim", hf["head_dim"], 1) * factor)
     else:
         raise ValueError("configuration lacks qk_rope_head_dim (or partial_rotary_factor)")
     return fields
@@ -254,14 +257,22 @@ def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"compress_ratios": tuple(ratios[:layers]), "csa_compression_ratio": m, "hca_compression_ratio": m_hca}
 
 
+def _json_object(name: str, value: Any) -> Mapping[str, Any]:
+    """A part of a configuration that must be an object, empty where it is null. ValueError, naming it, otherwise."""
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{name} must be a JSON object, got {value!r}")
+    return value or {}
+
+
 def _rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the rotary parameters from ``rope_scaling`` (DeepSeek) or ``rope_parameters`` (transformers).
 
     ``rope_parameters`` may be flat or keyed by "main" and "compress".
     """
-    nested = hf.get("rope_parameters") or {}
-    main = nested.get("main", nested)
-    scaling = hf.get("rope_scaling") or nested.get("compress", nested)
+    nested = _json_object("rope_parameters", hf.get("rope_parameters"))
+    main = _json_object("rope_parameters.main", nested.get("main", nested))
+    compress = _json_object("rope_parameters.compress", nested.get("compress", nested))
+    scaling = _json_object("rope_scaling", hf.get("rope_scaling")) or compress
     wanted = {
         "yarn_factor": "factor",
         "yarn_original_max_position": "original_max_position_embeddings",
@@ -270,9 +281,10 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
     if missing := [key for key in wanted.values() if scaling.get(key) is None]:
         raise ValueError(f"rope_scaling / rope_parameters lacks {missing}; found {dict(scaling)}")
+    inner = compress.get("rope_theta") if "compress" in nested else None
     thetas = {
         "rope_theta": hf.get("rope_theta", main.get("rope_theta")),
-        "compress_rope_theta": hf.get("compress_rope_theta", nested.get("compress", {}).get("rope_theta")),
+        "compress_rope_theta": hf.get("compress_rope_theta", inner),
     }
     if missing := [key for key, value in thetas.items() if value is None]:
         raise ValueError(f"configuration lacks {missing}")

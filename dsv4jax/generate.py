@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     with progress_bar(f"Loading {args.checkpoint.name}") as on_progress:
         params = load_model(args.checkpoint, args.weights, args.activations, on_progress=on_progress)
         jax.block_until_ready(params)
-    print("Compiling", file=sys.stderr)
+    print("Compiling, which takes minutes for a large model", file=sys.stderr)
     printer = Printer(text, len(prompts), () if args.ignore_eos else params.cfg.stop_tokens)
     result = generate(
         params,
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
         args.drafts,
         stop_tokens=[] if args.ignore_eos else None,
         caches=caches,
-        on_progress=printer.show,
+        on_progress=printer.on_progress,
     )
     printer.finish(result.tokens)
     print(summary(result))
@@ -134,12 +134,16 @@ class Printer:
         ended = bool(tokens) and tokens[-1] in self._stop_tokens
         return self._text.decode(tokens[:-1] if ended else tokens)
 
-    def show(self, tokens: list[list[int]]) -> None:
+    @property
+    def on_progress(self) -> Callable[[list[list[int]]], None] | None:
+        """What ``generate`` is to call; None for several prompts, for which leaving the loop would only cost time."""
+        return self._show if self._prompts == 1 else None
+
+    def _show(self, tokens: list[list[int]]) -> None:
         """Print what is new of a single text, but for a character of which only a part is there."""
-        if self._prompts == 1:
-            made = self._decode(tokens[0]).rstrip(REPLACEMENT)
-            print(made[len(self._shown) :], end="", flush=True)
-            self._shown = made
+        made = self._decode(tokens[0]).rstrip(REPLACEMENT)
+        print(made[len(self._shown) :], end="", flush=True)
+        self._shown = made
 
     def finish(self, tokens: list[list[int]]) -> None:
         """Print what was not printed yet."""

@@ -1,5 +1,7 @@
 """Settings for every test: strict JAX, one compilation cache for all processes, and only tests that can run here."""
 
+import gc
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,9 +30,11 @@ try:
 except ModuleNotFoundError:  # the tests that need it are skipped and say so
     hypothesis = None
 
-COMPILED_AS_BY_USERS = ("audits", "kernels", "layer")  # folders whose slow tests compile with all optimizations
+# Folders, and single files, whose slow tests compile with all optimizations.
+COMPILED_AS_BY_USERS = ("audits", "test_rules.py", "test_recorded_outputs.py", "test_precision.py")
 MAPPINGS = Path("/proc/self/maps")  # a line each; only Linux has it
-MOST_MAPPINGS = 52_000  # Linux allows 65,530 by default
+MOST_MAPPINGS = 40_000  # Linux allows 65,530 by default; ten tests compile fewer than 2,000 programs
+COUNTED = 10  # tests from one count of mappings to the next: a count takes up to 24 ms
 
 jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding; everything else uses the first one
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -59,7 +63,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def pytest_collection_finish() -> None:
+    # What is imported stays: the garbage collector need not look through it again and again while JAX traces.
+    gc.collect()
+    gc.freeze()
+
+
+_ended = itertools.count(1)  # tests
+
+
 def pytest_runtest_teardown() -> None:
+    if next(_ended) % COUNTED:
+        return
     # A compiled program holds some ten memory mappings, and a process that has as many as Linux allows dies in the
     # compiler. What is dropped here is loaded again from the files of the compilation cache.
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
@@ -81,8 +96,11 @@ def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _compiled_quickly(request: pytest.FixtureRequest) -> None:
-    """Optimize little in most tests, slow ones too: XLA on a CPU takes up to a minute for a whole model otherwise."""
-    if request.path.parent.name not in COMPILED_AS_BY_USERS:
+    """Optimize little in most tests, slow ones too: XLA on a CPU takes up to a minute for a whole model otherwise.
+
+    What a step computes when it is compiled as users compile it is checked by the rules, the recordings and the audits.
+    """
+    if not {request.path.parent.name, request.path.name} & set(COMPILED_AS_BY_USERS):
         request.getfixturevalue("quick_compilation")
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -346,3 +347,32 @@ def test_each_missing_yarn_key_is_named_with_what_was_found(key):
         d4.DSV4Config.from_hf(deepseek_json(rope_scaling=scaling))
     with pytest.raises(ValueError, match=rf"lacks .*'{key}'"):
         d4.DSV4Config.from_hf(deepseek_json(rope_scaling=None))
+
+
+@pytest.mark.parametrize("value", [[4], "yarn", 3.5, True])
+def test_a_part_that_is_no_object_is_named(value):
+    """Whether DeepSeek's file has it or transformers', and however deep it is."""
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ValueError, match=rf"^{key} must be a JSON object, got {re.escape(repr(value))}$"):
+            d4.DSV4Config.from_hf(deepseek_json(**{key: value}))
+    for key in ("main", "compress"):
+        hf = transformers_json("csa")
+        hf["rope_parameters"][key] = value
+        with pytest.raises(ValueError, match=rf"^rope_parameters\.{key} must be a JSON object, got "):
+            d4.DSV4Config.from_hf(hf)
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        ("0.5", "must be a number, got '0.5'"),
+        ([0.5], r"must be a number, got \[0.5\]"),
+        (float("nan"), "must be between 0 and 1, got nan"),
+        (8, "must be between 0 and 1, got 8.0"),
+    ],
+)
+def test_a_fraction_of_the_head_that_is_none_is_named(factor, message):
+    hf = transformers_json("csa") | {"partial_rotary_factor": factor}
+    del hf["qk_rope_head_dim"]
+    with pytest.raises(ValueError, match=f"^partial_rotary_factor {message}$"):
+        d4.DSV4Config.from_hf(hf)

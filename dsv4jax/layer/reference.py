@@ -1,12 +1,13 @@
 """One attention layer over one whole sequence, recomputed without a cache. For tests and debugging.
 
 Written entry by entry as in the paper, and slow. The only code it shares with the rest of the library is the number
-formats.
+formats. Its parts are jitted one by one, because each operation alone takes about 20 ms to compile.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -36,10 +37,12 @@ def _wide(weight: Weight) -> jax.Array:
     return weight.widened(jnp.float32) if isinstance(weight, StoredWeight) else weight.astype(jnp.float32)
 
 
+@jax.jit
 def _matmul(x: jax.Array, weight: Weight) -> jax.Array:
     return jnp.matmul(x, _wide(weight).T, precision=lax.Precision.HIGHEST)
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
 def _norm(x: jax.Array, cfg: DSV4Config, weight: jax.Array | None = None) -> jax.Array:
     x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + cfg.norm_eps)
     return x if weight is None else x * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
@@ -65,7 +68,14 @@ def _rope(x: jax.Array, positions: np.ndarray, cfg: DSV4Config, kind: AttentionT
             f = f / np.float32(cfg.yarn_factor) * ramp + f * (1 - ramp)
         freqs.append(f)
     angle = positions.astype(np.float32)[:, None] * np.asarray(freqs, np.float32)[None]
-    turn = jnp.asarray(np.exp(1j * sign * angle), jnp.complex64).reshape(-1, *(1,) * (x.ndim - 2), dim // 2)
+    return _turned(x, np.exp(1j * sign * angle).astype(np.complex64))
+
+
+@jax.jit
+def _turned(x: jax.Array, turn: jax.Array) -> jax.Array:
+    """Multiply pairs of the last dims of x [n, ..., dim] by turn [n, pairs]."""
+    dim = 2 * turn.shape[1]
+    turn = turn.reshape(-1, *(1,) * (x.ndim - 2), dim // 2)
     tail = x[..., -dim:]
     turned = lax.complex(tail[..., 0::2], tail[..., 1::2]) * turn
     tail = jnp.stack([turned.real, turned.imag], -1).reshape(tail.shape)
@@ -75,22 +85,30 @@ def _rope(x: jax.Array, positions: np.ndarray, cfg: DSV4Config, kind: AttentionT
 def _entries(params: CompressorParams, x: jax.Array, ratio: int, cfg: DSV4Config, kind: AttentionType) -> jax.Array:
     """Compute the entries of all complete blocks by equations 9 to 12, then norm and rope."""
     k, z = _matmul(x, params.kv), _matmul(x, params.gate)
-    dim = params.norm.shape[0]
     entries = []
     for i in range(x.shape[0] // ratio):
-        own = slice(i * ratio, (i + 1) * ratio)
-        before = slice((i - 1) * ratio, i * ratio)
-        if kind == AttentionType.CSA:  # columns [d:2d] are for the token's own block, [0:d] for the next block
-            ape = params.ape.astype(jnp.float32)
-            parts = [(k[own, dim:], z[own, dim:] + ape[:, dim:])]
-            if i > 0:
-                parts.append((k[before, :dim], z[before, :dim] + ape[:, :dim]))
-        else:
-            parts = [(k[own], z[own] + params.ape.astype(jnp.float32))]
-        gates = jax.nn.softmax(jnp.concatenate([z for _, z in parts]), axis=0)
-        pooled = jnp.sum(gates * jnp.concatenate([k for k, _ in parts]), axis=0, keepdims=True)
+        pooled = _pooled(k, z, params.ape, i, ratio, overlaps=kind == AttentionType.CSA, is_first=i == 0)
         entries.append(_rope(_norm(pooled, cfg, params.norm), np.array([i * ratio]), cfg, kind))
-    return jnp.concatenate(entries) if entries else jnp.zeros((0, dim))
+    return jnp.concatenate(entries) if entries else jnp.zeros((0, params.norm.shape[0]))
+
+
+@functools.partial(jax.jit, static_argnames=("ratio", "overlaps", "is_first"))
+def _pooled(
+    k: jax.Array, z: jax.Array, ape: jax.Array, i: int, ratio: int, *, overlaps: bool, is_first: bool
+) -> jax.Array:
+    """Return the mean of the keys of block ``i``, and of those before it if blocks overlap, weighted by their gates."""
+    k, z = (lax.dynamic_slice_in_dim(jnp.pad(x, ((ratio, 0), (0, 0))), i * ratio, 2 * ratio) for x in (k, z))
+    ape = ape.astype(jnp.float32)
+    own, before = slice(ratio, 2 * ratio), slice(ratio)
+    if overlaps:  # columns [d:2d] are for the token's own block, [0:d] for the next block
+        dim = k.shape[1] // 2
+        parts = [(k[own, dim:], z[own, dim:] + ape[:, dim:])]
+        if not is_first:
+            parts.append((k[before, :dim], z[before, :dim] + ape[:, :dim]))
+    else:
+        parts = [(k[own], z[own] + ape)]
+    gates = jax.nn.softmax(jnp.concatenate([z for _, z in parts]), axis=0)
+    return jnp.sum(gates * jnp.concatenate([k for k, _ in parts]), axis=0, keepdims=True)
 
 
 def _rotate(x: jax.Array) -> jax.Array:
@@ -99,6 +117,16 @@ def _rotate(x: jax.Array) -> jax.Array:
     while h.shape[0] < x.shape[-1]:
         h = np.block([[h, h], [h, -h]])
     return jnp.matmul(x, jnp.asarray(h * h.shape[0] ** -0.5), precision=lax.Precision.HIGHEST)
+
+
+@jax.jit
+def _attend(q: jax.Array, keys: jax.Array, mask: np.ndarray, sinks: jax.Array) -> jax.Array:
+    """Return attention of q [t, h, d] over keys [k, d], which are the values, too, where mask [t, k] is set."""
+    logits = jnp.einsum("thd,kd->thk", q, keys, precision=lax.Precision.HIGHEST) * q.shape[-1] ** -0.5
+    logits = jnp.where(mask[:, None], logits, -jnp.inf)
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], (*logits.shape[:2], 1))
+    weight = jax.nn.softmax(jnp.concatenate([logits, sinks], -1), axis=-1)[..., :-1]
+    return jnp.einsum("thk,kd->thd", weight, keys, precision=lax.Precision.HIGHEST)
 
 
 def reference_layer(
@@ -122,8 +150,8 @@ def reference_layer(
     length = x.shape[0]
     positions = np.arange(length)
 
-    def stored(row: jax.Array) -> jax.Array:
-        return rounded(row, rows_as, cfg.rope_dim)
+    stored = jax.jit(functools.partial(rounded, rows=rows_as, rope_dim=cfg.rope_dim))
+    stored_keys = jax.jit(functools.partial(rounded_keys, keys=keys_as))
 
     q_latent = _norm(_matmul(x, params.q_a), cfg, params.q_norm)
     q = _norm(_matmul(q_latent, params.q_b).reshape(length, cfg.num_heads, cfg.head_dim), cfg)
@@ -139,11 +167,11 @@ def reference_layer(
         seen = visible
         if params.indexer is not None:
             indexer_entries = _rotate(_entries(params.indexer.compressor, x, ratio, cfg, kind))
-            indexer_entries = rounded_keys(indexer_entries, keys_as)
+            indexer_entries = stored_keys(indexer_entries)
             qi = _matmul(q_latent, params.indexer.q_b).reshape(length, cfg.indexer_heads, cfg.indexer_head_dim)
             qi = _rotate(_rope(qi, positions, cfg, kind))
             if keys_as.rounds_queries:
-                qi = rounded_keys(qi, keys_as)
+                qi = stored_keys(qi)
             w = _matmul(x, params.indexer.head_weights) * cfg.indexer_head_dim**-0.5 * cfg.indexer_heads**-0.5
             dots = jnp.einsum("thd,sd->ths", qi, indexer_entries, precision=lax.Precision.HIGHEST)
             scores = jnp.einsum("th,ths->ts", w, jnp.maximum(dots, 0), precision=lax.Precision.HIGHEST)
@@ -154,12 +182,7 @@ def reference_layer(
             seen &= visible
         keys, mask = jnp.concatenate([rows, entries]), np.concatenate([in_window, seen], axis=1)
 
-    logits = jnp.einsum("thd,kd->thk", q, keys, precision=lax.Precision.HIGHEST) * cfg.head_dim**-0.5
-    logits = jnp.where(mask[:, None], logits, -jnp.inf)
-    sinks = jnp.broadcast_to(params.sinks.astype(jnp.float32)[None, :, None], (*logits.shape[:2], 1))
-    weight = jax.nn.softmax(jnp.concatenate([logits, sinks], -1), axis=-1)[..., :-1]
-    out = jnp.einsum("thk,kd->thd", weight, keys, precision=lax.Precision.HIGHEST)
-    out = _rope(out, positions, cfg, kind, sign=-1.0)
+    out = _rope(_attend(q, keys, mask, params.sinks), positions, cfg, kind, sign=-1.0)
 
     groups = out.reshape(length, cfg.o_groups, -1)
     weight_a = _wide(params.o_a).reshape(cfg.o_groups, cfg.o_lora_rank, -1)

@@ -34,11 +34,10 @@ from dsv4jax.model.params import (
     StreamMix,
 )
 from dsv4jax.model.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
-from dsv4jax.weights.files import FileTensor, block_size, read_header, read_index
+from dsv4jax.weights.files import FileTensor, block_size, file_names, read_header, read_index
 from dsv4jax.weights.load import NAMINGS, as_stored, as_wide, load_attention_params, scale_names
 from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams
 from dsv4jax.weights.stored import (
-    BLOCK,
     CODES,
     Stored,
     Weight,
@@ -46,7 +45,6 @@ from dsv4jax.weights.stored import (
     check_codes,
     find_block,
     join,
-    num_blocks,
     to_e8m0,
 )
 
@@ -153,15 +151,12 @@ class _Tensors:
 def _open(folder: Path, cfg: ModelConfig, form: Form, block: tuple[int, int] | None) -> _Tensors:
     """Compare the headers of a checkpoint's files with what they must hold.
 
-    Raises ValueError, with everything that is wrong.
+    Raises ValueError, with everything that is wrong; FileNotFoundError if there is no file.
     """
     index = read_index(folder)
-    names = sorted(set(index.values()) if index is not None else {file.name for file in folder.glob("*.safetensors")})
-    if not names:
-        raise FileNotFoundError(f"no *.safetensors in {folder}")
     wrong: dict[str, list[str]] = {}
     files: dict[str, FileTensor] = {}
-    for name in names:
+    for name in file_names(folder, index):
         try:
             header = read_header(folder / name)
         except ValueError as error:
@@ -234,31 +229,21 @@ def _misfit(
         shape = (*rows, spec.shape[-1])
     packed = (*rows, shape[-1] // 2)
     fits = {"bf16": _FLOATS, "f32": _FLOATS, "int64": _INTEGERS}.get(spec.form, (*_FLOATS, "F8_E4M3"))
-    if spec.form == "fp4" and tensor.dtype in _FP4_CODES and tensor.shape == packed:
-        want = (*rows, shape[-1] // FP4_BLOCK[1])
-    elif tensor.dtype not in fits or tensor.shape != shape:
+    is_fp4 = spec.form == "fp4" and tensor.dtype in _FP4_CODES and tensor.shape == packed
+    if not is_fp4 and (tensor.dtype not in fits or tensor.shape != shape):
         or_packed = f", or I8 {list(packed)}" if spec.form == "fp4" else ""
         return f"{found}, expected {' or '.join(fits)} {list(shape)}{or_packed}"
-    elif tensor.dtype != "F8_E4M3":
+    if not is_fp4 and tensor.dtype != "F8_E4M3":
         return f"{found}, and has block scales" if is_weight and scale else None
-    else:
-        want = (*rows[:-1], *num_blocks((rows[-1], shape[-1]), block or BLOCK))
     if scale is None:
         return f"{found}, and has no block scales"
     if scale.dtype not in ("F8_E8M0", "F32"):
         return f"{found}, with scales that are {scale.dtype}, expected F8_E8M0 or F32"
-    if scale.shape != want and (block or tensor.dtype != "F8_E4M3" or not _fits_a_block(shape, scale.shape)):
-        return f"{found}, with scales {list(scale.shape)}, expected {list(want)}"
-    return None
-
-
-def _fits_a_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
-    """Whether scales fit a weight in blocks of some size, where the configuration names none."""
     try:
-        find_block((shape[-2], shape[-1]), scales[-2:])
-    except ValueError:
-        return False
-    return scales[:-2] == shape[:-2]
+        find_block(shape, scale.shape, FP4_BLOCK if is_fp4 else block)
+    except ValueError as error:
+        return f"{found}, and {error}"
+    return None
 
 
 class _Reader:

@@ -103,6 +103,18 @@ def read_index(folder: Path) -> dict[str, str] | None:
     return found
 
 
+def file_names(folder: Path, index: dict[str, str] | None) -> list[str]:
+    """Return the names of a checkpoint's files: those in its index, or without one all that the folder holds.
+
+    Raises:
+      FileNotFoundError: there are none.
+    """
+    names = {file.name for file in folder.glob("*.safetensors")} if index is None else set(index.values())
+    if not names:
+        raise FileNotFoundError(f"no *.safetensors in {folder}")
+    return sorted(names)
+
+
 def tensor_files(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, from the index if there is one, otherwise from the headers of all files.
 
@@ -113,10 +125,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     index = read_index(folder)
     if index is not None:
         return index
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder}")
-    return {name: file.name for file in files for name in read_header(file)}
+    return {name: file for file in file_names(folder, index) for name in read_header(folder / file)}
 
 
 def block_size(config: Any) -> tuple[int, int] | None:

@@ -242,7 +242,7 @@ def find_block(
     """Return the block of a weight of this shape whose scales have that shape.
 
     Args:
-      shape: (out, in).
+      shape: (..., out, in), where axes before the last two are of several weights, such as experts.
       scales: the shape of its scales.
       block: what the checkpoint says. Otherwise 128 x 128 where that fits, else the one square block that does, with a
         power of two as its side.
@@ -251,11 +251,15 @@ def find_block(
       ValueError: no block fits.
     """
     message = f"block scales of shape {scales} do not fit a weight of shape {shape}"
+
+    def fits(block: tuple[int, int]) -> bool:
+        return (*shape[:-2], *num_blocks(shape[-2:], block)) == scales
+
     if block is not None:
-        if num_blocks(shape, block) != scales:
+        if not fits(block):
             raise ValueError(f"{message} in blocks of {block[0]} x {block[1]}")
         return block
-    sides = [side for side in _SIDES if num_blocks(shape, (side, side)) == scales]
+    sides = [side for side in _SIDES if fits((side, side))]
     if BLOCK[0] in sides:
         return BLOCK
     if len(sides) != 1:

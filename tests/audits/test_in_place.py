@@ -32,7 +32,9 @@ WHOLE_STEPS = [name for name in in_place.AUDITS if any(word in name for word in 
 PARTS = [name for name in in_place.AUDITS if name not in WHOLE_STEPS]
 
 
-@pytest.mark.usefixtures("quick_compilation")  # the test for GPUs compiles with all optimizations
+@pytest.mark.usefixtures(
+    "quick_compilation"
+)  # as in all tests here: what it leaves out comes after buffers have a place
 @pytest.mark.parametrize("name", [*PARTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WHOLE_STEPS)])
 def test_every_update_is_in_place_on_this_device(name):
     check(name, in_place.AUDITS[name](compile_here))
@@ -85,6 +87,7 @@ def test_a_copy_of_the_pool_would_be_noticed():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layer", range(3), ids=["swa", "csa", "hca"])
 def test_a_long_chunk_against_a_long_context_stays_below_a_gibibyte(layer, dtype):
@@ -94,6 +97,7 @@ def test_a_long_chunk_against_a_long_context_stays_below_a_gibibyte(layer, dtype
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
 def test_pro_traces_and_compiles_by_scanning_over_its_layers():
     """61 layers, each kind's body compiled once. Its time is printed by benchmarks/compile_time.py."""
     function, args = in_place.pro_scan()

@@ -19,6 +19,7 @@ def compiled(kind: str, weights: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")  # HLO is the same, the code made of it is not
 @pytest.mark.parametrize("kind", ["csa", "hca"])
 def test_no_step_puts_weights_side_by_side(kind):
     for weights in ("wide", "stored"):
@@ -26,6 +27,7 @@ def test_no_step_puts_weights_side_by_side(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
 def test_a_step_on_this_device_widens_no_stored_weight():
     assert widened(compiled("csa", "stored"), SMALLEST) == []
 

@@ -226,6 +226,7 @@ def test_the_only_collective_is_the_sum_of_a_layers_output(mesh):
     assert shapes == ([f"f32[{ROWS},{TOKENS},{CFG.hidden_size}]"] * len(LAYERS) if mesh is BOTH else [])
 
 
+@pytest.mark.slow
 def test_a_step_copies_no_part_of_the_cache():
     plan = plan_of(num_blocks=SHARDS << 20)
     memory, text = program(BOTH, over_heads(BOTH, plan), plan, tokens=1)

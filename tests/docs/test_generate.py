@@ -21,6 +21,7 @@ PROMPT_LENGTH = int(RECORDED["prompt_len"])
 PROMPT, GREEDY = np.split(RECORDED["ids"], [PROMPT_LENGTH])
 EXACT = ["--temperature", "0", "--weights", "f32", "--max-new", str(len(GREEDY)), "--ignore-eos", "--json"]
 # Characters of one to four bytes, so that a text is cut within most of them.
+COMPILING = "Compiling, which takes minutes for a large model\n"
 MIXED = "plain, Gr\u00fc\u00dfe, \u65e5\u672c\u8a9e, \U0001f680\U0001f30d!\n" * 3
 
 
@@ -76,6 +77,7 @@ def printed_parts(out: str) -> tuple[str, str, list[list[int]]]:
     return said, speed, json.loads(last)["tokens"]
 
 
+@pytest.mark.slow
 def test_the_recorded_tokens(capsys):
     assert command.main([str(MODEL), "--ids", as_argument(PROMPT), *EXACT]) == 0
     said, speed, (tokens,) = printed_parts(capsys.readouterr().out)
@@ -84,15 +86,19 @@ def test_the_recorded_tokens(capsys):
     assert speed.startswith(f"{len(GREEDY)} tokens in ")
 
 
+@pytest.mark.slow
 def test_text_is_printed_as_it_is_made(folder_with_tokenizer, capsys, monkeypatch):
     pieces = []
-    show = command.Printer.show
+    generate = command.generate
 
-    def counted(printer, tokens):
-        show(printer, tokens)
-        pieces.append(len(tokens[0]))
+    def counted(*given, on_progress, **options):
+        def show(tokens):
+            on_progress(tokens)
+            pieces.append(len(tokens[0]))
 
-    monkeypatch.setattr(command.Printer, "show", counted)
+        return generate(*given, on_progress=show, **options)
+
+    monkeypatch.setattr(command, "generate", counted)
     prompt = "Once upon a time, there was a model. ".ljust(PROMPT_LENGTH, ".")
     assert command.main([str(folder_with_tokenizer), "--prompt", prompt, *EXACT]) == 0
     said, _, (tokens,) = printed_parts(capsys.readouterr().out)
@@ -109,7 +115,7 @@ def asked(monkeypatch) -> dict:
 
     def answer(params, prompts, max_new, sampling, drafts, stop_tokens, caches, on_progress):
         given.update(params=params, prompts=prompts, max_new=max_new, sampling=sampling, drafts=drafts)
-        given.update(stop_tokens=stop_tokens, caches=caches)
+        given.update(stop_tokens=stop_tokens, caches=caches, on_progress=on_progress)
         return Generated(tokens=[[7, 8] for _ in prompts], passes=2, drafted=8, accepted=2, seconds=0.5)
 
     monkeypatch.setattr(command, "generate", answer)
@@ -121,6 +127,7 @@ def test_a_prompt_is_text_or_what_a_user_says(options, text, folder_with_tokeniz
     assert command.main([str(folder_with_tokenizer), "--prompt", "Hi", *options]) == 0
     assert asked["prompts"] == [Text(folder_with_tokenizer).encode(text)]
     assert Text(folder_with_tokenizer).decode(asked["prompts"][0]) == text
+    assert asked["on_progress"] is not None
 
 
 def test_options_reach_the_loop(asked, capsys):
@@ -134,8 +141,10 @@ def test_options_reach_the_loop(asked, capsys):
     assert (plan.max_requests, plan.kv_format, plan.indexer_format) == (2, "bf16", "mxfp4")
     assert plan.max_context >= 3 + 9
     assert asked["caches"].drafts is not None
-    out = capsys.readouterr().out.splitlines()
-    assert out == [
+    assert asked["on_progress"] is None, "several texts are shown when all are complete: the loop need not be left"
+    captured = capsys.readouterr()
+    assert captured.err == COMPILING
+    assert captured.out.splitlines() == [
         "[0] 7 8",
         "[1] 7 8",
         "4 tokens in 0.50 s, 8.0 tokens/s; 2 of 8 drafts accepted (25%)",
@@ -169,8 +178,9 @@ def test_pieces_of_text_add_up(valid, step, folder_with_tokenizer, capsys):
     text = Text(folder_with_tokenizer)
     tokens = text.encode(MIXED) if valid else np.random.default_rng(step).integers(0, 256, 80).tolist()
     printer, shown = command.Printer(text, 1, ()), ""
+    assert printer.on_progress is not None
     for count in range(0, len(tokens), step):
-        printer.show([tokens[:count]])
+        printer.on_progress([tokens[:count]])
         shown += capsys.readouterr().out
         assert not shown.endswith(command.REPLACEMENT)
         assert text.decode(tokens[:count]).startswith(shown)
@@ -183,8 +193,7 @@ def test_pieces_of_text_add_up(valid, step, folder_with_tokenizer, capsys):
 def test_several_texts_are_printed_when_they_are_complete(folder_with_tokenizer, capsys):
     text = Text(folder_with_tokenizer)
     printer, tokens = command.Printer(text, 2, ()), [text.encode("one"), text.encode("two")]
-    printer.show(tokens)
-    assert not capsys.readouterr().out
+    assert printer.on_progress is None
     printer.finish(tokens)
     assert capsys.readouterr().out == "[0] one\n[1] two\n"
 
@@ -194,8 +203,9 @@ def test_the_token_that_ends_a_text_is_not_printed(folder_with_tokenizer, capsys
     text = Text(folder_with_tokenizer)
     whole, end = text.encode("a.b."), text.encode(".")
     printer = command.Printer(text, 1, end)
+    assert printer.on_progress is not None
     for count in range(1, 5):
-        printer.show([whole[:count]])
+        printer.on_progress([whole[:count]])
     printer.finish([whole])
     assert capsys.readouterr().out == "a.b\n"
     command.Printer(text, 3, end).finish([whole, end, whole[:3]])
@@ -205,9 +215,9 @@ def test_the_token_that_ends_a_text_is_not_printed(folder_with_tokenizer, capsys
 
 
 def one_error(captured) -> str:
-    """The message of a command that failed and printed nothing else but "Compiling"."""
+    """The message of a command that failed and printed nothing else but that it compiles."""
     assert not captured.out
-    line = captured.err.removeprefix("Compiling\n").removesuffix("\n")
+    line = captured.err.removeprefix(COMPILING).removesuffix("\n")
     assert line.startswith("error: ")
     assert "\n" not in line
     return line

@@ -50,7 +50,7 @@ class Case:
         )
         half = jnp.asarray(slots[: self.batch // 2])
         lengths = jnp.asarray(rng.integers(1, self.context // 4, half.size), jnp.int32)
-        tables, ok = grow(tables, half, lengths, plan)
+        tables, ok = jax.jit(functools.partial(grow, plan=plan))(tables, half, lengths)
         assert ok or not half.size
         tables = dataclasses.replace(tables, seq_lens=tables.seq_lens.at[half].set(lengths))
         asked, num_new = slots[: self.batch].copy(), rng.integers(1, self.most + 1, self.batch).astype(np.int32)

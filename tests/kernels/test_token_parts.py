@@ -85,6 +85,10 @@ sizes = pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
 
 def formulas(products: pk.TokenProducts, rounding: pk.TokenRounding, freqs: np.ndarray) -> pk.TokenParts:
     """The parts in plain JAX, but for ``stored``."""
+    return jax.jit(functools.partial(_formulas, rounding=rounding, freqs=freqs))(products)
+
+
+def _formulas(products: pk.TokenProducts, rounding: pk.TokenRounding, freqs: np.ndarray) -> pk.TokenParts:
     rank = products.q_norm.shape[0]
     latent = rms_norm(products.q_a_kv[..., :rank], products.q_norm, rounding.eps).astype(rounding.latent_dtype)
     kv = apply_rope(rms_norm(products.q_a_kv[..., rank:], products.kv_norm, rounding.eps), products.positions, freqs)

@@ -390,7 +390,8 @@ def test_rotate_and_reset_refuse_the_state_of_another_kind():
 # ---- a scan over layers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", first_of(COMPRESSED))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPRESSED)
 def test_a_scan_over_layers_equals_the_unrolled_loop(kind):
     depth = 3
     cfg = dataclasses.replace(CFG, compress_ratios=(CFG.ratio(kind),) * depth)

@@ -174,7 +174,7 @@ def test_an_error_names_the_argument_at_fault():
 
 
 def test_calls_that_read_a_cache_on_the_host_say_so_under_jit(tmp_path: Path):
-    cache, slots = filled()
+    cache, slots, _ = d4.admit(d4.init_cache(small_plan()), BATCH)  # they must not come to read what it holds
     for name, call in {
         "describe": d4.describe,
         "verify": d4.verify,
@@ -189,7 +189,7 @@ def test_calls_that_read_a_cache_on_the_host_say_so_under_jit(tmp_path: Path):
 
 
 def test_a_cache_of_which_some_leaves_alone_are_traced_is_refused_too():
-    cache, _ = filled()
+    cache = d4.init_cache(small_plan())
 
     def check(windows: Any) -> None:
         state = dataclasses.replace(cache.swa.state, window=windows)

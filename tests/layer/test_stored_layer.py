@@ -53,7 +53,8 @@ def generate(number: int, block: tuple[int, int] = (128, 128), activations: str 
     return feed(weights(block, activations)[number], xs, cache, slots, splits, layers=LAYERS)[0]
 
 
-@pytest.mark.parametrize("block", first_of([pytest.param((size, size), id=f"{size} x {size}") for size in (32, 128)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [pytest.param((size, size), id=f"{size} x {size}") for size in (32, 128)])
 def test_stored_weights_give_what_their_widened_twins_give(block):
     for kind, ours, theirs in zip(KINDS, generate(0, block), generate(1, block), strict=True):
         for a, b in zip(ours, theirs, strict=True):

@@ -12,6 +12,7 @@ from dsv4jax.model import ModelConfig, Picks, random_model
 from dsv4jax.model import experts as module
 from dsv4jax.model.experts import mix_experts
 from dsv4jax.model.params import Experts, StoredExperts
+from tests.support.cases import first_of
 from tests.support.models import relative_rms
 
 CFG = ModelConfig.tiny(num_experts=8, experts_per_token=3)
@@ -73,12 +74,14 @@ def padding(x) -> Picks:
 @pytest.mark.parametrize("weights", ["f32", "stored"])
 @pytest.mark.parametrize(
     ("tokens", "tile", "at_once", "favourite"),
-    [
-        pytest.param(1, 128, 8, None, id="one token"),
-        pytest.param(19, 128, 64, None, id="in one go"),
-        pytest.param(19, 4, 3, None, id="in tiles, some at a time"),
-        pytest.param(19, 4, 1, 5, id="one expert has every token"),
-    ],
+    first_of(
+        [
+            pytest.param(19, 4, 3, None, id="in tiles, some at a time"),
+            pytest.param(1, 128, 8, None, id="one token"),
+            pytest.param(19, 128, 64, None, id="in one go"),
+            pytest.param(19, 4, 1, 5, id="one expert has every token"),
+        ]
+    ),
 )
 def test_tiles_give_what_a_loop_gives(monkeypatch, weights, tokens, tile, at_once, favourite):
     monkeypatch.setattr(module, "TILE", tile)

@@ -174,9 +174,8 @@ def test_a_model_without_a_draft_block_says_so():
 # ---- stored FP8 and FP4 weights -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "form", [dict(weights="stored", dtype=jnp.float32), pytest.param(dict(weights="f32"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [dict(weights="stored", dtype=jnp.float32), dict(weights="f32")])
 def test_stored_weights_with_f32_sums_give_the_recorded_logits(form):
     wanted = recorded("q")
     seen = run_whole(load_model(MODEL_Q, **form), wanted["ids"], **FULL)

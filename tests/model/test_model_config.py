@@ -15,6 +15,7 @@ import dsv4jax as d4
 from dsv4jax.model import ModelConfig, StoredExperts, load_model, random_model
 from dsv4jax.weights.stored import StoredWeight
 from tests.support import stored
+from tests.support.cases import first_of
 from tests.support.driver import assert_same
 from tests.support.model_folders import E2M1, MODELS, per_number, published_config, random_tensors, write_folder
 
@@ -287,7 +288,7 @@ def numbers(weight: Any) -> np.ndarray:
     return np.asarray(weight).astype(np.float64)
 
 
-@pytest.mark.parametrize("weights", ["stored", "f32"])
+@pytest.mark.parametrize("weights", first_of(["stored", "f32"]))
 def test_random_weights_have_variance_1_by_in(weights):
     attention = d4.DSV4Config.tiny(hidden_size=512, head_dim=72, compress_ratios=(0, 0))
     cfg = ModelConfig.tiny(attention=attention, expert_width=384, num_experts=4, experts_per_token=2)

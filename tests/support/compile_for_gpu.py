@@ -104,6 +104,9 @@ def report_of(module: str, target: str, *options: str) -> dict[str, Any]:
 
 def main(target: str) -> None:
     prepare_environment()
+    # Products by cuBLAS, which may be what XLA chooses on a device, too: code of its own for them takes as long to
+    # compile as all else, and neither what is aliased nor what grows with the cache depends on it.
+    os.environ["XLA_FLAGS"] += " --xla_gpu_enable_triton_gemm=false"
     from tests.support import in_place
 
     compiler = functools.partial(compile_for, target)

@@ -51,8 +51,10 @@ def random_params(cfg: d4.DSV4Config = CFG, seed: int = 0) -> tuple[Any, ...]:
     def draw(path: Any, leaf: Any) -> jax.Array:
         noise = rng.standard_normal(leaf.shape, np.float32)
         if len(leaf.shape) == 1:
-            return jnp.asarray(noise * np.float32(0.1) + np.float32("norm" in jax.tree_util.keystr(path)))
-        return jnp.asarray(noise * np.float32(leaf.shape[-1] ** -0.5))
+            noise = noise * np.float32(0.1) + np.float32("norm" in jax.tree_util.keystr(path))
+        else:
+            noise = noise * np.float32(leaf.shape[-1] ** -0.5)
+        return jax.device_put(noise)  # jnp.asarray would compile a program for each shape
 
     with jax.ensure_compile_time_eval():  # arrays, not tracers, even if a function that is being traced asks first
         return tuple(
@@ -94,7 +96,7 @@ def feed(params, xs: Sequence[np.ndarray], cache, slots, splits, *, layers=(0,),
         x = np.full((batch, width, hidden), np.nan, xs[0].dtype)
         for b, n in enumerate(num_new):
             x[b, :n] = xs[b][done[b] : done[b] + n]
-        ys, cache, ok = step(params, jnp.asarray(x), cache, slots, ids(*num_new), layers=layers, backend=backend)
+        ys, cache, ok = step(params, jax.device_put(x), cache, slots, ids(*num_new), layers=layers, backend=backend)
         assert bool(ok)
         for layer, y in enumerate(ys):
             y = np.asarray(y)

@@ -118,6 +118,7 @@ def test_arrays_of_two_dtypes_are_joined_in_float32():
         ((32, 32), (1, 1), None, (128, 128)),  # both fit
         ((32, 32), (1, 1), (32, 32), (32, 32)),
         ((256, 384), (2, 12), (128, 32), (128, 32)),
+        ((5, 256, 384), (5, 8, 12), None, (32, 32)),  # of five experts
     ],
 )
 def test_a_block_is_found_by_shapes_where_none_is_given(shape, scales, given, found):
@@ -130,6 +131,8 @@ def test_a_block_is_found_by_shapes_where_none_is_given(shape, scales, given, fo
         ((256, 384), (3, 2), None, r"block scales of shape \(3, 2\) do not fit a weight of shape \(256, 384\)$"),
         ((256, 384), (2,), None, r"block scales of shape \(2,\) do not fit"),
         ((544, 160), (2, 5), None, "do not fit"),  # 512 x 32 would
+        ((5, 256, 384), (4, 2, 3), None, "do not fit"),
+        ((5, 256, 384), (4, 2, 3), (128, 128), "do not fit"),
         ((256, 384), (2, 3), (32, 32), "do not fit a weight .* in blocks of 32 x 32"),
     ],
 )
