@@ -10,6 +10,7 @@ If there are too few queries to fill the GPU, a cluster of blocks shares the til
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 
@@ -36,6 +37,8 @@ class BlockLayout(AttentionLayout):
     heads: int = dataclasses.field(default=HEADS, init=False)
     cluster: int = 1
     loaders: int = 1  # warpgroups that load keys
+
+    reduces: ClassVar[bool] = False  # all shared memory is taken
 
     @property
     def warpgroups(self) -> int:

@@ -66,7 +66,6 @@ class Layout(BlockLayout):
     loaders: int = 2
 
     gpu: ClassVar[GPU] = HOPPER
-    reduces: ClassVar[bool] = False  # all shared memory is taken
 
     @property
     def staged_loads(self) -> int:

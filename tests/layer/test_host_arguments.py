@@ -190,13 +190,14 @@ def test_calls_that_read_a_cache_on_the_host_say_so_under_jit(tmp_path: Path):
 
 def test_a_cache_of_which_some_leaves_alone_are_traced_is_refused_too():
     cache = d4.init_cache(small_plan())
+    swa = cache.stack("swa")
 
     def check(windows: Any) -> None:
-        state = dataclasses.replace(cache.swa.state, window=windows)
-        d4.verify(cache.with_stack("swa", dataclasses.replace(cache.swa, state=state)))
+        state = dataclasses.replace(swa.state, window=windows)
+        d4.verify(cache.with_stack("swa", dataclasses.replace(swa, state=state)))
 
     with pytest.raises(ValueError, match="verify reads values on the host"):
-        jax.jit(check)(cache.swa.state.window)
+        jax.jit(check)(swa.state.window)
 
 
 # ---- leaves of NumPy ------------------------------------------------------------------------------------------------
