@@ -36,24 +36,19 @@ class BlockLayout(AttentionLayout):
 
     heads: int = dataclasses.field(default=HEADS, init=False)
     cluster: int = 1
-    loaders: int = 1  # warpgroups that load keys
 
     reduces: ClassVar[bool] = False  # all shared memory is taken
+    staged_loads: ClassVar[int] = STAGED_LOADS  # loads of stored rows per lane that have a place in shared memory
 
     @property
     def warpgroups(self) -> int:
-        return CONSUMERS + self.loaders
-
-    @property
-    def staged_loads(self) -> int:
-        """Loads of stored rows per lane that have a place in shared memory."""
-        return STAGED_LOADS
+        return CONSUMERS + 1
 
     @property
     def common_bytes(self) -> int:
         """Shared memory that both kernels need, without barriers."""
         tiles = (HEADS + STAGES * KEYS) * HEAD_DIM * 2
-        return tiles + staging_bytes(self.staged_loads, self.loaders) + STAGES * KEYS * 8 + ROPE_DIM * 4
+        return tiles + staging_bytes(self.staged_loads) + STAGES * KEYS * 8 + ROPE_DIM * 4
 
     def scratch(self, queries: int, groups: int) -> Scratch | None:
         if self.cluster == 1:
@@ -113,7 +108,7 @@ class Block:
 class _Ahead:
     """What the loader knows about tiles i, i + 1 and i + 2 when it is about to store tile i.
 
-    Each lane handles one or two rows of each tile.
+    Each lane handles two rows of each tile.
     """
 
     numbers: list[Value]  # key numbers of tile i + 1
@@ -122,13 +117,10 @@ class _Ahead:
     rows: list[StoredRow] | list[Value]  # tile i: rows being loaded, or, if there is no room for both, their indices
 
 
-def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
-    """Load tile after tile, as ``loaders`` warpgroups.
-
-    Bytes are requested one tile ahead, and their addresses two and three tiles ahead.
-    """
+def load_tiles(block: Block, form: AttendedFormat) -> None:
+    """Load tile after tile. Bytes are requested one tile ahead, and their addresses two and three tiles ahead."""
     machine, memory = block.machine, block.memory
-    loader = KeyLoader(block.query, form, memory.staging, loaders)
+    loader = KeyLoader(block.query, form, memory.staging)
 
     def tile(i: Index) -> Value:
         """Return the number of the block's i-th tile.
@@ -142,7 +134,7 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
         return [select(tile < block.query.tiles, number, -1) for number in loader.find(tile)]
 
     def load(tile: Value, indices: list[Value]) -> list[StoredRow] | list[Value]:
-        return [loader.load(tile, n, indices[n]) for n in loader.rows] if loader.loads_ahead else indices
+        return [loader.load(tile, n, indices[n]) for n in range(2)] if loader.loads_ahead else indices
 
     # Before the first tile is requested, nothing may wait for another load. The queries take longer to load. They are
     # requested after the rows of a window, but before picked rows, whose places must be looked up first.
@@ -164,6 +156,7 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
                 row = loader.load(tile(i), which, row)
                 machine.wait_copies()
             loader.store(which, row, keys, factor_and_bias)
+            machine.keep_order()  # with the work on both rows interleaved, there are too few registers
         machine.fence_shared()
         memory.full.copy(stage).arrive()
         # Issue loads in the order in which their results are needed. That also uses the addresses first that were found

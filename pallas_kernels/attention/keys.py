@@ -1,9 +1,9 @@
 """The keys of a query: where its window rows and entries are stored, and how they become f16 tiles in shared memory.
 
 The keys of a query form one list: first its window, oldest first, then its entries (the picked ones, or all that it
-sees). The list is divided into tiles of 64 keys; no tile has both window rows and entries. One or two warpgroups load a
-tile. Each quad of lanes loads two rows or one, 16 bytes at a time, converts them to f16 in registers, and stores them
-to shared memory. These are the steps:
+sees). The list is divided into tiles of 64 keys; no tile has both window rows and entries. One warpgroup loads a tile.
+Each quad of lanes loads two rows, 16 bytes at a time, converts them to f16 in registers, and stores them to shared
+memory. These are the steps:
 
     find      the number of a key: its position in the window, or the number of the entry
     look_up   the page of an entry, from the block table; or the position that a ring row really has
@@ -112,23 +112,23 @@ class StoredRow:
     index: Value  # index of the row in its array, -1 = no key
 
 
-def take_staging(machine: TensorCores, loads: int = STAGED_LOADS, loaders: int = 1) -> Shared:
+def take_staging(machine: TensorCores, loads: int = STAGED_LOADS) -> Shared:
     """Allocate shared memory for the stored NoPE bytes of a tile: u8 [loads, lanes, 16].
 
-    Each lane of the ``loaders`` warpgroups uses only its own part.
+    Each lane uses only its own part.
     """
-    return Shared.take(machine, (loads, loaders * WARPGROUP, _LOAD), "u8")
+    return Shared.take(machine, (loads, WARPGROUP, _LOAD), "u8")
 
 
-def staging_bytes(loads: int = STAGED_LOADS, loaders: int = 1) -> int:
+def staging_bytes(loads: int = STAGED_LOADS) -> int:
     """Return the bytes that ``take_staging`` takes."""
-    return loads * loaders * WARPGROUP * _LOAD
+    return loads * WARPGROUP * _LOAD
 
 
 class KeyLoader:
-    """One or two warpgroups that load tiles of keys. Each lane takes part in two rows of a tile, or in one."""
+    """A warpgroup that loads tiles of keys. Each lane takes part in two rows of a tile."""
 
-    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None, loaders: int = 1):
+    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None):
         """Prepare to load.
 
         Args:
@@ -136,21 +136,19 @@ class KeyLoader:
           form: the format of all rows.
           staging: memory from ``take_staging`` for NoPE bytes that are being loaded. What does not fit stays in
             registers; with None that is all of them.
-          loaders: number of warpgroups.
         """
         self.query, self.machine, self.form = query, query.machine, form
-        self._lane = self.machine.thread % (loaders * WARPGROUP)
+        self._lane = self.machine.thread % WARPGROUP
         self._quad = Quad(self.machine, self._lane % Quad.LANES, NOPE_DIM)
-        # Each quad takes rows r and r + 8 of 16, or one row of 8. With this, two rows, stored by a quarter of a warp's
-        # lanes, use each bank of shared memory once.
-        per_lane = KEYS * Quad.LANES // (loaders * WARPGROUP)
-        row = self._lane // WARP * (8 * per_lane) + self._lane % WARP // Quad.LANES
-        self._rows = [row + 8 * n for n in range(per_lane)]
+        # Each quad takes rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's lanes, use each
+        # bank of shared memory once.
+        row = self._lane // WARP * 16 + self._lane % WARP // Quad.LANES
+        self._rows = [row, row + 8]
         self._loads = form.num_loads(self._quad)  # loads of NoPE bytes per row
         self._staging, room = staging, 0 if staging is None else staging.shape[0]
-        self.loads_ahead = per_lane * self._loads <= room + _HELD_LOADS
-        # For each row of a lane: its first place in the staging memory, and how many of its loads are staged.
-        self._first = [n * self._loads if self.loads_ahead else 0 for n in range(per_lane)]
+        self.loads_ahead = 2 * self._loads <= room + _HELD_LOADS
+        # For each of a lane's rows: its first place in the staging memory, and how many of its loads are staged.
+        self._first = [0, self._loads if self.loads_ahead else 0]
         self._staged = [min(self._loads, room - first) for first in self._first]
         # Of a factor in [1, 2), so that both give the same bits. The kernel for few queries must be free of calls; the
         # loaders of the others, which multiply nothing, need fewer registers with one.
@@ -223,11 +221,6 @@ class KeyLoader:
         return found
 
     # Its bytes.
-    @property
-    def rows(self) -> range:
-        """The numbers of a lane's rows."""
-        return range(len(self._rows))
-
     def _is_fresh(self, tile: Value, row: Value) -> Condition:
         """Return whether a window row is one of the new tokens' rows."""
         if self.query.inputs.fresh is None:

@@ -53,37 +53,29 @@ from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import Operand, Role, TensorCores, Tile
 
 FIRST, SECOND = 0, 1  # the multiplying warpgroups; also the stages of a pair's tiles, and the halves of the channels
-# Number of loading warpgroups -> registers per lane, for multiplying and for loading.
-_REGISTERS = {1: (208, 88), 2: (208, 48)}
-# Channels of one product. With more, ptxas finds too few registers in a launch of four warpgroups.
-_AT_ONCE = 128
+_MULTIPLY_REGISTERS, _LOAD_REGISTERS = 208, 88  # per lane
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(BlockLayout):
     """The layout of the Hopper kernel. A block computes 64 heads of a query, over its share of the tiles."""
 
-    loaders: int = 2
-
     gpu: ClassVar[GPU] = HOPPER
-
-    @property
-    def staged_loads(self) -> int:
-        return 12 // self.loaders  # what fits beside the handover
+    staged_loads: ClassVar[int] = 11  # what fits beside the handover
 
     @property
     def shared_bytes(self) -> int:
         return self.common_bytes + handover.BYTES + 8 * (2 * STAGES + 2)
 
     def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
-        memory = _Memory.take(machine, self)
+        memory = _Memory.take(machine)
         block = Block.of(machine, inputs, memory, self.cluster)
         init_barriers(memory.full, memory.free, memory.loaded_q, memory.begun, memory.handover.given)
-        multiply, load = _REGISTERS[self.loaders]
+        multiply, load = _MULTIPLY_REGISTERS, _LOAD_REGISTERS
         machine.roles(
             Role(warpgroups=1, registers=multiply, body=lambda: _First(block, memory, form).run(outputs)),
             Role(warpgroups=1, registers=multiply, body=lambda: _Second(block, memory, form).run(outputs)),
-            Role(warpgroups=self.loaders, registers=load, body=lambda: load_tiles(block, form, self.loaders)),
+            Role(warpgroups=1, registers=load, body=lambda: load_tiles(block, form)),
         )
 
 
@@ -94,18 +86,18 @@ class _Memory(Memory):
     handover: Handover
 
     @classmethod
-    def take(cls, machine: TensorCores, layout: Layout) -> _Memory:
+    def take(cls, machine: TensorCores) -> _Memory:
         return cls(
             q=Tile.take(machine, HEADS, HEAD_DIM * 2),
             keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES),
-            staging=take_staging(machine, layout.staged_loads, layout.loaders),
+            staging=take_staging(machine, Layout.staged_loads),
             factor_and_bias=Shared.take(machine, (STAGES, KEYS, 2), "f32"),
             angles=Shared.take(machine, (2, ROPE_DIM // 2), "f32"),
             handover=Handover.take(machine),
-            full=Barrier.take(machine, layout.loaders * WARPS, copies=STAGES),
+            full=Barrier.take(machine, WARPS, copies=STAGES),
             free=Barrier.take(machine, CONSUMERS * WARPS, copies=STAGES),
             loaded_q=Barrier.take(machine, CONSUMERS * WARPS),
-            begun=Barrier.take(machine, layout.loaders * WARPS),
+            begun=Barrier.take(machine, WARPS),
         )
 
 
@@ -135,16 +127,16 @@ class _Multiplier:
         output = [machine.constant(0.0, "f32")] * (HALF // 2)
         pairs = (tiles + 1) // 2
         sums = machine.loop(pairs, self.pair, _Sums(softmax, output))
-        softmax = sums.softmax.over_quads(machine)
-        softmax = Softmax(softmax.peak, self.total_of_both(softmax.total, pairs))
-        finish_output(self.block, outputs, sums.output, softmax, machine.constant(self.own, "i32"))
+        softmax = Softmax(sums.softmax.peak, self.total_of_both(sums.softmax.total, pairs))
+        half = machine.constant(self.own, "i32")
+        finish_output(self.block, outputs, sums.output, softmax.over_quads(machine), half)
 
     def pair(self, i: Value, sums: _Sums) -> _Sums:
         """Process the i-th pair of tiles."""
         raise NotImplementedError
 
     def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
-        """Return the sums of the weights of all tiles, given those of the own tiles. Both are of whole rows."""
+        """Return the sums of the weights of all tiles."""
         raise NotImplementedError
 
     def has_second(self, i: Value) -> Value:
@@ -169,11 +161,7 @@ class _Multiplier:
     def start_adding(self, output: list[Value], carried: list[Value], weights: list[Value], stage: int) -> list[Value]:
         """Scale the output, and start to add the weighted keys of a tile."""
         output = [value * carried[row_of(n)] for n, value in enumerate(output)]
-        sums = []
-        for n in range(0, HALF, _AT_ONCE):
-            part = output[n // 2 : (n + _AT_ONCE) // 2]
-            sums += self.machine.wgmma(part, weights, self.channels(stage, n), columns=_AT_ONCE)
-        return sums
+        return self.machine.wgmma(output, weights, self.channels(stage), columns=HALF)
 
     def finish_adding(self, output: list[Value], stage: int) -> list[Value]:
         """Wait for the sums, and give the tile's memory back."""
@@ -181,9 +169,9 @@ class _Multiplier:
         self.memory.free.copy(stage).arrive()
         return output
 
-    def channels(self, stage: int, first: int) -> Operand:
-        """Return a tile's keys with the channels from ``first`` on of this warpgroup's half."""
-        return self.memory.keys.copy(stage).transposed((self.own * HALF + first) * 2)
+    def channels(self, stage: int) -> Operand:
+        """Return a tile's keys with this warpgroup's half of the channels."""
+        return self.memory.keys.copy(stage).transposed(self.own * HALF * 2)
 
 
 class _First(_Multiplier):

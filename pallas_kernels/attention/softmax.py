@@ -84,9 +84,9 @@ def scale_logits(machine: TensorCores, logits: list[Value], factor_and_bias: Sha
 
 def load_factors(machine: TensorCores, factor_and_bias: Shared) -> list[Value]:
     """Return the factor of each logit's key, as ``scale_logits`` does."""
+    pairs = factor_and_bias.view((factor_and_bias.shape[0] // 8, QUAD, 4), "f32")
     factors = []
-    for j in range(factor_and_bias.shape[0] // 8):
-        place = factor_and_bias.view((factor_and_bias.shape[0] // 8, QUAD, 4), "f32")
-        a, _, b, _ = place.load_floats(j, machine.thread % QUAD, 0)
+    for j in range(pairs.shape[0]):
+        a, _, b, _ = pairs.load_floats(j, machine.thread % QUAD, 0)
         factors += [a, b, a, b]
     return factors
