@@ -1,7 +1,7 @@
 """Kernels in Triton's interpreter, over NumPy arrays. The interpreter as it is takes tensors of torch.
 
-Two more things are made right here. It fails with newer versions of NumPy, which do not turn arrays of one element into
-an index. And it cuts f32 to bf16, where GPUs round to nearest.
+More is made right here: it fails with newer versions of NumPy, which do not turn arrays of one element into an index; it
+cuts f32 to bf16, where GPUs round to nearest; and it multiplies matrices of bf16 as if their bits were integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-_EXCHANGED = "_patch_lang_tensor", "_patch_lang", "_convert_float"
+_EXCHANGED = (
+    (interpreter, "_patch_lang_tensor"),
+    (interpreter, "_patch_lang"),
+    (interpreter, "_convert_float"),
+    (interpreter.InterpreterBuilder, "create_dot"),
+)
 _INTERPRETER = threading.Lock()  # the interpreter exchanges functions of triton.language while it runs
 
 
@@ -75,7 +80,8 @@ def _patched() -> Iterator[None]:
 
     The interpreter does so at every call of one of its functions by another, and does not restore all of them.
     """
-    patch_tensor, patch_all, convert = (getattr(interpreter, name) for name in _EXCHANGED)
+    before = [getattr(owner, name) for owner, name in _EXCHANGED]
+    patch_tensor, patch_all, convert, multiply = before
     scopes: dict[int, Any] = {}
 
     def with_index(tensor: Any, scope: Any) -> None:
@@ -93,12 +99,24 @@ def _patched() -> Iterator[None]:
             return values.astype(ml_dtypes.bfloat16).view(np.uint16)
         return convert(values, of, to, mode)
 
-    for name, function in zip(_EXCHANGED, (with_index, once, rounded), strict=True):
-        setattr(interpreter, name, function)
+    def product(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, *map(_widened, (a, b)), *rest)
+
+    def exchange(functions: Sequence[Any]) -> None:
+        for (owner, name), function in zip(_EXCHANGED, functions, strict=True):
+            setattr(owner, name, function)
+
+    exchange((with_index, once, rounded, product))
     try:
         yield
     finally:
-        for name, function in zip(_EXCHANGED, (patch_tensor, patch_all, convert), strict=True):
-            setattr(interpreter, name, function)
+        exchange(before)
         for scope in reversed(scopes.values()):
             scope.restore()
+
+
+def _widened(handle: Any) -> Any:
+    """A matrix of bf16 as one of f32."""
+    if handle.dtype != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle(handle.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)

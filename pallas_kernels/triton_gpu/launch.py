@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.triton_gpu import interpreter
+from pallas_kernels.triton_gpu import device, interpreter
 
 Kernel = Any  # what ``triton.jit`` returns
 
@@ -88,6 +88,7 @@ def _compiled(
         grid=config.grid,
         num_warps=config.warps,
         num_stages=config.stages,
+        compute_capability=device.capability(),
         input_output_aliases=aliases,
         **config.constants,
     )
