@@ -53,12 +53,15 @@ def _nope(row, tiles, power, there, first: tl.constexpr, kv_format: tl.constexpr
         if kv_format == "fp8_row":
             values = codes * (power * unit).to(tl.float16)[:, None]
         else:
-            keys: tl.constexpr = row.shape[0]
-            tile = first // 64 + tl.arange(0, 2)
-            mask = there[:, None] & (tile < 7)[None, :]
-            byte = tl.load(tiles[:, None] + tile[None, :], mask=mask, other=127)
-            powers = (from_ue8m0(byte) * unit).to(tl.float16)
-            values = tl.reshape(tl.reshape(codes, (keys, 2, 64)) * powers[:, :, None], (keys, 128))
+            byte = tl.load(tiles + first // 64, mask=there, other=127)
+            power = (from_ue8m0(byte) * unit).to(tl.float16)
+            if first == 384:  # its second tile has RoPE channels
+                values = codes * power[:, None]
+            else:
+                byte = tl.load(tiles + first // 64 + 1, mask=there, other=127)
+                later = (from_ue8m0(byte) * unit).to(tl.float16)
+                is_first = (tl.arange(0, 128) < 64)[None, :]
+                values = codes * tl.where(is_first, power[:, None], later[:, None])
     return values
 
 
@@ -318,12 +321,16 @@ def choose_tiles(queries: int, num_heads: int, num_keys: int, kv_format: str) ->
       num_keys: the most that a query can have.
       kv_format: of the stored rows.
     """
-    keys = 32
-    large = device.capability() == 90 and num_heads % 64 == 0
-    heads, warps = (64, 8) if large else (32, 8) if num_heads % 32 == 0 else (16, 4)
+    capability, units = device.capability() or 0, device.multiprocessors()
+    keys = 16 if kv_format == "fp8_tile64" and capability not in device.MUCH_SHARED_MEMORY else 32
+    if num_heads % 32 or 4 * queries * num_heads <= 16 * units:  # at least four parts for each 16 heads
+        heads, warps = 16, 4
+    elif capability == 90 and num_heads % 64 == 0:
+        heads, keys, warps = 64, 64, 8  # as many heads as its tensor cores multiply at once
+    else:
+        heads, warps = 32, 8
     blocks = queries * num_heads // heads
-    wanted = device.multiprocessors() // max(blocks, 1)
-    parts = max(1, min(wanted, -(-num_keys // keys), MAX_PARTS))
+    parts = max(1, min(units // blocks, -(-num_keys // keys), MAX_PARTS))
     return Tiles(heads=heads, keys=keys, warps=warps, parts=parts)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pallas_kernels.language import target
 
-OLDEST = 80  # compute capability 8.0: the first with asynchronous copies, and bf16 products
+# Compute capabilities of data centers' GPUs, where a block can have 163 KiB of shared memory or more; on others 99 KiB.
+MUCH_SHARED_MEMORY = (80, 90, 100, 103)
 
 
 def capability() -> int | None:

@@ -39,15 +39,18 @@ def norm_and_rope(y, norm, angles, dim: tl.constexpr, rope_dim: tl.constexpr, ep
 
 
 @triton.jit
+def _butterfly(y, half: tl.constexpr):
+    size: tl.constexpr = y.shape[0]
+    a, b = tl.split(tl.trans(tl.reshape(y, (size // (2 * half), 2, half)), 0, 2, 1))
+    return tl.reshape(tl.trans(tl.join(a + b, a - b), 0, 2, 1), (size,))
+
+
+@triton.jit
 def hadamard(y, bits: tl.constexpr):
     """Apply the normalised Walsh-Hadamard transform to 2^bits channels, a butterfly for each bit of their number."""
-    size: tl.constexpr = y.shape[0]
     for bit in tl.static_range(bits):
-        half: tl.constexpr = 1 << bit
-        pairs = tl.trans(tl.reshape(y, (size // (2 * half), 2, half)), 0, 2, 1)
-        a, b = tl.split(pairs)
-        y = tl.reshape(tl.trans(tl.join(a + b, a - b), 0, 2, 1), (size,))
-    return y * (size**-0.5)
+        y = _butterfly(y, 1 << bit)
+    return y * (y.shape[0] ** -0.5)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from pallas_kernels.triton_gpu.launch import Config, launch
 from pallas_kernels.triton_gpu.numbers import e2m1_to_f16, from_e4m3, from_ue8m0
 
 KEY_FORMATS = ("f32", "bf16", "nvfp4", "mxfp4")
-ENTRIES = 128  # of a tile
+ENTRIES = {"f32": 32, "bf16": 32, "nvfp4": 128, "mxfp4": 128}  # of a tile
 
 
 @triton.jit
@@ -82,8 +82,8 @@ def indexer_scores_kernel(
             q_low, q_high = _halves(q, q_scale, at, is_head, dim, key_format)
             q_low, q_high = tl.trans(q_low), tl.trans(q_high)
         else:
-            at = at[:, None] * dim + tl.arange(0, dim)[None, :]
-            q_all = tl.trans(tl.load(q + at, mask=is_head[:, None], other=0.0))
+            q_all = q + at[:, None] * dim + tl.arange(0, dim)[None, :]
+            q_all = tl.trans(tl.load(q_all, mask=is_head[:, None], other=0.0))
         pool = tl.load(layer).to(tl.int64) * num_blocks * per_block
         for begin in tl.range(first, tl.minimum(first + tiles * entries, seen), entries):
             entry = begin + tl.arange(0, entries)
@@ -96,8 +96,8 @@ def indexer_scores_kernel(
                 dots = tl.dot(low, q_low)
                 dots = tl.dot(high, q_high, dots)
             else:
-                at = row[:, None] * dim + tl.arange(0, dim)[None, :]
-                key = tl.load(keys + at, mask=there[:, None], other=0.0).to(tl.float32)
+                key = keys + row[:, None] * dim + tl.arange(0, dim)[None, :]
+                key = tl.load(key, mask=there[:, None], other=0.0).to(tl.float32)
                 dots = tl.dot(key, q_all, input_precision="tf32x3")
             positive = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
             score = tl.sum(positive * weight, 1)
@@ -151,12 +151,13 @@ def indexer_scores(inputs: Any, *, key_format: str) -> jax.Array:
     most = max_blocks * per_block
     if not queries * most:
         return jnp.zeros((batch, tokens, most), jnp.float32)
-    all_tiles = -(-most // ENTRIES)
+    entries = ENTRIES[key_format]
+    all_tiles = -(-most // entries)
     # Each block loads the query's heads. Once there are some blocks for every multiprocessor, it does several tiles.
     tiles = max(1, queries * all_tiles // (4 * device.multiprocessors()))
     config = Config(
         grid=(queries, -(-all_tiles // tiles)),
-        warps=4 if is_packed else 8,
+        warps=4,
         constants=dict(
             tokens=tokens,
             requests=requests,
@@ -166,7 +167,7 @@ def indexer_scores(inputs: Any, *, key_format: str) -> jax.Array:
             num_heads=num_heads,
             heads=max(16, triton.next_power_of_2(num_heads)),
             dim=dim,
-            entries=ENTRIES,
+            entries=entries,
             tiles=tiles,
             key_format=key_format,
         ),

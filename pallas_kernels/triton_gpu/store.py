@@ -179,9 +179,9 @@ def cache_step_store_csa(
                 y = norm_and_rope(y, norm, turn, dim, rope_dim, eps)
                 store_row(y, entry_nope, entry_rope, entry_scale, row, there, nope_dim, rope_dim, kv_format)
             else:
-                y = tl.load(key_pooled + (batch * groups + group) * key_dim + tl.arange(0, key_dim))
-                y = hadamard(norm_and_rope(y, key_norm, turn, key_dim, rope_dim, eps), key_bits)
-                store_key(y, codes, codes_scale, row, there, key_dim, key_format)
+                key = tl.load(key_pooled + (batch * groups + group) * key_dim + tl.arange(0, key_dim))
+                key = hadamard(norm_and_rope(key, key_norm, turn, key_dim, rope_dim, eps), key_bits)
+                store_key(key, codes, codes_scale, row, there, key_dim, key_format)
     elif unit < 2 * groups + tail_units:
         if unit == 2 * groups:
             tails = (ka, za, kb_next, zb_next, kb, zb)
@@ -338,5 +338,5 @@ def flush_entries_kernel(
         y = tl.load(rows + at * dim + channel, mask=channel < dim, other=0.0)
         store_row(y, nope, rope, scale, row, there, nope_dim, rope_dim, kv_format)
         if key_dim > 0:
-            y = tl.load(keys + at * key_dim + tl.arange(0, key_dim))
-            store_key(y, codes, codes_scale, row, there, key_dim, key_format)
+            key = tl.load(keys + at * key_dim + tl.arange(0, key_dim))
+            store_key(key, codes, codes_scale, row, there, key_dim, key_format)
