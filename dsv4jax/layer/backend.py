@@ -1,15 +1,14 @@
 """The choice of an implementation for each op.
 
 An op has one implementation per backend. Its XLA implementation is the reference for the others. With ``backend=None``
-an op uses its Pallas kernel if the device and the sizes allow it, its Triton kernel on NVIDIA GPUs that Pallas kernels do
-not serve, and XLA otherwise. A named backend is used for every
-op that implements it; if it cannot serve such an op, that is an error, and no other backend is tried. ``OpBackends``
-names a backend for each op.
+an op uses its Pallas kernel if the device and the sizes allow it, its Triton kernel on other NVIDIA GPUs, and XLA
+otherwise. A named backend is used for every op that implements it; if it cannot serve such an op, that is an error, and
+no other backend is tried. ``OpBackends`` names a backend for each op.
 
     xla               plain JAX, on any device
     pallas            the kernels of ``pallas_kernels``, on the GPUs that ``pallas_kernels.language.target`` lists
     pallas_simulated  the same kernels run in NumPy on the host, on any device: slow, and checked for races
-    triton            the kernels of ``pallas_kernels.triton_gpu``, on NVIDIA GPUs since Ampere, with the extra ``triton``
+    triton            the kernels of ``pallas_kernels.triton_gpu``, on NVIDIA GPUs since Ampere; an extra
 
     projections       products with the layer's weights, and what tokens contribute
     cache_update      rounding and storing of new tokens, as a whole or in steps

@@ -63,7 +63,9 @@ def _unsupported_device() -> str | None:
         is_served = float(capability) >= OLDEST
     except ValueError:
         is_served = False
-    return None if is_served else f"it needs compute capability {OLDEST} or newer, {device.device_kind} has {capability}"
+    if is_served:
+        return None
+    return f"it needs compute capability {OLDEST} or newer, {device.device_kind} has {capability}"
 
 
 def is_default() -> bool:
@@ -90,7 +92,12 @@ class _OnTriton:
     """What all classes of this module have in the place of what those of ``kernels`` have."""
 
     backend = TRITON
-    options: dict[str, Any] = {}  # noqa: RUF012  of a class with a property of that name
+
+    unserved: Any  # each class has that of its op
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {}
 
     @property
     def library(self) -> Any:
@@ -102,14 +109,9 @@ class _OnTriton:
         reason = _missing() or (None if _is_interpreted() else _unsupported_device())
         return self.unserved(plan, kind) if reason is None and plan is not None else reason
 
-    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        raise NotImplementedError
-
 
 class TritonCacheUpdate(_OnTriton, CacheUpdateKernels):
     """The cache update in two launches, or one for SWA."""
-
-    unserved = CacheUpdateKernels.unserved
 
     def rotate_csa(
         self, state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array
@@ -130,9 +132,7 @@ class TritonGatherRows(_OnTriton, GatherRowsKernels):
 class TritonIndexerScores(_OnTriton, IndexerScoresKernels):
     """The scores. XLA makes the queries."""
 
-    unserved = IndexerScoresKernels.unserved
-
-    def queries(
+    def queries(  # pyright: ignore[reportIncompatibleMethodOverride]  not rounded yet
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | KeyRows:
         product = self.without_derivative(INDEXER_SCORES, product)
@@ -156,8 +156,6 @@ class TritonIndexerScores(_OnTriton, IndexerScoresKernels):
 
 class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
     """Attention. XLA makes the queries."""
-
-    unserved = DecodeAttentionKernels.unserved
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         product = self.without_derivative(DECODE_ATTENTION, product)

@@ -1,5 +1,9 @@
 """Stored rows of the pool as dense rows. A block decodes one row; rows that do not exist are 0."""
 
+# Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from typing import Any

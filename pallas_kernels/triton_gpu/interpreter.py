@@ -1,7 +1,7 @@
 """Kernels in Triton's interpreter, over NumPy arrays. The interpreter as it is takes tensors of torch.
 
-More is made right here: it fails with newer versions of NumPy, which do not turn arrays of one element into an index; it
-cuts f32 to bf16, where GPUs round to nearest; and it multiplies matrices of bf16 as if their bits were integers.
+More is made right here. It fails with newer versions of NumPy, which do not turn arrays of one element into an index.
+It cuts f32 to bf16, where GPUs round to nearest. And it multiplies matrices of bf16 as if their bits were integers.
 """
 
 from __future__ import annotations

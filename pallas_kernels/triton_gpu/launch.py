@@ -27,7 +27,7 @@ Kernel = Any  # what ``triton.jit`` returns
 class Config:
     """How a kernel is launched, and its constants."""
 
-    grid: tuple[int, ...]
+    grid: tuple[int] | tuple[int, int] | tuple[int, int, int]
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 1
@@ -119,4 +119,3 @@ def _poisoned(spec: Any) -> np.ndarray:
     dtype = np.dtype(spec.dtype)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return np.full(spec.shape, np.nan if is_float else np.iinfo(dtype).max, dtype)
-

@@ -7,6 +7,10 @@
 Rounding is to nearest, ties to even.
 """
 
+# Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import triton

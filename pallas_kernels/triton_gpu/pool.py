@@ -3,10 +3,14 @@
     CSA  sum softmax(Z) * K over 2m rows, per channel: the b-stream of group g - 1, then the a-stream of group g
     HCA  sum softmax(Z) * K over the rows of group g
 
-A request's tokens are divided into groups of ``ratio`` tokens, each of which becomes one entry. A call touches groups 0,
-1 and so on of a request; the first ``phase`` tokens of group 0 came before the call, and are in the tail. These kernels
-only read, so that the second launch may change the tails.
+A request's tokens are divided into groups of ``ratio`` tokens, each of which becomes one entry. A call touches groups
+0, 1 and so on of a request; the first ``phase`` tokens of group 0 came before the call, and are in the tail. These
+kernels only read, so that the second launch may change the tails.
 """
+
+# Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -123,13 +127,22 @@ def cache_step_pool_csa(
     if group < (phase + count) // ratio:
         if tl.program_id(2) == 0:
             tails = (ka, za, kb_next, zb_next, kb, zb)
-            _pool_group(
-                group, place, phase, count, (k, z), tails, pooled, tokens, groups, ratio, dim, rows, size
-            )
+            _pool_group(group, place, phase, count, (k, z), tails, pooled, tokens, groups, ratio, dim, rows, size)
         else:
             tails = (key_ka, key_za, key_kb_next, key_zb_next, key_kb, key_zb)
             _pool_group(
-                group, place, phase, count, (key_k, key_z), tails, key_pooled, tokens, groups, ratio, key_dim, rows,
+                group,
+                place,
+                phase,
+                count,
+                (key_k, key_z),
+                tails,
+                key_pooled,
+                tokens,
+                groups,
+                ratio,
+                key_dim,
+                rows,
                 key_size,
             )
 

@@ -1,8 +1,12 @@
-"""The arithmetic of one row in one block: norm, rope, Hadamard transform, and the formats of ``pallas_kernels.formats``.
+"""The arithmetic of one row in one block: norm, rope, Hadamard transform, and formats as in ``pallas_kernels.formats``.
 
 A row of ``dim`` channels is a vector of a power of two of them, 0 past ``dim``. Every function rounds where the XLA
 form in ``dsv4jax`` rounds, so that both store the same bytes.
 """
+
+# Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 

@@ -7,6 +7,10 @@ exact in bf16, so their products are those of the XLA form, up to the order of f
 multiplied with three TF32 products each, which is nearly f32.
 """
 
+# Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -146,7 +150,9 @@ def indexer_scores(inputs: Any, *, key_format: str) -> jax.Array:
     q_scale = inputs.queries.scale if is_packed else inputs.layer
     chex.assert_shape(q, (batch, tokens, num_heads, codes.shape[-1]))
     chex.assert_type(q, codes.dtype if is_packed else jnp.float32)
-    chex.assert_type([weights, inputs.layer, inputs.block_table, inputs.slots, inputs.visible], [jnp.float32] + 4 * [jnp.int32])
+    chex.assert_type(
+        [weights, inputs.layer, inputs.block_table, inputs.slots, inputs.visible], [jnp.float32] + 4 * [jnp.int32]
+    )
     (requests, max_blocks), queries = inputs.block_table.shape, batch * tokens
     most = max_blocks * per_block
     if not queries * most:

@@ -7,6 +7,10 @@
 Each block of the grid [B, units] does one thing: first the entries, then the tails, then the window rows.
 """
 
+# Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import triton
@@ -39,9 +43,7 @@ def _window_row(
     stored = (count > 0) & (token >= 0)
     channel = tl.arange(0, size)
     row = tl.program_id(0).to(tl.int64) * tokens + token
-    y = tl.load(
-        kv + row * (nope_dim + rope_dim) + channel, mask=stored & (channel < nope_dim + rope_dim), other=0.0
-    )
+    y = tl.load(kv + row * (nope_dim + rope_dim) + channel, mask=stored & (channel < nope_dim + rope_dim), other=0.0)
     at = place * n_win + (begin + token) % n_win
     store_row(y, nope, rope, scale, at, stored, nope_dim, rope_dim, kv_format)
     tl.store(pos + at, begin + token, mask=stored)
@@ -142,7 +144,7 @@ def cache_step_store_csa(
     key_zb_next,
     key_kb,
     key_zb,
-    _0, _1, _2, _3, _4, _5, _6, _7, _8, _9, _10, _11, _12, _13, _14, _15, _16, _17, _18, _19, _20,  # fmt: skip
+    _0, _1, _2, _3, _4, _5, _6, _7, _8, _9, _10, _11, _12, _13, _14, _15, _16, _17, _18, _19, _20,
     tokens: tl.constexpr,
     requests: tl.constexpr,
     n_win: tl.constexpr,
@@ -163,7 +165,7 @@ def cache_step_store_csa(
     eps: tl.constexpr,
     kv_format: tl.constexpr,
     key_format: tl.constexpr,
-):
+):  # fmt: skip
     place, slot, begin, count = request_of(layer, slots, start, num_new, tokens, requests)
     unit, phase, batch = tl.program_id(1), begin % ratio, tl.program_id(0).to(tl.int64)
     dim: tl.constexpr = nope_dim + rope_dim
@@ -192,9 +194,7 @@ def cache_step_store_csa(
     else:
         window = (window_nope, window_rope, window_scale)
         unit -= 2 * groups + tail_units
-        _window_row(
-            unit, place, begin, count, kv, window, pos, tokens, n_win, nope_dim, rope_dim, size, kv_format
-        )
+        _window_row(unit, place, begin, count, kv, window, pos, tokens, n_win, nope_dim, rope_dim, size, kv_format)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def cache_step_store_hca(
     first,  # ring: ka [layers, requests, ratio, dim]. online: the peak f32 [layers, requests, dim]
     second,  # ring: za. online: the total
     third,  # online: the weighted sum
-    _0, _1, _2, _3, _4, _5, _6, _7, _8, _9,  # fmt: skip
+    _0, _1, _2, _3, _4, _5, _6, _7, _8, _9,
     tokens: tl.constexpr,
     requests: tl.constexpr,
     n_win: tl.constexpr,
@@ -239,7 +239,7 @@ def cache_step_store_hca(
     size: tl.constexpr,
     eps: tl.constexpr,
     kv_format: tl.constexpr,
-):
+):  # fmt: skip
     place, slot, begin, count = request_of(layer, slots, start, num_new, tokens, requests)
     unit, phase, batch = tl.program_id(1), begin % ratio, tl.program_id(0).to(tl.int64)
     dim: tl.constexpr = nope_dim + rope_dim
@@ -269,9 +269,7 @@ def cache_step_store_hca(
     else:
         window = (window_nope, window_rope, window_scale)
         unit -= entries + tail_units
-        _window_row(
-            unit, place, begin, count, kv, window, pos, tokens, n_win, nope_dim, rope_dim, size, kv_format
-        )
+        _window_row(unit, place, begin, count, kv, window, pos, tokens, n_win, nope_dim, rope_dim, size, kv_format)
 
 
 @triton.jit
@@ -285,7 +283,7 @@ def cache_step_window(
     rope,
     scale,
     pos,  # i32 [layers, requests, n_win]
-    _0, _1, _2, _3,  # fmt: skip
+    _0, _1, _2, _3,
     tokens: tl.constexpr,
     requests: tl.constexpr,
     n_win: tl.constexpr,
@@ -293,7 +291,7 @@ def cache_step_window(
     rope_dim: tl.constexpr,
     size: tl.constexpr,
     kv_format: tl.constexpr,
-):
+):  # fmt: skip
     place, _, begin, count = request_of(layer, slots, start, num_new, tokens, requests)
     window = (nope, rope, scale)
     _window_row(
@@ -315,7 +313,7 @@ def flush_entries_kernel(
     scale,
     codes,  # [layers, num_blocks, per_block, ...]
     codes_scale,
-    _0, _1, _2, _3, _4,  # fmt: skip
+    _0, _1, _2, _3, _4,
     entries: tl.constexpr,  # E
     requests: tl.constexpr,
     max_blocks: tl.constexpr,
@@ -327,7 +325,7 @@ def flush_entries_kernel(
     size: tl.constexpr,
     kv_format: tl.constexpr,
     key_format: tl.constexpr,
-):
+):  # fmt: skip
     _, slot, begin, count = request_of(layer, slots, first, counts, entries, requests)
     number = tl.program_id(1)
     dim: tl.constexpr = nope_dim + rope_dim

@@ -57,8 +57,8 @@ def append_chunk(
     """Run the cache update of one layer for T tokens per request, of which ``num_new`` are real.
 
     Args:
-      stack: all layers of a kind: ``state`` (``window``, ``pos``, ``tail``, ``indexer_tail``) and ``pool`` (``entries``,
-        ``indexer_keys``) or None. Updated in place if the caller's jit donates it.
+      stack: all layers of a kind: ``state`` (``window``, ``pos``, ``tail``, ``indexer_tail``), and ``pool``
+        (``entries``, ``indexer_keys``) or None. Updated in place if the caller's jit donates it.
       tokens: the new tokens. If ``kv`` is None the window is not changed; if ``entry`` is None tails and pool are not.
       kv_format, key_format: of the stored rows.
       ratio: tokens per entry; None for SWA.
@@ -295,7 +295,7 @@ def _store_hca(stack: Any, tokens: NewTokens, call: _Call, ratio: int, eps: floa
         | _pool_sizes(rows, tokens.block_table)
         | dict(entries=entries, all_groups=call.touched(ratio), tail_units=tail_units, eps=eps),
     )
-    kv = tokens.layer if tokens.kv is None else tokens.kv
+    kv = pooled if tokens.kv is None else tokens.kv  # any f32 will do where no window row is stored
     given = [*call.inputs, tokens.block_table, kv, pooled, entry.norm, tokens.rope, entry.k, entry.z, running]
     state = [*call.window, rows.nope, rows.rope, rows.scale, *leaves, *([] if is_online else [None])]
     kept = [*(range(4) if tokens.kv is None else ()), *(range(7, len(state)) if keep_tails else ())]
@@ -341,7 +341,7 @@ def _store_csa(
             key_format=key_format,
         ),
     )
-    kv = tokens.layer if tokens.kv is None else tokens.kv
+    kv = pooled[0] if tokens.kv is None else tokens.kv  # any f32 will do where no window row is stored
     given = [*call.inputs, tokens.block_table, kv, *pooled, entry.norm, key.norm, tokens.rope, *streams]
     keys = stack.pool.indexer_keys
     leaves = [*call.window, rows.nope, rows.rope, rows.scale, keys.codes, keys.scale, *tails]
