@@ -393,11 +393,13 @@ def decode_attention(
     padded = sum(-(-count // tiles.keys) * tiles.keys for count in (n_win, most))
     shape = queries, num_heads // tiles.heads, padded
     results = [
-        jax.ShapeDtypeStruct((queries, parts, num_heads, dim) if parts > 1 else inputs.q.shape, partial_dtype)
-        for partial_dtype in (jnp.float32 if parts > 1 else dtype,)
+        jax.ShapeDtypeStruct(inputs.q.shape, dtype),
+        jax.ShapeDtypeStruct(shape, jnp.int32),
+        jax.ShapeDtypeStruct(shape if kv_format == "fp8_row" else (1,), jnp.float32),
+        jax.ShapeDtypeStruct((queries, parts, 2, num_heads) if parts > 1 else (1,), jnp.float32),
     ]
-    results += [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
-    results += [jax.ShapeDtypeStruct((queries, parts, 2, num_heads), jnp.float32)]
+    if parts > 1:
+        results[0] = jax.ShapeDtypeStruct((queries, parts, num_heads, dim), jnp.float32)
     sinks = inputs.sinks.astype(jnp.float32)
     config = Config(
         grid=(queries * num_heads // tiles.heads, parts),
