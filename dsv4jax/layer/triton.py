@@ -33,7 +33,7 @@ from dsv4jax.plan import CachePlan
 from pallas_kernels.language import target
 
 OLDEST = 8.0  # compute capability
-EXTRA = 'its extra "triton", which installs jax-triton: pip install "dsv4jax[triton]"'
+EXTRA = 'the extra "triton": pip install "jax-triton==0.3.1" "triton==3.6.0"'
 
 _warned: set[str] = set()  # kinds of GPUs that were named in a warning
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -82,12 +83,12 @@ def test_without_the_extra_xla_runs_and_one_warning_names_it(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax_triton" else found(name))
     with jax.sharding.use_abstract_mesh(A100):
-        with pytest.warns(triton.MissingExtraWarning, match=r"on NVIDIA A100 .* pip install \"dsv4jax\[triton\]\""):
+        with pytest.warns(triton.MissingExtraWarning, match=r"on NVIDIA A100 .* lacks the extra \"triton\""):
             assert CACHE_UPDATE.choose(None, PLAN, CSA) == "xla"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert {op.choose(None, PLAN, kind) for op in OPS for kind in d4.AttentionType} == {"xla"}
-        with pytest.raises(ValueError, match=r"cannot serve cache_update: it needs its extra"):
+        with pytest.raises(ValueError, match=r"cannot serve cache_update: it needs the extra"):
             CACHE_UPDATE.choose("triton", PLAN, CSA)
     with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -109,6 +110,11 @@ def test_sizes_that_its_kernels_do_not_serve(op, change, options, reason):
     plan = d4.plan_cache(cfg, max_requests=1, max_context=1024, **options)
     with jax.sharding.use_abstract_mesh(A100), pytest.raises(ValueError, match=reason):
         op.choose("triton", plan, CSA)
+
+
+def test_the_extra_has_the_versions_that_messages_name():
+    (pinned,) = re.findall(r"^triton = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert triton.EXTRA.endswith("pip install " + pinned.replace(",", ""))
 
 
 def test_it_is_listed_for_the_ops_that_it_implements():
