@@ -330,7 +330,8 @@ def choose_tiles(queries: int, num_heads: int, num_keys: int, kv_format: str) ->
     if num_heads % 32 or 4 * queries * num_heads <= 16 * units:  # at least four parts for each 16 heads
         heads, warps = 16, 4
     elif capability == 90 and num_heads % 64 == 0:
-        heads, keys, warps = 64, 64, 8  # as many heads as its tensor cores multiply at once
+        heads, warps = 64, 8  # as many as its tensor cores multiply at once
+        keys = 32 if kv_format == "bf16" else 64
     else:
         heads, warps = 32, 8
     blocks = queries * num_heads // heads
