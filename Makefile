@@ -44,7 +44,7 @@ test-slow: $(call installed,test)
 test-gpu: $(call installed,test-gpu)
 	XLA_FLAGS="--xla_gpu_autotune_level=0 $(XLA_FLAGS)" $(python) -m pytest -n $(GPU_JOBS) --dist worksteal \
 		-m "not simulated" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
-		tests/requests tests/weights tests/model tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
+		tests/requests tests/triton_gpu tests/weights tests/model tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
 check: lint test test-slow $(if $(PYTHON),,check-newest) docs
 

@@ -65,8 +65,8 @@ case $target in
 demo-cpu) install -e ".[demo]" ;;
 docs) install -e ".[docs]" ;;
 demo-gpu) if sees_gpu "$venv/bin/python"; then install -e ".[demo]"; else install -e ".[gpu,demo]"; fi ;;
-test) install -e ".[dev,cross]" ;;
-test-gpu) if sees_gpu "$venv/bin/python"; then install -e ".[dev]"; else install -e ".[gpu,dev]"; fi ;;
+test) install -e ".[dev,cross,triton]" ;;
+test-gpu) if sees_gpu "$venv/bin/python"; then install -e ".[dev,triton]"; else install -e ".[gpu,dev,triton]"; fi ;;
 newest)
     install --upgrade -e . "pytest>=8" "hypothesis>=6.100"
     # The plugin that compiles for GPUs must be of jaxlib's own version, which is known only once jaxlib is there.

@@ -16,6 +16,8 @@ attention    attention over the stored window rows and entries
 scores       the score of every entry for every query, computed from the stored 4-bit keys
 selection    top-k: the positions of the largest scores
 
+triton_gpu   kernels in Triton for other NVIDIA GPUs; imported only when they are used, because they need an extra
+
 allocation   pages for the next tokens of a batch
 gather       stored rows as dense ones
 queries      norm, rope and rounding of queries, from matrix products to what attention and scores take

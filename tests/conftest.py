@@ -12,6 +12,8 @@ from tests.support.paths import COMPILED
 if shutil.which("nvidia-smi") is None:
     # The cross-compilation wheels make JAX look for a GPU, which it must not do on a machine without one.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Kernels in Triton are then interpreted, which is decided when they are imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Several test processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

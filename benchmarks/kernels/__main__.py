@@ -22,6 +22,8 @@ def main() -> None:
     for command, what in timed.items():
         parser_of = commands.add_parser(command, help=f"time {what}")
         parser_of.add_argument("--out", type=Path, default=None, help="append JSON lines here")
+        if command not in ("topk", "tune"):
+            parser_of.add_argument("--backend", default=None, choices=["triton"], help="time these kernels, too")
         if command == "step":
             continue
         parser_of.add_argument("--only", default="", help="run the cases whose name matches this regular expression")
@@ -41,11 +43,12 @@ def main() -> None:
     if arguments.command == "cache":
         from benchmarks.kernels.update import main as run
 
-        run(arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs, dump=dump)
+        backends = ("pallas", *_more(arguments), *(() if arguments.no_xla else ("xla",)))
+        run(arguments.out, arguments.only, backends, runs=arguments.runs, dump=dump)
     elif arguments.command == "step":
         from benchmarks.kernels.step import main as run_step
 
-        run_step(arguments.out, dump, tokens=16)
+        run_step(arguments.out, dump, ("pallas", *_more(arguments)), tokens=16)
     elif arguments.command == "tune":
         from benchmarks.kernels.reads import tune
 
@@ -53,7 +56,8 @@ def main() -> None:
     elif arguments.command in timed:
         from benchmarks.kernels.reads import main as run_reads
 
-        run_reads(arguments.command, arguments.out, arguments.only, xla=not arguments.no_xla, runs=arguments.runs)
+        backends = ("pallas", *_more(arguments), *(() if arguments.no_xla else ("xla",)))
+        run_reads(arguments.command, arguments.out, arguments.only, backends, runs=arguments.runs)
     elif arguments.command == "plot":
         from benchmarks.kernels.chart import main as draw
 
@@ -62,6 +66,12 @@ def main() -> None:
         from benchmarks.kernels.report import main as write
 
         write()
+
+
+def _more(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Backends that are timed beside the default ones."""
+    backend = getattr(arguments, "backend", None)
+    return () if backend is None else (backend,)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 
 import dsv4jax as d4
 import pallas_kernels as pk
-from benchmarks.kernels.timing import ceilings, kernel_events, kernel_times, record
+from benchmarks.kernels.timing import beside, ceilings, kernel_events, kernel_times, library, record
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.formats import row_bytes
@@ -238,7 +238,7 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
             angles=packed_angles(positions, freqs),
             layer=ticket,
         )
-        return pk.decode_attention(reads, kv_format=case.kv_format, **options)
+        return library(backend).decode_attention(reads, kv_format=case.kv_format, **options)
 
     return call, jnp.zeros(shape, jnp.bfloat16), inputs
 
@@ -264,7 +264,7 @@ def indexer_call(case: Case) -> tuple[Call, Any, Any]:
             slots=layer.slots,
             visible=visible,
         )
-        return pk.indexer_scores(arrays, key_format=case.indexer_format, **options)
+        return library(backend).indexer_scores(arrays, key_format=case.indexer_format, **options)
 
     return call, jnp.zeros((*lead[:2], case.entries), jnp.float32), inputs
 
@@ -294,11 +294,11 @@ def matmul_ceiling(size: int = 8192) -> float:
     return round(2 * size**3 / statistics.median(times) / 1e9, 1)
 
 
-def run_case(case: Case, limits: dict[str, float], *, xla: bool, runs: int) -> dict[str, Any]:
+def run_case(case: Case, limits: dict[str, float], backends: tuple[str, ...], *, runs: int) -> dict[str, Any]:
     call, result, inputs = CALLS[case.op](case)
     moved, operations = case.work()
     found: dict[str, Any] = {"case": case.name, **dataclasses.asdict(case), "bytes": moved, "flops": operations}
-    for backend in ("pallas", "xla") if xla else ("pallas",):
+    for backend in backends:
         timed = functools.partial(call, backend)
         if backend == "xla":
             needed: Any = jax.jit(timed).lower(result, inputs, jnp.ones(1, jnp.int32)).compile().memory_analysis()
@@ -306,8 +306,8 @@ def run_case(case: Case, limits: dict[str, float], *, xla: bool, runs: int) -> d
                 found["xla skipped"] = f"{needed.temp_size_in_bytes} bytes of temporaries"
                 continue
         # For the kernels only the launch itself is counted, because this benchmark prepares the ticket's argument.
-        named = NAMES[case.op] if backend == "pallas" else ""
-        times = kernel_times(timed, result, inputs, runs=runs if backend == "pallas" else 3, named=named)
+        named = "" if backend == "xla" else NAMES[case.op]
+        times = kernel_times(timed, result, inputs, runs=3 if backend == "xla" else runs, named=named)
         found[backend] = dataclasses.asdict(times)
     us = found["pallas"]["median"]
     floor = max(moved / limits["read GB/s"] / 1e3, operations / limits["matmul TFLOP/s"] / 1e6)
@@ -319,21 +319,20 @@ def run_case(case: Case, limits: dict[str, float], *, xla: bool, runs: int) -> d
 
 
 def show(line: dict[str, Any]) -> None:
-    pallas, xla = line["pallas"], line.get("xla")
+    pallas = line["pallas"]
     text = f"{line['case']:50} {pallas['median']:7.2f} us [{pallas['low']:.2f}, {pallas['high']:.2f}]"
     text += f" {line['GB/s']:7.1f} GB/s {line['TFLOP/s']:6.1f} TFLOP/s {line['share of roofline']:6.1%}"
-    if xla:
-        text += f"   XLA {xla['median']:9.2f} us in {xla['kernels']:.0f} kernels"
+    text += beside(line)
     print(text, flush=True)
 
 
-def main(op: str, out: Path | None, only: str, *, xla: bool, runs: int) -> None:
+def main(op: str, out: Path | None, only: str, backends: tuple[str, ...], *, runs: int) -> None:
     limits = ceilings() | {"matmul TFLOP/s": matmul_ceiling()}
     print(limits)
     record(out, case="ceilings", **limits)
     for case in cases():
         if case.op == op and re.search(only, case.name):
-            line = run_case(case, limits, xla=xla, runs=runs)
+            line = run_case(case, limits, backends, runs=runs)
             show(line)
             record(out, **line)
 

@@ -24,14 +24,16 @@ from benchmarks.kernels.update import Case, new_rows, thunks
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.kernels import layer_number
-from dsv4jax.layer.ops import INDEXER_SCORES, TOP_K
+from dsv4jax.layer.ops import DECODE_ATTENTION, INDEXER_SCORES, TOP_K, AttentionInputs
 from dsv4jax.layer.update import store
 from dsv4jax.rope import packed_angles, rope_frequencies
 
 OPS = ("cache_step", "indexer_scores", "top_k", "decode_attention")
 
 
-def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: str, hca_tail: str) -> dict[str, Any]:
+def run(
+    batch: int, context: int, dump: Path, *, tokens: int, indexer_format: str, hca_tail: str, backend: str = "pallas"
+) -> dict[str, Any]:
     cfg = d4.DSV4Config.flash()
     plan = d4.plan_cache(
         cfg, max_requests=batch, max_context=context + 128, indexer_format=indexer_format, hca_tail=hca_tail
@@ -56,15 +58,22 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
     ) -> Any:
         batch = Batch(slots=slots, start=start, num_new=one)
         call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
-        call = call.with_stack(store(call, inputs, "pallas"))
+        call = call.with_stack(store(call, inputs, backend))
         positions, entries = start[:, None], call.entries
         visible: Any = None
         picks = None
         if entries is not None:
             visible = (positions + 1) // call.ratio
             if kind.is_indexed:
-                scores = INDEXER_SCORES["pallas"].scores(key_queries, weights, entries, visible)
-                picks = TOP_K["pallas"].pick(scores, visible, cfg.indexer_top_k)
+                scores = INDEXER_SCORES[backend].scores(key_queries, weights, entries, visible)
+                picks = TOP_K.of(backend, plan, kind).pick(scores, visible, cfg.indexer_top_k)
+        if backend != "pallas":
+            window = call.window(None)
+            given = AttentionInputs(
+                q=q, positions=positions, sinks=sinks, window=window, entries=entries, picks=picks, visible=visible
+            )
+            q = DECODE_ATTENTION[backend].attend(given, rope_frequencies(cfg, kind), jnp.bfloat16)
+            return lax.optimization_barrier((q, call.stack))
         reads = pk.AttentionInputs(
             q=q,
             window=call.stack.state.window,
@@ -110,7 +119,7 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
         cache, _ = jax.block_until_ready(function(cache, streams, q))
         samples.append((time.perf_counter() - before) * 1e6 / tokens)
     return {
-        "case": f"decode step B{batch} {context} {indexer_format} {hca_tail}",
+        "case": f"decode step B{batch} {context} {indexer_format} {hca_tail}" + (f" {backend}" * (backend != "pallas")),
         "us of wall": dataclasses.asdict(Times.of(samples[1:])),
         "us of kernels": shares,
         "kernels per step": counts | {"all": len(events) / tokens},
@@ -118,9 +127,13 @@ def run(batch: int, context: int, dump: Path, *, tokens: int, indexer_format: st
     }
 
 
-def main(out: Path | None, dump: Path, *, tokens: int) -> None:
-    for batch, form, tail in ((64, "mxfp4", "online"), (64, "nvfp4", "ring"), (1, "mxfp4", "online")):
-        line = run(batch, 32768, dump, tokens=tokens, indexer_format=form, hca_tail=tail)
+def main(out: Path | None, dump: Path, backends: tuple[str, ...], *, tokens: int) -> None:
+    pallas = ((64, "mxfp4", "online"), (64, "nvfp4", "ring"), (1, "mxfp4", "online"))
+    cases = [(*case, "pallas") for case in pallas]
+    if len(backends) > 1:  # and XLA, which they are compared with
+        cases += [(*pallas[0], backend) for backend in (*backends[1:], "xla")]
+    for batch, form, tail, backend in cases:
+        line = run(batch, 32768, dump, tokens=tokens, indexer_format=form, hca_tail=tail, backend=backend)
         wall = line["us of wall"]
         shares = ", ".join(f"{op} {us:.0f}" for op, us in line["us of kernels"].items())
         print(f"{line['case']:40} {wall['median']:.0f} us of wall [{wall['low']:.0f}, {wall['high']:.0f}]; {shares}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import itertools
 import json
@@ -129,6 +130,22 @@ def ceilings() -> dict[str, float]:
         "read GB/s": round(FLUSH_BYTES / statistics.median(reads) / 1e6, 1),
         "copy GB/s": round(2 * source.nbytes / statistics.median(copies) / 1e6, 1),
     }
+
+
+def library(backend: str) -> Any:
+    """Return the module that has the kernels of a backend."""
+    if backend == "triton":
+        return importlib.import_module("pallas_kernels.triton_gpu")
+    return importlib.import_module("pallas_kernels")
+
+
+def beside(line: dict[str, Any]) -> str:
+    """Return the other backends' times in a line of results, as text."""
+    text = ""
+    for backend in ("triton", "xla"):
+        if times := line.get(backend):
+            text += f"   {backend} {times['median']:9.2f} us in {times['kernels']:.0f} kernels"
+    return text
 
 
 def record(path: Path | None, **fields: Any) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
-from benchmarks.kernels.timing import Times, ceilings, kernel_events, kernel_times, record
+from benchmarks.kernels.timing import Times, beside, ceilings, kernel_events, kernel_times, record
 from dsv4jax.formats import row_bytes
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.call import LayerCall, TokenRows
@@ -184,17 +184,17 @@ def update(case: Case, backend: str, stack: Any, inputs: dict[str, Any], layer: 
     return store(call, rows, backend)
 
 
-def run_case(case: Case, ceiling: float, *, xla: bool, runs: int) -> dict[str, Any]:
+def run_case(case: Case, ceiling: float, backends: tuple[str, ...], *, runs: int) -> dict[str, Any]:
     stack, inputs = arrays(case)
     found: dict[str, Any] = {"case": case.name, **dataclasses.asdict(case), "bytes": case.bytes_moved()}
-    for backend in ("pallas", "xla") if xla else ("pallas",):
+    for backend in backends:
         times = kernel_times(functools.partial(update, case, backend), stack, inputs, runs=runs)
         found[backend] = dataclasses.asdict(times)
     speed = found["bytes"] / found["pallas"]["median"] / 1e3
     return found | {"GB/s": round(speed, 1), "share of copy ceiling": round(speed / ceiling, 3)}
 
 
-def run_gather(ceiling: float, count: int = 8192) -> list[dict[str, Any]]:
+def run_gather(ceiling: float, backends: tuple[str, ...], count: int = 8192) -> list[dict[str, Any]]:
     """Time the gather of one request's rows to bf16: all of them in order, and by a random list."""
     cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(4,) * LAYERS)
     found = []
@@ -211,7 +211,7 @@ def run_gather(ceiling: float, count: int = 8192) -> list[dict[str, Any]]:
         moved = count * (row_bytes(plan.row_spec) + 2 * cfg.head_dim)
         for what, argument in (("all of a request", full), ("a list", picks)):
             line: dict[str, Any] = {"case": f"gather {what} {form} {count}", "bytes": moved}
-            for backend in ("pallas", "xla"):
+            for backend in backends:
 
                 def gather(
                     _: Any, inputs: Any, layer: jax.Array, what: str = what, backend: str = backend, plan: Any = plan
@@ -290,17 +290,15 @@ def thunks(dump: Path) -> dict[str, int]:
 
 
 def show(line: dict[str, Any]) -> None:
-    pallas, xla = (line.get(name) for name in ("pallas", "xla"))
+    pallas = line.get("pallas")
     text = f"{line['case']:46}"
     if pallas:
         text += f" {pallas['median']:7.2f} us [{pallas['low']:.2f}, {pallas['high']:.2f}] {line['GB/s']:7.1f} GB/s"
         text += f" {line['share of copy ceiling']:6.1%}"
-    if xla:
-        text += f"   XLA {xla['median']:7.2f} us in {xla['kernels']:.0f} kernels"
-    print(text, flush=True)
+    print(text + beside(line), flush=True)
 
 
-def main(out: Path | None, only: str, *, xla: bool, runs: int, dump: Path) -> None:
+def main(out: Path | None, only: str, backends: tuple[str, ...], *, runs: int, dump: Path) -> None:
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
     limits = ceilings()
@@ -309,22 +307,23 @@ def main(out: Path | None, only: str, *, xla: bool, runs: int, dump: Path) -> No
     ceiling = limits["copy GB/s"]
     for case in decode_cases() + chunk_cases():
         if re.search(only, case.name):
-            line = run_case(case, ceiling, xla=xla, runs=runs)
+            line = run_case(case, ceiling, backends, runs=runs)
             show(line)
             record(out, **line)
     if re.search(only, "gather"):
-        for line in run_gather(ceiling):
+        for line in run_gather(ceiling, backends):
             show(line)
             record(out, **line)
     if re.search(only, "43-layer step"):
         for batch, backend, tail in (
             (64, "pallas", "ring"),
             (64, "pallas", "online"),
+            (64, "triton", "online"),
             (64, "xla", "ring"),
             (256, "pallas", "ring"),
             (256, "pallas", "online"),
         ):
-            if xla or backend == "pallas":
+            if backend in backends:
                 line = run_step(backend, batch, dump, tokens=32, hca_tail=tail)
                 wall = line["us of wall per layer"]
                 text = f"{line['case']:46} {wall['median']:.2f} us of wall [{wall['low']:.2f}, {wall['high']:.2f}]"

@@ -13,5 +13,6 @@ handle           one layer's cache in one call, for those who write their own la
 backend          the choice of an implementation for each op
 ops              the ops, and the interface that implementations of each must have
 kernels          implementations of the ops that call ``pallas_kernels``
+triton           implementations that call ``pallas_kernels.triton_gpu``
 reference        the same layer recomputed without a cache, for tests and debugging
 """

@@ -1,13 +1,14 @@
 """The choice of an implementation for each op.
 
 An op has one implementation per backend. Its XLA implementation is the reference for the others. With ``backend=None``
-an op uses its Pallas kernel if the device and the sizes allow it, and XLA otherwise. A named backend is used for every
-op that implements it; if it cannot serve such an op, that is an error, and no other backend is tried. ``OpBackends``
-names a backend for each op.
+an op uses its Pallas kernel if the device and the sizes allow it, its Triton kernel on other NVIDIA GPUs, and XLA
+otherwise. A named backend is used for every op that implements it; if it cannot serve such an op, that is an error, and
+no other backend is tried. ``OpBackends`` names a backend for each op.
 
     xla               plain JAX, on any device
     pallas            the kernels of ``pallas_kernels``, on the GPUs that ``pallas_kernels.language.target`` lists
     pallas_simulated  the same kernels run in NumPy on the host, on any device: slow, and checked for races
+    triton            the kernels of ``pallas_kernels.triton_gpu``, on NVIDIA GPUs since Ampere; an extra
 
     projections       products with the layer's weights, and what tokens contribute
     cache_update      rounding and storing of new tokens, as a whole or in steps
@@ -23,12 +24,13 @@ with ``ops.TOP_K.register("mine", MyTopK())``.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
-XLA, PALLAS, SIMULATED = "xla", "pallas", "pallas_simulated"
+XLA, PALLAS, SIMULATED, TRITON = "xla", "pallas", "pallas_simulated", "triton"
 
 
 class Implementation(Protocol):
@@ -57,12 +59,25 @@ class Op[T: Implementation]:
     def __init__(self, name: str):
         self.name = name
         self._implementations: dict[str, T] = {}
+        self._candidates: dict[str, Callable[[], bool]] = {}  # for ``backend=None``, in this order
 
-    def register(self, backend: str, implementation: T) -> None:
-        """Add an implementation. Raises ValueError if the name is taken."""
+    def register(self, backend: str, implementation: T, *, if_unnamed: Callable[[], bool] | None = None) -> None:
+        """Add an implementation.
+
+        Args:
+          backend: its name.
+          implementation: the object.
+          if_unnamed: whether ``backend=None`` may choose it on the device that is compiled for, if it serves the plan.
+            None means always for the Pallas kernels, and never for others.
+
+        Raises:
+          ValueError: the name is taken.
+        """
         if backend in self._implementations:
             raise ValueError(f"{self.name} has a backend {backend!r} already")
         self._implementations[backend] = implementation
+        if if_unnamed is not None or backend == PALLAS:
+            self._candidates[backend] = if_unnamed or (lambda: True)
 
     def __getitem__(self, backend: str) -> T:
         return self._implementations[backend]
@@ -80,8 +95,10 @@ class Op[T: Implementation]:
         check_name(backend)
         name = getattr(backend, self.name) if isinstance(backend, OpBackends) else backend
         if name is None:
-            fastest = self._implementations.get(PALLAS)
-            return XLA if fastest is None or fastest.unsupported(plan, kind) is not None else PALLAS
+            for candidate, is_wanted in self._candidates.items():
+                if is_wanted() and self._implementations[candidate].unsupported(plan, kind) is None:
+                    return candidate
+            return XLA
         if name not in self._implementations:  # the name belongs to other ops
             return XLA
         if (reason := self._implementations[name].unsupported(plan, kind)) is not None:

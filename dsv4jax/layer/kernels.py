@@ -60,15 +60,28 @@ class _Kernels(abc.ABC):
 
     simulate: bool
 
+    @property
+    def backend(self) -> str:
+        return SIMULATED if self.simulate else PALLAS
+
+    @property
+    def library(self) -> Any:
+        """The module that has the kernels."""
+        return pk
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What its functions are told beside their arguments."""
+        return {"simulate": self.simulate}
+
     def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
         reason = None if plan is None else self.unserved(plan, kind)
         return reason if reason is not None or self.simulate else target.unsupported()
 
     def without_derivative[T](self, op: Op, tree: T) -> T:
         """The tree as it is; differentiating by any part of it is a ValueError."""
-        name = SIMULATED if self.simulate else PALLAS
         return refuse_derivative(
-            f"backend={name!r} cannot serve a derivative of {op.name}: kernels have none. Differentiate with "
+            f"backend={self.backend!r} cannot serve a derivative of {op.name}: kernels have none. Differentiate with "
             f"backend='xla'",
             tree,
         )
@@ -153,7 +166,7 @@ class CacheUpdateKernels(_Kernels):
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
-        return pk.unsupported(
+        return self.library.unsupported(
             kv_format=plan.kv_format,
             key_format=plan.indexer_format,
             nope_dim=cfg.head_dim - cfg.rope_dim,
@@ -182,9 +195,9 @@ class CacheUpdateKernels(_Kernels):
             key=_streams(rows.key),
             rope=rope,
         )
-        launch: Any = functools.partial(pk.append_chunk, keep_tails=keep_tails)
+        launch: Any = functools.partial(self.library.append_chunk, keep_tails=keep_tails)
         if num_tokens == 1 and not keep_tails:
-            launch = pk.cache_step
+            launch = self.library.cache_step
         return launch(
             call.stack,
             tokens,
@@ -192,7 +205,7 @@ class CacheUpdateKernels(_Kernels):
             key_format=plan.indexer_format,
             ratio=ratio,
             eps=cfg.norm_eps,
-            simulate=self.simulate,
+            **self.options,
         )
 
     def append_swa(
@@ -201,7 +214,7 @@ class CacheUpdateKernels(_Kernels):
         state, kv = self.without_derivative(CACHE_UPDATE, (state, kv))
         stack = LayerStack(state=dataclasses.replace(state, tail=None, indexer_tail=None), pool=None)
         rows = layer_number(index), kv, batch.slots, batch.start, batch.num_new
-        stack = pk.append_swa(stack, *rows, kv_format=plan.kv_format, simulate=self.simulate)
+        stack = self.library.append_swa(stack, *rows, kv_format=plan.kv_format, **self.options)
         return dataclasses.replace(state, window=stack.state.window, pos=stack.state.pos)
 
     def flush_entries(self, pool: PagedPool, index: jax.Array | int, new: NewEntries, plan: CachePlan) -> PagedPool:
@@ -215,8 +228,8 @@ class CacheUpdateKernels(_Kernels):
             entries=new.entries,
             keys=new.keys,
         )
-        return pk.flush_entries(
-            pool, given, kv_format=plan.kv_format, key_format=plan.indexer_format, simulate=self.simulate
+        return self.library.flush_entries(
+            pool, given, kv_format=plan.kv_format, key_format=plan.indexer_format, **self.options
         )
 
     def rotate_csa(
@@ -247,16 +260,16 @@ class GatherRowsKernels(_Kernels):
         layer = self.without_derivative(GATHER_ROWS, layer)
         block, row = find_entries(layer.pool.entries, layer.block_table, layer.slots, picks)
         place = layer_number(layer.index), block.reshape(-1), row.reshape(-1)
-        flat = pk.gather_rows(
-            layer.pool.entries, *place, kv_format=layer.plan.kv_format, dtype=dtype, simulate=self.simulate
+        flat = self.library.gather_rows(
+            layer.pool.entries, *place, kv_format=layer.plan.kv_format, dtype=dtype, **self.options
         )
         return flat.reshape(*block.shape, flat.shape[-1])
 
     def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: Any) -> jax.Array:
         layer = self.without_derivative(GATHER_ROWS, layer)
         place = layer_number(layer.index), layer.block_table, layer.slots, num_entries
-        return pk.gather_request_rows(
-            layer.pool.entries, *place, kv_format=layer.plan.kv_format, dtype=dtype, simulate=self.simulate
+        return self.library.gather_request_rows(
+            layer.pool.entries, *place, kv_format=layer.plan.kv_format, dtype=dtype, **self.options
         )
 
 
@@ -265,7 +278,7 @@ class IndexerScoresKernels(_Kernels):
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
-        return pk.unsupported_scores(
+        return self.library.unsupported_scores(
             key_format=plan.indexer_format,
             heads=cfg.indexer_heads,
             key_dim=cfg.indexer_head_dim,
@@ -299,7 +312,7 @@ class IndexerScoresKernels(_Kernels):
             slots=jnp.repeat(layer.slots, groups),
             visible=grouped(visible),
         )
-        scores = pk.indexer_scores(inputs, key_format=layer.plan.indexer_format, simulate=self.simulate)
+        scores = self.library.indexer_scores(inputs, key_format=layer.plan.indexer_format, **self.options)
         return scores.reshape(batch, groups * together, layer.max_entries)[:, :tokens]
 
 
@@ -326,7 +339,7 @@ class DecodeAttentionKernels(_Kernels):
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         del kind
         cfg = plan.cfg
-        return pk.unsupported_attention(
+        return self.library.unsupported_attention(
             kv_format=plan.kv_format,
             num_heads=cfg.num_heads,
             nope_dim=cfg.head_dim - cfg.rope_dim,
@@ -357,7 +370,7 @@ class DecodeAttentionKernels(_Kernels):
             angles=packed_angles(inputs.positions, freqs),
             layer=layer_number(window.index),
         )
-        return pk.decode_attention(given, kv_format=window.plan.kv_format, dtype=dtype, simulate=self.simulate)
+        return self.library.decode_attention(given, kv_format=window.plan.kv_format, dtype=dtype, **self.options)
 
 
 for _name, _simulate in ((PALLAS, False), (SIMULATED, True)):

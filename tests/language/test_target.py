@@ -95,8 +95,8 @@ def traced_layer(backend: str | None) -> str:
 
 
 @pytest.mark.slow
-def test_a_layer_runs_in_xla_where_there_are_no_kernels():
-    """There backend=None uses XLA, and a named backend that is not supported raises an error that names the device."""
+def test_a_layer_runs_without_these_kernels_where_there_are_none():
+    """There backend=None uses others or XLA, and ``"pallas"`` raises an error that names the device."""
     kernels = [
         f"name={name}\n" for name in ("cache_step", "indexer_queries", "indexer_scores", "top_k", "attention_queries")
     ]
