@@ -148,11 +148,17 @@ def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulat
 def launch_many(tiling: Tiling, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
     """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it."""
     codes, of_x = round_rows(inputs.x, simulate=simulate) if tiling.is_rounded else (inputs.x, None)
+    many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales)
+    return launch_tiles(tiling, many, dtype, simulate=simulate)
+
+
+def launch_tiles(tiling: Tiling, inputs: ManyInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
+    """Launch the kernel of many rows."""
     return launch(
         functools.partial(_MANY[tiling.form.activations].body, tiling=tiling),
         name="product_of_many",
         grid=tiling.grid,
-        inputs=ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales),
+        inputs=inputs,
         state=jax.ShapeDtypeStruct((tiling.rows, inputs.weight.shape[0]), dtype),
         simulate=simulate,
     )
