@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.language.machine import Condition, Index, Value
-from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.tensor_cores import TensorCores, TileCopy
 
 _BYTES = 8
 
@@ -49,12 +49,27 @@ class Barrier:
             raise TypeError(f"one of {self.copies} barriers is meant: write barrier.copy(number)")
         return self.offset if isinstance(self.offset, Value) else self.machine.constant(self.offset, "i32")
 
-    def arrive(self, where: Condition = True) -> None:
+    def arrive(self, where: Condition = True, rank: Index | None = None) -> None:
         """Arrive, as all lanes of a warp together. What they did before is visible to those who wait for this phase.
 
-        ``where`` must be the same in all lanes of a warp.
+        ``where`` must be the same in all lanes of a warp. With ``rank``, which takes no ``where``, arrive at the same
+        barrier of that block of the cluster.
         """
-        self.machine.arrive(self.address, where)
+        if rank is None:
+            self.machine.arrive(self.address, where)
+        elif where is True:
+            self.machine.arrive_remote(self.address, rank)
+        else:
+            raise TypeError("an arrival at another block's barrier takes no condition: write machine.when")
+
+    def fill(self, *copies: TileCopy, also: int = 0) -> None:
+        """Start copies from device memory, and arrive, as all lanes of a warp together.
+
+        The phase does not end before they are complete. ``also`` is the number of bytes that other blocks of the
+        cluster copy to this one in this phase. Who waits for the phase sees the copies, and so do products that it
+        starts.
+        """
+        self.machine.fill(self.address, also + sum(copy.size for copy in copies), copies)
 
     def wait(self, parity: Index) -> None:
         """Wait until the phase with this parity (0 for the first, 1 for the second, 0 for the third, ...) has ended.

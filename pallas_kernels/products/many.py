@@ -9,14 +9,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Value
+from pallas_kernels.language.machine import VECTOR, WARPGROUP, Value
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.language.tensor_cores import TensorCores, TileCopy
 from pallas_kernels.products.ring import Ring
-from pallas_kernels.products.tiling import CHUNK_BYTES, LANES, Place, Tiling
-
-UNIT = 16  # bytes that a lane copies at once
+from pallas_kernels.products.tiling import LANES, Place, Tiling
 
 
 @jax.tree_util.register_dataclass
@@ -36,17 +33,17 @@ class Turns:
 
     machine: TensorCores
     tiling: Tiling
-    first: Value  # chunk of the block's part of the inputs
+    rank: Value
 
     @classmethod
     def of(cls, machine: TensorCores, tiling: Tiling) -> Turns:
         rank = machine.rank if tiling.cluster > 1 else machine.constant(0, "i32")
-        return cls(machine=machine, tiling=tiling, first=rank * tiling.chunks)
+        return cls(machine=machine, tiling=tiling, rank=rank)
 
     @property
     def count(self) -> Value:
         tiling = self.tiling
-        return (self.machine.block(0) * -1 + (tiling.tiles - 1)) // tiling.blocks + 1
+        return (self.machine.block(0) * -1 + (tiling.places - 1)) // tiling.blocks + 1
 
     @property
     def total(self) -> Value:
@@ -54,39 +51,25 @@ class Turns:
         return self.count * self.tiling.chunks
 
     def place(self, turn: Value) -> Place:
-        return self.tiling.place(self.machine, turn * self.tiling.blocks + self.machine.block(0))
+        return self.tiling.place(turn * self.tiling.blocks + self.machine.block(0), self.rank)
 
     def chunk(self, number: Value) -> tuple[Place, Value]:
         """Return the tile of a chunk, by its number among those of all tiles, and its first input."""
-        chunks = self.tiling.chunks
-        return self.place(number // chunks), (number % chunks + self.first) * self.tiling.chunk
+        chunks, chunk = self.tiling.chunks, number % self.tiling.chunks
+        if self.tiling.parts > 1:
+            chunk = chunk + self.rank * chunks
+        return self.place(number // chunks), chunk * self.tiling.chunk
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class RowCopies:
-    """How the lanes of a block copy adjacent rows to a tile: ``per_row`` adjacent lanes a row, 16 bytes each."""
-
-    machine: TensorCores
-    per_row: int
-
-    def copy(self, source: Buffer, tile: Tile, at: tuple[Value, Value], rows: int, end: int) -> None:
-        """Copy ``rows`` rows of bytes from element ``at`` on. Rows from ``end`` on become zeros.
-
-        Rows of fewer than 128 bytes lie side by side in a row of the tile.
-        """
-        machine, (first, column) = self.machine, at
-        beside = CHUNK_BYTES // UNIT // self.per_row
-        step = LANES // self.per_row  # rows that are copied together
-        mine, unit = machine.thread // self.per_row, machine.thread % self.per_row
-        count = UNIT // source.dtype.itemsize
-        address = source.address_of((first + mine, unit * count + column))
-        to = tile.unit(mine // beside, mine % beside * self.per_row + unit)
-        row_bytes = source.shape[1] * source.dtype.itemsize
-        for start in range(0, rows, step):
-            where: Condition = True if start + step <= rows else mine + start < rows
-            with machine.when(where):  # the tile may end here
-                there = True if end % rows == 0 else first + mine + start < end
-                machine.copy_async(to + start // beside * CHUNK_BYTES, address + start * row_bytes, there)
+def copies_of(copy: TileCopy, pair: int, rank: Value) -> tuple[TileCopy, int]:
+    """Return what a block copies of the rows that both blocks of a pair need, and the bytes that it gets besides."""
+    if pair == 1:
+        return copy, 0
+    rows = copy.rows // pair
+    mine = rank * rows
+    to = mine * copy.row_bytes + copy.to
+    half = dataclasses.replace(copy, row=mine + copy.row, to=to, rows=rows, to_cluster=True)
+    return half, copy.size - half.size
 
 
 def for_each_tile(turns: Turns, ring: Ring, sums: Callable[[Value], Any], finish: Callable[[Place, Any], None]) -> None:
@@ -97,11 +80,11 @@ def for_each_tile(turns: Turns, ring: Ring, sums: Callable[[Value], Any], finish
     def one(turn: Value, _: None) -> None:
         finish(turns.place(turn), sums(turn * tiling.chunks))
 
-    if tiling.cluster == 1 and tiling.tiles > tiling.blocks:
+    if tiling.places > tiling.blocks:
         machine.loop(turns.count, one, None)
     else:
         one(machine.constant(0, "i32"), None)
-    machine.wait_copies()
+    ring.end()
 
 
 def exchange(machine: TensorCores, tiling: Tiling, arena: int, sums: list[Value]) -> tuple[Value | int, list[Value]]:
@@ -110,11 +93,10 @@ def exchange(machine: TensorCores, tiling: Tiling, arena: int, sums: list[Value]
     Returns:
       The number of the first of the fours that this block has then, and those fours.
     """
-    if tiling.cluster == 1:
+    if tiling.parts == 1:
         return 0, sums
-    owned = tiling.fours // tiling.cluster
-    received = Shared(machine, arena, (tiling.cluster, owned, LANES, VECTOR), "f32")
-    machine.wait_copies()
+    owned = tiling.fours // tiling.parts
+    received = Shared(machine, arena, (tiling.parts, owned, LANES, VECTOR), "f32")
     machine.barrier("cluster")  # nobody reads the stages any more
     for n in range(tiling.fours):
         to, place = divmod(n, owned)
@@ -122,7 +104,7 @@ def exchange(machine: TensorCores, tiling: Tiling, arena: int, sums: list[Value]
     machine.barrier("cluster")
     mine: list[Value] = []
     for n in range(owned):
-        parts = [received.load_floats(part, n, machine.thread, 0) for part in range(tiling.cluster)]
+        parts = [received.load_floats(part, n, machine.thread, 0) for part in range(tiling.parts)]
         mine += functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts)
     return machine.rank * owned, mine
 

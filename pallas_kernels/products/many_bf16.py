@@ -8,41 +8,67 @@ in registers, and enter products from there: a wide weight is in no memory.
 
 from __future__ import annotations
 
+from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
-from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
-from pallas_kernels.products.many import ManyInputs, RowCopies, Turns, exchange, for_each_tile, swapped, warp_rows
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
+from pallas_kernels.products.many import ManyInputs, Turns, copies_of, exchange, for_each_tile, swapped, warp_rows
 from pallas_kernels.products.ring import Ring
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
+CHUNK_CODES = CHUNK_BYTES // 2
 _HALVES, _HALF_INPUTS = 2, 32
 _STEPS = 2  # of a product with half a chunk: 16 inputs each
-_UNITS = 4  # 16 codes each, of an output's part of a chunk
-_BESIDE = 2  # outputs whose codes are side by side in a row of the tile
+_UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
 
 
 def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
-    codes = Tile.take(machine, OUTPUTS // _BESIDE, CHUNK_BYTES, copies=tiling.stages)
+    codes = Shared(
+        machine,
+        machine.take_shared(tiling.stages * OUTPUTS * CHUNK_CODES, alignment=1024),
+        (tiling.stages, OUTPUTS, CHUNK_CODES),
+        "u8",
+    )
     turns = Turns.of(machine, tiling)
     assert isinstance(x.offset, int)
     arena = x.offset
 
-    def copy(chunk: Value, stage: Value) -> None:
+    def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
         place, first = turns.chunk(chunk)
-        RowCopies(machine, 8).copy(inputs.x, x.copy(stage), (place.row, place.x + first), tiling.tile_rows, tiling.rows)
-        rows = inputs.weight.shape[0]
-        RowCopies(machine, _UNITS).copy(inputs.weight, codes.copy(stage), (place.output, first), OUTPUTS, rows)
+        of_x, also = copies_of(
+            TileCopy(
+                source=inputs.x,
+                row=place.row,
+                column=place.x + first,
+                to=x.copy(stage).offset,
+                rows=tiling.tile_rows,
+                row_bytes=CHUNK_BYTES,
+            ),
+            tiling.pair,
+            turns.rank,
+        )
+        of_weight = TileCopy(
+            source=inputs.weight,
+            row=place.output,
+            column=first,
+            to=codes.address_of(stage, 0, 0),
+            rows=OUTPUTS,
+            row_bytes=CHUNK_CODES,
+            swizzle=CHUNK_CODES,
+        )
+        barrier.fill(of_x, of_weight, also=also)
 
-    ring = Ring.take(machine, tiling, turns.total, copy)
+    ring = Ring.take(machine, tiling, turns.total, fill)
     block = tiling.form.block
     assert block is not None
     row, first_row = product_row(machine) + machine.thread // WARPGROUP * 64, warp_rows(machine)
     # Adjacent lanes load the same word, of which each has two codes.
     lane = machine.thread % 4
-    at = codes_at(codes, row, lane)
+    at = row * CHUNK_CODES + row // 2 % _UNITS * 16 + lane // 2 * 4
     selector = select(lane % 2 == 0, machine.constant(SPREAD[0], "i32"), SPREAD[1])
     scaled_halves = 1 if block[1] % (_HALVES * _HALF_INPUTS) == 0 else _HALVES
 
@@ -57,11 +83,11 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
 
     def operand(stage: Index, half: int, factor: Value) -> list[Value]:
         """Return half a chunk of the weight as a left operand."""
-        start, words = stage * codes.size + at, []
+        start, words = codes.address_of(stage, 0, 0) + at, []
         for unit in range(half * _STEPS, (half + 1) * _STEPS):
             for part in (0, 8):
-                for further in (0, 1):  # eight outputs: four rows of the tile, whose swizzle differs by 4 units
-                    place = (start ^ (unit * 16 ^ further * 64)) + (further * 4 * CHUNK_BYTES + part)
+                for further in (0, 8):  # outputs
+                    place = (start ^ unit * 16) + (further * CHUNK_CODES + part)
                     (word,) = machine.load_shared(place, 4)
                     words.append(code_pair(machine, word, selector, factor))
         return words
@@ -92,11 +118,6 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         _store(machine, tiling, out, place, first, mine)
 
     for_each_tile(turns, ring, sums_of, finish)
-
-
-def codes_at(codes: Tile, row: Value, lane: Value) -> Value:
-    """Return the byte of the first stage from which a lane loads its first word of an output."""
-    return codes.unit(row // _BESIDE, row % _BESIDE * _UNITS) + lane // 2 * 4
 
 
 def _store(

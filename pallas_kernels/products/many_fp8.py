@@ -10,41 +10,67 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Value
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
-from pallas_kernels.products.many import ManyInputs, RowCopies, Turns, exchange, for_each_tile, swapped
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
+from pallas_kernels.products.many import ManyInputs, Turns, copies_of, exchange, for_each_tile, swapped
 from pallas_kernels.products.ring import Ring
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
 
 _ROWS = 64  # of a warpgroup
-_COPIED_SCALES = 4  # by a lane
 
 
 def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     codes = Tile.take(machine, tiling.tile_outputs, CHUNK_BYTES, copies=tiling.stages)
-    x_scales = Shared.take(machine, (tiling.stages, tiling.tile_rows), "f32")
+    x_scales = Shared(
+        machine,
+        machine.take_shared(tiling.stages * tiling.tile_rows * 4, alignment=128),
+        (tiling.stages, tiling.tile_rows),
+        "f32",
+    )
     turns = Turns.of(machine, tiling)
     assert isinstance(x.offset, int)
     arena, parts = x.offset, tiling.tile_outputs // OUTPUTS
 
-    def copy(chunk: Value, stage: Value) -> None:
+    def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
         place, first = turns.chunk(chunk)
-        rows = RowCopies(machine, 8)
-        rows.copy(inputs.x, x.copy(stage), (place.row, place.x + first), tiling.tile_rows, tiling.rows)
-        outputs = inputs.weight.shape[0]
-        rows.copy(inputs.weight, codes.copy(stage), (place.output, first), tiling.tile_outputs, outputs)
-        with machine.when(machine.thread < tiling.tile_rows // _COPIED_SCALES):
-            of_lane = machine.thread * _COPIED_SCALES
-            of_chunk = (place.x + first) // tiling.chunk
-            source = inputs.x_scales.address_of((of_chunk, place.row + of_lane))
-            machine.copy_async(x_scales.address_of(stage, of_lane), source, True)
+        of_x = TileCopy(
+            source=inputs.x,
+            row=place.row,
+            column=place.x + first,
+            to=x.copy(stage).offset,
+            rows=tiling.tile_rows,
+            row_bytes=CHUNK_BYTES,
+        )
+        of_scales = TileCopy(
+            source=inputs.x_scales,
+            row=(place.x + first) // tiling.chunk,
+            column=place.row,
+            to=x_scales.address_of(stage, 0),
+            rows=1,
+            row_bytes=tiling.tile_rows * 4,
+            swizzle=0,
+        )
+        of_weight, also = copies_of(
+            TileCopy(
+                source=inputs.weight,
+                row=place.output,
+                column=first,
+                to=codes.copy(stage).offset,
+                rows=tiling.tile_outputs,
+                row_bytes=CHUNK_BYTES,
+            ),
+            tiling.pair,
+            turns.rank,
+        )
+        barrier.fill(of_x, of_scales, of_weight, also=also)
 
-    ring = Ring.take(machine, tiling, turns.total, copy)
+    ring = Ring.take(machine, tiling, turns.total, fill)
     block = tiling.form.block
     assert block is not None
     row, warpgroup = product_row(machine) + machine.thread // WARPGROUP * _ROWS, machine.thread // WARPGROUP

@@ -1,9 +1,9 @@
 """Chunks of a block's tiles in shared memory: copying them ahead of time, and who may read or overwrite them.
 
 The chunks of all tiles of a block are numbered in the order in which they are multiplied. Chunk n is in stage n %
-stages. Every lane copies a part of each chunk. When its own part of a chunk has arrived, it says so, ``lead`` chunks
-before it reads the chunk itself. So no warpgroup waits for the other one's present products, and while one converts or
-stores, the other multiplies.
+stages. A warp of the second warpgroup starts the copies, when both warpgroups, of both blocks of a pair, have left the
+stage. So the first warpgroup may be ahead of the second by nearly all stages, and one can multiply while the other
+stores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.machine import WARP, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP, Value
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.products.tiling import LANES, Tiling
 
@@ -22,34 +22,35 @@ class Ring:
     """The stages of a block."""
 
     machine: TensorCores
-    full: Barrier  # per stage: all lanes' copies are there
+    full: Barrier  # per stage: the chunk is there
     free: Barrier  # per stage: nobody reads it any more
     stages: int
-    lead: int
+    pair: int
     total: Value  # chunks of all tiles
-    copy: Callable[[Value, Value], None]  # starts this lane's copies of a chunk, by its number and its stage
+    fill: Callable[[Value, Value, Barrier], None]  # starts the copies of a chunk, by its number and its stage
 
     @classmethod
-    def take(cls, machine: TensorCores, tiling: Tiling, total: Value, copy: Callable[[Value, Value], None]) -> Ring:
+    def take(
+        cls,
+        machine: TensorCores,
+        tiling: Tiling,
+        total: Value,
+        fill: Callable[[Value, Value, Barrier], None],
+    ) -> Ring:
         """Take and initialise the barriers."""
-        full, free = (Barrier.take(machine, LANES // WARP, copies=tiling.stages) for _ in range(2))
+        full = Barrier.take(machine, 1, copies=tiling.stages)
+        free = Barrier.take(machine, tiling.pair * LANES // WARP, copies=tiling.stages)
         init_barriers(full, free)
+        if tiling.pair > 1:
+            machine.barrier("cluster")  # before the other block copies to this one
         return cls(
-            machine=machine,
-            full=full,
-            free=free,
-            stages=tiling.stages,
-            lead=min(tiling.lead, tiling.stages - 2),
-            total=total,
-            copy=copy,
+            machine=machine, full=full, free=free, stages=tiling.stages, pair=tiling.pair, total=total, fill=fill
         )
 
     def begin(self) -> None:
         """Start to copy the first chunks."""
         for n in range(self.stages - 1):
-            self._copy(self.machine.constant(n, "i32"))
-        for n in range(self.lead):
-            self._announce(self.machine.constant(n, "i32"), pending=self.stages - 2 - n)
+            self._fill(self.machine.constant(n, "i32"))
 
     def wait(self, chunk: Value) -> Value:
         """Wait for a chunk, and return its stage."""
@@ -58,22 +59,24 @@ class Ring:
         return stage
 
     def advance(self, chunk: Value) -> None:
-        """Say which copies have arrived, and start to copy the chunk that takes the stage of the one before this."""
-        self._announce(chunk + self.lead, pending=self.stages - 2 - self.lead)
-        self._copy(chunk + (self.stages - 1))
+        """Start to copy the chunk that takes the stage of the one before this."""
+        self._fill(chunk + (self.stages - 1))
 
     def leave(self, stage: Value) -> None:
         """Say that this warp no longer reads a stage."""
-        self.free.copy(stage).arrive()
+        if self.pair == 1:
+            self.free.copy(stage).arrive()
+        for rank in range(self.pair if self.pair > 1 else 0):
+            self.free.copy(stage).arrive(rank=rank)
 
-    def _copy(self, chunk: Value) -> None:
-        with self.machine.when(chunk < self.total):
+    def end(self) -> None:
+        """Wait until the other block copies nothing to this one any more, and reads no barrier of it."""
+        if self.pair > 1:
+            self.machine.barrier("cluster")
+
+    def _fill(self, chunk: Value) -> None:
+        mine = self.machine.thread // WARP == WARPGROUP // WARP
+        with self.machine.when(mine & (chunk < self.total)):
             stage = chunk % self.stages
             self.free.copy(stage).wait((chunk // self.stages & 1) ^ 1)
-            self.copy(chunk, stage)
-        self.machine.close_copies()
-
-    def _announce(self, chunk: Value, pending: int) -> None:
-        self.machine.wait_copies(pending=pending)
-        self.machine.fence_shared()
-        self.full.copy(chunk % self.stages).arrive(chunk < self.total)
+            self.fill(chunk, stage, self.full.copy(stage))

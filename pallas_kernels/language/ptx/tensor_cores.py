@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from jax._src.lib.mlir.dialects import gpu  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import gpu, llvm  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import plugin
 from pallas_kernels.language.checks import check_wgmma
 from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Value
 from pallas_kernels.language.ptx.lanes import PTX
-from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores
+from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores, TileCopy
 
 _SWIZZLE_128 = 1 << 62
 _E4M3_TO_F16 = """{
@@ -41,6 +43,11 @@ _NORMAL_RECIPROCAL = """{
  neg.f32 minus, $1;
  fma.rn.f32 error, minus, guess, 0f3F800000;
  fma.rn.f32 $0, guess, error, guess; }"""
+_ARRIVE_REMOTE = """{
+ .reg .pred p; .reg .b32 there;
+ setp.ne.s32 p, $2, 0;
+ mapa.shared::cluster.u32 there, $0, $1;
+ @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"""
 _FAMILY = {
     "f16": ("k16", "f16.f16"),
     "bf16": ("k16", "bf16.bf16"),
@@ -52,6 +59,8 @@ _FAMILY = {
 class TensorCorePTX(PTX, TensorCores):
     """Emits for one lane. Products run on sm_90a."""
 
+    context: Any  # Mosaic's of the launch
+    cluster = 1  # blocks of a cluster
     changes_registers = False  # until roles with registers of their own are emitted
 
     def exp2(self, x: Value) -> Value:
@@ -133,6 +142,44 @@ class TensorCorePTX(PTX, TensorCores):
         self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
         self._asm(text, "r,r", [], self._shared + barrier, self._flag(where & first), effects=True)
+
+    def arrive_remote(self, barrier: Value, rank: Index) -> None:
+        first = self.thread % WARP == 0
+        number = rank if isinstance(rank, Value) else self.constant(rank, "i32")
+        self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
+        self._asm(_ARRIVE_REMOTE, "r,r,r", [], self._shared + barrier, number, self._flag(first), effects=True)
+
+    def fill(self, barrier: Value, expected: int, copies: Sequence[TileCopy]) -> None:
+        lines = [
+            "{ .reg .pred p; elect.sync _|p, 0xffffffff;",
+            f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {expected};",
+        ]
+        operands, constraints = [self._shared + barrier], ["r"]
+        for copy in copies:
+            first = len(operands)
+            descriptor = self._describe(copy)
+            place = [
+                index if isinstance(index, Value) else self.constant(index, "i32") for index in (copy.column, copy.row)
+            ]
+            to = copy.to if isinstance(copy.to, Value) else self.constant(copy.to, "i32")
+            operands += [self._shared + to, descriptor, *place]
+            constraints += ["r", "l", "r", "r"]
+            text = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+            to_all = ""
+            if copy.to_cluster:
+                text, to_all = f"{text}.multicast::cluster", ", mask"
+                lines.append(f"{{ .reg .b16 mask; mov.b16 mask, {(1 << self.cluster) - 1};")
+            lines.append(f"@p {text} [${first}], [${first + 1}, {{${first + 2}, ${first + 3}}}], [$0]{to_all};")
+            if copy.to_cluster:
+                lines.append("}")
+        self._asm("\n".join([*lines, "}"]), ",".join(constraints), [], *operands, effects=True)
+
+    def _describe(self, copy: TileCopy) -> Value:
+        """Return the i64 address of what the hardware needs to know of an array for such a copy."""
+        memref = self._memrefs[id(copy.source.address.raw)]
+        box = copy.rows, copy.row_bytes // copy.source.dtype.itemsize
+        pointer = self.context._get_tma_desc(memref, (), None, box, copy.swizzle or None, None)
+        return self._wrap("i64", llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
     def wait(self, barrier: Value, parity: Value) -> None:
         self._asm(_WAIT, "r,r", [], self._shared + barrier, parity, effects=True)

@@ -25,10 +25,12 @@ from pallas_kernels.language.tensor_cores import (
     ATOM_BYTES,
     ATOM_ROWS,
     STEP_BYTES,
+    UNIT,
     DType,
     Operand,
     Role,
     TensorCores,
+    TileCopy,
 )
 
 _NUMPY = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -125,7 +127,8 @@ class TensorCoreSimulator(Simulator, TensorCores):
         # For each 8 bytes of a block's shared memory, if there is a barrier: warps per phase (0 = no barrier), those
         # that have arrived, and the number of phases that have ended.
         self._expected, self._phase = (np.zeros((blocks, shared_bytes // 8), np.int64) for _ in range(2))
-        self._arrived = np.zeros((blocks, shared_bytes // 8, threads // WARP), bool)
+        self._arrived = np.zeros((blocks, shared_bytes // 8, cluster * threads // WARP), bool)  # by rank and warp
+        self._coming = np.zeros((blocks, shared_bytes // 8), np.int64)  # bytes of copies that a phase waits for
         self._fenced = np.zeros(blocks * shared_bytes, bool)  # bytes that tensor cores may read
         # Shared bytes written since the last fence, and those accessed since the last barrier of their warps.
         self._unfenced: list[np.ndarray] = []
@@ -313,20 +316,79 @@ class TensorCoreSimulator(Simulator, TensorCores):
         if self._random.integers(2):
             self._give_way(lambda: True)
 
-    def _count(self, warp: np.ndarray, number: np.ndarray) -> None:
-        """Count these warps as arrived at barriers of their blocks."""
+    def _count(self, warp: np.ndarray, number: np.ndarray, block: np.ndarray | None = None) -> None:
+        """Count these warps as arrived at barriers of their blocks, or of others of their clusters."""
         warps = self._threads // WARP
-        block, place = warp // warps, warp % warps
+        place = warp % (self._cluster * warps)
+        block = warp // warps if block is None else block
         if np.any(self._arrived[block, number, place]):
             raise SimulationError("a warp arrives twice in one phase")
         self._arrived[block, number, place] = True
+        self._end_phases(block, number)
+
+    def _end_phases(self, block: np.ndarray, number: np.ndarray) -> None:
+        """End the phases of these barriers that wait for nothing any more."""
+        warps = self._threads // WARP
         block, number = np.unique(np.stack([block, number]), axis=1)
         ended = self._arrived[block, number].sum(-1) == self._expected[block, number]
+        ended &= self._coming[block, number] == 0
         block, number = block[ended], number[ended]
         at, place = np.nonzero(self._arrived[block, number])
-        self._order_warps(block[at] * warps + place)
+        self._order_warps(block[at] // self._cluster * (self._cluster * warps) + place)
         self._phase[block, number] += 1
         self._arrived[block, number] = False
+
+    def arrive_remote(self, barrier: Value, rank: Index) -> None:
+        warp, number = self._barrier_of(barrier)
+        block = warp * WARP // self._threads
+        chosen = rank if isinstance(rank, Value) else self.constant(rank, "i32")
+        self._trust(chosen, self._active(True), "the rank of a block")
+        rank_of = np.broadcast_to(chosen.raw, self._shape).reshape(-1, WARP)[warp, 0]
+        self._count(warp, number, block // self._cluster * self._cluster + rank_of)
+
+    def fill(self, barrier: Value, expected: int, copies: Sequence[TileCopy]) -> None:
+        """Copy at once. A copy to other blocks counts as made by the same warp of each."""
+        warp, number = self._barrier_of(barrier)
+        self._coming[warp * WARP // self._threads, number] += expected
+        self._count(warp, number)
+        for copy in copies:
+            for one, of_barrier in zip(warp, number, strict=True):
+                self._copy_tile(copy, int(one), int(of_barrier))
+
+    def _copy_tile(self, copy: TileCopy, warp: int, number: int) -> None:
+        block, thread = divmod(warp * WARP, self._threads)
+        lane = self._lane == self._lane[block, thread]
+
+        def known(index: Index) -> int:
+            if not isinstance(index, Value):
+                return index
+            self._trust(index, lane, "the place of a copy")
+            return int(np.broadcast_to(index.raw, self._shape)[block, thread])
+
+        memory, offset = self._locate(copy.source.address, lane)
+        if not memory.constant:
+            raise SimulationError(f"{memory.name}: a copy of what the kernel may write")
+        row, column, to, itemsize = known(copy.row), known(copy.column), known(copy.to), copy.source.dtype.itemsize
+        if to % (1024 if copy.swizzle else 128):
+            raise SimulationError(f"a copy to a misaligned place {to}")
+        (rows, columns), first = copy.source.shape, int(offset[0])
+        source = memory.data[first : first + rows * columns * itemsize].reshape(rows, columns * itemsize)
+        part = source[row : row + copy.rows, column * itemsize : column * itemsize + copy.row_bytes]
+        data = np.zeros((copy.rows, copy.row_bytes), np.uint8)
+        data[: part.shape[0], : part.shape[1]] = part
+        at = np.arange(0, copy.size, UNIT) + to
+        at ^= at >> 3 & max(copy.swizzle - UNIT, 0)
+        first_block = block // self._cluster * self._cluster
+        for there in range(first_block, first_block + self._cluster) if copy.to_cluster else (block,):
+            place = at + there * self._shared_size
+            self._shared.write(
+                place, UNIT, np.full(place.shape, there * self._threads + thread), data.reshape(-1, UNIT)
+            )
+            written = (place[:, None] + np.arange(UNIT)).reshape(-1)
+            self._fenced[written] = True
+            self._touched.append(written)
+            self._coming[there, number] -= copy.size
+            self._end_phases(np.array([there]), np.array([number]))
 
     def _order_warps(self, arrived: np.ndarray) -> None:
         """Order what these warps did in shared memory before what their block does next."""
