@@ -26,12 +26,12 @@ GROUP = 128  # inputs that share a scale where activations are rounded
 class Many:
     """What of the fastest tiling of a product of many rows is replaced; 0 keeps it."""
 
-    cluster: int = 0
+    parts: int = 0
+    pair: int = 0
     tile_rows: int = 0
     tile_outputs: int = 0
     stages: int = 0
-    lead: int = 0
-    multiprocessors: int = 0
+    multiprocessors: int = 0  # of the GPU, and half as many pairs
 
     def __str__(self) -> str:
         given = {name: value for name, value in dataclasses.asdict(self).items() if value}
@@ -123,7 +123,7 @@ class Product:
         if self.many is not None:
             changes = {name: value for name, value in dataclasses.asdict(self.many).items() if value}
             if (count := changes.pop("multiprocessors", 0)) > 0:
-                gpu = dataclasses.replace(gpu, multiprocessors=count)
+                gpu = dataclasses.replace(gpu, multiprocessors=count, clusters=gpu.clusters | {2: count // 2})
             tiling = fastest_tiling(self.rows, self.outputs, self.inputs, self.form, gpu)
             tiling = dataclasses.replace(tiling, **changes)
             return functools.partial(launch_many, tiling if self.many.stages else tiling.with_most_stages())
