@@ -25,6 +25,7 @@ class Ring:
     full: Barrier  # per stage: the chunk is there
     free: Barrier  # per stage: nobody reads it any more
     stages: int
+    ahead: int  # chunks that are copied before they are multiplied
     pair: int
     total: Value  # chunks of all tiles
     fill: Callable[[Value, Value, Barrier], None]  # starts the copies of a chunk, by its number and its stage
@@ -44,12 +45,19 @@ class Ring:
         if tiling.pair > 1:
             machine.barrier("cluster")  # before the other block copies to this one
         return cls(
-            machine=machine, full=full, free=free, stages=tiling.stages, pair=tiling.pair, total=total, fill=fill
+            machine=machine,
+            full=full,
+            free=free,
+            stages=tiling.stages,
+            ahead=tiling.stages - tiling.slack,
+            pair=tiling.pair,
+            total=total,
+            fill=fill,
         )
 
     def begin(self) -> None:
         """Start to copy the first chunks."""
-        for n in range(self.stages - 1):
+        for n in range(self.ahead):
             self._fill(self.machine.constant(n, "i32"))
 
     def wait(self, chunk: Value) -> Value:
@@ -59,8 +67,8 @@ class Ring:
         return stage
 
     def advance(self, chunk: Value) -> None:
-        """Start to copy the chunk that takes the stage of the one before this."""
-        self._fill(chunk + (self.stages - 1))
+        """Start to copy the chunk that takes the stage of one before this."""
+        self._fill(chunk + self.ahead)
 
     def leave(self, stage: Value) -> None:
         """Say that this warp no longer reads a stage."""

@@ -40,6 +40,7 @@ class Tiling:
     parts: int = 1  # blocks that share a tile
     pair: int = 1  # blocks that compute adjacent tiles: 2, or 1 where ``parts`` is not
     stages: int = 4  # chunks in shared memory
+    slack: int = 1  # chunks of them whose stage is refilled only later, so that nobody waits for the slowest
 
     @property
     def is_rounded(self) -> bool:
