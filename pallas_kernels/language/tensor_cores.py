@@ -166,6 +166,8 @@ class TileCopy:
     def __post_init__(self) -> None:
         if self.swizzle not in (0, 64, 128) or (self.swizzle and self.row_bytes != self.swizzle):
             raise ValueError(f"rows of {self.row_bytes} bytes cannot have a swizzle of {self.swizzle}")
+        if not self.source.constant:
+            raise ValueError("a copy is made of an input of the launch, not of what the kernel may write")
         columns = self.row_bytes // self.source.dtype.itemsize
         if self.row_bytes % UNIT or not (1 <= self.rows <= 256 and columns <= 256):
             raise ValueError(f"a copy has at most 256 rows and 256 columns, of 16 bytes each, got {self.rows, columns}")

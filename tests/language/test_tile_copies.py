@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.tensor_cores import TensorCores, TileCopy
-from tests.support.lane_kernels import run
+from tests.support.lane_kernels import emit, run
 from tests.support.machines import HOPPER_MACHINES
 
 on_hopper = pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -136,7 +136,7 @@ def test_mistakes_are_found_by_the_simulator(fault, message):
 
 
 def test_an_array_that_the_kernel_may_write_is_no_source():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a copy of what the kernel may write"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not of what the kernel may write"):
         run(
             lambda machine, source, out: probe(machine, out, out),
             jnp.zeros((8, 128), jnp.uint8),
@@ -174,3 +174,15 @@ def test_rows_of_the_source_are_whole_units():
             jax.ShapeDtypeStruct((1,), jnp.int32),
             simulate=True,
         )
+
+
+def test_a_choice_of_arrays_is_no_source():
+    """The hardware knows the arrays of a launch by descriptions that are made before it."""
+
+    def body(machine: TensorCores, sources: Any, out: Any) -> None:
+        either = sources[0].instead(machine.thread < 64, sources[1])
+        probe(machine, either, out)
+
+    sources = (jnp.zeros((8, 128), jnp.uint8),) * 2
+    with pytest.raises(TypeError, match="an input of the launch as it is"):
+        emit(body, sources, jax.ShapeDtypeStruct((1,), jnp.int32), shared_bytes=8192)

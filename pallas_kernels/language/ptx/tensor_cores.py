@@ -176,7 +176,9 @@ class TensorCorePTX(PTX, TensorCores):
 
     def _describe(self, copy: TileCopy) -> Value:
         """Return the i64 address of what the hardware needs to know of an array for such a copy."""
-        memref = self._memrefs[id(copy.source.address.raw)]
+        memref = self._memrefs.get(id(copy.source.address.raw))
+        if memref is None:
+            raise TypeError("a copy is made of an input of the launch as it is, not of a choice or a part of one")
         box = copy.rows, copy.row_bytes // copy.source.dtype.itemsize
         pointer = self.context._get_tma_desc(memref, (), None, box, copy.swizzle or None, None)
         return self._wrap("i64", llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))

@@ -130,8 +130,6 @@ class BarrierSimulator(Simulator):
             return int(np.broadcast_to(index.raw, self._shape)[block, thread])
 
         memory, offset = self._locate(copy.source.address, lane)
-        if not memory.constant:
-            raise SimulationError(f"{memory.name}: a copy of what the kernel may write")
         row, column, to, itemsize = known(copy.row), known(copy.column), known(copy.to), copy.source.dtype.itemsize
         if to % (1024 if copy.swizzle else 128):
             raise SimulationError(f"a copy to a misaligned place {to}")
