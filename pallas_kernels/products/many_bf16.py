@@ -124,26 +124,14 @@ def _store(
     machine: TensorCores, tiling: Tiling, out: Buffer, place: Place, first: Value | int, sums: list[Value]
 ) -> None:
     """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
-    lane = machine.thread % WARP
-    output = place.output + warp_rows(machine)
-    rows = tiling.rows
-    is_whole = rows % tiling.tile_rows == 0
-    column = lane % 4 * 2 + place.row + first * 8
-    if out.dtype.itemsize == 4:
-        for n, value in enumerate(sums):
-            row = column + (n // 4 * 8 + n % 2)
-            of_output = output + lane // 4 + n // 2 % 2 * 8
-            out.store_floats([value], row, of_output, where=True if is_whole else row < rows)
-        return
+    lane, rows = machine.thread % WARP, tiling.rows
     # A lane has outputs r and r + 8 of two rows of x. After two exchanges it has four adjacent outputs of one.
     is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
-    row = column + lane // 4 % 2
-    of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
+    row = place.row + first * 8 + lane % 4 * 2 + lane // 4 % 2
+    output = place.output + warp_rows(machine) + lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0)
     for n in range(0, len(sums), 4):
-        low, high = (
-            machine.to_bf16(*swapped(machine, is_odd, (sums[n + 2 * half], sums[n + 2 * half + 1]), 4))
-            for half in range(2)
-        )
-        words = swapped(machine, is_upper, (low, high), 8)
+        low, high = (swapped(machine, is_odd, (sums[i], sums[i + 1]), 4) for i in (n, n + 2))
+        pairs = [swapped(machine, is_upper, pair, 8) for pair in zip(low, high, strict=True)]
         at = row + n // 4 * 8
-        out.store_words(list(words), at, of_output, where=True if is_whole else at < rows)
+        values = [value for of_lane in zip(*pairs, strict=True) for value in of_lane]
+        out.store_floats(values, at, output, where=True if rows % tiling.tile_rows == 0 else at < rows)
