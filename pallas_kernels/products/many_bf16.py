@@ -23,6 +23,8 @@ _HALVES, _HALF_INPUTS = 2, 32
 _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
 
+_Carry = tuple[list[Value], list[Value], list[Value], Value]  # sums, scales, an operand that is read, its chunk's stage
+
 
 def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
@@ -93,25 +95,35 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         return words
 
     def sums_of(begin: Value) -> list[Value]:
-        def one(i: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
-            sums, scales = carry
+        # While half a chunk is multiplied, the next half is widened. So the second half of a chunk is still being
+        # multiplied when the next chunk begins.
+        def one(i: Value, carry: _Carry) -> _Carry:
+            sums, scales, held, left = carry
             chunk = i + begin
             following = scales_of(chunk + 1)
             stage = ring.wait(chunk)
-            held = []
             for half in range(_HALVES):
                 words = operand(stage, half, factor_of(scales[half % scaled_halves]))
-                held.append(words)
                 right = x.copy(stage).k_major(half * 64, 64)
                 sums = machine.wgmma(sums, words, right, columns=tiling.tile_rows, dtype="bf16")
-            ring.advance(chunk)
-            sums = machine.wgmma_wait(sums)
-            machine.hold(held)  # no register of an operand is used again before
-            ring.leave(stage)
-            return sums, following
+                if half:
+                    ring.advance(chunk)
+                machine.wgmma_wait([], pending=1)
+                machine.hold(held)  # no register of an operand is used again before
+                held = words
+                if not half:
+                    with machine.when(i > 0):
+                        ring.leave(left)
+            return sums, following, held, stage
 
+        none = [machine.constant(0, "i32")] * (4 * _STEPS)
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
-        return machine.loop(tiling.chunks, one, (zeros, scales_of(begin)))[0]
+        start = zeros, scales_of(begin), none, machine.constant(0, "i32")
+        sums, _, held, stage = machine.loop(tiling.chunks, one, start)
+        sums = machine.wgmma_wait(sums)
+        machine.hold(held)
+        ring.leave(stage)
+        return sums
 
     def finish(place: Place, sums: list[Value]) -> None:
         first, mine = exchange(machine, tiling, arena, sums)

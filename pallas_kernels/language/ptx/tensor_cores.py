@@ -47,7 +47,7 @@ _ARRIVE_REMOTE = """{
  .reg .pred p; .reg .b32 there;
  setp.ne.s32 p, $2, 0;
  mapa.shared::cluster.u32 there, $0, $1;
- @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"""
+ @p mbarrier.arrive.shared::cluster.b64 _, [there]; }"""
 _FAMILY = {
     "f16": ("k16", "f16.f16"),
     "bf16": ("k16", "bf16.bf16"),
