@@ -49,27 +49,20 @@ class Barrier:
             raise TypeError(f"one of {self.copies} barriers is meant: write barrier.copy(number)")
         return self.offset if isinstance(self.offset, Value) else self.machine.constant(self.offset, "i32")
 
-    def arrive(self, where: Condition = True, rank: Index | None = None) -> None:
+    def arrive(self, where: Condition = True) -> None:
         """Arrive, as all lanes of a warp together. What they did before is visible to those who wait for this phase.
 
-        ``where`` must be the same in all lanes of a warp. With ``rank``, which takes no ``where``, arrive at the same
-        barrier of that block of the cluster.
+        ``where`` must be the same in all lanes of a warp.
         """
-        if rank is None:
-            self.machine.arrive(self.address, where)
-        elif where is True:
-            self.machine.arrive_remote(self.address, rank)
-        else:
-            raise TypeError("an arrival at another block's barrier takes no condition: write machine.when")
+        self.machine.arrive(self.address, where)
 
-    def fill(self, *copies: TileCopy, also: int = 0) -> None:
+    def fill(self, *copies: TileCopy) -> None:
         """Start copies from device memory, and arrive, as all lanes of a warp together.
 
-        The phase does not end before they are complete. ``also`` is the number of bytes that other blocks of the
-        cluster copy to this one in this phase. Who waits for the phase sees the copies, and so do products that it
-        starts.
+        The phase does not end before they are complete. Who waits for the phase sees the copies, and so do products
+        that it starts.
         """
-        self.machine.fill(self.address, also + sum(copy.size for copy in copies), copies)
+        self.machine.fill(self.address, copies)
 
     def wait(self, parity: Index) -> None:
         """Wait until the phase with this parity (0 for the first, 1 for the second, 0 for the third, ...) has ended.

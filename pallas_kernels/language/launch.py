@@ -124,7 +124,7 @@ def launch(
             name_module(name)
             memrefs, shared_memref = values[: len(arrays)], values[len(arrays)]
             machine = TensorMemoryPTX([number.registers.item() for number in values[len(arrays) + 1 :]], shared_memref)
-            machine.context, machine.cluster = context, grid.cluster
+            machine.context = context
             buffers = [
                 machine.buffer(memref, shape, dtype, constant=i < len(operands))
                 for i, (memref, (shape, dtype)) in enumerate(zip(memrefs, shapes, strict=True))

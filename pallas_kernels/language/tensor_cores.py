@@ -161,7 +161,6 @@ class TileCopy:
     rows: int  # at most 256
     row_bytes: int  # a multiple of 16, of at most 256 elements
     swizzle: int = 128
-    to_cluster: bool = False  # to the same place in all blocks of the cluster, and their barriers count it
 
     def __post_init__(self) -> None:
         if self.swizzle not in (0, 64, 128) or (self.swizzle and self.row_bytes != self.swizzle):
@@ -317,15 +316,8 @@ class TensorCores(Machine):
         """
 
     @abc.abstractmethod
-    def arrive_remote(self, barrier: Value, rank: Index) -> None:
-        """Arrive at the barrier at an i32 byte offset in the block with a rank in the cluster, as all lanes of a warp.
-
-        Bodies use ``Barrier.arrive`` with ``rank``.
-        """
-
-    @abc.abstractmethod
-    def fill(self, barrier: Value, expected: int, copies: Sequence[TileCopy]) -> None:
-        """Start copies, and arrive at the barrier at an i32 byte offset, which also waits for ``expected`` bytes.
+    def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
+        """Start copies, and arrive at the barrier at an i32 byte offset, which also waits for the copies.
 
         Bodies use ``Barrier.fill``.
         """

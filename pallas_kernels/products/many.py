@@ -11,7 +11,7 @@ import jax
 
 from pallas_kernels.language.machine import VECTOR, WARPGROUP, Value
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores, TileCopy
+from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.products.ring import Ring
 from pallas_kernels.products.tiling import LANES, Place, Tiling
 
@@ -37,13 +37,13 @@ class Turns:
 
     @classmethod
     def of(cls, machine: TensorCores, tiling: Tiling) -> Turns:
-        rank = machine.rank if tiling.cluster > 1 else machine.constant(0, "i32")
+        rank = machine.rank if tiling.parts > 1 else machine.constant(0, "i32")
         return cls(machine=machine, tiling=tiling, rank=rank)
 
     @property
     def count(self) -> Value:
         tiling = self.tiling
-        return (self.machine.block(0) * -1 + (tiling.places - 1)) // tiling.blocks + 1
+        return (self.machine.block(0) * -1 + (tiling.tiles - 1)) // tiling.blocks + 1
 
     @property
     def total(self) -> Value:
@@ -51,25 +51,12 @@ class Turns:
         return self.count * self.tiling.chunks
 
     def place(self, turn: Value) -> Place:
-        return self.tiling.place(turn * self.tiling.blocks + self.machine.block(0), self.rank)
+        return self.tiling.place(turn * self.tiling.blocks + self.machine.block(0))
 
     def chunk(self, number: Value) -> tuple[Place, Value]:
         """Return the tile of a chunk, by its number among those of all tiles, and its first input."""
-        chunks, chunk = self.tiling.chunks, number % self.tiling.chunks
-        if self.tiling.parts > 1:
-            chunk = chunk + self.rank * chunks
-        return self.place(number // chunks), chunk * self.tiling.chunk
-
-
-def copies_of(copy: TileCopy, pair: int, rank: Value) -> tuple[TileCopy, int]:
-    """Return what a block copies of the rows that both blocks of a pair need, and the bytes that it gets besides."""
-    if pair == 1:
-        return copy, 0
-    rows = copy.rows // pair
-    mine = rank * rows
-    to = mine * copy.row_bytes + copy.to
-    half = dataclasses.replace(copy, row=mine + copy.row, to=to, rows=rows, to_cluster=True)
-    return half, copy.size - half.size
+        chunks = self.tiling.chunks
+        return self.place(number // chunks), (number % chunks + self.rank * chunks) * self.tiling.chunk
 
 
 def for_each_tile(turns: Turns, ring: Ring, sums: Callable[[Value], Any], finish: Callable[[Place, Any], None]) -> None:
@@ -80,11 +67,10 @@ def for_each_tile(turns: Turns, ring: Ring, sums: Callable[[Value], Any], finish
     def one(turn: Value, _: None) -> None:
         finish(turns.place(turn), sums(turn * tiling.chunks))
 
-    if tiling.places > tiling.blocks:
+    if tiling.tiles > tiling.blocks:
         machine.loop(turns.count, one, None)
     else:
         one(machine.constant(0, "i32"), None)
-    ring.end()
 
 
 def exchange(machine: TensorCores, tiling: Tiling, arena: int, sums: list[Value]) -> tuple[Value | int, list[Value]]:

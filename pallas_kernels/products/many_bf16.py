@@ -13,7 +13,7 @@ from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.products.many import ManyInputs, Turns, copies_of, exchange, for_each_tile, swapped, warp_rows
+from pallas_kernels.products.many import ManyInputs, Turns, exchange, for_each_tile, swapped, warp_rows
 from pallas_kernels.products.ring import Ring
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
@@ -22,8 +22,6 @@ CHUNK_CODES = CHUNK_BYTES // 2
 _HALVES, _HALF_INPUTS = 2, 32
 _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
-
-_Carry = tuple[list[Value], list[Value], list[Value], Value]  # sums, scales, an operand that is read, its chunk's stage
 
 
 def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
@@ -41,17 +39,13 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
 
     def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
         place, first = turns.chunk(chunk)
-        of_x, also = copies_of(
-            TileCopy(
-                source=inputs.x,
-                row=place.row,
-                column=place.x + first,
-                to=x.copy(stage).offset,
-                rows=tiling.tile_rows,
-                row_bytes=CHUNK_BYTES,
-            ),
-            tiling.pair,
-            turns.rank,
+        of_x = TileCopy(
+            source=inputs.x,
+            row=place.row,
+            column=place.x + first,
+            to=x.copy(stage).offset,
+            rows=tiling.tile_rows,
+            row_bytes=CHUNK_BYTES,
         )
         of_weight = TileCopy(
             source=inputs.weight,
@@ -62,7 +56,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
             row_bytes=CHUNK_CODES,
             swizzle=CHUNK_CODES,
         )
-        barrier.fill(of_x, of_weight, also=also)
+        barrier.fill(of_x, of_weight)
 
     ring = Ring.take(machine, tiling, turns.total, fill)
     block = tiling.form.block
@@ -95,35 +89,25 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         return words
 
     def sums_of(begin: Value) -> list[Value]:
-        # While half a chunk is multiplied, the next half is widened. So the second half of a chunk is still being
-        # multiplied when the next chunk begins.
-        def one(i: Value, carry: _Carry) -> _Carry:
-            sums, scales, held, left = carry
+        def one(i: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
+            sums, scales = carry
             chunk = i + begin
             following = scales_of(chunk + 1)
             stage = ring.wait(chunk)
+            held = []
             for half in range(_HALVES):
                 words = operand(stage, half, factor_of(scales[half % scaled_halves]))
+                held.append(words)
                 right = x.copy(stage).k_major(half * 64, 64)
                 sums = machine.wgmma(sums, words, right, columns=tiling.tile_rows, dtype="bf16")
-                if half:
-                    ring.advance(chunk)
-                machine.wgmma_wait([], pending=1)
-                machine.hold(held)  # no register of an operand is used again before
-                held = words
-                if not half:
-                    with machine.when(i > 0):
-                        ring.leave(left)
-            return sums, following, held, stage
+            ring.advance(chunk)
+            sums = machine.wgmma_wait(sums)
+            machine.hold(held)  # no register of an operand is used again before
+            ring.leave(stage)
+            return sums, following
 
-        none = [machine.constant(0, "i32")] * (4 * _STEPS)
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
-        start = zeros, scales_of(begin), none, machine.constant(0, "i32")
-        sums, _, held, stage = machine.loop(tiling.chunks, one, start)
-        sums = machine.wgmma_wait(sums)
-        machine.hold(held)
-        ring.leave(stage)
-        return sums
+        return machine.loop(tiling.chunks, one, (zeros, scales_of(begin)))[0]
 
     def finish(place: Place, sums: list[Value]) -> None:
         first, mine = exchange(machine, tiling, arena, sums)
@@ -136,14 +120,26 @@ def _store(
     machine: TensorCores, tiling: Tiling, out: Buffer, place: Place, first: Value | int, sums: list[Value]
 ) -> None:
     """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
-    lane, rows = machine.thread % WARP, tiling.rows
+    lane = machine.thread % WARP
+    output = place.output + warp_rows(machine)
+    rows = tiling.rows
+    is_whole = rows % tiling.tile_rows == 0
+    column = lane % 4 * 2 + place.row + first * 8
+    if out.dtype.itemsize == 4:
+        for n, value in enumerate(sums):
+            row = column + (n // 4 * 8 + n % 2)
+            of_output = output + lane // 4 + n // 2 % 2 * 8
+            out.store_floats([value], row, of_output, where=True if is_whole else row < rows)
+        return
     # A lane has outputs r and r + 8 of two rows of x. After two exchanges it has four adjacent outputs of one.
     is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
-    row = place.row + first * 8 + lane % 4 * 2 + lane // 4 % 2
-    output = place.output + warp_rows(machine) + lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0)
+    row = column + lane // 4 % 2
+    of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
     for n in range(0, len(sums), 4):
-        low, high = (swapped(machine, is_odd, (sums[i], sums[i + 1]), 4) for i in (n, n + 2))
-        pairs = [swapped(machine, is_upper, pair, 8) for pair in zip(low, high, strict=True)]
+        low, high = (
+            machine.to_bf16(*swapped(machine, is_odd, (sums[n + 2 * half], sums[n + 2 * half + 1]), 4))
+            for half in range(2)
+        )
+        words = swapped(machine, is_upper, (low, high), 8)
         at = row + n // 4 * 8
-        values = [value for of_lane in zip(*pairs, strict=True) for value in of_lane]
-        out.store_floats(values, at, output, where=True if rows % tiling.tile_rows == 0 else at < rows)
+        out.store_words(list(words), at, of_output, where=True if is_whole else at < rows)

@@ -15,7 +15,7 @@ from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.products.many import ManyInputs, Turns, copies_of, exchange, for_each_tile, swapped
+from pallas_kernels.products.many import ManyInputs, Turns, exchange, for_each_tile, swapped
 from pallas_kernels.products.ring import Ring
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
@@ -56,19 +56,15 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
             row_bytes=tiling.tile_rows * 4,
             swizzle=0,
         )
-        of_weight, also = copies_of(
-            TileCopy(
-                source=inputs.weight,
-                row=place.output,
-                column=first,
-                to=codes.copy(stage).offset,
-                rows=tiling.tile_outputs,
-                row_bytes=CHUNK_BYTES,
-            ),
-            tiling.pair,
-            turns.rank,
+        of_weight = TileCopy(
+            source=inputs.weight,
+            row=place.output,
+            column=first,
+            to=codes.copy(stage).offset,
+            rows=tiling.tile_outputs,
+            row_bytes=CHUNK_BYTES,
         )
-        barrier.fill(of_x, of_scales, of_weight, also=also)
+        barrier.fill(of_x, of_scales, of_weight)
 
     ring = Ring.take(machine, tiling, turns.total, fill)
     block = tiling.form.block
@@ -130,14 +126,18 @@ def _store(
     """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
     lane, rows = machine.thread % WARP, tiling.rows
     row = place.row + machine.thread // WARPGROUP * _ROWS + machine.thread % WARPGROUP // WARP * 16 + lane // 4
-    # Two adjacent lanes have four adjacent outputs of each eight. The even one takes those of the first of two eights,
-    # and the odd one those of the second.
+    output = place.output + first * 8
     is_odd = lane % 2 == 1
-    output = place.output + first * 8 + lane // 2 % 2 * 4 + lane % 2 * 8
-    for n in range(0, len(sums), 8):
-        for half in range(2):
-            at, i = row + half * 8, n + 2 * half
-            pairs = [swapped(machine, is_odd, (sums[i + j], sums[i + j + 4]), 1) for j in range(2)]
-            values = [value for of_lane in zip(*pairs, strict=True) for value in of_lane]
-            where = True if rows % tiling.tile_rows == 0 else at < rows
-            out.store_floats(values, at, output + n // 4 * 8, where=where)
+    for half in range(2):
+        at = row + half * 8
+        where = True if rows % tiling.tile_rows == 0 else at < rows
+        if out.dtype.itemsize == 4:
+            for n in range(2 * half, len(sums), 4):
+                out.store_floats(sums[n : n + 2], at, output + lane % 4 * 2 + n // 4 * 8, where=where)
+            continue
+        # Two adjacent lanes have four adjacent outputs of each eight. The even one takes those of the first of two
+        # eights, and the odd one those of the second.
+        words = [machine.to_bf16(*sums[n : n + 2]) for n in range(2 * half, len(sums), 4)]
+        for n in range(0, len(words), 2):
+            pair = swapped(machine, is_odd, (words[n], words[n + 1]), 1)
+            out.store_words(list(pair), at, lane // 2 % 2 * 4 + lane % 2 * 8 + output + n * 8, where=where)

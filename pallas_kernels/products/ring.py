@@ -1,9 +1,8 @@
 """Chunks of a block's tiles in shared memory: copying them ahead of time, and who may read or overwrite them.
 
 The chunks of all tiles of a block are numbered in the order in which they are multiplied. Chunk n is in stage n %
-stages. A warp of the second warpgroup starts the copies, when both warpgroups, of both blocks of a pair, have left the
-stage. So the first warpgroup may be ahead of the second by nearly all stages, and one can multiply while the other
-stores.
+stages. A warp of the second warpgroup starts the copies, when both warpgroups have left the stage. So the first
+warpgroup may be ahead of the second by nearly all stages, and one can multiply while the other stores.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ class Ring:
     full: Barrier  # per stage: the chunk is there
     free: Barrier  # per stage: nobody reads it any more
     stages: int
-    ahead: int  # chunks that are copied before they are multiplied
-    pair: int
     total: Value  # chunks of all tiles
     fill: Callable[[Value, Value, Barrier], None]  # starts the copies of a chunk, by its number and its stage
 
@@ -40,24 +37,13 @@ class Ring:
     ) -> Ring:
         """Take and initialise the barriers."""
         full = Barrier.take(machine, 1, copies=tiling.stages)
-        free = Barrier.take(machine, tiling.pair * LANES // WARP, copies=tiling.stages)
+        free = Barrier.take(machine, LANES // WARP, copies=tiling.stages)
         init_barriers(full, free)
-        if tiling.pair > 1:
-            machine.barrier("cluster")  # before the other block copies to this one
-        return cls(
-            machine=machine,
-            full=full,
-            free=free,
-            stages=tiling.stages,
-            ahead=tiling.stages - tiling.slack,
-            pair=tiling.pair,
-            total=total,
-            fill=fill,
-        )
+        return cls(machine=machine, full=full, free=free, stages=tiling.stages, total=total, fill=fill)
 
     def begin(self) -> None:
         """Start to copy the first chunks."""
-        for n in range(self.ahead):
+        for n in range(self.stages - 1):
             self._fill(self.machine.constant(n, "i32"))
 
     def wait(self, chunk: Value) -> Value:
@@ -67,20 +53,12 @@ class Ring:
         return stage
 
     def advance(self, chunk: Value) -> None:
-        """Start to copy the chunk that takes the stage of one before this."""
-        self._fill(chunk + self.ahead)
+        """Start to copy the chunk that takes the stage of the one before this."""
+        self._fill(chunk + (self.stages - 1))
 
     def leave(self, stage: Value) -> None:
         """Say that this warp no longer reads a stage."""
-        if self.pair == 1:
-            self.free.copy(stage).arrive()
-        for rank in range(self.pair if self.pair > 1 else 0):
-            self.free.copy(stage).arrive(rank=rank)
-
-    def end(self) -> None:
-        """Wait until the other block copies nothing to this one any more, and reads no barrier of it."""
-        if self.pair > 1:
-            self.machine.barrier("cluster")
+        self.free.copy(stage).arrive()
 
     def _fill(self, chunk: Value) -> None:
         mine = self.machine.thread // WARP == WARPGROUP // WARP

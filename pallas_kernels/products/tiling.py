@@ -1,9 +1,8 @@
 """How a product of many rows is divided: tiles of rows of x and outputs, the blocks that compute them, their memory.
 
-A block has two warpgroups that multiply, and computes tile after tile. Where there are many tiles, two blocks compute
-adjacent ones, and each copies half of what both need to both. Where there are fewer tiles than multiprocessors, the
-blocks of a cluster share a tile: each multiplies a part of the inputs, and their sums are added in the order of the
-parts.
+A block has two warpgroups that multiply, and computes tile after tile. Where there are fewer tiles than
+multiprocessors, the blocks of a cluster share a tile: each multiplies a part of the inputs, and their sums are added in
+the order of the parts.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ class Tiling:
     tile_rows: int
     tile_outputs: int
     parts: int = 1  # blocks that share a tile
-    pair: int = 1  # blocks that compute adjacent tiles: 2, or 1 where ``parts`` is not
     stages: int = 4  # chunks in shared memory
-    slack: int = 1  # chunks of them whose stage is refilled only later, so that nobody waits for the slowest
 
     @property
     def is_rounded(self) -> bool:
@@ -57,10 +54,6 @@ class Tiling:
         return self.inputs // (self.chunk * self.parts)
 
     @property
-    def cluster(self) -> int:
-        return self.parts * self.pair
-
-    @property
     def fours(self) -> int:
         """Groups of four sums that a lane has: for each eight columns of its products, two rows and two columns."""
         return (self.tile_outputs if self.is_rounded else self.tile_rows) // 8
@@ -70,25 +63,18 @@ class Tiling:
         return -(-self.rows // self.tile_rows)
 
     @property
-    def row_places(self) -> int:
-        """Tiles of the same outputs, or pairs of them: those that are rounded share the weight, others share x."""
-        return -(-self.row_tiles // self.pair) if self.is_rounded else self.row_tiles
-
-    @property
-    def places(self) -> int:
-        """Tiles, or pairs."""
-        output_tiles = self.form.groups * self.outputs // self.tile_outputs
-        return self.row_places * (output_tiles if self.is_rounded else output_tiles // self.pair)
+    def tiles(self) -> int:
+        return self.row_tiles * (self.form.groups * self.outputs // self.tile_outputs)
 
     @property
     def room(self) -> int:
-        """Clusters that run at once."""
-        return self.gpu.multiprocessors if self.cluster == 1 else self.gpu.clusters[self.cluster]
+        """Blocks, or clusters, that run at once."""
+        return self.gpu.multiprocessors if self.parts == 1 else self.gpu.clusters[self.parts]
 
     @property
     def blocks(self) -> int:
-        """Clusters of the launch."""
-        return self.places if self.parts > 1 else min(self.places, self.room)
+        """Blocks, or clusters, of the launch."""
+        return min(self.tiles, self.room) if self.parts == 1 else self.tiles
 
     @property
     def stage_bytes(self) -> int:
@@ -102,17 +88,15 @@ class Tiling:
     @property
     def grid(self) -> Grid:
         return Grid(
-            blocks=(self.blocks,), warpgroups=WARPGROUPS, cluster=self.cluster, shared_bytes=self._shared(self.stages)
+            blocks=(self.blocks,), warpgroups=WARPGROUPS, cluster=self.parts, shared_bytes=self._shared(self.stages)
         )
 
     @property
     def is_possible(self) -> bool:
-        """Whether parts are whole chunks and get whole fours, and halves of what a pair shares are whole atoms."""
+        """Whether parts are whole chunks, blocks add up whole fours, and all clusters run at once."""
         if self.inputs % (self.chunk * self.parts) or self.fours % self.parts:
             return False
-        if self.pair == 1 or self.is_rounded:
-            return True
-        return self.tile_rows % (8 * self.pair) == 0 and self.outputs % (self.pair * self.tile_outputs) == 0
+        return self.parts == 1 or self.tiles <= self.room
 
     def with_most_stages(self) -> Tiling:
         """Return the same with as many stages as fit."""
@@ -120,31 +104,26 @@ class Tiling:
         stages = next(n for n in range(_MOST_STAGES, 0, -1) if n == _LEAST_STAGES or self._shared(n) <= room)
         return dataclasses.replace(self, stages=stages)
 
-    def place(self, number: Value, rank: Value) -> Place:
-        """Return where the tile of a block is, by the number of its place. Those of the same outputs are adjacent."""
-        of_rows, of_outputs = number % self.row_places, number // self.row_places
-        if self.pair > 1 and self.is_rounded:
-            of_rows = of_rows * self.pair + rank
-        elif self.pair > 1:
-            of_outputs = of_outputs * self.pair + rank
-        group = of_outputs // (self.outputs // self.tile_outputs)
-        return Place(row=of_rows * self.tile_rows, output=of_outputs * self.tile_outputs, x=group * self.inputs)
+    def place(self, number: Value) -> Place:
+        """Return where a tile is, by its number. Tiles of the same outputs are adjacent."""
+        of_outputs = number // self.row_tiles
+        output, group = of_outputs * self.tile_outputs, of_outputs // (self.outputs // self.tile_outputs)
+        return Place(row=number % self.row_tiles * self.tile_rows, output=output, x=group * self.inputs)
 
     def cost(self) -> float:
-        """Return about how many cycles of a multiprocessor the product takes."""
-        turns = -(-self.places // self.room)
-        rate = 4096 if self.is_rounded else 2048  # products a cycle
-        multiplied = self.tile_rows * self.tile_outputs * self.chunk / rate / _ACHIEVED
-        shared = self.tile_outputs if self.is_rounded else self.tile_rows
-        shared *= CHUNK_BYTES * (self.pair - 1) / self.pair
-        copied = (self.stage_bytes - shared) / _BYTES_PER_CYCLE
-        exchanged = 0 if self.parts == 1 else self.tile_rows * self.tile_outputs * 4 / _BYTES_PER_CYCLE
-        stored = self.tile_rows * self.tile_outputs * 4 / _STORED_PER_CYCLE / self.parts
-        return turns * (self.chunks * max(multiplied, copied) + exchanged + stored) + _START
+        """Return about how many cycles of a multiprocessor the product takes, by times of V4-Flash's shapes on an H200.
+
+        They have an error of up to a fifth.
+        """
+        size = self.tile_rows * self.tile_outputs * 4
+        chunk = 330 + 5 * self.tile_outputs if self.is_rounded else 640 + 2.5 * self.tile_rows
+        exchanged = 0 if self.parts == 1 else size / _EXCHANGED_PER_CYCLE[self.parts]
+        stored = size / _STORED_PER_CYCLE / self.parts
+        return -(-self.tiles // self.room) * (self.chunks * chunk + exchanged + stored) + _START
 
 
-# What the model of a block's time assumes: a share of the peak, bytes a cycle, and cycles before the first product.
-_ACHIEVED, _BYTES_PER_CYCLE, _STORED_PER_CYCLE, _START = 0.75, 36, 48, 3000
+_EXCHANGED_PER_CYCLE, _STORED_PER_CYCLE = {2: 24, 4: 13, 8: 9}, 33  # bytes; the first by the number of parts
+_START = 3000  # cycles before the first product
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -162,11 +141,13 @@ def fastest_tiling(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: 
     if form.activations == "fp8":
         tiles = [(_SCALED_ROWS, size) for size in (2 * OUTPUTS, OUTPUTS) if outputs % size == 0]
     else:
-        counts = sorted({-(-rows // _MOST_COLUMNS), -(-rows // (_MOST_COLUMNS // 2))})
-        tiles = [(-(-rows // (8 * count)) * 8, OUTPUTS) for count in counts]
+        counts = {-(-rows // most) for most in (_MOST_COLUMNS, _MOST_COLUMNS * 3 // 4, _MOST_COLUMNS // 2)}
+        # Some have more rows than they need, so that parts of a cluster can share their sums.
+        sizes = {-(-rows // (atom * count)) * atom for count in counts for atom in (8, 16, 32, 64)}
+        tiles = [(size, OUTPUTS) for size in sorted(sizes)]
     found = []
     for tile_rows, tile_outputs in tiles:
-        for parts, pair in ((1, 1), (1, 2), *((size, 1) for size in sorted(gpu.clusters))):
+        for parts in (1, *sorted(gpu.clusters)):
             tiling = Tiling(
                 gpu=gpu,
                 form=form,
@@ -176,8 +157,7 @@ def fastest_tiling(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: 
                 tile_rows=tile_rows,
                 tile_outputs=tile_outputs,
                 parts=parts,
-                pair=pair,
             )
-            if tiling.is_possible and (parts == 1 or tiling.places <= tiling.room):
+            if tiling.is_possible:
                 found.append(tiling.with_most_stages())
     return min(found, key=Tiling.cost)

@@ -44,30 +44,26 @@ FORMS = [
 ]
 
 # The kernel of many rows: rows that do not fill tiles, and more rows than a tile has; blocks with several tiles, and
-# fewer in the last turn; blocks that share a tile, and pairs of adjacent ones, whose second has no rows; few chunks and
-# more than stages; both sizes of results.
-ALONE = dict(parts=1, pair=1)
-PAIRED = dict(parts=1, pair=2)
+# fewer in the last turn; blocks that share a tile; few chunks and more than stages; both sizes of results.
 MANY = [
     Product(rows=65, outputs=128, inputs=128, many=Many()),
-    Product(rows=80, outputs=128, inputs=512, groups=2, many=Many(parts=2, pair=1)),
-    Product(
-        rows=160, outputs=256, inputs=128, dtype=jnp.bfloat16, many=Many(tile_rows=80, multiprocessors=2, **PAIRED)
-    ),
+    Product(rows=80, outputs=128, inputs=512, groups=2, many=Many(parts=2)),
+    Product(rows=160, outputs=256, inputs=128, dtype=jnp.bfloat16, many=Many(tile_rows=80, multiprocessors=3, parts=1)),
     Product(rows=65, outputs=128, inputs=128, activations="fp8", many=Many()),
-    Product(rows=100, outputs=256, inputs=256, activations="fp8", dtype=jnp.bfloat16, many=Many(**ALONE)),
-    Product(rows=100, outputs=256, inputs=256, activations="fp8", many=Many(tile_outputs=128, **PAIRED)),
-    Product(rows=72, outputs=128, inputs=256, block=(32, 32), many=Many(**ALONE)),
-    Product(rows=100, outputs=256, inputs=384, many=Many(multiprocessors=3, tile_rows=56, **ALONE)),
-    Product(rows=256, outputs=128, inputs=256, activations="fp8", groups=2, many=Many(parts=2, pair=1)),
-    Product(rows=256, outputs=128, inputs=640, many=Many(tile_rows=256, **ALONE)),
-    Product(rows=256, outputs=128, inputs=1024, dtype=jnp.bfloat16, many=Many(parts=4, pair=1, tile_rows=128)),
-    Product(rows=300, outputs=384, inputs=256, groups=2, many=Many(multiprocessors=5, **ALONE)),
-    Product(rows=300, outputs=512, inputs=256, groups=2, many=Many(multiprocessors=6, tile_rows=160, **PAIRED)),
-    Product(rows=300, outputs=128, inputs=1024, activations="fp8", many=Many(multiprocessors=2, **PAIRED)),
-    Product(rows=130, outputs=512, inputs=512, activations="fp8", many=Many(tile_outputs=256, parts=2, pair=1)),
-    Product(rows=300, outputs=256, inputs=896, activations="fp8", many=Many(stages=3, tile_outputs=256, **PAIRED)),
-    Product(rows=70, outputs=128, inputs=512, block=(16, 64), many=Many(stages=3, **ALONE)),
+    Product(rows=100, outputs=256, inputs=256, activations="fp8", dtype=jnp.bfloat16, many=Many(parts=1)),
+    Product(
+        rows=200, outputs=256, inputs=128, activations="fp8", many=Many(tile_outputs=128, multiprocessors=3, parts=1)
+    ),
+    Product(rows=72, outputs=128, inputs=256, block=(32, 32), many=Many(parts=1)),
+    Product(rows=100, outputs=256, inputs=384, many=Many(multiprocessors=3, tile_rows=56, parts=1)),
+    Product(rows=256, outputs=128, inputs=256, activations="fp8", groups=2, many=Many(parts=2)),
+    Product(rows=256, outputs=128, inputs=640, many=Many(tile_rows=256, parts=1)),
+    Product(rows=256, outputs=128, inputs=1024, dtype=jnp.bfloat16, many=Many(parts=4, tile_rows=128)),
+    Product(rows=300, outputs=384, inputs=256, groups=2, many=Many(multiprocessors=5, parts=1)),
+    Product(rows=300, outputs=128, inputs=1024, activations="fp8", many=Many(multiprocessors=2, parts=1)),
+    Product(rows=130, outputs=512, inputs=512, activations="fp8", many=Many(tile_outputs=256, parts=2)),
+    Product(rows=300, outputs=256, inputs=896, activations="fp8", many=Many(stages=3, tile_outputs=256, parts=1)),
+    Product(rows=70, outputs=128, inputs=512, block=(16, 64), many=Many(stages=3, parts=1)),
 ]
 
 
@@ -163,9 +159,7 @@ def test_tilings_cover_a_product_once(outputs, inputs, groups, rows, activations
     form = pk.WeightForm(block=(128, 128), groups=groups, activations=activations)
     tiling = fastest_tiling(rows, outputs, inputs, form, HOPPER)
     assert 0 <= tiling.row_tiles * tiling.tile_rows - rows < tiling.tile_rows
-    covered = tiling.places * tiling.pair * tiling.tile_outputs
-    missing = -tiling.row_tiles % tiling.pair if activations == "fp8" else 0  # a tile without rows
-    assert covered == (tiling.row_tiles + missing) * groups * outputs
+    assert tiling.tiles * tiling.tile_outputs == tiling.row_tiles * groups * outputs
     assert tiling.chunks * tiling.chunk * tiling.parts == inputs
     assert tiling.is_possible
     assert tiling.blocks <= tiling.room
@@ -250,3 +244,11 @@ def test_weights_that_only_the_kernel_of_few_rows_serves_are_named(form, shape, 
     reason = pk.unsupported_product(shape, form, 129)
     assert reason is not None
     assert message in reason
+
+
+def test_xla_is_faster_for_very_many_rows_of_bf16():
+    for activations, most in (("bf16", 2048), ("fp8", 1 << 20)):
+        form = pk.WeightForm(block=(128, 128), activations=activations)
+        assert pk.unsupported_product((128, 128), form, most) is None
+    reason = pk.unsupported_product((128, 128), pk.WeightForm(block=(128, 128)), 2049)
+    assert reason == "for more than 2048 rows of bf16, got 2049, it is faster to widen the weight"

@@ -74,49 +74,18 @@ def test_a_copy_is_swizzled_and_ends_with_zeros(shape, dtype, row, column, rows,
         np.testing.assert_array_equal(found[number].reshape(-1, 16)[permuted], units[number])
 
 
-@on_hopper
-def test_blocks_of_a_cluster_copy_to_each_other(simulate):
-    """Each of two blocks copies half of the rows to both, twice; the second time when both have read the first."""
-    source = np.random.default_rng(0).integers(0, 255, (32, 128), np.uint8)
-
-    def body(machine: TensorCores, source: Any, out: Any) -> None:
-        place, full, free = machine.take_shared(16 * 128, alignment=1024), Barrier.take(machine, 1), None
-        free = Barrier.take(machine, 2 * 4)
-        init_barriers(full, free)
-        machine.barrier("cluster")
-        for turn in range(2):
-            with machine.when(machine.thread < WARP):
-                free.wait(turn ^ 1)
-                to = machine.rank * (8 * 128) + place
-                row = machine.rank * 8 + 16 * turn
-                half = TileCopy(source=source, row=row, column=0, to=to, rows=8, row_bytes=128, to_cluster=True)
-                full.fill(half, also=half.size)
-            full.wait(turn)
-            at = machine.thread * 16
-            out.store_words(machine.load_shared(at + place, 16), turn, machine.rank, at)
-            for rank in range(2):
-                free.arrive(rank=rank)
-        machine.barrier("cluster")
-
-    out = jax.ShapeDtypeStruct((2, 2, 16 * 128), jnp.uint8)
-    found = run(body, jnp.asarray(source), out, simulate=simulate, cluster=2, shared_bytes=8192)
-    units = source.reshape(2, 16, 8, 16)
-    rows = np.arange(16)[:, None]
-    want = units[:, rows, np.arange(8) ^ rows % 8].reshape(2, 1, -1)
-    np.testing.assert_array_equal(found, np.broadcast_to(want, found.shape))
-
-
 def attempt(body: Any, **sizes: Any) -> None:
     source, out = jnp.zeros((8, 128), jnp.uint8), jax.ShapeDtypeStruct((1,), jnp.int32)
     run(body, source, out, simulate=True, shared_bytes=8192, **sizes)
 
 
-def probe(machine: TensorCores, source: Any, out: Any, *, also: int = 0, offset: int = 0, waits: bool = True) -> None:
+def probe(
+    machine: TensorCores, source: Any, out: Any, *, offset: int = 0, fills: bool = True, waits: bool = True
+) -> None:
     place, full = machine.take_shared(2048, alignment=1024), Barrier.take(machine, 1)
     init_barriers(full)
-    with machine.when(machine.thread < WARP):
-        copy = TileCopy(source=source, row=0, column=0, to=place + offset, rows=8, row_bytes=128)
-        full.fill(copy, also=also)
+    with machine.when((machine.thread < WARP) & fills):
+        full.fill(TileCopy(source=source, row=0, column=0, to=place + offset, rows=8, row_bytes=128))
     if waits:
         full.wait(0)
     out.store_words(machine.load_shared(machine.thread * 4 + place, 4), 0, where=machine.thread == 0)
@@ -125,7 +94,7 @@ def probe(machine: TensorCores, source: Any, out: Any, *, also: int = 0, offset:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (dict(also=16), "a wait for a phase that can never end"),
+        (dict(fills=False), "a wait for a phase that can never end"),
         (dict(offset=512), "a copy to a misaligned place"),
         (dict(waits=False), "shared memory that nobody has written"),
     ],

@@ -27,11 +27,10 @@ class Many:
     """What of the fastest tiling of a product of many rows is replaced; 0 keeps it."""
 
     parts: int = 0
-    pair: int = 0
     tile_rows: int = 0
     tile_outputs: int = 0
     stages: int = 0
-    multiprocessors: int = 0  # of the GPU, and half as many pairs
+    multiprocessors: int = 0  # of the GPU
 
     def __str__(self) -> str:
         given = {name: value for name, value in dataclasses.asdict(self).items() if value}
@@ -123,7 +122,7 @@ class Product:
         if self.many is not None:
             changes = {name: value for name, value in dataclasses.asdict(self.many).items() if value}
             if (count := changes.pop("multiprocessors", 0)) > 0:
-                gpu = dataclasses.replace(gpu, multiprocessors=count, clusters=gpu.clusters | {2: count // 2})
+                gpu = dataclasses.replace(gpu, multiprocessors=count)
             tiling = fastest_tiling(self.rows, self.outputs, self.inputs, self.form, gpu)
             tiling = dataclasses.replace(tiling, **changes)
             return functools.partial(launch_many, tiling if self.many.stages else tiling.with_most_stages())

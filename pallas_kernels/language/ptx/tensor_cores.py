@@ -43,11 +43,7 @@ _NORMAL_RECIPROCAL = """{
  neg.f32 minus, $1;
  fma.rn.f32 error, minus, guess, 0f3F800000;
  fma.rn.f32 $0, guess, error, guess; }"""
-_ARRIVE_REMOTE = """{
- .reg .pred p; .reg .b32 there;
- setp.ne.s32 p, $2, 0;
- mapa.shared::cluster.u32 there, $0, $1;
- @p mbarrier.arrive.shared::cluster.b64 _, [there]; }"""
+_COPY_TILE = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 _FAMILY = {
     "f16": ("k16", "f16.f16"),
     "bf16": ("k16", "bf16.bf16"),
@@ -60,7 +56,6 @@ class TensorCorePTX(PTX, TensorCores):
     """Emits for one lane. Products run on sm_90a."""
 
     context: Any  # Mosaic's of the launch
-    cluster = 1  # blocks of a cluster
     changes_registers = False  # until roles with registers of their own are emitted
 
     def exp2(self, x: Value) -> Value:
@@ -143,35 +138,22 @@ class TensorCorePTX(PTX, TensorCores):
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
         self._asm(text, "r,r", [], self._shared + barrier, self._flag(where & first), effects=True)
 
-    def arrive_remote(self, barrier: Value, rank: Index) -> None:
-        first = self.thread % WARP == 0
-        number = rank if isinstance(rank, Value) else self.constant(rank, "i32")
-        self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
-        self._asm(_ARRIVE_REMOTE, "r,r,r", [], self._shared + barrier, number, self._flag(first), effects=True)
-
-    def fill(self, barrier: Value, expected: int, copies: Sequence[TileCopy]) -> None:
+    def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
         lines = [
             "{ .reg .pred p; elect.sync _|p, 0xffffffff;",
-            f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {expected};",
+            f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {sum(copy.size for copy in copies)};",
         ]
         operands, constraints = [self._shared + barrier], ["r"]
         for copy in copies:
+            to, column, row = (
+                index if isinstance(index, Value) else self.constant(index, "i32")
+                for index in (copy.to, copy.column, copy.row)
+            )
             first = len(operands)
-            descriptor = self._describe(copy)
-            place = [
-                index if isinstance(index, Value) else self.constant(index, "i32") for index in (copy.column, copy.row)
-            ]
-            to = copy.to if isinstance(copy.to, Value) else self.constant(copy.to, "i32")
-            operands += [self._shared + to, descriptor, *place]
+            operands += [self._shared + to, self._describe(copy), column, row]
             constraints += ["r", "l", "r", "r"]
-            text = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-            to_all = ""
-            if copy.to_cluster:
-                text, to_all = f"{text}.multicast::cluster", ", mask"
-                lines.append(f"{{ .reg .b16 mask; mov.b16 mask, {(1 << self.cluster) - 1};")
-            lines.append(f"@p {text} [${first}], [${first + 1}, {{${first + 2}, ${first + 3}}}], [$0]{to_all};")
-            if copy.to_cluster:
-                lines.append("}")
+            place = f"[${first}], [${first + 1}, {{${first + 2}, ${first + 3}}}], [$0]"
+            lines.append(f"@p {_COPY_TILE} {place};")
         self._asm("\n".join([*lines, "}"]), ",".join(constraints), [], *operands, effects=True)
 
     def _describe(self, copy: TileCopy) -> Value:

@@ -20,7 +20,7 @@ class _Copy:
 
     at: np.ndarray  # byte offset in shared memory of each unit
     data: np.ndarray  # uint8 [units, bytes]
-    blocks: range  # that it goes to
+    block: int
     thread: int  # the first of the warp
     number: int  # of the barrier
 
@@ -35,7 +35,7 @@ class BarrierSimulator(Simulator):
         # For each 8 bytes of a block's shared memory, if there is a barrier: warps per phase (0 = no barrier), those
         # that have arrived, and the number of phases that have ended.
         self._expected, self._phase = (np.zeros((blocks, shared_bytes // 8), np.int64) for _ in range(2))
-        self._arrived = np.zeros((blocks, shared_bytes // 8, cluster * threads // WARP), bool)  # by rank and warp
+        self._arrived = np.zeros((blocks, shared_bytes // 8, threads // WARP), bool)
         self._coming = np.zeros((blocks, shared_bytes // 8), np.int64)  # bytes of copies that a phase waits for
         self._fenced = np.zeros(blocks * shared_bytes, bool)  # bytes that tensor cores may read
         self._touched: list[np.ndarray] = []  # shared bytes accessed since the last barrier of their warps
@@ -78,11 +78,10 @@ class BarrierSimulator(Simulator):
         if self._random.integers(2):
             self._give_way(lambda: True)
 
-    def _count(self, warp: np.ndarray, number: np.ndarray, block: np.ndarray | None = None) -> None:
-        """Count these warps as arrived at barriers of their blocks, or of others of their clusters."""
+    def _count(self, warp: np.ndarray, number: np.ndarray) -> None:
+        """Count these warps as arrived at barriers of their blocks."""
         warps = self._threads // WARP
-        place = warp % (self._cluster * warps)
-        block = warp // warps if block is None else block
+        block, place = warp // warps, warp % warps
         if np.any(self._arrived[block, number, place]):
             raise SimulationError("a warp arrives twice in one phase")
         self._arrived[block, number, place] = True
@@ -96,25 +95,14 @@ class BarrierSimulator(Simulator):
         ended &= self._coming[block, number] == 0
         block, number = block[ended], number[ended]
         at, place = np.nonzero(self._arrived[block, number])
-        self._order_warps(block[at] // self._cluster * (self._cluster * warps) + place)
+        self._order_warps(block[at] * warps + place)
         self._phase[block, number] += 1
         self._arrived[block, number] = False
 
-    def arrive_remote(self, barrier: Value, rank: Index) -> None:
+    def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
+        """Note copies, which are made when somebody waits for them."""
         warp, number = self._barrier_of(barrier)
-        block = warp * WARP // self._threads
-        chosen = rank if isinstance(rank, Value) else self.constant(rank, "i32")
-        self._trust(chosen, self._active(True), "the rank of a block")
-        rank_of = np.broadcast_to(chosen.raw, self._shape).reshape(-1, WARP)[warp, 0]
-        self._count(warp, number, block // self._cluster * self._cluster + rank_of)
-
-    def fill(self, barrier: Value, expected: int, copies: Sequence[TileCopy]) -> None:
-        """Note copies, which are made when somebody waits for them.
-
-        A copy to other blocks counts as made by the same warp of each.
-        """
-        warp, number = self._barrier_of(barrier)
-        self._coming[warp * WARP // self._threads, number] += expected
+        self._coming[warp * WARP // self._threads, number] += sum(copy.size for copy in copies)
         self._count(warp, number)
         for copy in copies:
             self._copies += [self._noted(copy, int(one), int(at)) for one, at in zip(warp, number, strict=True)]
@@ -140,23 +128,20 @@ class BarrierSimulator(Simulator):
         data[: part.shape[0], : part.shape[1]] = part
         at = np.arange(0, copy.size, UNIT) + to
         at ^= at >> 3 & max(copy.swizzle - UNIT, 0)
-        start = block // self._cluster * self._cluster
-        blocks = range(start, start + self._cluster) if copy.to_cluster else range(block, block + 1)
-        return _Copy(at, data.reshape(-1, UNIT), blocks, thread, number)
+        return _Copy(at, data.reshape(-1, UNIT), block, thread, number)
 
     def _go_on(self) -> bool:
         """Complete something that runs asynchronously while all lanes wait. Returns whether there was anything."""
         if not self._copies:
             return False
         copy = self._copies.pop(0)
-        for block in copy.blocks:
-            place = copy.at + block * self._shared_size
-            self._shared.write(place, UNIT, np.full(place.shape, block * self._threads + copy.thread), copy.data)
-            written = (place[:, None] + np.arange(UNIT)).reshape(-1)
-            self._fenced[written] = True
-            self._touched.append(written)
-            self._coming[block, copy.number] -= copy.data.size
-            self._end_phases(np.array([block]), np.array([copy.number]))
+        place = copy.at + copy.block * self._shared_size
+        self._shared.write(place, UNIT, np.full(place.shape, copy.block * self._threads + copy.thread), copy.data)
+        written = (place[:, None] + np.arange(UNIT)).reshape(-1)
+        self._fenced[written] = True
+        self._touched.append(written)
+        self._coming[copy.block, copy.number] -= copy.data.size
+        self._end_phases(np.array([copy.block]), np.array([copy.number]))
         return True
 
     def _order_warps(self, arrived: np.ndarray) -> None:
