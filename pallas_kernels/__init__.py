@@ -10,7 +10,7 @@ update     the whole cache update of a layer in one launch, and its steps as sep
 attention  attention over the stored window rows and entries
 scores     the score of every entry for every query, computed from the stored 4-bit keys
 selection  top-k: the positions of the largest scores
-products   products of a few rows with a weight stored as FP8
+products   products with a weight stored as FP8, of few rows and of many
 update       the whole cache update of a layer in one launch, and its steps as separate kernels
 attention    attention over the stored window rows and entries
 scores       the score of every entry for every query, computed from the stored 4-bit keys

@@ -94,8 +94,8 @@ class _Kernels(abc.ABC):
 class ProjectionsKernels(_Kernels):
     """The kernels of ``pallas_kernels.products`` and ``pallas_kernels.token_parts``.
 
-    XLA computes what has no kernel, or is faster without: products of f32, of many tokens, and
-    with larger wide weights.
+    XLA computes what has no kernel, or is faster without: products of f32, with larger wide weights, and of many tokens
+    where ``pk.unsupported_product`` says so.
     """
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:

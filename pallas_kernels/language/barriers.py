@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.language.machine import Condition, Index, Value
-from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.tensor_cores import TensorCores, TileCopy
 
 _BYTES = 8
 
@@ -55,6 +55,14 @@ class Barrier:
         ``where`` must be the same in all lanes of a warp.
         """
         self.machine.arrive(self.address, where)
+
+    def fill(self, *copies: TileCopy) -> None:
+        """Start copies from device memory, and arrive, as all lanes of a warp together.
+
+        The phase does not end before they are complete. Who waits for the phase sees the copies, and so do products
+        that it starts.
+        """
+        self.machine.fill(self.address, copies)
 
     def wait(self, parity: Index) -> None:
         """Wait until the phase with this parity (0 for the first, 1 for the second, 0 for the third, ...) has ended.

@@ -122,10 +122,10 @@ def launch(
 
         @plgpu.inline_mgpu(arg_types=(*ref_types, *scalar_types))
         def emit(context: Any, *values: Any) -> None:
-            del context
             name_module(name)
             memrefs, shared_memref = values[: len(arrays)], values[len(arrays)]
             machine = TensorMemoryPTX([number.registers.item() for number in values[len(arrays) + 1 :]], shared_memref)
+            machine.context = context
             buffers = [
                 machine.buffer(memref, shape, dtype, constant=i < len(operands))
                 for i, (memref, (shape, dtype)) in enumerate(zip(memrefs, shapes, strict=True))

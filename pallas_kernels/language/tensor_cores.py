@@ -1,6 +1,7 @@
 """Operations for kernels that multiply matrices, besides ``machine``: roles, barriers between them, and tensor cores.
 
     Tile          a matrix in shared memory, in the layout that tensor cores read
+    TileCopy      a part of an array that is copied to a tile, without any lane's help
     Operand       a part of a tile that enters a product
     Role          what some of a block's warpgroups do
     TensorCores   the machine: packed 16-bit arithmetic, warpgroups with different roles, mbarriers, ``wgmma``
@@ -24,6 +25,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Machine, Value
 
 ATOM_ROWS, ATOM_BYTES, UNIT = 8, 128, 16  # of the 128-byte swizzle
@@ -141,6 +143,40 @@ class Tile:
     def _address(self, at: int) -> Value:
         known = self.offset + at
         return known if isinstance(known, Value) else self.machine.constant(known, "i32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TileCopy:
+    """A part of an array in device memory that is copied to shared memory, for ``Barrier.fill``.
+
+    What of it is past the array's end becomes zeros. With ``swizzle`` 128 and rows of 128 bytes the result is a
+    ``Tile``. With 64 and rows of 64 bytes, 16-byte unit u of row r is stored at u ^ (r / 2 % 4). With 0 the rows are
+    stored as they are.
+    """
+
+    source: Buffer  # [rows, columns], an argument of the launch
+    row: Index  # the first
+    column: Index  # the first
+    to: Index  # byte offset in shared memory, a multiple of 1024, or with ``swizzle`` 0 of 128
+    rows: int  # at most 256
+    row_bytes: int  # a multiple of 16, of at most 256 elements
+    swizzle: int = 128
+
+    def __post_init__(self) -> None:
+        if self.swizzle not in (0, 64, 128) or (self.swizzle and self.row_bytes != self.swizzle):
+            raise ValueError(f"rows of {self.row_bytes} bytes cannot have a swizzle of {self.swizzle}")
+        if not self.source.constant:
+            raise ValueError("a copy is made of an input of the launch, not of what the kernel may write")
+        columns = self.row_bytes // self.source.dtype.itemsize
+        if self.row_bytes % UNIT or not (1 <= self.rows <= 256 and columns <= 256):
+            raise ValueError(f"a copy has at most 256 rows and 256 columns, of 16 bytes each, got {self.rows, columns}")
+        if len(self.source.shape) != 2 or self.source.shape[1] * self.source.dtype.itemsize % UNIT:
+            raise ValueError(f"an array of two axes is meant, with rows of 16 bytes each, got {self.source.shape}")
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.rows * self.row_bytes
 
 
 class TensorCores(Machine):
@@ -277,6 +313,13 @@ class TensorCores(Machine):
         """Arrive at the barrier at an i32 byte offset, as all lanes of a warp together.
 
         Bodies use ``Barrier.arrive``.
+        """
+
+    @abc.abstractmethod
+    def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
+        """Start copies, and arrive at the barrier at an i32 byte offset, which also waits for the copies.
+
+        Bodies use ``Barrier.fill``.
         """
 
     @abc.abstractmethod

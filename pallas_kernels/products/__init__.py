@@ -1,10 +1,16 @@
-"""Products of a few rows of activations with a weight that is stored in FP8 with a scale per block, or in bf16.
+"""Products of rows of activations with a weight that is stored in FP8 with a scale per block, or in bf16.
 
 call         ``product``, and which products have a kernel
-sm90         the kernel for Hopper
-sm100        the kernel for Blackwell
-block        what both kernels share: the place of a block in the product, its memory, and its last steps
-activations  rows of x in shared memory, in the order in which lanes hold the weight
+many_bf16    the kernel for many rows of bf16, on Hopper
+many_fp8     the kernel for many rows that are rounded to FP8, on Hopper
+many         what these two share: a block's turns, copies of rows, adding the sums of a cluster
+ring         stages of chunks in shared memory
+tiling       how a product of many rows is divided over blocks
+rounding     rounds many rows to FP8, in a launch of its own
+sm90         the kernel for few rows on Hopper
+sm100        the kernel for few rows on Blackwell
+block        what these two share: the place of a block in the product, its memory, and its last steps
+activations  rows of x in shared memory, in the order in which lanes hold the weight; rounding them to FP8
 weights      tiles of the weight: copying them to shared memory, and widening them
-split        how a product is divided over the blocks of a launch
+split        how a product of few rows is divided over the blocks of a launch
 """

@@ -17,7 +17,7 @@ from pallas_kernels.products.split import Split
 from pallas_kernels.products.weights import HALVES, QUAD
 from pallas_kernels.rows import from_ue8m0, magnitude_bits, power_of_two_scale
 
-_LOADED = 8  # bf16 that a lane loads at once
+LOADED = 8  # bf16 that a lane loads at once
 # Loads that are in flight together: of a block, and of a lane; of that, the share where rounding takes registers too.
 # Beside the sums there are fewer registers for them in blocks of many lanes.
 _AT_ONCE, _MOST_AT_ONCE, _SHARE_OF_ROUNDED, _BESIDE_SUMS = 8192, 16, 4, 4
@@ -30,7 +30,7 @@ class _Place:
     """What a lane loads at once."""
 
     line: Value  # row, among those of the block
-    unit: Value  # which ``_LOADED`` inputs of a chunk
+    unit: Value  # which ``LOADED`` inputs of a chunk
     chunk: Value  # among those that are stored
     inside: Condition
 
@@ -92,7 +92,7 @@ class Activations:
 
         To be followed by a barrier of the block.
         """
-        total = self.parts * chunks * self.columns * (self.inputs // _LOADED)
+        total = self.parts * chunks * self.columns * (self.inputs // LOADED)
         at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE)
         if self.scales is not None:
             at_once //= _SHARE_OF_ROUNDED
@@ -109,9 +109,9 @@ class Activations:
             for place in places:
                 line = place.line + self.row
                 part, chunk = place.chunk // chunks, place.chunk % chunks
-                at = self.first + part * self.part_inputs + (chunk + start) * self.inputs + place.unit * _LOADED
+                at = self.first + part * self.part_inputs + (chunk + start) * self.inputs + place.unit * LOADED
                 where = place.inside & (line < self.x.shape[0])
-                loaded.append(self.x.load_words(line, at, count=_LOADED, where=where))
+                loaded.append(self.x.load_words(line, at, count=LOADED, where=where))
             for place, words in zip(places, loaded, strict=True):
                 codes = words if self.scales is None else self._rounded(words, self.scales[place.chunk], place)
                 self._put(self.tiles.copy(place.chunk), place, codes)
@@ -121,7 +121,7 @@ class Activations:
 
     def _place(self, n: Value, inside: Condition) -> _Place:
         """Return what load number n of the block loads."""
-        units = self.inputs // _LOADED
+        units = self.inputs // LOADED
         # Adjacent lanes that load adjacent parts of a row. Rounding needs a whole chunk of the row in them. Otherwise
         # they are eight, because then all words that a warp stores are in different banks of shared memory.
         together = 8 if self.scales is None else units
@@ -142,15 +142,21 @@ class Activations:
 
     def _rounded(self, words: list[Value], scales: Shared, place: _Place) -> list[Value]:
         """Round to E4M3 with a scale per row and chunk, which is stored."""
-        machine = self.machine
-        values = [machine.from_bits(half) for word in words for half in (word << 16, word & -65536)]
-        team = Team(machine, self.inputs // _LOADED)  # the lanes that hold the row's chunk
-        (peak,) = team.reduce((maximum, fold(maximum, [magnitude_bits(value) for value in values])))
-        byte = power_of_two_scale(peak.maximum(_SMALLEST_AMAX), _LARGEST_E4M3)
-        scales.store_floats([from_ue8m0(byte)], place.line, where=place.inside & (place.unit == 0))
-        inverse = from_ue8m0((254 - byte).maximum(0))
-        return [machine.to_e4m3([value * inverse for value in values[i : i + 4]]) for i in range(0, len(values), 4)]
+        codes, scale = rounded(Team(self.machine, self.inputs // LOADED), words)
+        scales.store_floats([scale], place.line, where=place.inside & (place.unit == 0))
+        return codes
 
     def tile(self, number: Index) -> Tile:
         """Return the tile of a chunk, by its number among those of all parts that are stored."""
         return self.tiles.copy(number)
+
+
+def rounded(team: Team, words: list[Value]) -> tuple[list[Value], Value]:
+    """Round bf16 that a team holds to E4M3 with one scale. Returns this lane's codes, four to a word, and the scale."""
+    machine = team.machine
+    values = [machine.from_bits(half) for word in words for half in (word << 16, word & -65536)]
+    (peak,) = team.reduce((maximum, fold(maximum, [magnitude_bits(value) for value in values])))
+    byte = power_of_two_scale(peak.maximum(_SMALLEST_AMAX), _LARGEST_E4M3)
+    inverse = from_ue8m0((254 - byte).maximum(0))
+    codes = [machine.to_e4m3([value * inverse for value in values[i : i + 4]]) for i in range(0, len(values), 4)]
+    return codes, from_ue8m0(byte)

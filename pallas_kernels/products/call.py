@@ -2,7 +2,9 @@
 
     y[m, o] = sum over i of x[m, i] weight[o, i] scales[o // block, i // block]
 
-Sums are f32. A row's sums do not depend on how many rows there are, nor on the others.
+Sums are f32. A row's sums do not depend on other rows. Up to 64 rows they do not depend on how many there are either.
+With more, there is another kernel on Hopper, which adds in another order. Its order depends on the number of rows only
+where blocks share the inputs of a tile (``tiling``), as they do for a few hundred rows.
 """
 
 from __future__ import annotations
@@ -17,34 +19,57 @@ from jax import lax
 
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
-from pallas_kernels.products import sm90, sm100
+from pallas_kernels.products import many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
+from pallas_kernels.products.many import ManyInputs
+from pallas_kernels.products.rounding import round_rows
 from pallas_kernels.products.split import ROWS, TILE, fastest_split
+from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
 ACTIVATIONS = ("bf16", "fp8")
-MOST_ROWS = 128  # of x, up to which this is faster than widening the weight first
+MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
+# Of bf16 x, the same of the kernel of many rows, between two numbers of rows that were timed. V4-Flash's five weights
+# together take 125 us with 256 rows on an H200, and 262 where XLA widens them first; with 4096 rows 1437 and 1363.
+MOST_WIDE_ROWS = 2048
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
+_MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
 
 
 def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1) -> str | None:
     """Return why no kernel serves a weight of this shape [groups * outputs, inputs], or None if one does.
 
-    For more than 128 rows of x the kernel is right, but slower than a product with the widened weight.
+    Above some number of rows a kernel is right, but slower than a product with the widened weight: above 128 where only
+    the kernel of few rows serves a weight, and above 2048 with x in bf16.
     """
     (outputs, inputs), block = shape, form.block
-    if rows > MOST_ROWS:
-        return f"for more than {MOST_ROWS} rows it is faster to widen the weight, got {rows}"
     chunk = CHUNK_BYTES if block is not None else CHUNK_BYTES // 2
     if outputs % (form.groups * TILE) or inputs % chunk:
         return f"each of {form.groups} groups must have a multiple of {TILE} outputs and {chunk} inputs, got {shape}"
     if form.activations not in ACTIVATIONS:
         return f"activations must be one of {ACTIVATIONS}, got {form.activations!r}"
-    if block is None:
-        return None if form.activations == "bf16" else "activations are rounded to FP8 only for FP8 weights"
+    if block is None and form.activations != "bf16":
+        return "activations are rounded to FP8 only for FP8 weights"
     least = CHUNK_BYTES if form.activations == "fp8" else SCALE_INPUTS
-    if block[0] % SCALE_ROWS or block[1] % least:
+    if block is not None and (block[0] % SCALE_ROWS or block[1] % least):
         return f"blocks must be multiples of {SCALE_ROWS} x {least} with activations={form.activations!r}, got {block}"
+    if rows > MOST_ROWS and (reason := _unsupported_many(shape, form)) is not None:
+        return f"for more than {MOST_ROWS} rows, got {rows}, it is faster to widen the weight where {reason}"
+    if rows > MOST_WIDE_ROWS and form.activations == "bf16":
+        return f"for more than {MOST_WIDE_ROWS} rows of bf16, got {rows}, it is faster to widen the weight"
+    return None
+
+
+def _unsupported_many(shape: tuple[int, ...], form: WeightForm) -> str | None:
+    """Return why the kernel of many rows does not serve a weight that the kernel of few rows serves, or None."""
+    if target.architecture() != "sm90":
+        return "the GPU is no Hopper"
+    if form.block is None:
+        return "it is bf16 already"
+    if shape[0] % (form.groups * OUTPUTS):
+        return f"a group does not have a multiple of {OUTPUTS} outputs"
+    if form.activations == "fp8" and form.block[0] % OUTPUTS:
+        return f"blocks of a scale do not have a multiple of {OUTPUTS} outputs with activations='fp8'"
     return None
 
 
@@ -77,20 +102,24 @@ def product(
     """
     chex.assert_rank([x, weight], 2)
     chex.assert_type(x, jnp.bfloat16)
-    (rows, width), (outputs, inputs) = x.shape, weight.shape
-    chex.assert_equal(width, form.groups * inputs)
+    (rows, width), (outputs, width_of_group) = x.shape, weight.shape
+    chex.assert_equal(width, form.groups * width_of_group)
     if form.block is None:
         chex.assert_type(weight, jnp.bfloat16)
         chex.assert_equal(scales, None)
     else:
         assert scales is not None, "a weight of FP8 has scales"
         chex.assert_type([weight, scales], [jnp.float8_e4m3fn, jnp.float8_e8m0fnu])
-        chex.assert_shape(scales, (-(-outputs // form.block[0]), -(-inputs // form.block[1])))
+        chex.assert_shape(scales, (-(-outputs // form.block[0]), -(-width_of_group // form.block[1])))
         weight, scales = (lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in (weight, scales))
     if (reason := unsupported_product(weight.shape, form)) is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
-    layout = fastest_layout(rows, weight.shape, form, target.gpu_or_first())
-    return launch_product(layout, ProductInputs(x=x, weight=weight, scales=scales), dtype, simulate=simulate)
+    inputs = ProductInputs(x=x, weight=weight, scales=scales)
+    gpu = target.gpu_or_first()
+    if rows > ROWS and _unsupported_many(weight.shape, form) is None:
+        tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
+        return launch_many(tiling, inputs, dtype, simulate=simulate)
+    return launch_product(fastest_layout(rows, weight.shape, form, gpu), inputs, dtype, simulate=simulate)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
@@ -117,5 +146,24 @@ def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulat
         grid=layout.grid,
         inputs=inputs,
         state=jax.ShapeDtypeStruct((layout.rows, inputs.weight.shape[0]), dtype),
+        simulate=simulate,
+    )
+
+
+def launch_many(tiling: Tiling, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
+    """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it."""
+    codes, of_x = round_rows(inputs.x, simulate=simulate) if tiling.is_rounded else (inputs.x, None)
+    many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales)
+    return launch_tiles(tiling, many, dtype, simulate=simulate)
+
+
+def launch_tiles(tiling: Tiling, inputs: ManyInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
+    """Launch the kernel of many rows."""
+    return launch(
+        functools.partial(_MANY[tiling.form.activations].body, tiling=tiling),
+        name="product_of_many",
+        grid=tiling.grid,
+        inputs=inputs,
+        state=jax.ShapeDtypeStruct((tiling.rows, inputs.weight.shape[0]), dtype),
         simulate=simulate,
     )

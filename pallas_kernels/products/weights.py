@@ -29,7 +29,7 @@ SCALE_ROWS = 16  # the fewest outputs
 _PLACES = CHUNK_BYTES // SCALE_INPUTS
 _MOVED = 120  # E4M3 moved into the bits of a bf16 means the number times 2^-120
 _KEPT = 0x87F087F0 - (1 << 32)  # of two such bf16: the sign, and the seven bits of exponent and fraction
-_SPREAD = 0x9180, 0xB3A2  # the first two bytes of a word, or the last two, each followed by a byte of its sign
+SPREAD = 0x9180, 0xB3A2  # the first two bytes of a word, or the last two, each followed by a byte of its sign
 _BIAS = 127
 
 
@@ -69,13 +69,11 @@ class Scales:
     def of_half(self, chunk: Index, half: int) -> Value:
         """Return what ``widen`` multiplies by, for this lane's part of half a chunk: two equal bf16."""
         place = self.machine.thread % QUAD // 2 + half * HALVES
-        # Infinite for scales above 2^7, so that the product is NaN.
-        bits = (self._load(chunk, place) + _MOVED).minimum(255) << 7
-        return bits | bits << 16
+        return factor_of(self._load(chunk, place))
 
     def of_chunk(self, chunk: Index) -> Value:
         """Return the scale of a chunk whose parts all have the same, f32."""
-        return self.machine.from_bits(self._load(chunk, 0).minimum(2 * _BIAS) << 23)
+        return scale_of(self._load(chunk, 0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -132,8 +130,23 @@ def widen(machine: TensorCores, codes: list[list[Value]], factor: Value) -> list
 
 def _widen(machine: TensorCores, word: Value, factor: Value) -> list[Value]:
     """Widen four codes to two words of two."""
-    spread = [machine.permute_bytes(word, word, selector) << 4 & _KEPT for selector in _SPREAD]
-    return [machine.multiply_bf16(pair, factor) for pair in spread]
+    return [code_pair(machine, word, selector, factor) for selector in SPREAD]
+
+
+def code_pair(machine: TensorCores, word: Value, selector: Index, factor: Value) -> Value:
+    """Widen two of the four codes in a word to bf16: with ``SPREAD[0]`` the first two, with ``SPREAD[1]`` the last."""
+    return machine.multiply_bf16(machine.permute_bytes(word, word, selector) << 4 & _KEPT, factor)
+
+
+def factor_of(byte: Value) -> Value:
+    """Return what ``code_pair`` multiplies by for a scale: two equal bf16."""
+    bits = (byte + _MOVED).minimum(255) << 7  # infinite for scales above 2^7, so that the product is NaN
+    return bits | bits << 16
+
+
+def scale_of(byte: Value) -> Value:
+    """Return a scale as f32."""
+    return byte.machine.from_bits(byte.minimum(2 * _BIAS) << 23)
 
 
 def as_operand(words: list[list[Value]]) -> list[Value]:

@@ -10,9 +10,10 @@ import pytest
 import pallas_kernels as pk
 from pallas_kernels.language.target import BLACKWELL, HOPPER
 from pallas_kernels.products.call import fastest_layout
+from pallas_kernels.products.tiling import fastest_tiling
 from tests.support.cases import first_of
-from tests.support.machines import MACHINES, no_gpu, requires_gpu
-from tests.support.product_cases import Product
+from tests.support.machines import HOPPER_MACHINES, MACHINES, no_gpu, requires_gpu
+from tests.support.product_cases import Many, Product
 
 machines = pytest.mark.parametrize("simulate", MACHINES)
 
@@ -42,17 +43,57 @@ FORMS = [
     Product(rows=1, outputs=64, inputs=128, groups=2, activations="fp8", dtype=jnp.bfloat16),
 ]
 
+# The kernel of many rows: rows that do not fill tiles, and more rows than a tile has; blocks with several tiles, and
+# fewer in the last turn; blocks that share a tile; few chunks and more than stages; both sizes of results.
+MANY = [
+    Product(rows=65, outputs=128, inputs=128, many=Many()),
+    Product(rows=80, outputs=128, inputs=512, groups=2, many=Many(parts=2)),
+    Product(rows=160, outputs=256, inputs=128, dtype=jnp.bfloat16, many=Many(tile_rows=80, multiprocessors=3, parts=1)),
+    Product(rows=65, outputs=128, inputs=128, activations="fp8", many=Many()),
+    Product(rows=100, outputs=256, inputs=256, activations="fp8", dtype=jnp.bfloat16, many=Many(parts=1)),
+    Product(
+        rows=200, outputs=256, inputs=128, activations="fp8", many=Many(tile_outputs=128, multiprocessors=3, parts=1)
+    ),
+    Product(rows=72, outputs=128, inputs=256, block=(32, 32), many=Many(parts=1)),
+    Product(rows=100, outputs=256, inputs=384, many=Many(multiprocessors=3, tile_rows=56, parts=1)),
+    Product(rows=256, outputs=128, inputs=256, activations="fp8", groups=2, many=Many(parts=2)),
+    Product(rows=256, outputs=128, inputs=640, many=Many(tile_rows=256, parts=1)),
+    Product(rows=256, outputs=128, inputs=1024, dtype=jnp.bfloat16, many=Many(parts=4, tile_rows=128)),
+    Product(rows=300, outputs=384, inputs=256, groups=2, many=Many(multiprocessors=5, parts=1)),
+    Product(rows=300, outputs=128, inputs=1024, activations="fp8", many=Many(multiprocessors=2, parts=1)),
+    Product(rows=130, outputs=512, inputs=512, activations="fp8", many=Many(tile_outputs=256, parts=2)),
+    Product(rows=300, outputs=256, inputs=896, activations="fp8", many=Many(stages=3, tile_outputs=256, parts=1)),
+    Product(rows=70, outputs=128, inputs=512, block=(16, 64), many=Many(stages=3, parts=1)),
+]
+
 
 @machines
 @pytest.mark.parametrize("case", first_of(SHAPES + PARTS + FORMS, count=8), ids=str)
 def test_products_are_exact_but_for_the_order_of_sums(case, simulate):
-    case.check(case.run(simulate=simulate, gpu=HOPPER if simulate else _here()))
+    case.check(case.run(simulate=simulate, gpu=HOPPER if simulate else _here()), simulate=simulate)
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+@pytest.mark.parametrize("case", first_of(MANY, count=8), ids=str)
+def test_products_of_many_rows_are_exact_but_for_the_order_of_sums(case, simulate):
+    case.check(case.run(simulate=simulate, gpu=HOPPER), simulate=simulate)
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+@pytest.mark.parametrize(("rows", "activations"), [(65, "bf16"), (65, "fp8"), (129, "bf16")])
+def test_the_public_function_takes_many_rows(rows, activations, simulate):
+    case = Product(rows=rows, outputs=128, inputs=128, activations=activations)
+    weight, scales = case.weight
+    assert pk.unsupported_product(weight.shape, case.form, rows) is None
+    program = jax.jit(lambda x: pk.product(x, weight, scales, case.form, simulate=simulate))
+    assert ("round_rows" in program.lower(case.x).as_text()) == (activations == "fp8" and not simulate)
+    case.check(np.asarray(program(case.x)), simulate=simulate)
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("case", first_of(PARTS[:3] + FORMS + SHAPES, count=5), ids=str)
 def test_products_of_the_blackwell_kernel(case):
-    case.check(case.run(simulate=True, gpu=BLACKWELL))
+    case.check(case.run(simulate=True, gpu=BLACKWELL), simulate=True)
 
 
 def _here():
@@ -83,8 +124,11 @@ def test_a_row_has_the_same_sums_alone_and_in_a_batch(case):
 
 @machines
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
-def test_other_rows_do_not_matter(activations, simulate):
-    case, gpu = Product(rows=9, outputs=64, inputs=256, activations=activations), HOPPER if simulate else _here()
+@pytest.mark.parametrize(
+    "size", [dict(rows=9, outputs=64), dict(rows=66, outputs=128, many=Many())], ids=["few", "many"]
+)
+def test_other_rows_do_not_matter(size, activations, simulate):
+    case, gpu = Product(inputs=256, activations=activations, **size), HOPPER if simulate else _here()
     others = case.x.at[1:].set(jnp.nan)
     found, want = (case.run(x, simulate=simulate, gpu=gpu) for x in (others, case.x))
     np.testing.assert_array_equal(found[0], want[0])
@@ -105,9 +149,41 @@ def test_the_parts_of_a_sum_do_not_depend_on_the_rows(outputs, inputs, gpu):
         assert layout.grid.shared_bytes <= gpu.shared_bytes
 
 
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("rows", [65, 128, 256, 300, 4096, 5000])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "groups"),
+    [(128, 128, 1), (1536, 4096, 1), (32768, 1024, 1), (1024, 4096, 8), (4096, 8192, 1)],
+)
+def test_tilings_cover_a_product_once(outputs, inputs, groups, rows, activations):
+    form = pk.WeightForm(block=(128, 128), groups=groups, activations=activations)
+    tiling = fastest_tiling(rows, outputs, inputs, form, HOPPER)
+    assert 0 <= tiling.row_tiles * tiling.tile_rows - rows < tiling.tile_rows
+    assert tiling.tiles * tiling.tile_outputs == tiling.row_tiles * groups * outputs
+    assert tiling.chunks * tiling.chunk * tiling.parts == inputs
+    assert tiling.is_possible
+    assert tiling.blocks <= tiling.room
+    assert tiling.grid.shared_bytes + 1024 <= HOPPER.shared_bytes
+    assert tiling.stages >= 3
+
+
+# The simulator's sums are NumPy's.
+@pytest.mark.gpu(major=9)
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_a_row_has_the_same_sums_among_any_many_rows(activations):
+    """Bit for bit, unless blocks share its inputs."""
+    case = Product(rows=300, outputs=256, inputs=2048, activations=activations, many=Many(parts=1))
+    all_rows = case.run(simulate=False)
+    for first, count in ((0, 65), (7, 100), (200, 96)):
+        few = dataclasses.replace(case, rows=count)
+        found = few.run(case.x[first : first + count], simulate=False)
+        np.testing.assert_array_equal(found, all_rows[first : first + count])
+
+
 @machines
-def test_scales_that_the_kernel_cannot_hold_give_nan(simulate):
-    case = Product(rows=2, outputs=64, inputs=128)
+@pytest.mark.parametrize("rows", [2, 65])
+def test_scales_that_the_kernel_cannot_hold_give_nan(rows, simulate):
+    case = Product(rows=rows, outputs=128, inputs=128)
     weight, scales = case.weight
     assert scales is not None
     too_large = jnp.full(scales.shape, 2.0**8, jnp.float32).astype(scales.dtype)
@@ -116,13 +192,15 @@ def test_scales_that_the_kernel_cannot_hold_give_nan(simulate):
 
 
 @machines
-def test_rounded_rows_that_are_not_finite_give_nan_alone(simulate):
-    case = Product(rows=3, outputs=64, inputs=256, activations="fp8")
+@pytest.mark.parametrize("rows", [3, 67])
+def test_rounded_rows_that_are_not_finite_give_nan_alone(rows, simulate):
+    case = Product(rows=rows, outputs=128, inputs=256, activations="fp8")
     weight, scales = case.weight
     x = case.x.at[0, 3].set(jnp.nan).at[1, 200].set(jnp.inf)
     found = np.asarray(pk.product(x, weight, scales, case.form, simulate=simulate))
     assert np.isnan(found[:2]).all()
-    assert not found[2].any()  # a row of zeros
+    assert np.isfinite(found[2:]).all()
+    assert not found[-1].any()  # a row of zeros
 
 
 @pytest.mark.parametrize(
@@ -150,3 +228,27 @@ def test_weights_that_no_kernel_serves_are_named(form, shape, message):
     x = jax.ShapeDtypeStruct((2, form.groups * shape[1]), jnp.bfloat16)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda x, weight, scales: pk.product(x, weight, scales, form, simulate=True), x, weight, scales)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "message"),
+    [
+        (dict(), (128, 128), "it is bf16 already"),
+        (dict(block=(128, 128)), (192, 128), "a multiple of 128 outputs"),
+        (dict(block=(64, 128), activations="fp8"), (128, 128), "multiple of 128 outputs with activations='fp8'"),
+    ],
+)
+def test_weights_that_only_the_kernel_of_few_rows_serves_are_named(form, shape, message):
+    form = pk.WeightForm(**form)
+    assert pk.unsupported_product(shape, form, 128) is None
+    reason = pk.unsupported_product(shape, form, 129)
+    assert reason is not None
+    assert message in reason
+
+
+def test_xla_is_faster_for_very_many_rows_of_bf16():
+    for activations, most in (("bf16", 2048), ("fp8", 1 << 20)):
+        form = pk.WeightForm(block=(128, 128), activations=activations)
+        assert pk.unsupported_product((128, 128), form, most) is None
+    reason = pk.unsupported_product((128, 128), pk.WeightForm(block=(128, 128)), 2049)
+    assert reason == "for more than 2048 rows of bf16, got 2049, it is faster to widen the weight"

@@ -8,6 +8,7 @@ extra ``cross``.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -35,7 +36,12 @@ from dsv4jax.pieces import (
 )
 from dsv4jax.tails import Streams
 from pallas_kernels.formats import ATTENDED_FORMATS
+from pallas_kernels.language.target import HOPPER
 from pallas_kernels.plugin import compiles_relocatable_code
+from pallas_kernels.products.call import launch_tiles
+from pallas_kernels.products.many import ManyInputs
+from pallas_kernels.products.rounding import round_rows
+from pallas_kernels.products.tiling import fastest_tiling
 from pallas_kernels.scores import fp4
 from tests.support.compile_for_gpu import TARGETS, prepare_environment
 from tests.support.kernel_report import Kernel, dump_to_standard_output, report
@@ -57,6 +63,8 @@ FORMATS = (
 DECODE = 256, 1
 CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
+MANY_ROWS = 100, 256, 4096  # of products: few that do not fill a tile, those of a draft, those of a chunk
+HOPPER_ONLY = {"product_of_many", "round_rows"}  # launches
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
@@ -298,19 +306,24 @@ def _products(cfg: d4.DSV4Config, kind: AttentionType, batch: int, tokens: int) 
     )
 
 
-def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the products with stored weights, for few and most rows of a block, and HCA's with its compressor.
-
-    FP8 activations and Pro's sizes for most rows alone, which take the most registers.
-    """
+def _weights(cfg: d4.DSV4Config) -> dict[str, tuple[int, int, int]]:
+    """Return, of a layer's weights that are stored as FP8: outputs of all groups, inputs of one, groups."""
     heads, indexer = cfg.num_heads * cfg.head_dim, cfg.indexer_heads * cfg.indexer_head_dim
-    shapes = {  # outputs of all groups, inputs of one, groups
+    return {
         "q_a_kv": (cfg.q_lora_rank + cfg.head_dim, cfg.hidden_size, 1),
         "q_b": (heads, cfg.q_lora_rank, 1),
         "index_q_b": (indexer, cfg.q_lora_rank, 1),
         "o_a": (cfg.o_groups * cfg.o_lora_rank, heads // cfg.o_groups, cfg.o_groups),
         "o_b": (cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank, 1),
     }
+
+
+def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the products with stored weights, for few and most rows of a block, and HCA's with its compressor.
+
+    FP8 activations and Pro's sizes for most rows alone, which take the most registers.
+    """
+    shapes = _weights(cfg)
 
     def multiply(form: pk.WeightForm, x: Any, weight: Any, scales: Any) -> Any:
         return pk.product(x, weight, scales, form)
@@ -334,6 +347,28 @@ def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         )
         function = functools.partial(multiply, pk.WeightForm())
         yield Kernel(name=f"product compress [{rows}]", function=function, args=args, rows=None, reads_only=True)
+
+
+def _multiplications_of_many(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the products of many rows, with the tilings that they get, and the rounding of rows before some of them."""
+    all_rows = MANY_ROWS if cfg is MODELS["flash"] else MANY_ROWS[-1:]
+    for rows, (name, (outputs, inputs, groups)), activations in itertools.product(
+        all_rows, _weights(cfg).items(), ("bf16", "fp8")
+    ):
+        form = pk.WeightForm(block=(128, 128), groups=groups, activations=activations)
+        tiling = fastest_tiling(rows, outputs // groups, inputs, form, HOPPER)
+        function = functools.partial(launch_tiles, tiling, dtype=jnp.bfloat16 if name == "o_a" else jnp.float32)
+        is_rounded = activations == "fp8"
+        args = ManyInputs(
+            x=Spec((rows, groups * inputs), jnp.uint8 if is_rounded else jnp.bfloat16),
+            x_scales=_f32(groups * inputs // 128, -(-rows // 128) * 128) if is_rounded else None,
+            weight=Spec((outputs, inputs), jnp.uint8),
+            scales=Spec((outputs // 128, inputs // 128), jnp.uint8),
+        )
+        title = f"product_of_many {name} {activations} [{rows}]"
+        yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
+    x = Spec((all_rows[-1], cfg.hidden_size), jnp.bfloat16)
+    yield Kernel(name="round_rows", function=round_rows, args=(x,), rows=None, reads_only=True)
 
 
 def _piece(detail: str, static: dict[str, Any], function: Any, *args: Any) -> Kernel:
@@ -363,6 +398,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_token_parts(cfg),
             *_grants(cfg),
             *_multiplications(cfg),
+            *_multiplications_of_many(cfg),
         ):
             yield f"{model} {kernel.name}", kernel
 
@@ -379,6 +415,8 @@ def main() -> None:
     reports: dict[str, dict[str, Any]] = {}
     for name, kernel in kernels():
         assert name not in reports, name
+        if options.target != "h200" and name.split()[1] in HOPPER_ONLY:
+            continue
         if re.search(options.only, name):
             reports[name] = report(options.target, kernel)
     if options.table:

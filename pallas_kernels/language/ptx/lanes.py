@@ -101,10 +101,12 @@ class PTX(Machine):
         pointer = llvm.ptrtoint(_integer(32), mgpu.utils.memref_ptr(shared))
         self._shared = self._wrap("i32", pointer)
         self._thread = self._wrap("i32", mgpu.utils.thread_idx())
+        self._memrefs: dict[int, Any] = {}  # of buffers, by the identity of their addresses
 
     def buffer(self, ref: Any, shape: tuple[int, ...], dtype: Any, *, constant: bool) -> Buffer:
         """Return an array in device memory, from its memref."""
         address = self._wrap("i64", llvm.ptrtoint(_integer(64), mgpu.utils.memref_ptr(ref)))
+        self._memrefs[id(address.raw)] = ref
         return Buffer(self, address, shape, jnp.dtype(dtype), constant)
 
     def _wrap(self, kind: Kind, raw: Any) -> Value:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from jax._src.lib.mlir.dialects import gpu  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import gpu, llvm  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import plugin
 from pallas_kernels.language.checks import check_wgmma
 from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Value
 from pallas_kernels.language.ptx.lanes import PTX
-from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores
+from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores, TileCopy
 
 _SWIZZLE_128 = 1 << 62
 _E4M3_TO_F16 = """{
@@ -41,6 +43,7 @@ _NORMAL_RECIPROCAL = """{
  neg.f32 minus, $1;
  fma.rn.f32 error, minus, guess, 0f3F800000;
  fma.rn.f32 $0, guess, error, guess; }"""
+_COPY_TILE = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 _FAMILY = {
     "f16": ("k16", "f16.f16"),
     "bf16": ("k16", "bf16.bf16"),
@@ -52,6 +55,7 @@ _FAMILY = {
 class TensorCorePTX(PTX, TensorCores):
     """Emits for one lane. Products run on sm_90a."""
 
+    context: Any  # Mosaic's of the launch
     changes_registers = False  # until roles with registers of their own are emitted
 
     def exp2(self, x: Value) -> Value:
@@ -133,6 +137,33 @@ class TensorCorePTX(PTX, TensorCores):
         self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
         self._asm(text, "r,r", [], self._shared + barrier, self._flag(where & first), effects=True)
+
+    def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
+        lines = [
+            "{ .reg .pred p; elect.sync _|p, 0xffffffff;",
+            f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {sum(copy.size for copy in copies)};",
+        ]
+        operands, constraints = [self._shared + barrier], ["r"]
+        for copy in copies:
+            to, column, row = (
+                index if isinstance(index, Value) else self.constant(index, "i32")
+                for index in (copy.to, copy.column, copy.row)
+            )
+            first = len(operands)
+            operands += [self._shared + to, self._describe(copy), column, row]
+            constraints += ["r", "l", "r", "r"]
+            place = f"[${first}], [${first + 1}, {{${first + 2}, ${first + 3}}}], [$0]"
+            lines.append(f"@p {_COPY_TILE} {place};")
+        self._asm("\n".join([*lines, "}"]), ",".join(constraints), [], *operands, effects=True)
+
+    def _describe(self, copy: TileCopy) -> Value:
+        """Return the i64 address of what the hardware needs to know of an array for such a copy."""
+        memref = self._memrefs.get(id(copy.source.address.raw))
+        if memref is None:
+            raise TypeError("a copy is made of an input of the launch as it is, not of a choice or a part of one")
+        box = copy.rows, copy.row_bytes // copy.source.dtype.itemsize
+        pointer = self.context._get_tma_desc(memref, (), None, box, copy.swizzle or None, None)
+        return self._wrap("i64", llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
     def wait(self, barrier: Value, parity: Value) -> None:
         self._asm(_WAIT, "r,r", [], self._shared + barrier, parity, effects=True)

@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.language.checks import check_wgmma
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Scope, Value, expect
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Scope, Value
 from pallas_kernels.language.regions import Region
 from pallas_kernels.language.simulator.arithmetic import elementwise, multiply_bf16
-from pallas_kernels.language.simulator.lanes import Simulator
+from pallas_kernels.language.simulator.barriers import BarrierSimulator
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.tensor_cores import (
     ATOM_BYTES,
@@ -111,25 +111,16 @@ def _value(raw: Any) -> np.ndarray:
     return raw.value() if isinstance(raw, _Pending) else raw
 
 
-class TensorCoreSimulator(Simulator, TensorCores):
+class TensorCoreSimulator(BarrierSimulator, TensorCores):
     """Runs one launch."""
 
     def __init__(self, grid: tuple[int, ...], threads: int, shared_bytes: int, cluster: int = 1):
         super().__init__(grid, threads, shared_bytes, cluster)
-        blocks = self._shape[0]
         self._turn = _Turn(lambda: None, self._mask, self.region)
         self._body = self._around_roles = self.region
-        self._random = np.random.default_rng(0)
         self._in_roles = False
         self._met, self._meetings = np.zeros(self._shape, bool), 0  # lanes at a block barrier; number of such barriers
-        # For each 8 bytes of a block's shared memory, if there is a barrier: warps per phase (0 = no barrier), those
-        # that have arrived, and the number of phases that have ended.
-        self._expected, self._phase = (np.zeros((blocks, shared_bytes // 8), np.int64) for _ in range(2))
-        self._arrived = np.zeros((blocks, shared_bytes // 8, threads // WARP), bool)
-        self._fenced = np.zeros(blocks * shared_bytes, bool)  # bytes that tensor cores may read
-        # Shared bytes written since the last fence, and those accessed since the last barrier of their warps.
-        self._unfenced: list[np.ndarray] = []
-        self._touched: list[np.ndarray] = []
+        self._unfenced: list[np.ndarray] = []  # shared bytes written since the last fence
 
     @elementwise("f32")
     def exp2(self, x: Value) -> Value:
@@ -274,83 +265,6 @@ class TensorCoreSimulator(Simulator, TensorCores):
         while not ready():
             if not self._go_on():
                 raise SimulationError("a wait for a phase that can never end")
-
-    def _go_on(self) -> bool:
-        """Complete something that runs asynchronously while all lanes wait. Returns whether there was anything."""
-        return False
-
-    # Barriers.
-    def init_barriers(self, counts: Sequence[tuple[int, int]]) -> None:
-        for address, count in counts:
-            if address % 8:
-                raise SimulationError("a misaligned barrier")
-            self._expected[:, address // 8] = count
-        self.barrier("block")
-
-    def _barrier_of(self, barrier: Value) -> tuple[np.ndarray, np.ndarray]:
-        """Return warp number and barrier number for each active warp."""
-        active = self._active(True)
-        self._trust(expect("i32", barrier), active, "the address of a barrier")
-        at = np.broadcast_to(barrier.raw, self._shape)
-        warps = active.reshape(-1, WARP)
-        if np.any(warps.any(-1) & ~warps.all(-1)):
-            raise SimulationError("a barrier that only some lanes of a warp reach")
-        warp = np.flatnonzero(warps.all(-1))
-        number = at.reshape(-1, WARP)[warp, 0] // 8
-        block = warp * WARP // self._threads
-        if np.any(self._expected[block, number] == 0):
-            raise SimulationError("no barrier stands there")
-        return warp, number
-
-    def arrive(self, barrier: Value, where: Condition = True) -> None:
-        chosen = self._active(where)
-        warp, number = self._barrier_of(barrier)
-        going = chosen.reshape(-1, WARP)[warp]
-        if np.any(going.any(-1) & ~going.all(-1)):
-            raise SimulationError("a barrier that only some lanes of a warp reach")
-        warp, number = warp[going.all(-1)], number[going.all(-1)]
-        self._count(warp, number)
-        if self._random.integers(2):
-            self._give_way(lambda: True)
-
-    def _count(self, warp: np.ndarray, number: np.ndarray) -> None:
-        """Count these warps as arrived at barriers of their blocks."""
-        warps = self._threads // WARP
-        block, place = warp // warps, warp % warps
-        if np.any(self._arrived[block, number, place]):
-            raise SimulationError("a warp arrives twice in one phase")
-        self._arrived[block, number, place] = True
-        block, number = np.unique(np.stack([block, number]), axis=1)
-        ended = self._arrived[block, number].sum(-1) == self._expected[block, number]
-        block, number = block[ended], number[ended]
-        at, place = np.nonzero(self._arrived[block, number])
-        self._order_warps(block[at] * warps + place)
-        self._phase[block, number] += 1
-        self._arrived[block, number] = False
-
-    def _order_warps(self, arrived: np.ndarray) -> None:
-        """Order what these warps did in shared memory before what their block does next."""
-        came = np.zeros(self._shape[0] * self._threads // WARP + 1, bool)  # the last element stands for "nobody"
-        came[arrived] = True
-        if not arrived.size:
-            return
-        touched = np.concatenate([np.empty(0, np.int64), *self._touched])
-        open_ended = np.zeros(touched.size, bool)
-        for low, high, scope in self._shared.accesses():
-            low_lane, high_lane = low[touched], high[touched]
-            somebody = high_lane >= 0
-            inside = somebody & came[np.where(somebody, high_lane // WARP, -1)]
-            inside &= came[np.where(somebody, low_lane // WARP, -1)]
-            scope[touched[inside]] = np.maximum(scope[touched[inside]], self._threads)
-            open_ended |= somebody & (scope[touched] < self._threads)
-        self._touched = [touched[open_ended]]
-
-    def wait(self, barrier: Value, parity: Value) -> None:
-        warp, number = self._barrier_of(barrier)
-        block = warp * WARP // self._threads
-        self._trust(expect("i32", parity), self._mask, "the parity of a barrier")
-        wanted = np.broadcast_to(parity.raw, self._shape).reshape(-1, WARP)[warp, 0]
-        self._give_way(lambda: bool(np.all(self._phase[block, number] % 2 != wanted)))
 
     # Products.
     def fence_shared(self) -> None:

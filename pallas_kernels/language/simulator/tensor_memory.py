@@ -121,7 +121,7 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         """Complete products up to the first commit that waits for them."""
         turn = next((turn for turn, one in self._running if isinstance(one, _Commit)), None)
         if turn is None:
-            return False
+            return super()._go_on()
         while True:
             i = next(i for i, (of, _) in enumerate(self._running) if of is turn)
             _, one = self._running.pop(i)

@@ -1,0 +1,115 @@
+"""What products of many rows share on Hopper: a block's place and memory, its turns, and adding and storing sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_kernels.language.machine import VECTOR, WARPGROUP, Value
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.products.ring import Ring
+from pallas_kernels.products.tiling import LANES, Place, Tiling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ManyInputs:
+    """The arrays of a product of many rows, or their buffers."""
+
+    x: Any  # bf16 or, if rounded, uint8 [M, groups * inputs]
+    x_scales: Any  # f32 [groups * inputs / 128, M rounded up to 128] of rounded rows, else None
+    weight: Any  # uint8 [groups * outputs, inputs]
+    scales: Any  # uint8 [groups * outputs / block, inputs / block]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turns:
+    """The tiles of a block: every ``blocks``-th, from the block's own number on."""
+
+    machine: TensorCores
+    tiling: Tiling
+    rank: Value
+
+    @classmethod
+    def of(cls, machine: TensorCores, tiling: Tiling) -> Turns:
+        rank = machine.rank if tiling.parts > 1 else machine.constant(0, "i32")
+        return cls(machine=machine, tiling=tiling, rank=rank)
+
+    @property
+    def count(self) -> Value:
+        tiling = self.tiling
+        return (self.machine.block(0) * -1 + (tiling.tiles - 1)) // tiling.blocks + 1
+
+    @property
+    def total(self) -> Value:
+        """Chunks of all tiles."""
+        return self.count * self.tiling.chunks
+
+    def place(self, turn: Value) -> Place:
+        return self.tiling.place(turn * self.tiling.blocks + self.machine.block(0))
+
+    def chunk(self, number: Value) -> tuple[Place, Value]:
+        """Return the tile of a chunk, by its number among those of all tiles, and its first input."""
+        chunks = self.tiling.chunks
+        return self.place(number // chunks), (number % chunks + self.rank * chunks) * self.tiling.chunk
+
+
+def for_each_tile(turns: Turns, ring: Ring, sums: Callable[[Value], Any], finish: Callable[[Place, Any], None]) -> None:
+    """Compute and store the sums of each tile: ``sums(number of its first chunk)``."""
+    machine, tiling = turns.machine, turns.tiling
+    ring.begin()
+
+    def one(turn: Value, _: None) -> None:
+        finish(turns.place(turn), sums(turn * tiling.chunks))
+
+    if tiling.tiles > tiling.blocks:
+        machine.loop(turns.count, one, None)
+    else:
+        one(machine.constant(0, "i32"), None)
+
+
+def exchange(machine: TensorCores, tiling: Tiling, arena: int, sums: list[Value]) -> tuple[Value | int, list[Value]]:
+    """Add the sums of all parts of the inputs, in their order, in the cluster's shared memory from ``arena`` on.
+
+    Returns:
+      The number of the first of the fours that this block has then, and those fours.
+    """
+    if tiling.parts == 1:
+        return 0, sums
+    owned = tiling.fours // tiling.parts
+    received = Shared(machine, arena, (tiling.parts, owned, LANES, VECTOR), "f32")
+    machine.barrier("cluster")  # nobody reads the stages any more
+    for n in range(tiling.fours):
+        to, place = divmod(n, owned)
+        received.store_floats(sums[VECTOR * n : VECTOR * (n + 1)], machine.rank, place, machine.thread, 0, rank=to)
+    machine.barrier("cluster")
+    mine: list[Value] = []
+    for n in range(owned):
+        parts = [received.load_floats(part, n, machine.thread, 0) for part in range(tiling.parts)]
+        mine += functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts)
+    return machine.rank * owned, mine
+
+
+def swapped(machine: TensorCores, is_odd: Value, pair: tuple[Value, Value], distance: int) -> tuple[Value, Value]:
+    """Exchange words between lanes at a distance: the even one gets both first words, the odd one both second ones.
+
+    In the order of the lanes.
+    """
+    first, second = pair
+    sent = _select(is_odd, first, second)
+    got = machine.shuffle_xor(sent, distance)
+    return _select(is_odd, got, first), _select(is_odd, second, got)
+
+
+def _select(condition: Value, a: Value, b: Value) -> Value:
+    return a.machine.select(condition, a, b)
+
+
+def warp_rows(machine: TensorCores) -> Value:
+    """Return the first of the 16 rows of a product that a warp has, with the block's warpgroups one after the other."""
+    return machine.thread // WARPGROUP * 64 + machine.thread % WARPGROUP // 32 * 16

@@ -1,0 +1,145 @@
+"""Products of many rows of bf16 on Hopper.
+
+    sums [outputs, rows of x] = weight [outputs, inputs] x^T
+
+Each warpgroup multiplies 64 outputs by all rows of x in the tile. Codes of the weight are copied as they are, widened
+in registers, and enter products from there: a wide weight is in no memory.
+"""
+
+from __future__ import annotations
+
+from pallas_kernels.language.barriers import Barrier
+from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
+from pallas_kernels.products.many import ManyInputs, Turns, exchange, for_each_tile, swapped, warp_rows
+from pallas_kernels.products.ring import Ring
+from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
+from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
+
+CHUNK_CODES = CHUNK_BYTES // 2
+_HALVES, _HALF_INPUTS = 2, 32
+_STEPS = 2  # of a product with half a chunk: 16 inputs each
+_UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
+
+
+def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
+    """Compute a block's tiles."""
+    x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
+    codes = Shared(
+        machine,
+        machine.take_shared(tiling.stages * OUTPUTS * CHUNK_CODES, alignment=1024),
+        (tiling.stages, OUTPUTS, CHUNK_CODES),
+        "u8",
+    )
+    turns = Turns.of(machine, tiling)
+    assert isinstance(x.offset, int)
+    arena = x.offset
+
+    def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
+        place, first = turns.chunk(chunk)
+        of_x = TileCopy(
+            source=inputs.x,
+            row=place.row,
+            column=place.x + first,
+            to=x.copy(stage).offset,
+            rows=tiling.tile_rows,
+            row_bytes=CHUNK_BYTES,
+        )
+        of_weight = TileCopy(
+            source=inputs.weight,
+            row=place.output,
+            column=first,
+            to=codes.address_of(stage, 0, 0),
+            rows=OUTPUTS,
+            row_bytes=CHUNK_CODES,
+            swizzle=CHUNK_CODES,
+        )
+        barrier.fill(of_x, of_weight)
+
+    ring = Ring.take(machine, tiling, turns.total, fill)
+    block = tiling.form.block
+    assert block is not None
+    row, first_row = product_row(machine) + machine.thread // WARPGROUP * 64, warp_rows(machine)
+    # Adjacent lanes load the same word, of which each has two codes.
+    lane = machine.thread % 4
+    at = row * CHUNK_CODES + row // 2 % _UNITS * 16 + lane // 2 * 4
+    selector = select(lane % 2 == 0, machine.constant(SPREAD[0], "i32"), SPREAD[1])
+    scaled_halves = 1 if block[1] % (_HALVES * _HALF_INPUTS) == 0 else _HALVES
+
+    def scales_of(chunk: Value) -> list[Value]:
+        """Load the bytes of a chunk's scales for this warp's 16 outputs."""
+        place, first = turns.chunk(chunk)
+        of_row, there = (place.output + first_row) // block[0], chunk < ring.total
+        return [
+            inputs.scales.load_bytes(of_row, (first + half * _HALF_INPUTS) // block[1], count=1, where=there)
+            for half in range(scaled_halves)
+        ]
+
+    def operand(stage: Index, half: int, factor: Value) -> list[Value]:
+        """Return half a chunk of the weight as a left operand."""
+        start, words = codes.address_of(stage, 0, 0) + at, []
+        for unit in range(half * _STEPS, (half + 1) * _STEPS):
+            for part in (0, 8):
+                for further in (0, 8):  # outputs
+                    place = (start ^ unit * 16) + (further * CHUNK_CODES + part)
+                    (word,) = machine.load_shared(place, 4)
+                    words.append(code_pair(machine, word, selector, factor))
+        return words
+
+    def sums_of(begin: Value) -> list[Value]:
+        def one(i: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
+            sums, scales = carry
+            chunk = i + begin
+            following = scales_of(chunk + 1)
+            stage = ring.wait(chunk)
+            held = []
+            for half in range(_HALVES):
+                words = operand(stage, half, factor_of(scales[half % scaled_halves]))
+                held.append(words)
+                right = x.copy(stage).k_major(half * 64, 64)
+                sums = machine.wgmma(sums, words, right, columns=tiling.tile_rows, dtype="bf16")
+            ring.advance(chunk)
+            sums = machine.wgmma_wait(sums)
+            machine.hold(held)  # no register of an operand is used again before
+            ring.leave(stage)
+            return sums, following
+
+        zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
+        return machine.loop(tiling.chunks, one, (zeros, scales_of(begin)))[0]
+
+    def finish(place: Place, sums: list[Value]) -> None:
+        first, mine = exchange(machine, tiling, arena, sums)
+        _store(machine, tiling, out, place, first, mine)
+
+    for_each_tile(turns, ring, sums_of, finish)
+
+
+def _store(
+    machine: TensorCores, tiling: Tiling, out: Buffer, place: Place, first: Value | int, sums: list[Value]
+) -> None:
+    """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
+    lane = machine.thread % WARP
+    output = place.output + warp_rows(machine)
+    rows = tiling.rows
+    is_whole = rows % tiling.tile_rows == 0
+    column = lane % 4 * 2 + place.row + first * 8
+    if out.dtype.itemsize == 4:
+        for n, value in enumerate(sums):
+            row = column + (n // 4 * 8 + n % 2)
+            of_output = output + lane // 4 + n // 2 % 2 * 8
+            out.store_floats([value], row, of_output, where=True if is_whole else row < rows)
+        return
+    # A lane has outputs r and r + 8 of two rows of x. After two exchanges it has four adjacent outputs of one.
+    is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
+    row = column + lane // 4 % 2
+    of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
+    for n in range(0, len(sums), 4):
+        low, high = (
+            machine.to_bf16(*swapped(machine, is_odd, (sums[n + 2 * half], sums[n + 2 * half + 1]), 4))
+            for half in range(2)
+        )
+        words = swapped(machine, is_upper, (low, high), 8)
+        at = row + n // 4 * 8
+        out.store_words(list(words), at, of_output, where=True if is_whole else at < rows)

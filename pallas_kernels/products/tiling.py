@@ -1,0 +1,163 @@
+"""How a product of many rows is divided: tiles of rows of x and outputs, the blocks that compute them, their memory.
+
+A block has two warpgroups that multiply, and computes tile after tile. Where there are fewer tiles than
+multiprocessors, the blocks of a cluster share a tile: each multiplies a part of the inputs, and their sums are added in
+the order of the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
+from pallas_kernels.language.machine import WARPGROUP, Value
+from pallas_kernels.language.target import GPU
+from pallas_kernels.products.block import WeightForm
+
+WARPGROUPS = 2
+LANES = WARPGROUPS * WARPGROUP
+CHUNK_BYTES = 128  # of a row of x: what is in shared memory of it together
+OUTPUTS = 128  # of a tile, at least
+_SCALED_ROWS = 128  # rows of x in a tile where they are rounded to FP8: the instruction's 64 for each warpgroup
+_MOST_COLUMNS = 256  # rows of x in a tile where they are bf16: the most columns of an instruction
+_ALIGNMENT = 1024
+_LEAST_STAGES, _MOST_STAGES = 3, 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """The tiles of a product, and the blocks of its launch."""
+
+    gpu: GPU
+    form: WeightForm
+    rows: int  # of x
+    outputs: int  # of a group
+    inputs: int  # of a group
+    tile_rows: int
+    tile_outputs: int
+    parts: int = 1  # blocks that share a tile
+    stages: int = 4  # chunks in shared memory
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.form.activations == "fp8"
+
+    @property
+    def chunk(self) -> int:
+        """Inputs of a chunk."""
+        return CHUNK_BYTES if self.is_rounded else CHUNK_BYTES // 2
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tile that a block multiplies."""
+        return self.inputs // (self.chunk * self.parts)
+
+    @property
+    def fours(self) -> int:
+        """Groups of four sums that a lane has: for each eight columns of its products, two rows and two columns."""
+        return (self.tile_outputs if self.is_rounded else self.tile_rows) // 8
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.tile_rows)
+
+    @property
+    def tiles(self) -> int:
+        return self.row_tiles * (self.form.groups * self.outputs // self.tile_outputs)
+
+    @property
+    def room(self) -> int:
+        """Blocks, or clusters, that run at once."""
+        return self.gpu.multiprocessors if self.parts == 1 else self.gpu.clusters[self.parts]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, or clusters, of the launch."""
+        return min(self.tiles, self.room) if self.parts == 1 else self.tiles
+
+    @property
+    def stage_bytes(self) -> int:
+        scales = _SCALED_ROWS * 4 if self.is_rounded else 0
+        return self.tile_rows * CHUNK_BYTES + self.tile_outputs * self.chunk + scales
+
+    def _shared(self, stages: int) -> int:
+        exchanged = 0 if self.parts == 1 else self.tile_rows * self.tile_outputs * 4
+        return max(stages * self.stage_bytes, exchanged) + 2 * 8 * stages + 2 * _ALIGNMENT
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(
+            blocks=(self.blocks,), warpgroups=WARPGROUPS, cluster=self.parts, shared_bytes=self._shared(self.stages)
+        )
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether parts are whole chunks, blocks add up whole fours, and all clusters run at once."""
+        if self.inputs % (self.chunk * self.parts) or self.fours % self.parts:
+            return False
+        return self.parts == 1 or self.tiles <= self.room
+
+    def with_most_stages(self) -> Tiling:
+        """Return the same with as many stages as fit."""
+        room = self.gpu.shared_bytes - SCRATCH_BYTES
+        stages = next(n for n in range(_MOST_STAGES, 0, -1) if n == _LEAST_STAGES or self._shared(n) <= room)
+        return dataclasses.replace(self, stages=stages)
+
+    def place(self, number: Value) -> Place:
+        """Return where a tile is, by its number. Tiles of the same outputs are adjacent."""
+        of_outputs = number // self.row_tiles
+        output, group = of_outputs * self.tile_outputs, of_outputs // (self.outputs // self.tile_outputs)
+        return Place(row=number % self.row_tiles * self.tile_rows, output=output, x=group * self.inputs)
+
+    def cost(self) -> float:
+        """Return about how many cycles of a multiprocessor the product takes, by times of V4-Flash's shapes on an H200.
+
+        They have an error of up to a fifth.
+        """
+        size = self.tile_rows * self.tile_outputs * 4
+        chunk = 330 + 5 * self.tile_outputs if self.is_rounded else 640 + 2.5 * self.tile_rows
+        exchanged = 0 if self.parts == 1 else size / _EXCHANGED_PER_CYCLE[self.parts]
+        stored = size / _STORED_PER_CYCLE / self.parts
+        return -(-self.tiles // self.room) * (self.chunks * chunk + exchanged + stored) + _START
+
+
+_EXCHANGED_PER_CYCLE, _STORED_PER_CYCLE = {2: 24, 4: 13, 8: 9}, 33  # bytes; the first by the number of parts
+_START = 3000  # cycles before the first product
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a tile is."""
+
+    row: Value  # first row of x
+    output: Value  # first output, of all groups
+    x: Value  # first input of its group, in a row of x
+
+
+@functools.cache
+def fastest_tiling(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: GPU) -> Tiling:
+    """Return the tiling that is expected to be the fastest for a weight of so many outputs and inputs of a group."""
+    if form.activations == "fp8":
+        tiles = [(_SCALED_ROWS, size) for size in (2 * OUTPUTS, OUTPUTS) if outputs % size == 0]
+    else:
+        counts = {-(-rows // most) for most in (_MOST_COLUMNS, _MOST_COLUMNS * 3 // 4, _MOST_COLUMNS // 2)}
+        # Some have more rows than they need, so that parts of a cluster can share their sums.
+        sizes = {-(-rows // (atom * count)) * atom for count in counts for atom in (8, 16, 32, 64)}
+        tiles = [(size, OUTPUTS) for size in sorted(sizes)]
+    found = []
+    for tile_rows, tile_outputs in tiles:
+        for parts in (1, *sorted(gpu.clusters)):
+            tiling = Tiling(
+                gpu=gpu,
+                form=form,
+                rows=rows,
+                outputs=outputs,
+                inputs=inputs,
+                tile_rows=tile_rows,
+                tile_outputs=tile_outputs,
+                parts=parts,
+            )
+            if tiling.is_possible:
+                found.append(tiling.with_most_stages())
+    return min(found, key=Tiling.cost)
