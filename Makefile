@@ -35,10 +35,10 @@ demo: $(call installed,demo-$(DEVICE))
 # On a CPU, tests spend most of their time in XLA, which is told to optimize little. Slow tests of the rules and of
 # recorded layers, and audits, compile as users do.
 test: $(call installed,test)
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(python) -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(python) -m pytest -n $(JOBS) --dist worksteal -m "not slow" --durations=15 $(ARGS)
 
 test-slow: $(call installed,test)
-	$(python) -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
+	$(python) -m pytest -n $(JOBS) --dist worksteal -m slow --durations=15 $(ARGS)
 
 # Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance.
 test-gpu: $(call installed,test-gpu)

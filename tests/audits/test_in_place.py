@@ -88,8 +88,15 @@ def test_a_copy_of_the_pool_would_be_noticed():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layer", range(3), ids=["swa", "csa", "hca"])
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        pytest.param(0, "bfloat16", id="swa"),
+        pytest.param(1, "bfloat16", id="csa"),
+        pytest.param(1, "float32", id="csa, f32"),
+        pytest.param(2, "bfloat16", id="hca"),
+    ],
+)
 def test_a_long_chunk_against_a_long_context_stays_below_a_gibibyte(layer, dtype):
     function, args = in_place.flash_prefill(layer, dtype)
     memory = in_place.memory_of(jax.jit(function, donate_argnums=2).lower(*args).compile())

@@ -172,7 +172,13 @@ READ_AUDITS = {
     "prefill chunk of 33, published heads": forward(tokens=33, cfg=PUBLISHED),
 }
 # Only the kernels differ between GPUs. A step and a draft run all kernels that a layer uses.
-TARGETS = {"h200": GPU_AUDITS | READ_AUDITS, "b200": READ_AUDITS | {"draft of 4": GPU_AUDITS["draft of 4"]}}
+TARGETS = {
+    "h200": GPU_AUDITS | READ_AUDITS,
+    "b200": {
+        "decode step, published heads": READ_AUDITS["decode step, published heads"],
+        "draft of 4": GPU_AUDITS["draft of 4"],
+    },
+}
 AUDITS = GPU_AUDITS | {
     "decode step, f32": forward(kv_format="f32", indexer_format="f32"),
     "scan over layers": forward(function=_scan_over_layers),
