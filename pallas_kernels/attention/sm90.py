@@ -19,6 +19,7 @@ relative to the largest logit up to a, and those of b to the largest up to b. Th
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from typing import ClassVar
@@ -71,11 +72,11 @@ class Layout(BlockLayout):
         memory = _Memory.take(machine)
         block = Block.of(machine, inputs, memory, self.cluster)
         init_barriers(memory.full, memory.free, memory.loaded_q, memory.begun, memory.handover.given)
-        multiply, load = _MULTIPLY_REGISTERS, _LOAD_REGISTERS
+        first, second = _First(block, memory, form), _Second(block, memory, form)
         machine.roles(
-            Role(warpgroups=1, registers=multiply, body=lambda: _First(block, memory, form).run(outputs)),
-            Role(warpgroups=1, registers=multiply, body=lambda: _Second(block, memory, form).run(outputs)),
-            Role(warpgroups=1, registers=load, body=lambda: load_tiles(block, form)),
+            Role(warpgroups=1, registers=_MULTIPLY_REGISTERS, body=lambda: first.run(outputs)),
+            Role(warpgroups=1, registers=_MULTIPLY_REGISTERS, body=lambda: second.run(outputs)),
+            Role(warpgroups=1, registers=_LOAD_REGISTERS, body=lambda: load_tiles(block, form)),
         )
 
 
@@ -110,7 +111,7 @@ class _Sums:
     output: list[Value]  # [HEADS, HALF] sums of all tiles so far
 
 
-class _Multiplier:
+class _Multiplier(abc.ABC):
     """What both multiplying warpgroups do. Each has half of the channels, and computes the logits of its own tiles."""
 
     own: ClassVar[int]
@@ -131,13 +132,13 @@ class _Multiplier:
         half = machine.constant(self.own, "i32")
         finish_output(self.block, outputs, sums.output, softmax.over_quads(machine), half)
 
+    @abc.abstractmethod
     def pair(self, i: Value, sums: _Sums) -> _Sums:
         """Process the i-th pair of tiles."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
-        """Return the sums of the weights of all tiles."""
-        raise NotImplementedError
+        """Return the sums of the weights of all tiles, given those of the own tiles, after all pairs."""
 
     def has_second(self, i: Value) -> Value:
         """Return whether the i-th pair has a second tile."""

@@ -54,7 +54,7 @@ def generate(number: int, block: tuple[int, int] = (128, 128), activations: str 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [pytest.param((size, size), id=f"{size} x {size}") for size in (32, 128)])
+@pytest.mark.parametrize("block", [(32, 32)], ids=["32 x 32"])  # of which these weights have several
 def test_stored_weights_give_what_their_widened_twins_give(block):
     for kind, ours, theirs in zip(KINDS, generate(0, block), generate(1, block), strict=True):
         for a, b in zip(ours, theirs, strict=True):
