@@ -164,9 +164,10 @@ class _Multiplier(abc.ABC):
         output = [value * carried[row_of(n)] for n, value in enumerate(output)]
         return self.machine.wgmma(output, weights, self.channels(stage), columns=HALF)
 
-    def finish_adding(self, output: list[Value], stage: int) -> list[Value]:
+    def finish_adding(self, output: list[Value], weights: list[Value], stage: int) -> list[Value]:
         """Wait for the sums, and give the tile's memory back."""
         output = self.machine.wgmma_wait(output)
+        self.machine.hold(weights)  # no register of the operand is used again before
         self.memory.free.copy(stage).arrive()
         return output
 
@@ -188,14 +189,14 @@ class _First(_Multiplier):
         weights = self.packed(weights, factor_and_bias)
         handed.give(FIRST, softmax.peak, weights)
         machine.keep_order()
-        output = self.finish_adding(self.start_adding(sums.output, carried, weights, FIRST), FIRST)
+        output = self.finish_adding(self.start_adding(sums.output, carried, weights, FIRST), weights, FIRST)
         handed.wait(SECOND, i)
 
         def add_second(_: Value, sums: _Sums) -> _Sums:
             weights, peak = handed.found_weights(), handed.found_of_rows()
             self.memory.full.copy(SECOND).wait(i & 1)
             carried = [machine.exp2(before - now) for before, now in zip(sums.softmax.peak, peak, strict=True)]
-            output = self.finish_adding(self.start_adding(sums.output, carried, weights, SECOND), SECOND)
+            output = self.finish_adding(self.start_adding(sums.output, carried, weights, SECOND), weights, SECOND)
             total = [a * b for a, b in zip(sums.softmax.total, carried, strict=True)]
             return _Sums(Softmax(peak, total), output)
 
@@ -222,21 +223,21 @@ class _Second(_Multiplier):
         none = [machine.constant(0.0, "f32")] * (KEYS // 2)
         logits = machine.loop(more, lambda _, __: self.logits(i), none)
         handed.wait(FIRST, i)
-        weights, peak = handed.found_weights(), handed.found_of_rows()
+        given, peak = handed.found_weights(), handed.found_of_rows()
         carried = [machine.exp2(before - now) for before, now in zip(sums.softmax.peak, peak, strict=True)]
         total = [a * b for a, b in zip(sums.softmax.total, carried, strict=True)]
         self.memory.full.copy(FIRST).wait(i & 1)
-        output = self.start_adding(sums.output, carried, weights, FIRST)
+        output = self.start_adding(sums.output, carried, given, FIRST)
         factor_and_bias = self.memory.factor_and_bias[select(has_second, machine.constant(SECOND, "i32"), FIRST)]
         scaled, _ = scale_logits(machine, logits, factor_and_bias)
         scaled = [select(has_second, logit, -math.inf) for logit in scaled]
         weights, softmax, carried = _fold(machine, scaled, Softmax(peak, total))
         weights = self.packed(weights, factor_and_bias)
         handed.give(SECOND, softmax.peak, weights)
-        output = self.finish_adding(output, FIRST)
+        output = self.finish_adding(output, given, FIRST)
 
         def add_second(_: Value, output: list[Value]) -> list[Value]:
-            return self.finish_adding(self.start_adding(output, carried, weights, SECOND), SECOND)
+            return self.finish_adding(self.start_adding(output, carried, weights, SECOND), weights, SECOND)
 
         return _Sums(softmax, machine.loop(more, add_second, output))
 
