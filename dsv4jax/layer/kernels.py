@@ -65,7 +65,7 @@ class _Kernels(abc.ABC):
         return SIMULATED if self.simulate else PALLAS
 
     @property
-    def library(self) -> Any:
+    def kernels(self) -> Any:
         """The module that has the kernels."""
         return pk
 
@@ -166,7 +166,7 @@ class CacheUpdateKernels(_Kernels):
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
-        return self.library.unsupported(
+        return self.kernels.unsupported(
             kv_format=plan.kv_format,
             key_format=plan.indexer_format,
             nope_dim=cfg.head_dim - cfg.rope_dim,
@@ -195,9 +195,9 @@ class CacheUpdateKernels(_Kernels):
             key=_streams(rows.key),
             rope=rope,
         )
-        launch: Any = functools.partial(self.library.append_chunk, keep_tails=keep_tails)
+        launch: Any = functools.partial(self.kernels.append_chunk, keep_tails=keep_tails)
         if num_tokens == 1 and not keep_tails:
-            launch = self.library.cache_step
+            launch = self.kernels.cache_step
         return launch(
             call.stack,
             tokens,
@@ -214,7 +214,7 @@ class CacheUpdateKernels(_Kernels):
         state, kv = self.without_derivative(CACHE_UPDATE, (state, kv))
         stack = LayerStack(state=dataclasses.replace(state, tail=None, indexer_tail=None), pool=None)
         rows = layer_number(index), kv, batch.slots, batch.start, batch.num_new
-        stack = self.library.append_swa(stack, *rows, kv_format=plan.kv_format, **self.options)
+        stack = self.kernels.append_swa(stack, *rows, kv_format=plan.kv_format, **self.options)
         return dataclasses.replace(state, window=stack.state.window, pos=stack.state.pos)
 
     def flush_entries(self, pool: PagedPool, index: jax.Array | int, new: NewEntries, plan: CachePlan) -> PagedPool:
@@ -228,7 +228,7 @@ class CacheUpdateKernels(_Kernels):
             entries=new.entries,
             keys=new.keys,
         )
-        return self.library.flush_entries(
+        return self.kernels.flush_entries(
             pool, given, kv_format=plan.kv_format, key_format=plan.indexer_format, **self.options
         )
 
@@ -260,7 +260,7 @@ class GatherRowsKernels(_Kernels):
         layer = self.without_derivative(GATHER_ROWS, layer)
         block, row = find_entries(layer.pool.entries, layer.block_table, layer.slots, picks)
         place = layer_number(layer.index), block.reshape(-1), row.reshape(-1)
-        flat = self.library.gather_rows(
+        flat = self.kernels.gather_rows(
             layer.pool.entries, *place, kv_format=layer.plan.kv_format, dtype=dtype, **self.options
         )
         return flat.reshape(*block.shape, flat.shape[-1])
@@ -268,7 +268,7 @@ class GatherRowsKernels(_Kernels):
     def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: Any) -> jax.Array:
         layer = self.without_derivative(GATHER_ROWS, layer)
         place = layer_number(layer.index), layer.block_table, layer.slots, num_entries
-        return self.library.gather_request_rows(
+        return self.kernels.gather_request_rows(
             layer.pool.entries, *place, kv_format=layer.plan.kv_format, dtype=dtype, **self.options
         )
 
@@ -278,7 +278,7 @@ class IndexerScoresKernels(_Kernels):
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
-        return self.library.unsupported_scores(
+        return self.kernels.unsupported_scores(
             key_format=plan.indexer_format,
             heads=cfg.indexer_heads,
             key_dim=cfg.indexer_head_dim,
@@ -312,7 +312,7 @@ class IndexerScoresKernels(_Kernels):
             slots=jnp.repeat(layer.slots, groups),
             visible=grouped(visible),
         )
-        scores = self.library.indexer_scores(inputs, key_format=layer.plan.indexer_format, **self.options)
+        scores = self.kernels.indexer_scores(inputs, key_format=layer.plan.indexer_format, **self.options)
         return scores.reshape(batch, groups * together, layer.max_entries)[:, :tokens]
 
 
@@ -339,7 +339,7 @@ class DecodeAttentionKernels(_Kernels):
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         del kind
         cfg = plan.cfg
-        return self.library.unsupported_attention(
+        return self.kernels.unsupported_attention(
             kv_format=plan.kv_format,
             num_heads=cfg.num_heads,
             nope_dim=cfg.head_dim - cfg.rope_dim,
@@ -370,7 +370,7 @@ class DecodeAttentionKernels(_Kernels):
             angles=packed_angles(inputs.positions, freqs),
             layer=layer_number(window.index),
         )
-        return self.library.decode_attention(given, kv_format=window.plan.kv_format, dtype=dtype, **self.options)
+        return self.kernels.decode_attention(given, kv_format=window.plan.kv_format, dtype=dtype, **self.options)
 
 
 for _name, _simulate in ((PALLAS, False), (SIMULATED, True)):

@@ -100,7 +100,7 @@ class _OnTriton:
         return {}
 
     @property
-    def library(self) -> Any:
+    def kernels(self) -> Any:
         from pallas_kernels import triton_gpu  # its modules import Triton
 
         return triton_gpu
@@ -151,7 +151,7 @@ class TritonIndexerScores(_OnTriton, IndexerScoresKernels):
             slots=layer.slots,
             visible=visible,
         )
-        return self.library.indexer_scores(inputs, key_format=layer.plan.indexer_format)
+        return self.kernels.indexer_scores(inputs, key_format=layer.plan.indexer_format)
 
 
 class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):

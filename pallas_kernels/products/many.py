@@ -59,13 +59,27 @@ class Turns:
         return self.place(number // chunks), (number % chunks + self.rank * chunks) * self.tiling.chunk
 
 
-def for_each_tile(turns: Turns, ring: Ring, sums: Callable[[Value], Any], finish: Callable[[Place, Any], None]) -> None:
-    """Compute and store the sums of each tile: ``sums(number of its first chunk)``."""
+def for_each_tile(
+    turns: Turns,
+    ring: Ring,
+    arena: int,
+    sums: Callable[[Value], list[Value]],
+    store: Callable[[Place, Value | int, list[Value]], None],
+) -> None:
+    """Compute and store the sums of each tile.
+
+    Args:
+      turns: the block's tiles.
+      ring: the stages.
+      arena: where the stages begin in shared memory, which parts of the inputs use to add their sums.
+      sums: computes those of a tile, by the number of its first chunk.
+      store: stores fours of a tile, the first of which has a number.
+    """
     machine, tiling = turns.machine, turns.tiling
     ring.begin()
 
     def one(turn: Value, _: None) -> None:
-        finish(turns.place(turn), sums(turn * tiling.chunks))
+        store(turns.place(turn), *exchange(machine, tiling, arena, sums(turn * tiling.chunks)))
 
     if tiling.tiles > tiling.blocks:
         machine.loop(turns.count, one, None)

@@ -9,13 +9,14 @@ and added in f32, because tensor cores keep few bits of what they add.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.products.many import ManyInputs, Turns, exchange, for_each_tile, swapped
+from pallas_kernels.products.many import ManyInputs, Turns, for_each_tile, swapped
 from pallas_kernels.products.ring import Ring
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
@@ -113,11 +114,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_outputs // 2)
         return machine.loop(tiling.chunks, one, (zeros, scales_of(begin)))[0]
 
-    def finish(place: Place, sums: list[Value]) -> None:
-        first, mine = exchange(machine, tiling, arena, sums)
-        _store(machine, tiling, out, place, first, mine)
-
-    for_each_tile(turns, ring, sums_of, finish)
+    for_each_tile(turns, ring, arena, sums_of, functools.partial(_store, machine, tiling, out))
 
 
 def _store(

@@ -19,6 +19,26 @@ from pallas_kernels.triton_gpu.rows import load_row
 
 
 @triton.jit
+def _decode(
+    nope,
+    rope,
+    scale,
+    at,
+    there,
+    out,
+    n,
+    nope_dim: tl.constexpr,
+    rope_dim: tl.constexpr,
+    size: tl.constexpr,
+    kv_format: tl.constexpr,
+):
+    """Decode the row at ``at``, or 0 where it is not there, into row n of ``out``."""
+    y = load_row(nope, rope, scale, at, there, nope_dim, rope_dim, size, kv_format)
+    channel, dim = tl.arange(0, size), nope_dim + rope_dim
+    tl.store(out + n * dim + channel, y.to(out.dtype.element_ty), mask=channel < dim)
+
+
+@triton.jit
 def gather_rows_kernel(
     nope,  # [layers, num_blocks, per_block, nope_dim]
     rope,
@@ -38,9 +58,7 @@ def gather_rows_kernel(
     block, row = tl.load(blocks + n), tl.load(rows + n)
     there = (block >= 0) & (block < num_blocks) & (row >= 0) & (row < per_block)
     at = (tl.load(layer).to(tl.int64) * num_blocks + block) * per_block + row
-    y = load_row(nope, rope, scale, at, there, nope_dim, rope_dim, size, kv_format)
-    channel, dim = tl.arange(0, size), nope_dim + rope_dim
-    tl.store(out + n * dim + channel, y.to(out.dtype.element_ty), mask=channel < dim)
+    _decode(nope, rope, scale, at, there, out, n, nope_dim, rope_dim, size, kv_format)
 
 
 @triton.jit
@@ -69,9 +87,7 @@ def gather_request_rows_kernel(
     block = tl.load(block_table + slot * max_blocks + entry // per_block, mask=there, other=-1)
     there = there & (block >= 0) & (block < num_blocks)
     at = (tl.load(layer).to(tl.int64) * num_blocks + block) * per_block + entry % per_block
-    y = load_row(nope, rope, scale, at, there, nope_dim, rope_dim, size, kv_format)
-    channel, dim = tl.arange(0, size), nope_dim + rope_dim
-    tl.store(out + n * dim + channel, y.to(out.dtype.element_ty), mask=channel < dim)
+    _decode(nope, rope, scale, at, there, out, n, nope_dim, rope_dim, size, kv_format)
 
 
 def _sizes(rows: Any, kv_format: str) -> dict[str, Any]:

@@ -112,17 +112,7 @@ def append_swa(
     kv_format: str,
 ) -> Any:
     """Encode key rows f32 [B, T, head_dim] and write the newest n_win of each request into its window, in place."""
-    tokens = NewTokens(
-        layer=layer,
-        slots=slots,
-        start=start,
-        num_new=num_new,
-        block_table=None,
-        kv=kv,
-        entry=None,
-        key=None,
-        rope=None,
-    )
+    tokens = NewTokens.of_window(layer, kv, slots, start, num_new)
     return append_chunk(stack, tokens, kv_format=kv_format, key_format="f32", ratio=None, eps=0.0)
 
 

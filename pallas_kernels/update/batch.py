@@ -44,6 +44,12 @@ class NewTokens:
     key: Streams | None  # from the indexer's compressor; CSA only
     rope: Any  # f32 [B, N, rope_dim] cosines, then sines, for entry start // ratio + n; None for SWA
 
+    @classmethod
+    def of_window(cls, layer: Any, kv: Any, slots: Any, start: Any, num_new: Any) -> NewTokens:
+        """Return tokens of which only the window rows are written."""
+        nothing = dict.fromkeys(("block_table", "entry", "key", "rope"))
+        return cls(layer=layer, slots=slots, start=start, num_new=num_new, kv=kv, **nothing)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,9 +40,7 @@ def append_swa(
 
     The arguments are those of ``append_chunk``; of ``stack`` only ``state`` is needed. Returns the updated stack.
     """
-    tokens = NewTokens(
-        layer=layer, slots=slots, start=start, num_new=num_new, block_table=None, kv=kv, entry=None, key=None, rope=None
-    )
+    tokens = NewTokens.of_window(layer, kv, slots, start, num_new)
     return append_chunk(stack, tokens, kv_format=kv_format, key_format="f32", ratio=None, eps=0.0, simulate=simulate)
 
 
