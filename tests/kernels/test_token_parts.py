@@ -99,7 +99,9 @@ def _formulas(products: pk.TokenProducts, rounding: pk.TokenRounding, freqs: np.
             return None
         k, z = jnp.split(products.compress[..., first : first + 2 * ape.shape[1]], 2, -1)
         z = z + ape.astype(jnp.float32)[jnp.maximum(products.positions, 0) % ape.shape[0]]
-        return tuple(x.astype(rounding.stream_dtype).astype(jnp.float32) for x in (k, z))
+        # Not casts there and back: XLA leaves those out on a GPU.
+        bits = jnp.finfo(rounding.stream_dtype)
+        return tuple(jax.lax.reduce_precision(x, bits.nexp, bits.nmant) for x in (k, z))
 
     parts = pk.TokenParts(
         latent=latent,
