@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import jax
 
-from pallas_kernels.attention.inputs import HEAD_DIM, ROPE_DIM, AttentionInputs
+from pallas_kernels.attention.inputs import HEAD_DIM
 from pallas_kernels.attention.keys import KEYS, STAGED_LOADS, KeyLoader, Query, StoredRow, staging_bytes
 from pallas_kernels.attention.layout import AttentionLayout, Scratch
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, negate, select
+from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 
@@ -38,17 +38,18 @@ class BlockLayout(AttentionLayout):
     cluster: int = 1
 
     reduces: ClassVar[bool] = False  # all shared memory is taken
+    loaders: ClassVar[int] = 1  # warpgroups that load keys
     staged_loads: ClassVar[int] = STAGED_LOADS  # loads of stored rows per lane that have a place in shared memory
 
     @property
     def warpgroups(self) -> int:
-        return CONSUMERS + 1
+        return CONSUMERS + self.loaders
 
     @property
     def common_bytes(self) -> int:
         """Shared memory that both kernels need, without barriers."""
         tiles = (HEADS + STAGES * KEYS) * HEAD_DIM * 2
-        return tiles + staging_bytes(self.staged_loads) + STAGES * KEYS * 8 + ROPE_DIM * 4
+        return tiles + staging_bytes(self.staged_loads, self.loaders) + STAGES * KEYS * 8
 
     def scratch(self, queries: int, groups: int) -> Scratch | None:
         if self.cluster == 1:
@@ -65,20 +66,31 @@ class Memory:
     Each kernel has a subclass with further fields, which also determines the order in memory.
     """
 
-    q: Tile  # [HEADS, HEAD_DIM]
     keys: Tile  # [KEYS, HEAD_DIM]; copies: stages
     staging: Shared  # u8, from ``take_staging``
     factor_and_bias: Shared  # f32 [STAGES, KEYS, 2], from ``KeyLoader.store``
-    angles: Shared  # f32 [2, ROPE_DIM // 2] cosines, sines
     full: Barrier  # per stage: its keys are loaded
     free: Barrier  # per stage: all products with its keys are complete
-    begun: Barrier  # the loader's first loads are issued
-    loaded_q: Barrier
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Before:
+    """How often a block has used what its queries share, before one of its queries."""
+
+    queries: Value
+    firsts: Value  # tiles in the first stage
+    seconds: Value  # tiles in the second stage
+
+    @classmethod
+    def none(cls, machine: TensorCores) -> Before:
+        zero = machine.constant(0, "i32")
+        return cls(queries=zero, firsts=zero, seconds=zero)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """The work of a block, as seen by one of its roles."""
+    """The work of a block on one query, as seen by one of its roles."""
 
     machine: TensorCores
     memory: Memory
@@ -87,10 +99,10 @@ class Block:
     cluster: int
     rank: Value  # the block's number in its cluster
     tiles: Value  # number of tiles for this block, at least one, which may have no keys
+    before: Before
 
     @classmethod
-    def of(cls, machine: TensorCores, inputs: AttentionInputs, memory: Memory, cluster: int) -> Block:
-        query = Query.of_block(machine, inputs)
+    def of(cls, machine: TensorCores, memory: Memory, query: Query, cluster: int, before: Before) -> Block:
         rank, tiles = query.share(cluster)
         return cls(
             machine=machine,
@@ -100,7 +112,22 @@ class Block:
             cluster=cluster,
             rank=rank,
             tiles=tiles,
+            before=before,
         )
+
+    @property
+    def after(self) -> Before:
+        """What was used before the block's next query."""
+        before = self.before
+        return Before(
+            queries=before.queries + 1,
+            firsts=before.firsts + (self.tiles + 1) // STAGES,
+            seconds=before.seconds + self.tiles // STAGES,
+        )
+
+    def uses(self, stage: Value) -> Value:
+        """Return how many tiles a stage has had before this query's."""
+        return select(stage == 0, self.before.firsts, self.before.seconds)
 
 
 @jax.tree_util.register_dataclass
@@ -117,10 +144,10 @@ class _Ahead:
     rows: list[StoredRow] | list[Value]  # tile i: rows being loaded, or, if there is no room for both, their indices
 
 
-def load_tiles(block: Block, form: AttendedFormat) -> None:
+def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
     """Load tile after tile. Bytes are requested one tile ahead, and their addresses two and three tiles ahead."""
     machine, memory = block.machine, block.memory
-    loader = KeyLoader(block.query, form, memory.staging)
+    loader = KeyLoader(block.query, form, memory.staging, loaders)
 
     def tile(i: Index) -> Value:
         """Return the number of the block's i-th tile.
@@ -134,21 +161,16 @@ def load_tiles(block: Block, form: AttendedFormat) -> None:
         return [select(tile < block.query.tiles, number, -1) for number in loader.find(tile)]
 
     def load(tile: Value, indices: list[Value]) -> list[StoredRow] | list[Value]:
-        return [loader.load(tile, n, indices[n]) for n in range(2)] if loader.loads_ahead else indices
+        return [loader.load(tile, n, indices[n]) for n in range(len(indices))] if loader.loads_ahead else indices
 
-    # Before the first tile is requested, nothing may wait for another load. The queries take longer to load. They are
-    # requested after the rows of a window, but before picked rows, whose places must be looked up first.
-    in_window = tile(machine.constant(0, "i32")) < block.query.window_tiles
-    memory.begun.arrive(negate(in_window))
     numbers = [find(tile(i)) for i in range(3)]
     rows = load(tile(0), loader.resolve(tile(0), numbers[0], loader.look_up(tile(0), numbers[0])))
-    memory.begun.arrive(in_window)
     looked_up = loader.look_up(tile(1), numbers[1])
 
     def step(i: Value, ahead: _Ahead) -> _Ahead:
         stage = i % STAGES
         keys, factor_and_bias = memory.keys.copy(stage), memory.factor_and_bias[stage]
-        memory.free.copy(stage).wait((i // STAGES & 1) ^ 1)
+        memory.free.copy(stage).wait((block.uses(stage) + i // STAGES & 1) ^ 1)
         if loader.loads_ahead:
             machine.wait_copies()
         for which, row in enumerate(ahead.rows):
@@ -171,21 +193,3 @@ def load_tiles(block: Block, form: AttendedFormat) -> None:
     )
     if block.cluster > 1:  # all lanes of the cluster must arrive at the barrier in ``_merge_parts``
         machine.barrier("cluster")
-
-
-def load_queries(block: Block) -> None:
-    """Load the queries of the block's heads as f16, and the angles for the inverse rope of the output."""
-    machine, memory, query, lane = block.machine, block.memory, block.query, block.machine.thread
-    memory.begun.wait(0)
-    units, lanes = HEAD_DIM * 2 // 16, CONSUMERS * WARPGROUP
-    for i in range(HEADS * units // lanes):
-        n = lane + i * lanes
-        head, unit = n // units, n % units
-        machine.store_shared(memory.q.unit(head, unit), query.head_words(block.first_head + head, unit), 16, True)
-    if query.inputs.angles is not None:
-        there = lane < ROPE_DIM
-        angle = query.inputs.angles.load_floats(query.batch, query.token, lane, count=1, where=there)
-        memory.angles.view((ROPE_DIM,), "f32").store_floats(angle, lane, where=there)
-    machine.fence_shared()
-    memory.loaded_q.arrive()
-    memory.loaded_q.wait(0)

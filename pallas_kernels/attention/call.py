@@ -97,7 +97,7 @@ def decode_attention(
         functools.partial(layout.body, form=form),
         name="decode_attention",
         grid=layout.grid(queries, groups),
-        inputs=inputs,
+        inputs=layout.arguments(inputs),
         state=Outputs(out=jax.ShapeDtypeStruct(q.shape, dtype), scratch=layout.scratch(queries, groups)),
         simulate=simulate,
     )

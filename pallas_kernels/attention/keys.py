@@ -38,10 +38,11 @@ _AT_ONCE = 3  # loads from shared memory at once: enough to hide latency, but no
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """The query of a block, and the number of its keys."""
+    """One of a block's queries, and the number of its keys."""
 
     machine: TensorCores
     inputs: AttentionInputs  # of buffers
+    number: Value  # among the queries of all requests
     batch: Value
     token: Value
     layer: Value
@@ -53,9 +54,9 @@ class Query:
     entry_keys: Value  # length of the list of entries: picks, or entries below visible
 
     @classmethod
-    def of_block(cls, machine: TensorCores, inputs: AttentionInputs) -> Query:
-        tokens = inputs.q.shape[1]
-        batch, token = machine.block(0) // tokens, machine.block(0) % tokens
+    def of(cls, machine: TensorCores, inputs: AttentionInputs, number: Value) -> Query:
+        tokens = inputs.positions.shape[1]
+        batch, token = number // tokens, number % tokens
         slot, layer = inputs.slots.load_int(batch), inputs.layer.load_int(0)
         position, start = inputs.positions.load_int(batch, token), inputs.start.load_int(batch)
         requests, n_win = inputs.pos.shape[1:]
@@ -68,7 +69,7 @@ class Query:
         if inputs.picks is not None:
             entry_keys = select(visible > 0, machine.constant(inputs.picks.shape[2], "i32"), none)
         window_keys = select(live, position - first + 1, none)
-        return cls(machine, inputs, batch, token, layer, slot, start, first, window_keys, visible, entry_keys)
+        return cls(machine, inputs, number, batch, token, layer, slot, start, first, window_keys, visible, entry_keys)
 
     @property
     def window_tiles(self) -> int:
@@ -112,23 +113,23 @@ class StoredRow:
     index: Value  # index of the row in its array, -1 = no key
 
 
-def take_staging(machine: TensorCores, loads: int = STAGED_LOADS) -> Shared:
+def take_staging(machine: TensorCores, loads: int = STAGED_LOADS, loaders: int = 1) -> Shared:
     """Allocate shared memory for the stored NoPE bytes of a tile: u8 [loads, lanes, 16].
 
     Each lane uses only its own part.
     """
-    return Shared.take(machine, (loads, WARPGROUP, _LOAD), "u8")
+    return Shared.take(machine, (loads, loaders * WARPGROUP, _LOAD), "u8")
 
 
-def staging_bytes(loads: int = STAGED_LOADS) -> int:
+def staging_bytes(loads: int = STAGED_LOADS, loaders: int = 1) -> int:
     """Return the bytes that ``take_staging`` takes."""
-    return loads * WARPGROUP * _LOAD
+    return loads * loaders * WARPGROUP * _LOAD
 
 
 class KeyLoader:
     """A warpgroup that loads tiles of keys. Each lane takes part in two rows of a tile."""
 
-    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None):
+    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None, loaders: int = 1):
         """Prepare to load.
 
         Args:
@@ -138,17 +139,18 @@ class KeyLoader:
             registers; with None that is all of them.
         """
         self.query, self.machine, self.form = query, query.machine, form
-        self._lane = self.machine.thread % WARPGROUP
+        self._lane = self.machine.thread % (loaders * WARPGROUP)
         self._quad = Quad(self.machine, self._lane % Quad.LANES, NOPE_DIM)
         # Each quad takes rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's lanes, use each
         # bank of shared memory once.
-        row = self._lane // WARP * 16 + self._lane % WARP // Quad.LANES
-        self._rows = [row, row + 8]
+        per_lane = KEYS * Quad.LANES // (loaders * WARPGROUP)
+        row = self._lane // WARP * (8 * per_lane) + self._lane % WARP // Quad.LANES
+        self._rows = [row + 8 * n for n in range(per_lane)]
         self._loads = form.num_loads(self._quad)  # loads of NoPE bytes per row
         self._staging, room = staging, 0 if staging is None else staging.shape[0]
-        self.loads_ahead = 2 * self._loads <= room + _HELD_LOADS
+        self.loads_ahead = per_lane * self._loads <= room + _HELD_LOADS
         # For each of a lane's rows: its first place in the staging memory, and how many of its loads are staged.
-        self._first = [0, self._loads if self.loads_ahead else 0]
+        self._first = [n * self._loads if self.loads_ahead else 0 for n in range(per_lane)]
         self._staged = [min(self._loads, room - first) for first in self._first]
         # Of a factor in [1, 2), so that both give the same bits. The kernel for few queries must be free of calls; the
         # loaders of the others, which multiply nothing, need fewer registers with one.

@@ -86,6 +86,10 @@ class AttentionLayout(abc.ABC):
             reduces=self.reduces,
         )
 
+    def arguments(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the inputs in the shapes and dtypes in which the kernel reads them."""
+        return inputs
+
     @abc.abstractmethod
     def scratch(self, queries: int, groups: int) -> Scratch | None:
         """Return the scratch shapes for so many queries and groups of heads; None without clusters."""

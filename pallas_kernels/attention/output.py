@@ -6,16 +6,15 @@ lanes like any product of tensor cores.
 
 from __future__ import annotations
 
-from pallas_kernels.attention.block import HALF, STAGES, Block
-from pallas_kernels.attention.inputs import NOPE_DIM
+from pallas_kernels.attention.block import HALF, Block
+from pallas_kernels.attention.inputs import NOPE_DIM, ROPE_DIM
 from pallas_kernels.attention.layout import Outputs, Scratch
 from pallas_kernels.attention.softmax import QUAD, Softmax, row_of
-from pallas_kernels.language.lanes import Buffer, add, fold, maximum
+from pallas_kernels.language.lanes import Buffer, add, fold, maximum, swapped
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
-from pallas_kernels.language.tensor_cores import product_row
+from pallas_kernels.language.tensor_cores import TensorCores, product_row
 
-_STORED_BYTES = 256  # bytes of a row that are stored at once
-_PADDING = 16  # bytes between rows, which spread the rows over the banks of shared memory
+_STORED = 32  # channels of a row that are stored at once
 _TURNED_FROM = NOPE_DIM - HALF  # first channel with rope, within the second half
 
 
@@ -44,7 +43,7 @@ def _merge_parts(block: Block, scratch: Scratch, sums: list[Value], softmax: Sof
     Parts are exchanged as means, in f16, which is the precision of the weights they were computed with.
     """
     machine, cluster, row = block.machine, block.cluster, product_row(block.machine)
-    rank, lane, query, group = block.rank, machine.thread, machine.block(0), machine.block(1)
+    rank, lane, query, group = block.rank, machine.thread, block.query.number, machine.block(1)
     for i in range(2):
         pair = [softmax.peak[i], softmax.total[i]]
         where = (lane % QUAD == 0) & (lane < WARPGROUP)
@@ -86,40 +85,49 @@ def _merge_parts(block: Block, scratch: Scratch, sums: list[Value], softmax: Sof
 def _store(block: Block, out: Buffer, means: list[Value], half: Value, first: Index) -> None:
     """Store the channels from ``first`` on of each warpgroup's half, with the inverse rope applied to RoPE channels.
 
-    Each warp's rows go through shared memory, so that they are stored to device memory in whole sectors. The memory
-    used is the stage of the last tile but one, which nobody reads any more.
+    The lanes of a quad have two adjacent channels each of every eight. In bf16 they are less than a sector of device
+    memory, so quads exchange them first: of 32 channels, each lane stores eight.
     """
-    machine, query, memory = block.machine, block.query, block.memory
-    next_stage = block.tiles % STAGES
-    memory.free.copy(next_stage).wait((block.tiles // STAGES & 1) ^ 1)
+    machine, query = block.machine, block.query
     lane, warp = machine.thread % WARP, machine.thread // WARP
     columns, size = len(means) * 2, out.dtype.itemsize  # columns of a warp's 16 rows
-    width = min(columns, _STORED_BYTES // size)  # columns that are stored at once
-    stride = width * size + _PADDING  # bytes from a row to the next
-    rows = warp * (16 * stride) + memory.keys.copy(next_stage).offset  # address of the warp's first row
-    for start in range(0, columns, width):
-        for column in range(start, start + width, 8):
+    head = block.first_head + warp % 4 * 16 + lane // QUAD
+    for start in range(0, columns, _STORED):
+        of_rows: tuple[list[Value], ...] = [], []  # f32, of a lane's two rows
+        for column in range(start, start + _STORED, 8):
             pairs = [means[column // 2 : column // 2 + 2], means[column // 2 + 2 : column // 2 + 4]]
             if query.inputs.angles is not None and column + HALF - columns >= _TURNED_FROM:
                 channel = (lane % QUAD * 2 + column + first) - _TURNED_FROM  # number among the RoPE channels
-                pairs = _turn_back(block, pairs, channel, (half == 1) & (channel >= 0))
-            for i, values in enumerate(pairs):
-                words = [machine.to_bf16(*values)] if size == 2 else [machine.bits(value) for value in values]
-                at = (lane // QUAD + 8 * i) * stride + lane % QUAD * (2 * size) + (rows + (column - start) * size)
-                machine.store_shared(at, words, 2 * size, True)
-        machine.barrier("warp")
-        units = width * size // 16  # per row
-        for n in range(16 * units // WARP):
-            row, unit = (lane + n * WARP) // units, (lane + n * WARP) % units
-            words = machine.load_shared(row * stride + unit * 16 + rows, 16)
-            head = block.first_head + warp % 4 * 16 + row
-            channel = half * HALF + unit * (16 // size) + (first + start)
-            out.store_words(words, query.batch, query.token, head, channel)
-        machine.barrier("warp")
+                pairs = _turn_back(block, query.inputs.angles, pairs, channel, (half == 1) & (channel >= 0))
+            for row, values in zip(of_rows, pairs, strict=True):
+                row.extend(values)
+        for i, row in enumerate(of_rows):
+            channel = half * HALF + (first + start)
+            if size == 2:
+                words = [machine.to_bf16(*row[n : n + 2]) for n in range(0, len(row), 2)]
+                channel = lane % QUAD * 8 + channel
+                out.store_words(_turned(machine, words), query.batch, query.token, head + 8 * i, channel)
+            else:
+                for n in range(0, len(row), 2):
+                    place = lane % QUAD * 2 + channel + 4 * n
+                    out.store_floats(row[n : n + 2], query.batch, query.token, head + 8 * i, place)
 
 
-def _turn_back(block: Block, pairs: list[list[Value]], channel: Value, turns: Value) -> list[list[Value]]:
+def _turned(machine: TensorCores, words: list[Value]) -> list[Value]:
+    """Exchange words in a quad: its n-th lane gets the n-th words of all four, in the order of the lanes."""
+    lane = machine.thread % QUAD
+    near = [swapped(machine, lane % 2 == 1, (words[n], words[n + 1]), 1) for n in (0, 2)]
+    far = [swapped(machine, lane >= 2, (near[0][n], near[1][n]), 2) for n in range(2)]
+    return [far[n % 2][n // 2] for n in range(QUAD)]
+
+
+def _turn_back(
+    block: Block, angles: Buffer, pairs: list[list[Value]], channel: Value, turns: Value
+) -> list[list[Value]]:
     """Rotate pairs of two rows by minus the angles of the RoPE channels from ``channel`` on, where ``turns``."""
-    pair = select(turns, channel, 0) // 2
-    cos, sin = (block.memory.angles.load_floats(part, pair, count=1)[0] for part in range(2))
+    query, pair = block.query, select(turns, channel, 0) // 2
+    cos, sin = (
+        angles.load_floats(query.batch, query.token, pair + part, count=1, where=turns)[0]
+        for part in (0, ROPE_DIM // 2)
+    )
     return [[select(turns, a * cos + b * sin, a), select(turns, b * cos - a * sin, b)] for a, b in pairs]

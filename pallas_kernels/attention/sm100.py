@@ -23,14 +23,14 @@ from pallas_kernels.attention.block import (
     HEADS,
     STAGES,
     WARPS,
+    Before,
     Block,
     BlockLayout,
     Memory,
-    load_queries,
     load_tiles,
 )
-from pallas_kernels.attention.inputs import HEAD_DIM, ROPE_DIM, AttentionInputs
-from pallas_kernels.attention.keys import KEYS, take_staging
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
+from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.attention.output import finish_output
 from pallas_kernels.attention.softmax import QUAD, Softmax, over_quad, row_of, scale_logits
@@ -66,14 +66,14 @@ class Layout(BlockLayout):
 
     @property
     def shared_bytes(self) -> int:
-        barriers = 8 * (2 * STAGES + 2 * _HELD + 4)
+        barriers = 8 * (2 * STAGES + 2 * _HELD + 3)
         return self.common_bytes + _HELD * _PIECE * HEADS * 2 + HEADS * 8 + barriers + 16
 
     def body(self, machine: TensorMemory, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
         memory = _Memory.take(machine)
         init_barriers(
             *(memory.full, memory.free, memory.weighed, memory.weights_free),
-            *(memory.begun, memory.loaded_q, memory.scored, memory.done),
+            *(memory.loaded_q, memory.scored, memory.done),
         )
 
         def block() -> Block:
@@ -81,7 +81,8 @@ class Layout(BlockLayout):
 
             Each role makes its own, so that its registers are not held while another role's code runs.
             """
-            return Block.of(machine, inputs, memory, self.cluster)
+            query = Query.of(machine, inputs, machine.block(0))
+            return Block.of(machine, memory, query, self.cluster, Before.none(machine))
 
         with machine.tensor_memory(MAX_COLUMNS):  # 320 are used; shared memory admits only one block per SM anyway
             machine.roles(
@@ -101,10 +102,12 @@ class _Memory(Memory):
     With the barriers first, the alignment of the tiles would waste too much memory.
     """
 
+    q: Tile  # [HEADS, HEAD_DIM]
     weights: Tile  # [_PIECE, HEADS]; copies: pieces in shared memory
     stats: Shared  # f32 [HEADS, 2]: peak and total, at the end
     weighed: Barrier  # per piece in shared memory: its weights are stored
     weights_free: Barrier  # per piece in shared memory: its product is complete
+    loaded_q: Barrier
     scored: Barrier  # the logits are computed, and all older products are complete
     done: Barrier  # the output and the stats are complete
 
@@ -117,13 +120,11 @@ class _Memory(Memory):
             weights=Tile.take(machine, _PIECE, HEADS * 2, copies=_HELD),
             staging=take_staging(machine),
             factor_and_bias=Shared.take(machine, (STAGES, KEYS, 2), "f32"),
-            angles=Shared.take(machine, (2, ROPE_DIM // 2), "f32"),
             stats=Shared.take(machine, (HEADS, 2), "f32"),
             full=Barrier.take(machine, WARPS, copies=STAGES),
             free=Barrier.take(machine, product, copies=STAGES),
             weighed=Barrier.take(machine, WARPS, copies=_HELD),
             weights_free=Barrier.take(machine, product, copies=_HELD),
-            begun=Barrier.take(machine, WARPS),
             loaded_q=Barrier.take(machine, CONSUMERS * WARPS),
             scored=Barrier.take(machine, product),
             done=Barrier.take(machine, WARPS + product),
@@ -135,7 +136,7 @@ def _multiply(machine: TensorMemory, block: Block, memory: _Memory, outputs: Out
 
     At the end each takes half of the channels.
     """
-    load_queries(block)
+    _load_queries(block, memory)
     warp, half = machine.thread // WARP, machine.thread // WARPGROUP
     with machine.when(half == 0):
         _weigh(machine, block, memory, form)
@@ -147,6 +148,19 @@ def _multiply(machine: TensorMemory, block: Block, memory: _Memory, outputs: Out
     stats = [from_row.load_floats(8 * i, 0, count=2) for i in range(2)]
     softmax = Softmax([peak for peak, _ in stats], [total for _, total in stats])
     finish_output(block, outputs, machine.load_tensor(_output(half)), softmax, half)
+
+
+def _load_queries(block: Block, memory: _Memory) -> None:
+    """Load the queries of the block's heads as f16."""
+    machine, query, lane = block.machine, block.query, block.machine.thread
+    units, lanes = HEAD_DIM * 2 // 16, CONSUMERS * WARPGROUP
+    for i in range(HEADS * units // lanes):
+        n = lane + i * lanes
+        head, unit = n // units, n % units
+        machine.store_shared(memory.q.unit(head, unit), query.head_words(block.first_head + head, unit), 16, True)
+    machine.fence_shared()
+    memory.loaded_q.arrive()
+    memory.loaded_q.wait(0)
 
 
 # Starting products.

@@ -22,9 +22,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.attention import handover
 from pallas_kernels.attention.block import (
@@ -33,50 +35,95 @@ from pallas_kernels.attention.block import (
     HEADS,
     STAGES,
     WARPS,
+    Before,
     Block,
     BlockLayout,
     Memory,
-    load_queries,
     load_tiles,
 )
 from pallas_kernels.attention.handover import Handover
-from pallas_kernels.attention.inputs import HEAD_DIM, ROPE_DIM, AttentionInputs
-from pallas_kernels.attention.keys import KEYS, take_staging
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
+from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.attention.output import finish_output
 from pallas_kernels.attention.softmax import Softmax, load_factors, over_quad, row_of, scale_logits
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import add, fold_tree, maximum
-from pallas_kernels.language.machine import Value, select
+from pallas_kernels.language.launch import Grid
+from pallas_kernels.language.machine import WARP, WARPGROUP, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
-from pallas_kernels.language.tensor_cores import Operand, Role, TensorCores, Tile
+from pallas_kernels.language.tensor_cores import Operand, Role, TensorCores, Tile, TileCopy
 
 FIRST, SECOND = 0, 1  # the multiplying warpgroups; also the stages of a pair's tiles, and the halves of the channels
-_MULTIPLY_REGISTERS, _LOAD_REGISTERS = 208, 88  # per lane
+_Q_BYTES = 128  # of a row of the query that one copy takes
+_Q_PARTS = HEAD_DIM * 2 // _Q_BYTES
+_MULTIPLY_REGISTERS, _LOAD_REGISTERS = 208, 48  # per lane
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(BlockLayout):
     """The layout of the Hopper kernel. A block computes 64 heads of a query, over its share of the tiles."""
 
+    blocks: int = HOPPER.multiprocessors  # the most that run at once, where they have no clusters
+
     gpu: ClassVar[GPU] = HOPPER
-    staged_loads: ClassVar[int] = 11  # what fits beside the handover
+    loaders: ClassVar[int] = 2
+    staged_loads: ClassVar[int] = 6  # what fits beside the handover
+
+    def arguments(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
+        return dataclasses.replace(inputs, q=inputs.q.astype(jnp.float16).reshape(-1, HEAD_DIM))
+
+    def grid(self, queries: int, groups: int) -> Grid:
+        """Return a grid in which blocks without a cluster have several queries, one after the other."""
+        return BlockLayout.grid(self, self._at_once(queries, groups), groups)
+
+    def _at_once(self, queries: int, groups: int) -> int:
+        """Return how many queries are computed at the same time."""
+        return queries if self.cluster > 1 else min(queries, max(1, self.blocks // groups))
 
     @property
     def shared_bytes(self) -> int:
-        return self.common_bytes + handover.BYTES + 8 * (2 * STAGES + 2)
+        return self.common_bytes + handover.BYTES + 8 * (2 * STAGES + 1)
 
     def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
         memory = _Memory.take(machine)
-        block = Block.of(machine, inputs, memory, self.cluster)
-        init_barriers(memory.full, memory.free, memory.loaded_q, memory.begun, memory.handover.given)
-        first, second = _First(block, memory, form), _Second(block, memory, form)
+        init_barriers(memory.full, memory.free, memory.loaded_q, memory.handover.given)
+        queries, heads = math.prod(inputs.positions.shape), inputs.sinks.shape[0]
+        at_once = self._at_once(queries, heads // HEADS)
+
+        def for_each_query(work: Callable[[Block], None]) -> None:
+            def one(turn: Value, before: Before) -> Before:
+                query = Query.of(machine, inputs, turn * at_once + machine.block(0))
+                block = Block.of(machine, memory, query, self.cluster, before)
+                work(block)
+                return block.after
+
+            if queries == at_once:
+                one(machine.constant(0, "i32"), Before.none(machine))
+            else:
+                machine.loop((machine.block(0) * -1 + (queries - 1)) // at_once + 1, one, Before.none(machine))
+
+        def multiply(multiplier: type[_Multiplier]) -> None:
+            if multiplier is _First:
+                memory.load_query(inputs, machine.block(0))
+
+            def work(block: Block) -> None:
+                following = block.query.number + at_once
+                multiplier(block, memory, form).run(outputs, following if queries > at_once else None)
+
+            for_each_query(work)
+
         machine.roles(
-            Role(warpgroups=1, registers=_MULTIPLY_REGISTERS, body=lambda: first.run(outputs)),
-            Role(warpgroups=1, registers=_MULTIPLY_REGISTERS, body=lambda: second.run(outputs)),
-            Role(warpgroups=1, registers=_LOAD_REGISTERS, body=lambda: load_tiles(block, form)),
+            Role(warpgroups=1, registers=_MULTIPLY_REGISTERS, body=lambda: multiply(_First)),
+            Role(warpgroups=1, registers=_MULTIPLY_REGISTERS, body=lambda: multiply(_Second)),
+            Role(
+                warpgroups=self.loaders,
+                registers=_LOAD_REGISTERS,
+                body=lambda: for_each_query(lambda block: load_tiles(block, form, self.loaders)),
+            ),
         )
 
 
@@ -84,22 +131,47 @@ class Layout(BlockLayout):
 class _Memory(Memory):
     """Shared memory of a block. Tiles come first, because they must be aligned."""
 
+    q: Tile  # [HEADS, 64 channels]; copies: the parts of a query's channels
+    loaded_q: Barrier
     handover: Handover
 
     @classmethod
     def take(cls, machine: TensorCores) -> _Memory:
         return cls(
-            q=Tile.take(machine, HEADS, HEAD_DIM * 2),
+            q=Tile.take(machine, HEADS, _Q_BYTES, copies=_Q_PARTS),
             keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES),
-            staging=take_staging(machine, Layout.staged_loads),
+            staging=take_staging(machine, Layout.staged_loads, 2),
             factor_and_bias=Shared.take(machine, (STAGES, KEYS, 2), "f32"),
-            angles=Shared.take(machine, (2, ROPE_DIM // 2), "f32"),
             handover=Handover.take(machine),
-            full=Barrier.take(machine, WARPS, copies=STAGES),
+            full=Barrier.take(machine, 2 * WARPS, copies=STAGES),
             free=Barrier.take(machine, CONSUMERS * WARPS, copies=STAGES),
-            loaded_q=Barrier.take(machine, CONSUMERS * WARPS),
-            begun=Barrier.take(machine, WARPS),
+            loaded_q=Barrier.take(machine, 1),
         )
+
+    def load_query(self, inputs: AttentionInputs, number: Value) -> None:
+        """Start to load the heads of a query, as a warpgroup together."""
+        machine, heads = self.loaded_q.machine, inputs.sinks.shape[0]
+        with machine.when(machine.thread % WARPGROUP < WARP):
+            row = number * heads + machine.block(1) * HEADS
+            self.loaded_q.fill(
+                *(
+                    TileCopy(
+                        source=inputs.q,
+                        row=row,
+                        column=part * (_Q_BYTES // 2),
+                        to=self.q.copy(part).offset,
+                        rows=HEADS,
+                        row_bytes=_Q_BYTES,
+                    )
+                    for part in range(_Q_PARTS)
+                )
+            )
+
+    def query(self) -> Operand:
+        """Return the heads of the query, [HEADS, HEAD_DIM]."""
+        first = self.q.k_major()
+        steps = tuple(part * self.q.size + step for part in range(_Q_PARTS) for step in first.steps)
+        return dataclasses.replace(first, steps=steps)
 
 
 @jax.tree_util.register_dataclass
@@ -118,19 +190,28 @@ class _Multiplier(abc.ABC):
 
     def __init__(self, block: Block, memory: _Memory, form: AttendedFormat):
         self.block, self.memory, self.form, self.machine = block, memory, form, block.machine
+        self.before = block.before
+        self.given_before = block.before.firsts + block.before.queries  # by each warpgroup
 
-    def run(self, outputs: Outputs) -> None:
+    def run(self, outputs: Outputs, following: Value | None) -> None:
+        """Compute and store the output of the block's query. ``following`` is the number of the next one, if any."""
         machine, tiles = self.machine, self.block.tiles
-        load_queries(self.block)
+        self.memory.loaded_q.wait(self.before.queries & 1)
         softmax = Softmax.of_sinks(self.block)
         if self.own != FIRST:  # sinks count once
             softmax = Softmax(softmax.peak, [machine.constant(0.0, "f32")] * 2)
         output = [machine.constant(0.0, "f32")] * (HALF // 2)
         pairs = (tiles + 1) // 2
         sums = machine.loop(pairs, self.pair, _Sums(softmax, output))
-        softmax = Softmax(sums.softmax.peak, self.total_of_both(sums.softmax.total, pairs))
+        if following is not None and self.own == FIRST:
+            # Both warpgroups have computed their last logits: the second one's weights came after them.
+            inputs = self.block.query.inputs
+            with machine.when(following < math.prod(inputs.positions.shape)):
+                self.memory.load_query(inputs, following)
+        softmax = sums.softmax.over_quads(machine)
+        softmax = Softmax(softmax.peak, self.total_of_both(softmax.total, pairs))
         half = machine.constant(self.own, "i32")
-        finish_output(self.block, outputs, sums.output, softmax.over_quads(machine), half)
+        finish_output(self.block, outputs, sums.output, softmax, half)
 
     @abc.abstractmethod
     def pair(self, i: Value, sums: _Sums) -> _Sums:
@@ -146,9 +227,18 @@ class _Multiplier(abc.ABC):
 
     def logits(self, i: Value) -> list[Value]:
         """Compute the logits of the warpgroup's own tile of a pair, [HEADS, KEYS]."""
-        self.memory.full.copy(self.own).wait(i & 1)
+        self.wait_full(self.own, i)
         keys = self.memory.keys.copy(self.own).k_major()
-        return self.machine.wgmma_wait(self.machine.wgmma(None, self.memory.q.k_major(), keys, columns=KEYS))
+        return self.machine.wgmma_wait(self.machine.wgmma(None, self.memory.query(), keys, columns=KEYS))
+
+    def wait_full(self, stage: int, i: Value) -> None:
+        """Wait for a tile of a pair."""
+        used = self.before.firsts if stage == FIRST else self.before.seconds
+        self.memory.full.copy(stage).wait(used + i & 1)
+
+    def wait_given(self, source: int, count: Value) -> None:
+        """Wait until a warpgroup has given ``count`` + 1 times for this query."""
+        self.memory.handover.wait(source, self.given_before + count)
 
     def packed(self, weights: list[Value], factor_and_bias: Shared) -> list[Value]:
         """Return weights times their keys' factors as the left operand of a product."""
@@ -162,7 +252,10 @@ class _Multiplier(abc.ABC):
     def start_adding(self, output: list[Value], carried: list[Value], weights: list[Value], stage: int) -> list[Value]:
         """Scale the output, and start to add the weighted keys of a tile."""
         output = [value * carried[row_of(n)] for n, value in enumerate(output)]
-        return self.machine.wgmma(output, weights, self.channels(stage), columns=HALF)
+        sums = []
+        for n in range(0, HALF, 128):
+            sums += self.machine.wgmma(output[n // 2 : (n + 128) // 2], weights, self.channels(stage, n), columns=128)
+        return sums
 
     def finish_adding(self, output: list[Value], weights: list[Value], stage: int) -> list[Value]:
         """Wait for the sums, and give the tile's memory back."""
@@ -171,9 +264,9 @@ class _Multiplier(abc.ABC):
         self.memory.free.copy(stage).arrive()
         return output
 
-    def channels(self, stage: int) -> Operand:
+    def channels(self, stage: int, first: int) -> Operand:
         """Return a tile's keys with this warpgroup's half of the channels."""
-        return self.memory.keys.copy(stage).transposed(self.own * HALF * 2)
+        return self.memory.keys.copy(stage).transposed((self.own * HALF + first) * 2)
 
 
 class _First(_Multiplier):
@@ -190,11 +283,11 @@ class _First(_Multiplier):
         handed.give(FIRST, softmax.peak, weights)
         machine.keep_order()
         output = self.finish_adding(self.start_adding(sums.output, carried, weights, FIRST), weights, FIRST)
-        handed.wait(SECOND, i)
+        self.wait_given(SECOND, i)
 
         def add_second(_: Value, sums: _Sums) -> _Sums:
             weights, peak = handed.found_weights(), handed.found_of_rows()
-            self.memory.full.copy(SECOND).wait(i & 1)
+            self.wait_full(SECOND, i)
             carried = [machine.exp2(before - now) for before, now in zip(sums.softmax.peak, peak, strict=True)]
             output = self.finish_adding(self.start_adding(sums.output, carried, weights, SECOND), weights, SECOND)
             total = [a * b for a, b in zip(sums.softmax.total, carried, strict=True)]
@@ -206,7 +299,7 @@ class _First(_Multiplier):
     def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
         handed = self.memory.handover
         handed.give(FIRST, own, [])
-        handed.wait(SECOND, pairs)
+        self.wait_given(SECOND, pairs)
         return [a + b for a, b in zip(own, handed.found_of_rows(), strict=True)]
 
 
@@ -222,11 +315,11 @@ class _Second(_Multiplier):
         more = select(has_second, machine.constant(1, "i32"), 0)
         none = [machine.constant(0.0, "f32")] * (KEYS // 2)
         logits = machine.loop(more, lambda _, __: self.logits(i), none)
-        handed.wait(FIRST, i)
+        self.wait_given(FIRST, i)
         given, peak = handed.found_weights(), handed.found_of_rows()
         carried = [machine.exp2(before - now) for before, now in zip(sums.softmax.peak, peak, strict=True)]
         total = [a * b for a, b in zip(sums.softmax.total, carried, strict=True)]
-        self.memory.full.copy(FIRST).wait(i & 1)
+        self.wait_full(FIRST, i)
         output = self.start_adding(sums.output, carried, given, FIRST)
         factor_and_bias = self.memory.factor_and_bias[select(has_second, machine.constant(SECOND, "i32"), FIRST)]
         scaled, _ = scale_logits(machine, logits, factor_and_bias)
@@ -243,7 +336,7 @@ class _Second(_Multiplier):
 
     def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
         handed = self.memory.handover
-        handed.wait(FIRST, pairs)
+        self.wait_given(FIRST, pairs)
         other = handed.found_of_rows()
         handed.give(SECOND, own, [])
         return [a + b for a, b in zip(own, other, strict=True)]

@@ -78,7 +78,7 @@ class _Block:
 
     def __init__(self, machine: TensorCores, inputs: AttentionInputs, layout: Layout, form: AttendedFormat):
         self.machine, self.layout, self.form = machine, layout, form
-        self.query = Query.of_block(machine, inputs)
+        self.query = Query.of(machine, inputs, machine.block(0))
         self.first_head = machine.block(1) * layout.heads
         self.lanes = layout.tiles * WARPGROUP
         self.warpgroup = machine.thread // WARPGROUP

@@ -234,6 +234,16 @@ def fold_tree(op: Op, values: Sequence[Value]) -> Value:
     return values[0]
 
 
+def swapped(machine: Machine, is_odd: Value, pair: tuple[Value, Value], distance: int) -> tuple[Value, Value]:
+    """Exchange words between lanes at a distance: the even one gets both first words, the odd one both second ones.
+
+    In the order of the lanes.
+    """
+    first, second = pair
+    got = machine.shuffle_xor(machine.select(is_odd, first, second), distance)
+    return machine.select(is_odd, got, first), machine.select(is_odd, second, got)
+
+
 class Team:
     """Part of a warp (a power of two of lanes), a warp, or a warpgroup, which works on one row at a time.
 

@@ -33,6 +33,14 @@ def test_one_token_of_ragged_requests(simulate, entries, cluster):
 
 
 @machines
+@pytest.mark.parametrize(("entries", "heads", "blocks"), first_of([("all", 64, 3), ("picked", 128, 4)]))
+def test_a_block_computes_several_queries(simulate, entries, heads, blocks):
+    """Queries with an even number of tiles, with an odd one, and without keys follow one another in a block."""
+    layout = sm90.Layout(cluster=1, blocks=blocks)
+    check(Case(lengths=(300, 0, -1, 130, 520, 64), heads=heads, entries=entries, layout=layout), simulate=simulate)
+
+
+@machines
 @pytest.mark.parametrize("kv_format", ATTENDED_FORMATS)
 def test_formats(simulate, kv_format):
     check(Case(lengths=(150, 37), kv_format=kv_format, entries="all", per_block=8), simulate=simulate)
