@@ -102,8 +102,18 @@ class Block:
     before: Before
 
     @classmethod
-    def of(cls, machine: TensorCores, memory: Memory, query: Query, cluster: int, before: Before) -> Block:
-        rank, tiles = query.share(cluster)
+    def of(
+        cls,
+        machine: TensorCores,
+        memory: Memory,
+        query: Query,
+        cluster: int,
+        before: Before,
+        tiles: Value | None = None,
+    ) -> Block:
+        """Return the work on a query. ``tiles`` is given if its number is known from before."""
+        rank, computed = query.share(cluster)
+        tiles = computed if tiles is None else tiles
         return cls(
             machine=machine,
             memory=memory,

@@ -6,6 +6,8 @@ lanes like any product of tensor cores.
 
 from __future__ import annotations
 
+import dataclasses
+
 from pallas_kernels.attention.block import HALF, Block
 from pallas_kernels.attention.inputs import NOPE_DIM, ROPE_DIM
 from pallas_kernels.attention.layout import Outputs, Scratch
@@ -92,13 +94,13 @@ def _store(block: Block, out: Buffer, means: list[Value], half: Value, first: In
     lane, warp = machine.thread % WARP, machine.thread // WARP
     columns, size = len(means) * 2, out.dtype.itemsize  # columns of a warp's 16 rows
     head = block.first_head + warp % 4 * 16 + lane // QUAD
+    turns = _turns(block, columns, half, first)
     for start in range(0, columns, _STORED):
         of_rows: tuple[list[Value], ...] = [], []  # f32, of a lane's two rows
         for column in range(start, start + _STORED, 8):
             pairs = [means[column // 2 : column // 2 + 2], means[column // 2 + 2 : column // 2 + 4]]
-            if query.inputs.angles is not None and column + HALF - columns >= _TURNED_FROM:
-                channel = (lane % QUAD * 2 + column + first) - _TURNED_FROM  # number among the RoPE channels
-                pairs = _turn_back(block, query.inputs.angles, pairs, channel, (half == 1) & (channel >= 0))
+            if column in turns:
+                pairs = turns[column].back(pairs)
             for row, values in zip(of_rows, pairs, strict=True):
                 row.extend(values)
         for i, row in enumerate(of_rows):
@@ -121,13 +123,38 @@ def _turned(machine: TensorCores, words: list[Value]) -> list[Value]:
     return [far[n % 2][n // 2] for n in range(QUAD)]
 
 
-def _turn_back(
-    block: Block, angles: Buffer, pairs: list[list[Value]], channel: Value, turns: Value
-) -> list[list[Value]]:
-    """Rotate pairs of two rows by minus the angles of the RoPE channels from ``channel`` on, where ``turns``."""
-    query, pair = block.query, select(turns, channel, 0) // 2
-    cos, sin = (
-        angles.load_floats(query.batch, query.token, pair + part, count=1, where=turns)[0]
-        for part in (0, ROPE_DIM // 2)
-    )
-    return [[select(turns, a * cos + b * sin, a), select(turns, b * cos - a * sin, b)] for a, b in pairs]
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """An angle by which a lane's pairs of channels are turned back, where they have a rope."""
+
+    where: Value
+    cos: Value
+    sin: Value
+
+    def back(self, pairs: list[list[Value]]) -> list[list[Value]]:
+        """Rotate pairs of two rows by minus the angle."""
+        return [
+            [
+                select(self.where, a * self.cos + b * self.sin, a),
+                select(self.where, b * self.cos - a * self.sin, b),
+            ]
+            for a, b in pairs
+        ]
+
+
+def _turns(block: Block, columns: int, half: Value, first: Index) -> dict[int, _Turn]:
+    """Load the angles of all channels with rope, at once. Returns those of every eight columns by the first of them."""
+    machine, query, angles = block.machine, block.query, block.query.inputs.angles
+    turns: dict[int, _Turn] = {}
+    if angles is None:
+        return turns
+    for column in range(max(0, _TURNED_FROM + columns - HALF), columns, 8):
+        channel = (machine.thread % QUAD * 2 + column + first) - _TURNED_FROM  # number among the RoPE channels
+        where = (half == 1) & (channel >= 0)
+        pair = select(where, channel, 0) // 2
+        parts = (
+            angles.load_floats(query.batch, query.token, pair + part, count=1, where=where)
+            for part in (0, ROPE_DIM // 2)
+        )
+        turns[column] = _Turn(where, *(value for (value,) in parts))
+    return turns

@@ -95,16 +95,24 @@ class Layout(BlockLayout):
         at_once = self._at_once(queries, heads // HEADS)
 
         def for_each_query(work: Callable[[Block], None]) -> None:
-            def one(turn: Value, before: Before) -> Before:
-                query = Query.of(machine, inputs, turn * at_once + machine.block(0))
-                block = Block.of(machine, memory, query, self.cluster, before)
-                work(block)
-                return block.after
-
             if queries == at_once:
-                one(machine.constant(0, "i32"), Before.none(machine))
-            else:
-                machine.loop((machine.block(0) * -1 + (queries - 1)) // at_once + 1, one, Before.none(machine))
+                query = Query.of(machine, inputs, machine.block(0))
+                work(Block.of(machine, memory, query, self.cluster, Before.none(machine)))
+                return
+
+            def one(turn: Value, state: tuple[Before, Value]) -> tuple[Before, Value]:
+                before, tiles = state
+                number = turn * at_once + machine.block(0)
+                # Loaded while this query is computed, so that the next one need not wait.
+                following = Query.of(machine, inputs, (number + at_once).minimum(queries - 1)).tiles.maximum(1)
+                query = Query.of(machine, inputs, number)
+                block = Block.of(machine, memory, query, self.cluster, before, tiles)
+                work(block)
+                return block.after, following
+
+            tiles = Query.of(machine, inputs, machine.block(0)).tiles.maximum(1)
+            turns = (machine.block(0) * -1 + (queries - 1)) // at_once + 1
+            machine.loop(turns, one, (Before.none(machine), tiles))
 
         def multiply(multiplier: type[_Multiplier]) -> None:
             if multiplier is _First:
