@@ -76,8 +76,8 @@ def summary(results: Results) -> str:
     rows.append(
         ("cache update of a CSA layer, 64 requests, each completes an entry", us(update), both, us(update, "xla"))
     )
-    prefill = "prefill attention csa 28K"
-    line, beside = results.case(prefill), results.public_beside(prefill)
+    chunk = "present attention chunk csa"
+    line, beside = results.case(chunk), results.public_beside(chunk)
     assert beside is not None
     rows.append(
         (
@@ -252,7 +252,9 @@ def stored_layers(results: Results) -> str:
     """What one more layer adds to a decode step, with weights stored as FP8."""
     rows = []
     for line in results.layers:
-        _, kind, batch, context, *_ = line["case"].split()
+        what, kind, batch, context, *_ = line["case"].split()
+        if what != "layer":
+            continue
         product = line["by_kernel"].get("product_mosaic_gpu_kernel")
         rows.append(
             (
@@ -281,20 +283,27 @@ def wide_layers(results: Results) -> str:
     return table(head, rows)
 
 
+# What the kernels of a chunk are called: words, and the beginnings of their names.
+CHUNK_PARTS = {
+    "products, with rounding and widening": ("product", "nvjet", "gemm_fusion", "round_rows", "loop_convert"),
+    "attention": ("decode_attention",),
+    "scores": ("indexer_scores",),
+    "top-k": ("top_k",),
+    "queries": ("attention_queries", "indexer_queries"),
+}
+
+
 def prefill(results: Results) -> str:
     """A chunk of 4,096 tokens, part by part."""
-    places = ("csa 28K", "hca 28K", "csa 124K")
-    rows = []
-    for part, words in (("layer", "the layer"), ("attention", "attention"), ("scores", "scores"), ("topk", "top-k")):
-        names = [f"prefill {part} {place}" for place in places]
-        known = [line["case"] for line in results.by_hand]
-        cells = []
-        for name in names:
-            beside = results.public_beside(name)
-            here = f"{results.case(name)['us']:,}" if name in known else "-"
-            cells.append(here if beside is None else f"{here} ({beside['library']}: {beside['us']:,})")
-        rows.append((words, *cells))
-    return table("kernel time in us | CSA, 28K tokens before | HCA, 28K | CSA, 124K", rows)
+    forms = list(itertools.product(("csa", "hca"), ("bf16", "fp8")))
+    lines = [results.case(f"chunk of 4096 {kind} after 28672 stored {form}") for kind, form in forms]
+    rows = [("the layer", *(number(line["us"]["median"]) for line in lines))]
+    for words, names in CHUNK_PARTS.items():
+        sums = [sum(us for name, us in line["by_kernel"].items() if name.startswith(names)) for line in lines]
+        rows.append((words, *(number(us) if us else "-" for us in sums)))
+    rows.append(("launches", *(f"{line['launches']:g}" for line in lines)))
+    columns = [f"{KINDS[kind]}, {form.upper() if form == 'fp8' else form} activations" for kind, form in forms]
+    return table(" | ".join(["kernel time in us", *columns]), rows)
 
 
 def programs(results: Results) -> str:

@@ -32,9 +32,9 @@ def test_a_table_shows_its_lines():
     """One figure of each sort of line, as the files hold them."""
     page = with_tables("<!-- report: summary -->\nstale words\n<!-- end of report -->", RESULTS)
     assert "stale words" not in page
-    line = RESULTS.case("attention csa B64 64 heads 128 + 512 fp8_row")
-    assert f"| {line['pallas']['median']:.1f} | {RESULTS.public_beside(line['case'])['us']} (FlashMLA) |" in page  # pyright: ignore
-    assert f"| {RESULTS.case('prefill attention csa 28K')['us']:,}† |" in page
+    line = RESULTS.case("attention csa B1 64 heads 128 + 512 fp8_row")
+    assert f"| {line['pallas']['median']:.2f} | {RESULTS.public_beside(line['case'])['us']} (FlashMLA) |" in page  # pyright: ignore
+    assert f"| {RESULTS.case('present attention chunk csa')['us']:,}† |" in page
 
 
 def test_public_figures_have_a_source_and_stand_beside_cases_that_exist():
