@@ -1,8 +1,8 @@
 """What the kernels for many queries share on Hopper and Blackwell: the layout of a block, and the roles that load.
 
-A block computes 64 heads of one query. One warpgroup, the loader, converts stored rows to f16 tiles of 64 keys, in two
-stages. Two other warpgroups load the queries, and at the end each holds half of the output's channels. The products and
-the softmax in between are specific to the architecture.
+A block computes 64 heads of a query. One or two warpgroups, the loaders, convert stored rows to f16 tiles of 64 keys,
+in two stages. In two other warpgroups the output ends up, half of its channels in each. How queries are loaded, the
+products, and the softmax in between are specific to the architecture.
 
 If there are too few queries to fill the GPU, a cluster of blocks shares the tiles of one query and merges the results.
 """
@@ -25,7 +25,7 @@ from pallas_kernels.language.tensor_cores import TensorCores, Tile
 
 HEADS = 64
 STAGES = 2  # one tile of keys is multiplied while the next is loaded
-CONSUMERS = 2  # warpgroups that load the queries, and at the end hold half of the channels each
+CONSUMERS = 2  # warpgroups that at the end hold half of the output's channels each
 HALF = HEAD_DIM // CONSUMERS
 WARPS = WARPGROUP // WARP
 
@@ -145,7 +145,7 @@ class Block:
 class _Ahead:
     """What the loader knows about tiles i, i + 1 and i + 2 when it is about to store tile i.
 
-    Each lane handles two rows of each tile.
+    Each lane handles one or two rows of each tile.
     """
 
     numbers: list[Value]  # key numbers of tile i + 1

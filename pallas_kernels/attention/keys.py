@@ -1,9 +1,9 @@
 """The keys of a query: where its window rows and entries are stored, and how they become f16 tiles in shared memory.
 
 The keys of a query form one list: first its window, oldest first, then its entries (the picked ones, or all that it
-sees). The list is divided into tiles of 64 keys; no tile has both window rows and entries. One warpgroup loads a tile.
-Each quad of lanes loads two rows, 16 bytes at a time, converts them to f16 in registers, and stores them to shared
-memory. These are the steps:
+sees). The list is divided into tiles of 64 keys; no tile has both window rows and entries. One or two warpgroups load a
+tile. Each quad of lanes loads two rows or one, 16 bytes at a time, converts them to f16 in registers, and stores them
+to shared memory. These are the steps:
 
     find      the number of a key: its position in the window, or the number of the entry
     look_up   the page of an entry, from the block table; or the position that a ring row really has
@@ -31,7 +31,7 @@ from pallas_kernels.rows import bf16_to_f16
 
 KEYS = 64  # keys per tile
 _LOAD = Quad.LOAD_BYTES
-STAGED_LOADS = 14  # loads per lane that are staged: both rows if a row takes 7 loads, one row if it takes 14
+STAGED_LOADS = 14  # loads that a lane with two rows stages: both rows if a row takes 7 loads, one if it takes 14
 _HELD_LOADS = 3  # loads of staged rows that a lane may hold in registers, where there is no room to stage all
 _AT_ONCE = 3  # loads from shared memory at once: enough to hide latency, but not too many for the registers
 
@@ -127,7 +127,7 @@ def staging_bytes(loads: int = STAGED_LOADS, loaders: int = 1) -> int:
 
 
 class KeyLoader:
-    """A warpgroup that loads tiles of keys. Each lane takes part in two rows of a tile."""
+    """One or two warpgroups that load tiles of keys. Each lane takes part in two rows of a tile, or in one."""
 
     def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None, loaders: int = 1):
         """Prepare to load.
@@ -137,12 +137,13 @@ class KeyLoader:
           form: the format of all rows.
           staging: memory from ``take_staging`` for NoPE bytes that are being loaded. What does not fit stays in
             registers; with None that is all of them.
+          loaders: number of warpgroups.
         """
         self.query, self.machine, self.form = query, query.machine, form
         self._lane = self.machine.thread % (loaders * WARPGROUP)
         self._quad = Quad(self.machine, self._lane % Quad.LANES, NOPE_DIM)
-        # Each quad takes rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's lanes, use each
-        # bank of shared memory once.
+        # Each quad takes one row of 8, or rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's
+        # lanes, use each bank of shared memory once.
         per_lane = KEYS * Quad.LANES // (loaders * WARPGROUP)
         row = self._lane // WARP * (8 * per_lane) + self._lane % WARP // Quad.LANES
         self._rows = [row + 8 * n for n in range(per_lane)]

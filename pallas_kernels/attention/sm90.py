@@ -1,4 +1,4 @@
-"""Decode attention on Hopper: two warpgroups multiply, and a third loads the keys.
+"""Decode attention on Hopper: two warpgroups multiply, and two others load the keys.
 
     out = sum over keys of exp(l) k / (sum of exp(l) + exp(sink)),      l = q . k / sqrt(512)
 
@@ -15,6 +15,10 @@ output's channels, to which both tiles are added:
 
 So every logit is computed once, and one warpgroup's softmax overlaps with the other's products. Weights of a are
 relative to the largest logit up to a, and those of b to the largest up to b. The last pair may lack its second tile.
+
+Shared memory admits one block per multiprocessor. If there are more queries than that, a block computes several, one
+after the other: the hardware copies the next query, and the loading warpgroups load its first keys, while the output of
+the last one is stored.
 """
 
 from __future__ import annotations
@@ -59,7 +63,10 @@ from pallas_kernels.language.tensor_cores import Operand, Role, TensorCores, Til
 FIRST, SECOND = 0, 1  # the multiplying warpgroups; also the stages of a pair's tiles, and the halves of the channels
 _Q_BYTES = 128  # of a row of the query that one copy takes
 _Q_PARTS = HEAD_DIM * 2 // _Q_BYTES
+_LOADERS = 2  # warpgroups
 _MULTIPLY_REGISTERS, _LOAD_REGISTERS = 208, 48  # per lane
+# Channels of one product. In a launch of four warpgroups, which begins with 128 registers per lane, ptxas refuses 256.
+_COLUMNS = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +76,7 @@ class Layout(BlockLayout):
     blocks: int = HOPPER.multiprocessors  # the most that run at once, where they have no clusters
 
     gpu: ClassVar[GPU] = HOPPER
-    loaders: ClassVar[int] = 2
+    loaders: ClassVar[int] = _LOADERS
     staged_loads: ClassVar[int] = 6  # what fits beside the handover
 
     def arguments(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -148,10 +155,10 @@ class _Memory(Memory):
         return cls(
             q=Tile.take(machine, HEADS, _Q_BYTES, copies=_Q_PARTS),
             keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES),
-            staging=take_staging(machine, Layout.staged_loads, 2),
+            staging=take_staging(machine, Layout.staged_loads, _LOADERS),
             factor_and_bias=Shared.take(machine, (STAGES, KEYS, 2), "f32"),
             handover=Handover.take(machine),
-            full=Barrier.take(machine, 2 * WARPS, copies=STAGES),
+            full=Barrier.take(machine, _LOADERS * WARPS, copies=STAGES),
             free=Barrier.take(machine, CONSUMERS * WARPS, copies=STAGES),
             loaded_q=Barrier.take(machine, 1),
         )
@@ -261,8 +268,9 @@ class _Multiplier(abc.ABC):
         """Scale the output, and start to add the weighted keys of a tile."""
         output = [value * carried[row_of(n)] for n, value in enumerate(output)]
         sums = []
-        for n in range(0, HALF, 128):
-            sums += self.machine.wgmma(output[n // 2 : (n + 128) // 2], weights, self.channels(stage, n), columns=128)
+        for n in range(0, HALF, _COLUMNS):
+            part, keys = output[n // 2 : (n + _COLUMNS) // 2], self.channels(stage, n)
+            sums += self.machine.wgmma(part, weights, keys, columns=_COLUMNS)
         return sums
 
     def finish_adding(self, output: list[Value], weights: list[Value], stage: int) -> list[Value]:
@@ -273,7 +281,7 @@ class _Multiplier(abc.ABC):
         return output
 
     def channels(self, stage: int, first: int) -> Operand:
-        """Return a tile's keys with this warpgroup's half of the channels."""
+        """Return a tile's keys with the channels from ``first`` on of this warpgroup's half."""
         return self.memory.keys.copy(stage).transposed((self.own * HALF + first) * 2)
 
 
