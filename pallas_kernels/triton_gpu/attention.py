@@ -92,7 +92,7 @@ def _turned(values, angles):
 
 @triton.jit
 def decode_attention_kernel(
-    q,  # f16 [Q, H, 512], Q queries of B requests with T tokens each
+    q,  # f16 or bf16 [Q, H, 512], Q queries of B requests with T tokens each
     window_nope,  # [layers, requests, n_win, 448]
     window_rope,  # bf16 [..., 64]
     window_scale,  # f32 [...], u8 [..., 7] or not used
@@ -112,7 +112,7 @@ def decode_attention_kernel(
     sinks,  # f32 [H]
     angles,  # f32 [Q, 64]
     layer,  # i32 [1]
-    out,  # [Q, H, 512]; of parts f32 [Q, parts, H, 512], not normalised
+    out,  # [Q, H, 512]; of parts [Q, parts, H, 512], f16 where the merged result is bf16, else f32
     rows,  # scratch i32 [Q, H / heads, padded], the keys of each block
     row_scales,  # scratch f32 of the same shape; for fp8_row
     stats,  # of parts f32 [Q, parts, 2, H]: largest logit, in units of log 2, and sum of weights
@@ -145,7 +145,8 @@ def decode_attention_kernel(
     live = (slot >= 0) & (slot < requests) & (position >= 0)
     slot, number = tl.where(live, slot, 0), tl.load(layer).to(tl.int64)
     at = q + (query.to(tl.int64) * num_heads + head)[:, None] * 512 + tl.arange(0, 128)[None, :]
-    q0, q1, q2, q3 = tl.load(at), tl.load(at + 128), tl.load(at + 256), tl.load(at + 384)
+    q0, q1 = tl.load(at).to(tl.float16), tl.load(at + 128).to(tl.float16)
+    q2, q3 = tl.load(at + 256).to(tl.float16), tl.load(at + 384).to(tl.float16)
 
     num_seen = 0
     if entries > 0:
@@ -252,13 +253,13 @@ def decode_attention_kernel(
         a2 = tl.dot(weights, k2, a2 * kept[:, None])
         a3 = tl.dot(weights, k3, a3 * kept[:, None])
 
+    dtype: tl.constexpr = out.dtype.element_ty
     if parts == 1:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         new_peak = tl.maximum(peak, sink)
         kept = tl.exp2(peak - new_peak)
         share = (kept / (total * kept + tl.exp2(sink - new_peak)))[:, None]
         at = out + (query.to(tl.int64) * num_heads + head)[:, None] * 512 + tl.arange(0, 128)[None, :]
-        dtype: tl.constexpr = out.dtype.element_ty
         tl.store(at, (a0 * share).to(dtype))
         tl.store(at + 128, (a1 * share).to(dtype))
         tl.store(at + 256, (a2 * share).to(dtype))
@@ -266,10 +267,11 @@ def decode_attention_kernel(
     else:
         row = query.to(tl.int64) * parts + part
         at = out + (row * num_heads + head)[:, None] * 512 + tl.arange(0, 128)[None, :]
-        tl.store(at, a0)
-        tl.store(at + 128, a1)
-        tl.store(at + 256, a2)
-        tl.store(at + 384, a3)
+        share = tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
+        tl.store(at, (a0 * share).to(dtype))
+        tl.store(at + 128, (a1 * share).to(dtype))
+        tl.store(at + 256, (a2 * share).to(dtype))
+        tl.store(at + 384, (a3 * share).to(dtype))
         at = stats + row * (2 * num_heads) + head
         tl.store(at, peak)
         tl.store(at + num_heads, total)
@@ -277,7 +279,7 @@ def decode_attention_kernel(
 
 @triton.jit
 def decode_attention_merge(
-    partial,  # f32 [Q, parts, H, 512]
+    partial,  # f16 or f32 [Q, parts, H, 512]
     stats,  # f32 [Q, parts, 2, H]
     sinks,  # f32 [H]
     angles,  # f32 [Q, 64]
@@ -294,11 +296,11 @@ def decode_attention_merge(
     totals = tl.load(stats + row * (2 * num_heads) + num_heads + head, mask=there, other=0.0)
     sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     peak = tl.maximum(tl.max(peaks, 0), sink)
-    kept = tl.exp2(peaks - peak)
-    kept = kept / (tl.sum(totals * kept, 0) + tl.exp2(sink - peak))
+    share = totals * tl.exp2(peaks - peak)
+    share = share / (tl.sum(share, 0) + tl.exp2(sink - peak))
     channel = tl.arange(0, 512)
     at = partial + ((row * num_heads + head) * 512)[:, None] + channel[None, :]
-    values = tl.sum(tl.load(at, mask=there[:, None], other=0.0) * kept[:, None], 0)
+    values = tl.sum(tl.load(at, mask=there[:, None], other=0.0).to(tl.float32) * share[:, None], 0)
     values = tl.reshape(values, (4, 128))
     is_last = (tl.arange(0, 4) == 3)[:, None]
     values = tl.where(is_last, _turned(values, angles + query * 64), values)
@@ -400,7 +402,9 @@ def decode_attention(
         jax.ShapeDtypeStruct((queries, parts, 2, num_heads) if parts > 1 else (1,), jnp.float32),
     ]
     if parts > 1:
-        results[0] = jax.ShapeDtypeStruct((queries, parts, num_heads, dim), jnp.float32)
+        # Of what a bf16 result keeps of a part, f16 loses nothing.
+        part_dtype = jnp.float16 if dtype == jnp.bfloat16 else jnp.float32
+        results[0] = jax.ShapeDtypeStruct((queries, parts, num_heads, dim), part_dtype)
     sinks = inputs.sinks.astype(jnp.float32)
     config = Config(
         grid=(queries * num_heads // tiles.heads, parts),
@@ -427,7 +431,7 @@ def decode_attention(
         ),
     )
     given = [
-        inputs.q.astype(jnp.float16),
+        inputs.q,
         *(inputs.layer if part is None else part for part in rows),
         inputs.pos,
         *(inputs.layer if part is None else part for part in (inputs.picks, inputs.block_table, inputs.visible)),
