@@ -3,9 +3,9 @@
     I_s = sum over heads h of w_h relu(q_h . k_s)
 
 A block scores tiles of entries for one query, whose heads it loads once. Values of 4-bit formats are multiplied in f16.
-With ``nvfp4`` they are exact there, a factor of 2^7 apart. With ``mxfp4`` a value is divided by the largest scale of its
-row, which multiplies the score in f32: a group whose scale is more than 2^23 below the largest is rounded, to multiples
-of 2^-24. Keys of f32 and bf16 are multiplied with three TF32 products each, which is nearly f32.
+With ``nvfp4`` they are exact there, divided by 2^7. With ``mxfp4`` a value is divided by the largest scale of its row,
+which multiplies the score in f32. Where a group's scale is more than 2^23 below the largest, its values are then rounded
+to multiples of 2^-24. Keys of f32 and bf16 are multiplied with three TF32 products each, which is nearly f32.
 """
 
 # Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
@@ -42,9 +42,8 @@ def _values(codes, scale, row, there, dim: tl.constexpr, key_format: tl.constexp
     width: tl.constexpr = 2 if key_format == "nvfp4" else 4  # words that share a scale
     groups: tl.constexpr = dim // (8 * width)
     group, word = tl.arange(0, groups)[None, :], tl.arange(0, dim // 8)[None, :]
-    words = tl.load(
-        codes.to(tl.pointer_type(tl.int32)) + row[:, None] * (dim // 8) + word, mask=there[:, None], other=0
-    )
+    codes = codes.to(tl.pointer_type(tl.int32))
+    words = tl.load(codes + row[:, None] * (dim // 8) + word, mask=there[:, None], other=0)
     byte = tl.load(scale + row[:, None] * groups + group, mask=there[:, None], other=0)
     if key_format == "nvfp4":
         step = e4m3_to_f16(byte) * 32768.0

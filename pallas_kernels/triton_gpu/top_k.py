@@ -2,8 +2,8 @@
 
 A block keeps a part of a row in registers, as ordinals: i32 with the order of the f32 they stand for. It searches for
 the k-th largest ordinal: each step divides the range in which it lies by two numbers, and counts how many ordinals
-reach each of them. The search ends early at a number that exactly k reach. Then a running count over the part gives each
-picked score its place.
+reach each of them. The search ends early at a number that exactly k reach. Then a running count over the part gives
+each picked score its place.
 
 If a row has several parts, each block lists the k largest of its own part with their ordinals, in the order of the row.
 The next launch treats these lists as a shorter row.
@@ -83,10 +83,7 @@ def top_k_kernel(
     picked = above | (equal & (equal_before <= more))
     place = above_before + tl.minimum(equal_before, more) - 1
     lists = (row * tl.num_programs(1) + part) * k
-    if listed:
-        position = tl.load(positions + row * size + n, mask=picked, other=-1)
-    else:
-        position = n
+    position = tl.load(positions + row * size + n, mask=picked, other=-1) if listed else n
     tl.store(picks + lists + place, position, mask=picked)
     empty = tl.arange(0, places)
     is_empty = (empty >= total) & (empty < k)
