@@ -4,9 +4,8 @@
 
 A block scores tiles of entries for one query, whose heads it loads once. Values of 4-bit formats are multiplied in f16.
 With ``nvfp4`` they are exact there, divided by 2^7. With ``mxfp4`` a value is divided by the largest scale of its row,
-which multiplies the score in f32. Where a group's scale is more than 2^23 times smaller than the largest, its values are
-then rounded to multiples of 2^-24. Keys of f32 and bf16 are multiplied with three TF32 products each, which is nearly
-f32.
+which multiplies the score in f32. A group whose scale is more than 2^23 times smaller than the largest is then rounded
+to multiples of 2^-24. Keys of f32 and bf16 are multiplied with three TF32 products each, which is nearly f32.
 """
 
 # Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
