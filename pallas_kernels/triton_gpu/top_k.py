@@ -27,12 +27,48 @@ from pallas_kernels.selection.call import unsupported_top_k
 from pallas_kernels.triton_gpu.launch import Config, launch
 
 
+MAX_PART = 16384  # counts of a part and its rest fit in 15 bits
+
+
 @triton.jit
 def _ordinals(scores):
     """Integers in the order of f32: that of -0 is 0, and that of NaN is above all others."""
     bits = scores.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, -2147483648 - bits, bits)
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F800001, ordered)
+
+
+@triton.jit
+def _load(given, n, seen, size: tl.constexpr, listed: tl.constexpr):
+    """The ordinals of a row at ``n``, and the lowest integer where none is."""
+    none: tl.constexpr = -2147483648
+    if listed:
+        ordinal = tl.load(given + n, mask=n < size, other=none)
+    else:
+        # Whole vectors of four are loaded or not.
+        score = tl.load(given + n, mask=(n // 4 * 4 < seen) & (n < size), other=0.0)
+        ordinal = tl.where(n < seen, _ordinals(score), none)
+    return ordinal
+
+
+@triton.jit
+def _counts(low, high):
+    """How many are true in each of two masks, as low + 2^16 high."""
+    return tl.sum(low.to(tl.int32) + high.to(tl.int32) * 65536, 0)
+
+
+@triton.jit
+def _store(ordinal, n, low, more, before, positions, picks, ordinals, listed: tl.constexpr, is_last: tl.constexpr):
+    """Store what is above ``low``, and of what equals it the first ``more``, behind ``before`` counts of such."""
+    above, equal = ordinal > low, ordinal == low
+    through = before + tl.cumsum(equal.to(tl.int32) + above.to(tl.int32) * 65536, 0)
+    equals, aboves = through & 0xFFFF, through >> 16
+    picked = above | (equal & (equals <= more))
+    place = aboves + tl.minimum(equals, more) - 1
+    position = tl.load(positions + n, mask=picked, other=-1) if listed else n
+    tl.store(picks + place, position, mask=picked)
+    if not is_last:
+        tl.store(ordinals + place, ordinal, mask=picked)
 
 
 @triton.jit
@@ -44,6 +80,7 @@ def top_k_kernel(
     ordinals,  # i32 [R, parts, k]; for another launch
     size: tl.constexpr,
     part_size: tl.constexpr,
+    rest_size: tl.constexpr,  # the power of two that holds what a single part leaves of the row, or 0
     k: tl.constexpr,
     places: tl.constexpr,  # the power of two that is not below ``k``
     listed: tl.constexpr,  # whether ``given`` are lists
@@ -51,24 +88,29 @@ def top_k_kernel(
 ):
     none: tl.constexpr = -2147483648
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    given, positions = given + row * size, positions + row * size
+    lists = (row * tl.num_programs(1) + part) * k
+    picks, ordinals = picks + lists, ordinals + lists
     n = part * part_size + tl.arange(0, part_size)
-    if listed:
-        ordinal = tl.load(given + row * size + n, mask=n < size, other=none)
-    else:
-        seen = tl.minimum(tl.load(visible + row), size)
-        # Whole vectors of four are loaded or not.
-        score = tl.load(given + row * size + n, mask=(n // 4 * 4 < seen) & (n < size), other=0.0)
-        ordinal = tl.where(n < seen, _ordinals(score), none)
+    seen = tl.minimum(tl.load(visible + row), size)
+    ordinal = _load(given, n, seen, size, listed)
 
     # At least ``reaching`` ordinals reach ``low``, and if these are k or more, fewer than k exceed ``high``.
     low, high = tl.full((), none + 1, tl.int32), tl.max(ordinal, 0)
     reaching = tl.sum((ordinal > none).to(tl.int32), 0)
+    if rest_size > 0:
+        n_rest = part_size + tl.arange(0, rest_size)
+        rest = _load(given, n_rest, seen, size, listed)
+        high = tl.maximum(high, tl.max(rest, 0))
+        reaching += tl.sum((rest > none).to(tl.int32), 0)
     total = reaching
     while (reaching > k) & (low < high):
         step = ((high.to(tl.int64) - low.to(tl.int64)) // 3 + 1).to(tl.int32)
         first = low + step
         second = first + step
-        both = tl.sum((ordinal >= first).to(tl.int32) + (ordinal >= second).to(tl.int32) * 65536, 0)
+        both = _counts(ordinal >= first, ordinal >= second)
+        if rest_size > 0:
+            both += _counts(rest >= first, rest >= second)
         reach_first, reach_second = both & 0xFFFF, both >> 16
         to_first, to_second = reach_first >= k, reach_second >= k
         high = tl.where(to_second, high, tl.where(to_first, second, first) - 1)
@@ -76,29 +118,30 @@ def top_k_kernel(
         reaching = tl.where(to_second, reach_second, tl.where(to_first, reach_first, reaching))
 
     # Of the ordinals equal to the k-th largest the first ones are picked.
-    above, equal = ordinal > low, ordinal == low
-    before = tl.cumsum(above.to(tl.int32) * 65536 + equal.to(tl.int32), 0)
-    more = k - tl.sum(above.to(tl.int32), 0)
-    above_before, equal_before = before >> 16, before & 0xFFFF
-    picked = above | (equal & (equal_before <= more))
-    place = above_before + tl.minimum(equal_before, more) - 1
-    lists = (row * tl.num_programs(1) + part) * k
-    position = tl.load(positions + row * size + n, mask=picked, other=-1) if listed else n
-    tl.store(picks + lists + place, position, mask=picked)
+    counts = _counts(ordinal == low, ordinal > low)
+    if rest_size > 0:
+        more = k - ((counts + _counts(rest == low, rest > low)) >> 16)
+        _store(rest, n_rest, low, more, counts, positions, picks, ordinals, listed, is_last)
+    else:
+        more = k - (counts >> 16)
+    _store(ordinal, n, low, more, 0, positions, picks, ordinals, listed, is_last)
     empty = tl.arange(0, places)
     is_empty = (empty >= total) & (empty < k)
-    tl.store(picks + lists + empty, tl.full((places,), -1, tl.int32), mask=is_empty)
+    tl.store(picks + empty, tl.full((places,), -1, tl.int32), mask=is_empty)
     if not is_last:
-        tl.store(ordinals + lists + place, ordinal, mask=picked)
-        tl.store(ordinals + lists + empty, tl.full((places,), none, tl.int32), mask=is_empty)
+        tl.store(ordinals + empty, tl.full((places,), none, tl.int32), mask=is_empty)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
     """How a row is divided among blocks."""
 
-    size: int = 8192  # scores of a block, a power of two of at most 16384
+    size: int = 8192  # scores of a block, a power of two
     warps: int = 16
+
+    def __post_init__(self) -> None:
+        if not 128 <= self.size <= MAX_PART or self.size & (self.size - 1):
+            raise ValueError(f"size must be a power of two from 128 to {MAX_PART}, got {self.size}")
 
 
 def top_k(scores: jax.Array, visible: jax.Array, *, k: int, parts: Parts | None = None) -> jax.Array:
@@ -134,13 +177,17 @@ def top_k(scores: jax.Array, visible: jax.Array, *, k: int, parts: Parts | None 
         # At least half of a list goes at every launch.
         part_size = max(parts.size, 2 * triton.next_power_of_2(k))
         part_size = min(part_size, max(128, triton.next_power_of_2(size)))
-        count = -(-size // part_size)
+        # What is only a little more than a part, such as 8,192 entries and those of a few new tokens, is one launch, too.
+        rest = max(0, size - part_size)
+        rest = max(128, triton.next_power_of_2(rest)) if 0 < rest <= part_size // 4 else 0
+        count = 1 if rest else -(-size // part_size)
         config = Config(
             grid=(rows, count),
             warps=max(1, min(parts.warps, part_size // 128)),
             constants=dict(
                 size=size,
                 part_size=part_size,
+                rest_size=rest,
                 k=k,
                 places=triton.next_power_of_2(k),
                 listed=given is not scores,

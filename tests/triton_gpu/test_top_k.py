@@ -17,7 +17,8 @@ from tests.support.triton import runs_here
 
 pytestmark = runs_here()
 
-SIZES = first_of([None, 512])  # scores of a block: the number that is chosen, and one that gives a row several parts
+# Scores of a block: a row is several parts, a part and a rest, or one part of the size that is chosen.
+SIZES = first_of([512, 4096, None], count=2)
 
 
 def run(scores: np.ndarray, visible: Any, k: int, size: int | None) -> np.ndarray:
@@ -40,7 +41,7 @@ def run_and_check(scores: np.ndarray, visible: Any, k: int, size: int | None = N
 
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_of_every_kind(size):
-    run_and_check(rows_of_every_kind(4096), 4096, 64, size)
+    run_and_check(rows_of_every_kind(5000), 5000, 64, size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -102,6 +103,8 @@ def test_what_is_refused():
     scores, visible = jnp.zeros((2, 8)), jnp.zeros(2, jnp.int32)
     with pytest.raises(ValueError, match="takes a k from 1 to"):
         top_k(scores, visible, k=0)
+    with pytest.raises(ValueError, match="size must be a power of two from 128 to 16384, got 500"):
+        run(normal(2, 8), 8, 1, 500)
     with pytest.raises(AssertionError):
         top_k(scores, visible.astype(jnp.float32), k=1)
 
@@ -109,7 +112,7 @@ def test_what_is_refused():
 @requires_gpu
 @pytest.mark.parametrize(
     ("rows", "size", "k"),
-    [(64, 8192, 512), (1, 32768, 1024), (17, 32768, 1024), (2, 262_143, 2048), (40, 50_001, 1024)],
+    [(64, 8192, 512), (64, 8224, 512), (1, 32768, 1024), (17, 32768, 1024), (2, 262_143, 2048), (40, 50_001, 1024)],
 )
 def test_real_sizes(rows, size, k):
     scores = normal(rows, size, seed=size)
