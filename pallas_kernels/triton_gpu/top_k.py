@@ -26,7 +26,6 @@ import triton.language as tl
 from pallas_kernels.selection.call import unsupported_top_k
 from pallas_kernels.triton_gpu.launch import Config, launch
 
-
 MAX_PART = 16384  # counts of a part and its rest fit in 15 bits
 
 
@@ -177,7 +176,7 @@ def top_k(scores: jax.Array, visible: jax.Array, *, k: int, parts: Parts | None 
         # At least half of a list goes at every launch.
         part_size = max(parts.size, 2 * triton.next_power_of_2(k))
         part_size = min(part_size, max(128, triton.next_power_of_2(size)))
-        # What is only a little more than a part, such as 8,192 entries and those of a few new tokens, is one launch, too.
+        # A row a little longer than a part, such as 8,192 entries and those of new tokens, is one launch, too.
         rest = max(0, size - part_size)
         rest = max(128, triton.next_power_of_2(rest)) if 0 < rest <= part_size // 4 else 0
         count = 1 if rest else -(-size // part_size)
