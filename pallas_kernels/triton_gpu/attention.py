@@ -296,11 +296,15 @@ def decode_attention_merge(
     totals = tl.load(stats + row * (2 * num_heads) + num_heads + head, mask=there, other=0.0)
     sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     peak = tl.maximum(tl.max(peaks, 0), sink)
-    share = totals * tl.exp2(peaks - peak)
-    share = share / (tl.sum(share, 0) + tl.exp2(sink - peak))
+    whole = tl.sum(totals * tl.exp2(peaks - peak), 0) + tl.exp2(sink - peak)
     channel = tl.arange(0, 512)
-    at = partial + ((row * num_heads + head) * 512)[:, None] + channel[None, :]
-    values = tl.sum(tl.load(at, mask=there[:, None], other=0.0).to(tl.float32) * share[:, None], 0)
+    values = tl.zeros((512,), tl.float32)
+    # One part after the other: a sum over an axis of parts would go through shared memory, with conflicts of banks.
+    for i in tl.static_range(parts):
+        row = query.to(tl.int64) * parts + i
+        at = stats + row * (2 * num_heads) + head
+        share = tl.load(at + num_heads) * tl.exp2(tl.load(at) - peak) / whole
+        values += tl.load(partial + (row * num_heads + head) * 512 + channel).to(tl.float32) * share
     values = tl.reshape(values, (4, 128))
     is_last = (tl.arange(0, 4) == 3)[:, None]
     values = tl.where(is_last, _turned(values, angles + query * 64), values)

@@ -94,15 +94,18 @@ def top_k_kernel(
     seen = tl.minimum(tl.load(visible + row), size)
     ordinal = _load(given, n, seen, size, listed)
 
-    # At least ``reaching`` ordinals reach ``low``, and if these are k or more, fewer than k exceed ``high``.
+    # ``reaching`` ordinals reach ``low``, and if these are k or more, fewer than k exceed ``high``.
     low, high = tl.full((), none + 1, tl.int32), tl.max(ordinal, 0)
-    reaching = tl.sum((ordinal > none).to(tl.int32), 0)
+    if 2 * places <= part_size:  # at least k ordinals reach the smallest of the largest of k groups
+        groups = tl.reshape(ordinal, (places, part_size // places), can_reorder=True)
+        low = tl.maximum(low, tl.min(tl.max(groups, 1), 0))
+    both = _counts(ordinal >= low, ordinal > none)
     if rest_size > 0:
         n_rest = part_size + tl.arange(0, rest_size)
         rest = _load(given, n_rest, seen, size, listed)
         high = tl.maximum(high, tl.max(rest, 0))
-        reaching += tl.sum((rest > none).to(tl.int32), 0)
-    total = reaching
+        both += _counts(rest >= low, rest > none)
+    reaching, total = both & 0xFFFF, both >> 16
     while (reaching > k) & (low < high):
         step = ((high.to(tl.int64) - low.to(tl.int64)) // 3 + 1).to(tl.int32)
         first = low + step
