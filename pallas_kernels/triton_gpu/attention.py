@@ -112,7 +112,7 @@ def decode_attention_kernel(
     sinks,  # f32 [H]
     angles,  # f32 [Q, 64]
     layer,  # i32 [1]
-    out,  # [Q, H, 512]; of parts [Q, parts, H, 512], f16 where the merged result is bf16, else f32
+    out,  # [Q, H, 512]; of parts f32 [Q, parts, H, 512], not normalised
     rows,  # scratch i32 [Q, H / heads, padded], the keys of each block
     row_scales,  # scratch f32 of the same shape; for fp8_row
     stats,  # of parts f32 [Q, parts, 2, H]: largest logit, in units of log 2, and sum of weights
@@ -253,13 +253,13 @@ def decode_attention_kernel(
         a2 = tl.dot(weights, k2, a2 * kept[:, None])
         a3 = tl.dot(weights, k3, a3 * kept[:, None])
 
-    dtype: tl.constexpr = out.dtype.element_ty
     if parts == 1:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         new_peak = tl.maximum(peak, sink)
         kept = tl.exp2(peak - new_peak)
         share = (kept / (total * kept + tl.exp2(sink - new_peak)))[:, None]
         at = out + (query.to(tl.int64) * num_heads + head)[:, None] * 512 + tl.arange(0, 128)[None, :]
+        dtype: tl.constexpr = out.dtype.element_ty
         tl.store(at, (a0 * share).to(dtype))
         tl.store(at + 128, (a1 * share).to(dtype))
         tl.store(at + 256, (a2 * share).to(dtype))
@@ -267,11 +267,10 @@ def decode_attention_kernel(
     else:
         row = query.to(tl.int64) * parts + part
         at = out + (row * num_heads + head)[:, None] * 512 + tl.arange(0, 128)[None, :]
-        share = tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
-        tl.store(at, (a0 * share).to(dtype))
-        tl.store(at + 128, (a1 * share).to(dtype))
-        tl.store(at + 256, (a2 * share).to(dtype))
-        tl.store(at + 384, (a3 * share).to(dtype))
+        tl.store(at, a0)
+        tl.store(at + 128, a1)
+        tl.store(at + 256, a2)
+        tl.store(at + 384, a3)
         at = stats + row * (2 * num_heads) + head
         tl.store(at, peak)
         tl.store(at + num_heads, total)
@@ -279,7 +278,7 @@ def decode_attention_kernel(
 
 @triton.jit
 def decode_attention_merge(
-    partial,  # f16 or f32 [Q, parts, H, 512]
+    partial,  # f32 [Q, parts, H, 512]
     stats,  # f32 [Q, parts, 2, H]
     sinks,  # f32 [H]
     angles,  # f32 [Q, 64]
@@ -296,15 +295,11 @@ def decode_attention_merge(
     totals = tl.load(stats + row * (2 * num_heads) + num_heads + head, mask=there, other=0.0)
     sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     peak = tl.maximum(tl.max(peaks, 0), sink)
-    whole = tl.sum(totals * tl.exp2(peaks - peak), 0) + tl.exp2(sink - peak)
+    kept = tl.exp2(peaks - peak)
+    kept = kept / (tl.sum(totals * kept, 0) + tl.exp2(sink - peak))
     channel = tl.arange(0, 512)
-    values = tl.zeros((512,), tl.float32)
-    # One part after the other: a sum over an axis of parts would go through shared memory, with conflicts of banks.
-    for i in tl.static_range(parts):
-        row = query.to(tl.int64) * parts + i
-        at = stats + row * (2 * num_heads) + head
-        share = tl.load(at + num_heads) * tl.exp2(tl.load(at) - peak) / whole
-        values += tl.load(partial + (row * num_heads + head) * 512 + channel).to(tl.float32) * share
+    at = partial + ((row * num_heads + head) * 512)[:, None] + channel[None, :]
+    values = tl.sum(tl.load(at, mask=there[:, None], other=0.0) * kept[:, None], 0)
     values = tl.reshape(values, (4, 128))
     is_last = (tl.arange(0, 4) == 3)[:, None]
     values = tl.where(is_last, _turned(values, angles + query * 64), values)
@@ -406,9 +401,7 @@ def decode_attention(
         jax.ShapeDtypeStruct((queries, parts, 2, num_heads) if parts > 1 else (1,), jnp.float32),
     ]
     if parts > 1:
-        # Of what a bf16 result keeps of a part, f16 loses nothing.
-        part_dtype = jnp.float16 if dtype == jnp.bfloat16 else jnp.float32
-        results[0] = jax.ShapeDtypeStruct((queries, parts, num_heads, dim), part_dtype)
+        results[0] = jax.ShapeDtypeStruct((queries, parts, num_heads, dim), jnp.float32)
     sinks = inputs.sinks.astype(jnp.float32)
     config = Config(
         grid=(queries * num_heads // tiles.heads, parts),
