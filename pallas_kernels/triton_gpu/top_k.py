@@ -2,8 +2,9 @@
 
 A block keeps a part of a row in registers, as ordinals: i32 with the order of the f32 they stand for. It searches for
 the k-th largest ordinal: each step divides the range in which it lies by two numbers, and counts how many ordinals
-reach each of them. The search ends early at a number that exactly k reach. Then a running count over the part gives
-each picked score its place.
+reach each of them. The range begins at the smallest of the maxima of k groups, which at least k ordinals reach. The
+search ends early at a number that exactly k reach. Then a running count over the part gives each picked score its
+place. A row that is a little longer than a part is kept as a part and a smaller rest.
 
 If a row has several parts, each block lists the k largest of its own part with their ordinals, in the order of the row.
 The next launch treats these lists as a shorter row.
