@@ -22,7 +22,7 @@ def main() -> None:
     for command, what in timed.items():
         parser_of = commands.add_parser(command, help=f"time {what}")
         parser_of.add_argument("--out", type=Path, default=None, help="append JSON lines here")
-        if command not in ("topk", "tune"):
+        if command != "tune":
             parser_of.add_argument("--backend", default=None, choices=["triton"], help="time these kernels, too")
         if command == "step":
             continue

@@ -277,7 +277,7 @@ def topk_call(case: Case) -> tuple[Call, Any, Any]:
         visible = jnp.full(case.batch, case.entries, jnp.int32) * ticket
         if backend == "xla":
             return indexer.pick(inputs + (ticket - 1).astype(jnp.float32), visible, case.picks)
-        return pk.top_k(inputs, visible, k=case.picks, **options)
+        return library(backend).top_k(inputs, visible, k=case.picks, **options)
 
     return call, jnp.zeros((case.batch, case.picks), jnp.int32), scores
 

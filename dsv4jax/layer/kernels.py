@@ -320,11 +320,12 @@ class TopKKernels(_Kernels):
     """The kernels of ``pallas_kernels.selection``."""
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        return pk.unsupported_top_k(plan.cfg.indexer_top_k, plan.max_blocks * plan.entries_per_block(kind))
+        return self.kernels.unsupported_top_k(plan.cfg.indexer_top_k, plan.max_blocks * plan.entries_per_block(kind))
 
     def pick(self, score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
         k = min(top_k, score.shape[-1])
-        picks = pk.top_k(score.reshape(-1, score.shape[-1]), visible.reshape(-1), k=k, simulate=self.simulate)
+        rows = score.reshape(-1, score.shape[-1]), visible.reshape(-1)
+        picks = self.kernels.top_k(*rows, k=k, **self.options)
         return picks.reshape(*visible.shape, k)
 
 
@@ -355,7 +356,7 @@ class DecodeAttentionKernels(_Kernels):
         inputs = self.without_derivative(DECODE_ATTENTION, inputs)
         window, entries = inputs.window, inputs.entries
         given = pk.AttentionInputs(
-            q=inputs.q.astype(jnp.float16),  # no-op if it already is f16
+            q=inputs.q.astype(jnp.float16) if inputs.q.dtype == jnp.float32 else inputs.q,
             window=window.state.window,
             pos=window.state.pos,
             fresh=window.fresh,

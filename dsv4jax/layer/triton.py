@@ -1,7 +1,7 @@
 """Implementations of the ops that call ``pallas_kernels.triton_gpu``: kernels in Triton, for GPUs since Ampere.
 
 They translate arguments as those of ``kernels`` do. Nothing of Triton is imported before one of them is used, because
-it is in an extra of its own. What has no kernel here is left to XLA: queries, top-k, and moves of tails.
+it is in an extra of its own. What has no kernel here is left to XLA: queries, and moves of tails.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from dsv4jax.layer.kernels import (
     DecodeAttentionKernels,
     GatherRowsKernels,
     IndexerScoresKernels,
+    TopKKernels,
     layer_number,
 )
-from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES
+from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, TOP_K
 from dsv4jax.plan import CachePlan
 from pallas_kernels.language import target
 
@@ -154,6 +155,10 @@ class TritonIndexerScores(_OnTriton, IndexerScoresKernels):
         return self.kernels.indexer_scores(inputs, key_format=layer.plan.indexer_format)
 
 
+class TritonTopK(_OnTriton, TopKKernels):
+    """The picks."""
+
+
 class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
     """Attention. XLA makes the queries."""
 
@@ -165,4 +170,5 @@ class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
 CACHE_UPDATE.register(TRITON, TritonCacheUpdate(simulate=False), if_unnamed=is_default)
 GATHER_ROWS.register(TRITON, TritonGatherRows(simulate=False), if_unnamed=is_default)
 INDEXER_SCORES.register(TRITON, TritonIndexerScores(simulate=False), if_unnamed=is_default)
+TOP_K.register(TRITON, TritonTopK(simulate=False), if_unnamed=is_default)
 DECODE_ATTENTION.register(TRITON, TritonDecodeAttention(simulate=False), if_unnamed=is_default)

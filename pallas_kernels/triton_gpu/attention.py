@@ -92,7 +92,7 @@ def _turned(values, angles):
 
 @triton.jit
 def decode_attention_kernel(
-    q,  # f16 [Q, H, 512], Q queries of B requests with T tokens each
+    q,  # f16 or bf16 [Q, H, 512], Q queries of B requests with T tokens each
     window_nope,  # [layers, requests, n_win, 448]
     window_rope,  # bf16 [..., 64]
     window_scale,  # f32 [...], u8 [..., 7] or not used
@@ -145,7 +145,8 @@ def decode_attention_kernel(
     live = (slot >= 0) & (slot < requests) & (position >= 0)
     slot, number = tl.where(live, slot, 0), tl.load(layer).to(tl.int64)
     at = q + (query.to(tl.int64) * num_heads + head)[:, None] * 512 + tl.arange(0, 128)[None, :]
-    q0, q1, q2, q3 = tl.load(at), tl.load(at + 128), tl.load(at + 256), tl.load(at + 384)
+    q0, q1 = tl.load(at).to(tl.float16), tl.load(at + 128).to(tl.float16)
+    q2, q3 = tl.load(at + 256).to(tl.float16), tl.load(at + 384).to(tl.float16)
 
     num_seen = 0
     if entries > 0:
@@ -427,7 +428,7 @@ def decode_attention(
         ),
     )
     given = [
-        inputs.q.astype(jnp.float16),
+        inputs.q,
         *(inputs.layer if part is None else part for part in rows),
         inputs.pos,
         *(inputs.layer if part is None else part for part in (inputs.picks, inputs.block_table, inputs.visible)),

@@ -2,9 +2,10 @@
 
     I_s = sum over heads h of w_h relu(q_h . k_s)
 
-A block scores tiles of entries for one query, whose heads it loads once. Values of 4-bit formats times their scale are
-exact in bf16, so their products are those of the XLA form, up to the order of f32 sums. Keys of f32 and bf16 are
-multiplied with three TF32 products each, which is nearly f32.
+A block scores tiles of entries for one query, whose heads it loads once. Values of 4-bit formats are multiplied in f16.
+With ``nvfp4`` they are exact there, divided by 2^7. With ``mxfp4`` a value is divided by the largest scale of its row,
+which multiplies the score in f32. A group whose scale is more than 2^23 times smaller than the largest is then rounded
+to multiples of 2^-24. Keys of f32 and bf16 are multiplied with three TF32 products each, which is nearly f32.
 """
 
 # Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
@@ -23,27 +24,52 @@ import triton.language as tl
 
 from pallas_kernels.triton_gpu import device
 from pallas_kernels.triton_gpu.launch import Config, launch
-from pallas_kernels.triton_gpu.numbers import e2m1_to_f16, from_e4m3, from_ue8m0
+from pallas_kernels.triton_gpu.numbers import e4m3_to_f16, from_ue8m0
 
 KEY_FORMATS = ("f32", "bf16", "nvfp4", "mxfp4")
-ENTRIES = {"f32": 32, "bf16": 32, "nvfp4": 128, "mxfp4": 128}  # of a tile
+ENTRIES = {"f32": 32, "bf16": 32, "nvfp4": 64, "mxfp4": 64}  # of a tile
 
 
 @triton.jit
-def _halves(codes, scale, row, there, dim: tl.constexpr, key_format: tl.constexpr):
-    """The even and the odd channels of 4-bit rows, in bf16 [rows, dim / 2] each; 0 where not ``there``."""
+def _values(codes, scale, row, there, dim: tl.constexpr, key_format: tl.constexpr):
+    """4-bit rows in f16, [rows, dim], and the factors [rows] by which these are to be multiplied; 0 where not there.
+
+    All rows have their channels in the same order, which is not that of the codes. A word of eight codes becomes four
+    pairs: shifted by 12 - 4 i, its codes i and i + 4 have their signs where two f16 have them, so that a pair takes a
+    few operations on 32 bits.
+    """
     rows: tl.constexpr = row.shape[0]
-    width: tl.constexpr = 8 if key_format == "nvfp4" else 16  # bytes that share a scale
-    groups: tl.constexpr = dim // (2 * width)
-    group, byte = tl.arange(0, groups)[None, :], tl.arange(0, dim // 2)[None, :]
-    pairs = tl.load(codes + row[:, None] * (dim // 2) + byte, mask=there[:, None], other=0)
-    step = tl.load(scale + row[:, None] * groups + group, mask=there[:, None], other=0)
-    step = from_e4m3(step) if key_format == "nvfp4" else from_ue8m0(step)
-    step = (step * 16384.0)[:, :, None]
-    pairs = tl.reshape(pairs, (rows, groups, width))
-    low = tl.reshape((e2m1_to_f16(pairs).to(tl.float32) * step).to(tl.bfloat16), (rows, dim // 2))
-    high = tl.reshape((e2m1_to_f16(pairs >> 4).to(tl.float32) * step).to(tl.bfloat16), (rows, dim // 2))
-    return low, high
+    width: tl.constexpr = 2 if key_format == "nvfp4" else 4  # words that share a scale
+    groups: tl.constexpr = dim // (8 * width)
+    group, word = tl.arange(0, groups)[None, :], tl.arange(0, dim // 8)[None, :]
+    codes = codes.to(tl.pointer_type(tl.int32))
+    words = tl.load(codes + row[:, None] * (dim // 8) + word, mask=there[:, None], other=0)
+    byte = tl.load(scale + row[:, None] * groups + group, mask=there[:, None], other=0)
+    if key_format == "nvfp4":
+        step = e4m3_to_f16(byte) * 32768.0
+        factor = tl.full((rows,), 128.0, tl.float32)
+    else:
+        exponent = byte.to(tl.int32)
+        largest = tl.max(exponent, 1)
+        # 2^14 times the scale over the largest of the row.
+        step = tl.maximum(exponent - largest[:, None] + (127 + 14), 0) << 23
+        step = step.to(tl.float32, bitcast=True)
+        factor = from_ue8m0(largest)
+    step = step.to(tl.float16)[:, :, None]
+    p0 = _pairs(words << 12, step, rows, dim)
+    p1 = _pairs(words << 8, step, rows, dim)
+    p2 = _pairs(words << 4, step, rows, dim)
+    p3 = _pairs(words, step, rows, dim)
+    return tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (rows, dim)), factor
+
+
+@triton.jit
+def _pairs(words, step, rows: tl.constexpr, dim: tl.constexpr):
+    bits = (words & -2147450880) | ((words & 0x70007000) >> 3)
+    low = bits.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    values = tl.reshape(tl.join(low, high), (rows, step.shape[1], dim // 4 // step.shape[1]))
+    return tl.reshape(values * step, (rows, dim // 4))
 
 
 @triton.jit
@@ -83,8 +109,8 @@ def indexer_scores_kernel(
         weight = tl.load(weights + at, mask=is_head, other=0.0)[None, :]
         is_packed: tl.constexpr = key_format == "nvfp4" or key_format == "mxfp4"
         if is_packed:
-            q_low, q_high = _halves(q, q_scale, at, is_head, dim, key_format)
-            q_low, q_high = tl.trans(q_low), tl.trans(q_high)
+            q_all, q_factor = _values(q, q_scale, at, is_head, dim, key_format)
+            q_all, weight = tl.trans(q_all), weight * q_factor[None, :]
         else:
             q_all = q + at[:, None] * dim + tl.arange(0, dim)[None, :]
             q_all = tl.trans(tl.load(q_all, mask=is_head[:, None], other=0.0))
@@ -96,15 +122,16 @@ def indexer_scores_kernel(
             there = there & (block >= 0) & (block < num_blocks)
             row = pool + tl.where(there, block * per_block + entry % per_block, 0)
             if is_packed:
-                low, high = _halves(keys, keys_scale, row, there, dim, key_format)
-                dots = tl.dot(low, q_low)
-                dots = tl.dot(high, q_high, dots)
+                key, factor = _values(keys, keys_scale, row, there, dim, key_format)
+                dots = tl.dot(key, q_all)
             else:
                 key = keys + row[:, None] * dim + tl.arange(0, dim)[None, :]
                 key = tl.load(key, mask=there[:, None], other=0.0).to(tl.float32)
                 dots = tl.dot(key, q_all, input_precision="tf32x3")
             positive = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
             score = tl.sum(positive * weight, 1)
+            if is_packed:
+                score = score * factor
             # NaN ranks first. A score of -infinity would rank with those of entries that are not visible.
             score = tl.where(score == score, tl.maximum(score, -3.4028234663852886e38), float("inf"))
             tl.store(out + query.to(tl.int64) * most + entry, score, mask=entry < seen)
@@ -159,8 +186,9 @@ def indexer_scores(inputs: Any, *, key_format: str) -> jax.Array:
         return jnp.zeros((batch, tokens, most), jnp.float32)
     entries = ENTRIES[key_format]
     all_tiles = -(-most // entries)
-    # Each block loads the query's heads. Once there are some blocks for every multiprocessor, it does several tiles.
-    tiles = max(1, queries * all_tiles // (4 * device.multiprocessors()))
+    # Each block loads the query's heads, so it does several tiles once each multiprocessor has the four blocks that it
+    # can run at once.
+    tiles = -(-queries * all_tiles // (4 * device.multiprocessors()))
     config = Config(
         grid=(queries, -(-all_tiles // tiles)),
         warps=4,

@@ -118,7 +118,8 @@ CASES: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (256, 1, dict(kv_format="fp8_tile64", indexer_format="mxfp4")),
     (8, 4, dict(kv_format="bf16", indexer_format="bf16")),
 )
-LARGE = ("decode_attention_kernel", "indexer_scores_kernel")  # the others take few registers and little shared memory
+# The others take few registers and little shared memory.
+LARGE = ("decode_attention_kernel", "indexer_scores_kernel", "top_k_kernel")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 from tests.support.triton import EXTRA, requires_extra, runs_here
 
 SWA, CSA, HCA = d4.AttentionType
-OPS = (CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES)
+OPS = (CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, TOP_K)
 PLAN = d4.plan_cache(d4.DSV4Config.flash(), max_requests=1, max_context=1024)
 A100, H200 = mesh_of("8.0", "NVIDIA A100"), mesh_of("9.0", "NVIDIA H200")
 
@@ -47,7 +47,7 @@ def test_gpus_that_other_kernels_do_not_serve_run_triton(capability):
         warnings.simplefilter("error")
         assert {op.choose(None, PLAN, CSA) for op in OPS} == {"triton"}
         assert {op.choose("triton", PLAN, CSA) for op in OPS} == {"triton"}
-        assert {op.choose(backend, PLAN, CSA) for op in (TOP_K, PROJECTIONS) for backend in (None, "triton")} == {"xla"}
+        assert {PROJECTIONS.choose(backend, PLAN, CSA) for backend in (None, "triton")} == {"xla"}
 
 
 @pytest.mark.usefixtures("compiling")
