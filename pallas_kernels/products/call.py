@@ -135,6 +135,7 @@ def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: tar
         columns=columns,
         inputs=chunk,
         operand_bytes=kernel.OPERAND_BYTES,
+        streams=kernel.STREAMS and form.activations == "bf16",
     )
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.products.weights import CHUNK_BYTES, HALVES, QUAD
 _COPIES = 2  # of the operand: one is multiplied while the other is written
 OPERAND_BYTES = _COPIES * TILE * CHUNK_BYTES + _COPIES * 8 + 1024  # shared memory of a warpgroup for it
 MOST_WARPGROUPS = 4
+STREAMS = False  # whether x can be copied chunk by chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
