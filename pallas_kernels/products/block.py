@@ -70,6 +70,7 @@ class Layout:
     most_stages: int = _MOST_STREAMED
     widens: int = 2
     fences: bool = True
+    rotates: bool = True
 
     @property
     def owned(self) -> int:
@@ -315,10 +316,23 @@ class Block:
         number, warpgroup = rank * split.parts + self.part, machine.thread // WARPGROUP
         lane = machine.thread % WARPGROUP
         received = Shared(machine, self.arena, (split.all_parts, split.warpgroups, owned, WARPGROUP, VECTOR), "f32")
-        for n, values in enumerate(eights):
-            to_rank, to_part = divmod(n // owned, split.parts)
-            owner = number, warpgroup - self.part + to_part, n % owned
-            received.store_floats(values, *owner, lane, 0, rank=to_rank if split.cluster > 1 else None)
+
+        def send(to_rank: int, *, is_mine: bool) -> None:
+            of_rank = owned * split.parts
+            for n, values in enumerate(eights[to_rank * of_rank : (to_rank + 1) * of_rank]):
+                owner = number, warpgroup - self.part + n // owned, n % owned
+                received.store_floats(values, *owner, lane, 0, rank=None if is_mine else to_rank)
+
+        if not self.layout.rotates:
+            for to_rank in range(split.cluster):
+                send(to_rank, is_mine=split.cluster == 1)
+        else:
+            # Every block begins with its successor, so that no block gets the sums of all others at once.
+            for mine in range(split.cluster):
+                with machine.when(rank == mine if split.cluster > 1 else True):
+                    for further in range(1, split.cluster + 1):
+                        to_rank = (mine + further) % split.cluster
+                        send(to_rank, is_mine=to_rank == mine)
         machine.barrier(scope)
         mine = []
         for n in range(owned):
