@@ -11,7 +11,7 @@ import jax
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Index, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
@@ -360,7 +360,9 @@ class Block:
         for start in range(0, rows * per_row, WARPGROUP):
             n = lane + start
             inside: Condition = True if start + WARPGROUP <= rows * per_row else n < rows * per_row
-            line, unit = n // per_row, n % per_row
+            # Lanes beyond load what they do not store.
+            mine = n if inside is True else select(inside, n, 0)
+            line, unit = mine // per_row, mine % per_row
             column = first + line
             at = line * _ROW_PITCH + unit * (count * 4) + base
             words = [word for i in range(0, count, VECTOR) for word in machine.load_shared(at + i * 4, 16)]

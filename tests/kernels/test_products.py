@@ -35,7 +35,7 @@ PARTS = [
 ]
 FORMS = [
     Product(rows=9, outputs=64, inputs=512, block=(32, 32), parts=(2, 1)),
-    Product(rows=3, outputs=64, inputs=256, block=(16, 64), dtype=jnp.bfloat16),
+    Product(rows=3, outputs=128, inputs=256, block=(16, 64), dtype=jnp.bfloat16, parts=(1, 1), tiles=2),
     Product(rows=11, outputs=192, inputs=512, block=None, parts=(2, 1), tiles=2),
     Product(rows=3, outputs=64, inputs=192, block=None),
     Product(rows=20, outputs=320, inputs=1024, activations="fp8", parts=(2, 1), tiles=2),
