@@ -27,7 +27,7 @@ from pallas_kernels.products.weights import (
 )
 
 _MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
-_MOST_STREAMED = 8  # the same where x is copied chunk by chunk too
+_MOST_STREAMED = 3  # the same where x is copied chunk by chunk too
 _LEAST_STAGES = 3
 _EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 _ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
@@ -67,7 +67,7 @@ class Layout:
     inputs: int  # of a chunk
     operand_bytes: int = 0  # shared memory of a warpgroup for widened weights
     streams: bool = False  # whether x is copied chunk by chunk, beside the weight
-    most_stages: int = _MOST_STREAMED
+    most_stages: int = 0
     widens: int = 2
     fences: bool = True
     rotates: bool = True
@@ -97,9 +97,10 @@ class Layout:
         room = self.gpu.shared_bytes - SCRATCH_BYTES - self._fixed_bytes()
         total = self.split.chunks
         if self.streams:
-            found = [n for n in range(2, max(2, min(self.most_stages, total)) + 1) if self._main_bytes(n + 1, n) <= room]
+            most = max(2, min(self.most_stages or _MOST_STREAMED, total))
+            found = [n for n in range(2, most + 1) if self._main_bytes(n + 1, n) <= room]
             return found[-1] + 1, found[-1]
-        least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(_MOST_STAGES, total))
+        least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(self.most_stages or _MOST_STAGES, total))
         for segments in range(1, total + 1):
             chunks = -(-total // segments)
             for stages in range(most, least - 1, -1):

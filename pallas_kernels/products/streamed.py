@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import jax.numpy as jnp
-
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value
 from pallas_kernels.language.tensor_cores import ATOM_BYTES, ATOM_ROWS, TensorCores, Tile
