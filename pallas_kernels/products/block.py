@@ -27,7 +27,7 @@ from pallas_kernels.products.weights import (
 )
 
 _MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
-_MOST_STREAMED = 3  # the same where x is copied chunk by chunk too
+_STREAMED = 3  # the same where x is copied chunk by chunk too: on an H200, with 64 rows, faster than 4 or 6
 _LEAST_STAGES = 3
 _EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 _ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
@@ -66,11 +66,7 @@ class Layout:
     columns: int  # rows of x in a block, a multiple of 8
     inputs: int  # of a chunk
     operand_bytes: int = 0  # shared memory of a warpgroup for widened weights
-    streams: bool = False  # whether x is copied chunk by chunk, beside the weight
-    most_stages: int = 0
-    widens: int = 2
-    fences: bool = True
-    rotates: bool = True
+    streams: bool = False  # whether x is copied chunk by chunk, beside the weight; only where a block has one part
 
     @property
     def owned(self) -> int:
@@ -97,16 +93,28 @@ class Layout:
         room = self.gpu.shared_bytes - SCRATCH_BYTES - self._fixed_bytes()
         total = self.split.chunks
         if self.streams:
-            most = max(2, min(self.most_stages or _MOST_STREAMED, total))
-            found = [n for n in range(2, most + 1) if self._main_bytes(n + 1, n) <= room]
-            return found[-1] + 1, found[-1]
-        least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(self.most_stages or _MOST_STAGES, total))
+            assert self.split.parts == 1
+            stages = max(2, min(_STREAMED, total))
+            return stages + 1, stages
+        least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(_MOST_STAGES, total))
         for segments in range(1, total + 1):
             chunks = -(-total // segments)
             for stages in range(most, least - 1, -1):
                 if self._main_bytes(chunks, stages) <= room:
                     return chunks, stages
         raise AssertionError("a chunk and a few stages always fit")
+
+    def should_stream(self, most_warpgroups: int) -> bool:
+        """Return whether x should be copied chunk by chunk, which so many warpgroups can do.
+
+        As measured on an H200 with 64 rows, this is faster where not all of x fits, and slower where it does.
+        """
+        split = self.split
+        if self.form.activations != "bf16" or split.parts > 1 or split.warpgroups > most_warpgroups:
+            return False
+        other = dataclasses.replace(self, streams=True)
+        fits = other.grid.shared_bytes + SCRATCH_BYTES <= self.gpu.shared_bytes
+        return self.segment < split.chunks and fits
 
     @property
     def segment(self) -> int:
@@ -173,9 +181,7 @@ class Block:
                 columns=layout.columns,
                 inputs=layout.inputs,
                 slots=layout.segment,
-                parts=split.parts,
-                part_inputs=part_inputs,
-                lanes=split.warpgroups * WARPGROUP,
+                warpgroups=split.warpgroups,
             )
         else:
             activations = Activations.take(
@@ -203,6 +209,12 @@ class Block:
             arena=activations.tiles.offset,
         )
 
+    @property
+    def staged(self) -> Activations:
+        """The rows of x of a block that stores them before it multiplies."""
+        assert isinstance(self.activations, Activations)
+        return self.activations
+
     def multiply(
         self,
         scales: Buffer | None,
@@ -215,8 +227,7 @@ class Block:
         Chunks of the weight are copied ahead, and x is stored, where ``step`` finds it. It must call ``advance`` when
         it has loaded the chunk of the weight. ``settle`` waits until the products with so many chunks no longer read x.
         """
-        machine, split, activations = self.machine, self.layout.split, self.activations
-        assert isinstance(activations, Activations)
+        machine, split, activations = self.machine, self.layout.split, self.staged
         starts = range(0, split.chunks, self.layout.segment)
         sizes = [min(self.layout.segment, split.chunks - start) for start in starts]
         self._begin(scales)
@@ -246,10 +257,9 @@ class Block:
 
         def one(i: Value, carry: Any) -> Any:
             machine.wait_copies(pending=self.layout.stages - 2)
-            if self.layout.fences:
-                machine.fence_shared()
+            machine.fence_shared()
             machine.barrier("block")
-            return step(i, x.tile(i % self.layout.segment, self.part), i % self.layout.stages, carry)
+            return step(i, x.tile(i % self.layout.segment), i % self.layout.stages, carry)
 
         return machine.loop(self.layout.split.chunks, one, carry)
 
@@ -292,12 +302,11 @@ class Block:
         ``product(n)`` are the four values of the n-th eight columns.
         """
         assert self.scales is not None
-        assert isinstance(self.activations, Activations)
-        assert self.activations.scales is not None
+        assert self.staged.scales is not None
         of_weight, lane = self.scales.of_chunk(chunk), self.machine.thread
         added = list(sums)
         for n in range(self.layout.columns // _EIGHT):
-            of_x = self.activations.scales.load_floats(i, lane % 4 * 2 + n * _EIGHT, count=2)
+            of_x = self.staged.scales.load_floats(i, lane % 4 * 2 + n * _EIGHT, count=2)
             factors = [scale * of_weight for scale in of_x]
             for j, value in enumerate(product(n)):
                 added[VECTOR * n + j] = self.machine.fma(value, factors[j % 2], sums[VECTOR * n + j])
@@ -324,16 +333,12 @@ class Block:
                 owner = number, warpgroup - self.part + n // owned, n % owned
                 received.store_floats(values, *owner, lane, 0, rank=None if is_mine else to_rank)
 
-        if not self.layout.rotates:
-            for to_rank in range(split.cluster):
-                send(to_rank, is_mine=split.cluster == 1)
-        else:
-            # Every block begins with its successor, so that no block gets the sums of all others at once.
-            for mine in range(split.cluster):
-                with machine.when(rank == mine if split.cluster > 1 else True):
-                    for further in range(1, split.cluster + 1):
-                        to_rank = (mine + further) % split.cluster
-                        send(to_rank, is_mine=to_rank == mine)
+        # Every block begins with its successor, so that no block gets the sums of all others at once.
+        for mine in range(split.cluster):
+            with machine.when(rank == mine if split.cluster > 1 else True):
+                for further in range(1, split.cluster + 1):
+                    to_rank = (mine + further) % split.cluster
+                    send(to_rank, is_mine=to_rank == mine)
         machine.barrier(scope)
         mine = []
         for n in range(owned):

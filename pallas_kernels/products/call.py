@@ -9,6 +9,7 @@ where blocks share the inputs of a tile (``tiling``), as they do for a few hundr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,7 +29,6 @@ from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
 ACTIVATIONS = ("bf16", "fp8")
-_FEWEST_STREAMED = 40  # rows of x in a block, from which it is faster to copy them chunk by chunk
 MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
 # Of bf16 x, the same of the kernel of many rows, between two numbers of rows that were timed. V4-Flash's five weights
 # together take 125 us with 256 rows on an H200, and 262 where XLA widens them first; with 4096 rows 1437 and 1363.
@@ -128,7 +128,7 @@ def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: tar
     kernel, (outputs, inputs) = _KERNELS[gpu.architecture], shape
     chunk = CHUNK_BYTES if form.block is not None else CHUNK_BYTES // 2
     tiles, columns = outputs // form.groups // TILE, min(ROWS, -(-rows // 8) * 8)
-    return Layout(
+    layout = Layout(
         gpu=gpu,
         split=fastest_split(tiles, form.groups, inputs // chunk, columns, kernel.MOST_WARPGROUPS, gpu),
         form=form,
@@ -136,8 +136,8 @@ def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: tar
         columns=columns,
         inputs=chunk,
         operand_bytes=kernel.OPERAND_BYTES,
-        streams=kernel.STREAMS and form.activations == "bf16" and columns >= _FEWEST_STREAMED,
     )
+    return dataclasses.replace(layout, streams=layout.should_stream(kernel.STREAMED_WARPGROUPS))
 
 
 def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:

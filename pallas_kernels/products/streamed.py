@@ -21,13 +21,10 @@ _ATOM = ATOM_ROWS * ATOM_BYTES
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StreamedRows:
-    """Some rows of x for some chunks of each part of a block's inputs: a tile [columns, inputs of a chunk] for each."""
+    """Some rows of x for some chunks of a block's inputs: a tile [columns, inputs of a chunk] for each."""
 
     machine: TensorCores
-    tiles: Tile  # a copy per slot and part
-    slots: int
-    parts: int  # of the block's inputs
-    part_bytes: int  # of a row
+    tiles: Tile  # a copy per slot
     columns: int  # rows of x in the block
     of_row: int  # bytes of a row of all of x
     total: int  # rows of all of x
@@ -46,18 +43,13 @@ class StreamedRows:
         columns: int,
         inputs: int,
         slots: int,
-        parts: int,
-        part_inputs: int,
-        lanes: int,
+        warpgroups: int,
     ) -> StreamedRows:
-        """Take shared memory for ``slots`` chunks of each part.
-
-        ``at`` is the first row and the first input, ``inputs`` is of a chunk.
-        """
+        """Take shared memory for ``slots`` chunks of ``inputs`` each. ``at`` is the first row and the first input."""
         size = x.dtype.itemsize
-        tiles = Tile.take(machine, columns, inputs * size, copies=slots * parts)
+        tiles = Tile.take(machine, columns, inputs * size, copies=slots)
         atoms = tiles.row_bytes // ATOM_BYTES
-        warps = min(lanes // WARPGROUP * 4, ATOM_ROWS * atoms)
+        warps = min(warpgroups * (WARPGROUP // WARP), ATOM_ROWS * atoms)
         warps = 1 << warps.bit_length() - 1
         warp, lane = machine.thread // WARP, machine.thread % WARP
         in_atom, atom = warp % min(warps, ATOM_ROWS), warp // ATOM_ROWS
@@ -74,9 +66,6 @@ class StreamedRows:
         return cls(
             machine=machine,
             tiles=tiles,
-            slots=slots,
-            parts=parts,
-            part_bytes=part_inputs * size,
             columns=columns,
             of_row=x.shape[1] * size,
             total=x.shape[0],
@@ -86,29 +75,24 @@ class StreamedRows:
             warps=warps,
         )
 
-    @staticmethod
-    def shared_bytes(columns: int, inputs: int, slots: int, parts: int) -> int:
-        return slots * parts * columns * inputs * 2
-
     def copy(self, chunk: Index, slot: Index, where: Value | bool) -> None:
-        """Start to copy a chunk of each part. To be followed by ``close_copies``."""
+        """Start to copy a chunk to a slot. To be followed by ``close_copies``."""
         machine, tile = self.machine, self.tiles
         number = machine.constant(chunk, "i32") if isinstance(chunk, int) else chunk
         address = self.address + machine.widen(number) * tile.row_bytes
-        place = slot * (self.parts * tile.size) + tile.offset
-        to = [place + offset for offset in self.to]
+        to = [self.tiles.copy(slot).offset + offset for offset in self.to]
         stride = ATOM_ROWS // len(self.to)
         atoms = tile.row_bytes // ATOM_BYTES
         per_warp = range(0, atoms, max(1, self.warps // ATOM_ROWS))
         with machine.when(machine.thread < self.warps * WARP):
-            for part, eight, atom in itertools.product(range(self.parts), range(self.columns // ATOM_ROWS), per_warp):
+            for eight, atom in itertools.product(range(self.columns // ATOM_ROWS), per_warp):
                 for n, first in enumerate(to):
                     further = eight * ATOM_ROWS + n * stride
-                    source = address + (part * self.part_bytes + further * self.of_row + atom * ATOM_BYTES)
-                    at = first + (part * tile.size + eight * ATOM_ROWS * tile.row_bytes + atom * _ATOM)
+                    source = address + (further * self.of_row + atom * ATOM_BYTES)
+                    at = first + (eight * ATOM_ROWS * tile.row_bytes + atom * _ATOM)
                     there = where if self.total % self.columns == 0 else where & (self.row + further < self.total)
                     machine.copy_async(at, source, there, size=_WORD)
 
-    def tile(self, slot: Index, part: Index) -> Tile:
-        """Return a part's tile in a slot."""
-        return self.tiles.copy(slot * self.parts + part)
+    def tile(self, slot: Index) -> Tile:
+        """Return the tile in a slot."""
+        return self.tiles.copy(slot)

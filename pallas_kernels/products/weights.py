@@ -23,6 +23,7 @@ QUAD = 4
 _PIECE, _ROWS = 16, 2
 _PIECES = _ROWS * HALVES
 STAGE_BYTES = _PIECES * _PIECE * WARPGROUP  # a chunk of a tile
+OPERAND_WORDS = 16  # of half a chunk that is widened, as a left operand; of a weight of bf16 half as many
 _WARPS = WARPGROUP // WARP
 
 SCALE_INPUTS = 32  # the fewest inputs that have a scale
