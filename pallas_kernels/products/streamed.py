@@ -12,11 +12,14 @@ import itertools
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value
-from pallas_kernels.language.tensor_cores import ATOM_BYTES, ATOM_ROWS, TensorCores, Tile
+from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.products.weights import HALVES, QUAD
 
 _WORD = 4  # bytes
-_ATOM = ATOM_ROWS * ATOM_BYTES
+_LINE = WARP * _WORD  # bytes of a row that a warp copies at once
+_UNIT = 16
+_ROWS = 8  # after which a tile's units are permuted in the same way again
+_FURTHER = _ROWS * _LINE  # bytes of a tile from a line to the next one of the same row
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,7 +33,7 @@ class StreamedRows:
     total: int  # rows of all of x
     row: Value  # this lane's first row of x
     address: Value  # of its first word
-    to: tuple[Value, ...]  # where it stores that in a tile, and the same for rows four further if it copies them too
+    to: tuple[Value, ...]  # where it stores that in the first slot, and, if it copies them too, that of four rows on
     warps: int  # that copy
 
     @classmethod
@@ -48,21 +51,17 @@ class StreamedRows:
         """Take shared memory for ``slots`` chunks of ``inputs`` each. ``at`` is the first row and the first input."""
         size = x.dtype.itemsize
         tiles = Tile.take(machine, columns, inputs * size, copies=slots)
-        atoms = tiles.row_bytes // ATOM_BYTES
-        warps = min(warpgroups * (WARPGROUP // WARP), ATOM_ROWS * atoms)
+        warps = min(warpgroups * (WARPGROUP // WARP), _ROWS * (tiles.row_bytes // _LINE))
         warps = 1 << warps.bit_length() - 1
         warp, lane = machine.thread // WARP, machine.thread % WARP
-        in_atom, atom = warp % min(warps, ATOM_ROWS), warp // ATOM_ROWS
+        of_eight, line = warp % min(warps, _ROWS), warp // _ROWS
         # The word's half of a chunk, the lane of a quad that holds the weight beside it, and which of that lane's.
         per_half = tiles.row_bytes // _WORD // HALVES
         of_lane = per_half // QUAD
         half, quad_lane, word = lane // per_half, lane % per_half // of_lane, lane % of_lane
-        unit = half * of_lane + word
-        row = at[0] + in_atom
-        to = tuple(
-            atom * _ATOM + (in_atom + further) * ATOM_BYTES + (unit ^ (in_atom + further)) * 16 + quad_lane * _WORD
-            for further in range(0, ATOM_ROWS, min(warps, ATOM_ROWS))
-        )
+        unit = half * of_lane + word + line * (_LINE // _UNIT)
+        row = at[0] + of_eight
+        further = range(0, _ROWS, min(warps, _ROWS))
         return cls(
             machine=machine,
             tiles=tiles,
@@ -70,8 +69,8 @@ class StreamedRows:
             of_row=x.shape[1] * size,
             total=x.shape[0],
             row=row,
-            address=x.address_of((row, at[1])) + machine.widen(atom * ATOM_BYTES + lane * _WORD),
-            to=to,
+            address=x.address_of((row, at[1])) + machine.widen(line * _LINE + lane * _WORD),
+            to=tuple(tiles.unit(of_eight + rows, unit) + quad_lane * _WORD for rows in further),
             warps=warps,
         )
 
@@ -80,16 +79,14 @@ class StreamedRows:
         machine, tile = self.machine, self.tiles
         number = machine.constant(chunk, "i32") if isinstance(chunk, int) else chunk
         address = self.address + machine.widen(number) * tile.row_bytes
-        to = [self.tiles.copy(slot).offset + offset for offset in self.to]
-        stride = ATOM_ROWS // len(self.to)
-        atoms = tile.row_bytes // ATOM_BYTES
-        per_warp = range(0, atoms, max(1, self.warps // ATOM_ROWS))
+        to = [offset + slot * tile.size for offset in self.to]
+        lines = range(0, tile.row_bytes // _LINE, max(1, self.warps // _ROWS))
         with machine.when(machine.thread < self.warps * WARP):
-            for eight, atom in itertools.product(range(self.columns // ATOM_ROWS), per_warp):
+            for eight, line in itertools.product(range(self.columns // _ROWS), lines):
                 for n, first in enumerate(to):
-                    further = eight * ATOM_ROWS + n * stride
-                    source = address + (further * self.of_row + atom * ATOM_BYTES)
-                    at = first + (eight * ATOM_ROWS * tile.row_bytes + atom * _ATOM)
+                    further = eight * _ROWS + n * (_ROWS // len(to))
+                    source = address + (further * self.of_row + line * _LINE)
+                    at = first + (eight * _ROWS * tile.row_bytes + line * _FURTHER)
                     there = where if self.total % self.columns == 0 else where & (self.row + further < self.total)
                     machine.copy_async(at, source, there, size=_WORD)
 
