@@ -32,6 +32,12 @@ def check_access(size: int, words: Sequence[Value] | None = None) -> None:
         raise TypeError(f"{len(words)} words for a store of {size} bytes")
 
 
+def check_copy(size: int) -> None:
+    """Raise TypeError if an asynchronous copy of this size does not exist."""
+    if size not in (4, 8, 16):
+        raise TypeError(f"{size} bytes at once: an asynchronous copy moves 4, 8 or 16")
+
+
 def check_product(a: Operand | list[Value], b: Operand, columns: int, dtype: DType) -> None:
     """Raise TypeError if a product does not support these operands."""
     if columns % 8 or not 8 <= columns <= MAX_COLUMNS:

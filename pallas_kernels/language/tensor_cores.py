@@ -243,15 +243,16 @@ class TensorCores(Machine):
 
     # Asynchronous copies from device memory to shared memory.
     @abc.abstractmethod
-    def copy_async(self, to: Value, address: Value, where: Condition) -> None:
-        """Start to copy 16 bytes of device memory to the block's shared memory.
+    def copy_async(self, to: Value, address: Value, where: Condition, *, size: int = 16) -> None:
+        """Start to copy ``size`` bytes of device memory to the block's shared memory.
 
         Lanes where ``where`` is False write zeros.
 
         Args:
-          to: i32 byte offset, a multiple of 16.
-          address: i64, a multiple of 16, in an array that nothing writes while the kernel runs.
+          to: i32 byte offset, a multiple of ``size``.
+          address: i64, a multiple of ``size``, in an array that nothing writes while the kernel runs.
           where: lanes that copy.
+          size: 4, 8 or 16.
         """
 
     @abc.abstractmethod

@@ -11,12 +11,13 @@ import jax
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Index, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU
-from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.products.activations import Activations
 from pallas_kernels.products.split import TILE, Split
+from pallas_kernels.products.streamed import StreamedRows
 from pallas_kernels.products.weights import (
     STAGE_BYTES,
     Scales,
@@ -26,6 +27,7 @@ from pallas_kernels.products.weights import (
 )
 
 _MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
+_STREAMED = 3  # the same where x is copied chunk by chunk too: on an H200, with 64 rows, faster than 4 or 6
 _LEAST_STAGES = 3
 _EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 _ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
@@ -64,6 +66,7 @@ class Layout:
     columns: int  # rows of x in a block, a multiple of 8
     inputs: int  # of a chunk
     operand_bytes: int = 0  # shared memory of a warpgroup for widened weights
+    streams: bool = False  # whether x is copied chunk by chunk, beside the weight; only where a block has one part
 
     @property
     def owned(self) -> int:
@@ -81,6 +84,7 @@ class Layout:
         return scales + self.split.warpgroups * self.operand_bytes + 2 * _ALIGNMENT
 
     def _main_bytes(self, chunks: int, stages: int) -> int:
+        """Return the bytes of x, in chunks of each part, and of stages of the weight."""
         x = Activations.shared_bytes(self.columns, self.inputs, self.split.parts * chunks, self.form.activations)
         return x + stages * STAGE_BYTES * self.split.warpgroups
 
@@ -88,6 +92,10 @@ class Layout:
         """Return the chunks of x and the stages of weights that fit."""
         room = self.gpu.shared_bytes - SCRATCH_BYTES - self._fixed_bytes()
         total = self.split.chunks
+        if self.streams:
+            assert self.split.parts == 1
+            stages = max(2, min(_STREAMED, total))
+            return stages + 1, stages
         least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(_MOST_STAGES, total))
         for segments in range(1, total + 1):
             chunks = -(-total // segments)
@@ -96,9 +104,25 @@ class Layout:
                     return chunks, stages
         raise AssertionError("a chunk and a few stages always fit")
 
+    def should_stream(self, most_warpgroups: int) -> bool:
+        """Return whether x should be copied chunk by chunk, which so many warpgroups can do.
+
+        As measured on an H200 with 64 rows, this is faster where not all of x fits, and slower where it does.
+        """
+        split = self.split
+        if self.form.activations != "bf16" or split.parts > 1 or split.warpgroups > most_warpgroups:
+            return False
+        other = dataclasses.replace(self, streams=True)
+        fits = other.grid.shared_bytes + SCRATCH_BYTES <= self.gpu.shared_bytes
+        return self.segment < split.chunks and fits
+
     @property
     def segment(self) -> int:
-        """Chunks of each part of x that are in shared memory together."""
+        """Chunks of each part of x that are in shared memory together.
+
+        Where x is copied chunk by chunk, they are one more than stages of the weight. So while some warpgroups still
+        multiply by a chunk, others may begin the next one and copy the one that is furthest ahead.
+        """
         return self._most()[0]
 
     @property
@@ -123,7 +147,7 @@ class Block:
 
     machine: TensorCores
     layout: Layout
-    activations: Activations
+    activations: Activations | StreamedRows
     scales: Scales | None
     tile: StoredTile  # of the lane's warpgroup
     row: Value  # first row of x
@@ -148,16 +172,28 @@ class Block:
         first = of_block + part * part_inputs
         output, row = (group * tiles + mine) * TILE, machine.block(1) * layout.columns
         scales = None if inputs.scales is None else Scales.take(machine, split.warpgroups, split.chunks)
-        activations = Activations.take(
-            machine,
-            inputs.x,
-            (row, group * width + of_block),
-            columns=layout.columns,
-            inputs=layout.inputs,
-            segment=layout.segment,
-            split=split,
-            rounding=layout.form.activations,
-        )
+        place_of_x = row, group * width + of_block
+        if layout.streams:
+            activations = StreamedRows.take(
+                machine,
+                inputs.x,
+                place_of_x,
+                columns=layout.columns,
+                inputs=layout.inputs,
+                slots=layout.segment,
+                warpgroups=split.warpgroups,
+            )
+        else:
+            activations = Activations.take(
+                machine,
+                inputs.x,
+                place_of_x,
+                columns=layout.columns,
+                inputs=layout.inputs,
+                segment=layout.segment,
+                split=split,
+                rounding=layout.form.activations,
+            )
         rooms = StoredTile.take_rooms(machine, split.warpgroups, layout.stages)
         assert isinstance(activations.tiles.offset, int), "nothing is selected yet"
         return cls(
@@ -173,6 +209,12 @@ class Block:
             arena=activations.tiles.offset,
         )
 
+    @property
+    def staged(self) -> Activations:
+        """The rows of x of a block that stores them before it multiplies."""
+        assert isinstance(self.activations, Activations)
+        return self.activations
+
     def multiply(
         self,
         scales: Buffer | None,
@@ -185,15 +227,10 @@ class Block:
         Chunks of the weight are copied ahead, and x is stored, where ``step`` finds it. It must call ``advance`` when
         it has loaded the chunk of the weight. ``settle`` waits until the products with so many chunks no longer read x.
         """
-        machine, split, activations = self.machine, self.layout.split, self.activations
+        machine, split, activations = self.machine, self.layout.split, self.staged
         starts = range(0, split.chunks, self.layout.segment)
         sizes = [min(self.layout.segment, split.chunks - start) for start in starts]
-        for chunk in range(self.layout.stages - 1):
-            self.tile.copy(chunk, chunk, chunk < split.chunks)
-        if self.scales is not None:
-            assert scales is not None
-            assert self.layout.form.block is not None
-            self.scales.stage(scales, self.layout.form.block, (self.output, self.first))
+        self._begin(scales)
         for start, size in zip(starts, sizes, strict=True):
             if start:
                 settle(start)
@@ -208,10 +245,47 @@ class Block:
             carry = machine.loop(size, one, carry)
         return carry
 
+    def stream(self, scales: Buffer | None, step: Callable[[Value, Tile, Index, Any], Any], carry: Any) -> Any:
+        """Return the carry of ``step(number of a chunk, its x, its stage, carry)`` over all chunks.
+
+        Chunks of the weight and of x are copied ahead. ``step`` must call ``advance`` when it has loaded the chunk of
+        the weight, or has waited for the products of the chunk before. Those of its own may still run when it ends.
+        """
+        machine, x = self.machine, self.activations
+        assert isinstance(x, StreamedRows)
+        self._begin(scales)
+
+        def one(i: Value, carry: Any) -> Any:
+            machine.wait_copies(pending=self.layout.stages - 2)
+            machine.fence_shared()
+            machine.barrier("block")
+            return step(i, x.tile(i % self.layout.segment), i % self.layout.stages, carry)
+
+        return machine.loop(self.layout.split.chunks, one, carry)
+
+    def _begin(self, scales: Buffer | None) -> None:
+        """Start to copy the first chunks, and store the scales. To be followed by a barrier of the block."""
+        chunks, loaded = self.layout.split.chunks, []
+        if self.scales is not None:  # first, because they are waited for first
+            assert scales is not None
+            assert self.layout.form.block is not None
+            loaded = self.scales.load(scales, self.layout.form.block, (self.output, self.first))
+        for chunk in range(self.layout.stages - 1):
+            self._copy(chunk, chunk < chunks)
+        if self.scales is not None:
+            self.scales.store(loaded)
+
     def advance(self, chunk: Value) -> None:
         """Start to copy the chunk that takes the room of the one before this."""
         following = chunk + (self.layout.stages - 1)
-        self.tile.copy(following, following % self.layout.stages, following < self.layout.split.chunks)
+        self._copy(following, following < self.layout.split.chunks)
+
+    def _copy(self, chunk: Index, where: Condition) -> None:
+        """Start to copy a chunk, as one group of copies."""
+        self.tile.copy(chunk, chunk % self.layout.stages, where)
+        if isinstance(self.activations, StreamedRows):
+            self.activations.copy(chunk, chunk % self.layout.segment, where)
+        self.machine.close_copies()
 
     def operand(self, chunk: Value, stage: Index, half: int) -> list[Value]:
         """Return half a chunk of the weight as a left operand."""
@@ -228,11 +302,11 @@ class Block:
         ``product(n)`` are the four values of the n-th eight columns.
         """
         assert self.scales is not None
-        assert self.activations.scales is not None
+        assert self.staged.scales is not None
         of_weight, lane = self.scales.of_chunk(chunk), self.machine.thread
         added = list(sums)
         for n in range(self.layout.columns // _EIGHT):
-            of_x = self.activations.scales.load_floats(i, lane % 4 * 2 + n * _EIGHT, count=2)
+            of_x = self.staged.scales.load_floats(i, lane % 4 * 2 + n * _EIGHT, count=2)
             factors = [scale * of_weight for scale in of_x]
             for j, value in enumerate(product(n)):
                 added[VECTOR * n + j] = self.machine.fma(value, factors[j % 2], sums[VECTOR * n + j])
@@ -252,10 +326,19 @@ class Block:
         number, warpgroup = rank * split.parts + self.part, machine.thread // WARPGROUP
         lane = machine.thread % WARPGROUP
         received = Shared(machine, self.arena, (split.all_parts, split.warpgroups, owned, WARPGROUP, VECTOR), "f32")
-        for n, values in enumerate(eights):
-            to_rank, to_part = divmod(n // owned, split.parts)
-            owner = number, warpgroup - self.part + to_part, n % owned
-            received.store_floats(values, *owner, lane, 0, rank=to_rank if split.cluster > 1 else None)
+
+        def send(to_rank: int, *, is_mine: bool) -> None:
+            of_rank = owned * split.parts
+            for n, values in enumerate(eights[to_rank * of_rank : (to_rank + 1) * of_rank]):
+                owner = number, warpgroup - self.part + n // owned, n % owned
+                received.store_floats(values, *owner, lane, 0, rank=None if is_mine else to_rank)
+
+        # Every block begins with its successor, so that no block gets the sums of all others at once.
+        for mine in range(split.cluster):
+            with machine.when(rank == mine if split.cluster > 1 else True):
+                for further in range(1, split.cluster + 1):
+                    to_rank = (mine + further) % split.cluster
+                    send(to_rank, is_mine=to_rank == mine)
         machine.barrier(scope)
         mine = []
         for n in range(owned):
@@ -283,7 +366,9 @@ class Block:
         for start in range(0, rows * per_row, WARPGROUP):
             n = lane + start
             inside: Condition = True if start + WARPGROUP <= rows * per_row else n < rows * per_row
-            line, unit = n // per_row, n % per_row
+            # Lanes beyond load what they do not store.
+            mine = n if inside is True else select(inside, n, 0)
+            line, unit = mine // per_row, mine % per_row
             column = first + line
             at = line * _ROW_PITCH + unit * (count * 4) + base
             words = [word for i in range(0, count, VECTOR) for word in machine.load_shared(at + i * 4, 16)]

@@ -9,6 +9,7 @@ where blocks share the inputs of a tile (``tiling``), as they do for a few hundr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -127,7 +128,7 @@ def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: tar
     kernel, (outputs, inputs) = _KERNELS[gpu.architecture], shape
     chunk = CHUNK_BYTES if form.block is not None else CHUNK_BYTES // 2
     tiles, columns = outputs // form.groups // TILE, min(ROWS, -(-rows // 8) * 8)
-    return Layout(
+    layout = Layout(
         gpu=gpu,
         split=fastest_split(tiles, form.groups, inputs // chunk, columns, kernel.MOST_WARPGROUPS, gpu),
         form=form,
@@ -136,6 +137,7 @@ def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: tar
         inputs=chunk,
         operand_bytes=kernel.OPERAND_BYTES,
     )
+    return dataclasses.replace(layout, streams=layout.should_stream(kernel.STREAMED_WARPGROUPS))
 
 
 def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:

@@ -16,6 +16,7 @@ from pallas_kernels.products.weights import CHUNK_BYTES, HALVES, QUAD
 _COPIES = 2  # of the operand: one is multiplied while the other is written
 OPERAND_BYTES = _COPIES * TILE * CHUNK_BYTES + _COPIES * 8 + 1024  # shared memory of a warpgroup for it
 MOST_WARPGROUPS = 4
+STREAMED_WARPGROUPS = 0  # no block copies x chunk by chunk: sums in tensor memory are waited for in another way
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -83,13 +84,13 @@ def body(machine: TensorMemory, inputs: ProductInputs, out: Buffer, *, layout: L
             words = block.operand(chunk, stage, half)
             own.store(chunk, words, half * len(words) // QUAD)
         block.advance(chunk)
-        x = block.activations.tile(i)
+        x = block.staged.tile(i)
         own.ask(chunk, x, 0, x.row_bytes, is_rounded=True, accumulate=False)
         own.wait(chunk)
         return block.scaled_sum(chunk, i, own.eight, sums)
 
     def step(chunk: Value, i: Value, stage: Index, _: None) -> None:
-        x = block.activations.tile(i)
+        x = block.staged.tile(i)
         half_bytes = x.row_bytes // HALVES
         for half in range(HALVES):
             use = chunk * HALVES + half

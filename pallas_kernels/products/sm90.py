@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import Index, Value
-from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.products.block import Block, Layout, ProductInputs
-from pallas_kernels.products.weights import HALVES
+from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
 
 OPERAND_BYTES = 0  # shared memory of a warpgroup for its left operand
 MOST_WARPGROUPS = 5
+STREAMED_WARPGROUPS = 4  # the most of a block that copies x chunk by chunk, for which there are registers
+
+_Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a product that still runs
 
 
 def body(machine: TensorCores, inputs: ProductInputs, out: Buffer, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     block = Block.of(machine, inputs, layout)
+    sums = _streamed(machine, inputs, block) if layout.streams else _staged(machine, inputs, block)
+    block.finish(out, sums)
+
+
+def _zeros(machine: TensorCores, layout: Layout) -> list[Value]:
+    return [machine.constant(0.0, "f32")] * (layout.columns // 2)
+
+
+def _staged(machine: TensorCores, inputs: ProductInputs, block: Block) -> list[Value]:
+    """Return the sums of a block that stores x before it multiplies."""
+    layout, activations = block.layout, block.staged
     is_rounded, columns = layout.form.activations == "fp8", layout.columns
     # While one half of a chunk is multiplied, the other is widened, if there are registers for both.
     widens_beside = layout.split.warpgroups <= 4 or columns <= 32
 
     def step(chunk: Value, i: Value, stage: Index, sums: list[Value]) -> list[Value]:
-        x = block.activations.tile(i)
+        x = activations.tile(i)
         half_bytes = x.row_bytes // HALVES
         product, held = None if is_rounded else sums, []
         for half in range(HALVES):
@@ -40,5 +54,28 @@ def body(machine: TensorCores, inputs: ProductInputs, out: Buffer, *, layout: La
             return product
         return block.scaled_sum(chunk, i, lambda n: product[4 * n : 4 * n + 4], sums)
 
-    zeros = [machine.constant(0.0, "f32")] * (columns // 2)
-    block.finish(out, block.multiply(inputs.scales, step, zeros))
+    return block.multiply(inputs.scales, step, _zeros(machine, layout))
+
+
+def _streamed(machine: TensorCores, inputs: ProductInputs, block: Block) -> list[Value]:
+    """Return the sums of a block that copies x chunk by chunk."""
+
+    # While half a chunk is multiplied, the next half is widened, that of the next chunk too.
+    def step(chunk: Value, x: Tile, stage: Index, carry: _Carry) -> _Carry:
+        (sums, held), half_bytes = carry, x.row_bytes // HALVES
+        for half in range(HALVES):
+            words = block.operand(chunk, stage, half)
+            right = x.k_major(half * half_bytes, half_bytes)
+            sums = machine.wgmma(sums, words, right, columns=block.layout.columns, dtype="bf16")
+            machine.wgmma_wait([], pending=1)
+            machine.hold(held)  # no register of an operand is used again before
+            held = words
+            if half == 0:
+                block.advance(chunk)
+        return sums, held
+
+    nothing = [machine.constant(0, "i32")] * (OPERAND_WORDS // (1 if inputs.scales is not None else 2))
+    sums, held = block.stream(inputs.scales, step, (_zeros(machine, block.layout), nothing))
+    sums = machine.wgmma_wait(sums)
+    machine.hold(held)
+    return sums

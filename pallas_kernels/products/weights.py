@@ -8,6 +8,7 @@ from 16 c on, with c the lane's place in its quad. They are what the lane contri
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
@@ -22,6 +23,7 @@ QUAD = 4
 _PIECE, _ROWS = 16, 2
 _PIECES = _ROWS * HALVES
 STAGE_BYTES = _PIECES * _PIECE * WARPGROUP  # a chunk of a tile
+OPERAND_WORDS = 16  # of half a chunk that is widened, as a left operand; of a weight of bf16 half as many
 _WARPS = WARPGROUP // WARP
 
 SCALE_INPUTS = 32  # the fewest inputs that have a scale
@@ -48,18 +50,30 @@ class Scales:
     def shared_bytes(warpgroups: int, chunks: int) -> int:
         return warpgroups * _WARPS * chunks * _PLACES * 4
 
-    def stage(self, scales: Buffer, block: tuple[int, int], at: tuple[Value, Value]) -> None:
-        """Load the scales of this warpgroup's tile, which begins at an output and an input."""
-        machine, (row, first) = self.machine, at
+    def _places(self) -> Iterator[tuple[Value, Value, Value, Condition]]:
+        """Yield what this lane stages: a warp, a chunk, a place in it, and whether it is inside."""
         chunks = self.bytes.shape[2]
-        total, mine = _WARPS * chunks * _PLACES, self.bytes[machine.thread // WARPGROUP]
+        total = _WARPS * chunks * _PLACES
         for start in range(0, total, WARPGROUP):
-            n = machine.thread % WARPGROUP + start
+            n = self.machine.thread % WARPGROUP + start
             inside: Condition = True if start + WARPGROUP <= total else n < total
-            place, chunk, warp = n % _PLACES, n // _PLACES % chunks, n // (_PLACES * chunks)
+            yield n // (_PLACES * chunks), n // _PLACES % chunks, n % _PLACES, inside
+
+    def load(self, scales: Buffer, block: tuple[int, int], at: tuple[Value, Value]) -> list[Value]:
+        """Load this lane's share of the scales of its warpgroup's tile, which begins at an output and an input."""
+        row, first = at
+        loaded = []
+        for warp, chunk, place, inside in self._places():
             of_row = (row + warp * SCALE_ROWS) // block[0]
             of_input = (first + chunk * CHUNK_BYTES + place * SCALE_INPUTS) // block[1]
-            byte = scales.load_bytes(of_row, of_input, count=1, where=inside & (of_row < scales.shape[0]))
+            where = inside & (of_row < scales.shape[0])
+            loaded.append(scales.load_bytes(of_row, of_input, count=1, where=where))
+        return loaded
+
+    def store(self, loaded: list[Value]) -> None:
+        """Store what ``load`` returned. To be followed by a barrier of the warpgroup."""
+        mine = self.bytes[self.machine.thread // WARPGROUP]
+        for byte, (warp, chunk, place, inside) in zip(loaded, self._places(), strict=True):
             mine.store_int(byte, warp, chunk, place, where=inside)
 
     def _load(self, chunk: Index, place: Index) -> Value:
@@ -106,13 +120,12 @@ class StoredTile:
         return Shared.take(machine, (warpgroups, stages, _PIECES, WARPGROUP, _PIECE), "u8")
 
     def copy(self, chunk: Index, stage: Index, where: Condition) -> None:
-        """Start to copy a chunk, as one group of copies."""
+        """Start to copy a chunk. To be followed by ``close_copies``."""
         for row in range(_ROWS):
             for half in range(HALVES):
                 source = self.weight.address_of((chunk, row * 8 * self.row_bytes + half * HALF_BYTES))
                 to = self.room.address_of(stage, row * HALVES + half, 0, 0)
                 self.machine.copy_async(to, source, where & self.there)
-        self.machine.close_copies()
 
     def load(self, stage: Index, half: int) -> list[list[Value]]:
         """Return this lane's bytes of both rows, four words each."""

@@ -33,9 +33,19 @@ PARTS = [
     Product(rows=30, outputs=192, inputs=2048, parts=(2, 2), tiles=2),
     Product(rows=64, outputs=64, inputs=1024, parts=(8, 1)),
 ]
+# Blocks that copy x chunk by chunk: with fewer chunks than stages and more, with rows that are not there, and with
+# numbers of warpgroups of which not all copy.
+STREAMED = [
+    Product(rows=64, outputs=256, inputs=768, parts=(1, 1), tiles=4, streams=True),
+    Product(rows=13, outputs=64, inputs=640, parts=(1, 1), streams=True),
+    Product(rows=20, outputs=320, inputs=1024, parts=(2, 1), tiles=3, streams=True),
+    Product(rows=9, outputs=64, inputs=1024, groups=2, parts=(2, 1), streams=True, dtype=jnp.bfloat16),
+    Product(rows=70, outputs=128, inputs=128, parts=(1, 1), tiles=2, streams=True),
+    Product(rows=11, outputs=192, inputs=512, block=None, parts=(2, 1), tiles=2, streams=True),
+]
 FORMS = [
     Product(rows=9, outputs=64, inputs=512, block=(32, 32), parts=(2, 1)),
-    Product(rows=3, outputs=64, inputs=256, block=(16, 64), dtype=jnp.bfloat16),
+    Product(rows=3, outputs=128, inputs=256, block=(16, 64), dtype=jnp.bfloat16, parts=(1, 1), tiles=2),
     Product(rows=11, outputs=192, inputs=512, block=None, parts=(2, 1), tiles=2),
     Product(rows=3, outputs=64, inputs=192, block=None),
     Product(rows=20, outputs=320, inputs=1024, activations="fp8", parts=(2, 1), tiles=2),
@@ -68,7 +78,7 @@ MANY = [
 
 
 @machines
-@pytest.mark.parametrize("case", first_of(SHAPES + PARTS + FORMS, count=8), ids=str)
+@pytest.mark.parametrize("case", first_of(STREAMED[:1] + SHAPES + PARTS + FORMS + STREAMED[1:], count=9), ids=str)
 def test_products_are_exact_but_for_the_order_of_sums(case, simulate):
     case.check(case.run(simulate=simulate, gpu=HOPPER if simulate else _here()), simulate=simulate)
 
@@ -108,16 +118,17 @@ def _here():
         Product(rows=64, outputs=128, inputs=1024),
         Product(rows=64, outputs=64, inputs=2048, groups=2, parts=(2, 1)),
         Product(rows=64, outputs=128, inputs=512, activations="fp8"),
+        Product(rows=64, outputs=256, inputs=1024, parts=(1, 1), tiles=4, streams=True),
     ],
     ids=str,
 )
 def test_a_row_has_the_same_sums_alone_and_in_a_batch(case):
-    """Bit for bit, whatever the split that its number of rows gets."""
+    """Bit for bit, whatever the split that its number of rows gets, and whether x is copied chunk by chunk."""
     all_rows = case.run(simulate=False, gpu=_here())
     for first, count in ((0, 1), (5, 8), (40, 17)):
         few = dataclasses.replace(case, rows=count, parts=None)
         if case.parts is not None:  # the same parts, in one block
-            few = dataclasses.replace(few, parts=case.parts[::-1])
+            few = dataclasses.replace(few, parts=case.parts[::-1], streams=False)
         found = few.run(case.x[first : first + count], simulate=False, gpu=_here())
         np.testing.assert_array_equal(found, all_rows[first : first + count])
 

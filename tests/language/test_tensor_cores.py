@@ -312,6 +312,39 @@ def test_copies_in_groups(simulate):
     np.testing.assert_array_equal(got, source.view(np.int32))
 
 
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+@pytest.mark.parametrize("size", [4, 8])
+def test_copies_of_fewer_bytes(size, simulate):
+    """Each lane copies words of another lane's row, and zeros in some lanes; the rest of the memory stays."""
+    source = np.random.default_rng(13).integers(0, 256, (128, 16)).astype(np.uint8)
+
+    def body(machine: TensorCores, source: Any, out: Any) -> None:
+        lane, count = machine.thread, 16 // size
+        room = lane * 16 + machine.take_shared(128 * 16)
+        machine.store_shared(room, [machine.constant(-1, "i32")] * 4, 16, True)
+        for i in range(count - 1):
+            machine.copy_async(
+                room + i * size, source.address_of((lane * -1 + 127, i * size)), lane % 3 != i, size=size
+            )
+        machine.wait_copies()
+        out.store_words(machine.load_shared(room, 16), lane, 0)
+
+    got = run(body, source, SPEC((128, 4), jnp.int32), shared_bytes=128 * 16, simulate=simulate)
+    want = source[::-1].copy()
+    for i in range(16 // size - 1):
+        want[i::3, i * size : (i + 1) * size] = 0
+    want[:, 16 - size :] = 255
+    np.testing.assert_array_equal(got, want.view(np.int32))
+
+
+def test_sizes_of_copies_are_checked():
+    def body(machine: TensorCores, source: Any, out: Any) -> None:
+        machine.copy_async(machine.thread * 16, source.address_of((machine.thread, 0)), True, size=2)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="2 bytes at once: an asynchronous copy moves 4, 8 or 16"):
+        run(body, np.zeros((128, 16), np.uint8), SPEC((128, 4), jnp.int32), shared_bytes=128 * 16, simulate=True)
+
+
 def copies(machine: TensorCores, source: Any, out: Any, *, waits: bool) -> None:
     """Each lane copies 16 bytes of each row, with room for three rows."""
     lane, rows = machine.thread, source.shape[0]

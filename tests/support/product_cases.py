@@ -50,11 +50,13 @@ class Product:
     dtype: Any = jnp.float32
     parts: tuple[int, int] | None = None  # blocks of a cluster, and parts of a block; None for the fastest
     tiles: int = 1  # of a block, if parts are given
+    streams: bool = False  # whether x is copied chunk by chunk, if parts are given
     many: Many | None = None  # runs the kernel of many rows
 
     def __str__(self) -> str:
         stored = "bf16" if self.block is None else f"{self.block[0]}x{self.block[1]}"
         how = "" if self.parts is None else f" {self.parts[0]} blocks of {self.parts[1]} parts, {self.tiles} tiles"
+        how += ", streamed" if self.streams else ""
         how += "" if self.many is None else f" many{self.many}"
         groups = f"{self.groups} x " if self.groups > 1 else ""
         return f"{self.rows} rows {groups}{self.inputs} to {self.outputs} {stored} {self.activations}{how}"
@@ -132,7 +134,7 @@ class Product:
             chunks = self.inputs // layout.inputs // (cluster * parts)
             blocks = -(-(self.outputs // TILE) // self.tiles)
             split = Split(cluster=cluster, parts=parts, tiles=self.tiles, blocks=blocks, chunks=chunks)
-            layout = dataclasses.replace(layout, split=split)
+            layout = dataclasses.replace(layout, split=split, streams=self.streams)
         return functools.partial(launch_product, layout)
 
     def check(self, found: np.ndarray, *, simulate: bool) -> None:

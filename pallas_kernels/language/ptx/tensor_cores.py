@@ -10,7 +10,7 @@ from jax._src.lib.mlir.dialects import gpu, llvm  # pyright: ignore[reportPrivat
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import plugin
-from pallas_kernels.language.checks import check_wgmma
+from pallas_kernels.language.checks import check_copy, check_wgmma
 from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Value
 from pallas_kernels.language.ptx.lanes import PTX
 from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores, TileCopy
@@ -97,10 +97,15 @@ class TensorCorePTX(PTX, TensorCores):
             return self._asm(f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r", ["i32"], a, b)[0]
         return self._asm("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", ["i32"], a, b, selector)[0]
 
-    def copy_async(self, to: Value, address: Value, where: Condition) -> None:
-        size = self._flag(where) << 4 if isinstance(where, Value) else self.constant(16 * where, "i32")
-        text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-        self._asm(text, "r,l,r", [], self._shared + to, address, size, effects=True)
+    def copy_async(self, to: Value, address: Value, where: Condition, *, size: int = 16) -> None:
+        check_copy(size)
+        to = self._shared + to
+        text = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global [$0], [$1], {size}"  # past L1 only 16 bytes go
+        if where is True:
+            self._asm(f"{text};", "r,l", [], to, address, effects=True)
+            return
+        copied = self._flag(where) * size if isinstance(where, Value) else self.constant(0, "i32")
+        self._asm(f"{text}, $2;", "r,l,r", [], to, address, copied, effects=True)
 
     def close_copies(self) -> None:
         self._asm("cp.async.commit_group;", "", [], effects=True)

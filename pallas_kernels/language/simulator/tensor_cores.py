@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.language.checks import check_wgmma
+from pallas_kernels.language.checks import check_copy, check_wgmma
 from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Scope, Value
 from pallas_kernels.language.regions import Region
 from pallas_kernels.language.simulator.arithmetic import elementwise, multiply_bf16
@@ -187,10 +187,11 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         taken = np.ascontiguousarray(np.where(chosen & 8, taken >> 7, taken))
         return self._wrap("i32", taken.view(np.int32)[..., 0])
 
-    def copy_async(self, to: Value, address: Value, where: Condition) -> None:
+    def copy_async(self, to: Value, address: Value, where: Condition, *, size: int = 16) -> None:
+        check_copy(size)
         where = self._constant(where, "bool") if isinstance(where, bool) else where
         to, address, where = self._made_in(self._body, [to, address, where])  # it may outlive the part that started it
-        self._turn.copies[-1].append((to, address, where, self._active(True).copy()))
+        self._turn.copies[-1].append((to, address, where, size, self._active(True).copy()))
 
     def close_copies(self) -> None:
         self._turn.copies.append([])
@@ -199,9 +200,9 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         """Carry out copies. Until then, reads give the previous contents."""
         groups = self._turn.copies
         while len(groups) > pending + 1 or (groups[0] and not pending):
-            for to, address, where, active in groups[0]:
+            for to, address, where, size, active in groups[0]:
                 mask, self._mask = self._mask, active
-                self.store_shared(to, self.load(address, 16, where, constant=True), 16, True)
+                self.store_shared(to, self.load(address, size, where, constant=True), size, True)
                 self._mask = mask
             groups[0] = []
             if len(groups) > 1:
