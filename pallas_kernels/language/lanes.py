@@ -235,9 +235,15 @@ def fold_tree(op: Op, values: Sequence[Value]) -> Value:
 
 
 def swapped(machine: Machine, is_odd: Value, pair: tuple[Value, Value], distance: int) -> tuple[Value, Value]:
-    """Exchange words between lanes at a distance: the even one gets both first words, the odd one both second ones.
+    """Exchange words between two lanes: the even one gets both first words, the odd one both second ones.
 
-    In the order of the lanes.
+    Both get them in the order of the lanes. So 2 x 2 words are transposed; larger squares take several exchanges.
+
+    Args:
+      machine: of the words.
+      is_odd: whether the lane is the later one of the two.
+      pair: the lane's two words.
+      distance: between the two lanes, a power of two below 32, as for ``shuffle_xor``.
     """
     first, second = pair
     got = machine.shuffle_xor(machine.select(is_odd, first, second), distance)
