@@ -331,10 +331,11 @@ class TopKKernels(_Kernels):
 class DecodeAttentionKernels(_Kernels):
     """The kernels of ``pallas_kernels.attention``, and the kernel that makes their queries."""
 
-    # Large enough for a draft of a few tokens for many requests to be one tile: every tile reads the heads' weights
-    # again.
-    tile_bytes = 256 << 20
+    # A chunk of 4096 tokens is one tile at V4-Flash's sizes, unless its context is so long that scores take more than
+    # queries. Several tiles read the heads' weights again, and their slices and results are copied.
+    tile_bytes = 768 << 20
     gathers_picks = False
+    rounds_queries = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         del kind

@@ -179,6 +179,11 @@ class DecodeAttention(Implementation, Protocol):
         """Whether this implementation materialises each query's picked entries as rows in memory."""
         ...
 
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether ``queries`` gives f16. The results of ``attend`` are then usually bf16."""
+        ...
+
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         """Apply norm and rope to products f32 [B, T, H, head_dim], and convert them to the dtype ``attend`` takes."""
         ...

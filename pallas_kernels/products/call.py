@@ -29,9 +29,6 @@ from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROW
 
 ACTIVATIONS = ("bf16", "fp8")
 MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
-# Of bf16 x, the same of the kernel of many rows, between two numbers of rows that were timed. V4-Flash's five weights
-# together take 125 us with 256 rows on an H200, and 262 where XLA widens them first; with 4096 rows 1437 and 1363.
-MOST_WIDE_ROWS = 2048
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 _MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
 
@@ -39,8 +36,8 @@ _MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
 def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1) -> str | None:
     """Return why no kernel serves a weight of this shape [groups * outputs, inputs], or None if one does.
 
-    Above some number of rows a kernel is right, but slower than a product with the widened weight: above 128 where only
-    the kernel of few rows serves a weight, and above 2048 with x in bf16.
+    The kernel of few rows is right for any number of them, but above 128 it is slower than a product with the widened
+    weight. A weight that only this kernel serves has none there.
     """
     (outputs, inputs), block = shape, form.block
     chunk = CHUNK_BYTES if block is not None else CHUNK_BYTES // 2
@@ -55,8 +52,6 @@ def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1)
         return f"blocks must be multiples of {SCALE_ROWS} x {least} with activations={form.activations!r}, got {block}"
     if rows > MOST_ROWS and (reason := _unsupported_many(shape, form)) is not None:
         return f"for more than {MOST_ROWS} rows, got {rows}, it is faster to widen the weight where {reason}"
-    if rows > MOST_WIDE_ROWS and form.activations == "bf16":
-        return f"for more than {MOST_WIDE_ROWS} rows of bf16, got {rows}, it is faster to widen the weight"
     return None
 
 
