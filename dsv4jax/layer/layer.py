@@ -336,8 +336,12 @@ def _attend_tile(
     plan, cfg = window.plan, window.plan.cfg
     latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
     projections = PROJECTIONS[_of(backends.projections)]
-    q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
-    q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
+    q = None
+    if DECODE_ATTENTION[_of(backends.decode_attention)].rounds_queries:
+        q = projections.queries(latent, params.q_b, positions, freqs, plan)
+    if q is None:
+        q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
+        q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
     picks = None
     if entries is not None and params.index_q_b is not None:
         assert queries.head_weights is not None
