@@ -216,6 +216,7 @@ class XLADecodeAttention(Anywhere):
 
     tile_bytes = 96 << 20
     gathers_picks = True
+    rounds_queries = False
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         return apply_rope(rms_norm(product, None, plan.cfg.norm_eps), positions[..., None], freqs)

@@ -45,6 +45,9 @@ from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
 
+# Whether queries of many tokens are made in their product, by a kernel that has not run on a GPU yet: on an H200 the
+# product and the conversion of its result were timed, as two launches.
+QUERIES_IN_PRODUCT = False
 _SMALL_WEIGHT = 1 << 22  # numbers of a bf16 weight up to which its kernel is faster than XLA, on an H200
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
@@ -111,8 +114,7 @@ class ProjectionsKernels(_Kernels):
         outputs, inputs = weight.shape
         rows = x.size // (groups * inputs)
         if isinstance(weight, StoredWeight):
-            form = pk.WeightForm(groups=groups, block=weight.block, activations=weight.activations)
-            arrays, is_served = (weight.codes, weight.scales), True
+            form, arrays, is_served = _form(weight, groups), (weight.codes, weight.scales), True
         else:  # XLA is faster for larger ones
             form, arrays = pk.WeightForm(groups=groups), (weight, None)
             is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= _SMALL_WEIGHT
@@ -121,6 +123,26 @@ class ProjectionsKernels(_Kernels):
         x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
         return product.reshape(*x.shape[:-1], outputs // groups)
+
+    def queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> jax.Array | None:
+        if not QUERIES_IN_PRODUCT or not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
+            return None
+        form, rows, dims = _form(weight), positions.size, (plan.cfg.head_dim, plan.cfg.rope_dim)
+        if pk.unsupported_product_of_queries(weight.shape, form, rows, *dims) is not None:
+            return None
+        latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
+        queries = pk.product_of_queries(
+            latent.reshape(rows, -1),
+            weight.codes,
+            weight.scales,
+            form,
+            packed_angles(positions, freqs).reshape(rows, -1),
+            eps=plan.cfg.norm_eps,
+            simulate=self.simulate,
+        )
+        return queries.reshape(*positions.shape, -1, dims[0])
 
     def parts(
         self,
@@ -159,6 +181,10 @@ class ProjectionsKernels(_Kernels):
 
         rows = TokenRows(kv=parts.kv, entry=normed(parts.entry, entry), key=normed(parts.key, key))
         return TokenParts(latent=parts.latent, rows=rows, encoded=parts.stored, head_weights=parts.head_weights)
+
+
+def _form(weight: StoredWeight, groups: int = 1) -> pk.WeightForm:
+    return pk.WeightForm(groups=groups, block=weight.block, activations=weight.activations)
 
 
 class CacheUpdateKernels(_Kernels):
@@ -332,10 +358,11 @@ class TopKKernels(_Kernels):
 class DecodeAttentionKernels(_Kernels):
     """The kernels of ``pallas_kernels.attention``, and the kernel that makes their queries."""
 
-    # Large enough for a draft of a few tokens for many requests to be one tile: every tile reads the heads' weights
-    # again.
-    tile_bytes = 256 << 20
+    # A chunk of 4096 tokens is one tile at V4-Flash's sizes, unless its context is so long that scores take more than
+    # queries. Several tiles read the heads' weights again, and their slices and results are copied.
+    tile_bytes = 768 << 20
     gathers_picks = False
+    rounds_queries = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         del kind

@@ -336,8 +336,12 @@ def _attend_tile(
     plan, cfg = window.plan, window.plan.cfg
     latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
     projections = PROJECTIONS[_of(backends.projections)]
-    q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
-    q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
+    q = None
+    if DECODE_ATTENTION[_of(backends.decode_attention)].rounds_queries:
+        q = projections.queries(latent, params.q_b, positions, freqs, plan)
+    if q is None:
+        q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
+        q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
     picks = None
     if entries is not None and params.index_q_b is not None:
         assert queries.head_weights is not None
@@ -356,15 +360,19 @@ def _attend_tile(
 
 
 def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
-    """Return the tokens per query tile: the power of two that keeps temporaries near the attention's ``tile_bytes``."""
+    """Return the tokens per query tile: the power of two that keeps temporaries within ``tile_bytes`` of attention."""
     cfg = plan.cfg
     batch = known_size(batch, plan.max_requests)  # rows name distinct slots
     attends = DECODE_ATTENTION[_of(backends.decode_attention)]
-    per_token = 3 * cfg.num_heads * cfg.head_dim  # queries, running sum, output
-    if kind.is_indexed:
-        entries = plan.max_blocks * plan.entries_per_block(kind)
-        picks = min(cfg.indexer_top_k, entries)
-        per_token += 2 * entries + cfg.indexer_heads * cfg.indexer_head_dim
-        per_token += picks * (cfg.head_dim + cfg.num_heads if attends.gathers_picks else 1)
-    tokens = attends.tile_bytes // (4 * per_token * batch)
+    numbers, entries = cfg.num_heads * cfg.head_dim, plan.max_blocks * plan.entries_per_block(kind)
+    picks = min(cfg.indexer_top_k, entries)
+    if attends.rounds_queries:
+        # Queries in f16 beside their product in f32, and then beside the result in bf16, scores and picks.
+        per_token = max((2 + 4) * numbers, (2 + 2) * numbers + 4 * (entries + picks) * kind.is_indexed)
+    else:
+        per_token = 4 * 3 * numbers  # queries, running sum, output
+        if kind.is_indexed:
+            per_token += 4 * (2 * entries + cfg.indexer_heads * cfg.indexer_head_dim)
+            per_token += 4 * picks * (cfg.head_dim + cfg.num_heads if attends.gathers_picks else 1)
+    tokens = attends.tile_bytes // (per_token * batch)
     return 1 << max(0, tokens.bit_length() - 1)

@@ -56,6 +56,15 @@ class Projections(Implementation, Protocol):
         """
         ...
 
+    def queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> jax.Array | None:
+        """Multiply latents [B, T, q_lora_rank] by W_qb, apply norm and rope, and round: f16 [B, T, H, head_dim].
+
+        None where this is not one kernel. The product is then converted by ``DecodeAttention.queries``.
+        """
+        ...
+
     def parts(
         self,
         products: InputProducts,
@@ -177,6 +186,11 @@ class DecodeAttention(Implementation, Protocol):
     @property
     def gathers_picks(self) -> bool:
         """Whether this implementation materialises each query's picked entries as rows in memory."""
+        ...
+
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether ``queries`` gives f16, as ``Projections.queries`` does. The results of ``attend`` are then bf16."""
         ...
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dsv4jax.checks import FLOATS, check_dtype, integer
@@ -46,6 +47,11 @@ class XLAProjections(Anywhere):
             precision=lax.Precision.HIGHEST,
             preferred_element_type=dtype if product == dtype else jnp.float32,
         ).astype(dtype)
+
+    def queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> jax.Array | None:
+        return None
 
     def parts(
         self,

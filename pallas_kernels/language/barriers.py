@@ -8,14 +8,15 @@
     full.copy(i % stages).wait(i // stages & 1)               # the warps that read it
 
 A barrier goes through phases, numbered from 0. A phase ends, and the next begins, when a given number of warps have
-arrived.
+arrived. They are warps of the barrier's own block, or with the scope "cluster" of all blocks of its cluster. Before the
+first of those arrives, there is to be a barrier of the cluster after ``init_barriers``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.language.machine import Condition, Index, Value
+from pallas_kernels.language.machine import Condition, Index, Scope, Value
 from pallas_kernels.language.tensor_cores import TensorCores, TileCopy
 
 _BYTES = 8
@@ -29,12 +30,13 @@ class Barrier:
     offset: Index  # bytes from the beginning of the block's shared memory
     warps: int  # number of warps that arrive in a phase; each commit of a product counts as one
     copies: int
+    scope: Scope = "block"  # or "cluster": those that have these warps
 
     @classmethod
-    def take(cls, machine: TensorCores, warps: int, copies: int = 1) -> Barrier:
+    def take(cls, machine: TensorCores, warps: int, copies: int = 1, scope: Scope = "block") -> Barrier:
         """Allocate shared memory for ``copies`` barriers whose phases end when ``warps`` warps have arrived."""
         offset = machine.take_shared(_BYTES * copies, alignment=_BYTES)
-        return cls(machine=machine, offset=offset, warps=warps, copies=copies)
+        return cls(machine=machine, offset=offset, warps=warps, copies=copies, scope=scope)
 
     def copy(self, number: Index) -> Barrier:
         """Return the ``number``-th of the copies. Raises IndexError for an int that is out of range."""
@@ -49,12 +51,15 @@ class Barrier:
             raise TypeError(f"one of {self.copies} barriers is meant: write barrier.copy(number)")
         return self.offset if isinstance(self.offset, Value) else self.machine.constant(self.offset, "i32")
 
-    def arrive(self, where: Condition = True) -> None:
+    def arrive(self, where: Condition = True, *, rank: int | None = None) -> None:
         """Arrive, as all lanes of a warp together. What they did before is visible to those who wait for this phase.
 
-        ``where`` must be the same in all lanes of a warp.
+        ``where`` must be the same in all lanes of a warp. With ``rank``, they arrive at the same barrier of the block
+        with that rank in the cluster, whose scope must be "cluster".
         """
-        self.machine.arrive(self.address, where)
+        if (rank is None) != (self.scope == "block"):
+            raise TypeError(f"a barrier of scope {self.scope!r}, arrived at with rank={rank}")
+        self.machine.arrive(self.address, where, rank=rank)
 
     def fill(self, *copies: TileCopy) -> None:
         """Start copies from device memory, and arrive, as all lanes of a warp together.
@@ -70,7 +75,8 @@ class Barrier:
         Before the first phase has ended, a wait for parity 1 returns at once. Thus a role that waits for room which is
         free at the start begins with parity 1.
         """
-        self.machine.wait(self.address, self.machine.constant(parity, "i32") if isinstance(parity, int) else parity)
+        parity = self.machine.constant(parity, "i32") if isinstance(parity, int) else parity
+        self.machine.wait(self.address, parity, self.scope)
 
 
 def init_barriers(*barriers: Barrier) -> None:

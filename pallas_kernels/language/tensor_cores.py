@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Machine, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Machine, Scope, Value
 
 ATOM_ROWS, ATOM_BYTES, UNIT = 8, 128, 16  # of the 128-byte swizzle
 REGISTERS = 65536  # the most registers that a block can have
@@ -310,8 +310,10 @@ class TensorCores(Machine):
         """
 
     @abc.abstractmethod
-    def arrive(self, barrier: Value, where: Condition = True) -> None:
+    def arrive(self, barrier: Value, where: Condition = True, *, rank: int | None = None) -> None:
         """Arrive at the barrier at an i32 byte offset, as all lanes of a warp together.
+
+        It is in the block's own shared memory, or in that of the block with a given rank in its cluster.
 
         Bodies use ``Barrier.arrive``.
         """
@@ -324,8 +326,10 @@ class TensorCores(Machine):
         """
 
     @abc.abstractmethod
-    def wait(self, barrier: Value, parity: Value) -> None:
+    def wait(self, barrier: Value, parity: Value, scope: Scope = "block") -> None:
         """Wait until the phase of this parity (i32, 0 or 1) has ended, at an i32 byte offset.
+
+        With the scope "cluster" this lane then sees what lanes of other blocks did before they arrived.
 
         Bodies use ``Barrier.wait``.
         """

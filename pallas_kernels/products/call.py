@@ -22,17 +22,16 @@ from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
 from pallas_kernels.products import many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
+from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.many import ManyInputs
 from pallas_kernels.products.rounding import round_rows
 from pallas_kernels.products.split import ROWS, TILE, fastest_split
-from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling
+from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
 ACTIVATIONS = ("bf16", "fp8")
+HEAD_DIM = 512  # outputs of a head, where they become queries: two tiles
 MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
-# Of bf16 x, the same of the kernel of many rows, between two numbers of rows that were timed. V4-Flash's five weights
-# together take 125 us with 256 rows on an H200, and 262 where XLA widens them first; with 4096 rows 1437 and 1363.
-MOST_WIDE_ROWS = 2048
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 _MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
 
@@ -40,8 +39,8 @@ _MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
 def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1) -> str | None:
     """Return why no kernel serves a weight of this shape [groups * outputs, inputs], or None if one does.
 
-    Above some number of rows a kernel is right, but slower than a product with the widened weight: above 128 where only
-    the kernel of few rows serves a weight, and above 2048 with x in bf16.
+    The kernel of few rows is right for any number of them, but above 128 it is slower than a product with the widened
+    weight. A weight that only this kernel serves has none there.
     """
     (outputs, inputs), block = shape, form.block
     chunk = CHUNK_BYTES if block is not None else CHUNK_BYTES // 2
@@ -56,8 +55,6 @@ def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1)
         return f"blocks must be multiples of {SCALE_ROWS} x {least} with activations={form.activations!r}, got {block}"
     if rows > MOST_ROWS and (reason := _unsupported_many(shape, form)) is not None:
         return f"for more than {MOST_ROWS} rows, got {rows}, it is faster to widen the weight where {reason}"
-    if rows > MOST_WIDE_ROWS and form.activations == "bf16":
-        return f"for more than {MOST_WIDE_ROWS} rows of bf16, got {rows}, it is faster to widen the weight"
     return None
 
 
@@ -101,26 +98,91 @@ def product(
       ValueError: no kernel serves this weight (``unsupported_product``).
       AssertionError: (chex) a shape or dtype is wrong.
     """
+    inputs = _checked(x, weight, scales, form)
+    if (reason := unsupported_product(weight.shape, form)) is not None:
+        raise ValueError(f"no kernel serves this product: {reason}")
+    (rows, _), (outputs, width_of_group) = x.shape, weight.shape
+    gpu = target.gpu_or_first()
+    if rows > ROWS and _unsupported_many(weight.shape, form) is None:
+        tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
+        return launch_many(tiling, inputs, dtype, simulate=simulate)
+    return launch_product(fastest_layout(rows, weight.shape, form, gpu), inputs, dtype, simulate=simulate)
+
+
+def _checked(x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm) -> ProductInputs:
+    """Return the arrays as kernels take them. AssertionError (chex) if a shape or dtype is wrong."""
     chex.assert_rank([x, weight], 2)
     chex.assert_type(x, jnp.bfloat16)
-    (rows, width), (outputs, width_of_group) = x.shape, weight.shape
-    chex.assert_equal(width, form.groups * width_of_group)
+    chex.assert_equal(x.shape[1], form.groups * weight.shape[1])
     if form.block is None:
         chex.assert_type(weight, jnp.bfloat16)
         chex.assert_equal(scales, None)
     else:
         assert scales is not None, "a weight of FP8 has scales"
         chex.assert_type([weight, scales], [jnp.float8_e4m3fn, jnp.float8_e8m0fnu])
-        chex.assert_shape(scales, (-(-outputs // form.block[0]), -(-width_of_group // form.block[1])))
+        chex.assert_shape(scales, [-(-size // by) for size, by in zip(weight.shape, form.block, strict=True)])
         weight, scales = (lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in (weight, scales))
-    if (reason := unsupported_product(weight.shape, form)) is not None:
+    return ProductInputs(x=x, weight=weight, scales=scales)
+
+
+def unsupported_product_of_queries(
+    shape: tuple[int, ...], form: WeightForm, rows: int, head_dim: int, rope_dim: int
+) -> str | None:
+    """Return why no kernel makes queries of so many rows in their product, or None if one does.
+
+    Their product and their conversion (``attention_queries``) are then two launches.
+    """
+    if (reason := unsupported_product(shape, form, rows)) is not None:
+        return reason
+    if rows <= ROWS:
+        return f"queries are made in products of more than {ROWS} rows, got {rows}"
+    if (reason := _unsupported_many(shape, form)) is not None:
+        return f"products of more than {ROWS} rows have no kernel where {reason}"
+    if form.activations != "fp8" or form.groups != 1:
+        return "queries are made in products of one group, with activations='fp8'"
+    if head_dim != HEAD_DIM or shape[0] % HEAD_DIM:
+        return f"outputs must be heads of {HEAD_DIM}, got {shape[0]} outputs and heads of {head_dim}"
+    if rope_dim % 16 or not 0 < rope_dim <= HEAD_DIM // 2:
+        return f"rope_dim must be a multiple of 16 up to {HEAD_DIM // 2}, got {rope_dim}"
+    return None
+
+
+def product_of_queries(
+    x: jax.Array,
+    weight: jax.Array,
+    scales: jax.Array,
+    form: WeightForm,
+    angles: jax.Array,
+    *,
+    eps: float,
+    simulate: bool = False,
+) -> jax.Array:
+    """Multiply rows of x by a weight whose outputs are heads, and convert them as ``attention_queries`` does.
+
+    Args:
+      x, weight, scales, form: as for ``product``.
+      angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
+        rotated.
+      eps: of the norm.
+      simulate: run in NumPy on the host, with checks, on any device.
+
+    Returns:
+      f16 [M, heads, 512].
+
+    Raises:
+      ValueError: no kernel serves this (``unsupported_product_of_queries``).
+      AssertionError: (chex) a shape or dtype is wrong.
+    """
+    inputs = _checked(x, weight, scales, form)
+    chex.assert_shape(angles, (len(x), None))
+    chex.assert_type(angles, jnp.float32)
+    reason = unsupported_product_of_queries(weight.shape, form, len(x), HEAD_DIM, angles.shape[1])
+    if reason is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
-    inputs = ProductInputs(x=x, weight=weight, scales=scales)
-    gpu = target.gpu_or_first()
-    if rows > ROWS and _unsupported_many(weight.shape, form) is None:
-        tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
-        return launch_many(tiling, inputs, dtype, simulate=simulate)
-    return launch_product(fastest_layout(rows, weight.shape, form, gpu), inputs, dtype, simulate=simulate)
+    heads = Heads(dim=HEAD_DIM, eps=eps)
+    tiling = tiling_of_heads(len(x), *weight.shape, form, heads, target.gpu_or_first())
+    queries = launch_many(tiling, inputs, jnp.float16, angles, simulate=simulate)
+    return queries.reshape(len(x), -1, HEAD_DIM)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
@@ -152,10 +214,15 @@ def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulat
     )
 
 
-def launch_many(tiling: Tiling, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
-    """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it."""
+def launch_many(
+    tiling: Tiling, inputs: ProductInputs, dtype: Any, angles: jax.Array | None = None, *, simulate: bool = False
+) -> jax.Array:
+    """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it.
+
+    ``angles`` are for queries.
+    """
     codes, of_x = round_rows(inputs.x, simulate=simulate) if tiling.is_rounded else (inputs.x, None)
-    many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales)
+    many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales, angles=angles)
     return launch_tiles(tiling, many, dtype, simulate=simulate)
 
 
@@ -163,7 +230,7 @@ def launch_tiles(tiling: Tiling, inputs: ManyInputs, dtype: Any, *, simulate: bo
     """Launch the kernel of many rows."""
     return launch(
         functools.partial(_MANY[tiling.form.activations].body, tiling=tiling),
-        name="product_of_many",
+        name="product_of_many" if tiling.heads is None else "product_of_queries",
         grid=tiling.grid,
         inputs=inputs,
         state=jax.ShapeDtypeStruct((tiling.rows, inputs.weight.shape[0]), dtype),

@@ -25,6 +25,7 @@ class ManyInputs:
     x_scales: Any  # f32 [groups * inputs / 128, M rounded up to 128] of rounded rows, else None
     weight: Any  # uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block]
+    angles: Any = None  # f32 [M, rope_dim], cosines and then sines, for queries
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,12 +34,12 @@ class Turns:
 
     machine: TensorCores
     tiling: Tiling
-    rank: Value
+    part: Value  # of the inputs
 
     @classmethod
     def of(cls, machine: TensorCores, tiling: Tiling) -> Turns:
-        rank = machine.rank if tiling.parts > 1 else machine.constant(0, "i32")
-        return cls(machine=machine, tiling=tiling, rank=rank)
+        part = machine.rank if tiling.parts > 1 else machine.constant(0, "i32")
+        return cls(machine=machine, tiling=tiling, part=part)
 
     @property
     def count(self) -> Value:
@@ -51,12 +52,12 @@ class Turns:
         return self.count * self.tiling.chunks
 
     def place(self, turn: Value) -> Place:
-        return self.tiling.place(turn * self.tiling.blocks + self.machine.block(0))
+        return self.tiling.place(turn * self.tiling.blocks + self.machine.block(0), self.machine.rank)
 
     def chunk(self, number: Value) -> tuple[Place, Value]:
         """Return the tile of a chunk, by its number among those of all tiles, and its first input."""
         chunks = self.tiling.chunks
-        return self.place(number // chunks), (number % chunks + self.rank * chunks) * self.tiling.chunk
+        return self.place(number // chunks), (number % chunks + self.part * chunks) * self.tiling.chunk
 
 
 def for_each_tile(
@@ -64,7 +65,7 @@ def for_each_tile(
     ring: Ring,
     arena: int,
     sums: Callable[[Value], list[Value]],
-    store: Callable[[Place, Value | int, list[Value]], None],
+    store: Callable[[Value, Value | int, list[Value]], None],
 ) -> None:
     """Compute and store the sums of each tile.
 
@@ -73,13 +74,13 @@ def for_each_tile(
       ring: the stages.
       arena: where the stages begin in shared memory, which parts of the inputs use to add their sums.
       sums: computes those of a tile, by the number of its first chunk.
-      store: stores fours of a tile, the first of which has a number.
+      store: stores fours of a turn's tile, the first of which has a number.
     """
     machine, tiling = turns.machine, turns.tiling
     ring.begin()
 
     def one(turn: Value, _: None) -> None:
-        store(turns.place(turn), *exchange(machine, tiling, arena, sums(turn * tiling.chunks)))
+        store(turn, *exchange(machine, tiling, arena, sums(turn * tiling.chunks)))
 
     if tiling.tiles > tiling.blocks:
         machine.loop(turns.count, one, None)
@@ -107,21 +108,6 @@ def exchange(machine: TensorCores, tiling: Tiling, arena: int, sums: list[Value]
         parts = [received.load_floats(part, n, machine.thread, 0) for part in range(tiling.parts)]
         mine += functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts)
     return machine.rank * owned, mine
-
-
-def swapped(machine: TensorCores, is_odd: Value, pair: tuple[Value, Value], distance: int) -> tuple[Value, Value]:
-    """Exchange words between lanes at a distance: the even one gets both first words, the odd one both second ones.
-
-    In the order of the lanes.
-    """
-    first, second = pair
-    sent = _select(is_odd, first, second)
-    got = machine.shuffle_xor(sent, distance)
-    return _select(is_odd, got, first), _select(is_odd, second, got)
-
-
-def _select(condition: Value, a: Value, b: Value) -> Value:
-    return a.machine.select(condition, a, b)
 
 
 def warp_rows(machine: TensorCores) -> Value:

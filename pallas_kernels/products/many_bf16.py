@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.lanes import Buffer, swapped
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.products.many import ManyInputs, Turns, for_each_tile, swapped, warp_rows
+from pallas_kernels.products.many import ManyInputs, Turns, for_each_tile, warp_rows
 from pallas_kernels.products.ring import Ring
-from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
+from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
 CHUNK_CODES = CHUNK_BYTES // 2
@@ -111,13 +111,12 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
         return machine.loop(tiling.chunks, one, (zeros, scales_of(begin)))[0]
 
-    for_each_tile(turns, ring, arena, sums_of, functools.partial(_store, machine, tiling, out))
+    for_each_tile(turns, ring, arena, sums_of, functools.partial(_store, turns, out))
 
 
-def _store(
-    machine: TensorCores, tiling: Tiling, out: Buffer, place: Place, first: Value | int, sums: list[Value]
-) -> None:
+def _store(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: list[Value]) -> None:
     """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
+    machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
     lane = machine.thread % WARP
     output = place.output + warp_rows(machine)
     rows = tiling.rows

@@ -12,13 +12,14 @@ import dataclasses
 import functools
 
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Value
+from pallas_kernels.language.lanes import Buffer, Team, add, fold, swapped
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.products.many import ManyInputs, Turns, for_each_tile, swapped
+from pallas_kernels.products.heads import Angles, Squares
+from pallas_kernels.products.many import ManyInputs, Turns, for_each_tile
 from pallas_kernels.products.ring import Ring
-from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
+from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
 
 _ROWS = 64  # of a warpgroup
@@ -114,27 +115,65 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_outputs // 2)
         return machine.loop(tiling.chunks, one, (zeros, scales_of(begin)))[0]
 
-    for_each_tile(turns, ring, arena, sums_of, functools.partial(_store, machine, tiling, out))
+    store = functools.partial(_store, turns, out)
+    if tiling.heads is not None:
+        squares = Squares.take(machine, tiling.neighbours, tiling.tile_rows, WARPGROUPS)
+        store = functools.partial(_store_queries, turns, inputs.angles, squares, out)
+    for_each_tile(turns, ring, arena, sums_of, store)
 
 
-def _store(
-    machine: TensorCores, tiling: Tiling, out: Buffer, place: Place, first: Value | int, sums: list[Value]
-) -> None:
+def _store(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: list[Value]) -> None:
     """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
-    lane, rows = machine.thread % WARP, tiling.rows
-    row = place.row + machine.thread // WARPGROUP * _ROWS + machine.thread % WARPGROUP // WARP * 16 + lane // 4
+    machine, place = turns.machine, turns.place(turn)
     output = place.output + first * 8
-    is_odd = lane % 2 == 1
-    for half in range(2):
-        at = row + half * 8
-        where = True if rows % tiling.tile_rows == 0 else at < rows
+    for half, (_, at, where) in enumerate(_rows(turns, place)):
+        pairs = [sums[n : n + 2] for n in range(2 * half, len(sums), 4)]
         if out.dtype.itemsize == 4:
-            for n in range(2 * half, len(sums), 4):
-                out.store_floats(sums[n : n + 2], at, output + lane % 4 * 2 + n // 4 * 8, where=where)
-            continue
-        # Two adjacent lanes have four adjacent outputs of each eight. The even one takes those of the first of two
-        # eights, and the odd one those of the second.
-        words = [machine.to_bf16(*sums[n : n + 2]) for n in range(2 * half, len(sums), 4)]
-        for n in range(0, len(words), 2):
-            pair = swapped(machine, is_odd, (words[n], words[n + 1]), 1)
-            out.store_words(list(pair), at, lane // 2 % 2 * 4 + lane % 2 * 8 + output + n * 8, where=where)
+            for n, pair in enumerate(pairs):
+                out.store_floats(pair, at, output + machine.thread % 4 * 2 + n * 8, where=where)
+        else:
+            _store_words(machine, out, at, output, [machine.to_bf16(*pair) for pair in pairs], where)
+
+
+def _store_queries(
+    turns: Turns, angles: Buffer, squares: Squares, out: Buffer, turn: Value, first: Value | int, sums: list[Value]
+) -> None:
+    """Store a tile of queries: the sums, normed over their heads, rotated and rounded to f16."""
+    del first  # a block has all fours of its tile
+    machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
+    heads = tiling.heads
+    assert heads is not None
+    rows = _rows(turns, place)
+    rope = Angles.load(angles, [row[1:] for row in rows], tiling.fours, machine.rank == tiling.neighbours - 1)
+    halves = [[sums[n : n + 2] for n in range(2 * half, len(sums), 4)] for half in range(2)]
+    of_lane = [fold(add, [value * value for pair in pairs for value in pair]) for pairs in halves]
+    of_tile = [Team(machine, 4).reduce((add, total))[0] for total in of_lane]
+    totals = squares.totals(turn, [in_tile for in_tile, *_ in rows], of_tile)
+    for half, (pairs, total, (_, at, where)) in enumerate(zip(halves, totals, rows, strict=True)):
+        inverse_rms = machine.inverse_sqrt(total * (1 / heads.dim) + heads.eps)
+        normed = [[value * inverse_rms for value in pair] for pair in pairs]
+        words = [machine.to_f16(*rope.rotate(half, n, pair)) for n, pair in enumerate(normed)]
+        _store_words(machine, out, at, place.output, words, where)
+
+
+def _rows(turns: Turns, place: Place) -> list[tuple[Value, Value, Condition]]:
+    """Return a lane's two rows: their numbers in the tile and in x, and whether they exist."""
+    machine, tiling = turns.machine, turns.tiling
+    row = product_row(machine) + machine.thread // WARPGROUP * _ROWS
+    if tiling.heads is not None:  # no register is free to keep what follows from it from tile to tile
+        row = machine.hold(row)
+    is_whole = tiling.rows % tiling.tile_rows == 0
+    rows = [(at, at + place.row) for at in (row, row + 8)]
+    return [(in_tile, at, True if is_whole else at < tiling.rows) for in_tile, at in rows]
+
+
+def _store_words(
+    machine: TensorCores, out: Buffer, at: Value, output: Value, words: list[Value], where: Condition
+) -> None:
+    """Store a row of a tile, each word with two adjacent outputs of each eight from ``output`` on."""
+    # Two adjacent lanes have four adjacent outputs of each eight. The even one takes those of the first of two eights,
+    # and the odd one those of the second.
+    lane = machine.thread % WARP
+    for n in range(0, len(words), 2):
+        pair = swapped(machine, lane % 2 == 1, (words[n], words[n + 1]), 1)
+        out.store_words(list(pair), at, lane // 2 % 2 * 4 + lane % 2 * 8 + output + n * 8, where=where)

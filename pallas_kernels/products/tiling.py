@@ -2,7 +2,7 @@
 
 A block has two warpgroups that multiply, and computes tile after tile. Where there are fewer tiles than
 multiprocessors, the blocks of a cluster share a tile: each multiplies a part of the inputs, and their sums are added in
-the order of the parts.
+the order of the parts. Where outputs are heads, the blocks of a cluster have the adjacent tiles of a head.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
 from pallas_kernels.language.machine import WARPGROUP, Value
 from pallas_kernels.language.target import GPU
 from pallas_kernels.products.block import WeightForm
+from pallas_kernels.products.heads import Heads, Squares
 
 WARPGROUPS = 2
 LANES = WARPGROUPS * WARPGROUP
@@ -38,6 +39,7 @@ class Tiling:
     tile_outputs: int
     parts: int = 1  # blocks that share a tile
     stages: int = 4  # chunks in shared memory
+    heads: Heads | None = None  # what outputs are, where they become queries
 
     @property
     def is_rounded(self) -> bool:
@@ -63,13 +65,23 @@ class Tiling:
         return -(-self.rows // self.tile_rows)
 
     @property
+    def neighbours(self) -> int:
+        """Blocks of a cluster that have adjacent tiles."""
+        return 1 if self.heads is None else self.heads.dim // self.tile_outputs
+
+    @property
     def tiles(self) -> int:
-        return self.row_tiles * (self.form.groups * self.outputs // self.tile_outputs)
+        """Tiles, or groups of neighbours."""
+        return self.row_tiles * (self.form.groups * self.outputs // (self.tile_outputs * self.neighbours))
+
+    @property
+    def cluster(self) -> int:
+        return self.parts * self.neighbours
 
     @property
     def room(self) -> int:
         """Blocks, or clusters, that run at once."""
-        return self.gpu.multiprocessors if self.parts == 1 else self.gpu.clusters[self.parts]
+        return self.gpu.multiprocessors if self.cluster == 1 else self.gpu.clusters[self.cluster]
 
     @property
     def blocks(self) -> int:
@@ -83,12 +95,13 @@ class Tiling:
 
     def _shared(self, stages: int) -> int:
         exchanged = 0 if self.parts == 1 else self.tile_rows * self.tile_outputs * 4
-        return max(stages * self.stage_bytes, exchanged) + 2 * 8 * stages + 2 * _ALIGNMENT
+        squares = 0 if self.heads is None else Squares.shared_bytes(self.neighbours, self.tile_rows, WARPGROUPS)
+        return max(stages * self.stage_bytes, exchanged) + 2 * 8 * stages + 2 * _ALIGNMENT + squares
 
     @property
     def grid(self) -> Grid:
         return Grid(
-            blocks=(self.blocks,), warpgroups=WARPGROUPS, cluster=self.parts, shared_bytes=self._shared(self.stages)
+            blocks=(self.blocks,), warpgroups=WARPGROUPS, cluster=self.cluster, shared_bytes=self._shared(self.stages)
         )
 
     @property
@@ -104,10 +117,12 @@ class Tiling:
         stages = next(n for n in range(_MOST_STAGES, 0, -1) if n == _LEAST_STAGES or self._shared(n) <= room)
         return dataclasses.replace(self, stages=stages)
 
-    def place(self, number: Value) -> Place:
-        """Return where a tile is, by its number. Tiles of the same outputs are adjacent."""
-        of_outputs = number // self.row_tiles
-        output, group = of_outputs * self.tile_outputs, of_outputs // (self.outputs // self.tile_outputs)
+    def place(self, number: Value, rank: Value) -> Place:
+        """Return where a tile is, by its number and the block's rank. Tiles of the same outputs are adjacent."""
+        outputs, of_outputs = self.tile_outputs * self.neighbours, number // self.row_tiles
+        output, group = of_outputs * outputs, of_outputs // (self.outputs // outputs)
+        if self.neighbours > 1:
+            output = rank * self.tile_outputs + output
         return Place(row=number % self.row_tiles * self.tile_rows, output=output, x=group * self.inputs)
 
     def cost(self) -> float:
@@ -133,6 +148,22 @@ class Place:
     row: Value  # first row of x
     output: Value  # first output, of all groups
     x: Value  # first input of its group, in a row of x
+
+
+@functools.cache
+def tiling_of_heads(rows: int, outputs: int, inputs: int, form: WeightForm, heads: Heads, gpu: GPU) -> Tiling:
+    """Return the tiling of a product with rows that are rounded to FP8, whose outputs are heads of 512."""
+    tiling = Tiling(
+        gpu=gpu,
+        form=form,
+        rows=rows,
+        outputs=outputs,
+        inputs=inputs,
+        tile_rows=_SCALED_ROWS,
+        tile_outputs=2 * OUTPUTS,
+        heads=heads,
+    )
+    return tiling.with_most_stages()
 
 
 @functools.cache

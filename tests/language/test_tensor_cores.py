@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.machine import Value
+from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.simulator.lanes import SimulationError
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, product_row
 from tests.support.lane_kernels import elementwise, run
@@ -189,6 +190,56 @@ def test_the_simulator_notices_what_is_missing(missing):
     except (SimulationError, jax.errors.JaxRuntimeError):
         return
     assert not np.array_equal(found, expected), "a missing wait must not go unnoticed"
+
+
+def relay(machine: TensorCores, x: Any, out: Any, *, meets=True) -> None:
+    """The two blocks of a cluster tell each other a number per lane, in each of several turns."""
+    told = Shared.take(machine, (2, 2, 128), "f32")
+    there = Barrier.take(machine, 8, scope="cluster")
+    init_barriers(there)
+    machine.barrier("cluster")
+
+    def one(turn: Value, carry: None) -> None:
+        (mine,) = x.load_floats(machine.rank, turn, machine.thread, count=1)
+        for rank in range(2):
+            told.store_floats([mine], turn % 2, machine.rank, machine.thread, rank=rank)
+            if meets:
+                there.arrive(rank=rank)
+        if meets:
+            there.wait(turn & 1)
+        a, b = (told.load_floats(turn % 2, rank, machine.thread ^ 1, count=1)[0] for rank in range(2))
+        out.store_floats([a + b], machine.rank, turn, machine.thread)
+
+    machine.loop(x.shape[1], one)
+
+
+def run_relay(simulate: bool, **without: bool) -> None:
+    x = np.random.default_rng(0).integers(0, 99, (2, 5, 128)).astype(np.float32)
+    body = functools.partial(relay, **without)
+    found = run(body, x, SPEC((2, 5, 128), jnp.float32), cluster=2, shared_bytes=4096, simulate=simulate)
+    swapped = x.reshape(2, 5, 64, 2)[..., ::-1].reshape(x.shape)
+    np.testing.assert_array_equal(found, np.broadcast_to(swapped.sum(0), x.shape))
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+def test_blocks_of_a_cluster_tell_each_other(simulate):
+    run_relay(simulate)
+
+
+def test_the_simulator_notices_that_the_blocks_of_a_cluster_do_not_meet():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a lane reads what another one writes"):
+        run_relay(True, meets=False)
+
+
+@pytest.mark.parametrize(("scope", "rank"), [("block", 0), ("cluster", None)])
+def test_a_barrier_of_a_block_is_not_one_of_a_cluster(scope, rank):
+    def body(machine: TensorCores, x: Any, out: Any) -> None:
+        barrier = Barrier.take(machine, 4, scope=scope)
+        init_barriers(barrier)
+        barrier.arrive(rank=rank)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"a barrier of scope '{scope}', arrived at with rank={rank}"):
+        run(body, np.zeros(4, np.float32), SPEC((4,), jnp.float32), cluster=2, shared_bytes=64, simulate=True)
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)

@@ -41,6 +41,26 @@ def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, mon
         np.testing.assert_allclose(got, recording.arrays["out"][: len(got)], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "context", "batch", "tokens"),
+    [
+        ("csa", 32768, 1, 4096),
+        ("hca", 1 << 20, 1, 4096),
+        ("swa", 1 << 20, 1, 4096),
+        ("csa", 131072, 1, 2048),  # scores take as much as queries
+        ("csa", 1 << 20, 1, 512),
+        ("csa", 32768, 8, 512),
+        ("csa", 32768, 256, 16),
+    ],
+)
+def test_a_chunk_of_4096_tokens_is_one_tile_of_the_kernels_unless_scores_are_many(kind, context, batch, tokens):
+    """And a draft of a few tokens for many requests is one, too. All of a tile's temporaries take below 1 GiB."""
+    plan = d4.plan_cache(d4.DSV4Config.flash(), max_requests=256, max_context=context)
+    backends = d4.OpBackends(decode_attention="pallas_simulated")
+    assert layer.query_tile(plan, d4.AttentionType(kind), batch, backends) == tokens
+    assert layer.query_tile(plan, d4.AttentionType(kind), batch, d4.OpBackends(decode_attention="xla")) < tokens
+
+
 def test_a_short_context_reads_few_tiles():
     """The loop over entries ends at the longest row, so garbage after it in the pool is never read."""
     recording = recorded.load("csa")

@@ -11,7 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import plugin
 from pallas_kernels.language.checks import check_copy, check_wgmma
-from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Value
+from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Scope, Value
 from pallas_kernels.language.ptx.lanes import PTX
 from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores, TileCopy
 
@@ -25,7 +25,7 @@ _FROM_F16 = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f1
 _WAIT = """{
  .reg .pred done;
  WAIT_${:uid}:
- mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
+ mbarrier.try_wait.parity{order}.shared::cta.b64 done, [$0], $1;
  @!done bra WAIT_${:uid}; }"""
 # A loop that runs once. ptxas does not move arithmetic between basic blocks, and cannot know that the loop ends at
 # once.
@@ -137,11 +137,13 @@ class TensorCorePTX(PTX, TensorCores):
             self._asm("fence.mbarrier_init.release.cluster;", "", [], effects=True)  # for asynchronous arrivals too
         gpu.barrier()
 
-    def arrive(self, barrier: Value, where: Condition = True) -> None:
+    def arrive(self, barrier: Value, where: Condition = True, *, rank: int | None = None) -> None:
         first = self.thread % WARP == 0
         self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
-        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-        self._asm(text, "r,r", [], self._shared + barrier, self._flag(where & first), effects=True)
+        address, _ = self._shared_address(barrier, rank)
+        space = "shared::cta" if rank is None else "release.cluster.shared::cluster"
+        text = f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.{space}.b64 _, [$0]; }}"
+        self._asm(text, "r,r", [], address, self._flag(where & first), effects=True)
 
     def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
         lines = [
@@ -170,8 +172,9 @@ class TensorCorePTX(PTX, TensorCores):
         pointer = self.context._get_tma_desc(memref, (), None, box, copy.swizzle or None, None)
         return self._wrap("i64", llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
-    def wait(self, barrier: Value, parity: Value) -> None:
-        self._asm(_WAIT, "r,r", [], self._shared + barrier, parity, effects=True)
+    def wait(self, barrier: Value, parity: Value, scope: Scope = "block") -> None:
+        text = _WAIT.replace("{order}", ".acquire.cluster" if scope == "cluster" else "")
+        self._asm(text, "r,r", [], self._shared + barrier, parity, effects=True)
 
     def fence_shared(self) -> None:
         self._asm("fence.proxy.async.shared::cta;", "", [], effects=True)

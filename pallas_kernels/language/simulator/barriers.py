@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pallas_kernels.language.machine import WARP, Condition, Index, Value, expect
+from pallas_kernels.language.machine import WARP, Condition, Index, Scope, Value, expect
 from pallas_kernels.language.simulator.lanes import Simulator
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.tensor_cores import UNIT, TileCopy
@@ -35,7 +35,7 @@ class BarrierSimulator(Simulator):
         # For each 8 bytes of a block's shared memory, if there is a barrier: warps per phase (0 = no barrier), those
         # that have arrived, and the number of phases that have ended.
         self._expected, self._phase = (np.zeros((blocks, shared_bytes // 8), np.int64) for _ in range(2))
-        self._arrived = np.zeros((blocks, shared_bytes // 8, threads // WARP), bool)
+        self._arrived = np.zeros((blocks, shared_bytes // 8, cluster * threads // WARP), bool)  # of the cluster
         self._coming = np.zeros((blocks, shared_bytes // 8), np.int64)  # bytes of copies that a phase waits for
         self._fenced = np.zeros(blocks * shared_bytes, bool)  # bytes that tensor cores may read
         self._touched: list[np.ndarray] = []  # shared bytes accessed since the last barrier of their warps
@@ -67,21 +67,22 @@ class BarrierSimulator(Simulator):
             raise SimulationError("no barrier stands there")
         return warp, number
 
-    def arrive(self, barrier: Value, where: Condition = True) -> None:
+    def arrive(self, barrier: Value, where: Condition = True, *, rank: int | None = None) -> None:
         chosen = self._active(where)
         warp, number = self._barrier_of(barrier)
         going = chosen.reshape(-1, WARP)[warp]
         if np.any(going.any(-1) & ~going.all(-1)):
             raise SimulationError("a barrier that only some lanes of a warp reach")
         warp, number = warp[going.all(-1)], number[going.all(-1)]
-        self._count(warp, number)
+        self._count(warp, number, rank)
         if self._random.integers(2):
             self._give_way(lambda: True)
 
-    def _count(self, warp: np.ndarray, number: np.ndarray) -> None:
-        """Count these warps as arrived at barriers of their blocks."""
-        warps = self._threads // WARP
-        block, place = warp // warps, warp % warps
+    def _count(self, warp: np.ndarray, number: np.ndarray, rank: int | None = None) -> None:
+        """Count these warps as arrived at barriers of their blocks, or of those with a rank in their clusters."""
+        in_cluster = self._cluster * self._threads // WARP
+        cluster, place = warp // in_cluster, warp % in_cluster
+        block = warp * WARP // self._threads if rank is None else cluster * self._cluster + rank
         if np.any(self._arrived[block, number, place]):
             raise SimulationError("a warp arrives twice in one phase")
         self._arrived[block, number, place] = True
@@ -89,13 +90,12 @@ class BarrierSimulator(Simulator):
 
     def _end_phases(self, block: np.ndarray, number: np.ndarray) -> None:
         """End the phases of these barriers that wait for nothing any more."""
-        warps = self._threads // WARP
         block, number = np.unique(np.stack([block, number]), axis=1)
         ended = self._arrived[block, number].sum(-1) == self._expected[block, number]
         ended &= self._coming[block, number] == 0
         block, number = block[ended], number[ended]
         at, place = np.nonzero(self._arrived[block, number])
-        self._order_warps(block[at] * warps + place)
+        self._order_warps(block[at] // self._cluster * (self._cluster * self._threads // WARP) + place, block[at])
         self._phase[block, number] += 1
         self._arrived[block, number] = False
 
@@ -144,24 +144,32 @@ class BarrierSimulator(Simulator):
         self._end_phases(np.array([copy.block]), np.array([copy.number]))
         return True
 
-    def _order_warps(self, arrived: np.ndarray) -> None:
-        """Order what these warps did in shared memory before what their block does next."""
+    def _order_warps(self, arrived: np.ndarray, block: np.ndarray) -> None:
+        """Order what these warps did in shared memory before what the blocks at whose barriers they are do next."""
         came = np.zeros(self._shape[0] * self._threads // WARP + 1, bool)  # the last element stands for "nobody"
         came[arrived] = True
         if not arrived.size:
             return
+        size = (
+            self._threads if np.array_equal(arrived * WARP // self._threads, block) else self._threads * self._cluster
+        )
         touched = np.concatenate([np.empty(0, np.int64), *self._touched])
+        # What another block wrote must be ordered between the two.
+        writer = self._shared.writer[touched]
+        is_remote = (writer >= 0) & (writer // self._threads != touched // self._shared_size)
+        enough = np.where(is_remote, self._threads * self._cluster, self._threads)
         open_ended = np.zeros(touched.size, bool)
         for low, high, scope in self._shared.accesses():
             low_lane, high_lane = low[touched], high[touched]
             somebody = high_lane >= 0
             inside = somebody & came[np.where(somebody, high_lane // WARP, -1)]
             inside &= came[np.where(somebody, low_lane // WARP, -1)]
-            scope[touched[inside]] = np.maximum(scope[touched[inside]], self._threads)
-            open_ended |= somebody & (scope[touched] < self._threads)
+            scope[touched[inside]] = np.maximum(scope[touched[inside]], size)
+            open_ended |= somebody & (scope[touched] < enough)
         self._touched = [touched[open_ended]]
 
-    def wait(self, barrier: Value, parity: Value) -> None:
+    def wait(self, barrier: Value, parity: Value, scope: Scope = "block") -> None:
+        del scope
         warp, number = self._barrier_of(barrier)
         block = warp * WARP // self._threads
         self._trust(expect("i32", parity), self._mask, "the parity of a barrier")
