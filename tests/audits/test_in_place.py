@@ -1,5 +1,7 @@
 """In place is a property of the compiled program: aliased bytes are the cache, and nothing grows with the pool."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -57,7 +59,8 @@ def test_every_update_is_in_place_compiled_for(target):
 def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
     """Its tiles run in a loop that reads window and pool; the window is written after it."""
     monkeypatch.setattr(layer, "query_tile", lambda *_: 8)
-    check("chunk in tiles", in_place.forward(tokens=36)(compile_here))  # no other audit has traced this length
+    cfg = dataclasses.replace(in_place.CFG, compress_ratios=(4, 4))
+    check("chunk in tiles", in_place.forward(tokens=36, cfg=cfg)(compile_here))
 
 
 @pytest.mark.slow

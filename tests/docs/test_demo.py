@@ -15,7 +15,9 @@ from tests.support.paths import ROOT
 
 
 def demo(out, *args: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    # Compiled quickly: how fast the demo is does not matter here.
+    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | quick
     command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(out), *args]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.layer.ops import TOP_K
+from dsv4jax.layer.ops import PROJECTIONS, TOP_K
 from dsv4jax.weights.params import param_shapes
 from pallas_kernels.language import target
 from pallas_kernels.language.lanes import Buffer
@@ -61,9 +61,9 @@ def test_a_gpu_that_is_not_in_the_table_has_none(capability):
     with jax.sharding.use_abstract_mesh(mesh_of(capability, name)):
         assert (target.gpu(), target.unsupported()) == (None, reason)
         assert target.gpu_or_first() is target.GPUS[0]
-        assert TOP_K.choose(None, PLAN, CSA) == "xla"
-        with pytest.raises(ValueError, match=f"backend='pallas' cannot serve top_k: {reason}"):
-            TOP_K.choose("pallas", PLAN, CSA)
+        assert PROJECTIONS.choose(None, PLAN, CSA) == "xla"  # which have no kernel in Triton either
+        with pytest.raises(ValueError, match=f"backend='pallas' cannot serve projections: {reason}"):
+            PROJECTIONS.choose("pallas", PLAN, CSA)
         with pytest.raises(ValueError, match=f"fill has no kernel for this target: {reason}"):
             jax.jit(result).trace()
 
