@@ -52,6 +52,7 @@ from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.attention.output import finish_output
 from pallas_kernels.attention.softmax import Softmax, load_factors, over_quad, row_of, scale_logits
 from pallas_kernels.formats import AttendedFormat
+from pallas_kernels.language import target
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import add, fold_tree, maximum
 from pallas_kernels.language.launch import Grid
@@ -73,7 +74,7 @@ _COLUMNS = 128
 class Layout(BlockLayout):
     """The layout of the Hopper kernel. A block computes 64 heads of a query, over its share of the tiles."""
 
-    blocks: int = HOPPER.multiprocessors  # the most that run at once, where they have no clusters
+    blocks: int | None = None  # the most that run at once without clusters; None = one per multiprocessor
 
     gpu: ClassVar[GPU] = HOPPER
     loaders: ClassVar[int] = _LOADERS
@@ -89,7 +90,8 @@ class Layout(BlockLayout):
 
     def _at_once(self, queries: int, groups: int) -> int:
         """Return how many queries are computed at the same time."""
-        return queries if self.cluster > 1 else min(queries, max(1, self.blocks // groups))
+        blocks = target.multiprocessors() if self.blocks is None else self.blocks
+        return queries if self.cluster > 1 else min(queries, max(1, blocks // groups))
 
     @property
     def shared_bytes(self) -> int:

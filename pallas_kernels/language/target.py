@@ -79,6 +79,15 @@ def gpu_or_first() -> GPU:
     return gpu() or GPUS[0]
 
 
+def multiprocessors() -> int:
+    """Return the number of multiprocessors of the device that is compiled for, or of the GPU in its row of the table.
+
+    Cards of one architecture differ: an H100 of the PCIe form has 114. A described device does not say its number.
+    """
+    count = getattr(device(), "core_count", None) if gpu() is not None else None
+    return count or gpu_or_first().multiprocessors
+
+
 def architecture() -> Architecture:
     """Return the architecture of ``gpu_or_first()``.
 
