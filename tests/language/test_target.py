@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.layer.ops import PROJECTIONS, TOP_K
 from dsv4jax.weights.params import param_shapes
+from pallas_kernels.attention import sm90
 from pallas_kernels.language import target
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid, launch
@@ -66,6 +68,15 @@ def test_a_gpu_that_is_not_in_the_table_has_none(capability):
             PROJECTIONS.choose("pallas", PLAN, CSA)
         with pytest.raises(ValueError, match=f"fill has no kernel for this target: {reason}"):
             jax.jit(result).trace()
+
+
+def test_a_device_may_have_fewer_multiprocessors_than_its_row(monkeypatch):
+    with jax.sharding.use_abstract_mesh(mesh_of("9.0", "NVIDIA H200")):
+        assert target.multiprocessors() == target.HOPPER.multiprocessors
+    card = types.SimpleNamespace(compute_capability="9.0", core_count=114)
+    monkeypatch.setattr(target, "device", lambda: card)
+    assert target.multiprocessors() == 114
+    assert sm90.Layout(cluster=1).grid(4096, 2).blocks == (57, 2)
 
 
 def test_a_device_that_is_no_gpu_has_none():
