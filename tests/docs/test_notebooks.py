@@ -69,7 +69,8 @@ def pictures(cell) -> list[str]:
 @each_notebook
 # The kernel and its messages live in libraries whose warnings are not ours; errors inside a cell still fail the test.
 @pytest.mark.filterwarnings("default")
-def test_stored_outputs_are_those_of_a_run(path):
+def test_stored_outputs_are_those_of_a_run(path, monkeypatch):
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of the notebook's process, to compile quickly
     stored = code_cells(nbformat.read(path, as_version=4))
     again = f"python notebooks/run.py {path.stem}  # stores what a run gives"
     for number, (old, new) in enumerate(zip(stored, code_cells(executed(path)), strict=True), start=1):
