@@ -49,6 +49,17 @@ def unsupported_top_k(k: int, size: int) -> str | None:
     return None if size <= MAX_SIZE else f"top-k takes rows of at most {MAX_SIZE} scores, got {size}"
 
 
+def checked_rows(scores: jax.Array, visible: jax.Array, k: int) -> tuple[int, int]:
+    """Return the number of rows and their size, as ``top_k`` takes them. Raises what it raises."""
+    chex.assert_rank([scores, visible], [2, 1])
+    chex.assert_equal_shape_prefix([scores, visible], 1)
+    chex.assert_type([scores, visible], [jnp.float32, jnp.int32])
+    rows, size = scores.shape
+    if (reason := unsupported_top_k(k, size)) is not None:
+        raise ValueError(reason)
+    return rows, size
+
+
 def top_k(
     scores: jax.Array, visible: jax.Array, *, k: int, simulate: bool = False, split: Split | None = None
 ) -> jax.Array:
@@ -71,12 +82,7 @@ def top_k(
       AssertionError: (chex) an array's shape or dtype is wrong.
       ValueError: the kernel does not support this k, these rows, this split or this target.
     """
-    chex.assert_rank([scores, visible], [2, 1])
-    chex.assert_equal_shape_prefix([scores, visible], 1)
-    chex.assert_type([scores, visible], [jnp.float32, jnp.int32])
-    rows, size = scores.shape
-    if (reason := unsupported_top_k(k, size)) is not None:
-        raise ValueError(reason)
+    rows, size = checked_rows(scores, visible, k)
     if size == 0:
         return jnp.full((rows, k), -1, jnp.int32)
     split = split_of(rows, size) if split is None else split

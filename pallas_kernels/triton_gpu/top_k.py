@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels.selection.call import unsupported_top_k
+from pallas_kernels.selection.call import checked_rows
 from pallas_kernels.triton_gpu.launch import Config, launch
 
 MAX_PART = 16384  # counts of a part and its rest fit in 15 bits
@@ -166,12 +165,7 @@ def top_k(scores: jax.Array, visible: jax.Array, *, k: int, parts: Parts | None 
       AssertionError: (chex) an array's shape or dtype is wrong.
       ValueError: the kernel does not support this k or rows of this size.
     """
-    chex.assert_rank([scores, visible], [2, 1])
-    chex.assert_equal_shape_prefix([scores, visible], 1)
-    chex.assert_type([scores, visible], [jnp.float32, jnp.int32])
-    rows, size = scores.shape
-    if (reason := unsupported_top_k(k, size)) is not None:
-        raise ValueError(reason)
+    rows, size = checked_rows(scores, visible, k)
     if not rows * size:
         return jnp.full((rows, k), -1, jnp.int32)
     parts = Parts() if parts is None else parts
