@@ -65,10 +65,10 @@ class DSV4Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # whatever kinds of numbers came, Python's are kept
             object.__setattr__(self, field.name, _checked(field.name, field.type, getattr(self, field.name)))
-        m, m_hca = self.csa_compression_ratio, self.hca_compression_ratio
-        legal = {0: "SWA", m: "CSA", m_hca: "HCA"}
-        if len(legal) != 3:
-            raise ValueError(f"csa_compression_ratio={m} and hca_compression_ratio={m_hca} must differ")
+        legal = {self.ratio(kind): kind.upper() for kind in AttentionType}
+        if len(legal) != len(AttentionType):
+            names = (_ratio_field(kind) for kind in AttentionType if kind.compresses)
+            raise ValueError(f"{' and '.join(f'{name}={getattr(self, name)}' for name in names)} must differ")
         if not self.compress_ratios:
             raise ValueError("compress_ratios is empty: it holds one ratio per layer")
         if unknown := sorted(set(self.compress_ratios) - set(legal)):
@@ -89,16 +89,12 @@ class DSV4Config:
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens that one block of the paged pool covers, in every layer: the lcm of the two ratios (128)."""
-        return math.lcm(self.csa_compression_ratio, self.hca_compression_ratio)
+        """Number of tokens that one block of the paged pool covers, in every layer: the lcm of all ratios (128)."""
+        return math.lcm(*(self.ratio(kind) for kind in AttentionType if kind.compresses))
 
     def ratio(self, kind: AttentionType) -> int:
         """Return the number of tokens per compressed entry in layers of this kind; 0 for SWA."""
-        return {
-            AttentionType.SWA: 0,
-            AttentionType.CSA: self.csa_compression_ratio,
-            AttentionType.HCA: self.hca_compression_ratio,
-        }[kind]
+        return getattr(self, _ratio_field(kind)) if kind.compresses else 0
 
     @classmethod
     def flash(cls) -> Self:
@@ -192,6 +188,11 @@ def layer_schedule(cfg: DSV4Config) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(i, kinds[ratio]) for i, ratio in enumerate(cfg.compress_ratios))
 
 
+def _ratio_field(kind: AttentionType) -> str:
+    """Return the name of the field that holds the ratio of a kind that compresses."""
+    return f"{kind}_compression_ratio"
+
+
 def layer_kind(cfg: DSV4Config, layer: int) -> AttentionType:
     """Return the kind of layer number ``layer``. Raises ValueError if the model has no such layer."""
     layer = integer("layer", layer)
@@ -242,9 +243,10 @@ def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(hf.get(key), (kind, tuple, type(None))):
             raise ValueError(f"{key} must be a JSON {'list' if kind is list else 'object'}, got {hf[key]!r}")
     rates = hf.get("compress_rates") or {}
-    m, m_hca = rates.get(AttentionType.CSA.hf_name, 4), rates.get(AttentionType.HCA.hf_name, 128)
+    published = DSV4Config.flash()
+    by_kind = {kind: rates.get(kind.hf_name, published.ratio(kind)) if kind.compresses else 0 for kind in AttentionType}
     if types is not None:
-        by_name = {AttentionType.SWA.hf_name: 0, AttentionType.CSA.hf_name: m, AttentionType.HCA.hf_name: m_hca}
+        by_name = {kind.hf_name: ratio for kind, ratio in by_kind.items()}
         if unknown := sorted(set(types) - set(by_name)):
             raise ValueError(f"layer_types holds {unknown}; known are {sorted(by_name)}")
         ratios = [by_name[name] for name in types]
@@ -254,7 +256,8 @@ def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         )
     if len(ratios) < layers:
         raise ValueError(f"layer schedule has {len(ratios)} entries, num_hidden_layers is {layers}: {list(ratios)}")
-    return {"compress_ratios": tuple(ratios[:layers]), "csa_compression_ratio": m, "hca_compression_ratio": m_hca}
+    of_kinds = {_ratio_field(kind): ratio for kind, ratio in by_kind.items() if kind.compresses}
+    return {"compress_ratios": tuple(ratios[:layers])} | of_kinds
 
 
 def _json_object(name: str, value: Any) -> Mapping[str, Any]:

@@ -54,11 +54,11 @@ def _rope(x: jax.Array, positions: np.ndarray, cfg: DSV4Config, kind: AttentionT
     Pairs of the last rope_dim dims are multiplied, as complex numbers, by exp(i p f).
     """
     dim = cfg.rope_dim
-    base = cfg.rope_theta if kind == AttentionType.SWA else cfg.compress_rope_theta
+    base = cfg.compress_rope_theta if kind.compresses else cfg.rope_theta
     freqs = []
     for i in range(dim // 2):
         f = np.float32(1) / np.float32(base) ** np.float32(2 * i / dim)
-        if kind != AttentionType.SWA:
+        if kind.compresses:
             low, high = (
                 rounded(dim * math.log(cfg.yarn_original_max_position / (beta * 2 * math.pi)) / (2 * math.log(base)))
                 for rounded, beta in ((math.floor, cfg.yarn_beta_fast), (math.ceil, cfg.yarn_beta_slow))
@@ -87,7 +87,7 @@ def _entries(params: CompressorParams, x: jax.Array, ratio: int, cfg: DSV4Config
     k, z = _matmul(x, params.kv), _matmul(x, params.gate)
     entries = []
     for i in range(x.shape[0] // ratio):
-        pooled = _pooled(k, z, params.ape, i, ratio, overlaps=kind == AttentionType.CSA, is_first=i == 0)
+        pooled = _pooled(k, z, params.ape, i, ratio, overlaps=kind.overlaps, is_first=i == 0)
         entries.append(_rope(_norm(pooled, cfg, params.norm), np.array([i * ratio]), cfg, kind))
     return jnp.concatenate(entries) if entries else jnp.zeros((0, params.norm.shape[0]))
 

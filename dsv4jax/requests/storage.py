@@ -31,6 +31,9 @@ from dsv4jax.requests.snapshot import LAYOUT, Snapshot, abstract_snapshot, diffe
 
 FORMAT = "dsv4jax"
 VERSION = 1  # version of the file format; increase it when a leaf's name, shape or meaning or a plan's fields change
+CFG_FIELDS = tuple(field.name for field in dataclasses.fields(DSV4Config))
+# A file that lacks the ratio of a kind was written before there was such a kind, and so has none of its layers.
+RATIOS = tuple(name for name in CFG_FIELDS if name.endswith("_compression_ratio"))
 CAPACITY = tuple(field.name for field in dataclasses.fields(CachePlan) if field.name not in LAYOUT)
 
 
@@ -188,8 +191,7 @@ def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) ->
     """Return the shapes and dtypes of what the header describes. Raises ValueError if another plan is expected."""
     try:
         layout = _exactly(header["layout"], LAYOUT)
-        fields = tuple(field.name for field in dataclasses.fields(DSV4Config))
-        layout = layout | {"cfg": DSV4Config(**_exactly(layout["cfg"], fields))}
+        layout = layout | {"cfg": DSV4Config(**_exactly(layout["cfg"], CFG_FIELDS, optional=RATIOS))}
         any_capacity: dict[str, Any] = dict(max_requests=1, max_context=1, num_blocks=1)
         capacity = _exactly(header["cache"], CAPACITY) if "cache" in header else any_capacity
         plan = plan_cache(**layout, **capacity)
@@ -208,14 +210,14 @@ def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) ->
     return template
 
 
-def _exactly(fields: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the fields, after checking that they are exactly these names.
+def _exactly(fields: dict[str, Any], names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields, after checking that they are exactly these names, or lack only optional ones.
 
-    A missing field must not be replaced by its default, which may not be what the writer had.
+    Any other missing field must not be replaced by its default, which may not be what the writer had.
     """
     if unknown := sorted(set(fields) - set(names)):
         raise ValueError(f"unknown {', '.join(unknown)}")
-    if missing := sorted(set(names) - set(fields)):
+    if missing := sorted(set(names) - set(fields) - set(optional)):
         raise ValueError(f"missing {', '.join(missing)}")
     return fields
 

@@ -45,7 +45,7 @@ from tests.support.kernel_cases import (
 )
 from tests.support.machines import BACKENDS, requires_gpu
 
-SWA, CSA, HCA = AttentionType
+SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 backends = pytest.mark.parametrize("backend", BACKENDS)
 LONG_BLOCKS: dict[str, Any] = dict(cfg=LONG, max_context=500)
 

@@ -32,7 +32,7 @@ from tests.support.kernel_cases import (
 )
 from tests.support.machines import BACKENDS
 
-SWA, CSA, HCA = AttentionType
+SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 

@@ -22,7 +22,7 @@ from tests.support.cases import first_of
 from tests.support.driver import DEFAULT, TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
 from tests.support.machines import BACKENDS, requires_gpu
 
-SWA, CSA, HCA = d4.AttentionType
+SWA, CSA, HCA = d4.AttentionType.SWA, d4.AttentionType.CSA, d4.AttentionType.HCA
 # Heads, key heads and blocks are those of the published models; what no kernel sees is small.
 CFG = d4.DSV4Config(
     hidden_size=64,

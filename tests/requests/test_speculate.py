@@ -359,7 +359,7 @@ def live(part: Any, blocks: int | None) -> Any:
 
 # ---- on the kernels -------------------------------------------------------------------------------------------------
 
-SWA, CSA, HCA = d4.AttentionType
+SWA, CSA, HCA = d4.AttentionType.SWA, d4.AttentionType.CSA, d4.AttentionType.HCA
 KERNEL_CASES = [
     Case(kind=CSA, tokens=1, kv_format="fp8_row", indexer_format="nvfp4"),
     Case(kind=CSA, tokens=5, kv_format="fp8_tile64", indexer_format="mxfp4", cfg=kernel_cases.ODD),

@@ -24,7 +24,7 @@ from tests.support.lane_kernels import mesh_of
 from tests.support.paths import ROOT
 from tests.support.triton import EXTRA, requires_extra, runs_here
 
-SWA, CSA, HCA = d4.AttentionType
+SWA, CSA, HCA = d4.AttentionType.SWA, d4.AttentionType.CSA, d4.AttentionType.HCA
 OPS = (CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, TOP_K)
 PLAN = d4.plan_cache(d4.DSV4Config.flash(), max_requests=1, max_context=1024)
 A100, H200 = mesh_of("8.0", "NVIDIA A100"), mesh_of("9.0", "NVIDIA H200")
