@@ -158,8 +158,8 @@ def indexer_scores(inputs: Any, *, key_format: str) -> jax.Array:
       key_format: of queries and keys: "f32", "bf16", "nvfp4" or "mxfp4".
 
     Returns:
-      f32 [B, T, max_blocks * entries_per_block]. Scores from ``visible`` on are undefined. A NaN is +inf; all others
-      are at least the lowest finite number.
+      f32 [B, T, max_blocks * entries_per_block]. Scores from ``visible`` on, and those of a slot that is not there, are
+      undefined. A NaN is +inf; all others are at least the lowest finite number.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
