@@ -43,6 +43,7 @@ LAYERS = 2, 4  # of the two programs whose difference is taken
 INPUT_NAME = "input_of_product"
 ROOM = 1024  # tokens that a request can grow by
 DRAFT = 4
+IN_A_ROW = 20  # steps that are timed together, so that what the host does first counts little
 CHUNK, BEFORE = 4096, 28672  # tokens of a prompt's chunk, and of what is before it
 
 
@@ -326,7 +327,7 @@ class Whole:
 def time_steps(bench: Bench) -> None:
     for form, requests in itertools.product(bench.forms, (64, 1) if not bench.is_tiny else (2,)):
         whole = Whole(bench, form, requests, 1, {"decode": decode})
-        times = Times.of(whole.samples(bench.rounds, 5)["decode"])
+        times = Times.of(whole.samples(bench.rounds, IN_A_ROW)["decode"])
         layers, size = bench.cfg.num_layers, whole.weight_bytes
         case = f"step of {layers} layers B{requests} {bench.context(requests)} {form.name}"
         text = f"{times.median:8.0f} us of wall [{times.low:.0f}, {times.high:.0f}]; weights {size / 1e9:.2f} GB"
@@ -338,7 +339,7 @@ def time_drafts(bench: Bench) -> None:
     requests = 2 if bench.is_tiny else 64
     for form in bench.forms:
         whole = Whole(bench, form, requests, DRAFT, {"decode": decode, "draft": speculate})
-        found = whole.samples(bench.rounds, 5)
+        found = whole.samples(bench.rounds, IN_A_ROW)
         times, steps = Times.of(found["draft"]), statistics.median(found["decode"])
         case = f"draft of {DRAFT} B{requests} {bench.context(requests)} {form.name}"
         text = f"{times.median:8.0f} us of wall [{times.low:.0f}, {times.high:.0f}]: {times.median / steps:.2f} steps"
