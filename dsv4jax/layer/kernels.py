@@ -44,9 +44,10 @@ from dsv4jax.tails import Streams, num_touched_blocks
 from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
+from pallas_kernels.products.split import ROWS
 
-# Whether queries of many tokens are made in their product, by a kernel that has not run on a GPU yet: on an H200 the
-# product and the conversion of its result were timed, as two launches.
+# Whether queries of more than 64 tokens are made in their product, by a kernel that has not run on a GPU yet: on an
+# H200 the product and the conversion of its result were timed, as two launches.
 QUERIES_IN_PRODUCT = False
 _SMALL_WEIGHT = 1 << 22  # numbers of a bf16 weight up to which its kernel is faster than XLA, on an H200
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
@@ -127,9 +128,11 @@ class ProjectionsKernels(_Kernels):
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
-        if not QUERIES_IN_PRODUCT or not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
+        if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
         form, rows, dims = _form(weight), positions.size, (plan.cfg.head_dim, plan.cfg.rope_dim)
+        if not QUERIES_IN_PRODUCT and rows > ROWS:
+            return None
         if pk.unsupported_product_of_queries(weight.shape, form, rows, *dims) is not None:
             return None
         latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
@@ -143,6 +146,28 @@ class ProjectionsKernels(_Kernels):
             simulate=self.simulate,
         )
         return queries.reshape(*positions.shape, -1, dims[0])
+
+    def key_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
+        if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
+            return None
+        form, rows, dims = _form(weight), positions.size, (plan.cfg.indexer_head_dim, plan.cfg.rope_dim)
+        formats = dict(key_format=plan.indexer_format)
+        if pk.unsupported_product_of_indexer_queries(weight.shape, form, rows, *dims, **formats) is not None:
+            return None
+        latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
+        queries = pk.product_of_indexer_queries(
+            latent.reshape(rows, -1),
+            weight.codes,
+            weight.scales,
+            form,
+            packed_angles(positions, freqs).reshape(rows, -1),
+            plan.keys.row(dims[0]),
+            simulate=self.simulate,
+            **formats,
+        )
+        return jax.tree.map(lambda leaf: leaf.reshape(*positions.shape, *leaf.shape[1:]), queries)
 
     def parts(
         self,
@@ -301,6 +326,8 @@ class GatherRowsKernels(_Kernels):
 
 class IndexerScoresKernels(_Kernels):
     """The kernels of ``pallas_kernels.scores``, and the kernel that makes their queries."""
+
+    rounds_queries = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg

@@ -65,6 +65,15 @@ class Projections(Implementation, Protocol):
         """
         ...
 
+    def key_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
+        """Multiply latents [B, T, q_lora_rank] by W_qb of the indexer, and do what ``IndexerScores.queries`` does.
+
+        The result is rounded in the keys' format: rows [B, T, H, ...]. None where this is not one kernel.
+        """
+        ...
+
     def parts(
         self,
         products: InputProducts,
@@ -136,6 +145,11 @@ class CacheUpdate(Implementation, Protocol):
 
 class IndexerScores(Implementation, Protocol):
     """The score of every entry for every query of a CSA layer."""
+
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether ``queries`` gives rows that are rounded in the keys' format, as ``Projections.key_queries`` does."""
+        ...
 
     def queries(
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
