@@ -177,7 +177,7 @@ def _unsupported_heads(rows: int, shape: tuple[int, ...], form: WeightForm, head
     if gpu.architecture != "sm90":
         return "the GPU is no Hopper"
     if layout_of_heads(rows, shape, form, heads, gpu) is None:
-        return f"a weight of this shape, {shape}, is divided over blocks in another way than heads are"
+        return f"a weight of this shape, {shape}, gives too few blocks of whole heads"
     return None
 
 
