@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import pallas_kernels as pk
 from dsv4jax.cache.pool import PagedPool, PooledLayer, find_entries
@@ -49,7 +50,9 @@ from pallas_kernels.products.split import ROWS
 # Whether queries of more than 64 tokens are made in their product, by a kernel that has not run on a GPU yet: on an
 # H200 the product and the conversion of its result were timed, as two launches.
 QUERIES_IN_PRODUCT = False
-_SMALL_WEIGHT = 1 << 22  # numbers of a bf16 weight up to which its kernel is faster than XLA, on an H200
+# Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for more, where XLA
+# takes two launches, up to a block of them.
+_SMALL_WEIGHT, _MEDIUM_WEIGHT = 1 << 22, 1 << 24
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
 
@@ -118,7 +121,8 @@ class ProjectionsKernels(_Kernels):
             form, arrays, is_served = _form(weight, groups), (weight.codes, weight.scales), True
         else:  # XLA is faster for larger ones
             form, arrays = pk.WeightForm(groups=groups), (weight, None)
-            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= _SMALL_WEIGHT
+            most = _MEDIUM_WEIGHT if 1 < rows <= ROWS else _SMALL_WEIGHT
+            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= most
         if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
         x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
@@ -126,7 +130,13 @@ class ProjectionsKernels(_Kernels):
         return product.reshape(*x.shape[:-1], outputs // groups)
 
     def queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self,
+        latent: jax.Array,
+        weight: Weight,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        following: Weight | None = None,
     ) -> jax.Array | None:
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
@@ -143,12 +153,19 @@ class ProjectionsKernels(_Kernels):
             form,
             packed_angles(positions, freqs).reshape(rows, -1),
             eps=plan.cfg.norm_eps,
+            following=_codes(following),
             simulate=self.simulate,
         )
         return queries.reshape(*positions.shape, -1, dims[0])
 
     def key_queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self,
+        latent: jax.Array,
+        weight: Weight,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        following: Weight | None = None,
     ) -> KeyRows | None:
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
@@ -164,6 +181,7 @@ class ProjectionsKernels(_Kernels):
             form,
             packed_angles(positions, freqs).reshape(rows, -1),
             plan.keys.row(dims[0]),
+            following=_codes(following),
             simulate=self.simulate,
             **formats,
         )
@@ -295,6 +313,11 @@ class CacheUpdateKernels(_Kernels):
         state = self.without_derivative(CACHE_UPDATE, state)
         given = state.tail, layer_number(index), slots, complete.astype(jnp.int32)
         return dataclasses.replace(state, tail=pk.reset_hca(*given, simulate=self.simulate))
+
+
+def _codes(weight: Weight | None) -> jax.Array | None:
+    """The numbers of a stored weight; None of another."""
+    return lax.stop_gradient(weight.codes) if isinstance(weight, StoredWeight) else None
 
 
 def _streams(given: Normed | None) -> pk.Streams | None:

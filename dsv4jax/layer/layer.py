@@ -338,7 +338,7 @@ def _attend_tile(
     projections = PROJECTIONS[_of(backends.projections)]
     q = None
     if DECODE_ATTENTION[_of(backends.decode_attention)].rounds_queries:
-        q = projections.queries(latent, params.q_b, positions, freqs, plan)
+        q = projections.queries(latent, params.q_b, positions, freqs, plan, params.o_a)
     if q is None:
         q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
         q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
@@ -346,7 +346,8 @@ def _attend_tile(
     if entries is not None and params.index_q_b is not None:
         assert queries.head_weights is not None
         given = lax.stop_gradient((params.index_q_b, latent))  # picks have no derivative
-        key_queries = indexer.project_queries(*given, positions, freqs, plan, backends)
+        # The picks come first, and then the queries of attention: their weight is read next, and after it W_oa.
+        key_queries = indexer.project_queries(*given, positions, freqs, plan, backends, params.q_b)
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
     out = attention.decode_attention(

@@ -57,16 +57,29 @@ class Projections(Implementation, Protocol):
         ...
 
     def queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self,
+        latent: jax.Array,
+        weight: Weight,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        following: Weight | None = None,
     ) -> jax.Array | None:
         """Multiply latents [B, T, q_lora_rank] by W_qb, apply norm and rope, and round: f16 [B, T, H, head_dim].
 
-        None where this is not one kernel. The product is then converted by ``DecodeAttention.queries``.
+        None where this is not one kernel. The product is then converted by ``DecodeAttention.queries``. ``following``
+        is a weight that is read soon after, which a kernel may bring into a cache.
         """
         ...
 
     def key_queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self,
+        latent: jax.Array,
+        weight: Weight,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        following: Weight | None = None,
     ) -> KeyRows | None:
         """Multiply latents [B, T, q_lora_rank] by W_qb of the indexer, and do what ``IndexerScores.queries`` does.
 

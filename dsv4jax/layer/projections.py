@@ -50,12 +50,24 @@ class XLAProjections(Anywhere):
         ).astype(dtype)
 
     def queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self,
+        latent: jax.Array,
+        weight: Weight,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        following: Weight | None = None,
     ) -> jax.Array | None:
         return None
 
     def key_queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self,
+        latent: jax.Array,
+        weight: Weight,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        following: Weight | None = None,
     ) -> KeyRows | None:
         return None
 

@@ -189,6 +189,7 @@ def product_of_queries(
     angles: jax.Array,
     *,
     eps: float,
+    following: jax.Array | None = None,
     simulate: bool = False,
 ) -> jax.Array:
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``attention_queries`` does.
@@ -198,6 +199,8 @@ def product_of_queries(
       angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
         rotated.
       eps: of the norm.
+      following: a weight that is read soon. Up to 64 rows, the kernel brings it into the L2 cache at its end, while
+        kernels follow that read little.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -218,7 +221,7 @@ def product_of_queries(
         layout = layout_of_heads(len(x), weight.shape, form, AttentionHeads(dim=HEAD_DIM, eps=eps), gpu)
         assert layout is not None
         state = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float16)
-        queries = launch_few(layout, dataclasses.replace(inputs, angles=angles), state, simulate=simulate)
+        queries = launch_few(layout, _with(inputs, angles, following), state, simulate=simulate)
     else:
         tiling = tiling_of_heads(len(x), *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
         queries = launch_many(tiling, inputs, jnp.float16, angles, simulate=simulate)
@@ -234,6 +237,7 @@ def product_of_indexer_queries(
     key_row: Any,
     *,
     key_format: str,
+    following: jax.Array | None = None,
     simulate: bool = False,
 ) -> Any:
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``indexer_queries`` does.
@@ -243,6 +247,7 @@ def product_of_indexer_queries(
       angles: f32 [M, rope_dim], as for ``indexer_queries``.
       key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
       key_format: a 4-bit format.
+      following: as for ``product_of_queries``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -266,8 +271,14 @@ def product_of_indexer_queries(
     assert layout is not None
     rows = len(x) * (len(weight) // key_dim)
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
-    queries = launch_few(layout, dataclasses.replace(inputs, angles=angles), state, simulate=simulate)
+    queries = launch_few(layout, _with(inputs, angles, following), state, simulate=simulate)
     return jax.tree.map(lambda leaf: leaf.reshape(len(x), -1, *leaf.shape[1:]), queries)
+
+
+def _with(inputs: ProductInputs, angles: jax.Array, following: jax.Array | None) -> ProductInputs:
+    if following is not None:
+        following = lax.bitcast_convert_type(following, jnp.uint8)
+    return dataclasses.replace(inputs, angles=angles, following=following)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:

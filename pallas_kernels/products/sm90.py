@@ -20,7 +20,7 @@ def body(machine: TensorCores, inputs: ProductInputs, out: Any, *, layout: Layou
     """Compute one block's part of the product."""
     block = Block.of(machine, inputs, layout)
     sums = _streamed(machine, inputs, block) if layout.streams else _staged(machine, inputs, block)
-    block.finish(out, sums, inputs.angles)
+    block.finish(out, sums, inputs)
 
 
 def _zeros(machine: TensorCores, layout: Layout) -> list[Value]:
