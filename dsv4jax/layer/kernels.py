@@ -114,7 +114,14 @@ class ProjectionsKernels(_Kernels):
             rows=0 if compress is None else compress.shape[0],
         )
 
-    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
+    def linear(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        dtype: Any = jnp.float32,
+        groups: int = 1,
+        following: Weight | None = None,
+    ) -> jax.Array:
         outputs, inputs = weight.shape
         rows = x.size // (groups * inputs)
         if isinstance(weight, StoredWeight):
@@ -125,9 +132,10 @@ class ProjectionsKernels(_Kernels):
             is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= most
         if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
-        x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
-        product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
-        return product.reshape(*x.shape[:-1], outputs // groups)
+        lead, (x, arrays) = x.shape[:-1], self.without_derivative(PROJECTIONS, (x, arrays))
+        x = x.reshape(rows, groups * inputs)
+        product = pk.product(x, *arrays, form, dtype=dtype, following=_codes(following), simulate=self.simulate)
+        return product.reshape(*lead, outputs // groups)
 
     def queries(
         self,

@@ -294,8 +294,9 @@ def _token_parts(
     encode: bool,
 ) -> TokenParts:
     """Multiply x by the weights that it feeds, and compute what the tokens contribute to the layer."""
+    queries = params.q_b if params.index_q_b is None else params.index_q_b  # what is read next, after the update
     products = InputProducts(
-        q_a_kv=projections.linear(x, params.q_a_kv),
+        q_a_kv=projections.linear(x, params.q_a_kv, following=queries),
         # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
         compress=None if params.compress is None else projections.linear(lax.optimization_barrier(x), params.compress),
         start=call.batch.start,
