@@ -45,13 +45,13 @@ from dsv4jax.tails import Streams, num_touched_blocks
 from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
-from pallas_kernels.products.split import ROWS
 
+_FEW_ROWS = 64  # up to which products have the kernel of few rows
 # Whether queries of more than 64 tokens are made in their product, by a kernel that has not run on a GPU yet: on an
 # H200 the product and the conversion of its result were timed, as two launches.
 QUERIES_IN_PRODUCT = False
 # Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for more, where XLA
-# takes two launches, up to a block of them.
+# takes two launches, up to those of the kernel of few rows.
 _SMALL_WEIGHT, _MEDIUM_WEIGHT = 1 << 22, 1 << 24
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
@@ -128,7 +128,7 @@ class ProjectionsKernels(_Kernels):
             form, arrays, is_served = _form(weight, groups), (weight.codes, weight.scales), True
         else:  # XLA is faster for larger ones
             form, arrays = pk.WeightForm(groups=groups), (weight, None)
-            most = _MEDIUM_WEIGHT if 1 < rows <= ROWS else _SMALL_WEIGHT
+            most = _MEDIUM_WEIGHT if 1 < rows <= _FEW_ROWS else _SMALL_WEIGHT
             is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= most
         if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
@@ -149,7 +149,7 @@ class ProjectionsKernels(_Kernels):
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
         form, rows, dims = _form(weight), positions.size, (plan.cfg.head_dim, plan.cfg.rope_dim)
-        if not QUERIES_IN_PRODUCT and rows > ROWS:
+        if not QUERIES_IN_PRODUCT and rows > _FEW_ROWS:
             return None
         if pk.unsupported_product_of_queries(weight.shape, form, rows, *dims) is not None:
             return None
