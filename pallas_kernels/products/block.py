@@ -289,6 +289,8 @@ class Block:
             self._copy(chunk, chunk < chunks)
         if self.scales is not None:
             self.scales.store(loaded)
+        if self.layout.cluster > self.layout.split.cluster:  # before a block writes to another one's memory
+            self.machine.barrier("cluster")
 
     def advance(self, chunk: Value) -> None:
         """Start to copy the chunk that takes the room of the one before this."""
@@ -329,21 +331,20 @@ class Block:
 
     def finish(self, out: Any, sums: list[Value], inputs: ProductInputs) -> None:
         """Add up the sums of all parts, and store them, or with angles the queries that they become."""
-        machine, heads = self.machine, self.layout.heads
-        store = None
-        if heads is not None:
-            store = heads.finish(machine, self.layout.split.warpgroups * WARPGROUP, inputs.angles, out)
+        machine, layout, heads = self.machine, self.layout, self.layout.heads
+        lanes = layout.split.warpgroups * WARPGROUP
+        make = None if heads is None else heads.begin(machine, self._lines, lanes, inputs.angles, out)
         machine.wait_copies()
         if inputs.following is not None:
             self._prefetch(inputs.following)
-        machine.barrier("block" if self.layout.cluster == 1 else "cluster")  # nobody uses the arena any more
-        eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(self.layout.columns // _EIGHT)]
-        if self.layout.split.all_parts > 1:
+        machine.barrier("block" if layout.split.cluster == 1 else "cluster")  # nobody uses the arena any more
+        eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(layout.columns // _EIGHT)]
+        if layout.split.all_parts > 1:
             eights = self._all_parts(eights)
-        if store is None:
+        if make is None:
             self._store(out, self._number * (len(eights) * _EIGHT), eights)
         else:
-            store(self._gather(eights, rows=self.layout.rows))
+            make(self._gather(eights))
 
     def _prefetch(self, array: Buffer) -> None:
         """Bring this block's share of an array into the L2 cache: from here on, the kernel reads little."""
@@ -391,7 +392,21 @@ class Block:
             added.append(functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts))
         return added
 
-    def _gather(self, eights: list[list[Value]], rows: int) -> Lines:
+    @property
+    def _lines(self) -> Lines:
+        """Rows of x whose outputs this block gathers: those of the columns of its parts."""
+        split, machine = self.layout.split, self.machine
+        count = self.layout.owned * _EIGHT * split.parts
+        rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
+        return Lines(
+            count=count,
+            rows=self.layout.rows,
+            first=self.row + rank * count,
+            past=self.row + self.layout.columns,
+            output=self.output - machine.thread // WARPGROUP // split.parts * TILE,
+        )
+
+    def _gather(self, eights: list[list[Value]]) -> Shared:
         """Store the sums of all warpgroups in lines of shared memory, one for each row of x."""
         machine, split = self.machine, self.layout.split
         count, width = len(eights) * _EIGHT, split.tiles * TILE
@@ -403,15 +418,7 @@ class Block:
             for j, value in enumerate(values):
                 lines.store_floats([value], column + (n * _EIGHT + j % 2), output + 8 * (j // 2))
         machine.barrier("block")
-        rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
-        return Lines(
-            sums=lines,
-            count=shape[0],
-            rows=rows,
-            first=self.row + rank * shape[0],
-            past=self.row + self.layout.columns,
-            output=self.output - warpgroup // split.parts * TILE,
-        )
+        return lines
 
     def _store(self, out: Buffer, first: Value, eights: list[list[Value]]) -> None:
         """Store eights of columns, the first of which is column ``first`` of the block.

@@ -11,12 +11,12 @@ blocks of a cluster compute half a head each, and tell each other their sums of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_kernels.formats import Fp4Keys
 from pallas_kernels.language.lanes import Buffer, Row, Team, add, fold
-from pallas_kernels.language.machine import VECTOR, WARP, Channels, Condition, Value, negate, select
+from pallas_kernels.language.machine import VECTOR, WARP, Condition, Value, negate, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.products.split import ROWS, TILE
@@ -28,20 +28,35 @@ HALVES = 2  # blocks that share a head of attention
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lines:
-    """The gathered outputs of a block."""
+    """What the lines are whose outputs a block gathers."""
 
-    sums: Shared  # f32 [lines, outputs and padding]
     count: int
     rows: int  # of x
     first: Value  # row of x of the first line
     past: Value  # the first row of x that is another block's
     output: Value  # the first one of the block
 
-    def of(self, number: Value, *, is_there: Condition) -> tuple[Value, Value, Condition]:
-        """Return a line that may be loaded, its row of x, and whether that is to be stored."""
-        row = self.first + number
-        line = number if is_there is True else select(is_there, number, 0)
-        return line, row, is_there & (row < self.past) & (row < self.rows)
+    def each(self, team: Value, teams: int) -> Iterator[Line]:
+        """Yield the lines of a team, every ``teams``-th."""
+        for start in range(0, self.count, teams):
+            number, row = team + start, self.first + (team + start)
+            inside: Condition = True if start + teams <= self.count else number < self.count
+            there = inside & (row < self.past) & (row < self.rows)
+            yield Line(number if inside is True else select(inside, number, 0), number, row, there)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Line:
+    """A line of a team."""
+
+    loaded: Value  # its number, or that of another line if it does not exist
+    number: Value
+    row: Value  # of x
+    there: Condition  # whether there is such a row
+
+
+# Makes the queries, when the lines are stored, f32 [lines, outputs and padding].
+Finish = Callable[[Shared], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,36 +76,32 @@ class AttentionHeads:
     def shared_bytes(self) -> int:
         return HALVES * ROWS * 4
 
-    def finish(self, machine: TensorCores, lanes: int, angles: Buffer, out: Buffer) -> Callable[[Lines], None]:
-        """Take shared memory. The result makes the queries, when the block's lines are stored, of so many lanes."""
+    def begin(self, machine: TensorCores, lines: Lines, lanes: int, table: Buffer, out: Buffer) -> Finish:
+        """Load angles, so that they are there when so many lanes make the queries."""
         squares = Shared.take(machine, (HALVES, ROWS), "f32")
-        return lambda lines: self._store(machine, lanes // WARP, lines, squares, angles, out)
+        row, warps = Row(Team(machine, WARP), self.dim // HALVES), lanes // WARP
+        mine = list(lines.each(machine.thread // WARP, warps))
+        angles = [self._angles(machine, row, table, line) for line in mine]
 
-    def _store(
-        self, machine: TensorCores, warps: int, lines: Lines, squares: Shared, table: Buffer, out: Buffer
-    ) -> None:
-        row, warp = Row(Team(machine, WARP), self.dim // HALVES), machine.thread // WARP
-        held: list[tuple[Value, Value, Condition, Channels, Angles]] = []
-        for start in range(0, lines.count, warps):
-            number = warp + start
-            line, at, there = lines.of(number, is_there=start + warps <= lines.count or number < lines.count)
-            held.append((line, at, there, [], self._angles(machine, row, table, at, there)))
-        for n, (line, _, there, values, _) in enumerate(held):
-            values += [lines.sums.load_floats(line, channel) for channel in row.channel]
-            (total,) = row.team.reduce((add, fold(add, [value * value for step in values for value in step])))
-            first = row.team.lane == 0
-            for rank in range(HALVES):
-                squares.store_floats([total], machine.rank, warp + n * warps, where=there & first, rank=rank)
-        machine.barrier("cluster")
-        for line, at, there, values, angles in held:
-            total = fold(add, [squares.load_floats(rank, line, count=1)[0] for rank in range(HALVES)])
-            inverse_rms = machine.inverse_sqrt(total * (1 / self.dim) + self.eps)
-            turned = rope(row.map(lambda value, by=inverse_rms: value * by, values), angles)
-            for channel, (a, b, c, d) in zip(row.channel, turned, strict=True):
-                words = [machine.to_f16(a, b), machine.to_f16(c, d)]
-                out.store_words(words, at, lines.output + channel, where=there)
+        def finish(sums: Shared) -> None:
+            values = [[sums.load_floats(line.loaded, channel) for channel in row.channel] for line in mine]
+            for line, channels in zip(mine, values, strict=True):
+                (total,) = row.team.reduce((add, fold(add, [value * value for step in channels for value in step])))
+                first = line.there & (row.team.lane == 0)
+                for rank in range(HALVES):
+                    squares.store_floats([total], machine.rank, line.number, where=first, rank=rank)
+            machine.barrier("cluster")
+            for line, channels, turns in zip(mine, values, angles, strict=True):
+                total = fold(add, [squares.load_floats(rank, line.loaded, count=1)[0] for rank in range(HALVES)])
+                inverse_rms = machine.inverse_sqrt(total * (1 / self.dim) + self.eps)
+                turned = rope(row.map(lambda value, by=inverse_rms: value * by, channels), turns)
+                for channel, (a, b, c, d) in zip(row.channel, turned, strict=True):
+                    words = [machine.to_f16(a, b), machine.to_f16(c, d)]
+                    out.store_words(words, line.row, lines.output + channel, where=line.there)
 
-    def _angles(self, machine: TensorCores, row: Row, table: Buffer, at: Value, there: Condition) -> Angles:
+        return finish
+
+    def _angles(self, machine: TensorCores, row: Row, table: Buffer, line: Line) -> Angles:
         """Load the angles of this block's half of a head."""
         pairs = table.shape[1] // 2
         nope_dim = self.dim - table.shape[1]
@@ -102,7 +113,7 @@ class AttentionHeads:
                 continue
             turns = negate(number < nope_dim)
             pair = (number - nope_dim) >> 1
-            load = [table.load_floats(at, pair + n, count=2, where=there & turns) for n in (0, pairs)]
+            load = [table.load_floats(line.row, pair + n, count=2, where=line.there & turns) for n in (0, pairs)]
             angles.append((turns, load[0] + load[1]))
         return angles
 
@@ -124,20 +135,20 @@ class IndexerHeads:
     def shared_bytes(self) -> int:
         return 0
 
-    def finish(self, machine: TensorCores, lanes: int, angles: Buffer, out: Any) -> Callable[[Lines], None]:
-        """Return what makes the queries, when the block's lines are stored, with so many lanes."""
-        return lambda lines: self._store(machine, lanes // INDEXER_LANES, lines, angles, out)
-
-    def _store(self, machine: TensorCores, teams: int, lines: Lines, table: Buffer, out: Any) -> None:
-        row, team = Row(Team(machine, INDEXER_LANES), self.dim), machine.thread // INDEXER_LANES
+    def begin(self, machine: TensorCores, lines: Lines, lanes: int, table: Buffer, out: Any) -> Finish:
+        """Load angles, so that they are there when so many lanes make the queries."""
+        row, teams = Row(Team(machine, INDEXER_LANES), self.dim), lanes // INDEXER_LANES
+        mine = list(lines.each(machine.thread // INDEXER_LANES, teams))
+        angles = [load_angles(row, table, line.row, where=line.there) for line in mine]
         heads = out.codes.shape[0] // lines.rows
-        for start in range(0, lines.count, teams):
-            number = team + start
-            line, at, there = lines.of(number, is_there=start + teams <= lines.count or number < lines.count)
-            angles = load_angles(row, table, at, where=there)
-            values = [lines.sums.load_floats(line, channel) for channel in row.channel]
-            head = at * heads + lines.output // self.dim
-            self.keys.store(row, hadamard(row, rope(values, angles)), out, head, where=there)
+
+        def finish(sums: Shared) -> None:
+            for line, turns in zip(mine, angles, strict=True):
+                values = rope([sums.load_floats(line.loaded, channel) for channel in row.channel], turns)
+                head = line.row * heads + lines.output // self.dim
+                self.keys.store(row, hadamard(row, values), out, head, where=line.there)
+
+        return finish
 
 
 QueryHeads = AttentionHeads | IndexerHeads
