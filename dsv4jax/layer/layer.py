@@ -357,7 +357,7 @@ def _attend_tile(
     groups = out.reshape(*positions.shape, cfg.o_groups, -1)
     # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
     dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
-    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype)
+    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype, following=params.o_b)
     return projected.reshape(*positions.shape, -1)
 
 
