@@ -72,6 +72,7 @@ class Layout:
     inputs: int  # of a chunk
     operand_bytes: int = 0  # shared memory of a warpgroup for widened weights
     streams: bool = False  # whether x is copied chunk by chunk, beside the weight; only where a block has one part
+    first_block: int = 0  # of a launch that the product begins with, along the grid's first axis
     heads: QueryHeads | None = None  # what the outputs become, of one group, if they are queries
 
     @property
@@ -174,7 +175,8 @@ class Block:
         split = layout.split
         outputs, width = inputs.weight.shape
         tiles = outputs // layout.form.groups // TILE
-        group, place = machine.block(0) // split.blocks, machine.block(0) % split.blocks
+        number = machine.block(0) - layout.first_block if layout.first_block else machine.block(0)
+        group, place = number // split.blocks, number % split.blocks
         if layout.heads is not None and layout.heads.blocks > 1:
             assert split.cluster == 1, "blocks share a head, or inputs"
             place = place * layout.heads.blocks + machine.rank
