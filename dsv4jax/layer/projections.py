@@ -33,14 +33,7 @@ from dsv4jax.weights.stored import StoredWeight, Weight
 class XLAProjections(Anywhere):
     """Products in plain JAX."""
 
-    def linear(
-        self,
-        x: jax.Array,
-        weight: Weight,
-        dtype: Any = jnp.float32,
-        groups: int = 1,
-        following: Weight | None = None,
-    ) -> jax.Array:
+    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
         if isinstance(weight, StoredWeight):
             lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
             product = stored_product(x.reshape(math.prod(lead), groups, x.shape[-1]), weight, groups).astype(dtype)
@@ -57,24 +50,12 @@ class XLAProjections(Anywhere):
         ).astype(dtype)
 
     def queries(
-        self,
-        latent: jax.Array,
-        weight: Weight,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        following: Weight | None = None,
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
         return None
 
     def key_queries(
-        self,
-        latent: jax.Array,
-        weight: Weight,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        following: Weight | None = None,
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         return None
 

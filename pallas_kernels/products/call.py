@@ -82,7 +82,6 @@ def product(
     form: WeightForm,
     *,
     dtype: Any = jnp.float32,
-    following: jax.Array | None = None,
     simulate: bool = False,
 ) -> jax.Array:
     """Multiply rows of x by a weight [groups * outputs, inputs].
@@ -94,8 +93,6 @@ def product(
         NaN.
       form: of the weight.
       dtype: f32 or bf16, of the result.
-      following: a weight that is read soon. Up to 64 rows, the kernel brings it into the L2 cache at its end, while
-        kernels follow that read little.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -113,7 +110,6 @@ def product(
     if rows > ROWS and _unsupported_many(weight.shape, form) is None:
         tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
         return launch_many(tiling, inputs, dtype, simulate=simulate)
-    inputs = dataclasses.replace(inputs, following=_as_bytes(following))
     return launch_product(fastest_layout(rows, weight.shape, form, gpu), inputs, dtype, simulate=simulate)
 
 
@@ -193,7 +189,6 @@ def product_of_queries(
     angles: jax.Array,
     *,
     eps: float,
-    following: jax.Array | None = None,
     simulate: bool = False,
 ) -> jax.Array:
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``attention_queries`` does.
@@ -203,7 +198,6 @@ def product_of_queries(
       angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
         rotated.
       eps: of the norm.
-      following: as for ``product``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -224,7 +218,7 @@ def product_of_queries(
         layout = layout_of_heads(len(x), weight.shape, form, AttentionHeads(dim=HEAD_DIM, eps=eps), gpu)
         assert layout is not None
         state = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float16)
-        given = dataclasses.replace(inputs, angles=angles, following=_as_bytes(following))
+        given = dataclasses.replace(inputs, angles=angles)
         queries = launch_few(layout, given, state, simulate=simulate)
     else:
         tiling = tiling_of_heads(len(x), *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
@@ -241,7 +235,6 @@ def product_of_indexer_queries(
     key_row: Any,
     *,
     key_format: str,
-    following: jax.Array | None = None,
     simulate: bool = False,
 ) -> Any:
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``indexer_queries`` does.
@@ -251,7 +244,6 @@ def product_of_indexer_queries(
       angles: f32 [M, rope_dim], as for ``indexer_queries``.
       key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
       key_format: a 4-bit format.
-      following: as for ``product``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -275,13 +267,9 @@ def product_of_indexer_queries(
     assert layout is not None
     rows = len(x) * (len(weight) // key_dim)
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
-    given = dataclasses.replace(inputs, angles=angles, following=_as_bytes(following))
+    given = dataclasses.replace(inputs, angles=angles)
     queries = launch_few(layout, given, state, simulate=simulate)
     return jax.tree.map(lambda leaf: leaf.reshape(len(x), -1, *leaf.shape[1:]), queries)
-
-
-def _as_bytes(codes: jax.Array | None) -> jax.Array | None:
-    return None if codes is None else lax.bitcast_convert_type(codes, jnp.uint8)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
