@@ -38,9 +38,11 @@ from pallas_kernels.products.call import (
     product,
     product_of_indexer_queries,
     product_of_queries,
+    product_pair,
     unsupported_product,
     unsupported_product_of_indexer_queries,
     unsupported_product_of_queries,
+    unsupported_product_pair,
 )
 from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
@@ -85,6 +87,7 @@ __all__ = [
     "product",
     "product_of_indexer_queries",
     "product_of_queries",
+    "product_pair",
     "reset_hca",
     "rotate_csa",
     "token_parts",
@@ -95,6 +98,7 @@ __all__ = [
     "unsupported_product",
     "unsupported_product_of_indexer_queries",
     "unsupported_product_of_queries",
+    "unsupported_product_pair",
     "unsupported_scores",
     "unsupported_token_parts",
     "unsupported_top_k",

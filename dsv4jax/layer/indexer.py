@@ -53,16 +53,12 @@ def project_queries(
     freqs: np.ndarray,
     plan: CachePlan,
     backend: Backend,
-    following: Weight | None = None,
 ) -> jax.Array | KeyRows:
-    """Do what ``indexer_queries`` describes, with W_qb of the indexer alone.
-
-    ``following`` is a weight that is read soon after the queries are made.
-    """
+    """Do what ``indexer_queries`` describes, with W_qb of the indexer alone."""
     cfg, kind = plan.cfg, AttentionType.CSA
     projections, scores = PROJECTIONS.of(backend, plan, kind), INDEXER_SCORES.of(backend, plan, kind)
     if scores.rounds_queries:
-        queries = projections.key_queries(q_latent, q_b, positions, freqs, plan, following)
+        queries = projections.key_queries(q_latent, q_b, positions, freqs, plan)
         if queries is not None:
             return queries
     # The barrier keeps this product separate from that of the main queries. XLA would otherwise concatenate the weights

@@ -50,8 +50,8 @@ _FEW_ROWS = 64  # up to which products have the kernel of few rows
 # Whether queries of more than 64 tokens are made in their product, by a kernel that has not run on a GPU yet: on an
 # H200 the product and the conversion of its result were timed, as two launches.
 QUERIES_IN_PRODUCT = False
-# Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for more, where XLA
-# takes two launches, up to those of the kernel of few rows.
+# Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for 2 to 64, where XLA
+# takes two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
 _SMALL_WEIGHT, _MEDIUM_WEIGHT = 1 << 22, 1 << 24
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
@@ -114,14 +114,7 @@ class ProjectionsKernels(_Kernels):
             rows=0 if compress is None else compress.shape[0],
         )
 
-    def linear(
-        self,
-        x: jax.Array,
-        weight: Weight,
-        dtype: Any = jnp.float32,
-        groups: int = 1,
-        following: Weight | None = None,
-    ) -> jax.Array:
+    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
         outputs, inputs = weight.shape
         rows = x.size // (groups * inputs)
         if isinstance(weight, StoredWeight):
@@ -132,19 +125,24 @@ class ProjectionsKernels(_Kernels):
             is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= most
         if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
-        lead, (x, arrays) = x.shape[:-1], self.without_derivative(PROJECTIONS, (x, arrays))
-        x = x.reshape(rows, groups * inputs)
-        product = pk.product(x, *arrays, form, dtype=dtype, following=_codes(following), simulate=self.simulate)
-        return product.reshape(*lead, outputs // groups)
+        x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
+        product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
+        return product.reshape(*x.shape[:-1], outputs // groups)
+
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
+        if isinstance(second, StoredWeight) and not isinstance(first, StoredWeight):
+            rows, forms = x.size // x.shape[-1], (pk.WeightForm(), _form(second))
+            reason = pk.unsupported_product_pair((first.shape, second.shape), forms, rows)
+            if reason is None and x.dtype == first.dtype == jnp.bfloat16:
+                x, first, second = self.without_derivative(PROJECTIONS, (x, first, second))
+                given = (first, None, forms[0]), (second.codes, second.scales, forms[1])
+                one, other = pk.product_pair(x.reshape(rows, -1), *given, simulate=self.simulate)
+                return one.reshape(*x.shape[:-1], -1), other.reshape(*x.shape[:-1], -1)
+        # The barrier keeps the products separate, as in XLA's form.
+        return self.linear(x, first), self.linear(lax.optimization_barrier(x), second)
 
     def queries(
-        self,
-        latent: jax.Array,
-        weight: Weight,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        following: Weight | None = None,
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
@@ -161,19 +159,12 @@ class ProjectionsKernels(_Kernels):
             form,
             packed_angles(positions, freqs).reshape(rows, -1),
             eps=plan.cfg.norm_eps,
-            following=_codes(following),
             simulate=self.simulate,
         )
         return queries.reshape(*positions.shape, -1, dims[0])
 
     def key_queries(
-        self,
-        latent: jax.Array,
-        weight: Weight,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        following: Weight | None = None,
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
@@ -189,7 +180,6 @@ class ProjectionsKernels(_Kernels):
             form,
             packed_angles(positions, freqs).reshape(rows, -1),
             plan.keys.row(dims[0]),
-            following=_codes(following),
             simulate=self.simulate,
             **formats,
         )
@@ -321,11 +311,6 @@ class CacheUpdateKernels(_Kernels):
         state = self.without_derivative(CACHE_UPDATE, state)
         given = state.tail, layer_number(index), slots, complete.astype(jnp.int32)
         return dataclasses.replace(state, tail=pk.reset_hca(*given, simulate=self.simulate))
-
-
-def _codes(weight: Weight | None) -> jax.Array | None:
-    """The numbers of a stored weight; None of another."""
-    return lax.stop_gradient(weight.codes) if isinstance(weight, StoredWeight) else None
 
 
 def _streams(given: Normed | None) -> pk.Streams | None:

@@ -294,14 +294,11 @@ def _token_parts(
     encode: bool,
 ) -> TokenParts:
     """Multiply x by the weights that it feeds, and compute what the tokens contribute to the layer."""
-    queries = params.q_b if params.index_q_b is None else params.index_q_b  # what is read next, after the update
-    products = InputProducts(
-        q_a_kv=projections.linear(x, params.q_a_kv, following=queries),
-        # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
-        compress=None if params.compress is None else projections.linear(lax.optimization_barrier(x), params.compress),
-        start=call.batch.start,
-        positions=positions,
-    )
+    if params.compress is None:
+        compress, q_a_kv = None, projections.linear(x, params.q_a_kv)
+    else:
+        compress, q_a_kv = projections.linear_pair(x, params.compress, params.q_a_kv)
+    products = InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
     return projections.parts(products, params, call.plan, call.kind, x.dtype, encode=encode)
 
 
@@ -339,7 +336,7 @@ def _attend_tile(
     projections = PROJECTIONS[_of(backends.projections)]
     q = None
     if DECODE_ATTENTION[_of(backends.decode_attention)].rounds_queries:
-        q = projections.queries(latent, params.q_b, positions, freqs, plan, params.o_a)
+        q = projections.queries(latent, params.q_b, positions, freqs, plan)
     if q is None:
         q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
         q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
@@ -347,8 +344,7 @@ def _attend_tile(
     if entries is not None and params.index_q_b is not None:
         assert queries.head_weights is not None
         given = lax.stop_gradient((params.index_q_b, latent))  # picks have no derivative
-        # The picks come first, and then the queries of attention: their weight is read next, and after it W_oa.
-        key_queries = indexer.project_queries(*given, positions, freqs, plan, backends, params.q_b)
+        key_queries = indexer.project_queries(*given, positions, freqs, plan, backends)
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
     out = attention.decode_attention(
@@ -357,7 +353,7 @@ def _attend_tile(
     groups = out.reshape(*positions.shape, cfg.o_groups, -1)
     # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
     dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
-    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype, following=params.o_b)
+    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype)
     return projected.reshape(*positions.shape, -1)
 
 

@@ -47,47 +47,30 @@ class TokenParts:
 class Projections(Implementation, Protocol):
     """Products with a layer's weights, and what follows from those of its input."""
 
-    def linear(
-        self,
-        x: jax.Array,
-        weight: Weight,
-        dtype: Any = jnp.float32,
-        groups: int = 1,
-        following: Weight | None = None,
-    ) -> jax.Array:
+    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
         """Multiply x [..., in] by weight [out, in]: dtype [..., out], with sums in f32.
 
         With ``groups``, x is [..., groups, in], the rows of the weight are divided over the groups in order, and the
         result is [..., groups, out / groups]. x is f32 or bf16. A product of bf16 by bf16 or FP8 runs on the tensor
-        cores. Anything else is computed in full f32. ``following`` is a weight that is read soon after, which a kernel
-        may bring into a cache.
+        cores. Anything else is computed in full f32.
         """
         ...
 
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
+        """Multiply x [..., in] by two weights: f32 [..., out] of each, what ``linear`` gives."""
+        ...
+
     def queries(
-        self,
-        latent: jax.Array,
-        weight: Weight,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        following: Weight | None = None,
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
         """Multiply latents [B, T, q_lora_rank] by W_qb, apply norm and rope, and round: f16 [B, T, H, head_dim].
 
-        None where this is not one kernel. The product is then converted by ``DecodeAttention.queries``. ``following``
-        is as for ``linear``.
+        None where this is not one kernel. The product is then converted by ``DecodeAttention.queries``.
         """
         ...
 
     def key_queries(
-        self,
-        latent: jax.Array,
-        weight: Weight,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        following: Weight | None = None,
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         """Multiply latents [B, T, q_lora_rank] by W_qb of the indexer, and do what ``IndexerScores.queries`` does.
 

@@ -33,14 +33,7 @@ from dsv4jax.weights.stored import StoredWeight, Weight
 class XLAProjections(Anywhere):
     """Products in plain JAX."""
 
-    def linear(
-        self,
-        x: jax.Array,
-        weight: Weight,
-        dtype: Any = jnp.float32,
-        groups: int = 1,
-        following: Weight | None = None,
-    ) -> jax.Array:
+    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
         if isinstance(weight, StoredWeight):
             lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
             product = stored_product(x.reshape(math.prod(lead), groups, x.shape[-1]), weight, groups).astype(dtype)
@@ -56,25 +49,17 @@ class XLAProjections(Anywhere):
             preferred_element_type=dtype if product == dtype else jnp.float32,
         ).astype(dtype)
 
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
+        # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
+        return self.linear(x, first), self.linear(lax.optimization_barrier(x), second)
+
     def queries(
-        self,
-        latent: jax.Array,
-        weight: Weight,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        following: Weight | None = None,
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
         return None
 
     def key_queries(
-        self,
-        latent: jax.Array,
-        weight: Weight,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        following: Weight | None = None,
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         return None
 

@@ -267,15 +267,6 @@ class TensorCores(Machine):
         """
 
     @abc.abstractmethod
-    def prefetch(self, address: Value, where: Condition) -> None:
-        """Start to bring 128 bytes of device memory into the L2 cache, for kernels that follow. Nobody waits for it.
-
-        Args:
-          address: i64, in an array that nothing writes while the kernel runs; of any of the 128 bytes.
-          where: lanes that do so.
-        """
-
-    @abc.abstractmethod
     def keep_order(self) -> None:
         """Issue everything that follows in the program after everything that precedes.
 

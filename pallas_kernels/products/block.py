@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,6 @@ _LEAST_STAGES = 3
 _EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 _ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
 _ALIGNMENT = 1024  # of the tiles of x
-LINE = 128  # bytes that are prefetched together
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +44,6 @@ class ProductInputs:
     weight: Any  # bf16 or uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block], None for bf16
     angles: Any = None  # f32 [M, rope_dim], cosines and then sines, where the outputs become queries
-    following: Any = None  # of any type, what a later kernel reads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,8 +334,6 @@ class Block:
         lanes = layout.split.warpgroups * WARPGROUP
         make = None if heads is None else heads.begin(machine, self._lines, lanes, inputs.angles, out)
         machine.wait_copies()
-        if inputs.following is not None:
-            self._prefetch(inputs.following)
         machine.barrier("block" if layout.split.cluster == 1 else "cluster")  # nobody uses the arena any more
         eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(layout.columns // _EIGHT)]
         if layout.split.all_parts > 1:
@@ -347,18 +342,6 @@ class Block:
             self._store(out, self._number * (len(eights) * _EIGHT), eights)
         else:
             make(self._gather(eights))
-
-    def _prefetch(self, array: Buffer) -> None:
-        """Bring this block's share of an array into the L2 cache: from here on, the kernel reads little."""
-        machine, grid = self.machine, self.layout.grid
-        lanes, blocks = grid.warpgroups * WARPGROUP, grid.blocks[0] * grid.cluster
-        lines = -(-math.prod(array.shape) * array.dtype.itemsize // LINE)
-        rank = machine.rank if grid.cluster > 1 else machine.constant(0, "i32")
-        first = (machine.block(0) * grid.cluster + rank) * lanes + machine.thread
-        begin = array.address_of([0] * len(array.shape))
-        for start in range(0, lines, blocks * lanes):
-            line = first + start
-            machine.prefetch(begin + machine.widen(line) * LINE, (machine.block(1) == 0) & (line < lines))
 
     @property
     def _number(self) -> Value:

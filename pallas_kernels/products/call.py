@@ -26,6 +26,7 @@ from pallas_kernels.products import many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.many import ManyInputs
+from pallas_kernels.products.pair import fastest_pair, launch_pair
 from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
 from pallas_kernels.products.rounding import round_rows
 from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
@@ -82,7 +83,6 @@ def product(
     form: WeightForm,
     *,
     dtype: Any = jnp.float32,
-    following: jax.Array | None = None,
     simulate: bool = False,
 ) -> jax.Array:
     """Multiply rows of x by a weight [groups * outputs, inputs].
@@ -94,8 +94,6 @@ def product(
         NaN.
       form: of the weight.
       dtype: f32 or bf16, of the result.
-      following: a weight that is read soon. Up to 64 rows, the kernel brings it into the L2 cache at its end, while
-        kernels follow that read little.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -113,8 +111,62 @@ def product(
     if rows > ROWS and _unsupported_many(weight.shape, form) is None:
         tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
         return launch_many(tiling, inputs, dtype, simulate=simulate)
-    inputs = dataclasses.replace(inputs, following=_as_bytes(following))
     return launch_product(fastest_layout(rows, weight.shape, form, gpu), inputs, dtype, simulate=simulate)
+
+
+def unsupported_product_pair(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], forms: tuple[WeightForm, WeightForm], rows: int
+) -> str | None:
+    """Return why two products with the same rows are better two launches, or None if one launch serves them."""
+    for shape, form in zip(shapes, forms, strict=True):
+        if (reason := unsupported_product(shape, form)) is not None:
+            return reason
+    if rows > ROWS:
+        return f"two products are one launch for at most {ROWS} rows, got {rows}"
+    if _layouts_of_pair(shapes, forms, rows) is None:
+        return f"one launch of both, {shapes}, is not expected to be faster than two"
+    return None
+
+
+def _layouts_of_pair(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], forms: tuple[WeightForm, WeightForm], rows: int
+) -> tuple[Layout, Layout] | None:
+    first, second = (
+        fastest_layout(rows, shape, form, target.gpu_or_first()) for shape, form in zip(shapes, forms, strict=True)
+    )
+    return fastest_pair((first, second), (shapes[0][0], shapes[1][0]))
+
+
+def product_pair(
+    x: jax.Array,
+    first: tuple[jax.Array, jax.Array | None, WeightForm],
+    second: tuple[jax.Array, jax.Array | None, WeightForm],
+    *,
+    dtype: Any = jnp.float32,
+    simulate: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Multiply rows of x by two weights, in one launch.
+
+    Args:
+      x: bf16 [M, inputs], at most 64 rows.
+      first, second: weight, scales and form of each, of one group, as for ``product``. The larger one comes first.
+      dtype: f32 or bf16, of the results.
+      simulate: run in NumPy on the host, with checks, on any device.
+
+    Returns:
+      dtype [M, outputs] of each. They are bit for bit what ``product`` returns.
+
+    Raises:
+      ValueError: no kernel serves these (``unsupported_product_pair``).
+      AssertionError: (chex) a shape or dtype is wrong.
+    """
+    inputs = _checked(x, *first), _checked(x, *second)
+    shapes, forms = (first[0].shape, second[0].shape), (first[2], second[2])
+    if (reason := unsupported_product_pair(shapes, forms, len(x))) is not None:
+        raise ValueError(f"no kernel serves these products: {reason}")
+    layouts = _layouts_of_pair(shapes, forms, len(x))
+    assert layouts is not None
+    return launch_pair(layouts, inputs, dtype, simulate=simulate)
 
 
 def _checked(x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm) -> ProductInputs:
@@ -193,7 +245,6 @@ def product_of_queries(
     angles: jax.Array,
     *,
     eps: float,
-    following: jax.Array | None = None,
     simulate: bool = False,
 ) -> jax.Array:
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``attention_queries`` does.
@@ -203,7 +254,6 @@ def product_of_queries(
       angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
         rotated.
       eps: of the norm.
-      following: as for ``product``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -224,7 +274,7 @@ def product_of_queries(
         layout = layout_of_heads(len(x), weight.shape, form, AttentionHeads(dim=HEAD_DIM, eps=eps), gpu)
         assert layout is not None
         state = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float16)
-        given = dataclasses.replace(inputs, angles=angles, following=_as_bytes(following))
+        given = dataclasses.replace(inputs, angles=angles)
         queries = launch_few(layout, given, state, simulate=simulate)
     else:
         tiling = tiling_of_heads(len(x), *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
@@ -241,7 +291,6 @@ def product_of_indexer_queries(
     key_row: Any,
     *,
     key_format: str,
-    following: jax.Array | None = None,
     simulate: bool = False,
 ) -> Any:
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``indexer_queries`` does.
@@ -251,7 +300,6 @@ def product_of_indexer_queries(
       angles: f32 [M, rope_dim], as for ``indexer_queries``.
       key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
       key_format: a 4-bit format.
-      following: as for ``product``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -275,13 +323,9 @@ def product_of_indexer_queries(
     assert layout is not None
     rows = len(x) * (len(weight) // key_dim)
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
-    given = dataclasses.replace(inputs, angles=angles, following=_as_bytes(following))
+    given = dataclasses.replace(inputs, angles=angles)
     queries = launch_few(layout, given, state, simulate=simulate)
     return jax.tree.map(lambda leaf: leaf.reshape(len(x), -1, *leaf.shape[1:]), queries)
-
-
-def _as_bytes(codes: jax.Array | None) -> jax.Array | None:
-    return None if codes is None else lax.bitcast_convert_type(codes, jnp.uint8)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:

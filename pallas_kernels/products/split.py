@@ -17,7 +17,8 @@ TILE = 64  # outputs of a warpgroup
 ROWS = 64  # the most rows of x in a block
 _CHUNK_BYTES = 128  # of an output, and as many of x for each row
 CLUSTER_BYTES = {1: 0, 2: 24 << 10, 4: 48 << 10, 8: 72 << 10}  # what a cluster takes, as much as reading so many bytes
-# Clusters that run at once on most cards beyond those that run on every one (``GPU.clusters``).
+# Clusters that an H200 ran at once beyond those that every one runs (``GPU.clusters``). A card that lacks them runs
+# them after the others.
 _MORE_CLUSTERS = {8: 1}
 
 

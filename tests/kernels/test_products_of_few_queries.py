@@ -191,18 +191,6 @@ def test_a_row_has_the_same_queries_alone_and_in_a_batch(key_format):
     case.check([np.asarray(leaf) for leaf in all_rows], leaves)
 
 
-@on_hopper
-@pytest.mark.parametrize("rows", [3, 70])
-def test_a_weight_that_is_read_next_changes_nothing(rows, simulate):
-    """One that does not divide evenly over blocks and lanes, whose lines the simulator finds in the array."""
-    case = Product(rows=rows, outputs=192, inputs=256)
-    (weight, scales), following = case.weight, jnp.ones((37, 416), jnp.float8_e4m3fn)
-    assert scales is not None
-    run = functools.partial(pk.product, form=case.form, simulate=simulate)
-    found = jax.jit(lambda x: run(x, weight, scales, following=following))(case.x)
-    np.testing.assert_array_equal(found, jax.jit(lambda x: run(x, weight, scales))(case.x))
-
-
 @pytest.mark.parametrize("inputs", [512, 1024, 1536, 4096])
 @pytest.mark.parametrize("made", [CASES[0].made, CASES[2].made], ids=["attention", "indexer"])
 def test_whether_queries_are_made_does_not_depend_on_the_rows(made, inputs):

@@ -396,29 +396,6 @@ def test_sizes_of_copies_are_checked():
         run(body, np.zeros((128, 16), np.uint8), SPEC((128, 4), jnp.int32), shared_bytes=128 * 16, simulate=True)
 
 
-@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
-def test_lines_that_are_prefetched_are_as_before(simulate):
-    source = np.random.default_rng(14).integers(0, 256, (128, 128)).astype(np.uint8)
-
-    def body(machine: TensorCores, source: Any, out: Any) -> None:
-        lane = machine.thread
-        machine.prefetch(source.address_of((lane, 0)), True)
-        machine.prefetch(source.address_of((lane + 64, 0)), lane < 64)  # those of other lanes do not exist
-        out.store_words(source.load_words(lane, 0, count=16), lane, 0)
-
-    got = run(body, source, SPEC((128, 4), jnp.int32), simulate=simulate)
-    np.testing.assert_array_equal(got, source[:, :16].copy().view(np.int32))
-
-
-def test_lines_past_an_array_are_not_prefetched():
-    def body(machine: TensorCores, source: Any, out: Any) -> None:
-        machine.prefetch(source.address_of((machine.thread + 1, 0)), True)
-        out.store_int(machine.thread, machine.thread)
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match="SimulationError"):
-        run(body, np.zeros((128, 128), np.uint8), SPEC((128,), jnp.int32), simulate=True)
-
-
 def copies(machine: TensorCores, source: Any, out: Any, *, waits: bool) -> None:
     """Each lane copies 16 bytes of each row, with room for three rows."""
     lane, rows = machine.thread, source.shape[0]

@@ -35,6 +35,7 @@ from dsv4jax.pieces import (
     rotate_csa,
 )
 from dsv4jax.tails import Streams
+from dsv4jax.weights.params import param_shapes
 from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.plugin import compiles_relocatable_code
@@ -65,7 +66,7 @@ DECODE = 256, 1
 CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
 MANY_ROWS = 100, 256, 4096  # of products: few that do not fill a tile, those of a draft, those of a chunk
-HOPPER_ONLY = {"product_of_many", "product_of_queries", "round_rows"}  # launches
+HOPPER_ONLY = {"products", "product_of_many", "product_of_queries", "round_rows"}  # launches
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
@@ -350,6 +351,24 @@ def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         yield Kernel(name=f"product compress [{rows}]", function=function, args=args, rows=None, reads_only=True)
 
 
+def _pairs(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the products of a layer's input with both of its weights."""
+    for rows, kind in itertools.product((1, 64), (AttentionType.CSA, AttentionType.HCA)):
+        outputs, inputs, _ = _weights(cfg)["q_a_kv"]
+        compress = param_shapes(cfg, kind).compress
+        assert compress is not None
+        x, wide = Spec((rows, inputs), jnp.bfloat16), Spec(compress.shape, jnp.bfloat16)
+        codes = Spec((outputs, inputs), jnp.float8_e4m3fn)
+        scales = Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu)
+
+        def multiply(x: Any, wide: Any, codes: Any, scales: Any) -> Any:
+            return pk.product_pair(x, (wide, None, pk.WeightForm()), (codes, scales, pk.WeightForm(block=(128, 128))))
+
+        yield Kernel(
+            name=f"products {kind} [{rows}]", function=multiply, args=(x, wide, codes, scales), rows=None, reads_only=True
+        )
+
+
 def _queries_in_products(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the products of few rows that make queries."""
     shapes, form = _weights(cfg), pk.WeightForm(block=(128, 128))
@@ -430,6 +449,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_token_parts(cfg),
             *_grants(cfg),
             *_multiplications(cfg),
+            *_pairs(cfg),
             *_queries_in_products(cfg),
             *_multiplications_of_many(cfg),
         ):

@@ -113,11 +113,6 @@ class TensorCorePTX(PTX, TensorCores):
     def wait_copies(self, *, pending: int = 0) -> None:
         self._asm(f"cp.async.wait_group {pending};" if pending else "cp.async.wait_all;", "", [], effects=True)
 
-    def prefetch(self, address: Value, where: Condition) -> None:
-        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
-        here = self._flag(where) if isinstance(where, Value) else self.constant(int(where), "i32")
-        self._asm(text, "l,r", [], address, here, effects=True)
-
     def keep_order(self) -> None:
         self._asm(_KEEP_ORDER, "", [], effects=True)
 

@@ -208,9 +208,6 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             if len(groups) > 1:
                 groups.pop(0)
 
-    def prefetch(self, address: Value, where: Condition) -> None:
-        self.load(address, 1, where, constant=True)  # for its checks
-
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
         if not self._in_roles or scope in ("warp", "warpgroup"):
             super().barrier(scope, leave=leave)
