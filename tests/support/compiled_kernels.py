@@ -365,7 +365,11 @@ def _pairs(cfg: d4.DSV4Config) -> Iterator[Kernel]:
             return pk.product_pair(x, (wide, None, pk.WeightForm()), (codes, scales, pk.WeightForm(block=(128, 128))))
 
         yield Kernel(
-            name=f"products {kind} [{rows}]", function=multiply, args=(x, wide, codes, scales), rows=None, reads_only=True
+            name=f"products {kind} [{rows}]",
+            function=multiply,
+            args=(x, wide, codes, scales),
+            rows=None,
+            reads_only=True,
         )
 
 
