@@ -36,9 +36,13 @@ from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.block import WeightForm
 from pallas_kernels.products.call import (
     product,
+    product_of_indexer_queries,
     product_of_queries,
+    product_pair,
     unsupported_product,
+    unsupported_product_of_indexer_queries,
     unsupported_product_of_queries,
+    unsupported_product_pair,
 )
 from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
@@ -81,7 +85,9 @@ __all__ = [
     "indexer_queries",
     "indexer_scores",
     "product",
+    "product_of_indexer_queries",
     "product_of_queries",
+    "product_pair",
     "reset_hca",
     "rotate_csa",
     "token_parts",
@@ -90,7 +96,9 @@ __all__ = [
     "unsupported_attention",
     "unsupported_grants",
     "unsupported_product",
+    "unsupported_product_of_indexer_queries",
     "unsupported_product_of_queries",
+    "unsupported_product_pair",
     "unsupported_scores",
     "unsupported_token_parts",
     "unsupported_top_k",

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import pallas_kernels as pk
 from dsv4jax.cache.pool import PagedPool, PooledLayer, find_entries
@@ -45,10 +46,13 @@ from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
 
-# Whether queries of many tokens are made in their product, by a kernel that has not run on a GPU yet: on an H200 the
-# product and the conversion of its result were timed, as two launches.
+_FEW_ROWS = 64  # up to which products have the kernel of few rows
+# Whether queries of more than 64 tokens are made in their product, by a kernel that has not run on a GPU yet: on an
+# H200 the product and the conversion of its result were timed, as two launches.
 QUERIES_IN_PRODUCT = False
-_SMALL_WEIGHT = 1 << 22  # numbers of a bf16 weight up to which its kernel is faster than XLA, on an H200
+# Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for 2 to 64, where XLA
+# takes two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
+_SMALL_WEIGHT, _MEDIUM_WEIGHT = 1 << 22, 1 << 24
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
 
@@ -117,19 +121,34 @@ class ProjectionsKernels(_Kernels):
             form, arrays, is_served = _form(weight, groups), (weight.codes, weight.scales), True
         else:  # XLA is faster for larger ones
             form, arrays = pk.WeightForm(groups=groups), (weight, None)
-            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= _SMALL_WEIGHT
+            most = _MEDIUM_WEIGHT if 1 < rows <= _FEW_ROWS else _SMALL_WEIGHT
+            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= most
         if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
         x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
         return product.reshape(*x.shape[:-1], outputs // groups)
 
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
+        if isinstance(second, StoredWeight) and not isinstance(first, StoredWeight):
+            rows, forms = x.size // x.shape[-1], (pk.WeightForm(), _form(second))
+            reason = pk.unsupported_product_pair((first.shape, second.shape), forms, rows)
+            if reason is None and x.dtype == first.dtype == jnp.bfloat16:
+                x, first, second = self.without_derivative(PROJECTIONS, (x, first, second))
+                given = (first, None, forms[0]), (second.codes, second.scales, forms[1])
+                one, other = pk.product_pair(x.reshape(rows, -1), *given, simulate=self.simulate)
+                return one.reshape(*x.shape[:-1], -1), other.reshape(*x.shape[:-1], -1)
+        # The barrier keeps the products separate, as in XLA's form.
+        return self.linear(x, first), self.linear(lax.optimization_barrier(x), second)
+
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
-        if not QUERIES_IN_PRODUCT or not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
+        if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
         form, rows, dims = _form(weight), positions.size, (plan.cfg.head_dim, plan.cfg.rope_dim)
+        if not QUERIES_IN_PRODUCT and rows > _FEW_ROWS:
+            return None
         if pk.unsupported_product_of_queries(weight.shape, form, rows, *dims) is not None:
             return None
         latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
@@ -143,6 +162,28 @@ class ProjectionsKernels(_Kernels):
             simulate=self.simulate,
         )
         return queries.reshape(*positions.shape, -1, dims[0])
+
+    def key_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
+        if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
+            return None
+        form, rows, dims = _form(weight), positions.size, (plan.cfg.indexer_head_dim, plan.cfg.rope_dim)
+        formats = dict(key_format=plan.indexer_format)
+        if pk.unsupported_product_of_indexer_queries(weight.shape, form, rows, *dims, **formats) is not None:
+            return None
+        latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
+        queries = pk.product_of_indexer_queries(
+            latent.reshape(rows, -1),
+            weight.codes,
+            weight.scales,
+            form,
+            packed_angles(positions, freqs).reshape(rows, -1),
+            plan.keys.row(dims[0]),
+            simulate=self.simulate,
+            **formats,
+        )
+        return jax.tree.map(lambda leaf: leaf.reshape(*positions.shape, *leaf.shape[1:]), queries)
 
     def parts(
         self,
@@ -301,6 +342,8 @@ class GatherRowsKernels(_Kernels):
 
 class IndexerScoresKernels(_Kernels):
     """The kernels of ``pallas_kernels.scores``, and the kernel that makes their queries."""
+
+    rounds_queries = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg

@@ -56,12 +56,25 @@ class Projections(Implementation, Protocol):
         """
         ...
 
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
+        """Multiply x [..., in] by two weights: f32 [..., out] of each, what ``linear`` gives."""
+        ...
+
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
         """Multiply latents [B, T, q_lora_rank] by W_qb, apply norm and rope, and round: f16 [B, T, H, head_dim].
 
         None where this is not one kernel. The product is then converted by ``DecodeAttention.queries``.
+        """
+        ...
+
+    def key_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
+        """Multiply latents [B, T, q_lora_rank] by W_qb of the indexer, and do what ``IndexerScores.queries`` does.
+
+        The result is rounded in the keys' format: rows [B, T, H, ...]. None where this is not one kernel.
         """
         ...
 
@@ -136,6 +149,11 @@ class CacheUpdate(Implementation, Protocol):
 
 class IndexerScores(Implementation, Protocol):
     """The score of every entry for every query of a CSA layer."""
+
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether ``queries`` gives rows that are rounded in the keys' format, as ``Projections.key_queries`` does."""
+        ...
 
     def queries(
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan

@@ -15,6 +15,7 @@ from jax import lax
 
 from dsv4jax.checks import FLOATS, check_dtype, integer
 from dsv4jax.derivatives import storable
+from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import TokenRows
@@ -48,9 +49,18 @@ class XLAProjections(Anywhere):
             preferred_element_type=dtype if product == dtype else jnp.float32,
         ).astype(dtype)
 
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
+        # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
+        return self.linear(x, first), self.linear(lax.optimization_barrier(x), second)
+
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
+        return None
+
+    def key_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
         return None
 
     def parts(

@@ -18,19 +18,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
+from pallas_kernels.language.machine import VECTOR
 from pallas_kernels.products import many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.many import ManyInputs
+from pallas_kernels.products.pair import fastest_pair, launch_pair
+from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
 from pallas_kernels.products.rounding import round_rows
-from pallas_kernels.products.split import ROWS, TILE, fastest_split
+from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
 from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
 ACTIVATIONS = ("bf16", "fp8")
-HEAD_DIM = 512  # outputs of a head, where they become queries: two tiles
+HEAD_DIM = 512  # outputs of a head of attention, where they become queries
+KEY_DIMS = 64, 128, 256  # outputs of a head of the indexer, where they become queries: they fit in a block
 MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 _MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
@@ -109,6 +114,61 @@ def product(
     return launch_product(fastest_layout(rows, weight.shape, form, gpu), inputs, dtype, simulate=simulate)
 
 
+def unsupported_product_pair(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], forms: tuple[WeightForm, WeightForm], rows: int
+) -> str | None:
+    """Return why two products with the same rows are better two launches, or None if one launch serves them."""
+    for shape, form in zip(shapes, forms, strict=True):
+        if (reason := unsupported_product(shape, form)) is not None:
+            return reason
+    if rows > ROWS:
+        return f"two products are one launch for at most {ROWS} rows, got {rows}"
+    if _layouts_of_pair(shapes, forms, rows) is None:
+        return f"one launch of both, {shapes}, is not expected to be faster than two"
+    return None
+
+
+def _layouts_of_pair(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], forms: tuple[WeightForm, WeightForm], rows: int
+) -> tuple[Layout, Layout] | None:
+    first, second = (
+        fastest_layout(rows, shape, form, target.gpu_or_first()) for shape, form in zip(shapes, forms, strict=True)
+    )
+    return fastest_pair((first, second), (shapes[0][0], shapes[1][0]))
+
+
+def product_pair(
+    x: jax.Array,
+    first: tuple[jax.Array, jax.Array | None, WeightForm],
+    second: tuple[jax.Array, jax.Array | None, WeightForm],
+    *,
+    dtype: Any = jnp.float32,
+    simulate: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Multiply rows of x by two weights, in one launch.
+
+    Args:
+      x: bf16 [M, inputs], at most 64 rows.
+      first, second: weight, scales and form of each, of one group, as for ``product``. The larger one comes first.
+      dtype: f32 or bf16, of the results.
+      simulate: run in NumPy on the host, with checks, on any device.
+
+    Returns:
+      dtype [M, outputs] of each. They are bit for bit what ``product`` returns.
+
+    Raises:
+      ValueError: no kernel serves these (``unsupported_product_pair``).
+      AssertionError: (chex) a shape or dtype is wrong.
+    """
+    inputs = _checked(x, *first), _checked(x, *second)
+    shapes, forms = (first[0].shape, second[0].shape), (first[2], second[2])
+    if (reason := unsupported_product_pair(shapes, forms, len(x))) is not None:
+        raise ValueError(f"no kernel serves these products: {reason}")
+    layouts = _layouts_of_pair(shapes, forms, len(x))
+    assert layouts is not None
+    return launch_pair(layouts, inputs, dtype, simulate=simulate)
+
+
 def _checked(x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm) -> ProductInputs:
     """Return the arrays as kernels take them. AssertionError (chex) if a shape or dtype is wrong."""
     chex.assert_rank([x, weight], 2)
@@ -134,16 +194,46 @@ def unsupported_product_of_queries(
     """
     if (reason := unsupported_product(shape, form, rows)) is not None:
         return reason
-    if rows <= ROWS:
-        return f"queries are made in products of more than {ROWS} rows, got {rows}"
-    if (reason := _unsupported_many(shape, form)) is not None:
-        return f"products of more than {ROWS} rows have no kernel where {reason}"
-    if form.activations != "fp8" or form.groups != 1:
-        return "queries are made in products of one group, with activations='fp8'"
-    if head_dim != HEAD_DIM or shape[0] % HEAD_DIM:
+    if head_dim != HEAD_DIM or shape[0] % HEAD_DIM or form.groups != 1:
         return f"outputs must be heads of {HEAD_DIM}, got {shape[0]} outputs and heads of {head_dim}"
     if rope_dim % 16 or not 0 < rope_dim <= HEAD_DIM // 2:
         return f"rope_dim must be a multiple of 16 up to {HEAD_DIM // 2}, got {rope_dim}"
+    if rows <= ROWS:
+        return _unsupported_heads(rows, shape, form, AttentionHeads(dim=head_dim, eps=0.0))
+    if (reason := _unsupported_many(shape, form)) is not None:
+        return f"products of more than {ROWS} rows have no kernel where {reason}"
+    if form.activations != "fp8":
+        return f"queries of more than {ROWS} rows are made in products with activations='fp8'"
+    return None
+
+
+def unsupported_product_of_indexer_queries(
+    shape: tuple[int, ...], form: WeightForm, rows: int, key_dim: int, rope_dim: int, key_format: str
+) -> str | None:
+    """Return why no kernel makes the indexer's queries in their product, or None if one does.
+
+    Their product and their conversion (``indexer_queries``) are then two launches.
+    """
+    if (reason := unsupported_product(shape, form, rows)) is not None:
+        return reason
+    keys = KEY_FORMATS.get(key_format)
+    if not isinstance(keys, Fp4Keys):
+        return f"key_format must be a 4-bit format, got {key_format!r}"
+    if key_dim not in KEY_DIMS or shape[0] % key_dim or form.groups != 1:
+        return f"outputs must be heads of {KEY_DIMS}, got {shape[0]} outputs and heads of {key_dim}"
+    if rope_dim % VECTOR or not 0 < rope_dim <= key_dim:
+        return f"rope_dim must be a multiple of {VECTOR} up to {key_dim}, got {rope_dim}"
+    if rows > ROWS:
+        return f"the indexer's queries are made in products of at most {ROWS} rows, got {rows}"
+    return _unsupported_heads(rows, shape, form, IndexerHeads(dim=key_dim, keys=keys))
+
+
+def _unsupported_heads(rows: int, shape: tuple[int, ...], form: WeightForm, heads: QueryHeads) -> str | None:
+    gpu = target.gpu_or_first()
+    if gpu.architecture != "sm90":
+        return "the GPU is no Hopper"
+    if layout_of_heads(rows, shape, form, heads, gpu) is None:
+        return f"a weight of this shape, {shape}, gives too few blocks of whole heads"
     return None
 
 
@@ -160,7 +250,7 @@ def product_of_queries(
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``attention_queries`` does.
 
     Args:
-      x, weight, scales, form: as for ``product``.
+      x, weight, scales, form: as for ``product``. Up to 64 rows a query does not depend on how many rows there are.
       angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
         rotated.
       eps: of the norm.
@@ -179,10 +269,63 @@ def product_of_queries(
     reason = unsupported_product_of_queries(weight.shape, form, len(x), HEAD_DIM, angles.shape[1])
     if reason is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
-    heads = Heads(dim=HEAD_DIM, eps=eps)
-    tiling = tiling_of_heads(len(x), *weight.shape, form, heads, target.gpu_or_first())
-    queries = launch_many(tiling, inputs, jnp.float16, angles, simulate=simulate)
+    gpu = target.gpu_or_first()
+    if len(x) <= ROWS:
+        layout = layout_of_heads(len(x), weight.shape, form, AttentionHeads(dim=HEAD_DIM, eps=eps), gpu)
+        assert layout is not None
+        state = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float16)
+        given = dataclasses.replace(inputs, angles=angles)
+        queries = launch_few(layout, given, state, simulate=simulate)
+    else:
+        tiling = tiling_of_heads(len(x), *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
+        queries = launch_many(tiling, inputs, jnp.float16, angles, simulate=simulate)
     return queries.reshape(len(x), -1, HEAD_DIM)
+
+
+def product_of_indexer_queries(
+    x: jax.Array,
+    weight: jax.Array,
+    scales: jax.Array | None,
+    form: WeightForm,
+    angles: jax.Array,
+    key_row: Any,
+    *,
+    key_format: str,
+    simulate: bool = False,
+) -> Any:
+    """Multiply rows of x by a weight whose outputs are heads, and convert them as ``indexer_queries`` does.
+
+    Args:
+      x, weight, scales, form: as for ``product``, with at most 64 rows, on whose number a query does not depend.
+      angles: f32 [M, rope_dim], as for ``indexer_queries``.
+      key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
+      key_format: a 4-bit format.
+      simulate: run in NumPy on the host, with checks, on any device.
+
+    Returns:
+      A pytree like key_row, with leaves [M, heads, ...].
+
+    Raises:
+      ValueError: no kernel serves this (``unsupported_product_of_indexer_queries``).
+      AssertionError: (chex) a shape or dtype is wrong.
+    """
+    inputs = _checked(x, weight, scales, form)
+    chex.assert_shape(angles, (len(x), None))
+    chex.assert_type(angles, jnp.float32)
+    key_dim = 2 * key_row.codes.shape[0]  # two codes in a byte
+    asked = weight.shape, form, len(x), key_dim, angles.shape[1], key_format
+    if (reason := unsupported_product_of_indexer_queries(*asked)) is not None:
+        raise ValueError(f"no kernel serves this product: {reason}")
+    keys = KEY_FORMATS[key_format]
+    assert isinstance(keys, Fp4Keys)
+    heads = IndexerHeads(dim=key_dim, keys=keys)
+    layout = layout_of_heads(len(x), weight.shape, form, heads, target.gpu_or_first())
+    assert layout is not None
+    rows = len(x) * (len(weight) // key_dim)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
+    given = dataclasses.replace(inputs, angles=angles)
+    queries = launch_few(layout, given, state, simulate=simulate)
+    return jax.tree.map(lambda leaf: leaf.reshape(len(x), -1, *leaf.shape[1:]), queries)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
@@ -204,14 +347,40 @@ def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: tar
 
 def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
     """Launch the kernel with a layout. ``inputs.weight`` and ``scales`` of FP8 are given as bytes."""
+    state = jax.ShapeDtypeStruct((layout.rows, inputs.weight.shape[0]), dtype)
+    return launch_few(layout, inputs, state, simulate=simulate)
+
+
+def launch_few(layout: Layout, inputs: ProductInputs, state: Any, *, simulate: bool) -> Any:
+    """Launch the kernel of few rows for results like ``state``."""
     return launch(
         functools.partial(_KERNELS[layout.gpu.architecture].body, layout=layout),
-        name="product",
+        name="product" if layout.heads is None else "product_of_queries",
         grid=layout.grid,
         inputs=inputs,
-        state=jax.ShapeDtypeStruct((layout.rows, inputs.weight.shape[0]), dtype),
+        state=state,
         simulate=simulate,
     )
+
+
+def layout_of_heads(
+    rows: int, shape: tuple[int, ...], form: WeightForm, heads: QueryHeads, gpu: target.GPU
+) -> Layout | None:
+    """Return the layout for at most 64 rows of x and outputs that are heads, or None if there are too few blocks.
+
+    Sums have the same parts as those of ``product``, as its blocks of a cluster. So the result, and whether there is
+    one, depend on the number of rows no more than they do there.
+    """
+    layout = fastest_layout(rows, shape, form, gpu)
+    kernel, split = _KERNELS[gpu.architecture], layout.split
+    parts, blocks = split.all_parts, shape[0] // (heads.blocks * heads.tiles * TILE)
+    cluster = parts * heads.blocks
+    is_possible = (parts == 1 or heads.blocks == 1) and (cluster == 1 or cluster in gpu.clusters)
+    if not is_possible or blocks * cluster <= gpu.multiprocessors // 2:
+        return None
+    split = Split(cluster=parts, parts=1, tiles=heads.tiles, blocks=blocks, chunks=shape[1] // layout.inputs // parts)
+    layout = dataclasses.replace(layout, split=split, streams=False, heads=heads)
+    return dataclasses.replace(layout, streams=layout.should_stream(kernel.STREAMED_WARPGROUPS))
 
 
 def launch_many(

@@ -35,6 +35,7 @@ from dsv4jax.pieces import (
     rotate_csa,
 )
 from dsv4jax.tails import Streams
+from dsv4jax.weights.params import param_shapes
 from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.plugin import compiles_relocatable_code
@@ -65,7 +66,7 @@ DECODE = 256, 1
 CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
 MANY_ROWS = 100, 256, 4096  # of products: few that do not fill a tile, those of a draft, those of a chunk
-HOPPER_ONLY = {"product_of_many", "product_of_queries", "round_rows"}  # launches
+HOPPER_ONLY = {"products", "product_of_many", "product_of_queries", "round_rows"}  # launches
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
@@ -320,7 +321,7 @@ def _weights(cfg: d4.DSV4Config) -> dict[str, tuple[int, int, int]]:
 
 
 def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the products with stored weights, for few and most rows of a block, and HCA's with its compressor.
+    """Yield the products with stored weights, for few and most rows of a block, and those with compressors.
 
     FP8 activations and Pro's sizes for most rows alone, which take the most registers.
     """
@@ -341,13 +342,59 @@ def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
                 function = functools.partial(multiply, form)
                 title = f"product {name} {activations} [{rows}]"
                 yield Kernel(name=title, function=function, args=(x, *weight), rows=None, reads_only=True)
-        args = (
-            Spec((rows, cfg.hidden_size), jnp.bfloat16),
-            Spec((2 * cfg.head_dim, cfg.hidden_size), jnp.bfloat16),
-            None,
+        x, function = Spec((rows, cfg.hidden_size), jnp.bfloat16), functools.partial(multiply, pk.WeightForm())
+        for name, outputs in {
+            "compress": 2 * cfg.head_dim,
+            "compress_csa": 4 * (cfg.head_dim + cfg.indexer_head_dim) + cfg.indexer_heads,
+        }.items():
+            args = x, Spec((outputs, cfg.hidden_size), jnp.bfloat16), None
+            yield Kernel(name=f"product {name} [{rows}]", function=function, args=args, rows=None, reads_only=True)
+
+
+def _pairs(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the products of a layer's input with both of its weights."""
+    for rows, kind in itertools.product((1, 64), (AttentionType.CSA, AttentionType.HCA)):
+        outputs, inputs, _ = _weights(cfg)["q_a_kv"]
+        compress = param_shapes(cfg, kind).compress
+        assert compress is not None
+        x, wide = Spec((rows, inputs), jnp.bfloat16), Spec(compress.shape, jnp.bfloat16)
+        codes = Spec((outputs, inputs), jnp.float8_e4m3fn)
+        scales = Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu)
+
+        def multiply(x: Any, wide: Any, codes: Any, scales: Any) -> Any:
+            return pk.product_pair(x, (wide, None, pk.WeightForm()), (codes, scales, pk.WeightForm(block=(128, 128))))
+
+        yield Kernel(
+            name=f"products {kind} [{rows}]",
+            function=multiply,
+            args=(x, wide, codes, scales),
+            rows=None,
+            reads_only=True,
         )
-        function = functools.partial(multiply, pk.WeightForm())
-        yield Kernel(name=f"product compress [{rows}]", function=function, args=args, rows=None, reads_only=True)
+
+
+def _queries_in_products(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the products of few rows that make queries."""
+    shapes, form = _weights(cfg), pk.WeightForm(block=(128, 128))
+    for rows in (1, 64):
+        angles = _f32(rows, cfg.rope_dim)
+        convert: dict[str, Any] = {
+            "q_b": functools.partial(pk.product_of_queries, form=form, eps=cfg.norm_eps),
+        }
+        for key_format in fp4.FORMATS if cfg is MODELS["flash"] else ("mxfp4",):
+            row = INDEXER_FORMATS[key_format].row(cfg.indexer_head_dim)
+            make = functools.partial(pk.product_of_indexer_queries, form=form, key_row=row, key_format=key_format)
+            convert[f"index_q_b {key_format}"] = make
+        for name, function in convert.items():
+            outputs, inputs, _ = shapes[name.split()[0]]
+            x, weight = Spec((rows, inputs), jnp.bfloat16), Spec((outputs, inputs), jnp.float8_e4m3fn)
+            scales = Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu)
+
+            def multiply(x: Any, weight: Any, scales: Any, angles: Any, function: Any = function) -> Any:
+                return function(x, weight, scales, angles=angles)
+
+            title = f"product_of_queries {name} [{rows}]"
+            yield Kernel(name=title, function=multiply, args=(x, weight, scales, angles), rows=None, reads_only=True)
 
 
 def _multiplications_of_many(cfg: d4.DSV4Config) -> Iterator[Kernel]:
@@ -406,6 +453,8 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_token_parts(cfg),
             *_grants(cfg),
             *_multiplications(cfg),
+            *_pairs(cfg),
+            *_queries_in_products(cfg),
             *_multiplications_of_many(cfg),
         ):
             yield f"{model} {kernel.name}", kernel
