@@ -45,9 +45,6 @@ from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
 
-# Whether queries of many tokens are made in their product, by a kernel that has not run on a GPU yet: on an H200 the
-# product and the conversion of its result were timed, as two launches.
-QUERIES_IN_PRODUCT = False
 _SMALL_WEIGHT = 1 << 22  # numbers of a bf16 weight up to which its kernel is faster than XLA, on an H200
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
@@ -127,7 +124,7 @@ class ProjectionsKernels(_Kernels):
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
-        if not QUERIES_IN_PRODUCT or not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
+        if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
         form, rows, dims = _form(weight), positions.size, (plan.cfg.head_dim, plan.cfg.rope_dim)
         if pk.unsupported_product_of_queries(weight.shape, form, rows, *dims) is not None:
