@@ -34,10 +34,11 @@ from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
 from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.block import WeightForm
-from pallas_kernels.products.call import (
-    product,
+from pallas_kernels.products.call import product, unsupported_product
+from pallas_kernels.products.queries import (
+    product_of_indexer_queries,
     product_of_queries,
-    unsupported_product,
+    unsupported_product_of_indexer_queries,
     unsupported_product_of_queries,
 )
 from pallas_kernels.queries import attention_queries, indexer_queries
@@ -81,6 +82,7 @@ __all__ = [
     "indexer_queries",
     "indexer_scores",
     "product",
+    "product_of_indexer_queries",
     "product_of_queries",
     "reset_hca",
     "rotate_csa",
@@ -90,6 +92,7 @@ __all__ = [
     "unsupported_attention",
     "unsupported_grants",
     "unsupported_product",
+    "unsupported_product_of_indexer_queries",
     "unsupported_product_of_queries",
     "unsupported_scores",
     "unsupported_token_parts",

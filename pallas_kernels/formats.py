@@ -373,7 +373,7 @@ class Fp4Keys(KeyFormat):
         for step, channels in enumerate(values):
             channel, stored = row.channel[step], where & row.before(step, row.dim)
             bits = fold(maximum, [magnitude_bits(value) for value in channels])
-            byte, units = self._units(row.team.neighbours(maximum, bits, self.per_scale // VECTOR), channels)
+            byte, units = self.units(row.team.neighbours(maximum, bits, self.per_scale // VECTOR), channels)
             first = stored & (channel % self.per_scale == 0)
             rows.scale.store_bytes(byte, *lead, channel // self.per_scale, count=1, where=first)
             codes = [to_e2m1(value) for value in units]
@@ -381,7 +381,7 @@ class Fp4Keys(KeyFormat):
             rows.codes.store_bytes(packed, *lead, channel >> 1, count=2, where=stored)
 
     @abc.abstractmethod
-    def _units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
+    def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
         """Return the scale byte of a group whose largest magnitude has bits ``amax``, and values of it by that scale.
 
         What is below the least normal number after the division is 0 in E2M1, however it is rounded.
@@ -396,7 +396,7 @@ class Nvfp4Keys(Fp4Keys):
 
     per_scale = 16
 
-    def _units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
+    def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
         machine = amax.machine
         scale = machine.from_bits(amax) * float(np.float32(1 / E2M1_MAX))
         scale = scale.maximum(2.0**-9).minimum(E4M3_MAX)
@@ -411,7 +411,7 @@ class Mxfp4Keys(Fp4Keys):
 
     per_scale = 32
 
-    def _units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
+    def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
         floor = int(np.float32(E2M1_MAX * 2.0**-126).view(np.int32))
         byte = power_of_two_scale(amax.maximum(floor), E2M1_MAX)  # 1 .. 253, or 255
         inverse = from_ue8m0(select(byte == 255, byte, byte * -1 + 254))

@@ -56,11 +56,16 @@ def project_queries(
 ) -> jax.Array | KeyRows:
     """Do what ``indexer_queries`` describes, with W_qb of the indexer alone."""
     cfg, kind = plan.cfg, AttentionType.CSA
+    projections, scores = PROJECTIONS.of(backend, plan, kind), INDEXER_SCORES.of(backend, plan, kind)
+    if not isinstance(scores, Anywhere):  # a kernel, which takes rounded ones
+        rounded = projections.indexer_queries(q_latent, q_b, positions, freqs, plan)
+        if rounded is not None:
+            return rounded
     # The barrier keeps this product separate from that of the main queries. XLA would otherwise concatenate the weights
     # of both, 84 MB, in every step.
-    product = PROJECTIONS.of(backend, plan, kind).linear(lax.optimization_barrier(q_latent), q_b)
+    product = projections.linear(lax.optimization_barrier(q_latent), q_b)
     q = product.reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
-    return INDEXER_SCORES.of(backend, plan, kind).queries(q, positions, freqs, plan)
+    return scores.queries(q, positions, freqs, plan)
 
 
 def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Array:

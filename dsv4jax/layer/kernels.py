@@ -121,6 +121,28 @@ class ProjectionsKernels(_Kernels):
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
         return product.reshape(*x.shape[:-1], outputs // groups)
 
+    def indexer_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
+        if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
+            return None
+        form, rows, key_dim = _form(weight), positions.size, plan.cfg.indexer_head_dim
+        sizes = rows, key_dim, plan.cfg.rope_dim, plan.indexer_format
+        if pk.unsupported_product_of_indexer_queries(weight.shape, form, *sizes) is not None:
+            return None
+        latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
+        queries = pk.product_of_indexer_queries(
+            latent.reshape(rows, -1),
+            weight.codes,
+            weight.scales,
+            form,
+            packed_angles(positions, freqs).reshape(rows, -1),
+            plan.keys.row(key_dim),
+            key_format=plan.indexer_format,
+            simulate=self.simulate,
+        )
+        return jax.tree.map(lambda leaf: leaf.reshape(*positions.shape, *leaf.shape[1:]), queries)
+
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:

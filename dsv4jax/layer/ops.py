@@ -65,6 +65,15 @@ class Projections(Implementation, Protocol):
         """
         ...
 
+    def indexer_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
+        """Multiply latents by the indexer's W_qb, apply rope and Hadamard transform, and round: rows [B, T, H, ...].
+
+        None where this is not one kernel. The product is then converted by ``IndexerScores.queries``.
+        """
+        ...
+
     def parts(
         self,
         products: InputProducts,

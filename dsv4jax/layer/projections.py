@@ -15,6 +15,7 @@ from jax import lax
 
 from dsv4jax.checks import FLOATS, check_dtype, integer
 from dsv4jax.derivatives import storable
+from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import TokenRows
@@ -51,6 +52,11 @@ class XLAProjections(Anywhere):
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
+        return None
+
+    def indexer_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
         return None
 
     def parts(

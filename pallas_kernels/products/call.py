@@ -20,17 +20,15 @@ from jax import lax
 
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
-from pallas_kernels.products import many_bf16, many_fp8, sm90, sm100
+from pallas_kernels.products import keys, many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
-from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.many import ManyInputs
 from pallas_kernels.products.rounding import round_rows
 from pallas_kernels.products.split import ROWS, TILE, fastest_split
-from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads
+from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
 ACTIVATIONS = ("bf16", "fp8")
-HEAD_DIM = 512  # outputs of a head, where they become queries: two tiles
 MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 _MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
@@ -53,12 +51,12 @@ def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1)
     least = CHUNK_BYTES if form.activations == "fp8" else SCALE_INPUTS
     if block is not None and (block[0] % SCALE_ROWS or block[1] % least):
         return f"blocks must be multiples of {SCALE_ROWS} x {least} with activations={form.activations!r}, got {block}"
-    if rows > MOST_ROWS and (reason := _unsupported_many(shape, form)) is not None:
+    if rows > MOST_ROWS and (reason := unsupported_many(shape, form)) is not None:
         return f"for more than {MOST_ROWS} rows, got {rows}, it is faster to widen the weight where {reason}"
     return None
 
 
-def _unsupported_many(shape: tuple[int, ...], form: WeightForm) -> str | None:
+def unsupported_many(shape: tuple[int, ...], form: WeightForm) -> str | None:
     """Return why the kernel of many rows does not serve a weight that the kernel of few rows serves, or None."""
     if target.architecture() != "sm90":
         return "the GPU is no Hopper"
@@ -98,18 +96,18 @@ def product(
       ValueError: no kernel serves this weight (``unsupported_product``).
       AssertionError: (chex) a shape or dtype is wrong.
     """
-    inputs = _checked(x, weight, scales, form)
+    inputs = checked(x, weight, scales, form)
     if (reason := unsupported_product(weight.shape, form)) is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
     (rows, _), (outputs, width_of_group) = x.shape, weight.shape
     gpu = target.gpu_or_first()
-    if rows > ROWS and _unsupported_many(weight.shape, form) is None:
+    if rows > ROWS and unsupported_many(weight.shape, form) is None:
         tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
         return launch_many(tiling, inputs, dtype, simulate=simulate)
     return launch_product(fastest_layout(rows, weight.shape, form, gpu), inputs, dtype, simulate=simulate)
 
 
-def _checked(x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm) -> ProductInputs:
+def checked(x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm) -> ProductInputs:
     """Return the arrays as kernels take them. AssertionError (chex) if a shape or dtype is wrong."""
     chex.assert_rank([x, weight], 2)
     chex.assert_type(x, jnp.bfloat16)
@@ -123,66 +121,6 @@ def _checked(x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: We
         chex.assert_shape(scales, [-(-size // by) for size, by in zip(weight.shape, form.block, strict=True)])
         weight, scales = (lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in (weight, scales))
     return ProductInputs(x=x, weight=weight, scales=scales)
-
-
-def unsupported_product_of_queries(
-    shape: tuple[int, ...], form: WeightForm, rows: int, head_dim: int, rope_dim: int
-) -> str | None:
-    """Return why no kernel makes queries of so many rows in their product, or None if one does.
-
-    Their product and their conversion (``attention_queries``) are then two launches.
-    """
-    if (reason := unsupported_product(shape, form, rows)) is not None:
-        return reason
-    if rows <= ROWS:
-        return f"queries are made in products of more than {ROWS} rows, got {rows}"
-    if (reason := _unsupported_many(shape, form)) is not None:
-        return f"products of more than {ROWS} rows have no kernel where {reason}"
-    if form.activations != "fp8" or form.groups != 1:
-        return "queries are made in products of one group, with activations='fp8'"
-    if head_dim != HEAD_DIM or shape[0] % HEAD_DIM:
-        return f"outputs must be heads of {HEAD_DIM}, got {shape[0]} outputs and heads of {head_dim}"
-    if rope_dim % 16 or not 0 < rope_dim <= HEAD_DIM // 2:
-        return f"rope_dim must be a multiple of 16 up to {HEAD_DIM // 2}, got {rope_dim}"
-    return None
-
-
-def product_of_queries(
-    x: jax.Array,
-    weight: jax.Array,
-    scales: jax.Array,
-    form: WeightForm,
-    angles: jax.Array,
-    *,
-    eps: float,
-    simulate: bool = False,
-) -> jax.Array:
-    """Multiply rows of x by a weight whose outputs are heads, and convert them as ``attention_queries`` does.
-
-    Args:
-      x, weight, scales, form: as for ``product``.
-      angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
-        rotated.
-      eps: of the norm.
-      simulate: run in NumPy on the host, with checks, on any device.
-
-    Returns:
-      f16 [M, heads, 512].
-
-    Raises:
-      ValueError: no kernel serves this (``unsupported_product_of_queries``).
-      AssertionError: (chex) a shape or dtype is wrong.
-    """
-    inputs = _checked(x, weight, scales, form)
-    chex.assert_shape(angles, (len(x), None))
-    chex.assert_type(angles, jnp.float32)
-    reason = unsupported_product_of_queries(weight.shape, form, len(x), HEAD_DIM, angles.shape[1])
-    if reason is not None:
-        raise ValueError(f"no kernel serves this product: {reason}")
-    heads = Heads(dim=HEAD_DIM, eps=eps)
-    tiling = tiling_of_heads(len(x), *weight.shape, form, heads, target.gpu_or_first())
-    queries = launch_many(tiling, inputs, jnp.float16, angles, simulate=simulate)
-    return queries.reshape(len(x), -1, HEAD_DIM)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
@@ -215,24 +153,42 @@ def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulat
 
 
 def launch_many(
-    tiling: Tiling, inputs: ProductInputs, dtype: Any, angles: jax.Array | None = None, *, simulate: bool = False
-) -> jax.Array:
+    tiling: Tiling,
+    inputs: ProductInputs,
+    dtype: Any = None,
+    angles: jax.Array | None = None,
+    key_row: Any = None,
+    *,
+    simulate: bool = False,
+) -> Any:
     """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it.
 
-    ``angles`` are for queries.
+    ``angles`` are for queries. ``key_row``, in place of a dtype, is for those of the indexer: a pytree ``codes scale``
+    of ``jax.ShapeDtypeStruct``, one encoded row.
     """
     codes, of_x = round_rows(inputs.x, simulate=simulate) if tiling.is_rounded else (inputs.x, None)
     many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales, angles=angles)
-    return launch_tiles(tiling, many, dtype, simulate=simulate)
+    return launch_tiles(tiling, many, dtype, key_row, simulate=simulate)
 
 
-def launch_tiles(tiling: Tiling, inputs: ManyInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
+def launch_tiles(
+    tiling: Tiling, inputs: ManyInputs, dtype: Any = None, key_row: Any = None, *, simulate: bool = False
+) -> Any:
     """Launch the kernel of many rows."""
+    outputs = inputs.weight.shape[0]
+    if tiling.key_heads is None:
+        name = "product_of_many" if tiling.heads is None else "product_of_queries"
+        state = jax.ShapeDtypeStruct((tiling.rows, outputs), dtype)
+    else:
+        name, heads = "product_of_indexer_queries", outputs // keys.DIM
+        state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((tiling.rows, heads * leaf.shape[0]), leaf.dtype), key_row
+        )
     return launch(
         functools.partial(_MANY[tiling.form.activations].body, tiling=tiling),
-        name="product_of_many" if tiling.heads is None else "product_of_queries",
+        name=name,
         grid=tiling.grid,
         inputs=inputs,
-        state=jax.ShapeDtypeStruct((tiling.rows, inputs.weight.shape[0]), dtype),
+        state=state,
         simulate=simulate,
     )
