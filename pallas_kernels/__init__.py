@@ -34,10 +34,11 @@ from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
 from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.block import WeightForm
-from pallas_kernels.products.call import product, unsupported_product
-from pallas_kernels.products.queries import (
+from pallas_kernels.products.call import (
+    product,
     product_of_indexer_queries,
     product_of_queries,
+    unsupported_product,
     unsupported_product_of_indexer_queries,
     unsupported_product_of_queries,
 )

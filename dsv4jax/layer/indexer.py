@@ -57,10 +57,10 @@ def project_queries(
     """Do what ``indexer_queries`` describes, with W_qb of the indexer alone."""
     cfg, kind = plan.cfg, AttentionType.CSA
     projections, scores = PROJECTIONS.of(backend, plan, kind), INDEXER_SCORES.of(backend, plan, kind)
-    if not isinstance(scores, Anywhere):  # a kernel, which takes rounded ones
-        rounded = projections.indexer_queries(q_latent, q_b, positions, freqs, plan)
-        if rounded is not None:
-            return rounded
+    if scores.rounds_queries:
+        queries = projections.key_queries(q_latent, q_b, positions, freqs, plan)
+        if queries is not None:
+            return queries
     # The barrier keeps this product separate from that of the main queries. XLA would otherwise concatenate the weights
     # of both, 84 MB, in every step.
     product = projections.linear(lax.optimization_barrier(q_latent), q_b)
@@ -167,6 +167,8 @@ def select_entries(
 
 class XLAIndexerScores(Anywhere):
     """Scores in plain JAX: the reference for the kernel."""
+
+    rounds_queries = False
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         del plan

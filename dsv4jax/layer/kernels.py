@@ -121,7 +121,7 @@ class ProjectionsKernels(_Kernels):
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
         return product.reshape(*x.shape[:-1], outputs // groups)
 
-    def indexer_queries(
+    def key_queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
@@ -320,6 +320,8 @@ class GatherRowsKernels(_Kernels):
 
 class IndexerScoresKernels(_Kernels):
     """The kernels of ``pallas_kernels.scores``, and the kernel that makes their queries."""
+
+    rounds_queries = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg

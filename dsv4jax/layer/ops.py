@@ -65,7 +65,7 @@ class Projections(Implementation, Protocol):
         """
         ...
 
-    def indexer_queries(
+    def key_queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         """Multiply latents by the indexer's W_qb, apply rope and Hadamard transform, and round: rows [B, T, H, ...].
@@ -145,6 +145,11 @@ class CacheUpdate(Implementation, Protocol):
 
 class IndexerScores(Implementation, Protocol):
     """The score of every entry for every query of a CSA layer."""
+
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether ``queries`` gives rows that are rounded in the keys' format, as ``Projections.key_queries`` does."""
+        ...
 
     def queries(
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan

@@ -54,7 +54,7 @@ class XLAProjections(Anywhere):
     ) -> jax.Array | None:
         return None
 
-    def indexer_queries(
+    def key_queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         return None

@@ -133,6 +133,8 @@ class TritonGatherRows(_OnTriton, GatherRowsKernels):
 class TritonIndexerScores(_OnTriton, IndexerScoresKernels):
     """The scores. XLA makes the queries."""
 
+    rounds_queries = False
+
     def queries(  # pyright: ignore[reportIncompatibleMethodOverride]  not rounded yet
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | KeyRows:

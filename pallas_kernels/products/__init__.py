@@ -1,6 +1,5 @@
 """Products of rows of activations with a weight that is stored in FP8 with a scale per block, or in bf16.
 
-queries      products whose outputs become queries of attention or of the indexer
 call         ``product``, and which products have a kernel
 many_bf16    the kernel for many rows of bf16, on Hopper
 many_fp8     the kernel for many rows that are rounded to FP8, on Hopper

@@ -146,10 +146,10 @@ def test_a_layer_takes_them(backend):
     assert np.mean(np.asarray(values != of_two)) < 1e-3
     for other in (latent.astype(jnp.float32), latent[:, :64]):
         at = positions[:, : other.shape[1]]
-        assert PROJECTIONS[backend].indexer_queries(other, weight, at, freqs, plan) is None
+        assert PROJECTIONS[backend].key_queries(other, weight, at, freqs, plan) is None
     wide = weight.widened(jnp.bfloat16)
-    assert PROJECTIONS[backend].indexer_queries(latent, wide, positions, freqs, plan) is None
-    assert PROJECTIONS["xla"].indexer_queries(latent, weight, positions, freqs, plan) is None
+    assert PROJECTIONS[backend].key_queries(latent, wide, positions, freqs, plan) is None
+    assert PROJECTIONS["xla"].key_queries(latent, weight, positions, freqs, plan) is None
 
 
 @pytest.mark.parametrize(
