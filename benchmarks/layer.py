@@ -1,6 +1,7 @@
 """What does a layer cost, and what do its parts? python -m benchmarks.layer
 
-    products   every matrix product of a CSA layer by the number of rows, weights cold and inputs in L2
+    products   every matrix product of a CSA layer by the number of rows, weights cold and inputs in L2. Each run has a
+               copy of the weight to itself: L2 keeps lines that are read again and again, whatever is read in between
     layers     what one more layer adds to a decode step: kernel time and launches, every layer with weights of its own
     step       wall time of a decode step of all layers of V4-Flash, and the bytes of their weights
     drafts     wall time of a draft of four tokens for each request, staged and committed, beside a decode step
@@ -151,31 +152,32 @@ def pass_on(x: jax.Array, ticket: jax.Array) -> jax.Array:
     return launch(body, name=INPUT_NAME, grid=grid, inputs=(flat, ticket), state=shape).reshape(x.shape)
 
 
-def product_program(weight: Any, x: jax.Array, groups: int, dtype: Any, runs: int) -> Any:
-    """A lowered program of several runs of a product, each with L2 flushed before it, so that weights are cold."""
+def product_program(weights: list[Any], x: jax.Array, groups: int, dtype: Any) -> Any:
+    """A lowered program of a run of a product with each weight, with L2 flushed before it, so that weights are cold."""
     multiply = functools.partial(PROJECTIONS.of(None, None, d4.AttentionType.SWA).linear, groups=groups, dtype=dtype)
     if jax.default_backend() == "cpu":
-        return jax.jit(multiply).lower(x, weight)
+        return jax.jit(multiply).lower(x, weights[0])
 
-    def timed(x: jax.Array, weight: Any, buffer: jax.Array, ticket: jax.Array) -> Any:
+    def timed(x: jax.Array, weights: list[Any], buffer: jax.Array, ticket: jax.Array) -> Any:
         out = x
-        for _ in range(runs):
+        for weight in weights:
             ticket = read_all(buffer, ticket, out)
             out = multiply(pass_on(x, ticket), weight)
         return out, read_all(buffer, ticket, out)
 
-    return jax.jit(timed).lower(x, weight, _spec(flush_buffer()), jnp.ones(1, jnp.int32))
+    return jax.jit(timed).lower(x, weights, _spec(flush_buffer()), jnp.ones(1, jnp.int32))
 
 
 def _spec(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def product_times(program: Any, x: jax.Array, weight: Any, runs: int) -> Times:
+def product_times(program: Any, x: jax.Array, weights: list[Any]) -> Times:
     """Microseconds of a product: all of its launches."""
+    runs = len(weights)
     if jax.default_backend() == "cpu":
-        return Times.of([total(events_of(program, x, weight)) for _ in range(runs)])
-    events = kernel_events(program, x, weight, flush_buffer(), jnp.ones(1, jnp.int32))
+        return Times.of([total(events_of(program, x, weights[0])) for _ in range(runs)])
+    events = kernel_events(program, x, weights, flush_buffer(), jnp.ones(1, jnp.int32))
     marks = [i for i, (name, _) in enumerate(events) if FLUSH_NAME in name]
     assert len(marks) == runs + 1, f"{len(marks)} reads of L2 where {runs + 1} were asked for"
     found = [[us for name, us in events[a + 1 : b] if INPUT_NAME not in name] for a, b in itertools.pairwise(marks)]
@@ -187,17 +189,19 @@ def time_products(bench: Bench) -> None:
     for form in bench.forms:
         params = form.params(cfg, 0, bench.dtype)
         cases = []
-        for (name, (weight, groups)), rows in itertools.product(products_of(params, cfg).items(), bench.requests):
+        for name, (weight, groups) in products_of(params, cfg).items():
             if name == "compressors" and form != bench.forms[0]:
                 continue  # they are wide in every form
-            lead = (rows, 1) if groups == 1 else (rows, 1, groups)
-            x = jax.random.normal(jax.random.key(3), (*lead, weight.shape[1]), bench.dtype)
-            dtype = bench.dtype if name == "o_a" else jnp.float32
-            cases.append((name, rows, groups, weight, x, product_program(weight, x, groups, dtype, runs)))
+            copies = [jax.tree.map(jnp.copy, weight) for _ in range(runs)]
+            for rows in bench.requests:
+                lead = (rows, 1) if groups == 1 else (rows, 1, groups)
+                x = jax.random.normal(jax.random.key(3), (*lead, weight.shape[1]), bench.dtype)
+                dtype = bench.dtype if name == "o_a" else jnp.float32
+                cases.append((name, rows, groups, copies, x, product_program(copies, x, groups, dtype)))
         programs = compile_all([case[-1] for case in cases])
-        for (name, rows, groups, weight, x, _), program in zip(cases, programs, strict=True):
-            out, width = weight.shape
-            times, size = product_times(program, x, weight, runs), d4.memory_bytes(weight)
+        for (name, rows, groups, copies, x, _), program in zip(cases, programs, strict=True):
+            out, width = copies[0].shape
+            times, size = product_times(program, x, copies), d4.memory_bytes(copies[0])
             shape = f"{f'{groups} x ' if groups > 1 else ''}{width} -> {out // groups}"
             text = f"{times.median:8.2f} us [{times.low:.2f}, {times.high:.2f}] in {times.kernels:g} launches"
             text += f", {size / times.median / 1e6:.2f} TB/s of weights"

@@ -45,7 +45,10 @@ from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
 
-_SMALL_WEIGHT = 1 << 22  # numbers of a bf16 weight up to which its kernel is faster than XLA, on an H200
+_FEW_ROWS = 64  # up to which products have the kernel of few rows
+# Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for 2 to 64, where XLA
+# takes two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
+_SMALL_WEIGHT, _MEDIUM_WEIGHT = 1 << 22, 1 << 24
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
 
@@ -114,34 +117,13 @@ class ProjectionsKernels(_Kernels):
             form, arrays, is_served = _form(weight, groups), (weight.codes, weight.scales), True
         else:  # XLA is faster for larger ones
             form, arrays = pk.WeightForm(groups=groups), (weight, None)
-            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= _SMALL_WEIGHT
+            most = _MEDIUM_WEIGHT if 1 < rows <= _FEW_ROWS else _SMALL_WEIGHT
+            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= most
         if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
         x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
         return product.reshape(*x.shape[:-1], outputs // groups)
-
-    def key_queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
-    ) -> KeyRows | None:
-        if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
-            return None
-        form, rows, key_dim = _form(weight), positions.size, plan.cfg.indexer_head_dim
-        sizes = rows, key_dim, plan.cfg.rope_dim, plan.indexer_format
-        if pk.unsupported_product_of_indexer_queries(weight.shape, form, *sizes) is not None:
-            return None
-        latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
-        queries = pk.product_of_indexer_queries(
-            latent.reshape(rows, -1),
-            weight.codes,
-            weight.scales,
-            form,
-            packed_angles(positions, freqs).reshape(rows, -1),
-            plan.keys.row(key_dim),
-            key_format=plan.indexer_format,
-            simulate=self.simulate,
-        )
-        return jax.tree.map(lambda leaf: leaf.reshape(*positions.shape, *leaf.shape[1:]), queries)
 
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
@@ -162,6 +144,28 @@ class ProjectionsKernels(_Kernels):
             simulate=self.simulate,
         )
         return queries.reshape(*positions.shape, -1, dims[0])
+
+    def key_queries(
+        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> KeyRows | None:
+        if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
+            return None
+        form, rows, dims = _form(weight), positions.size, (plan.cfg.indexer_head_dim, plan.cfg.rope_dim)
+        formats = dict(key_format=plan.indexer_format)
+        if pk.unsupported_product_of_indexer_queries(weight.shape, form, rows, *dims, **formats) is not None:
+            return None
+        latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
+        queries = pk.product_of_indexer_queries(
+            latent.reshape(rows, -1),
+            weight.codes,
+            weight.scales,
+            form,
+            packed_angles(positions, freqs).reshape(rows, -1),
+            plan.keys.row(dims[0]),
+            simulate=self.simulate,
+            **formats,
+        )
+        return jax.tree.map(lambda leaf: leaf.reshape(*positions.shape, *leaf.shape[1:]), queries)
 
     def parts(
         self,

@@ -68,9 +68,9 @@ class Projections(Implementation, Protocol):
     def key_queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
-        """Multiply latents by the indexer's W_qb, apply rope and Hadamard transform, and round: rows [B, T, H, ...].
+        """Multiply latents [B, T, q_lora_rank] by W_qb of the indexer, and do what ``IndexerScores.queries`` does.
 
-        None where this is not one kernel. The product is then converted by ``IndexerScores.queries``.
+        The result is rounded in the keys' format: rows [B, T, H, ...]. None where this is not one kernel.
         """
         ...
 

@@ -12,6 +12,7 @@ sm90         the kernel for few rows on Hopper
 sm100        the kernel for few rows on Blackwell
 block        what these two share: the place of a block in the product, its memory, and its last steps
 streamed     rows of x that are copied chunk by chunk, where not all of them fit in shared memory
+queries      queries of few rows, made of such sums
 activations  rows of x in shared memory, in the order in which lanes hold the weight; rounding them to FP8
 weights      tiles of the weight: copying them to shared memory, and widening them
 split        how a product of few rows is divided over the blocks of a launch

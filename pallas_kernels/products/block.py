@@ -16,6 +16,7 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.products.activations import Activations
+from pallas_kernels.products.queries import PADDING, Lines, QueryHeads
 from pallas_kernels.products.split import TILE, Split
 from pallas_kernels.products.streamed import StreamedRows
 from pallas_kernels.products.weights import (
@@ -42,6 +43,7 @@ class ProductInputs:
     x: Any  # bf16 [M, groups * inputs]
     weight: Any  # bf16 or uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block], None for bf16
+    angles: Any = None  # f32 [M, rope_dim], cosines and then sines, where the outputs become queries
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,12 @@ class Layout:
     inputs: int  # of a chunk
     operand_bytes: int = 0  # shared memory of a warpgroup for widened weights
     streams: bool = False  # whether x is copied chunk by chunk, beside the weight; only where a block has one part
+    heads: QueryHeads | None = None  # what the outputs become, of one group, if they are queries
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster: they share the inputs of the same outputs, or the outputs of a head."""
+        return self.split.cluster if self.heads is None else self.split.cluster * self.heads.blocks
 
     @property
     def owned(self) -> int:
@@ -81,7 +89,8 @@ class Layout:
 
     def _fixed_bytes(self) -> int:
         scales = 0 if self.form.block is None else Scales.shared_bytes(self.split.warpgroups, self.split.chunks)
-        return scales + self.split.warpgroups * self.operand_bytes + 2 * _ALIGNMENT
+        queries = 0 if self.heads is None else self.heads.shared_bytes
+        return scales + queries + self.split.warpgroups * self.operand_bytes + 2 * _ALIGNMENT
 
     def _main_bytes(self, chunks: int, stages: int) -> int:
         """Return the bytes of x, in chunks of each part, and of stages of the weight."""
@@ -136,7 +145,7 @@ class Layout:
         return Grid(
             blocks=(self.form.groups * self.split.blocks, -(-self.rows // self.columns)),
             warpgroups=self.split.warpgroups,
-            cluster=self.split.cluster,
+            cluster=self.cluster,
             shared_bytes=self._fixed_bytes() + max(last, self._main_bytes(self.segment, self.stages)),
         )
 
@@ -163,6 +172,9 @@ class Block:
         outputs, width = inputs.weight.shape
         tiles = outputs // layout.form.groups // TILE
         group, place = machine.block(0) // split.blocks, machine.block(0) % split.blocks
+        if layout.heads is not None and layout.heads.blocks > 1:
+            assert split.cluster == 1, "blocks share a head, or inputs"
+            place = place * layout.heads.blocks + machine.rank
         warpgroup = machine.thread // WARPGROUP
         mine, part = place * split.tiles + warpgroup // split.parts, warpgroup % split.parts
         there = True if tiles % split.tiles == 0 else mine < tiles
@@ -274,6 +286,8 @@ class Block:
             self._copy(chunk, chunk < chunks)
         if self.scales is not None:
             self.scales.store(loaded)
+        if self.layout.cluster > self.layout.split.cluster:  # before a block writes to another one's memory
+            self.machine.barrier("cluster")
 
     def advance(self, chunk: Value) -> None:
         """Start to copy the chunk that takes the room of the one before this."""
@@ -312,19 +326,34 @@ class Block:
                 added[VECTOR * n + j] = self.machine.fma(value, factors[j % 2], sums[VECTOR * n + j])
         return added
 
-    def finish(self, out: Buffer, sums: list[Value]) -> None:
-        """Add up the sums of all parts, and store them."""
-        machine, split, owned = self.machine, self.layout.split, self.layout.owned
+    def finish(self, out: Any, sums: list[Value], inputs: ProductInputs) -> None:
+        """Add up the sums of all parts, and store them, or with angles the queries that they become."""
+        machine, layout, heads = self.machine, self.layout, self.layout.heads
+        lanes = layout.split.warpgroups * WARPGROUP
+        make = None if heads is None else heads.begin(machine, self._lines, lanes, inputs.angles, out)
         machine.wait_copies()
-        eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(self.layout.columns // _EIGHT)]
+        machine.barrier("block" if layout.split.cluster == 1 else "cluster")  # nobody uses the arena any more
+        eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(layout.columns // _EIGHT)]
+        if layout.split.all_parts > 1:
+            eights = self._all_parts(eights)
+        if make is None:
+            self._store(out, self._number * (len(eights) * _EIGHT), eights)
+        else:
+            make(self._gather(eights))
+
+    @property
+    def _number(self) -> Value:
+        """The number of this part of the inputs among those of the cluster."""
+        split = self.layout.split
+        rank = self.machine.rank if split.cluster > 1 else self.machine.constant(0, "i32")
+        return rank * split.parts + self.part
+
+    def _all_parts(self, eights: list[list[Value]]) -> list[list[Value]]:
+        """Return the sums of all parts, of the columns of this part."""
+        machine, split, owned = self.machine, self.layout.split, self.layout.owned
         scope = "block" if split.cluster == 1 else "cluster"
-        machine.barrier(scope)  # nobody uses the arena any more
-        if split.all_parts == 1:
-            self._store(out, machine.constant(0, "i32"), eights)
-            return
-        rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
-        number, warpgroup = rank * split.parts + self.part, machine.thread // WARPGROUP
-        lane = machine.thread % WARPGROUP
+        rank, warpgroup = machine.rank if split.cluster > 1 else None, machine.thread // WARPGROUP
+        lane, number = machine.thread % WARPGROUP, self._number
         received = Shared(machine, self.arena, (split.all_parts, split.warpgroups, owned, WARPGROUP, VECTOR), "f32")
 
         def send(to_rank: int, *, is_mine: bool) -> None:
@@ -335,16 +364,44 @@ class Block:
 
         # Every block begins with its successor, so that no block gets the sums of all others at once.
         for mine in range(split.cluster):
-            with machine.when(rank == mine if split.cluster > 1 else True):
+            with machine.when(True if rank is None else rank == mine):
                 for further in range(1, split.cluster + 1):
                     to_rank = (mine + further) % split.cluster
                     send(to_rank, is_mine=to_rank == mine)
         machine.barrier(scope)
-        mine = []
+        added = []
         for n in range(owned):
             parts = [received.load_floats(part, warpgroup, n, lane, 0) for part in range(split.all_parts)]
-            mine.append(functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts))
-        self._store(out, number * (owned * _EIGHT), mine)
+            added.append(functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts))
+        return added
+
+    @property
+    def _lines(self) -> Lines:
+        """Rows of x whose outputs this block gathers: those of the columns of its parts."""
+        split, machine = self.layout.split, self.machine
+        count = self.layout.owned * _EIGHT * split.parts
+        rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
+        return Lines(
+            count=count,
+            rows=self.layout.rows,
+            first=self.row + rank * count,
+            past=self.row + self.layout.columns,
+            output=self.output - machine.thread // WARPGROUP // split.parts * TILE,
+        )
+
+    def _gather(self, eights: list[list[Value]]) -> Shared:
+        """Store the sums of all warpgroups in lines of shared memory, one for each row of x."""
+        machine, split = self.machine, self.layout.split
+        count, width = len(eights) * _EIGHT, split.tiles * TILE
+        shape = count * split.parts, width + PADDING
+        lines = Shared(machine, self.arena + self.layout.received_bytes(), shape, "f32")
+        warpgroup, column = machine.thread // WARPGROUP, machine.thread % 4 * 2 + self.part * count
+        output = product_row(machine) + warpgroup // split.parts * TILE
+        for n, values in enumerate(eights):
+            for j, value in enumerate(values):
+                lines.store_floats([value], column + (n * _EIGHT + j % 2), output + 8 * (j // 2))
+        machine.barrier("block")
+        return lines
 
     def _store(self, out: Buffer, first: Value, eights: list[list[Value]]) -> None:
         """Store eights of columns, the first of which is column ``first`` of the block.

@@ -21,18 +21,21 @@ from jax import lax
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
+from pallas_kernels.language.machine import VECTOR
 from pallas_kernels.products import keys, many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
 from pallas_kernels.products.many import ManyInputs
+from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
 from pallas_kernels.products.rounding import round_rows
-from pallas_kernels.products.split import ROWS, TILE, fastest_split
+from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
 from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
 ACTIVATIONS = ("bf16", "fp8")
-HEAD_DIM = 512  # outputs of a head of attention, where they become queries: two tiles
+HEAD_DIM = 512  # outputs of a head of attention, where they become queries
+KEY_DIMS = 64, 128, 256  # outputs of a head of the indexer, where they become queries: they fit in a block
 MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 _MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
@@ -134,12 +137,55 @@ def unsupported_product_of_queries(
 
     Their product and their conversion (``attention_queries``) are then two launches.
     """
-    if (reason := _unsupported_queries(shape, form, rows)) is not None:
+    if (reason := unsupported_product(shape, form, rows)) is not None:
         return reason
-    if head_dim != HEAD_DIM or shape[0] % HEAD_DIM:
+    if head_dim != HEAD_DIM or shape[0] % HEAD_DIM or form.groups != 1:
         return f"outputs must be heads of {HEAD_DIM}, got {shape[0]} outputs and heads of {head_dim}"
     if rope_dim % 16 or not 0 < rope_dim <= HEAD_DIM // 2:
         return f"rope_dim must be a multiple of 16 up to {HEAD_DIM // 2}, got {rope_dim}"
+    if rows <= ROWS:
+        return _unsupported_heads(rows, shape, form, AttentionHeads(dim=head_dim, eps=0.0))
+    return _unsupported_many_queries(shape, form)
+
+
+def unsupported_product_of_indexer_queries(
+    shape: tuple[int, ...], form: WeightForm, rows: int, key_dim: int, rope_dim: int, key_format: str
+) -> str | None:
+    """Return why no kernel makes the indexer's queries in their product, or None if one does.
+
+    Their product and their conversion (``indexer_queries``) are then two launches.
+    """
+    if (reason := unsupported_product(shape, form, rows)) is not None:
+        return reason
+    of_format = KEY_FORMATS.get(key_format)
+    if not isinstance(of_format, Fp4Keys):
+        return f"key_format must be a 4-bit format, got {key_format!r}"
+    if key_dim not in KEY_DIMS or shape[0] % key_dim or form.groups != 1:
+        return f"outputs must be heads of {KEY_DIMS}, got {shape[0]} outputs and heads of {key_dim}"
+    if rope_dim % VECTOR or not 0 < rope_dim <= key_dim:
+        return f"rope_dim must be a multiple of {VECTOR} up to {key_dim}, got {rope_dim}"
+    if rows <= ROWS:
+        return _unsupported_heads(rows, shape, form, IndexerHeads(dim=key_dim, keys=of_format))
+    if key_dim != keys.DIM or rope_dim % 16:
+        sizes = f"heads of {keys.DIM} and a rope_dim that is a multiple of 16"
+        return f"more than {ROWS} rows must have {sizes}, got {key_dim} and {rope_dim}"
+    return _unsupported_many_queries(shape, form)
+
+
+def _unsupported_many_queries(shape: tuple[int, ...], form: WeightForm) -> str | None:
+    if (reason := _unsupported_many(shape, form)) is not None:
+        return f"products of more than {ROWS} rows have no kernel where {reason}"
+    if form.activations != "fp8":
+        return f"queries of more than {ROWS} rows are made in products with activations='fp8'"
+    return None
+
+
+def _unsupported_heads(rows: int, shape: tuple[int, ...], form: WeightForm, heads: QueryHeads) -> str | None:
+    gpu = target.gpu_or_first()
+    if gpu.architecture != "sm90":
+        return "the GPU is no Hopper"
+    if layout_of_heads(rows, shape, form, heads, gpu) is None:
+        return f"a weight of this shape, {shape}, gives too few blocks of whole heads"
     return None
 
 
@@ -156,7 +202,7 @@ def product_of_queries(
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``attention_queries`` does.
 
     Args:
-      x, weight, scales, form: as for ``product``.
+      x, weight, scales, form: as for ``product``. Up to 64 rows a query does not depend on how many rows there are.
       angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
         rotated.
       eps: of the norm.
@@ -175,34 +221,23 @@ def product_of_queries(
     reason = unsupported_product_of_queries(weight.shape, form, len(x), HEAD_DIM, angles.shape[1])
     if reason is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
-    heads = Heads(dim=HEAD_DIM, eps=eps)
-    tiling = tiling_of_heads(len(x), *weight.shape, form, heads, target.gpu_or_first())
-    queries = launch_many(tiling, inputs, jnp.float16, angles, simulate=simulate)
+    gpu = target.gpu_or_first()
+    if len(x) <= ROWS:
+        layout = layout_of_heads(len(x), weight.shape, form, AttentionHeads(dim=HEAD_DIM, eps=eps), gpu)
+        assert layout is not None
+        state = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float16)
+        given = dataclasses.replace(inputs, angles=angles)
+        queries = launch_few(layout, given, state, simulate=simulate)
+    else:
+        tiling = tiling_of_heads(len(x), *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
+        queries = launch_many(tiling, inputs, jnp.float16, angles, simulate=simulate)
     return queries.reshape(len(x), -1, HEAD_DIM)
-
-
-def unsupported_product_of_indexer_queries(
-    shape: tuple[int, ...], form: WeightForm, rows: int, key_dim: int, rope_dim: int, key_format: str
-) -> str | None:
-    """Return why no kernel makes the indexer's queries of so many rows in their product, or None if one does.
-
-    Their product and their conversion (``indexer_queries``) are then two launches.
-    """
-    if (reason := _unsupported_queries(shape, form, rows)) is not None:
-        return reason
-    if key_dim != keys.DIM:
-        return f"outputs must be heads of {keys.DIM}, got {key_dim}"
-    if rope_dim % 16 or not 0 < rope_dim <= keys.DIM:
-        return f"rope_dim must be a multiple of 16 up to {keys.DIM}, got {rope_dim}"
-    if not isinstance(KEY_FORMATS.get(key_format), Fp4Keys):
-        return f"key_format must be a 4-bit format, got {key_format!r}"
-    return None
 
 
 def product_of_indexer_queries(
     x: jax.Array,
     weight: jax.Array,
-    scales: jax.Array,
+    scales: jax.Array | None,
     form: WeightForm,
     angles: jax.Array,
     key_row: Any,
@@ -213,9 +248,8 @@ def product_of_indexer_queries(
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``indexer_queries`` does.
 
     Args:
-      x, weight, scales, form: as for ``product``.
-      angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
-        rotated.
+      x, weight, scales, form: as for ``product``. Up to 64 rows a query does not depend on how many rows there are.
+      angles: f32 [M, rope_dim], as for ``indexer_queries``.
       key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
       key_format: a 4-bit format.
       simulate: run in NumPy on the host, with checks, on any device.
@@ -230,29 +264,22 @@ def product_of_indexer_queries(
     inputs = _checked(x, weight, scales, form)
     chex.assert_shape(angles, (len(x), None))
     chex.assert_type(angles, jnp.float32)
-    reason = unsupported_product_of_indexer_queries(
-        weight.shape, form, len(x), 2 * key_row.codes.shape[0], angles.shape[1], key_format
-    )
-    if reason is not None:
+    key_dim = 2 * key_row.codes.shape[0]  # two codes in a byte
+    asked = weight.shape, form, len(x), key_dim, angles.shape[1], key_format
+    if (reason := unsupported_product_of_indexer_queries(*asked)) is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
-    of_format = KEY_FORMATS[key_format]
+    of_format, gpu = KEY_FORMATS[key_format], target.gpu_or_first()
     assert isinstance(of_format, Fp4Keys)
-    tiling = tiling_of_key_heads(len(x), *weight.shape, form, KeyHeads(keys=of_format), target.gpu_or_first())
-    rows = launch_many(tiling, inputs, None, angles, key_row, simulate=simulate)
-    return jax.tree.map(lambda leaf, row: leaf.reshape(len(x), -1, *row.shape), rows, key_row)
-
-
-def _unsupported_queries(shape: tuple[int, ...], form: WeightForm, rows: int) -> str | None:
-    """Return why no kernel makes queries of any kind in such a product, or None."""
-    if (reason := unsupported_product(shape, form, rows)) is not None:
-        return reason
-    if rows <= ROWS:
-        return f"queries are made in products of more than {ROWS} rows, got {rows}"
-    if (reason := _unsupported_many(shape, form)) is not None:
-        return f"products of more than {ROWS} rows have no kernel where {reason}"
-    if form.activations != "fp8" or form.groups != 1:
-        return "queries are made in products of one group, with activations='fp8'"
-    return None
+    if len(x) <= ROWS:
+        layout = layout_of_heads(len(x), weight.shape, form, IndexerHeads(dim=key_dim, keys=of_format), gpu)
+        assert layout is not None
+        rows = len(x) * (len(weight) // key_dim)
+        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
+        queries = launch_few(layout, dataclasses.replace(inputs, angles=angles), state, simulate=simulate)
+    else:
+        tiling = tiling_of_key_heads(len(x), *weight.shape, form, KeyHeads(keys=of_format), gpu)
+        queries = launch_many(tiling, inputs, None, angles, key_row, simulate=simulate)
+    return jax.tree.map(lambda leaf, row: leaf.reshape(len(x), -1, *row.shape), queries, key_row)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
@@ -274,14 +301,40 @@ def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: tar
 
 def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
     """Launch the kernel with a layout. ``inputs.weight`` and ``scales`` of FP8 are given as bytes."""
+    state = jax.ShapeDtypeStruct((layout.rows, inputs.weight.shape[0]), dtype)
+    return launch_few(layout, inputs, state, simulate=simulate)
+
+
+def launch_few(layout: Layout, inputs: ProductInputs, state: Any, *, simulate: bool) -> Any:
+    """Launch the kernel of few rows for results like ``state``."""
     return launch(
         functools.partial(_KERNELS[layout.gpu.architecture].body, layout=layout),
-        name="product",
+        name="product" if layout.heads is None else "product_of_queries",
         grid=layout.grid,
         inputs=inputs,
-        state=jax.ShapeDtypeStruct((layout.rows, inputs.weight.shape[0]), dtype),
+        state=state,
         simulate=simulate,
     )
+
+
+def layout_of_heads(
+    rows: int, shape: tuple[int, ...], form: WeightForm, heads: QueryHeads, gpu: target.GPU
+) -> Layout | None:
+    """Return the layout for at most 64 rows of x and outputs that are heads, or None if there are too few blocks.
+
+    Sums have the same parts as those of ``product``, as its blocks of a cluster. So the result, and whether there is
+    one, depend on the number of rows no more than they do there.
+    """
+    layout = fastest_layout(rows, shape, form, gpu)
+    kernel, split = _KERNELS[gpu.architecture], layout.split
+    parts, blocks = split.all_parts, shape[0] // (heads.blocks * heads.tiles * TILE)
+    cluster = parts * heads.blocks
+    is_possible = (parts == 1 or heads.blocks == 1) and (cluster == 1 or cluster in gpu.clusters)
+    if not is_possible or blocks * cluster <= gpu.multiprocessors // 2:
+        return None
+    split = Split(cluster=parts, parts=1, tiles=heads.tiles, blocks=blocks, chunks=shape[1] // layout.inputs // parts)
+    layout = dataclasses.replace(layout, split=split, streams=False, heads=heads)
+    return dataclasses.replace(layout, streams=layout.should_stream(kernel.STREAMED_WARPGROUPS))
 
 
 def launch_many(

@@ -111,4 +111,4 @@ def body(machine: TensorMemory, inputs: ProductInputs, out: Buffer, *, layout: L
             block.multiply(inputs.scales, step, None, lambda chunks: own.wait(last(chunks)))
             own.wait(last(layout.split.chunks))
             sums = [value for n in range(layout.columns // 8) for value in own.eight(n)]
-        block.finish(out, sums)
+        block.finish(out, sums, inputs)

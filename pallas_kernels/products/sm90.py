@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pallas_kernels.language.lanes import Buffer
+from typing import Any
+
 from pallas_kernels.language.machine import Index, Value
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.products.block import Block, Layout, ProductInputs
@@ -15,11 +16,11 @@ STREAMED_WARPGROUPS = 4  # the most of a block that copies x chunk by chunk, for
 _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a product that still runs
 
 
-def body(machine: TensorCores, inputs: ProductInputs, out: Buffer, *, layout: Layout) -> None:
+def body(machine: TensorCores, inputs: ProductInputs, out: Any, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     block = Block.of(machine, inputs, layout)
     sums = _streamed(machine, inputs, block) if layout.streams else _staged(machine, inputs, block)
-    block.finish(out, sums)
+    block.finish(out, sums, inputs)
 
 
 def _zeros(machine: TensorCores, layout: Layout) -> list[Value]:

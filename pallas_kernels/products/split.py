@@ -17,6 +17,9 @@ TILE = 64  # outputs of a warpgroup
 ROWS = 64  # the most rows of x in a block
 _CHUNK_BYTES = 128  # of an output, and as many of x for each row
 _CLUSTER_BYTES = {1: 0, 2: 24 << 10, 4: 48 << 10, 8: 72 << 10}  # what a cluster takes, as much as reading so many bytes
+# Clusters that an H200 ran at once beyond those that every one runs (``GPU.clusters``). A card that lacks them runs
+# them after the others.
+_MORE_CLUSTERS = {8: 1}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,9 @@ def fastest_split(tiles: int, groups: int, chunks: int, columns: int, most_warpg
     sizes = [size for size in _CLUSTER_BYTES if size == 1 or size in gpu.clusters]
 
     def cost(split: Split, columns: int) -> int:
-        room = gpu.multiprocessors if split.cluster == 1 else gpu.clusters[split.cluster]
+        room = gpu.multiprocessors
+        if split.cluster > 1:
+            room = gpu.clusters[split.cluster] + _MORE_CLUSTERS.get(split.cluster, 0)
         waves = -(-split.blocks * groups // room)
         read = split.parts * split.chunks * _CHUNK_BYTES * (split.tiles * TILE + columns)
         return waves * read + _CLUSTER_BYTES[split.cluster]

@@ -8,6 +8,8 @@ from tests.support.step_launches import launches
 # Parts of tokens, cache update, queries, attention, and the sum with the layer's input; CSA has indexer queries, scores
 # and top-k too.
 BESIDES_PRODUCTS = {"swa": 5, "csa": 8, "hca": 5}
+# Up to 64 rows, products with stored weights make the queries: those of attention, and in CSA the indexer's.
+BESIDES_STORED_PRODUCTS = {"swa": 4, "csa": 6, "hca": 4}
 # The grants of prepare_forward and of layers, angles, advance.
 ONCE = 8
 
@@ -20,6 +22,14 @@ def test_a_layer_adds_its_kernels_and_no_launch_that_moves_or_masks():
         assert found["products"] > 0, "the products are not recognised"
         assert found["layer"] - found["products"] == BESIDES_PRODUCTS[kind], kind
         assert found["once"] <= ONCE, kind
+
+
+@pytest.mark.slow
+def test_products_with_stored_weights_make_the_queries():
+    report = report_of("tests.support.step_launches", "h200", "--weights", "stored")
+    assert report.pop("all kinds")["once"] <= ONCE
+    for kind, found in report.items():
+        assert found["layer"] - found["products"] == BESIDES_STORED_PRODUCTS[kind], kind
 
 
 @pytest.mark.slow

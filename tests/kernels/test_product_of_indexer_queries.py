@@ -144,9 +144,7 @@ def test_a_layer_takes_them(backend):
     values, of_two = plan.keys.decode(got), plan.keys.decode(plan.keys.encode(rotated))
     # The products' own sums are in another order, some 2^-20 apart, so that a value may round to the one beside it.
     assert np.mean(np.asarray(values != of_two)) < 1e-3
-    for other in (latent.astype(jnp.float32), latent[:, :64]):
-        at = positions[:, : other.shape[1]]
-        assert PROJECTIONS[backend].key_queries(other, weight, at, freqs, plan) is None
+    assert PROJECTIONS[backend].key_queries(latent.astype(jnp.float32), weight, positions, freqs, plan) is None
     wide = weight.widened(jnp.bfloat16)
     assert PROJECTIONS[backend].key_queries(latent, wide, positions, freqs, plan) is None
     assert PROJECTIONS["xla"].key_queries(latent, weight, positions, freqs, plan) is None
@@ -155,12 +153,13 @@ def test_a_layer_takes_them(backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(rows=64), "products of more than 64 rows, got 64"),
-        (dict(key_dim=64), "heads of 128, got 64"),
-        (dict(rope_dim=24), "a multiple of 16 up to 128, got 24"),
+        (dict(key_dim=64), "heads of 128 and a rope_dim that is a multiple of 16, got 64 and 64"),
+        (dict(rope_dim=24), "heads of 128 and a rope_dim that is a multiple of 16, got 128 and 24"),
+        (dict(rope_dim=132), "a multiple of 4 up to 128, got 132"),
         (dict(key_format="bf16"), "a 4-bit format, got 'bf16'"),
         (dict(form=pk.WeightForm(block=(128, 128))), "activations='fp8'"),
-        (dict(shape=(64, 128)), "a multiple of 128 outputs"),
+        (dict(shape=(64, 128)), "got 64 outputs and heads of 128"),
+        (dict(form=pk.WeightForm(block=(64, 128), activations="fp8")), "blocks of a scale"),
     ],
 )
 def test_what_no_kernel_serves_is_named(change, message):

@@ -147,7 +147,7 @@ def test_a_layer_takes_them(backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(rows=64), "products of more than 64 rows, got 64"),
+        (dict(rows=64), "too few blocks of whole heads"),
         (dict(shape=(768, 128)), "heads of 512, got 768 outputs and heads of 512"),
         (dict(head_dim=256), "heads of 512, got 512 outputs and heads of 256"),
         (dict(rope_dim=24), "a multiple of 16 up to 256, got 24"),

@@ -351,6 +351,30 @@ def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         yield Kernel(name=f"product compress [{rows}]", function=function, args=args, rows=None, reads_only=True)
 
 
+def _queries_in_products(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the products of few rows that make queries."""
+    shapes, form = _weights(cfg), pk.WeightForm(block=(128, 128))
+    for rows in (1, 64):
+        angles = _f32(rows, cfg.rope_dim)
+        convert: dict[str, Any] = {
+            "q_b": functools.partial(pk.product_of_queries, form=form, eps=cfg.norm_eps),
+        }
+        for key_format in fp4.FORMATS if cfg is MODELS["flash"] else ("mxfp4",):
+            row = INDEXER_FORMATS[key_format].row(cfg.indexer_head_dim)
+            make = functools.partial(pk.product_of_indexer_queries, form=form, key_row=row, key_format=key_format)
+            convert[f"index_q_b {key_format}"] = make
+        for name, function in convert.items():
+            outputs, inputs, _ = shapes[name.split()[0]]
+            x, weight = Spec((rows, inputs), jnp.bfloat16), Spec((outputs, inputs), jnp.float8_e4m3fn)
+            scales = Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu)
+
+            def multiply(x: Any, weight: Any, scales: Any, angles: Any, function: Any = function) -> Any:
+                return function(x, weight, scales, angles=angles)
+
+            title = f"product_of_queries {name} [{rows}]"
+            yield Kernel(name=title, function=multiply, args=(x, weight, scales, angles), rows=None, reads_only=True)
+
+
 def _multiplications_of_many(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the products of many rows, with the tilings that they get, and the rounding of rows before some of them."""
     all_rows = MANY_ROWS if cfg is MODELS["flash"] else MANY_ROWS[-1:]
@@ -416,6 +440,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_token_parts(cfg),
             *_grants(cfg),
             *_multiplications(cfg),
+            *_queries_in_products(cfg),
             *_multiplications_of_many(cfg),
         ):
             yield f"{model} {kernel.name}", kernel

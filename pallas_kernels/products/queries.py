@@ -1,0 +1,155 @@
+"""Queries made of the sums of a product of few rows, whose outputs are heads, instead of storing these sums.
+
+    AttentionHeads   f16(rope(sums / rms(sums)))                   as ``attention_queries`` does
+    IndexerHeads     round(hadamard(rope(sums))) in the keys' format  as ``indexer_queries`` does
+
+The outputs of a block are gathered in shared memory, a line for each row of x. Then the lanes are divided over the
+heads of these lines as in ``pallas_kernels.queries``. A head of attention has more outputs than a block. So the two
+blocks of a cluster compute half a head each, and tell each other their sums of squares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pallas_kernels.formats import Fp4Keys
+from pallas_kernels.language.lanes import Buffer, Row, Team, add, fold
+from pallas_kernels.language.machine import VECTOR, WARP, Condition, Value, negate, select
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.products.split import ROWS, TILE
+from pallas_kernels.queries import INDEXER_LANES
+from pallas_kernels.rows import Angles, hadamard, load_angles, rope
+
+HALVES = 2  # blocks that share a head of attention
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lines:
+    """What the lines are whose outputs a block gathers."""
+
+    count: int
+    rows: int  # of x
+    first: Value  # row of x of the first line
+    past: Value  # the first row of x that is another block's
+    output: Value  # the first one of the block
+
+    def each(self, team: Value, teams: int) -> Iterator[Line]:
+        """Yield the lines of a team, every ``teams``-th."""
+        for start in range(0, self.count, teams):
+            number, row = team + start, self.first + (team + start)
+            inside: Condition = True if start + teams <= self.count else number < self.count
+            there = inside & (row < self.past) & (row < self.rows)
+            yield Line(number if inside is True else select(inside, number, 0), number, row, there)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Line:
+    """A line of a team."""
+
+    loaded: Value  # its number, or that of another line if it does not exist
+    number: Value
+    row: Value  # of x
+    there: Condition  # whether there is such a row
+
+
+# Makes the queries, when the lines are stored, f32 [lines, outputs and padding].
+Finish = Callable[[Shared], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionHeads:
+    """Heads that are normed, rotated, and stored as f16 [rows, outputs]."""
+
+    dim: int  # outputs of a head, in two blocks
+    eps: float  # of the norm
+    blocks = HALVES  # of a cluster, which share a head
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a block."""
+        return self.dim // HALVES // TILE
+
+    @property
+    def shared_bytes(self) -> int:
+        return HALVES * ROWS * 4
+
+    def begin(self, machine: TensorCores, lines: Lines, lanes: int, table: Buffer, out: Buffer) -> Finish:
+        """Load angles, so that they are there when so many lanes make the queries."""
+        squares = Shared.take(machine, (HALVES, ROWS), "f32")
+        row, warps = Row(Team(machine, WARP), self.dim // HALVES), lanes // WARP
+        mine = list(lines.each(machine.thread // WARP, warps))
+        angles = [self._angles(machine, row, table, line) for line in mine]
+
+        def finish(sums: Shared) -> None:
+            values = [[sums.load_floats(line.loaded, channel) for channel in row.channel] for line in mine]
+            for line, channels in zip(mine, values, strict=True):
+                (total,) = row.team.reduce((add, fold(add, [value * value for step in channels for value in step])))
+                first = line.there & (row.team.lane == 0)
+                for rank in range(HALVES):
+                    squares.store_floats([total], machine.rank, line.number, where=first, rank=rank)
+            machine.barrier("cluster")
+            for line, channels, turns in zip(mine, values, angles, strict=True):
+                total = fold(add, [squares.load_floats(rank, line.loaded, count=1)[0] for rank in range(HALVES)])
+                inverse_rms = machine.inverse_sqrt(total * (1 / self.dim) + self.eps)
+                turned = rope(row.map(lambda value, by=inverse_rms: value * by, channels), turns)
+                for channel, (a, b, c, d) in zip(row.channel, turned, strict=True):
+                    words = [machine.to_f16(a, b), machine.to_f16(c, d)]
+                    out.store_words(words, line.row, lines.output + channel, where=line.there)
+
+        return finish
+
+    def _angles(self, machine: TensorCores, row: Row, table: Buffer, line: Line) -> Angles:
+        """Load the angles of this block's half of a head."""
+        pairs = table.shape[1] // 2
+        nope_dim = self.dim - table.shape[1]
+        angles: Angles = []
+        for step, channel in enumerate(row.channel):
+            number = channel + machine.rank * row.dim
+            if row.dim + (step + 1) * VECTOR * WARP <= nope_dim:
+                angles.append((False, [machine.constant(0.0, "f32")] * VECTOR))
+                continue
+            turns = negate(number < nope_dim)
+            pair = (number - nope_dim) >> 1
+            load = [table.load_floats(line.row, pair + n, count=2, where=line.there & turns) for n in (0, pairs)]
+            angles.append((turns, load[0] + load[1]))
+        return angles
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerHeads:
+    """Heads that are rotated, transformed, and rounded in the format of the indexer's keys."""
+
+    dim: int  # outputs of a head
+    keys: Fp4Keys
+    blocks = 1
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a block."""
+        return self.dim // TILE
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+    def begin(self, machine: TensorCores, lines: Lines, lanes: int, table: Buffer, out: Any) -> Finish:
+        """Load angles, so that they are there when so many lanes make the queries."""
+        row, teams = Row(Team(machine, INDEXER_LANES), self.dim), lanes // INDEXER_LANES
+        mine = list(lines.each(machine.thread // INDEXER_LANES, teams))
+        angles = [load_angles(row, table, line.row, where=line.there) for line in mine]
+        heads = out.codes.shape[0] // lines.rows
+
+        def finish(sums: Shared) -> None:
+            for line, turns in zip(mine, angles, strict=True):
+                values = rope([sums.load_floats(line.loaded, channel) for channel in row.channel], turns)
+                head = line.row * heads + lines.output // self.dim
+                self.keys.store(row, hadamard(row, values), out, head, where=line.there)
+
+        return finish
+
+
+QueryHeads = AttentionHeads | IndexerHeads
+PADDING = VECTOR  # numbers after each line, so that lines begin in other banks
