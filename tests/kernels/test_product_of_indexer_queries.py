@@ -12,7 +12,6 @@ import pytest
 import dsv4jax as d4
 import pallas_kernels as pk
 from dsv4jax.formats import INDEXER_FORMATS, KeyRows
-from dsv4jax.layer import indexer
 from dsv4jax.layer.ops import INDEXER_SCORES, PROJECTIONS
 from dsv4jax.rope import rope_frequencies
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
@@ -134,11 +133,10 @@ def test_a_layer_takes_them(backend):
     plan = d4.plan_cache(cfg, max_requests=1, max_context=256, indexer_format="mxfp4")
     freqs, positions = rope_frequencies(cfg, d4.AttentionType.CSA), jnp.arange(1000, 1066, dtype=jnp.int32)[None]
     latent = jnp.asarray(np.random.default_rng(1).standard_normal((1, 66, 128)), jnp.bfloat16)
-    weight = random_stored(1, (8192, 128), activations="fp8")
-    backends = d4.OpBackends(projections=backend, indexer_scores=backend)
-    got = indexer.project_queries(weight, latent, positions, freqs, plan, backends)
-    assert isinstance(got, KeyRows)
-    product = PROJECTIONS["xla"].linear(latent, weight).reshape(1, 66, 64, 128)
+    weight = random_stored(1, (256, 128), activations="fp8")
+    got = PROJECTIONS[backend].key_queries(latent, weight, positions, freqs, plan)
+    assert got is not None
+    product = PROJECTIONS["xla"].linear(latent, weight).reshape(1, 66, 2, 128)
     rotated = INDEXER_SCORES["xla"].queries(product, positions, freqs, plan)
     assert not isinstance(rotated, KeyRows)
     values, of_two = plan.keys.decode(got), plan.keys.decode(plan.keys.encode(rotated))
