@@ -6,6 +6,9 @@
 The outputs of a block are gathered in shared memory, a line for each row of x. Then the lanes are divided over the
 heads of these lines as in ``pallas_kernels.queries``. A head of attention has more outputs than a block. So the two
 blocks of a cluster compute half a head each, and tell each other their sums of squares.
+
+Where the CUDA plugin compiles relocatable code (``plugin``), the reciprocals are calls, beside which all products of a
+kernel wait for each other. With so few rows these take little time. The kernel was not timed so.
 """
 
 from __future__ import annotations

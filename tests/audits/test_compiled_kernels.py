@@ -94,6 +94,11 @@ FAULTS_WHERE_IGNORED = {
 }
 
 
+# Launches whose products wait for each other where register counts are ignored: the code is relocatable there, and the
+# reciprocals of norms and of scales are calls in it. At most 64 rows are multiplied, whose products take little time.
+CALLS = ("flash product_of_queries", "pro product_of_queries")
+
+
 def check(name: str, found: dict[str, Any], architecture: str, *, ignored: bool = False) -> None:
     """Raise AssertionError where a kernel is not as it should be.
 
@@ -102,7 +107,7 @@ def check(name: str, found: dict[str, Any], architecture: str, *, ignored: bool 
       architecture: that it was compiled for.
       ignored: the CUDA plugin ignores register counts (``pallas_kernels.plugin``). Then kernels that ask for them lose
         them, and on Hopper they spill and their products are serialized. Nothing else may, but for
-        ``SPILLS_WHERE_IGNORED``.
+        ``SPILLS_WHERE_IGNORED`` and ``CALLS``.
     """
     # First: the one report of an undonated update is of a kernel compiled before, which leaves no dump a second time.
     assert found["aliased"] == found["donated"], f"{name}: a donated byte is not updated in place"
@@ -114,7 +119,8 @@ def check(name: str, found: dict[str, Any], architecture: str, *, ignored: bool 
     if not (lost and architecture == "sm_90a"):
         known = SPILLS_WHERE_IGNORED.get((name, architecture)) if ignored else None
         assert found["stack and spills"] == (known or [0, 0, 0]), f"{name}: bytes of stack and spills"
-        assert not found["products serialized"], f"{name}: products wait for each other"
+        if not (ignored and name.startswith(CALLS)):
+            assert not found["products serialized"], f"{name}: products wait for each other"
     assert len(found["registers"]) == 1, f"{name}: no register count"
     assert 0 < found["registers"][0] <= MAX_REGISTERS
     assert found["blocks per SM"] >= 1, f"{name}: cannot be launched"

@@ -205,6 +205,20 @@ def test_the_derivative_by_x_is_that_of_the_exact_product(tokens, activations):
     assert_close(jax.jvp(product, (x,), (direction,))[1], exact(np.asarray(direction), weight, 4))
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "has_kernel"),
+    [
+        *[(1, 1024, True), (1, 2624, False), (2, 2624, True), (64, 2624, True), (65, 2624, False)],
+        *[(1, 32768, False), (2, 32768, False), (65, 1024, True)],
+    ],
+)
+def test_wide_weights_have_a_kernel_where_it_is_faster(rows, outputs, has_kernel):
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((outputs, 4096), jnp.bfloat16)
+    project = functools.partial(d4.project, backend="pallas_simulated")
+    assert ("pure_callback" in str(jax.make_jaxpr(project)(x, weight))) == has_kernel
+
+
 def test_a_derivative_by_a_stored_weight_is_refused():
     weight = random_stored(7, (128, 128))
     with pytest.raises(ValueError, match="a weight stored as FP8 has no derivative: differentiate by the inputs"):

@@ -321,7 +321,7 @@ def _weights(cfg: d4.DSV4Config) -> dict[str, tuple[int, int, int]]:
 
 
 def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the products with stored weights, for few and most rows of a block, and HCA's with its compressor.
+    """Yield the products with stored weights, for few and most rows of a block, and those with compressors.
 
     FP8 activations and Pro's sizes for most rows alone, which take the most registers.
     """
@@ -342,13 +342,13 @@ def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
                 function = functools.partial(multiply, form)
                 title = f"product {name} {activations} [{rows}]"
                 yield Kernel(name=title, function=function, args=(x, *weight), rows=None, reads_only=True)
-        args = (
-            Spec((rows, cfg.hidden_size), jnp.bfloat16),
-            Spec((2 * cfg.head_dim, cfg.hidden_size), jnp.bfloat16),
-            None,
-        )
-        function = functools.partial(multiply, pk.WeightForm())
-        yield Kernel(name=f"product compress [{rows}]", function=function, args=args, rows=None, reads_only=True)
+        x, function = Spec((rows, cfg.hidden_size), jnp.bfloat16), functools.partial(multiply, pk.WeightForm())
+        for name, outputs in {
+            "compress": 2 * cfg.head_dim,
+            "compress_csa": 4 * (cfg.head_dim + cfg.indexer_head_dim) + cfg.indexer_heads,
+        }.items():
+            args = x, Spec((outputs, cfg.hidden_size), jnp.bfloat16), None
+            yield Kernel(name=f"product {name} [{rows}]", function=function, args=args, rows=None, reads_only=True)
 
 
 def _queries_in_products(cfg: d4.DSV4Config) -> Iterator[Kernel]:
