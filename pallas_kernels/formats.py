@@ -373,17 +373,19 @@ class Fp4Keys(KeyFormat):
         for step, channels in enumerate(values):
             channel, stored = row.channel[step], where & row.before(step, row.dim)
             bits = fold(maximum, [magnitude_bits(value) for value in channels])
-            byte, scale = self._scale(row.team.neighbours(maximum, bits, self.per_scale // VECTOR))
+            byte, units = self.units(row.team.neighbours(maximum, bits, self.per_scale // VECTOR), channels)
             first = stored & (channel % self.per_scale == 0)
             rows.scale.store_bytes(byte, *lead, channel // self.per_scale, count=1, where=first)
-            divisor = Divisor(scale)
-            codes = [to_e2m1(value / divisor) for value in channels]
+            codes = [to_e2m1(value) for value in units]
             packed = (codes[0] | (codes[1] << 4)) | ((codes[2] << 8) | (codes[3] << 12))
             rows.codes.store_bytes(packed, *lead, channel >> 1, count=2, where=stored)
 
     @abc.abstractmethod
-    def _scale(self, amax: Value) -> tuple[Value, Value]:
-        """Return the scale byte, and the f32 it decodes to, for a group whose largest magnitude has bits ``amax``."""
+    def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
+        """Return the scale byte of a group whose largest magnitude has bits ``amax``, and values of it by that scale.
+
+        What is below the least normal number after the division is 0 in E2M1, however it is rounded.
+        """
 
 
 class Nvfp4Keys(Fp4Keys):
@@ -394,14 +396,14 @@ class Nvfp4Keys(Fp4Keys):
 
     per_scale = 16
 
-    def _scale(self, amax: Value) -> tuple[Value, Value]:
+    def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
         machine = amax.machine
         scale = machine.from_bits(amax) * float(np.float32(1 / E2M1_MAX))
         scale = scale.maximum(2.0**-9).minimum(E4M3_MAX)
         scale = select(is_finite(amax), scale, float("nan"))
         byte = machine.to_e4m3([scale] * VECTOR)
-        scale = machine.from_e4m3(byte)[0]
-        return byte & 0xFF, scale
+        divisor = Divisor(machine.from_e4m3(byte)[0])
+        return byte & 0xFF, [value / divisor for value in values]
 
 
 class Mxfp4Keys(Fp4Keys):
@@ -409,10 +411,11 @@ class Mxfp4Keys(Fp4Keys):
 
     per_scale = 32
 
-    def _scale(self, amax: Value) -> tuple[Value, Value]:
+    def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
         floor = int(np.float32(E2M1_MAX * 2.0**-126).view(np.int32))
-        byte = power_of_two_scale(amax.maximum(floor), E2M1_MAX)
-        return byte, from_ue8m0(byte)
+        byte = power_of_two_scale(amax.maximum(floor), E2M1_MAX)  # 1 .. 253, or 255
+        inverse = from_ue8m0(select(byte == 255, byte, byte * -1 + 254))
+        return byte, [value * inverse for value in values]
 
 
 KV_FORMATS: dict[str, KVFormat] = {

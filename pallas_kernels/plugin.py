@@ -2,7 +2,8 @@
 
 Versions from 0.12 on compile kernels as relocatable code, through nvJitLink. There ``setmaxnreg`` is ignored, so that
 the roles of a block keep the registers that they are launched with: the ones that multiply spill, and the compiler
-serializes their products. On Hopper that takes the speed of ``attention.sm90``. On Blackwell nothing spills.
+serializes their products. On Hopper that takes the speed of ``attention.sm90`` and of ``products.many``. On Blackwell
+nothing spills.
 """
 
 from __future__ import annotations

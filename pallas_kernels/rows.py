@@ -12,16 +12,13 @@ both store the same bytes.
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
 from pallas_kernels.language.machine import VECTOR, Channels, Condition, Index, Value, negate, select
 from pallas_kernels.language.tensor_cores import TensorCores
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_INFINITY = 0x7F800000
+_INFINITY, _ONE, _SIX = 0x7F800000, 0x3F800000, 0x40C00000  # bits of f32
 _NAN = 0x7FFFFFFF
 
 
@@ -106,9 +103,10 @@ def hadamard(row: Row, y: Channels) -> Channels:
     y = [[p + r, q + s, p - r, q - s] for p, q, r, s in a]
     distance = 1
     while distance < min(lanes, row.dim // VECTOR):
-        is_upper = (row.team.lane & distance) > 0
+        # Lower lanes get mine + other, and upper ones other - mine.
+        sign = select((row.team.lane & distance) > 0, machine.constant(-1.0, "f32"), 1.0)
         partner = row.map(lambda value, d=distance: machine.shuffle_xor(value, d), y)
-        y = row.map(lambda mine, other, up=is_upper: select(up, other - mine, mine + other), y, partner)
+        y = row.map(lambda mine, other, sign=sign: machine.fma(mine, sign, other), y, partner)
         distance *= 2
     distance = 1
     while distance < row.steps:
@@ -147,10 +145,17 @@ def from_ue8m0(byte: Value) -> Value:
 
 
 def to_e2m1(x: Value) -> Value:
-    """Convert f32 to an E2M1 code with the sign in bit 3. Ties go to the even code, and values above 6 become 6."""
-    magnitude = x.machine.from_bits(magnitude_bits(x))
-    code = (x.machine.bits(x) >> 28) & 8
-    for low, (a, b) in enumerate(itertools.pairwise(E2M1_VALUES)):
-        above = magnitude >= (a + b) / 2 if low % 2 else magnitude > (a + b) / 2
-        code = code + select(above, x.machine.constant(1, "i32"), 0)
-    return code
+    """Convert f32 to an E2M1 code with the sign in bit 3. Ties go to the even code, and values above 6 become 6.
+
+    NaN becomes 0, or with the sign 8.
+    """
+    machine = x.machine
+    bits = magnitude_bits(x)
+    # With p the power of two below |x|, or 1 if that is less, codes are p / 2 apart, and begin at 0 for p = 1, at 2
+    # for p = 2 and at 4 for p = 4. A sum with 2^22 p has its last bit there, and so is rounded to a code.
+    clipped = bits.minimum(_SIX)
+    power = clipped.maximum(_ONE) & _INFINITY
+    base = power + (22 << 23)
+    rounded = machine.bits(machine.from_bits(clipped) + machine.from_bits(base)) - base
+    code = select(bits > _INFINITY, machine.constant(0, "i32"), rounded + ((power - _ONE) >> 22))
+    return code | ((machine.bits(x) >> 28) & 8)

@@ -47,9 +47,6 @@ from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
 
 _FEW_ROWS = 64  # up to which products have the kernel of few rows
-# Whether queries of more than 64 tokens are made in their product, by a kernel that has not run on a GPU yet: on an
-# H200 the product and the conversion of its result were timed, as two launches.
-QUERIES_IN_PRODUCT = False
 # Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for 2 to 64, where XLA
 # takes two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
 _SMALL_WEIGHT, _MEDIUM_WEIGHT = 1 << 22, 1 << 24
@@ -147,8 +144,6 @@ class ProjectionsKernels(_Kernels):
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
         form, rows, dims = _form(weight), positions.size, (plan.cfg.head_dim, plan.cfg.rope_dim)
-        if not QUERIES_IN_PRODUCT and rows > _FEW_ROWS:
-            return None
         if pk.unsupported_product_of_queries(weight.shape, form, rows, *dims) is not None:
             return None
         latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))

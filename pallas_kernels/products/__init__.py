@@ -3,10 +3,10 @@
 call         ``product``, and which products have a kernel
 many_bf16    the kernel for many rows of bf16, on Hopper
 many_fp8     the kernel for many rows that are rounded to FP8, on Hopper
-many         what these two share: a block's turns, copies of rows, adding the sums of a cluster
-ring         stages of chunks in shared memory
+many         what these two share: a block's turns, its stages of chunks, its roles, adding the sums of a cluster
 tiling       how a product of many rows is divided over blocks
 heads        queries of attention, made of the sums of such a product
+keys         queries of the indexer, made of the sums of such a product
 rounding     rounds many rows to FP8, in a launch of its own
 sm90         the kernel for few rows on Hopper
 sm100        the kernel for few rows on Blackwell

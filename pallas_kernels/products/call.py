@@ -22,15 +22,16 @@ from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import VECTOR
-from pallas_kernels.products import many_bf16, many_fp8, sm90, sm100
+from pallas_kernels.products import keys, many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
+from pallas_kernels.products.keys import KeyHeads
 from pallas_kernels.products.many import ManyInputs
 from pallas_kernels.products.pair import fastest_pair, launch_pair
 from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
 from pallas_kernels.products.rounding import round_rows
 from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
-from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads
+from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -200,11 +201,7 @@ def unsupported_product_of_queries(
         return f"rope_dim must be a multiple of 16 up to {HEAD_DIM // 2}, got {rope_dim}"
     if rows <= ROWS:
         return _unsupported_heads(rows, shape, form, AttentionHeads(dim=head_dim, eps=0.0))
-    if (reason := _unsupported_many(shape, form)) is not None:
-        return f"products of more than {ROWS} rows have no kernel where {reason}"
-    if form.activations != "fp8":
-        return f"queries of more than {ROWS} rows are made in products with activations='fp8'"
-    return None
+    return _unsupported_many_queries(shape, form)
 
 
 def unsupported_product_of_indexer_queries(
@@ -216,16 +213,27 @@ def unsupported_product_of_indexer_queries(
     """
     if (reason := unsupported_product(shape, form, rows)) is not None:
         return reason
-    keys = KEY_FORMATS.get(key_format)
-    if not isinstance(keys, Fp4Keys):
+    of_format = KEY_FORMATS.get(key_format)
+    if not isinstance(of_format, Fp4Keys):
         return f"key_format must be a 4-bit format, got {key_format!r}"
     if key_dim not in KEY_DIMS or shape[0] % key_dim or form.groups != 1:
         return f"outputs must be heads of {KEY_DIMS}, got {shape[0]} outputs and heads of {key_dim}"
     if rope_dim % VECTOR or not 0 < rope_dim <= key_dim:
         return f"rope_dim must be a multiple of {VECTOR} up to {key_dim}, got {rope_dim}"
-    if rows > ROWS:
-        return f"the indexer's queries are made in products of at most {ROWS} rows, got {rows}"
-    return _unsupported_heads(rows, shape, form, IndexerHeads(dim=key_dim, keys=keys))
+    if rows <= ROWS:
+        return _unsupported_heads(rows, shape, form, IndexerHeads(dim=key_dim, keys=of_format))
+    if key_dim != keys.DIM or rope_dim % 16:
+        sizes = f"heads of {keys.DIM} and a rope_dim that is a multiple of 16"
+        return f"more than {ROWS} rows must have {sizes}, got {key_dim} and {rope_dim}"
+    return _unsupported_many_queries(shape, form)
+
+
+def _unsupported_many_queries(shape: tuple[int, ...], form: WeightForm) -> str | None:
+    if (reason := _unsupported_many(shape, form)) is not None:
+        return f"products of more than {ROWS} rows have no kernel where {reason}"
+    if form.activations != "fp8":
+        return f"queries of more than {ROWS} rows are made in products with activations='fp8'"
+    return None
 
 
 def _unsupported_heads(rows: int, shape: tuple[int, ...], form: WeightForm, heads: QueryHeads) -> str | None:
@@ -296,7 +304,7 @@ def product_of_indexer_queries(
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``indexer_queries`` does.
 
     Args:
-      x, weight, scales, form: as for ``product``, with at most 64 rows, on whose number a query does not depend.
+      x, weight, scales, form: as for ``product``. Up to 64 rows a query does not depend on how many rows there are.
       angles: f32 [M, rope_dim], as for ``indexer_queries``.
       key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
       key_format: a 4-bit format.
@@ -316,16 +324,18 @@ def product_of_indexer_queries(
     asked = weight.shape, form, len(x), key_dim, angles.shape[1], key_format
     if (reason := unsupported_product_of_indexer_queries(*asked)) is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
-    keys = KEY_FORMATS[key_format]
-    assert isinstance(keys, Fp4Keys)
-    heads = IndexerHeads(dim=key_dim, keys=keys)
-    layout = layout_of_heads(len(x), weight.shape, form, heads, target.gpu_or_first())
-    assert layout is not None
-    rows = len(x) * (len(weight) // key_dim)
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
-    given = dataclasses.replace(inputs, angles=angles)
-    queries = launch_few(layout, given, state, simulate=simulate)
-    return jax.tree.map(lambda leaf: leaf.reshape(len(x), -1, *leaf.shape[1:]), queries)
+    of_format, gpu = KEY_FORMATS[key_format], target.gpu_or_first()
+    assert isinstance(of_format, Fp4Keys)
+    if len(x) <= ROWS:
+        layout = layout_of_heads(len(x), weight.shape, form, IndexerHeads(dim=key_dim, keys=of_format), gpu)
+        assert layout is not None
+        rows = len(x) * (len(weight) // key_dim)
+        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
+        queries = launch_few(layout, dataclasses.replace(inputs, angles=angles), state, simulate=simulate)
+    else:
+        tiling = tiling_of_key_heads(len(x), *weight.shape, form, KeyHeads(keys=of_format), gpu)
+        queries = launch_many(tiling, inputs, None, angles, key_row, simulate=simulate)
+    return jax.tree.map(lambda leaf, row: leaf.reshape(len(x), -1, *row.shape), queries, key_row)
 
 
 def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
@@ -384,24 +394,42 @@ def layout_of_heads(
 
 
 def launch_many(
-    tiling: Tiling, inputs: ProductInputs, dtype: Any, angles: jax.Array | None = None, *, simulate: bool = False
-) -> jax.Array:
+    tiling: Tiling,
+    inputs: ProductInputs,
+    dtype: Any = None,
+    angles: jax.Array | None = None,
+    key_row: Any = None,
+    *,
+    simulate: bool = False,
+) -> Any:
     """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it.
 
-    ``angles`` are for queries.
+    ``angles`` are for queries. ``key_row``, in place of a dtype, is for those of the indexer: a pytree ``codes scale``
+    of ``jax.ShapeDtypeStruct``, one encoded row.
     """
     codes, of_x = round_rows(inputs.x, simulate=simulate) if tiling.is_rounded else (inputs.x, None)
     many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales, angles=angles)
-    return launch_tiles(tiling, many, dtype, simulate=simulate)
+    return launch_tiles(tiling, many, dtype, key_row, simulate=simulate)
 
 
-def launch_tiles(tiling: Tiling, inputs: ManyInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
+def launch_tiles(
+    tiling: Tiling, inputs: ManyInputs, dtype: Any = None, key_row: Any = None, *, simulate: bool = False
+) -> Any:
     """Launch the kernel of many rows."""
+    outputs = inputs.weight.shape[0]
+    if tiling.key_heads is None:
+        name = "product_of_many" if tiling.heads is None else "product_of_queries"
+        state = jax.ShapeDtypeStruct((tiling.rows, outputs), dtype)
+    else:
+        name, heads = "product_of_indexer_queries", outputs // keys.DIM
+        state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((tiling.rows, heads * leaf.shape[0]), leaf.dtype), key_row
+        )
     return launch(
         functools.partial(_MANY[tiling.form.activations].body, tiling=tiling),
-        name="product_of_many" if tiling.heads is None else "product_of_queries",
+        name=name,
         grid=tiling.grid,
         inputs=inputs,
-        state=jax.ShapeDtypeStruct((tiling.rows, inputs.weight.shape[0]), dtype),
+        state=state,
         simulate=simulate,
     )

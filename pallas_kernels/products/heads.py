@@ -66,13 +66,15 @@ class Angles:
     """Angles of a lane's rows, for the pairs of outputs that the lane has among the last ones of a head."""
 
     first: int  # of the lane's fours that is rotated
-    here: Value  # whether this block has the last outputs
+    here: Condition  # whether this block has the last outputs
     pairs: list[list[list[Value]]]  # cosine and sine for each row and four
 
     @classmethod
-    def load(cls, table: Buffer, rows: list[tuple[Value, Condition]], fours: int, here: Value) -> Angles:
+    def load(
+        cls, machine: TensorCores, table: Buffer, rows: list[tuple[Value, Condition]], fours: int, here: Condition
+    ) -> Angles:
         """Load angles of rows, each with whether it exists, from a table f32 [rows, cosines and then sines]."""
-        machine, pairs = here.machine, table.shape[1] // 2
+        pairs = table.shape[1] // 2
         first = fours - pairs // 4
         column = machine.thread % 4
         loaded = [

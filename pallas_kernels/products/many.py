@@ -1,4 +1,4 @@
-"""What products of many rows share on Hopper: a block's place and memory, its turns, and adding and storing sums."""
+"""What products of many rows share on Hopper: a block's turns, its stages, its roles, and adding sums of a cluster."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Value
+from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Value
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.products.ring import Ring
-from pallas_kernels.products.tiling import LANES, Place, Tiling
+from pallas_kernels.language.tensor_cores import Role, TensorCores
+from pallas_kernels.products.tiling import LANES, LOADERS, WARPGROUPS, Place, Tiling
+
+_MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +62,104 @@ class Turns:
         return self.place(number // chunks), (number % chunks + self.part * chunks) * self.tiling.chunk
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ring:
+    """The stages of a block: chunks of its tiles in shared memory, and who may read or overwrite them.
+
+    The chunks of all tiles of a block are numbered in the order in which they are multiplied. Chunk n is in stage n %
+    stages. A warp of its own starts the copies, each when both multiplying warpgroups have left the stage. So one of
+    these may be ahead of the other by nearly all stages, and can multiply while the other one stores.
+    """
+
+    machine: TensorCores
+    full: Barrier  # per stage: the chunk is there
+    free: Barrier  # per stage: nobody reads it any more
+    turns: Turns
+    fill: Callable[[Value, Value, Barrier], None]  # starts the copies of a chunk, by its number and its stage
+
+    @classmethod
+    def take(cls, turns: Turns, fill: Callable[[Value, Value, Barrier], None]) -> Ring:
+        """Take and initialise the barriers."""
+        machine, stages = turns.machine, turns.tiling.stages
+        full = Barrier.take(machine, 1, copies=stages)
+        free = Barrier.take(machine, LANES // WARP, copies=stages)
+        init_barriers(full, free)
+        return cls(machine=machine, full=full, free=free, turns=turns, fill=fill)
+
+    @property
+    def stages(self) -> int:
+        return self.turns.tiling.stages
+
+    def load(self) -> None:
+        """Start the copies of all chunks, as one warp."""
+
+        def one(chunk: Value, _: None) -> None:
+            stage = chunk % self.stages
+            self.free.copy(stage).wait((chunk // self.stages & 1) ^ 1)
+            self.fill(chunk, stage, self.full.copy(stage))
+
+        self.machine.loop(self.turns.total, one, None)
+
+    def wait(self, chunk: Value) -> Value:
+        """Wait for a chunk, and return its stage."""
+        stage = chunk % self.stages
+        self.full.copy(stage).wait(chunk // self.stages & 1)
+        return stage
+
+    def leave(self, stage: Value) -> None:
+        """Say that this warp no longer reads a stage."""
+        self.free.copy(stage).arrive()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exchange:
+    """Adds the sums of all parts of the inputs, in their order. A block has a tile, whose sums it shares."""
+
+    machine: TensorCores
+    tiling: Tiling
+    received: Shared  # f32 [parts, fours, lanes, 4], where the stages are
+    left: Barrier  # nobody in the cluster reads the stages any more
+    there: Barrier  # everybody's sums
+
+    @classmethod
+    def take(cls, machine: TensorCores, tiling: Tiling, arena: int) -> Exchange | None:
+        """Take and initialise the barriers; None with one part. All lanes of the cluster call it."""
+        if tiling.parts == 1:
+            return None
+        received = Shared(machine, arena, (tiling.parts, tiling.fours // tiling.parts, LANES, VECTOR), "f32")
+        multiplying = tiling.parts * LANES // WARP
+        left = Barrier.take(machine, multiplying + tiling.parts, scope="cluster")  # the warps that copy arrive too
+        there = Barrier.take(machine, multiplying, scope="cluster")
+        init_barriers(left, there)
+        machine.barrier("cluster")
+        return cls(machine=machine, tiling=tiling, received=received, left=left, there=there)
+
+    def add(self, sums: list[Value]) -> tuple[Value, list[Value]]:
+        """Return the number of the first of the fours that this block has then, and those fours."""
+        machine, (parts, owned, *_) = self.machine, self.received.shape
+        self.leave()
+        self.left.wait(0)
+        for n in range(self.tiling.fours):
+            to, place = divmod(n, owned)
+            four = sums[VECTOR * n : VECTOR * (n + 1)]
+            self.received.store_floats(four, machine.rank, place, machine.thread, 0, rank=to)
+        self._arrive(self.there)
+        self.there.wait(0)
+        mine: list[Value] = []
+        for n in range(owned):
+            of_parts = [self.received.load_floats(part, n, machine.thread, 0) for part in range(parts)]
+            mine += functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], of_parts)
+        return machine.rank * owned, mine
+
+    def leave(self) -> None:
+        """Say that this warp neither reads a stage any more nor has copies that run."""
+        self._arrive(self.left)
+
+    def _arrive(self, barrier: Barrier) -> None:
+        for rank in range(self.tiling.parts):
+            barrier.arrive(rank=rank)
+
+
 def for_each_tile(
     turns: Turns,
     ring: Ring,
@@ -77,37 +177,30 @@ def for_each_tile(
       store: stores fours of a turn's tile, the first of which has a number.
     """
     machine, tiling = turns.machine, turns.tiling
-    ring.begin()
+    exchange = Exchange.take(machine, tiling, arena)
 
     def one(turn: Value, _: None) -> None:
-        store(turn, *exchange(machine, tiling, arena, sums(turn * tiling.chunks)))
+        of_tile = sums(turn * tiling.chunks)
+        store(turn, *(exchange.add(of_tile) if exchange else (0, of_tile)))
 
-    if tiling.tiles > tiling.blocks:
-        machine.loop(turns.count, one, None)
-    else:
-        one(machine.constant(0, "i32"), None)
+    def multiply() -> None:
+        if tiling.tiles > tiling.blocks:
+            machine.loop(turns.count, one, None)
+        else:
+            one(machine.constant(0, "i32"), None)
 
+    def load() -> None:
+        with machine.when(machine.thread % WARPGROUP < WARP):
+            ring.load()
+            if exchange is not None:  # of the block's only tile
+                for chunk in range(max(0, tiling.chunks - tiling.stages), tiling.chunks):
+                    ring.wait(machine.constant(chunk, "i32"))
+                exchange.leave()
 
-def exchange(machine: TensorCores, tiling: Tiling, arena: int, sums: list[Value]) -> tuple[Value | int, list[Value]]:
-    """Add the sums of all parts of the inputs, in their order, in the cluster's shared memory from ``arena`` on.
-
-    Returns:
-      The number of the first of the fours that this block has then, and those fours.
-    """
-    if tiling.parts == 1:
-        return 0, sums
-    owned = tiling.fours // tiling.parts
-    received = Shared(machine, arena, (tiling.parts, owned, LANES, VECTOR), "f32")
-    machine.barrier("cluster")  # nobody reads the stages any more
-    for n in range(tiling.fours):
-        to, place = divmod(n, owned)
-        received.store_floats(sums[VECTOR * n : VECTOR * (n + 1)], machine.rank, place, machine.thread, 0, rank=to)
-    machine.barrier("cluster")
-    mine: list[Value] = []
-    for n in range(owned):
-        parts = [received.load_floats(part, n, machine.thread, 0) for part in range(tiling.parts)]
-        mine += functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts)
-    return machine.rank * owned, mine
+    machine.roles(
+        Role(warpgroups=WARPGROUPS, registers=_MULTIPLIERS, body=multiply),
+        Role(warpgroups=LOADERS, registers=_LOADERS, body=load),
+    )
 
 
 def warp_rows(machine: TensorCores) -> Value:

@@ -15,8 +15,7 @@ from pallas_kernels.language.lanes import Buffer, swapped
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.products.many import ManyInputs, Turns, for_each_tile, warp_rows
-from pallas_kernels.products.ring import Ring
+from pallas_kernels.products.many import ManyInputs, Ring, Turns, for_each_tile, warp_rows
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
@@ -60,7 +59,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         )
         barrier.fill(of_x, of_weight)
 
-    ring = Ring.take(machine, tiling, turns.total, fill)
+    ring = Ring.take(turns, fill)
     block = tiling.form.block
     assert block is not None
     row, first_row = product_row(machine) + machine.thread // WARPGROUP * 64, warp_rows(machine)
@@ -73,7 +72,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
     def scales_of(chunk: Value) -> list[Value]:
         """Load the bytes of a chunk's scales for this warp's 16 outputs."""
         place, first = turns.chunk(chunk)
-        of_row, there = (place.output + first_row) // block[0], chunk < ring.total
+        of_row, there = (place.output + first_row) // block[0], chunk < turns.total
         return [
             inputs.scales.load_bytes(of_row, (first + half * _HALF_INPUTS) // block[1], count=1, where=there)
             for half in range(scaled_halves)
@@ -102,7 +101,6 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
                 held.append(words)
                 right = x.copy(stage).k_major(half * 64, 64)
                 sums = machine.wgmma(sums, words, right, columns=tiling.tile_rows, dtype="bf16")
-            ring.advance(chunk)
             sums = machine.wgmma_wait(sums)
             machine.hold(held)  # no register of an operand is used again before
             ring.leave(stage)

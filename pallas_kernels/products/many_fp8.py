@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer, Team, add, fold, swapped
 from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
+from pallas_kernels.products import keys
 from pallas_kernels.products.heads import Angles, Squares
-from pallas_kernels.products.many import ManyInputs, Turns, for_each_tile
-from pallas_kernels.products.ring import Ring
+from pallas_kernels.products.many import ManyInputs, Ring, Turns, for_each_tile
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
 
 _ROWS = 64  # of a warpgroup
 
 
-def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
+def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     codes = Tile.take(machine, tiling.tile_outputs, CHUNK_BYTES, copies=tiling.stages)
@@ -68,23 +69,25 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         )
         barrier.fill(of_x, of_scales, of_weight)
 
-    ring = Ring.take(machine, tiling, turns.total, fill)
+    ring = Ring.take(turns, fill)
     block = tiling.form.block
     assert block is not None
-    row, warpgroup = product_row(machine) + machine.thread // WARPGROUP * _ROWS, machine.thread // WARPGROUP
 
     def scales_of(chunk: Value) -> list[Value]:
         """Load the bytes of a chunk's scales of the weight, for each 128 outputs."""
         place, first = turns.chunk(chunk)
         return [
             inputs.scales.load_bytes(
-                (place.output + part * OUTPUTS) // block[0], first // block[1], count=1, where=chunk < ring.total
+                (place.output + part * OUTPUTS) // block[0], first // block[1], count=1, where=chunk < turns.total
             )
             for part in range(parts)
         ]
 
     def sums_of(begin: Value) -> list[Value]:
-        def one(i: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
+        warpgroup = machine.thread // WARPGROUP
+        row = product_row(machine) + warpgroup * _ROWS
+
+        def one(i: Value, carry: tuple[list[Value], Value]) -> tuple[list[Value], Value]:
             sums, scales = carry
             chunk = i + begin
             following = scales_of(chunk + 1)
@@ -97,9 +100,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
                 tile = codes.copy(stage)
                 right = dataclasses.replace(tile, offset=tile.offset + part * (OUTPUTS * CHUNK_BYTES)).k_major()
                 product = machine.wgmma(None, left, right, columns=OUTPUTS, dtype="e4m3")
-                if parts == 1:
-                    ring.advance(chunk)
-                factors = [scale * scale_of(scales[part]) for scale in of_x]
+                factors = [scale * scale_of((scales >> 8 * part) & 0xFF) for scale in of_x]
                 product = machine.wgmma_wait(product)
                 if part == parts - 1:
                     ring.leave(stage)
@@ -108,17 +109,19 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
                     machine.fma(value, factors[n // 2 % 2], total)
                     for n, (value, total) in enumerate(zip(product, before, strict=True))
                 ]
-                if part == 0 and parts > 1:  # beside a product there are no registers for it
-                    ring.advance(chunk)
-            return added, following
+                if part < parts - 1:  # beside these sums there are no registers for another product
+                    machine.keep_order()
+            return added, keys.packed(following)
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_outputs // 2)
-        return machine.loop(tiling.chunks, one, (zeros, scales_of(begin)))[0]
+        return machine.loop(tiling.chunks, one, (zeros, keys.packed(scales_of(begin))))[0]
 
     store = functools.partial(_store, turns, out)
     if tiling.heads is not None:
         squares = Squares.take(machine, tiling.neighbours, tiling.tile_rows, WARPGROUPS)
         store = functools.partial(_store_queries, turns, inputs.angles, squares, out)
+    if tiling.key_heads is not None:
+        store = functools.partial(_store_keys, turns, inputs.angles, out)
     for_each_tile(turns, ring, arena, sums_of, store)
 
 
@@ -144,7 +147,8 @@ def _store_queries(
     heads = tiling.heads
     assert heads is not None
     rows = _rows(turns, place)
-    rope = Angles.load(angles, [row[1:] for row in rows], tiling.fours, machine.rank == tiling.neighbours - 1)
+    last = machine.rank == tiling.neighbours - 1
+    rope = Angles.load(machine, angles, [row[1:] for row in rows], tiling.fours, last)
     halves = [[sums[n : n + 2] for n in range(2 * half, len(sums), 4)] for half in range(2)]
     of_lane = [fold(add, [value * value for pair in pairs for value in pair]) for pairs in halves]
     of_tile = [Team(machine, 4).reduce((add, total))[0] for total in of_lane]
@@ -156,11 +160,29 @@ def _store_queries(
         _store_words(machine, out, at, place.output, words, where)
 
 
+def _store_keys(turns: Turns, angles: Buffer, out: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
+    """Store a tile of the indexer's queries, of which each 128 outputs are a head."""
+    del first  # a block has all fours of its tile
+    machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
+    heads = tiling.key_heads
+    assert heads is not None
+    rows, fours = _rows(turns, place), keys.DIM // 8
+    rope = Angles.load(machine, angles, [row[1:] for row in rows], fours, True)
+    for half, (_, at, where) in enumerate(rows):
+        for head in range(tiling.tile_outputs // keys.DIM):
+            of_head = sums[head * keys.DIM // 2 : (head + 1) * keys.DIM // 2]
+            pairs = [of_head[n : n + 2] for n in range(2 * half, len(of_head), 4)]
+            turned = keys.hadamard(machine, [rope.rotate(half, n, pair) for n, pair in enumerate(pairs)])
+            keys.store_head(machine, heads, turned, out, (at, place.output // keys.DIM + head), where)
+
+
 def _rows(turns: Turns, place: Place) -> list[tuple[Value, Value, Condition]]:
     """Return a lane's two rows: their numbers in the tile and in x, and whether they exist."""
     machine, tiling = turns.machine, turns.tiling
     row = product_row(machine) + machine.thread // WARPGROUP * _ROWS
-    if tiling.heads is not None:  # no register is free to keep what follows from it from tile to tile
+    if (
+        tiling.heads is not None or tiling.key_heads is not None
+    ):  # no register is free to keep what follows from it from tile to tile
         row = machine.hold(row)
     is_whole = tiling.rows % tiling.tile_rows == 0
     rows = [(at, at + place.row) for at in (row, row + 8)]

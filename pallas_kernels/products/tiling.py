@@ -1,8 +1,8 @@
 """How a product of many rows is divided: tiles of rows of x and outputs, the blocks that compute them, their memory.
 
-A block has two warpgroups that multiply, and computes tile after tile. Where there are fewer tiles than
-multiprocessors, the blocks of a cluster share a tile: each multiplies a part of the inputs, and their sums are added in
-the order of the parts. Where outputs are heads, the blocks of a cluster have the adjacent tiles of a head.
+A block has two warpgroups that multiply and one that loads, and computes tile after tile. Where there are fewer tiles
+than multiprocessors, the blocks of a cluster share a tile: each multiplies a part of the inputs, and their sums are
+added in the order of the parts. Where outputs are heads, the blocks of a cluster have the adjacent tiles of a head.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pallas_kernels.language.machine import WARPGROUP, Value
 from pallas_kernels.language.target import GPU
 from pallas_kernels.products.block import WeightForm
 from pallas_kernels.products.heads import Heads, Squares
+from pallas_kernels.products.keys import KeyHeads
 
-WARPGROUPS = 2
+WARPGROUPS, LOADERS = 2, 1  # that multiply, and of which a warp starts copies
 LANES = WARPGROUPS * WARPGROUP
 CHUNK_BYTES = 128  # of a row of x: what is in shared memory of it together
 OUTPUTS = 128  # of a tile, at least
@@ -39,7 +40,8 @@ class Tiling:
     tile_outputs: int
     parts: int = 1  # blocks that share a tile
     stages: int = 4  # chunks in shared memory
-    heads: Heads | None = None  # what outputs are, where they become queries
+    heads: Heads | None = None  # what outputs are, where they become queries of attention
+    key_heads: KeyHeads | None = None  # what outputs are, where they become queries of the indexer
 
     @property
     def is_rounded(self) -> bool:
@@ -96,12 +98,15 @@ class Tiling:
     def _shared(self, stages: int) -> int:
         exchanged = 0 if self.parts == 1 else self.tile_rows * self.tile_outputs * 4
         squares = 0 if self.heads is None else Squares.shared_bytes(self.neighbours, self.tile_rows, WARPGROUPS)
-        return max(stages * self.stage_bytes, exchanged) + 2 * 8 * stages + 2 * _ALIGNMENT + squares
+        return max(stages * self.stage_bytes, exchanged) + 2 * 8 * (stages + 1) + 2 * _ALIGNMENT + squares
 
     @property
     def grid(self) -> Grid:
         return Grid(
-            blocks=(self.blocks,), warpgroups=WARPGROUPS, cluster=self.cluster, shared_bytes=self._shared(self.stages)
+            blocks=(self.blocks,),
+            warpgroups=WARPGROUPS + LOADERS,
+            cluster=self.cluster,
+            shared_bytes=self._shared(self.stages),
         )
 
     @property
@@ -164,6 +169,26 @@ def tiling_of_heads(rows: int, outputs: int, inputs: int, form: WeightForm, head
         heads=heads,
     )
     return tiling.with_most_stages()
+
+
+@functools.cache
+def tiling_of_key_heads(rows: int, outputs: int, inputs: int, form: WeightForm, heads: KeyHeads, gpu: GPU) -> Tiling:
+    """Return the tiling of a product with rows that are rounded to FP8, whose outputs are heads of the indexer."""
+    sizes = [size for size in (2 * OUTPUTS, OUTPUTS) if outputs % size == 0]
+    tilings = [
+        Tiling(
+            gpu=gpu,
+            form=form,
+            rows=rows,
+            outputs=outputs,
+            inputs=inputs,
+            tile_rows=_SCALED_ROWS,
+            tile_outputs=size,
+            key_heads=heads,
+        )
+        for size in sizes
+    ]
+    return min(tilings, key=Tiling.cost).with_most_stages()
 
 
 @functools.cache

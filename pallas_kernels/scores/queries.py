@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.language.lanes import fold, maximum
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Tile
 from pallas_kernels.rows import magnitude_bits
@@ -48,7 +48,7 @@ class Queries:
     def shared_bytes(fp4: type[Fp4], tokens: int) -> int:
         return tokens * (HEADS * fp4.row_bytes + SUM_COLUMNS * HEADS * 2 + 16) + 1024
 
-    def scale(self, t: int) -> Value:
+    def scale(self, t: Index) -> Value:
         """Return the factor for a token's sums, besides the scale of the key's row."""
         return self._scales.load_floats(t, count=1)[0]
 

@@ -44,7 +44,7 @@ class Tuning(tuning.Tuning):
         """Return the fastest tuning, as measured on an H200."""
         is_short, has_long_products = tiles <= 8 * _BLOCKS, fp4.row_bytes > ATOM_BYTES
         if tokens > 1:
-            return cls(warpgroups=2, overlapped=True)
+            return cls(warpgroups=2 if has_long_products else 3, overlapped=True)
         if has_long_products:
             return cls(warpgroups=2 if is_short else 3, overlapped=True)
         if is_short:
@@ -104,7 +104,8 @@ class _Tiles(Tiles):
                 operand = self._operand(parts)
                 after.append((keys.load(page), self._page(n + 2 * stages)))
                 with machine.when(True if j == 0 else n < self.count):
-                    for t in range(self.block.queries.tokens):
+                    for number in range(self.block.queries.tokens):
+                        t = machine.constant(number, "i32")
                         dots = machine.wgmma_wait(self._dots(operand, t))
                         sums = machine.wgmma_wait(self._sums(dots, t))
                         self._put(t, n, sums, scale)
@@ -118,7 +119,8 @@ class _Tiles(Tiles):
         (now, later), (following,) = self._start(2, 1)
         parts, scale = keys.unpack(now)
         operand = self._operand(parts)
-        dots = self._dots(operand, 0)
+        first = machine.constant(0, "i32")
+        dots = self._dots(operand, first)
 
         def one(i: Value, carry: _Overlap) -> _Overlap:
             operand, scale, dots, stored, page = carry
@@ -128,14 +130,23 @@ class _Tiles(Tiles):
             stored, page = keys.load(page), self._page(i + 3)
             parts = [machine.hold(row) for row in parts]
             machine.keep_order()
-            for t in range(tokens):
-                dots = machine.wgmma_wait(dots)
-                if t + 1 == tokens:
-                    machine.hold(operand)
-                    operand = self._operand([machine.hold(row) for row in parts])
-                sums = self._sums(dots, t)
-                dots = self._dots(operand, (t + 1) % tokens)
+
+            def token(t: Value, dots: list[Value]) -> list[Value]:
+                sums = self._sums(machine.wgmma_wait(dots), t)
+                dots = self._dots(operand, t + 1)
                 self._put(t, i, machine.wgmma_wait(sums, pending=1), scale)
+                return dots
+
+            # A loop, although tokens are few: each of them would otherwise have registers with addresses of its own.
+            if tokens > 1:
+                dots = machine.loop(tokens - 1, token, dots)
+            last = machine.constant(tokens - 1, "i32")
+            dots = machine.wgmma_wait(dots)
+            machine.hold(operand)
+            operand = self._operand([machine.hold(row) for row in parts])
+            sums = self._sums(dots, last)
+            dots = self._dots(operand, first)
+            self._put(last, i, machine.wgmma_wait(sums, pending=1), scale)
             return operand, next_scale, dots, stored, page
 
         operand, _, dots, *_ = machine.loop(self.count, one, (operand, scale, dots, later, following))
@@ -147,20 +158,20 @@ class _Tiles(Tiles):
         one, other = (self.block.keys.fp4.finish(row) for row in parts)
         return [word for i in range(0, len(one), 2) for word in (one[i], other[i], one[i + 1], other[i + 1])]
 
-    def _dots(self, operand: list[Value], t: int) -> list[Value]:
+    def _dots(self, operand: list[Value], t: Value) -> list[Value]:
         """Start the first product for a token. Returns pairs of f16, which must be waited for."""
         machine, dtype = self.block.machine, self.block.keys.fp4.dtype
-        heads = self.block.queries.operand.copy(machine.constant(t, "i32")).k_major()
+        heads = self.block.queries.operand.copy(t).k_major()
         return machine.wgmma(None, operand, heads, columns=HEADS, dtype=dtype, packed=True)
 
-    def _sums(self, dots: list[Value], t: int) -> list[Value]:
+    def _sums(self, dots: list[Value], t: Value) -> list[Value]:
         """Start the second product, in f32."""
         machine = self.block.machine
         positive = [machine.relu_f16(pair) for pair in dots]
-        weights = self.block.queries.weights.copy(machine.constant(t, "i32")).k_major()
+        weights = self.block.queries.weights.copy(t).k_major()
         return machine.wgmma(None, positive, weights, columns=SUM_COLUMNS)
 
-    def _put(self, t: int, i: Value, sums: list[Value], key_scale: list[Value]) -> None:
+    def _put(self, t: Value, i: Value, sums: list[Value], key_scale: list[Value]) -> None:
         # Each lane has a pair of columns for both of its rows: the sums with rounded weights, and those with
         # remainders.
         is_first = self.block.machine.thread & 1 == 0

@@ -70,7 +70,7 @@ class Tiles:
         """Return the page from which this lane reads its keys."""
         return self.block.keys.page(self.slot, self.number(i), where)
 
-    def store(self, t: int, i: Value, total: Value, key_scale: list[Value]) -> None:
+    def store(self, t: Index, i: Value, total: Value, key_scale: list[Value]) -> None:
         """Store a tile's scores for a token.
 
         Args:

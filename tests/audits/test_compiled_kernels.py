@@ -27,6 +27,7 @@ LAUNCHES = {
     "token_parts",
     "product",
     "product_of_many",
+    "product_of_indexer_queries",
     "product_of_queries",
     "round_rows",
     "grant_tokens",

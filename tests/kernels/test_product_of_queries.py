@@ -11,7 +11,6 @@ import pytest
 
 import dsv4jax as d4
 import pallas_kernels as pk
-from dsv4jax.layer import kernels
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.ops import DECODE_ATTENTION, PROJECTIONS
 from dsv4jax.rope import rope_frequencies
@@ -123,16 +122,14 @@ def test_a_row_that_is_not_finite_spoils_no_other(simulate):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("pallas_simulated", marks=pytest.mark.simulated)])
-def test_a_layer_takes_them(backend, monkeypatch):
-    """If it is told to, by the sizes that the kernel serves, and with its weight, positions and rope."""
+def test_a_layer_takes_them(backend):
+    """For the sizes that the kernel serves, and with its weight, positions and rope."""
     cfg = dataclasses.replace(d4.DSV4Config.flash(), num_heads=8)
     plan = d4.plan_cache(cfg, max_requests=1, max_context=256)
     freqs, positions = rope_frequencies(cfg, d4.AttentionType.HCA), jnp.arange(1000, 1066, dtype=jnp.int32)[None]
     latent = jnp.asarray(np.random.default_rng(1).standard_normal((1, 66, 128)), jnp.bfloat16)
     weight = random_stored(1, (4096, 128), activations="fp8")
     given = weight, positions, freqs, plan
-    assert PROJECTIONS[backend].queries(latent, *given) is None
-    monkeypatch.setattr(kernels, "QUERIES_IN_PRODUCT", True)
     got = PROJECTIONS[backend].queries(latent, *given)
     assert got is not None
     product = PROJECTIONS[XLA].linear(latent, weight).reshape(1, 66, 8, 512)

@@ -249,7 +249,7 @@ def test_a_layer_takes_them(backend, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(rows=65), "at most 64 rows, got 65"),
+        (dict(rows=65), "queries of more than 64 rows are made in products with activations='fp8'"),
         (dict(shape=(8256, 1024)), r"heads of \(64, 128, 256\), got 8256 outputs and heads of 128"),
         (dict(key_dim=512), r"heads of \(64, 128, 256\), got 8192 outputs and heads of 512"),
         (dict(rope_dim=30), "a multiple of 4 up to 128, got 30"),

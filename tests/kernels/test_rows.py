@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Machine, select
+from pallas_kernels.rows import to_e2m1
 from tests.support.lane_kernels import F32, machines, run, spec
 
 
@@ -135,3 +136,23 @@ def test_one_element_of_a_bf16_array(simulate):
     want = source[1:].astype(F32)
     want[5] = -0.5
     np.testing.assert_array_equal(got, want)
+
+
+@machines
+def test_e2m1_codes_are_the_nearest_and_of_two_the_even_one(simulate):
+    """At every tie, beside it, at the ends, and at random."""
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], F32)
+    ends = np.array([0.0, 1e-45, 1.0, 2.0, 4.0, 6.0, 6.5, 7.5, 3e38, np.inf, np.nan], F32)
+    some = np.random.default_rng(31).uniform(0, 7, 128).astype(F32)
+    x = np.concatenate([ties, np.nextafter(ties, F32(0)), np.nextafter(ties, F32(8)), ends, some])
+    x = np.concatenate([x, -x])
+    x = np.pad(x, (0, -len(x) % WARPGROUP))
+
+    def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+        lane = machine.block(0) * WARPGROUP + machine.thread
+        out.store_int(to_e2m1(inputs.load_floats(lane, count=1)[0]), lane)
+
+    grid = (len(x) // WARPGROUP,)
+    got = run(body, jnp.asarray(x), spec((len(x),), np.int32), simulate=simulate, grid=grid)
+    known = np.where(np.isnan(x), np.copysign(F32(0), x), np.clip(x, F32(-6), F32(6)))
+    np.testing.assert_array_equal(got, known.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15)

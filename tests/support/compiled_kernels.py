@@ -36,14 +36,15 @@ from dsv4jax.pieces import (
 )
 from dsv4jax.tails import Streams
 from dsv4jax.weights.params import param_shapes
-from pallas_kernels.formats import ATTENDED_FORMATS
+from pallas_kernels.formats import ATTENDED_FORMATS, KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.plugin import compiles_relocatable_code
 from pallas_kernels.products.call import launch_tiles
 from pallas_kernels.products.heads import Heads
+from pallas_kernels.products.keys import KeyHeads
 from pallas_kernels.products.many import ManyInputs
 from pallas_kernels.products.rounding import round_rows
-from pallas_kernels.products.tiling import fastest_tiling, tiling_of_heads
+from pallas_kernels.products.tiling import fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.scores import fp4
 from tests.support.compile_for_gpu import TARGETS, prepare_environment
 from tests.support.kernel_report import Kernel, dump_to_standard_output, report
@@ -66,7 +67,8 @@ DECODE = 256, 1
 CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
 MANY_ROWS = 100, 256, 4096  # of products: few that do not fill a tile, those of a draft, those of a chunk
-HOPPER_ONLY = {"products", "product_of_many", "product_of_queries", "round_rows"}  # launches
+# Launches:
+HOPPER_ONLY = {"products", "product_of_many", "product_of_queries", "product_of_indexer_queries", "round_rows"}
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
@@ -421,6 +423,15 @@ def _multiplications_of_many(cfg: d4.DSV4Config) -> Iterator[Kernel]:
             function = functools.partial(launch_tiles, tiling, dtype=jnp.float16)
             args = dataclasses.replace(args, angles=_f32(rows, cfg.rope_dim))
             title = f"product_of_queries {name} {activations} [{rows}]"
+            yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
+        if is_rounded and name == "index_q_b":
+            keys = KEY_FORMATS[DEFAULT["indexer_format"]]
+            assert isinstance(keys, Fp4Keys)
+            tiling = tiling_of_key_heads(rows, outputs, inputs, form, KeyHeads(keys=keys), HOPPER)
+            key_row = INDEXER_FORMATS[DEFAULT["indexer_format"]].row(cfg.indexer_head_dim)
+            function = functools.partial(launch_tiles, tiling, key_row=key_row)
+            args = dataclasses.replace(args, angles=_f32(rows, cfg.rope_dim))
+            title = f"product_of_indexer_queries {name} {activations} [{rows}]"
             yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
     x = Spec((all_rows[-1], cfg.hidden_size), jnp.bfloat16)
     yield Kernel(name="round_rows", function=round_rows, args=(x,), rows=None, reads_only=True)

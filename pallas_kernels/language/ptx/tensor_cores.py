@@ -120,7 +120,10 @@ class TensorCorePTX(PTX, TensorCores):
         warpgroup = self._wrap("i32", mgpu.utils.warpgroup_idx(sync=True))
         at_launch, first = self.registers_at_launch(roles), 0
         self.changes_registers = True
-        for role in roles:
+        for number, role in enumerate(roles):
+            if number == 1 and len(roles) == 2:
+                # Found anew, so that the first role need not keep it. With more roles, this made attention spill.
+                warpgroup = self._wrap("i32", mgpu.utils.warpgroup_idx(sync=True))
             inside = warpgroup >= first
             first += role.warpgroups
             with self.when(inside & (warpgroup < first)):

@@ -154,10 +154,7 @@ class BarrierSimulator(Simulator):
             self._threads if np.array_equal(arrived * WARP // self._threads, block) else self._threads * self._cluster
         )
         touched = np.concatenate([np.empty(0, np.int64), *self._touched])
-        # What another block wrote must be ordered between the two.
-        writer = self._shared.writer[touched]
-        is_remote = (writer >= 0) & (writer // self._threads != touched // self._shared_size)
-        enough = np.where(is_remote, self._threads * self._cluster, self._threads)
+        enough = self._threads * self._cluster  # other blocks of the cluster may access the same bytes later
         open_ended = np.zeros(touched.size, bool)
         for low, high, scope in self._shared.accesses():
             low_lane, high_lane = low[touched], high[touched]
