@@ -286,7 +286,7 @@ def wide_layers(results: Results) -> str:
 # What the kernels of a chunk are called: words, and the beginnings of their names.
 CHUNK_PARTS = {
     "products, with rounding and widening": ("product", "nvjet", "gemm_fusion", "round_rows", "loop_convert"),
-    "attention": ("decode_attention",),
+    "attention": ("decode_attention", "widen_rows"),
     "scores": ("indexer_scores",),
     "top-k": ("top_k",),
     "queries": ("attention_queries", "indexer_queries"),

@@ -8,6 +8,8 @@ handover  weights passed between the multiplying warpgroups of Hopper's kernel
 block     what the kernels for many queries share: memory, barriers, and the loading of tiles
 output    the last steps: merging the parts of a cluster, the inverse rope, storing
 softmax   a running softmax over the rows of a product
+copies    the loading of tiles from rows that were widened before
+wide      those rows: a workspace of a call with many tokens
 keys      the keys of a query: where they are stored, and how they become tiles
 layout    how the work on a query is divided among blocks
 inputs    the arrays of a call

@@ -38,8 +38,16 @@ class BlockLayout(AttentionLayout):
     cluster: int = 1
 
     reduces: ClassVar[bool] = False  # all shared memory is taken
-    loaders: ClassVar[int] = 1  # warpgroups that load keys
-    staged_loads: ClassVar[int] = STAGED_LOADS  # loads of stored rows per lane that have a place in shared memory
+
+    @property
+    def loaders(self) -> int:
+        """Number of warpgroups that load keys."""
+        return 1
+
+    @property
+    def staged_loads(self) -> int:
+        """Number of loads of stored rows per lane that have a place in shared memory."""
+        return STAGED_LOADS
 
     @property
     def warpgroups(self) -> int:
@@ -67,8 +75,8 @@ class Memory:
     """
 
     keys: Tile  # [KEYS, HEAD_DIM]; copies: stages
-    staging: Shared  # u8, from ``take_staging``
-    factor_and_bias: Shared  # f32 [STAGES, KEYS, 2], from ``KeyLoader.store``
+    staging: Shared | None  # u8, from ``take_staging``; None if rows are only copied
+    factor_and_bias: Shared  # f32 [STAGES, KEYS, 2], from ``KeyLoader.store``; [STAGES, KEYS] biases if only copied
     full: Barrier  # per stage: its keys are loaded
     free: Barrier  # per stage: all products with its keys are complete
 

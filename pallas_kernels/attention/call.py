@@ -5,6 +5,8 @@
 There is one shared key-value head (K = V). Rows are read directly from the cache and converted to f16 for the tensor
 cores. This changes a stored value x to x (1 + e) + d with |e| <= 2^-10 and |d| <= 2^-24. Values above 65504 become
 infinite.
+
+Calls with many tokens widen the rows of a request once for all of its queries (``wide``), on Hopper.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pallas_kernels.attention.block import HEADS
 from pallas_kernels.attention.inputs import NOPE_DIM, ROPE_DIM, AttentionInputs, check_inputs
 from pallas_kernels.attention.keys import KEYS
 from pallas_kernels.attention.layout import AttentionLayout, Outputs
-from pallas_kernels.formats import ATTENDED_FORMATS
+from pallas_kernels.attention.wide import widen, worth_widening
+from pallas_kernels.formats import ATTENDED_FORMATS, AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
 
@@ -89,16 +92,30 @@ def decode_attention(
     tiles = -(-inputs.pos.shape[2] // KEYS) - (-inputs.max_entries // KEYS)
     if layout is None:
         layout = choose_layout(target.gpu_or_first(), batch * tokens, heads, tiles)
+        if layout == sm90.Layout() and worth_widening(inputs):
+            layout = sm90.Layout(is_wide=True)
     layout.check(heads, tiles)
     if not simulate and layout.gpu is not (gpu := target.gpu_or_first()):
         raise ValueError(f"the layout is of a kernel for {layout.gpu.architecture}, the target is {gpu.architecture}")
+    if isinstance(layout, sm90.Layout) and layout.is_wide:
+        inputs = widen(inputs, form, simulate=simulate)
+    return attend(inputs, form, layout, dtype, simulate=simulate)
+
+
+def attend(
+    inputs: AttentionInputs, form: AttendedFormat, layout: AttentionLayout, dtype: Any, *, simulate: bool = False
+) -> jax.Array:
+    """Launch the kernel of a layout, with rows that are widened where it expects them so."""
+    batch, tokens, heads, _ = inputs.q.shape
     queries, groups = batch * tokens, heads // layout.heads
+    if isinstance(layout, sm90.Layout):
+        layout = dataclasses.replace(layout, is_picked=inputs.picks is not None)
     outputs: Outputs = launch(
         functools.partial(layout.body, form=form),
         name="decode_attention",
         grid=layout.grid(queries, groups),
         inputs=layout.arguments(inputs),
-        state=Outputs(out=jax.ShapeDtypeStruct(q.shape, dtype), scratch=layout.scratch(queries, groups)),
+        state=Outputs(out=jax.ShapeDtypeStruct(inputs.q.shape, dtype), scratch=layout.scratch(queries, groups)),
         simulate=simulate,
     )
     return outputs.out

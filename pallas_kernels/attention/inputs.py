@@ -38,6 +38,7 @@ class AttentionInputs:
     sinks: Any  # f32 or bf16 [H]
     angles: Any  # f32 [B, T, 64] cosines, then sines, for the inverse rope of the output; or None
     layer: Any  # int32 [1]
+    wide: Any = None  # from ``wide.widen``, in place of the window, the fresh rows and the entries
 
     @property
     def max_entries(self) -> int:

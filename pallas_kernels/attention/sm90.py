@@ -1,4 +1,4 @@
-"""Decode attention on Hopper: two warpgroups multiply, and two others load the keys.
+"""Decode attention on Hopper: two warpgroups multiply, and one or two others load the keys.
 
     out = sum over keys of exp(l) k / (sum of exp(l) + exp(sink)),      l = q . k / sqrt(512)
 
@@ -19,6 +19,9 @@ relative to the largest logit up to a, and those of b to the largest up to b. Th
 Shared memory admits one block per multiprocessor. If there are more queries than that, a block computes several, one
 after the other: the hardware copies the next query, and the loading warpgroups load its first keys, while the output of
 the last one is stored.
+
+Rows are converted when they are loaded, by two warpgroups, or were widened before for all queries of a chunk
+(``wide``). Those are only copied (``copies``).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import handover
+from pallas_kernels.attention import copies, handover
 from pallas_kernels.attention.block import (
     CONSUMERS,
     HALF,
@@ -50,7 +53,14 @@ from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.attention.output import finish_output
-from pallas_kernels.attention.softmax import Softmax, load_factors, over_quad, row_of, scale_logits
+from pallas_kernels.attention.softmax import (
+    Softmax,
+    load_factors,
+    over_quad,
+    row_of,
+    scale_logits,
+    scale_without_factors,
+)
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.barriers import Barrier, init_barriers
@@ -59,13 +69,14 @@ from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP, Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
-from pallas_kernels.language.tensor_cores import Operand, Role, TensorCores, Tile, TileCopy
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, Operand, Role, TensorCores, Tile, TileCopy
 
 FIRST, SECOND = 0, 1  # the multiplying warpgroups; also the stages of a pair's tiles, and the halves of the channels
 _Q_BYTES = 128  # of a row of the query that one copy takes
 _Q_PARTS = HEAD_DIM * 2 // _Q_BYTES
-_LOADERS = 2  # warpgroups
-_MULTIPLY_REGISTERS, _LOAD_REGISTERS = 208, 48  # per lane
+_LOADERS = 2  # warpgroups, unless the hardware loads
+# Registers per lane for each number of loading warpgroups: of those that multiply, and of those that load.
+_REGISTERS = {1: (224, 56), 2: (208, 48)}
 # Channels of one product. In a launch of four warpgroups, which begins with 128 registers per lane, ptxas refuses 256.
 _COLUMNS = 128
 
@@ -75,10 +86,23 @@ class Layout(BlockLayout):
     """The layout of the Hopper kernel. A block computes 64 heads of a query, over its share of the tiles."""
 
     blocks: int | None = None  # the most that run at once without clusters; None = one per multiprocessor
+    is_wide: bool = False  # whether rows are widened before, and only copied
+    is_picked: bool = True  # whether there are picks, so that widened rows do not lie one after the other
 
     gpu: ClassVar[GPU] = HOPPER
-    loaders: ClassVar[int] = _LOADERS
-    staged_loads: ClassVar[int] = 6  # what fits beside the handover
+
+    @property
+    def loaders(self) -> int:
+        return 1 if self.is_wide and not self.is_picked else _LOADERS
+
+    @property
+    def staged_loads(self) -> int:
+        return 0 if self.is_wide else 6  # what fits beside the handover
+
+    def check(self, heads: int, tiles: int) -> None:
+        BlockLayout.check(self, heads, tiles)
+        if self.is_wide and self.cluster > 1:
+            raise ValueError(f"{self}: with rows that are widened before, a cluster has 1 block")
 
     def arguments(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
@@ -95,10 +119,10 @@ class Layout(BlockLayout):
 
     @property
     def shared_bytes(self) -> int:
-        return self.common_bytes + handover.BYTES + 8 * (2 * STAGES + 1)
+        return self.common_bytes + handover.BYTES + 8 * (2 * STAGES * copies.PARTS + 1)
 
     def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
-        memory = _Memory.take(machine)
+        memory = _Memory.take(machine, self)
         init_barriers(memory.full, memory.free, memory.loaded_q, memory.handover.given)
         queries, heads = math.prod(inputs.positions.shape), inputs.sinks.shape[0]
         at_once = self._at_once(queries, heads // HEADS)
@@ -111,6 +135,7 @@ class Layout(BlockLayout):
 
             def one(turn: Value, state: tuple[Before, Value]) -> tuple[Before, Value]:
                 before, tiles = state
+                before = dataclasses.replace(before, queries=turn)
                 number = turn * at_once + machine.block(0)
                 # Loaded while this query is computed, so that the next one need not wait.
                 following = Query.of(machine, inputs, (number + at_once).minimum(queries - 1)).tiles.maximum(1)
@@ -133,37 +158,83 @@ class Layout(BlockLayout):
 
             for_each_query(work)
 
+        def loader(load: Callable[[Block], None], warpgroups: int = 1) -> Role:
+            return Role(warpgroups=warpgroups, registers=few, body=lambda: for_each_query(load))
+
+        many, few = _REGISTERS[self.loaders]
+        if not self.is_wide:
+            loading = [loader(lambda block: load_tiles(block, form, self.loaders), self.loaders)]
+        elif self.is_picked:
+            loading = [loader(lambda block, n=n: copies.copy_picked(block, memory, n)) for n in range(STAGES)]
+        else:
+            loading = [loader(lambda block: copies.copy_runs(block, memory))]
         machine.roles(
-            Role(warpgroups=1, registers=_MULTIPLY_REGISTERS, body=lambda: multiply(_First)),
-            Role(warpgroups=1, registers=_MULTIPLY_REGISTERS, body=lambda: multiply(_Second)),
-            Role(
-                warpgroups=self.loaders,
-                registers=_LOAD_REGISTERS,
-                body=lambda: for_each_query(lambda block: load_tiles(block, form, self.loaders)),
-            ),
+            Role(warpgroups=1, registers=many, body=lambda: multiply(_First)),
+            Role(warpgroups=1, registers=many, body=lambda: multiply(_Second)),
+            *loading,
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Memory(Memory):
-    """Shared memory of a block. Tiles come first, because they must be aligned."""
+    """Shared memory of a block. Tiles come first, because they must be aligned.
 
+    A tile of rows that were widened before is ``copies.PIECES`` copies of ``keys``, and has barriers for each part of
+    its channels. Its keys have no factors.
+    """
+
+    is_wide: bool
     q: Tile  # [HEADS, 64 channels]; copies: the parts of a query's channels
     loaded_q: Barrier
     handover: Handover
 
     @classmethod
-    def take(cls, machine: TensorCores) -> _Memory:
+    def take(cls, machine: TensorCores, layout: Layout) -> _Memory:
+        is_wide, q = layout.is_wide, Tile.take(machine, HEADS, _Q_BYTES, copies=_Q_PARTS)
+        if is_wide:
+            keys = Tile.take(machine, KEYS, ATOM_BYTES, copies=STAGES * copies.PIECES)
+        else:
+            keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES)
+        parts = STAGES * (copies.PARTS if is_wide else 1)
         return cls(
-            q=Tile.take(machine, HEADS, _Q_BYTES, copies=_Q_PARTS),
-            keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES),
-            staging=take_staging(machine, Layout.staged_loads, _LOADERS),
-            factor_and_bias=Shared.take(machine, (STAGES, KEYS, 2), "f32"),
+            is_wide=is_wide,
+            q=q,
+            keys=keys,
+            staging=None if is_wide else take_staging(machine, layout.staged_loads, layout.loaders),
+            factor_and_bias=Shared.take(machine, (STAGES, KEYS) if is_wide else (STAGES, KEYS, 2), "f32"),
             handover=Handover.take(machine),
-            full=Barrier.take(machine, _LOADERS * WARPS, copies=STAGES),
-            free=Barrier.take(machine, CONSUMERS * WARPS, copies=STAGES),
+            full=Barrier.take(machine, WARPS if is_wide else layout.loaders * WARPS, copies=parts),
+            free=Barrier.take(machine, WARPS if is_wide else CONSUMERS * WARPS, copies=parts),
             loaded_q=Barrier.take(machine, 1),
         )
+
+    @property
+    def pieces(self) -> int:
+        """Number of copies of ``keys`` that make a tile."""
+        return HEAD_DIM * 2 // self.keys.row_bytes
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a tile's channels that have barriers of their own."""
+        return self.full.copies // STAGES
+
+    def parts_of(self, half: int) -> range:
+        """Return the parts of a tile that have one half of its channels."""
+        count = max(1, self.parts // CONSUMERS)
+        first = half * self.parts // CONSUMERS
+        return range(first, first + count)
+
+    def k_major(self, stage: int, part: int) -> Operand:
+        """Return a part of a tile's channels as K."""
+        count = self.pieces // self.parts
+        first, each = self.keys.copy(stage * self.pieces).k_major(), range(part * count, (part + 1) * count)
+        return dataclasses.replace(first, steps=tuple(n * self.keys.size + step for n in each for step in first.steps))
+
+    def columns(self, stage: int, first: int) -> Operand:
+        """Return a tile's channels from ``first`` on as columns, with its keys as K."""
+        piece, byte = divmod(first * 2, self.keys.row_bytes)
+        found = self.keys.copy(stage * self.pieces + piece).transposed(byte)
+        return dataclasses.replace(found, leading=self.keys.size) if self.pieces > 1 else found
 
     def load_query(self, inputs: AttentionInputs, number: Value) -> None:
         """Start to load the heads of a query, as a warpgroup together."""
@@ -184,11 +255,11 @@ class _Memory(Memory):
                 )
             )
 
-    def query(self) -> Operand:
-        """Return the heads of the query, [HEADS, HEAD_DIM]."""
-        first = self.q.k_major()
-        steps = tuple(part * self.q.size + step for part in range(_Q_PARTS) for step in first.steps)
-        return dataclasses.replace(first, steps=steps)
+    def query(self, part: int) -> Operand:
+        """Return the heads of the query, [HEADS, channels], with the channels of a part of a tile."""
+        first, count = self.q.k_major(), _Q_PARTS // self.parts
+        each = range(part * count, (part + 1) * count)
+        return dataclasses.replace(first, steps=tuple(n * self.q.size + step for n in each for step in first.steps))
 
 
 @jax.tree_util.register_dataclass
@@ -244,22 +315,37 @@ class _Multiplier(abc.ABC):
 
     def logits(self, i: Value) -> list[Value]:
         """Compute the logits of the warpgroup's own tile of a pair, [HEADS, KEYS]."""
-        self.wait_full(self.own, i)
-        keys = self.memory.keys.copy(self.own).k_major()
-        return self.machine.wgmma_wait(self.machine.wgmma(None, self.memory.query(), keys, columns=KEYS))
+        sums = None
+        for part in range(self.memory.parts):
+            self.wait_full(self.own, i, part)
+            query, keys = self.memory.query(part), self.memory.k_major(self.own, part)
+            sums = self.machine.wgmma(sums, query, keys, columns=KEYS)
+        assert sums is not None
+        return self.machine.wgmma_wait(sums)
 
-    def wait_full(self, stage: int, i: Value) -> None:
-        """Wait for a tile of a pair."""
+    def wait_full(self, stage: int, i: Value, part: int) -> None:
+        """Wait for a part of a tile of a pair."""
         used = self.before.firsts if stage == FIRST else self.before.seconds
-        self.memory.full.copy(stage).wait(used + i & 1)
+        self.memory.full.copy(stage * self.memory.parts + part).wait(used + i & 1)
+
+    def wait_half(self, stage: int, i: Value) -> None:
+        """Wait for the warpgroup's half of a tile of a pair."""
+        for part in self.memory.parts_of(self.own):
+            self.wait_full(stage, i, part)
 
     def wait_given(self, source: int, count: Value) -> None:
         """Wait until a warpgroup has given ``count`` + 1 times for this query."""
         self.memory.handover.wait(source, self.given_before + count)
 
+    def scaled(self, logits: list[Value], factor_and_bias: Shared) -> list[Value]:
+        """Return logits in powers of two."""
+        if self.memory.is_wide:
+            return scale_without_factors(self.machine, logits, factor_and_bias)
+        return scale_logits(self.machine, logits, factor_and_bias)[0]
+
     def packed(self, weights: list[Value], factor_and_bias: Shared) -> list[Value]:
         """Return weights times their keys' factors as the left operand of a product."""
-        if not self.form.scale_is_power_of_two:
+        if not (self.memory.is_wide or self.form.scale_is_power_of_two):
             # Loaded again, because there are no registers to keep them in.
             self.machine.keep_order()
             factors = load_factors(self.machine, factor_and_bias)
@@ -277,14 +363,18 @@ class _Multiplier(abc.ABC):
 
     def finish_adding(self, output: list[Value], weights: list[Value], stage: int) -> list[Value]:
         """Wait for the sums, and give the tile's memory back."""
-        output = self.machine.wgmma_wait(output)
-        self.machine.hold(weights)  # no register of the operand is used again before
-        self.memory.free.copy(stage).arrive()
-        return output
+        parts, sums = self.memory.parts_of(self.own), []
+        each = len(output) // len(parts)
+        for n, part in enumerate(parts):
+            sums += self.machine.wgmma_wait(output[n * each : (n + 1) * each], pending=len(parts) - 1 - n)
+            if part == parts[-1]:
+                self.machine.hold(weights)  # no register of the operand is used again before
+            self.memory.free.copy(stage * self.memory.parts + part).arrive()
+        return sums
 
     def channels(self, stage: int, first: int) -> Operand:
         """Return a tile's keys with the channels from ``first`` on of this warpgroup's half."""
-        return self.memory.keys.copy(stage).transposed((self.own * HALF + first) * 2)
+        return self.memory.columns(stage, self.own * HALF + first)
 
 
 class _First(_Multiplier):
@@ -295,7 +385,7 @@ class _First(_Multiplier):
     def pair(self, i: Value, sums: _Sums) -> _Sums:
         machine, handed = self.machine, self.memory.handover
         factor_and_bias = self.memory.factor_and_bias[FIRST]
-        scaled, _ = scale_logits(machine, self.logits(i), factor_and_bias)
+        scaled = self.scaled(self.logits(i), factor_and_bias)
         weights, softmax, carried = _fold(machine, scaled, sums.softmax)
         weights = self.packed(weights, factor_and_bias)
         handed.give(FIRST, softmax.peak, weights)
@@ -305,7 +395,7 @@ class _First(_Multiplier):
 
         def add_second(_: Value, sums: _Sums) -> _Sums:
             weights, peak = handed.found_weights(), handed.found_of_rows()
-            self.wait_full(SECOND, i)
+            self.wait_half(SECOND, i)
             carried = [machine.exp2(before - now) for before, now in zip(sums.softmax.peak, peak, strict=True)]
             output = self.finish_adding(self.start_adding(sums.output, carried, weights, SECOND), weights, SECOND)
             total = [a * b for a, b in zip(sums.softmax.total, carried, strict=True)]
@@ -337,10 +427,10 @@ class _Second(_Multiplier):
         given, peak = handed.found_weights(), handed.found_of_rows()
         carried = [machine.exp2(before - now) for before, now in zip(sums.softmax.peak, peak, strict=True)]
         total = [a * b for a, b in zip(sums.softmax.total, carried, strict=True)]
-        self.wait_full(FIRST, i)
+        self.wait_half(FIRST, i)
         output = self.start_adding(sums.output, carried, given, FIRST)
         factor_and_bias = self.memory.factor_and_bias[select(has_second, machine.constant(SECOND, "i32"), FIRST)]
-        scaled, _ = scale_logits(machine, logits, factor_and_bias)
+        scaled = self.scaled(logits, factor_and_bias)
         scaled = [select(has_second, logit, -math.inf) for logit in scaled]
         weights, softmax, carried = _fold(machine, scaled, Softmax(peak, total))
         weights = self.packed(weights, factor_and_bias)

@@ -82,6 +82,16 @@ def scale_logits(machine: TensorCores, logits: list[Value], factor_and_bias: Sha
     return scaled, factors
 
 
+def scale_without_factors(machine: TensorCores, logits: list[Value], biases: Shared) -> list[Value]:
+    """Convert q . k to logits in powers of two, with the biases f32 [keys] of keys whose factors are 1."""
+    pairs = biases.view((biases.shape[0] // 8, QUAD, 2), "f32")
+    scaled, scale = [], machine.constant(LOGIT_SCALE, "f32")
+    for j in range(0, len(logits), 4):
+        found = pairs.load_floats(j // 4, machine.thread % QUAD, 0, count=2)
+        scaled += [machine.fma(logits[j + n], scale, found[n % 2]) for n in range(4)]
+    return scaled
+
+
 def load_factors(machine: TensorCores, factor_and_bias: Shared) -> list[Value]:
     """Return the factor of each logit's key, as ``scale_logits`` does."""
     pairs = factor_and_bias.view((factor_and_bias.shape[0] // 8, QUAD, 4), "f32")

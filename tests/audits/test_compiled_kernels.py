@@ -32,6 +32,8 @@ LAUNCHES = {
     "round_rows",
     "grant_tokens",
     "decode_attention",
+    "widen_rows",
+    "attend_to_widened",
     "indexer_scores",
     "top_k",
 }
@@ -76,6 +78,12 @@ FAULTS = {
 # registers: 640 lanes have 96 each, and this one needs them all.
 SPILLS_WHERE_IGNORED = {("flash indexer_scores mxfp4 [64, 1]", "sm_90a"): [8, 4, 4]}
 
+# Bytes of stack and spills of attention to widened and picked rows. Beside two loading warpgroups, those that multiply
+# lack a few registers. With one there are enough, but then the kernel takes 6 % longer.
+KNOWN_SPILLS = {
+    f"flash attend_to_widened csa {form} [1, 4096]": [8, 8, 8] for form in ("fp8_row", "fp8_tile64", "bf16")
+} | {"pro attend_to_widened csa fp8_row [1, 4096]": [24, 16, 16]}
+
 # A report where the CUDA plugin ignores register counts: faults that are known there, and what must not go with them.
 IGNORED = SOUND | {"setmaxnreg ignored": True, "products serialized": True, "stack and spills": [288, 716, 464]}
 FAULTS_WHERE_IGNORED = {
@@ -117,7 +125,7 @@ def check(name: str, found: dict[str, Any], architecture: str, *, ignored: bool 
     lost = ignored and found["asks for registers"]
     assert found["setmaxnreg ignored"] == lost, f"{name}: register counts ignored: {found['setmaxnreg ignored']}"
     if not (lost and architecture == "sm_90a"):
-        known = SPILLS_WHERE_IGNORED.get((name, architecture)) if ignored else None
+        known = SPILLS_WHERE_IGNORED.get((name, architecture)) if ignored else KNOWN_SPILLS.get(name)
         assert found["stack and spills"] == (known or [0, 0, 0]), f"{name}: bytes of stack and spills"
         if not (ignored and name.startswith(CALLS)):
             assert not found["products serialized"], f"{name}: products wait for each other"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from dsv4jax import formats as xla
-from pallas_kernels.attention import sm90, sm90_few, sm100
+from pallas_kernels.attention import call, sm90, sm90_few, sm100
 from pallas_kernels.attention.call import choose_layout
+from pallas_kernels.attention.inputs import AttentionInputs
+from pallas_kernels.attention.wide import widen, worth_widening
 from pallas_kernels.formats import ATTENDED_FORMATS, Fp8TileRows
 from pallas_kernels.language.target import BLACKWELL, GPU, HOPPER
 from tests.support.attention_cases import ONE_BLOCK, Case, check, make, run
@@ -20,6 +23,7 @@ from tests.support.cases import first_of
 from tests.support.lane_kernels import mesh_of
 from tests.support.machines import MACHINES, requires_gpu
 
+WIDE = sm90.Layout(is_wide=True)
 machines = pytest.mark.parametrize("simulate", MACHINES)
 
 
@@ -38,6 +42,132 @@ def test_a_block_computes_several_queries(simulate, entries, heads, blocks):
     """Queries with an even number of tiles, with an odd one, and without keys follow one another in a block."""
     layout = sm90.Layout(cluster=1, blocks=blocks)
     check(Case(lengths=(300, 0, -1, 130, 520, 64), heads=heads, entries=entries, layout=layout), simulate=simulate)
+
+
+@machines
+@pytest.mark.parametrize(
+    "case",
+    first_of(
+        [
+            pytest.param(Case(lengths=(300, 126, -1), tokens=3, heads=128, layout=WIDE), id="picked"),
+            pytest.param(
+                Case(
+                    lengths=(520, 0, 130),
+                    tokens=2,
+                    entries="all",
+                    layout=sm90.Layout(is_wide=True, blocks=2),
+                    dtype=jnp.bfloat16,
+                ),
+                id="several queries of a block",
+            ),
+            pytest.param(
+                Case(lengths=(9000, 127), tokens=2, entries="all", ratio=128, per_block=1, layout=WIDE), id="hca"
+            ),
+            pytest.param(
+                Case(lengths=(200, 5), n_win=64, tokens=3, entries=None, kv_format="bf16", layout=WIDE), id="window"
+            ),
+            pytest.param(Case(lengths=(200,), n_win=100, kv_format="fp8_tile64", layout=WIDE), id="one token"),
+        ],
+        count=3,
+    ),
+)
+def test_rows_that_are_widened_before(simulate, case):
+    check(case, simulate=simulate)
+
+
+@machines
+@pytest.mark.parametrize("kv_format", ATTENDED_FORMATS)
+@pytest.mark.parametrize("picked", first_of([False, True]))
+def test_widened_rows_are_the_decoded_ones(simulate, kv_format, picked):
+    """Bit for bit; rows that are not finite, as those that nobody has stored, are 0 and have a bias of NaN."""
+    case = Case(lengths=(150, 37, -1), tokens=2, entries="picked" if picked else "all", kv_format=kv_format)
+    inputs, _ = make(case)
+    form, layer = xla.KV_FORMATS[kv_format], int(inputs.layer[0])
+    wide = jax.jit(lambda inputs: widen(inputs, ATTENDED_FORMATS[kv_format], simulate=simulate).wide)(inputs)
+    rows, bias = np.asarray(wide.rows).reshape(*wide.bias.shape, -1), np.asarray(wide.bias)
+    of_window = case.n_win + case.tokens
+    assert wide.of_window == of_window
+    assert wide.of_request == of_window + inputs.block_table.shape[1] * case.per_block
+
+    def decoded(stored: Any) -> np.ndarray:
+        return np.asarray(form.decode(stored)).astype(np.float16)
+
+    for b, length in enumerate(case.lengths[:2]):
+        slot = int(inputs.slots[b])
+        window = decoded(jax.tree.map(lambda leaf, slot=slot: leaf[layer, slot], inputs.window))
+        fresh = decoded(jax.tree.map(lambda leaf, b=b: leaf[b], inputs.fresh))
+        for n in range(of_window):
+            position = length - case.n_win + n
+            row = fresh[n - case.n_win] if n >= case.n_win else window[position % case.n_win]
+            assert bias[b, n] == (0 if position >= 0 else -np.inf)
+            np.testing.assert_array_equal(rows[b, n], row if position >= 0 else np.zeros_like(row))
+        entries = decoded(jax.tree.map(lambda leaf: leaf[layer], inputs.entries))
+        for n in range((length + case.tokens) // case.ratio):
+            page = int(inputs.block_table[slot, n // case.per_block])
+            assert bias[b, of_window + n] == 0
+            np.testing.assert_array_equal(rows[b, of_window + n], entries[page, n % case.per_block])
+        blocks = np.repeat(np.asarray(inputs.block_table[slot]) >= 0, case.per_block)
+        unstored = np.arange(len(blocks)) >= (length + case.tokens) // case.ratio
+        kinds = [~blocks, unstored]
+        np.testing.assert_array_equal(bias[b, of_window:], np.select(kinds, [-np.inf, np.nan], 0))
+        np.testing.assert_array_equal(rows[b, of_window:][blocks & unstored], 0)
+        if not picked:
+            np.testing.assert_array_equal(rows[b, of_window:][~blocks], 0)
+    np.testing.assert_array_equal(bias[2], -np.inf)
+
+
+def test_rows_are_widened_where_many_queries_read_them_and_there_is_memory():
+    def is_widened(batch: int, tokens: int, context: int, ratio: int, picks: int | None) -> bool:
+        def of(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        def rows(*lead: int) -> Any:
+            row = xla.KV_FORMATS["fp8_row"].row(448, 64)
+            return jax.tree.map(lambda leaf: of(*lead, *leaf.shape, dtype=leaf.dtype), row)
+
+        each, every = of(batch), of(batch, tokens)
+        inputs = AttentionInputs(
+            q=None,
+            window=None,
+            pos=of(2, 9, 128),
+            fresh=rows(batch, tokens),
+            entries=rows(2, 99, 128 // ratio),
+            picks=None if picks is None else of(batch, tokens, picks),
+            block_table=of(9, context // 128),
+            slots=each,
+            start=each,
+            positions=every,
+            visible=every,
+            sinks=None,
+            angles=None,
+            layer=of(1),
+        )
+        return worth_widening(inputs)
+
+    assert is_widened(1, 4096, 131072, 4, 512)
+    assert is_widened(4, 1024, 32768, 4, 512)
+    assert is_widened(1, 4096, 1 << 20, 128, None)
+    assert not is_widened(1, 4096, 1 << 20, 4, 512)  # 257 MiB
+    assert not is_widened(8, 4096, 131072, 4, 512)  # 289 MiB
+    assert not is_widened(64, 4, 32768, 4, 512)  # too few queries
+    assert not is_widened(8, 16, 131072, 128, None)
+
+
+@pytest.mark.parametrize(("tokens", "is_widened"), [(70, True), (20, False)])
+def test_a_chunk_is_widened_without_being_asked_to(tokens, is_widened, monkeypatch):
+    seen = []
+
+    def noted(inputs: Any, form: Any, *, simulate: bool) -> AttentionInputs:
+        seen.append(inputs)
+        return widen(inputs, form, simulate=simulate)
+
+    monkeypatch.setattr(call, "widen", noted)
+    case = Case(lengths=(900,), tokens=tokens, entries="all", ratio=128, per_block=1, layout=None)
+    inputs, _ = make(case)
+    with jax.sharding.use_abstract_mesh(mesh_of(HOPPER.capability, "NVIDIA")):
+        out = jax.eval_shape(lambda inputs: call.decode_attention(inputs, kv_format="fp8_row", simulate=True), inputs)
+    assert out.shape == inputs.q.shape
+    assert bool(seen) == is_widened
 
 
 @machines
@@ -119,7 +249,7 @@ def test_few_queries(simulate, case, heads, cluster, tiles):
 
 
 @machines
-@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)]))
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, WIDE, sm90_few.Layout(heads=16, cluster=2, tiles=2)], count=2))
 def test_no_pick_and_no_table(simulate, layout):
     """Picks of -1, blocks that do not exist, and ring rows with other positions do not count as keys."""
     case = Case(lengths=(200, 200, 200), seed=3, layout=layout)
@@ -135,7 +265,7 @@ def test_no_pick_and_no_table(simulate, layout):
 
 
 @machines
-@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, sm90_few.Layout(heads=16, cluster=4, tiles=1)]))
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, WIDE, sm90_few.Layout(heads=16, cluster=4, tiles=1)]))
 def test_nan_is_loud_and_stays_in_its_request(simulate, layout):
     case = Case(lengths=(150, 150), entries="all", layout=layout)
     inputs, _ = make(case)
@@ -174,6 +304,7 @@ def test_a_full_chip(kv_format, entries, heads):
     case = Case(lengths=lengths, entries=entries, top_k=512, heads=heads, kv_format=kv_format, dtype=jnp.bfloat16)
     check(case, simulate=False)
     check(dataclasses.replace(case, lengths=lengths[:9], tokens=4, layout=None), simulate=False)
+    check(dataclasses.replace(case, lengths=lengths[:3], tokens=100, layout=WIDE), simulate=False)
 
 
 @pytest.mark.parametrize(("stored", "read"), [*itertools.permutations(ATTENDED_FORMATS, 2)])
@@ -191,6 +322,7 @@ def test_rows_of_another_format_are_refused(stored, read):
         (dict(layout=sm90_few.Layout(heads=16, cluster=2, tiles=1)), "does not serve queries of 3 tiles"),
         (dict(layout=sm90_few.Layout(heads=24, cluster=2, tiles=2)), "does not share 64 heads"),
         (dict(layout=sm90.Layout(cluster=3)), "does not share 512 channels"),
+        (dict(layout=sm90.Layout(cluster=2, is_wide=True)), "a cluster has 1 block"),
     ],
 )
 def test_what_it_does_not_serve(change, message):

@@ -164,9 +164,13 @@ def check(case: Case, *, simulate: bool) -> None:
     inputs, expected = make(case)
     found = run(case, inputs, simulate=simulate)
     # Queries, weights and rows are rounded to f16, 2^-11 each, which gives an error below 2^-9 of a row's largest
-    # value. bf16 rounds the result by 2^-9 of itself.
+    # value. Rows that are widened before are also rounded in channels that others keep exact, up to the row's factor.
+    # Their logits differ by more, and the error is below 2^-8. bf16 rounds the result by 2^-9 of itself.
     scale = np.abs(expected).max(-1, keepdims=True)
-    limit = 2.0**-9 * scale + (2.0**-8 * np.abs(expected) if case.dtype == jnp.bfloat16 else 0)
+    is_wide = isinstance(case.layout, sm90.Layout) and case.layout.is_wide
+    limit = (2.0**-8 if is_wide else 2.0**-9) * scale
+    if case.dtype == jnp.bfloat16:
+        limit = limit + 2.0**-8 * np.abs(expected)
     assert np.isfinite(found).all()
     assert np.max(np.abs(found - expected) - limit) <= 0
     real = scale[..., 0] > 0

@@ -36,6 +36,8 @@ from dsv4jax.pieces import (
 )
 from dsv4jax.tails import Streams
 from dsv4jax.weights.params import param_shapes
+from pallas_kernels.attention import call, sm90
+from pallas_kernels.attention.wide import WideRows, instead_of_rows, widen
 from pallas_kernels.formats import ATTENDED_FORMATS, KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.plugin import compiles_relocatable_code
@@ -67,8 +69,16 @@ DECODE = 256, 1
 CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
 MANY_ROWS = 100, 256, 4096  # of products: few that do not fill a tile, those of a draft, those of a chunk
-# Launches:
-HOPPER_ONLY = {"products", "product_of_many", "product_of_queries", "product_of_indexer_queries", "round_rows"}
+# Launches that Blackwell does not have.
+HOPPER_ONLY = {
+    "products",
+    "product_of_many",
+    "product_of_queries",
+    "product_of_indexer_queries",
+    "round_rows",
+    "widen_rows",
+    "attend_to_widened",
+}
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
@@ -177,6 +187,9 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
                     yield _attention(cache, kind, batch, tokens)
             if options["indexer_format"] in fp4.FORMATS:
                 yield _scores(cache, batch, tokens)
+        if options["kv_format"] in ATTENDED_FORMATS:
+            for kind in (AttentionType.CSA, AttentionType.HCA):
+                yield from _attention_of_chunk(cache, kind, *CHUNKS[0])
     for rows, size in ((1, 32768), (8, 32768), (64, 32768), (256, 8192), (64, 262144)):
         select = functools.partial(pk.top_k, k=cfg.indexer_top_k)
         args = _f32(rows, size), _i32(rows)
@@ -184,9 +197,33 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 
 def _attention(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> Kernel:
+    plan = cache.plan
+    attend: Any = functools.partial(pk.decode_attention, kv_format=plan.kv_format)
+    name, args = f"decode_attention {kind} {plan.kv_format} [{batch}, {tokens}]", (_read(cache, kind, batch, tokens),)
+    return Kernel(name=name, function=attend, args=args, rows=None, reads_only=True, has_scratch=True)
+
+
+def _attention_of_chunk(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> Iterator[Kernel]:
+    """Yield the two launches of attention whose rows are widened before."""
+    form, inputs = ATTENDED_FORMATS[cache.plan.kv_format], _read(cache, kind, batch, tokens)
+    title = f"{kind} {cache.plan.kv_format} [{batch}, {tokens}]"
+
+    def widened(inputs: Any) -> Any:
+        return widen(inputs, form).wide
+
+    rows = inputs.entries.nope
+    yield Kernel(
+        name=f"widen_rows {title}", function=widened, args=(inputs,), rows=rows, reads_only=True, has_scratch=True
+    )
+    attend: Any = functools.partial(call.attend, form=form, layout=sm90.Layout(is_wide=True), dtype=jnp.bfloat16)
+    args = (instead_of_rows(inputs, WideRows.of(inputs)),)
+    yield Kernel(name=f"attend_to_widened {title}", function=attend, args=args, rows=None, reads_only=True)
+
+
+def _read(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> pk.AttentionInputs:
     plan, cfg, lead, stack = cache.plan, cache.plan.cfg, (batch, tokens), cache.stack(kind)
     entries = None if stack.pool is None else stack.pool.entries
-    inputs = pk.AttentionInputs(
+    return pk.AttentionInputs(
         q=Spec((*lead, cfg.num_heads, cfg.head_dim), jnp.float16),
         window=stack.state.window,
         pos=stack.state.pos,
@@ -202,9 +239,6 @@ def _attention(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) 
         angles=_f32(*lead, cfg.rope_dim),
         layer=_i32(1),
     )
-    attend: Any = functools.partial(pk.decode_attention, kv_format=plan.kv_format)
-    name = f"decode_attention {kind} {plan.kv_format} [{batch}, {tokens}]"
-    return Kernel(name=name, function=attend, args=(inputs,), rows=None, reads_only=True, has_scratch=True)
 
 
 def _scores(cache: d4.KVCache, batch: int, tokens: int) -> Kernel:
