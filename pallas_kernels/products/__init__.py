@@ -7,14 +7,14 @@ many         what these two share: a block's turns, its stages of chunks, its ro
 tiling       how a product of many rows is divided over blocks
 heads        queries of attention, made of the sums of such a product
 keys         queries of the indexer, made of the sums of such a product
-rounding     rounds many rows to FP8, in a launch of its own
 sm90         the kernel for few rows on Hopper
 sm100        the kernel for few rows on Blackwell
 block        what these two share: the place of a block in the product, its memory, and its last steps
 streamed     rows of x that are copied chunk by chunk, where not all of them fit in shared memory
 pair         two products of few rows of the same x, in one launch
 queries      queries of few rows, made of such sums
-activations  rows of x in shared memory, in the order in which lanes hold the weight; rounding them to FP8
+activations  rows of x in shared memory, in the order in which lanes hold the weight; rounding them to FP8, there or in
+             a launch of its own
 weights      tiles of the weight: copying them to shared memory, and widening them
 split        how a product of few rows is divided over the blocks of a launch
 """

@@ -3,14 +3,22 @@
 A lane holds 16 adjacent bytes of each half of a chunk (``weights``). They enter the steps of a product 8 bytes of the
 operand at a time: 4 in the first half of the step's inputs and 4 in the second. So the inputs of a step are not
 adjacent ones, and rows of x are stored in that order.
+
+Where products round x to E4M3, those of few rows do it while they store it here. Those of many rows, which read x again
+for each tile of outputs, take rows that ``round_rows`` has rounded before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import Buffer, Team, fold, maximum
-from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.launch import launch
+from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Machine, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.products.split import Split
@@ -23,6 +31,11 @@ LOADED = 8  # bf16 that a lane loads at once
 _AT_ONCE, _MOST_AT_ONCE, _SHARE_OF_ROUNDED, _BESIDE_SUMS = 8192, 16, 4, 4
 _SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
 _LARGEST_E4M3 = 448.0
+GROUP = 128  # inputs that share a scale, in rows that are rounded by a launch of its own
+_TEAM = GROUP // LOADED  # lanes that hold them
+_TEAMS = WARPGROUP // _TEAM  # of a block, each with a row
+_GROUPS_AT_ONCE = 4  # groups of a row that a team loads together
+PADDED = 128  # rows of scales are padded to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -160,3 +173,42 @@ def rounded(team: Team, words: list[Value]) -> tuple[list[Value], Value]:
     inverse = from_ue8m0((254 - byte).maximum(0))
     codes = [machine.to_e4m3([value * inverse for value in values[i : i + 4]]) for i in range(0, len(values), 4)]
     return codes, from_ue8m0(byte)
+
+
+def round_rows(x: jax.Array, *, simulate: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Round rows of bf16 [M, inputs], inputs a multiple of 128.
+
+    Returns:
+      Codes, uint8 [M, inputs], and scales, f32 [inputs / 128, M rounded up to a multiple of 128]. Those of rows past
+      the last one are those of rows of zeros.
+    """
+    rows, width = x.shape
+    groups, padded = width // GROUP, -(-rows // PADDED) * PADDED
+
+    def body(machine: Machine, x: Buffer, out: Any) -> None:
+        codes, scales = out
+        team = Team(machine, _TEAM)
+        row = machine.block(0) * _TEAMS + machine.thread // _TEAM
+        there, unit = row < rows, machine.thread % _TEAM * LOADED
+        numbers = [machine.block(1) * _GROUPS_AT_ONCE + i for i in range(_GROUPS_AT_ONCE)]
+        inside = [True if groups % _GROUPS_AT_ONCE == 0 else number < groups for number in numbers]
+        loaded = [
+            x.load_words(row, number * GROUP + unit, count=LOADED, where=there & is_group)
+            for number, is_group in zip(numbers, inside, strict=True)
+        ]
+        for number, is_group, words in zip(numbers, inside, loaded, strict=True):
+            of_lane, scale = rounded(team, words)
+            codes.store_words(of_lane, row, number * GROUP + unit, where=there & is_group)
+            scales.store_floats([scale], number, row, where=(machine.thread % _TEAM == 0) & is_group)
+
+    return launch(
+        body,
+        name="round_rows",
+        grid=(padded // _TEAMS, -(-groups // _GROUPS_AT_ONCE)),
+        inputs=x,
+        state=(
+            jax.ShapeDtypeStruct((rows, width), jnp.uint8),
+            jax.ShapeDtypeStruct((groups, padded), jnp.float32),
+        ),
+        simulate=simulate,
+    )

@@ -23,13 +23,13 @@ from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import VECTOR
 from pallas_kernels.products import keys, many_bf16, many_fp8, sm90, sm100
+from pallas_kernels.products.activations import round_rows
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
 from pallas_kernels.products.many import ManyInputs
 from pallas_kernels.products.pair import fastest_pair, launch_pair
 from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
-from pallas_kernels.products.rounding import round_rows
 from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
 from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS

@@ -41,11 +41,11 @@ from pallas_kernels.attention.wide import WideRows, instead_of_rows, widen
 from pallas_kernels.formats import ATTENDED_FORMATS, KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.plugin import compiles_relocatable_code
+from pallas_kernels.products.activations import round_rows
 from pallas_kernels.products.call import launch_tiles
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
 from pallas_kernels.products.many import ManyInputs
-from pallas_kernels.products.rounding import round_rows
 from pallas_kernels.products.tiling import fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.scores import fp4
 from tests.support.compile_for_gpu import TARGETS, prepare_environment
