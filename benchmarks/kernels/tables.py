@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 
 from benchmarks.kernels.lines import Line, Results
@@ -76,14 +77,16 @@ def summary(results: Results) -> str:
     rows.append(
         ("cache update of a CSA layer, 64 requests, each completes an entry", us(update), both, us(update, "xla"))
     )
-    chunk = "present attention chunk csa"
-    line, beside = results.case(chunk), results.public_beside(chunk)
+    line, beside = (
+        results.case("chunk of 4096 csa after 28672 stored fp8"),
+        results.public_beside("attention of a chunk"),
+    )
     assert beside is not None
     rows.append(
         (
             "CSA attention of a 4,096-token chunk after 28K tokens",
-            number(line["us"]) + HAND,
-            f"{public(beside)} (FlashMLA)",
+            number(_part(line, CHUNK_PARTS["attention"])),
+            f"{public(beside)} (FlashMLA; its rows widened before)",
             "-",
         )
     )
@@ -255,18 +258,17 @@ def stored_layers(results: Results) -> str:
         what, kind, batch, context, *_ = line["case"].split()
         if what != "layer":
             continue
-        product = line["by_kernel"].get("product_mosaic_gpu_kernel")
         rows.append(
             (
                 f"{KINDS[kind]}, {requests(int(batch[1:]))}, {int(context):,} tokens each",
                 number(line["us"]["median"]),
                 spread(line["us"]),
                 f"{line['launches']:g}",
-                "-" if product is None else number(product),
+                number(_part(line, CHUNK_PARTS["products, with rounding and widening"])),
                 public(results.public_beside(line["case"])),
             )
         )
-    head = "layer | us | range of 5 runs | launches | of it, products by the kernel | public CUDA, its kernels added up"
+    head = "layer | us | range of 5 runs | launches | of it, products | public CUDA, its kernels added up"
     return table(head, rows)
 
 
@@ -285,12 +287,35 @@ def wide_layers(results: Results) -> str:
 
 # What the kernels of a chunk are called: words, and the beginnings of their names.
 CHUNK_PARTS = {
-    "products, with rounding and widening": ("product", "nvjet", "gemm_fusion", "round_rows", "loop_convert"),
+    "products, with rounding and widening": (
+        *("product", "nvjet", "gemm_fusion", "loop_reduce_fusion", "round_rows", "loop_convert"),
+    ),
     "attention": ("decode_attention", "widen_rows"),
     "scores": ("indexer_scores",),
     "top-k": ("top_k",),
     "queries": ("attention_queries", "indexer_queries"),
 }
+
+
+def _part(line: Line, names: tuple[str, ...]) -> float:
+    """The microseconds of the kernels of a layer whose names begin so."""
+    return sum(us for name, us in line["by_kernel"].items() if name.startswith(names))
+
+
+def products(results: Results) -> str:
+    """Products of few rows with stored weights, by the number of rows."""
+    found: dict[str, dict[str, Line]] = {}
+    for line in results.layers:
+        if matched := re.fullmatch(r"product (.*) (M\d+) stored bf16", line["case"]):
+            found.setdefault(matched[1], {})[matched[2]] = line
+    rows = [
+        (
+            words,
+            *(f"{number(lines[rows]['us']['median'])} ({spread(lines[rows]['us'])})" for rows in ("M1", "M8", "M64")),
+        )
+        for words, lines in found.items()
+    ]
+    return table("product | us for 1 row | 8 rows | 64 rows", rows)
 
 
 def prefill(results: Results) -> str:
@@ -299,7 +324,7 @@ def prefill(results: Results) -> str:
     lines = [results.case(f"chunk of 4096 {kind} after 28672 stored {form}") for kind, form in forms]
     rows = [("the layer", *(number(line["us"]["median"]) for line in lines))]
     for words, names in CHUNK_PARTS.items():
-        sums = [sum(us for name, us in line["by_kernel"].items() if name.startswith(names)) for line in lines]
+        sums = [_part(line, names) for line in lines]
         rows.append((words, *(number(us) if us else "-" for us in sums)))
     rows.append(("launches", *(f"{line['launches']:g}" for line in lines)))
     columns = [f"{KINDS[kind]}, {form.upper() if form == 'fp8' else form} activations" for kind, form in forms]
@@ -357,6 +382,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     function.__name__: function
     for function in (
         *(summary, ceilings, update_decode, update_other, update_chunk, gather),
-        *(attention, scores, topk, queries, steps, stored_layers, wide_layers, prefill, programs, public_cuda),
+        *(attention, scores, topk, queries, steps, stored_layers, products, wide_layers, prefill, programs),
+        public_cuda,
     )
 }
