@@ -204,7 +204,7 @@ def _attention(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) 
 
 
 def _attention_of_chunk(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> Iterator[Kernel]:
-    """Yield the two launches of attention whose rows are widened before."""
+    """Yield the launches of attention whose rows are widened before. The second is the same for every format."""
     form, inputs = ATTENDED_FORMATS[cache.plan.kv_format], _read(cache, kind, batch, tokens)
     title = f"{kind} {cache.plan.kv_format} [{batch}, {tokens}]"
 
@@ -215,6 +215,8 @@ def _attention_of_chunk(cache: d4.KVCache, kind: AttentionType, batch: int, toke
     yield Kernel(
         name=f"widen_rows {title}", function=widened, args=(inputs,), rows=rows, reads_only=True, has_scratch=True
     )
+    if cache.plan.kv_format != DEFAULT["kv_format"]:
+        return
     attend: Any = functools.partial(call.attend, form=form, layout=sm90.Layout(is_wide=True), dtype=jnp.bfloat16)
     args = (instead_of_rows(inputs, WideRows.of(inputs)),)
     yield Kernel(name=f"attend_to_widened {title}", function=attend, args=args, rows=None, reads_only=True)
