@@ -26,6 +26,7 @@ LAUNCHES = {
     "indexer_queries",
     "token_parts",
     "product",
+    "products",
     "product_of_many",
     "product_of_indexer_queries",
     "product_of_queries",
