@@ -94,6 +94,7 @@ class DSV4Config:
 
     def ratio(self, kind: AttentionType) -> int:
         """Return the number of tokens per compressed entry in layers of this kind; 0 for SWA."""
+        kind = AttentionType(kind)  # a string will do, too
         return getattr(self, _ratio_field(kind)) if kind.compresses else 0
 
     @classmethod
