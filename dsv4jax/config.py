@@ -92,7 +92,7 @@ class DSV4Config:
         """Number of tokens that one block of the paged pool covers, in every layer: the lcm of all ratios (128)."""
         return math.lcm(*(self.ratio(kind) for kind in AttentionType if kind.compresses))
 
-    def ratio(self, kind: AttentionType) -> int:
+    def ratio(self, kind: AttentionType | str) -> int:
         """Return the number of tokens per compressed entry in layers of this kind; 0 for SWA."""
         kind = AttentionType(kind)  # a string will do, too
         return getattr(self, _ratio_field(kind)) if kind.compresses else 0

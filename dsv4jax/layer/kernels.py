@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import pallas_kernels as pk
 from dsv4jax.cache.pool import PagedPool, PooledLayer, find_entries
@@ -126,17 +125,18 @@ class ProjectionsKernels(_Kernels):
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
         return product.reshape(*x.shape[:-1], outputs // groups)
 
-    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
-        if isinstance(second, StoredWeight) and not isinstance(first, StoredWeight):
-            rows, forms = x.size // x.shape[-1], (pk.WeightForm(), _form(second))
-            reason = pk.unsupported_product_pair((first.shape, second.shape), forms, rows)
-            if reason is None and x.dtype == first.dtype == jnp.bfloat16:
-                x, first, second = self.without_derivative(PROJECTIONS, (x, first, second))
-                given = (first, None, forms[0]), (second.codes, second.scales, forms[1])
-                one, other = pk.product_pair(x.reshape(rows, -1), *given, simulate=self.simulate)
-                return one.reshape(*x.shape[:-1], -1), other.reshape(*x.shape[:-1], -1)
-        # The barrier keeps the products separate, as in XLA's form.
-        return self.linear(x, first), self.linear(lax.optimization_barrier(x), second)
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
+        if isinstance(first, StoredWeight) or not isinstance(second, StoredWeight):
+            return None
+        rows, forms = x.size // x.shape[-1], (pk.WeightForm(), _form(second))
+        if not x.dtype == first.dtype == jnp.bfloat16:
+            return None
+        if pk.unsupported_product_pair((first.shape, second.shape), forms, rows) is not None:
+            return None
+        x, first, second = self.without_derivative(PROJECTIONS, (x, first, second))
+        given = (first, None, forms[0]), (second.codes, second.scales, forms[1])
+        one, other = pk.product_pair(x.reshape(rows, -1), *given, simulate=self.simulate)
+        return one.reshape(*x.shape[:-1], -1), other.reshape(*x.shape[:-1], -1)
 
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan

@@ -294,10 +294,13 @@ def _token_parts(
     encode: bool,
 ) -> TokenParts:
     """Multiply x by the weights that it feeds, and compute what the tokens contribute to the layer."""
-    if params.compress is None:
-        compress, q_a_kv = None, projections.linear(x, params.q_a_kv)
+    pair = None if params.compress is None else projections.linear_pair(x, params.compress, params.q_a_kv)
+    if pair is None:
+        q_a_kv = projections.linear(x, params.q_a_kv)
+        # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
+        compress = None if params.compress is None else projections.linear(lax.optimization_barrier(x), params.compress)
     else:
-        compress, q_a_kv = projections.linear_pair(x, params.compress, params.q_a_kv)
+        compress, q_a_kv = pair
     products = InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
     return projections.parts(products, params, call.plan, call.kind, x.dtype, encode=encode)
 

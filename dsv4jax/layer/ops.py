@@ -56,8 +56,11 @@ class Projections(Implementation, Protocol):
         """
         ...
 
-    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
-        """Multiply x [..., in] by two weights: f32 [..., out] of each, what ``linear`` gives."""
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
+        """Multiply x [..., in] by two weights: f32 [..., out] of each, what ``linear`` gives.
+
+        None where this is not one kernel.
+        """
         ...
 
     def queries(

@@ -49,9 +49,8 @@ class XLAProjections(Anywhere):
             preferred_element_type=dtype if product == dtype else jnp.float32,
         ).astype(dtype)
 
-    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array]:
-        # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
-        return self.linear(x, first), self.linear(lax.optimization_barrier(x), second)
+    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> None:
+        return None
 
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan

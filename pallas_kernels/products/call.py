@@ -186,6 +186,15 @@ def _checked(x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: We
     return ProductInputs(x=x, weight=weight, scales=scales)
 
 
+def _checked_for_queries(
+    x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm, angles: jax.Array
+) -> ProductInputs:
+    """Do what ``_checked`` does, with angles f32 [M, rope_dim]."""
+    chex.assert_shape(angles, (len(x), None))
+    chex.assert_type(angles, jnp.float32)
+    return dataclasses.replace(_checked(x, weight, scales, form), angles=angles)
+
+
 def unsupported_product_of_queries(
     shape: tuple[int, ...], form: WeightForm, rows: int, head_dim: int, rope_dim: int
 ) -> str | None:
@@ -271,9 +280,7 @@ def product_of_queries(
       ValueError: no kernel serves this (``unsupported_product_of_queries``).
       AssertionError: (chex) a shape or dtype is wrong.
     """
-    inputs = _checked(x, weight, scales, form)
-    chex.assert_shape(angles, (len(x), None))
-    chex.assert_type(angles, jnp.float32)
+    inputs = _checked_for_queries(x, weight, scales, form, angles)
     reason = unsupported_product_of_queries(weight.shape, form, len(x), HEAD_DIM, angles.shape[1])
     if reason is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
@@ -282,11 +289,10 @@ def product_of_queries(
         layout = layout_of_heads(len(x), weight.shape, form, AttentionHeads(dim=HEAD_DIM, eps=eps), gpu)
         assert layout is not None
         state = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float16)
-        given = dataclasses.replace(inputs, angles=angles)
-        queries = launch_few(layout, given, state, simulate=simulate)
+        queries = launch_few(layout, inputs, state, simulate=simulate)
     else:
         tiling = tiling_of_heads(len(x), *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
-        queries = launch_many(tiling, inputs, jnp.float16, angles, simulate=simulate)
+        queries = launch_many(tiling, inputs, jnp.float16, simulate=simulate)
     return queries.reshape(len(x), -1, HEAD_DIM)
 
 
@@ -317,9 +323,7 @@ def product_of_indexer_queries(
       ValueError: no kernel serves this (``unsupported_product_of_indexer_queries``).
       AssertionError: (chex) a shape or dtype is wrong.
     """
-    inputs = _checked(x, weight, scales, form)
-    chex.assert_shape(angles, (len(x), None))
-    chex.assert_type(angles, jnp.float32)
+    inputs = _checked_for_queries(x, weight, scales, form, angles)
     key_dim = 2 * key_row.codes.shape[0]  # two codes in a byte
     asked = weight.shape, form, len(x), key_dim, angles.shape[1], key_format
     if (reason := unsupported_product_of_indexer_queries(*asked)) is not None:
@@ -331,10 +335,10 @@ def product_of_indexer_queries(
         assert layout is not None
         rows = len(x) * (len(weight) // key_dim)
         state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
-        queries = launch_few(layout, dataclasses.replace(inputs, angles=angles), state, simulate=simulate)
+        queries = launch_few(layout, inputs, state, simulate=simulate)
     else:
         tiling = tiling_of_key_heads(len(x), *weight.shape, form, KeyHeads(keys=of_format), gpu)
-        queries = launch_many(tiling, inputs, None, angles, key_row, simulate=simulate)
+        queries = launch_many(tiling, inputs, key_row=key_row, simulate=simulate)
     return jax.tree.map(lambda leaf, row: leaf.reshape(len(x), -1, *row.shape), queries, key_row)
 
 
@@ -397,18 +401,17 @@ def launch_many(
     tiling: Tiling,
     inputs: ProductInputs,
     dtype: Any = None,
-    angles: jax.Array | None = None,
     key_row: Any = None,
     *,
     simulate: bool = False,
 ) -> Any:
     """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it.
 
-    ``angles`` are for queries. ``key_row``, in place of a dtype, is for those of the indexer: a pytree ``codes scale``
-    of ``jax.ShapeDtypeStruct``, one encoded row.
+    ``key_row``, in place of a dtype, is for queries of the indexer: a pytree ``codes scale`` of
+    ``jax.ShapeDtypeStruct``, one encoded row.
     """
     codes, of_x = round_rows(inputs.x, simulate=simulate) if tiling.is_rounded else (inputs.x, None)
-    many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales, angles=angles)
+    many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales, angles=inputs.angles)
     return launch_tiles(tiling, many, dtype, key_row, simulate=simulate)
 
 

@@ -106,9 +106,10 @@ def launch_pair(
 
 def _body(machine: TensorCores, inputs: Any, out: Any, *, layouts: tuple[Layout, Layout]) -> None:
     is_first = machine.block(0) < layouts[1].first_block
-    taken = machine.shared_bytes
+    taken = most = machine.shared_bytes
     for layout, given, result, mine in zip(layouts, inputs, out, (is_first, negate(is_first)), strict=True):
         machine.shared_bytes = taken  # a block computes one of the products
         with machine.when(mine):
             sm90.body(machine, given, result, layout=layout)
-    machine.shared_bytes = taken + max(layout.grid.shared_bytes for layout in layouts)
+        most = max(most, machine.shared_bytes)
+    machine.shared_bytes = most

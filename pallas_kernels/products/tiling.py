@@ -158,37 +158,24 @@ class Place:
 @functools.cache
 def tiling_of_heads(rows: int, outputs: int, inputs: int, form: WeightForm, heads: Heads, gpu: GPU) -> Tiling:
     """Return the tiling of a product with rows that are rounded to FP8, whose outputs are heads of 512."""
-    tiling = Tiling(
-        gpu=gpu,
-        form=form,
-        rows=rows,
-        outputs=outputs,
-        inputs=inputs,
-        tile_rows=_SCALED_ROWS,
-        tile_outputs=2 * OUTPUTS,
-        heads=heads,
-    )
-    return tiling.with_most_stages()
+    tilings = _scaled_tilings(rows, outputs, inputs, form, gpu)
+    return dataclasses.replace(tilings[0], heads=heads).with_most_stages()
 
 
 @functools.cache
 def tiling_of_key_heads(rows: int, outputs: int, inputs: int, form: WeightForm, heads: KeyHeads, gpu: GPU) -> Tiling:
     """Return the tiling of a product with rows that are rounded to FP8, whose outputs are heads of the indexer."""
-    sizes = [size for size in (2 * OUTPUTS, OUTPUTS) if outputs % size == 0]
-    tilings = [
-        Tiling(
-            gpu=gpu,
-            form=form,
-            rows=rows,
-            outputs=outputs,
-            inputs=inputs,
-            tile_rows=_SCALED_ROWS,
-            tile_outputs=size,
-            key_heads=heads,
-        )
-        for size in sizes
+    tilings = _scaled_tilings(rows, outputs, inputs, form, gpu)
+    return dataclasses.replace(min(tilings, key=Tiling.cost), key_heads=heads).with_most_stages()
+
+
+def _scaled_tilings(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: GPU) -> list[Tiling]:
+    """Return the tilings of one part with rows that are rounded to FP8, those of large tiles first."""
+    return [
+        Tiling(gpu=gpu, form=form, rows=rows, outputs=outputs, inputs=inputs, tile_rows=_SCALED_ROWS, tile_outputs=size)
+        for size in (2 * OUTPUTS, OUTPUTS)
+        if outputs % size == 0
     ]
-    return min(tilings, key=Tiling.cost).with_most_stages()
 
 
 @functools.cache

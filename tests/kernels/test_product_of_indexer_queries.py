@@ -23,7 +23,7 @@ from pallas_kernels.products.tiling import Tiling, tiling_of_key_heads
 from tests.support.cases import first_of
 from tests.support.kernel_cases import same_bytes
 from tests.support.machines import HOPPER_MACHINES
-from tests.support.product_cases import Product
+from tests.support.product_cases import Product, random_angles
 from tests.support.stored import random_stored
 
 on_hopper = pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -51,8 +51,7 @@ class Queries:
 
     @functools.cached_property
     def angles(self) -> np.ndarray:
-        turns = np.random.default_rng(0).uniform(0, 2 * np.pi, (self.rows, self.rope_dim // 2))
-        return np.concatenate([np.cos(turns), np.sin(turns)], 1, dtype=np.float32)
+        return random_angles(self.rows, self.rope_dim)
 
     @property
     def key_row(self) -> Any:
@@ -73,8 +72,8 @@ class Queries:
 
     def run(self, x: jax.Array | None = None, *, simulate: bool) -> KeyRows:
         x = self.product.x if x is None else x
-        launch = functools.partial(launch_many, self.tiling, dtype=None, key_row=self.key_row, simulate=simulate)
-        rows = jax.jit(lambda x: launch(self.given(x), angles=jnp.asarray(self.angles)))(x)
+        given = dataclasses.replace(self.given(x), angles=jnp.asarray(self.angles))
+        rows = jax.jit(functools.partial(launch_many, self.tiling, key_row=self.key_row, simulate=simulate))(given)
         return jax.tree.map(lambda leaf: np.asarray(leaf).reshape(self.rows, self.heads, -1), rows)
 
     def expected(self, *, simulate: bool) -> KeyRows:

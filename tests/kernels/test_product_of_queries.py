@@ -21,7 +21,7 @@ from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.tiling import tiling_of_heads
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES
-from tests.support.product_cases import Product
+from tests.support.product_cases import Product, random_angles
 from tests.support.stored import random_stored
 
 EPS = 1e-6
@@ -48,8 +48,7 @@ class Queries:
 
     @functools.cached_property
     def angles(self) -> np.ndarray:
-        turns = np.random.default_rng(0).uniform(0, 2 * np.pi, (self.rows, self.rope_dim // 2))
-        return np.concatenate([np.cos(turns), np.sin(turns)], 1, dtype=np.float32)
+        return random_angles(self.rows, self.rope_dim)
 
     def run(self, x: jax.Array | None = None, *, simulate: bool) -> np.ndarray:
         form, (weight, scales), x = self.product.form, self.product.weight, self.product.x if x is None else x
@@ -58,11 +57,10 @@ class Queries:
             run = functools.partial(pk.product_of_queries, eps=EPS, simulate=simulate)
             return np.asarray(jax.jit(lambda x: run(x, weight, scales, form, jnp.asarray(self.angles)))(x))
         gpu = dataclasses.replace(HOPPER, clusters={2: self.multiprocessors // 2})
-        given = ProductInputs(x=x, weight=weight.view(jnp.uint8), scales=scales.view(jnp.uint8))
+        weight, scales = weight.view(jnp.uint8), scales.view(jnp.uint8)
+        given = ProductInputs(x=x, weight=weight, scales=scales, angles=jnp.asarray(self.angles))
         tiling = tiling_of_heads(self.rows, *weight.shape, form, Heads(dim=512, eps=EPS), gpu)
-        launch = functools.partial(
-            launch_many, tiling, dtype=jnp.float16, angles=jnp.asarray(self.angles), simulate=simulate
-        )
+        launch = functools.partial(launch_many, tiling, dtype=jnp.float16, simulate=simulate)
         return np.asarray(jax.jit(launch)(given)).reshape(self.rows, self.heads, 512)
 
     def expected(self, *, simulate: bool) -> np.ndarray:

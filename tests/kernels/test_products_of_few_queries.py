@@ -25,7 +25,7 @@ from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryH
 from tests.support.cases import first_of
 from tests.support.kernel_cases import same_bytes
 from tests.support.machines import HOPPER_MACHINES
-from tests.support.product_cases import Product
+from tests.support.product_cases import Product, random_angles
 from tests.support.stored import random_stored
 
 EPS = 1e-6
@@ -67,8 +67,7 @@ class Queries:
 
     @functools.cached_property
     def angles(self) -> np.ndarray:
-        turns = np.random.default_rng(0).uniform(0, 2 * np.pi, (self.rows, self.rope_dim // 2))
-        return np.concatenate([np.cos(turns), np.sin(turns)], 1, dtype=np.float32)
+        return random_angles(self.rows, self.rope_dim)
 
     @property
     def row(self) -> Any:

@@ -151,3 +151,9 @@ class Product:
         assert found.shape == want.shape
         relative = 2.0**-10 if self.activations == "fp8" and not simulate else 2.0**-17
         assert np.all(np.abs(found - want) <= relative * magnitude + rounding)
+
+
+def random_angles(rows: int, rope_dim: int) -> np.ndarray:
+    """Cosines and then sines, as products that make queries take them: f32 [rows, rope_dim]."""
+    turns = np.random.default_rng(0).uniform(0, 2 * np.pi, (rows, rope_dim // 2))
+    return np.concatenate([np.cos(turns), np.sin(turns)], 1, dtype=np.float32)
