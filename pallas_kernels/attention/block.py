@@ -175,13 +175,10 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
         """
         return block.rank + i * block.cluster
 
-    def find(tile: Value) -> list[Value]:
-        return [select(tile < block.query.tiles, number, -1) for number in loader.find(tile)]
-
     def load(tile: Value, indices: list[Value]) -> list[StoredRow] | list[Value]:
         return [loader.load(tile, n, indices[n]) for n in range(len(indices))] if loader.loads_ahead else indices
 
-    numbers = [find(tile(i)) for i in range(3)]
+    numbers = [loader.find(tile(i)) for i in range(3)]
     rows = load(tile(0), loader.resolve(tile(0), numbers[0], loader.look_up(tile(0), numbers[0])))
     looked_up = loader.look_up(tile(1), numbers[1])
 
@@ -203,7 +200,7 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
         # first.
         rows = load(tile(i + 1), loader.resolve(tile(i + 1), ahead.numbers, ahead.looked_up))
         looked_up = loader.look_up(tile(i + 2), ahead.later_numbers)
-        later_numbers = find(tile(i + 3))
+        later_numbers = loader.find(tile(i + 3))
         return _Ahead(numbers=ahead.later_numbers, looked_up=looked_up, later_numbers=later_numbers, rows=rows)
 
     machine.loop(

@@ -68,8 +68,7 @@ class _Copier:
             entry = select(there, entry + of_window, -1)
             known = place + _oldest(query)
             there = (place < query.window_keys) & (known >= 0) & (known < of_window)
-            number = select(tile < query.window_tiles, select(there, known, -1), entry)
-            found.append(select(tile < query.tiles, number, -1))
+            found.append(select(tile < query.window_tiles, select(there, known, -1), entry))
         return found
 
     def load_biases(self, numbers: list[Value]) -> list[Value]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.compile_for_gpu import report_of
 from tests.support.compiled_kernels import HOPPER_ONLY
-from tests.support.kernel_report import blocks_per_sm, strides_in_32_bits
+from tests.support.kernel_report import blocks_per_sm, joined_zero_tests, strides_in_32_bits
 
 ARCHITECTURES = {"h200": "sm_90a", "b200": "sm_100a"}
 LAUNCHES = {
@@ -53,6 +53,7 @@ SOUND = {
     "registers": [128],
     "blocks per SM": 4,
     "strides in 32 bits": [],
+    "joined zero tests": 0,
     "donated": 1 << 20,
     "aliased": 1 << 20,
     "smallest leaf": 4096,
@@ -71,6 +72,7 @@ FAULTS = {
     "ptxas said nothing": dict(registers=[]),
     "a block that no SM holds": {"blocks per SM": 0},
     "a 32-bit offset": {"strides in 32 bits": [14336]},
+    "a comparison that ptxas turns around": {"joined zero tests": 1},
     "a byte not aliased": dict(aliased=(1 << 20) - 1),
     "a copied leaf": dict(copied=4096),
     "a leaf among the temporaries": dict(temporaries=4096),
@@ -135,6 +137,7 @@ def check(name: str, found: dict[str, Any], architecture: str, *, ignored: bool 
     assert 0 < found["registers"][0] <= MAX_REGISTERS
     assert found["blocks per SM"] >= 1, f"{name}: cannot be launched"
     assert not found["strides in 32 bits"], f"{name}: an offset into the pool may overflow"
+    assert not found["joined zero tests"], f"{name}: a comparison that ptxas 13.0 may turn around"
     assert found["temporaries"] + found["copied"] < found["smallest leaf"], f"{name}: room for a copy of a leaf"
 
 
@@ -205,6 +208,14 @@ def test_a_32_bit_offset_is_recognised():
     # In bytes, whatever the dtype.
     floats = jax.ShapeDtypeStruct((21, 40_000, 32, 448), "float32")
     assert strides_in_32_bits(f"{layer}\nmul.wide.s32 \t%rd2, %r1, 57344;", floats) == []
+
+
+def test_a_comparison_that_ptxas_turns_around_is_recognised():
+    chosen = "selp.b32 \t%r3, 2, 0, %p1;\nselp.b32 \t%r4, 1, 0, %p2;\n"
+    test = "setp.eq.b32 \t%p3, %r5, 0;"
+    assert joined_zero_tests(f"{chosen}or.b32 \t%r5, %r3, %r4;\n{test}") == 1
+    assert joined_zero_tests(f"{chosen}add.s32 \t%r5, %r3, %r4;\n{test}") == 0
+    assert joined_zero_tests(f"{chosen}or.b32 \t%r5, %r3, %r4;\nsetp.gt.s32 \t%p3, %r5, 0;") == 0
 
 
 def test_blocks_per_sm():

@@ -74,6 +74,17 @@ def strides_in_32_bits(ptx: str, rows: Any) -> list[int]:
     return [stride for stride in strides if stride not in wide or stride in narrow]
 
 
+def joined_zero_tests(ptx: str) -> int:
+    """Count the comparisons with zero of (a ? m : 0) | (b ? n : 0).
+
+    ptxas 13.0 can turn "both are zero" into "neither is zero" where such a comparison is one of several conditions. It
+    is among those that a JAX plugin may use, and later ones do not do so.
+    """
+    chosen = set(re.findall(r"selp\.b32\s+(%r\d+), \d+, 0,", ptx))
+    joined = {out for out, a, b in re.findall(r"or\.b32\s+(%r\d+), (%r\d+), (%r\d+);", ptx) if {a, b} <= chosen}
+    return sum(value in joined for value in re.findall(r"setp\.(?:eq|ne)\.[sub]32\s+%p\d+, (%r\d+), 0;", ptx))
+
+
 def blocks_per_sm(registers: int, threads: int, shared: int) -> int:
     """Return how many blocks of a kernel fit on an SM.
 
@@ -116,6 +127,7 @@ def report(target: str, kernel: Kernel, *, donate: bool = True) -> dict[str, Any
         "shared": shared,
         "blocks per SM": blocks_per_sm(*registers, *threads, *shared) if registers and threads and shared else 0,
         "strides in 32 bits": [] if kernel.rows is None else strides_in_32_bits(dump, kernel.rows),
+        "joined zero tests": joined_zero_tests(dump),
         "elements": 0 if kernel.rows is None else kernel.rows.size,
         "donated": 0 if kernel.reads_only else sum(leaves),
         "aliased": memory.alias_size_in_bytes,
