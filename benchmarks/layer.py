@@ -5,7 +5,7 @@
     layers     what one more layer adds to a decode step: kernel time and launches, every layer with weights of its own
     step       wall time of a decode step of all layers of V4-Flash, and the bytes of their weights
     drafts     wall time of a draft of four tokens for each request, staged and committed, beside a decode step
-    prefill    kernel time of a layer's chunk of 4096 tokens of one request, with 28K tokens before it
+    prefill    kernel time of a layer's chunk of 4096 tokens of one request, with 28K tokens (``--before``) before it
 
 Kernel times are sums of CUPTI's, from programs of two sizes: the difference is what the layers between them add. Caches
 hold random bytes, in ``mxfp4`` and with online tails. Programs are timed undonated, so that a profile can repeat them;
@@ -45,7 +45,7 @@ INPUT_NAME = "input_of_product"
 ROOM = 1024  # tokens that a request can grow by
 DRAFT = 4
 IN_A_ROW = 20  # steps that are timed together, so that what the host does first counts little
-CHUNK, BEFORE = 4096, 28672  # tokens of a prompt's chunk, and of what is before it
+CHUNK = 4096  # tokens of a prompt's chunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ class Bench:
     requests: tuple[int, ...]
     kinds: tuple[str, ...]
     forms: tuple[Form, ...]
+    before: tuple[int, ...]  # tokens before a chunk
     rounds: int
     out: Path | None
     is_tiny: bool
@@ -352,8 +353,8 @@ def time_drafts(bench: Bench) -> None:
 
 
 def time_prefill(bench: Bench) -> None:
-    chunk, before = (64, 192) if bench.is_tiny else (CHUNK, BEFORE)
-    for form, kind in itertools.product(bench.forms, bench.kinds):
+    chunk = 64 if bench.is_tiny else CHUNK
+    for form, kind, before in itertools.product(bench.forms, bench.kinds, bench.before):
         cfg = bench.with_layers([RATIOS[kind]])
         plan = d4.plan_cache(
             cfg,
@@ -398,6 +399,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="csa,hca", help="of layers")
     parser.add_argument("--weights", default="stored,wide")
     parser.add_argument("--activations", default="bf16,fp8", help="of stored weights")
+    parser.add_argument("--before", default="28672", help="tokens before a chunk")
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each program")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
@@ -415,6 +417,7 @@ def main() -> None:
         requests=(2,) if options.tiny else tuple(map(int, options.requests.split(","))),
         kinds=tuple(options.kinds.split(",")),
         forms=tuple(forms),
+        before=(192,) if options.tiny else tuple(map(int, options.before.split(","))),
         rounds=2 if options.tiny else options.rounds,
         out=options.out,
         is_tiny=options.tiny,

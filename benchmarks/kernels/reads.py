@@ -34,6 +34,7 @@ from pallas_kernels.scores.sm90 import Tuning
 from pallas_kernels.selection.split import Split
 
 LAYERS = 2  # layers of the kind in the timed cache, of which the second is read
+CHUNK = 4096  # tokens of a prompt's chunk
 XLA_BYTES = 8 << 30  # limit for XLA's temporaries; if it needs more it is not timed
 
 
@@ -97,11 +98,14 @@ class Case:
 def cases() -> list[Case]:
     attend = functools.partial(Case, op="attention")
     found = [attend(batch=batch, picks=512, entries=8192) for batch in (1, 8, 64, 128, 256)]
-    found += [attend(batch=batch, heads=128, picks=1024, entries=8192) for batch in (8, 128)]
+    wide: Any = dict(heads=128, picks=1024, entries=8192)
+    found += [attend(batch=batch, **wide) for batch in (8, 128)]
     found += [attend(batch=batch, kind="hca", entries=1024) for batch in (1, 128)]
     found += [attend(batch=batch, kind="swa") for batch in (1, 256)]
     found += [attend(batch=128, picks=512, entries=8192, kv_format=form) for form in ("fp8_tile64", "bf16")]
     found += [attend(batch=64, tokens=4, picks=512, entries=8192)]
+    found += [attend(batch=1, tokens=CHUNK, picks=512, entries=8192), attend(batch=1, tokens=CHUNK, **wide)]
+    found += [attend(batch=1, tokens=CHUNK, kind="hca", entries=entries) for entries in (256, 1024)]
     for form in ("mxfp4", "nvfp4"):
         score = functools.partial(Case, op="indexer", indexer_format=form)
         found += [score(batch=batch, entries=32768) for batch in (1, 8, 64)] + [score(batch=64, entries=8192)]
@@ -167,8 +171,9 @@ def _cache(case: Case) -> dict[str, Any]:
     plan, rng = case.plan, np.random.default_rng(0)
     stack = d4.init_cache(plan).stack(case.kind)
     length = case.entries * max(1, plan.cfg.ratio(d4.AttentionType(case.kind))) or 4096
+    held = length - (case.tokens if case.tokens > 1 else 0)  # tokens in the ring; several new ones are beside it
     row = np.arange(128)
-    pos = np.broadcast_to(length - 128 + (row - length) % 128, stack.state.pos.shape).astype(np.int32)
+    pos = np.broadcast_to(held - 128 + (row - held) % 128, stack.state.pos.shape).astype(np.int32)
     state = dataclasses.replace(stack.state, window=randomise(stack.state.window), pos=jnp.asarray(pos))
     pool = None
     if stack.pool is not None:
@@ -181,10 +186,17 @@ def _cache(case: Case) -> dict[str, Any]:
     return {
         "state": state,
         "pool": pool,
+        "fresh": _fresh(case, stack.state) if case.tokens > 1 else None,
         "table": jnp.asarray(table, jnp.int32),
         "slots": jnp.asarray(rng.permutation(case.batch), jnp.int32),
         "positions": jnp.asarray(positions, jnp.int32),
     }
+
+
+def _fresh(case: Case, state: Any) -> Any:
+    """Return the rows of the new tokens, as stored."""
+    lead = case.batch, case.tokens
+    return randomise(jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape[3:]), leaf.dtype), state.window))
 
 
 def _layer(case: Case, cache: dict[str, Any], index: jax.Array) -> PooledLayer | None:
@@ -202,8 +214,8 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
     shape = case.batch, case.tokens, case.heads, cfg.head_dim
     cache, picks = _cache(case), None
     if case.kind == "csa":
-        lists = [rng.permutation(case.entries)[: case.picks] for _ in range(case.batch)]
-        picks = np.broadcast_to(np.stack(lists)[:, None], (case.batch, case.tokens, case.picks))
+        seen = case.entries - case.tokens // cfg.ratio(d4.AttentionType.CSA)  # by every token
+        picks = np.argsort(rng.random((*shape[:2], seen), np.float32))[..., : case.picks]
     inputs = cache | {
         "q": jnp.asarray(rng.standard_normal(shape, np.float32)).astype(jnp.float16),
         "sinks": jnp.asarray(rng.standard_normal(case.heads, np.float32)),
@@ -211,13 +223,9 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
     }
 
     def call(backend: str, _: Any, inputs: Any, ticket: jax.Array, **options: Any) -> Any:
-        state, slots, positions = inputs["state"], inputs["slots"], inputs["positions"]
-        start, layer = positions[:, -1] + 1, _layer(case, inputs, ticket[0])
+        state, slots, positions, fresh = (inputs[name] for name in ("state", "slots", "positions", "fresh"))
+        start, layer = positions[:, -1] + 1 if fresh is None else positions[:, 0], _layer(case, inputs, ticket[0])
         if backend == "xla":
-            fresh = None
-            if case.tokens > 1:  # the time without that of the draft's rows, which are few
-                fresh = jax.tree.map(lambda leaf: leaf[ticket[0], slots, : case.tokens], state.window)
-                start = positions[:, 0]
             window = SlidingWindow(state=state, index=ticket[0], slots=slots, start=start, fresh=fresh, plan=case.plan)
             arguments = inputs["q"].astype(jnp.float32), positions, inputs["sinks"], window, layer, inputs["picks"]
             return attention.decode_attention(*arguments, kind=case.kind, dtype=jnp.bfloat16, backend=backend)
@@ -226,7 +234,7 @@ def attention_call(case: Case) -> tuple[Call, Any, Any]:
             q=inputs["q"],
             window=state.window,
             pos=state.pos,
-            fresh=None,
+            fresh=fresh,
             entries=None if layer is None else layer.pool.entries,
             picks=inputs["picks"],
             block_table=inputs["table"],
@@ -282,7 +290,7 @@ def topk_call(case: Case) -> tuple[Call, Any, Any]:
     return call, jnp.zeros((case.batch, case.picks), jnp.int32), scores
 
 
-NAMES = {"attention": "decode_attention", "indexer": "indexer_scores", "topk": "top_k"}
+NAMES = {"attention": "decode_attention|widen_rows", "indexer": "indexer_scores", "topk": "top_k"}
 CALLS = {"attention": attention_call, "indexer": indexer_call, "topk": topk_call}
 
 
