@@ -17,7 +17,7 @@ import dataclasses
 from typing import Self
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import Condition, Index, Value, select
+from pallas_kernels.language.machine import Index, Value, select
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.language.tensor_cores import ATOM_BYTES, TensorCores
 from pallas_kernels.scores import tuning
@@ -131,10 +131,17 @@ class _Tiles(Tiles):
             parts = [machine.hold(row) for row in parts]
             machine.keep_order()
 
+            def token(t: Value, dots: list[Value]) -> list[Value]:
+                sums = self._sums(machine.wgmma_wait(dots), t)
+                dots = self._dots(operand, t + 1)
+                self._put(t, i, machine.wgmma_wait(sums, pending=1), scale)
+                return dots
+
+            # A loop, although tokens are few: each of them would otherwise have registers with addresses of its own.
+            if tokens > 1:
+                dots = machine.loop(tokens - 1, token, dots)
             last = machine.constant(tokens - 1, "i32")
             dots = machine.wgmma_wait(dots)
-            if tokens > 1:
-                dots = self._score_but_last(i, operand, dots, scale)
             machine.hold(operand)
             operand = self._operand([machine.hold(row) for row in parts])
             sums = self._sums(dots, last)
@@ -145,27 +152,6 @@ class _Tiles(Tiles):
         operand, _, dots, *_ = machine.loop(self.count, one, (operand, scale, dots, later, following))
         machine.wgmma_wait(dots)  # of a tile that does not exist
         machine.hold(operand)
-
-    def _score_but_last(self, i: Value, operand: list[Value], dots: list[Value], scale: list[Value]) -> list[Value]:
-        """Score all tokens but the last, given the first product of the first token. Returns that of the last one.
-
-        While a token's first product runs, the scores of the token before the last are stored, and the second product
-        of the last token is prepared.
-        """
-        machine, tokens = self.block.machine, self.block.queries.tokens
-
-        def token(t: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
-            dots, before = carry
-            following = self._dots(operand, t + 1)
-            self._put(t - 1, i, before, scale, where=t > 0)
-            done = machine.wgmma_wait(following + self._sums(dots, t))
-            return done[: len(dots)], done[len(dots) :]
-
-        # A loop, although tokens are few: each of them would otherwise have registers with addresses of its own.
-        none = [machine.constant(0.0, "f32")] * (SUM_COLUMNS // 2)
-        dots, sums = machine.loop(tokens - 1, token, (dots, none))
-        self._put(machine.constant(tokens - 2, "i32"), i, sums, scale)
-        return dots
 
     def _operand(self, parts: list[list[Value]]) -> list[Value]:
         """Return the words of both rows in the order in which the first product takes them."""
@@ -185,8 +171,8 @@ class _Tiles(Tiles):
         weights = self.block.queries.weights.copy(t).k_major()
         return machine.wgmma(None, positive, weights, columns=SUM_COLUMNS)
 
-    def _put(self, t: Value, i: Value, sums: list[Value], key_scale: list[Value], *, where: Condition = True) -> None:
+    def _put(self, t: Value, i: Value, sums: list[Value], key_scale: list[Value]) -> None:
         # Each lane has a pair of columns for both of its rows: the sums with rounded weights, and those with
         # remainders.
         is_first = self.block.machine.thread & 1 == 0
-        self.store(t, i, select(is_first, sums[0] + sums[1], sums[2] + sums[3]), key_scale, where)
+        self.store(t, i, select(is_first, sums[0] + sums[1], sums[2] + sums[3]), key_scale)

@@ -70,7 +70,7 @@ class Tiles:
         """Return the page from which this lane reads its keys."""
         return self.block.keys.page(self.slot, self.number(i), where)
 
-    def store(self, t: Index, i: Value, total: Value, key_scale: list[Value], where: Condition = True) -> None:
+    def store(self, t: Index, i: Value, total: Value, key_scale: list[Value]) -> None:
         """Store a tile's scores for a token.
 
         Args:
@@ -78,11 +78,10 @@ class Tiles:
           i: the tile.
           total: sums over heads. In a quad, even lanes hold that of the first row, and odd lanes that of the second.
           key_scale: factors by which they are multiplied, besides the token's own scale.
-          where: whether to store them.
         """
         out, machine = self.block.out, self.block.machine
         row = product_row(machine) + (machine.thread & 1) * 8
-        entry, where = self.number(i) * TILE_ENTRIES + row, ((machine.thread & 3) < 2) & where
+        entry, where = self.number(i) * TILE_ENTRIES + row, (machine.thread & 3) < 2
         if out.shape[2] % TILE_ENTRIES:
             where = where & (entry < out.shape[2])
         for factor in (self.block.queries.scale(t), *key_scale):
