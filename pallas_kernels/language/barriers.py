@@ -51,15 +51,20 @@ class Barrier:
             raise TypeError(f"one of {self.copies} barriers is meant: write barrier.copy(number)")
         return self.offset if isinstance(self.offset, Value) else self.machine.constant(self.offset, "i32")
 
-    def arrive(self, where: Condition = True, *, rank: int | None = None) -> None:
+    def arrive(self, where: Condition = True) -> None:
         """Arrive, as all lanes of a warp together. What they did before is visible to those who wait for this phase.
 
-        ``where`` must be the same in all lanes of a warp. With ``rank``, they arrive at the same barrier of the block
-        with that rank in the cluster, whose scope must be "cluster".
+        ``where`` must be the same in all lanes of a warp. The barrier's scope is "block".
         """
-        if (rank is None) != (self.scope == "block"):
-            raise TypeError(f"a barrier of scope {self.scope!r}, arrived at with rank={rank}")
-        self.machine.arrive(self.address, where, rank=rank)
+        if self.scope != "block":
+            raise TypeError(f"a barrier of scope {self.scope!r}: write barrier.arrive_in_cluster(blocks)")
+        self.machine.arrive(self.address, where)
+
+    def arrive_in_cluster(self, blocks: int) -> None:
+        """Arrive at this barrier of all ``blocks`` of the cluster, as all lanes of a warp. Its scope is "cluster"."""
+        if self.scope != "cluster":
+            raise TypeError(f"a barrier of scope {self.scope!r}: write barrier.arrive()")
+        self.machine.arrive_in_cluster(self.address, blocks)
 
     def fill(self, *copies: TileCopy) -> None:
         """Start copies from device memory, and arrive, as all lanes of a warp together.

@@ -310,12 +310,17 @@ class TensorCores(Machine):
         """
 
     @abc.abstractmethod
-    def arrive(self, barrier: Value, where: Condition = True, *, rank: int | None = None) -> None:
+    def arrive(self, barrier: Value, where: Condition = True) -> None:
         """Arrive at the barrier at an i32 byte offset, as all lanes of a warp together.
 
-        It is in the block's own shared memory, or in that of the block with a given rank in its cluster.
-
         Bodies use ``Barrier.arrive``.
+        """
+
+    @abc.abstractmethod
+    def arrive_in_cluster(self, barrier: Value, blocks: int) -> None:
+        """Arrive at the barriers at an i32 byte offset in all ``blocks`` of the cluster, as all lanes of a warp.
+
+        Bodies use ``Barrier.arrive_in_cluster``.
         """
 
     @abc.abstractmethod

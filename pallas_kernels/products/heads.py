@@ -56,7 +56,7 @@ class Squares:
         for rank in range(blocks):
             for row, square in zip(rows, squares, strict=True):
                 slot.store_floats([square], machine.rank, row, where=machine.thread % 4 == 0, rank=rank)
-            barrier.arrive(rank=rank)
+        barrier.arrive_in_cluster(blocks)
         barrier.wait(turn & 1)
         return [fold(add, [slot.load_floats(rank, row, count=1)[0] for rank in range(blocks)]) for row in rows]
 

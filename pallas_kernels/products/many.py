@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Value
+from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Condition, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores
 from pallas_kernels.products.tiling import LANES, LOADERS, WARPGROUPS, Place, Tiling
@@ -106,9 +106,9 @@ class Ring:
         self.full.copy(stage).wait(chunk // self.stages & 1)
         return stage
 
-    def leave(self, stage: Value) -> None:
-        """Say that this warp no longer reads a stage."""
-        self.free.copy(stage).arrive()
+    def leave(self, chunk: Value, where: Condition = True) -> None:
+        """Say that this warp no longer reads a chunk."""
+        self.free.copy(chunk % self.stages).arrive(where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,7 +143,7 @@ class Exchange:
             to, place = divmod(n, owned)
             four = sums[VECTOR * n : VECTOR * (n + 1)]
             self.received.store_floats(four, machine.rank, place, machine.thread, 0, rank=to)
-        self._arrive(self.there)
+        self.there.arrive_in_cluster(parts)
         self.there.wait(0)
         mine: list[Value] = []
         for n in range(owned):
@@ -153,11 +153,7 @@ class Exchange:
 
     def leave(self) -> None:
         """Say that this warp neither reads a stage any more nor has copies that run."""
-        self._arrive(self.left)
-
-    def _arrive(self, barrier: Barrier) -> None:
-        for rank in range(self.tiling.parts):
-            barrier.arrive(rank=rank)
+        self.left.arrive_in_cluster(self.tiling.parts)
 
 
 def for_each_tile(

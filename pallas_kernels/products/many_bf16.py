@@ -9,6 +9,7 @@ in registers, and enter products from there: a wide weight is in no memory.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer, swapped
@@ -20,6 +21,8 @@ from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
 CHUNK_CODES = CHUNK_BYTES // 2
+_OPERAND_WORDS = 8  # of half a chunk
+_WAITING_ROWS = 128  # of a tile, up to which the products with a chunk are waited for, as measured on an H200
 _HALVES, _HALF_INPUTS = 2, 32
 _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
@@ -89,25 +92,40 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
                     words.append(code_pair(machine, word, selector, factor))
         return words
 
+    # While half a chunk is multiplied, the next half is widened. With many rows that is the next chunk's, too.
+    goes_on = tiling.tile_rows > _WAITING_ROWS
+
     def sums_of(begin: Value) -> list[Value]:
-        def one(i: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
-            sums, scales = carry
-            chunk = i + begin
+        def one(i: Value, carry: tuple[list[Value], list[list[Value]], list[Value]]) -> Any:
+            sums, held, scales = carry
+            chunk, held = i + begin, [*held]
             following = scales_of(chunk + 1)
             stage = ring.wait(chunk)
-            held = []
             for half in range(_HALVES):
                 words = operand(stage, half, factor_of(scales[half % scaled_halves]))
                 held.append(words)
                 right = x.copy(stage).k_major(half * 64, 64)
                 sums = machine.wgmma(sums, words, right, columns=tiling.tile_rows, dtype="bf16")
+                if goes_on:
+                    machine.wgmma_wait([], pending=1)
+                    machine.hold(held.pop(0))  # no register of an operand is used again before
+                if goes_on and half == 0:
+                    ring.leave((chunk - 1).maximum(0), i > 0)
+            if goes_on:
+                return sums, held, following
             sums = machine.wgmma_wait(sums)
-            machine.hold(held)  # no register of an operand is used again before
-            ring.leave(stage)
-            return sums, following
+            machine.hold(held)
+            ring.leave(chunk)
+            return sums, [], following
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
-        return machine.loop(tiling.chunks, one, (zeros, scales_of(begin)))[0]
+        before = [[machine.constant(0, "i32")] * _OPERAND_WORDS] if goes_on else []
+        sums, held, _ = machine.loop(tiling.chunks, one, (zeros, before, scales_of(begin)))
+        if goes_on:
+            sums = machine.wgmma_wait(sums)
+            machine.hold(held)
+            ring.leave(begin + (tiling.chunks - 1))
+        return sums
 
     for_each_tile(turns, ring, arena, sums_of, functools.partial(_store, turns, out))
 

@@ -103,7 +103,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
                 factors = [scale * scale_of((scales >> 8 * part) & 0xFF) for scale in of_x]
                 product = machine.wgmma_wait(product)
                 if part == parts - 1:
-                    ring.leave(stage)
+                    ring.leave(chunk)
                 before = sums[part * OUTPUTS // 2 : (part + 1) * OUTPUTS // 2]
                 added += [
                     machine.fma(value, factors[n // 2 % 2], total)

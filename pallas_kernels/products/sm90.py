@@ -11,7 +11,7 @@ from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
 
 OPERAND_BYTES = 0  # shared memory of a warpgroup for its left operand
 MOST_WARPGROUPS = 5
-STREAMED_WARPGROUPS = 4  # the most of a block that copies x chunk by chunk, for which there are registers
+STREAMED_WARPGROUPS = 5  # the most of a block that copies x chunk by chunk, for which there are registers
 
 _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a product that still runs
 

@@ -182,25 +182,15 @@ def _scaled_tilings(rows: int, outputs: int, inputs: int, form: WeightForm, gpu:
 def fastest_tiling(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: GPU) -> Tiling:
     """Return the tiling that is expected to be the fastest for a weight of so many outputs and inputs of a group."""
     if form.activations == "fp8":
-        tiles = [(_SCALED_ROWS, size) for size in (2 * OUTPUTS, OUTPUTS) if outputs % size == 0]
+        alone = _scaled_tilings(rows, outputs, inputs, form, gpu)
     else:
         counts = {-(-rows // most) for most in (_MOST_COLUMNS, _MOST_COLUMNS * 3 // 4, _MOST_COLUMNS // 2)}
         # Some have more rows than they need, so that parts of a cluster can share their sums.
         sizes = {-(-rows // (atom * count)) * atom for count in counts for atom in (8, 16, 32, 64)}
-        tiles = [(size, OUTPUTS) for size in sorted(sizes)]
-    found = []
-    for tile_rows, tile_outputs in tiles:
-        for parts in (1, *sorted(gpu.clusters)):
-            tiling = Tiling(
-                gpu=gpu,
-                form=form,
-                rows=rows,
-                outputs=outputs,
-                inputs=inputs,
-                tile_rows=tile_rows,
-                tile_outputs=tile_outputs,
-                parts=parts,
-            )
-            if tiling.is_possible:
-                found.append(tiling.with_most_stages())
+        alone = [
+            Tiling(gpu=gpu, form=form, rows=rows, outputs=outputs, inputs=inputs, tile_rows=size, tile_outputs=OUTPUTS)
+            for size in sorted(sizes)
+        ]
+    in_parts = [dataclasses.replace(tiling, parts=parts) for tiling in alone for parts in sorted(gpu.clusters)]
+    found = [tiling.with_most_stages() for tiling in (*alone, *in_parts) if tiling.is_possible]
     return min(found, key=Tiling.cost)

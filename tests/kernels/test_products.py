@@ -41,6 +41,7 @@ STREAMED = [
     Product(rows=20, outputs=320, inputs=1024, parts=(2, 1), tiles=3, streams=True),
     Product(rows=9, outputs=64, inputs=1024, groups=2, parts=(2, 1), streams=True, dtype=jnp.bfloat16),
     Product(rows=70, outputs=128, inputs=128, parts=(1, 1), tiles=2, streams=True),
+    Product(rows=64, outputs=384, inputs=640, parts=(1, 1), tiles=5, streams=True),
     Product(rows=11, outputs=192, inputs=512, block=None, parts=(2, 1), tiles=2, streams=True),
 ]
 FORMS = [
@@ -69,6 +70,7 @@ MANY = [
     Product(rows=256, outputs=128, inputs=256, activations="fp8", groups=2, many=Many(parts=2)),
     Product(rows=256, outputs=128, inputs=640, many=Many(tile_rows=256, parts=1)),
     Product(rows=256, outputs=128, inputs=1024, dtype=jnp.bfloat16, many=Many(parts=4, tile_rows=128)),
+    Product(rows=200, outputs=128, inputs=1024, many=Many(parts=2, tile_rows=256)),
     Product(rows=300, outputs=384, inputs=256, groups=2, many=Many(multiprocessors=5, parts=1)),
     Product(rows=300, outputs=128, inputs=1024, activations="fp8", many=Many(multiprocessors=2, parts=1)),
     Product(rows=130, outputs=512, inputs=512, activations="fp8", many=Many(tile_outputs=256, parts=2)),

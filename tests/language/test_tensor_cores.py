@@ -203,9 +203,8 @@ def relay(machine: TensorCores, x: Any, out: Any, *, meets=True) -> None:
         (mine,) = x.load_floats(machine.rank, turn, machine.thread, count=1)
         for rank in range(2):
             told.store_floats([mine], turn % 2, machine.rank, machine.thread, rank=rank)
-            if meets:
-                there.arrive(rank=rank)
         if meets:
+            there.arrive_in_cluster(2)
             there.wait(turn & 1)
         a, b = (told.load_floats(turn % 2, rank, machine.thread ^ 1, count=1)[0] for rank in range(2))
         out.store_floats([a + b], machine.rank, turn, machine.thread)
@@ -231,14 +230,27 @@ def test_the_simulator_notices_that_the_blocks_of_a_cluster_do_not_meet():
         run_relay(True, meets=False)
 
 
-@pytest.mark.parametrize(("scope", "rank"), [("block", 0), ("cluster", None)])
-def test_a_barrier_of_a_block_is_not_one_of_a_cluster(scope, rank):
+@pytest.mark.parametrize("scope", ["block", "cluster"])
+def test_a_barrier_of_a_block_is_not_one_of_a_cluster(scope):
     def body(machine: TensorCores, x: Any, out: Any) -> None:
         barrier = Barrier.take(machine, 4, scope=scope)
         init_barriers(barrier)
-        barrier.arrive(rank=rank)
+        if scope == "block":
+            barrier.arrive_in_cluster(2)
+        else:
+            barrier.arrive()
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"a barrier of scope '{scope}', arrived at with rank={rank}"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"a barrier of scope '{scope}': write barrier.arrive"):
+        run(body, np.zeros(4, np.float32), SPEC((4,), jnp.float32), cluster=2, shared_bytes=64, simulate=True)
+
+
+def test_arriving_in_a_cluster_of_another_size_is_found_by_the_simulator():
+    def body(machine: TensorCores, x: Any, out: Any) -> None:
+        barrier = Barrier.take(machine, 4, scope="cluster")
+        init_barriers(barrier)
+        barrier.arrive_in_cluster(4)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="4 blocks of a cluster that has 2"):
         run(body, np.zeros(4, np.float32), SPEC((4,), jnp.float32), cluster=2, shared_bytes=64, simulate=True)
 
 

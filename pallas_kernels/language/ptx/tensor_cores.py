@@ -140,13 +140,21 @@ class TensorCorePTX(PTX, TensorCores):
             self._asm("fence.mbarrier_init.release.cluster;", "", [], effects=True)  # for asynchronous arrivals too
         gpu.barrier()
 
-    def arrive(self, barrier: Value, where: Condition = True, *, rank: int | None = None) -> None:
+    def arrive(self, barrier: Value, where: Condition = True) -> None:
         first = self.thread % WARP == 0
         self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
-        address, _ = self._shared_address(barrier, rank)
-        space = "shared::cta" if rank is None else "release.cluster.shared::cluster"
-        text = f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.{space}.b64 _, [$0]; }}"
-        self._asm(text, "r,r", [], address, self._flag(where & first), effects=True)
+        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+        self._asm(text, "r,r", [], self._shared + barrier, self._flag(where & first), effects=True)
+
+    def arrive_in_cluster(self, barrier: Value, blocks: int) -> None:
+        self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
+        # One fence for all of them, as it takes long: it waits for all that was stored.
+        lines = ["{ .reg .pred p; .reg .b32 remote; setp.ne.s32 p, $1, 0;", "@p fence.acq_rel.cluster;"]
+        for rank in range(blocks):
+            lines.append(f"mapa.shared::cluster.u32 remote, $0, {rank};")
+            lines.append("@p mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];")
+        first = self._flag(self.thread % WARP == 0)
+        self._asm("\n".join([*lines, "}"]), "r,r", [], self._shared + barrier, first, effects=True)
 
     def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
         lines = [

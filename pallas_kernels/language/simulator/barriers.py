@@ -67,16 +67,23 @@ class BarrierSimulator(Simulator):
             raise SimulationError("no barrier stands there")
         return warp, number
 
-    def arrive(self, barrier: Value, where: Condition = True, *, rank: int | None = None) -> None:
+    def arrive(self, barrier: Value, where: Condition = True) -> None:
         chosen = self._active(where)
         warp, number = self._barrier_of(barrier)
         going = chosen.reshape(-1, WARP)[warp]
         if np.any(going.any(-1) & ~going.all(-1)):
             raise SimulationError("a barrier that only some lanes of a warp reach")
-        warp, number = warp[going.all(-1)], number[going.all(-1)]
-        self._count(warp, number, rank)
+        self._count(warp[going.all(-1)], number[going.all(-1)])
         if self._random.integers(2):
             self._give_way(lambda: True)
+
+    def arrive_in_cluster(self, barrier: Value, blocks: int) -> None:
+        if blocks != self._cluster:
+            raise SimulationError(f"{blocks} blocks of a cluster that has {self._cluster}")
+        for rank in range(blocks):
+            self._count(*self._barrier_of(barrier), rank)
+            if self._random.integers(2):
+                self._give_way(lambda: True)
 
     def _count(self, warp: np.ndarray, number: np.ndarray, rank: int | None = None) -> None:
         """Count these warps as arrived at barriers of their blocks, or of those with a rank in their clusters."""
