@@ -151,9 +151,9 @@ def draw_updates(lines: list[Line]) -> str:
 READS: dict[str, dict[str, dict[str, object]]] = {
     "decode attention": {
         "CSA, 64 heads, 128 + 512 keys": dict(op="attention", kind="csa", heads=64, kv_format="fp8_row", tokens=1),
-        "CSA, 128 heads, 128 + 1024 keys": dict(op="attention", kind="csa", heads=128),
-        "HCA, 64 heads, 128 + 1024 keys": dict(op="attention", kind="hca"),
-        "window alone, 64 heads": dict(op="attention", kind="swa"),
+        "CSA, 128 heads, 128 + 1024 keys": dict(op="attention", kind="csa", heads=128, tokens=1),
+        "HCA, 64 heads, 128 + 1024 keys": dict(op="attention", kind="hca", tokens=1),
+        "window alone, 64 heads": dict(op="attention", kind="swa", tokens=1),
     },
     "indexer scores of 32,768 entries": {
         form: dict(op="indexer", indexer_format=form, entries=32768, tokens=1) for form in ("mxfp4", "nvfp4")

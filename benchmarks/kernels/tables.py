@@ -170,7 +170,7 @@ def _of_op(results: Results, op: str) -> list[Line]:
 
 
 def _batch(line: Line) -> str:
-    return str(line["batch"]) + (f", {line['tokens']} tokens each" if line["tokens"] > 1 else "")
+    return str(line["batch"]) + (f", {line['tokens']:,} tokens each" if line["tokens"] > 1 else "")
 
 
 def _share(line: Line) -> str:
@@ -253,20 +253,21 @@ def stored_layers(results: Results) -> str:
     """What one more layer adds to a decode step, with weights stored as FP8."""
     rows = []
     for line in results.layers:
-        what, kind, batch, context, *_ = line["case"].split()
+        what, kind, batch, context, *form = line["case"].split()
         if what != "layer":
             continue
+        rounded = ", FP8 activations" if form[-1] == "fp8" else ""
         rows.append(
             (
-                f"{KINDS[kind]}, {requests(int(batch[1:]))}, {int(context):,} tokens each",
-                number(line["us"]["median"]),
+                f"{KINDS[kind]}, {requests(int(batch[1:]))}, {int(context):,} tokens each{rounded}",
+                number(line["us"]["median"]) + (EARLIER if "run" in line else ""),
                 spread(line["us"]),
                 f"{line['launches']:g}",
                 number(_part(line, CHUNK_PARTS["products, with rounding and widening"])),
                 public(results.public_beside(line["case"])),
             )
         )
-    head = "layer | us | range of 5 runs | launches | of it, products | public CUDA, its kernels added up"
+    head = "layer | us | range of the runs | launches | of it, products | public CUDA, its kernels added up"
     return table(head, rows)
 
 
@@ -309,11 +310,16 @@ def products(results: Results) -> str:
     rows = [
         (
             words,
-            *(f"{number(lines[rows]['us']['median'])} ({spread(lines[rows]['us'])})" for rows in ("M1", "M8", "M64")),
+            *(_with_spread(lines[rows]) for rows in ("M1", "M8", "M64")),
         )
         for words, lines in found.items()
     ]
     return table("product | us for 1 row | 8 rows | 64 rows", rows)
+
+
+def _with_spread(line: Line) -> str:
+    mark = EARLIER if "run" in line else ""
+    return f"{number(line['us']['median'])}{mark} ({spread(line['us'])})"
 
 
 def prefill(results: Results) -> str:
