@@ -160,7 +160,8 @@ def for_each_tile(
     turns: Turns,
     ring: Ring,
     arena: int,
-    sums: Callable[[Value], list[Value]],
+    scales: Callable[[Value], Any],
+    sums: Callable[[Value, Any], tuple[list[Value], Any]],
     store: Callable[[Value, Value | int, list[Value]], None],
 ) -> None:
     """Compute and store the sums of each tile.
@@ -169,21 +170,25 @@ def for_each_tile(
       turns: the block's tiles.
       ring: the stages.
       arena: where the stages begin in shared memory, which parts of the inputs use to add their sums.
-      sums: computes those of a tile, by the number of its first chunk.
+      scales: loads those of the weight for a chunk, by its number.
+      sums: computes those of a tile, by the number of its first chunk and that chunk's scales. It returns the scales of
+        the next tile's first chunk too, so that no tile begins with a wait for them.
       store: stores fours of a turn's tile, the first of which has a number.
     """
     machine, tiling = turns.machine, turns.tiling
     exchange = Exchange.take(machine, tiling, arena)
 
-    def one(turn: Value, _: None) -> None:
-        of_tile = sums(turn * tiling.chunks)
+    def one(turn: Value, of_first: Any) -> Any:
+        of_tile, following = sums(turn * tiling.chunks, of_first)
         store(turn, *(exchange.add(of_tile) if exchange else (0, of_tile)))
+        return following
 
     def multiply() -> None:
+        start = machine.constant(0, "i32")
         if tiling.tiles > tiling.blocks:
-            machine.loop(turns.count, one, None)
+            machine.loop(turns.count, one, scales(start))
         else:
-            one(machine.constant(0, "i32"), None)
+            one(start, scales(start))
 
     def load() -> None:
         with machine.when(machine.thread % WARPGROUP < WARP):

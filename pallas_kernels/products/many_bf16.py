@@ -95,7 +95,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
     # While half a chunk is multiplied, the next half is widened. With many rows that is the next chunk's, too.
     goes_on = tiling.tile_rows > _WAITING_ROWS
 
-    def sums_of(begin: Value) -> list[Value]:
+    def sums_of(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
         def one(i: Value, carry: tuple[list[Value], list[list[Value]], list[Value]]) -> Any:
             sums, held, scales = carry
             chunk, held = i + begin, [*held]
@@ -120,14 +120,14 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
         before = [[machine.constant(0, "i32")] * _OPERAND_WORDS] if goes_on else []
-        sums, held, _ = machine.loop(tiling.chunks, one, (zeros, before, scales_of(begin)))
+        sums, held, following = machine.loop(tiling.chunks, one, (zeros, before, of_first))
         if goes_on:
             sums = machine.wgmma_wait(sums)
             machine.hold(held)
             ring.leave(begin + (tiling.chunks - 1))
-        return sums
+        return sums, following
 
-    for_each_tile(turns, ring, arena, sums_of, functools.partial(_store, turns, out))
+    for_each_tile(turns, ring, arena, scales_of, sums_of, functools.partial(_store, turns, out))
 
 
 def _store(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: list[Value]) -> None:

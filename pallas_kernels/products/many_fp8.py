@@ -83,7 +83,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
             for part in range(parts)
         ]
 
-    def sums_of(begin: Value) -> list[Value]:
+    def sums_of(begin: Value, of_first: Value) -> tuple[list[Value], Value]:
         warpgroup = machine.thread // WARPGROUP
         row = product_row(machine) + warpgroup * _ROWS
 
@@ -114,7 +114,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
             return added, keys.packed(following)
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_outputs // 2)
-        return machine.loop(tiling.chunks, one, (zeros, keys.packed(scales_of(begin))))[0]
+        return machine.loop(tiling.chunks, one, (zeros, of_first))
 
     store = functools.partial(_store, turns, out)
     if tiling.heads is not None:
@@ -122,7 +122,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
         store = functools.partial(_store_queries, turns, inputs.angles, squares, out)
     if tiling.key_heads is not None:
         store = functools.partial(_store_keys, turns, inputs.angles, out)
-    for_each_tile(turns, ring, arena, sums_of, store)
+    for_each_tile(turns, ring, arena, lambda chunk: keys.packed(scales_of(chunk)), sums_of, store)
 
 
 def _store(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: list[Value]) -> None:
@@ -150,7 +150,7 @@ def _store_queries(
     last = machine.rank == tiling.neighbours - 1
     rope = Angles.load(machine, angles, [row[1:] for row in rows], tiling.fours, last)
     halves = [[sums[n : n + 2] for n in range(2 * half, len(sums), 4)] for half in range(2)]
-    of_lane = [fold(add, [value * value for pair in pairs for value in pair]) for pairs in halves]
+    of_lane = [_sum_of_squares(machine, pairs) for pairs in halves]
     of_tile = [Team(machine, 4).reduce((add, total))[0] for total in of_lane]
     totals = squares.totals(turn, [in_tile for in_tile, *_ in rows], of_tile)
     for half, (pairs, total, (_, at, where)) in enumerate(zip(halves, totals, rows, strict=True)):
@@ -158,6 +158,13 @@ def _store_queries(
         normed = [[value * inverse_rms for value in pair] for pair in pairs]
         words = [machine.to_f16(*rope.rotate(half, n, pair)) for n, pair in enumerate(normed)]
         _store_words(machine, out, at, place.output, words, where)
+
+
+def _sum_of_squares(machine: TensorCores, pairs: list[list[Value]]) -> Value:
+    sums = [machine.constant(0.0, "f32")] * 2
+    for pair in pairs:
+        sums = [machine.fma(value, value, total) for value, total in zip(pair, sums, strict=True)]
+    return fold(add, sums)
 
 
 def _store_keys(turns: Turns, angles: Buffer, out: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
