@@ -23,6 +23,7 @@ gather       stored rows as dense ones
 queries      norm, rope and rounding of queries, from matrix products to what attention and scores take
 token_parts  what new tokens contribute to a layer, from the matrix products of its input
 formats      encoding and decoding of rows, a class for each number format
+rounding     rows of activations rounded to FP8, as products take them
 rows         the arithmetic of a row: norm, rope, Hadamard transform, scales
 language     the language that kernel bodies are written in, and its two implementations
 plugin       the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
@@ -39,12 +40,14 @@ from pallas_kernels.products.call import (
     product_of_indexer_queries,
     product_of_queries,
     product_pair,
+    takes_rounded,
     unsupported_product,
     unsupported_product_of_indexer_queries,
     unsupported_product_of_queries,
     unsupported_product_pair,
 )
 from pallas_kernels.queries import attention_queries, indexer_queries
+from pallas_kernels.rounding import RoundedRows
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.selection.call import top_k, unsupported_top_k
@@ -66,6 +69,7 @@ __all__ = [
     "NewEntries",
     "NewTokens",
     "PageSizes",
+    "RoundedRows",
     "ScoreInputs",
     "SlowKernelsWarning",
     "Streams",
@@ -90,6 +94,7 @@ __all__ = [
     "product_pair",
     "reset_hca",
     "rotate_csa",
+    "takes_rounded",
     "token_parts",
     "top_k",
     "unsupported",

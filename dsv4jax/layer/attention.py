@@ -164,11 +164,25 @@ def decode_attention(
         the backend is unknown.
     """
     kind, plan = AttentionType(kind), window.plan
-    cfg = plan.cfg
+    check_dtype("dtype", dtype, FLOATS)
+    inputs = attention_inputs(q, positions, sinks, window, entries, picks, kind)
+    return DECODE_ATTENTION.of(backend, plan, kind).attend(inputs, rope_frequencies(plan.cfg, kind), dtype)
+
+
+def attention_inputs(
+    q: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array,
+    window: SlidingWindow,
+    entries: PooledLayer | None,
+    picks: jax.Array | None,
+    kind: AttentionType,
+) -> AttentionInputs:
+    """Check and return the inputs of attention, which are those of ``decode_attention``."""
+    cfg = window.plan.cfg
     axes = {"B": None, "T": None, "num_heads": cfg.num_heads, "head_dim": cfg.head_dim}
     check_array("q", q, axes, (jnp.float32, jnp.float16))
     check_array("positions", positions, {"B": q.shape[0], "T": q.shape[1]}, jnp.int32)
-    check_dtype("dtype", dtype, FLOATS)
     check_array("sinks", sinks, {"num_heads": cfg.num_heads}, FLOATS)
     _check_window(window, q.shape[0], q.shape[1])
     if picks is not None:
@@ -179,7 +193,7 @@ def decode_attention(
         check_array("entries.slots", entries.slots, {"B": q.shape[0]}, jnp.int32)
         if (entries.pool.indexer_keys is not None) != kind.is_indexed:
             raise ValueError(f"entries: expected those of {kind.upper()} layers; CSA's alone have indexer keys")
-    inputs = AttentionInputs(
+    return AttentionInputs(
         q=q,
         positions=positions,
         sinks=sinks,
@@ -188,7 +202,6 @@ def decode_attention(
         picks=picks,
         visible=(positions + 1) // cfg.ratio(kind) if kind.compresses else None,
     )
-    return DECODE_ATTENTION.of(backend, plan, kind).attend(inputs, rope_frequencies(cfg, kind), dtype)
 
 
 def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
@@ -217,6 +230,7 @@ class XLADecodeAttention(Anywhere):
     tile_bytes = 96 << 20
     gathers_picks = True
     rounds_queries = False
+    rounds_output = False
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         return apply_rope(rms_norm(product, None, plan.cfg.norm_eps), positions[..., None], freqs)

@@ -125,6 +125,16 @@ class ProjectionsKernels(_Kernels):
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
         return product.reshape(*x.shape[:-1], outputs // groups)
 
+    def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
+        return isinstance(weight, StoredWeight) and pk.takes_rounded(weight.shape, _form(weight, groups), rows)
+
+    def linear_of_rounded(
+        self, x: pk.RoundedRows, weight: Weight, dtype: Any, groups: int = 1
+    ) -> jax.Array | pk.RoundedRows:
+        assert isinstance(weight, StoredWeight)
+        codes, scales = self.without_derivative(PROJECTIONS, (weight.codes, weight.scales))
+        return pk.product(x, codes, scales, _form(weight, groups), dtype=dtype, simulate=self.simulate)
+
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
         if isinstance(first, StoredWeight) or not isinstance(second, StoredWeight):
             return None
@@ -401,6 +411,7 @@ class DecodeAttentionKernels(_Kernels):
     tile_bytes = 768 << 20
     gathers_picks = False
     rounds_queries = True
+    rounds_output = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         del kind
@@ -417,7 +428,7 @@ class DecodeAttentionKernels(_Kernels):
         angles = packed_angles(positions, freqs)
         return pk.attention_queries(product, angles, eps=plan.cfg.norm_eps, simulate=self.simulate)
 
-    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array:
+    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array | pk.RoundedRows:
         inputs = self.without_derivative(DECODE_ATTENTION, inputs)
         window, entries = inputs.window, inputs.entries
         given = pk.AttentionInputs(

@@ -50,7 +50,7 @@ from dsv4jax.linear import product_dtype
 from dsv4jax.plan import CachePlan, plan_of_heads
 from dsv4jax.rope import rope_frequencies
 from dsv4jax.weights.params import AttentionParams, check_params
-from dsv4jax.weights.stored import StoredWeight, is_stored
+from dsv4jax.weights.stored import CODES, StoredWeight, is_stored
 
 
 def attention_layer(
@@ -256,11 +256,13 @@ def _run_layer(
         entries = dataclasses.replace(entries, exact=exact)
     tokens = Queries(latent=parts.latent, positions=positions, head_weights=parts.head_weights)
 
-    def attend_tile(first: jax.Array | int) -> jax.Array:
+    def attend_tile(first: jax.Array | int) -> Any:
         queries = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, tile, axis=1), tokens)
-        return _attend_tile(params, queries, window, entries, kind, backends)
+        return _attend_tile(params, queries, window, entries, kind, backends, stays_rounded)
 
-    if num_tokens == tile:
+    is_one_tile, is_bf16 = num_tokens == tile, x.dtype == jnp.bfloat16
+    stays_rounded = is_one_tile and is_bf16 and projections.takes_rounded(params.o_b, batch * num_tokens)
+    if is_one_tile:
         grouped = attend_tile(0)
     else:
         tiles = lax.map(attend_tile, jnp.arange(0, num_tokens, tile, dtype=jnp.int32))
@@ -269,10 +271,13 @@ def _run_layer(
     # keep a copy of the pool or window for the reads. What follows them is not tied, so that XLA can fuse the end of
     # this layer with what the caller does with y.
     grouped, stack = lax.optimization_barrier((grouped, call.stack))
-    if options.model_axis is None:
-        y = projections.linear(grouped.astype(x.dtype), params.o_b, dtype=x.dtype)
+    dtype = x.dtype if options.model_axis is None else jnp.float32
+    if isinstance(grouped, jax.Array):
+        y = projections.linear(grouped.astype(x.dtype), params.o_b, dtype=dtype)
     else:
-        y = lax.psum(projections.linear(grouped.astype(x.dtype), params.o_b), options.model_axis).astype(x.dtype)
+        y = projections.linear_of_rounded(grouped, params.o_b, dtype).reshape(x.shape)
+    if options.model_axis is not None:
+        y = lax.psum(y, options.model_axis).astype(x.dtype)
     y = jnp.where(real[..., None], y, jnp.zeros((), x.dtype))[:, :given_tokens]
     if options.is_draft:
         draft = call.batch, dataclasses.replace(rows, kv=kv).first(given_tokens)
@@ -332,13 +337,17 @@ def _attend_tile(
     entries: PooledLayer | None,
     kind: AttentionType,
     backends: OpBackends,
-) -> jax.Array:
-    """Process one tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32."""
+    stays_rounded: bool,
+) -> Any:
+    """Process one tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32.
+
+    Where W_oa takes rows that attention has rounded, and ``stays_rounded``, they are rounded rows.
+    """
     plan, cfg = window.plan, window.plan.cfg
     latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
-    projections = PROJECTIONS[_of(backends.projections)]
+    projections, attends = PROJECTIONS[_of(backends.projections)], DECODE_ATTENTION[_of(backends.decode_attention)]
     q = None
-    if DECODE_ATTENTION[_of(backends.decode_attention)].rounds_queries:
+    if attends.rounds_queries:
         q = projections.queries(latent, params.q_b, positions, freqs, plan)
     if q is None:
         q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
@@ -350,9 +359,13 @@ def _attend_tile(
         key_queries = indexer.project_queries(*given, positions, freqs, plan, backends)
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
-    out = attention.decode_attention(
-        q, positions, params.sinks, window, entries, picks, kind=kind, dtype=latent.dtype, backend=backends
-    )
+    inputs = attention.attention_inputs(q, positions, params.sinks, window, entries, picks, kind)
+    is_bf16, rows = latent.dtype == jnp.bfloat16, positions.size
+    if attends.rounds_output and is_bf16 and projections.takes_rounded(params.o_a, rows, cfg.o_groups):
+        rounded, dtype = attends.attend(inputs, freqs, CODES), CODES if stays_rounded else latent.dtype
+        projected = projections.linear_of_rounded(rounded, params.o_a, dtype, groups=cfg.o_groups)
+        return projected if stays_rounded else projected.reshape(*positions.shape, -1)
+    out = attends.attend(inputs, freqs, latent.dtype)
     groups = out.reshape(*positions.shape, cfg.o_groups, -1)
     # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
     dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)

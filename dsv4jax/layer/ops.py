@@ -56,6 +56,18 @@ class Projections(Implementation, Protocol):
         """
         ...
 
+    def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
+        """Whether ``linear_of_rounded`` serves so many rows, for a weight whose activations are rounded."""
+        ...
+
+    def linear_of_rounded(self, x: Any, weight: Weight, dtype: Any, groups: int = 1) -> Any:
+        """Do what ``linear`` does for rows that are rounded already, x [M, groups * in], to dtype [M, out].
+
+        With dtype float8_e4m3fn the result is rounded rows, too. Only ``DecodeAttention.attend`` and this make them,
+        and what they are is up to the implementation.
+        """
+        ...
+
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
         """Multiply x [..., in] by two weights: f32 [..., out] of each, what ``linear`` gives.
 
@@ -214,12 +226,20 @@ class DecodeAttention(Implementation, Protocol):
         """Whether ``queries`` gives f16, as ``Projections.queries`` does. The results of ``attend`` are then bf16."""
         ...
 
+    @property
+    def rounds_output(self) -> bool:
+        """Whether ``attend`` gives rounded rows with dtype float8_e4m3fn, for ``Projections.linear_of_rounded``."""
+        ...
+
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         """Apply norm and rope to products f32 [B, T, H, head_dim], and convert them to the dtype ``attend`` takes."""
         ...
 
-    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array:
-        """Compute attention and apply the inverse rope: dtype [B, T, H, head_dim], 0 on padding."""
+    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> Any:
+        """Compute attention and apply the inverse rope: dtype [B, T, H, head_dim], 0 on padding.
+
+        With dtype float8_e4m3fn, if ``rounds_output``: rounded rows [B T, H head_dim].
+        """
         ...
 
 

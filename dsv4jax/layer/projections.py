@@ -49,6 +49,12 @@ class XLAProjections(Anywhere):
             preferred_element_type=dtype if product == dtype else jnp.float32,
         ).astype(dtype)
 
+    def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
+        return False
+
+    def linear_of_rounded(self, x: Any, weight: Weight, dtype: Any, groups: int = 1) -> Any:
+        raise NotImplementedError("XLA rounds activations within their product")
+
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> None:
         return None
 

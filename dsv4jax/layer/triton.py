@@ -164,6 +164,8 @@ class TritonTopK(_OnTriton, TopKKernels):
 class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
     """Attention. XLA makes the queries."""
 
+    rounds_output = False
+
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         product = self.without_derivative(DECODE_ATTENTION, product)
         return DECODE_ATTENTION[XLA].queries(product, positions, freqs, plan).astype(jnp.float16)

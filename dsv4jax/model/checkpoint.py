@@ -39,6 +39,7 @@ from dsv4jax.weights.load import NAMINGS, as_stored, as_wide, load_attention_par
 from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
+    ROUNDED,
     Stored,
     Weight,
     check_activations,
@@ -65,7 +66,7 @@ class Form:
         """Return the form that the arguments of ``load_model`` name. ValueError if they name none."""
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
-        check_activations("activations", activations)
+        check_activations("activations", activations, ROUNDED)
         if dtype is not None:
             check_dtype("dtype", dtype, FLOATS)
         if weights != "stored":
@@ -100,7 +101,7 @@ def load_model(
       weights: "stored" keeps FP8 and FP4 weights, and dtypes, as they are. "bf16" and "f32" widen all weights, which
         is exact; what the published checkpoints store as float32 stays float32.
       activations: for stored weights, "bf16", or "fp8" to round the inputs of their products as DeepSeek's own
-        inference does; see ``StoredWeight``.
+        inference does, or "fp8_all" to round also that of W_oa; see ``StoredWeight``.
       dtype: for stored weights, that of embedding, norms and other weights that checkpoints store as bfloat16; the
         model computes in it. None = as in the file.
       on_progress: called with the bytes read so far and in all.
@@ -298,7 +299,7 @@ class _Reader:
             try:
                 if self.form.weights == "stored" and scale is not None:
                     stored = Stored(block=self.block_size, activations=self.form.activations)
-                    parts.append(as_stored(given, scale, stored, stored.activations))
+                    parts.append(as_stored(given, scale, stored, stored.of(name)))
                 else:
                     parts.append(self.form.cast(as_wide(given, scale, self.block_size), "bf16"))
             except ValueError as error:
@@ -423,7 +424,7 @@ class _Reader:
             codes=jnp.asarray(given[None]),
             scales=jnp.asarray(scale[None]),
             block=block,
-            activations=self.form.activations,
+            activations=Stored(activations=self.form.activations).of("experts"),
         )
         if self.form.weights == "stored":
             return stored

@@ -44,7 +44,7 @@ def random_model(
       key: a random key.
       weights: "stored" makes FP8 and FP4 weights as published checkpoints have them, and bfloat16 for the rest; "bf16"
         and "f32" make all weights in one dtype, but for those that are always float32.
-      activations: for stored weights, "bf16" or "fp8"; see ``StoredWeight``.
+      activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_model``.
       drafts: whether the model has a block for drafts.
 
     Raises:
@@ -178,5 +178,5 @@ def _experts(key: jax.Array, shape: tuple[int, int, int], dtype: Any, stored: St
         codes=jax.random.bits(codes, (count, rows, columns // 2), jnp.uint8),
         scales=random_scales(scales, blocks, 1 / (columns * _E2M1_VARIANCE)),
         block=FP4_BLOCK,
-        activations=stored.activations,
+        activations=stored.of("experts"),
     )

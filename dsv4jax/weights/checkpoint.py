@@ -39,7 +39,7 @@ def load_safetensors(
       layer: number of the layer in the model.
       weights: "stored" or "wide", as for ``load_attention_params``. None = "stored" if all weights of the layer that
         can be stored as FP8 have block scales beside them, otherwise "wide".
-      activations: for stored weights, "bf16" or "fp8"; see ``StoredWeight``.
+      activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_attention_params``.
 
     Raises:
       ValueError: a tensor is missing, misshapen or unreadable, naming it and its file; or has scales that cannot be

@@ -40,7 +40,7 @@ def init_attention_params(
       dtype: float32 or bfloat16, of what is not FP8.
       weights: "wide", or "stored": the linear weights that checkpoints store as FP8 are drawn as FP8 codes and block
         scales. No wider copy of them is made.
-      activations: for stored weights, "bf16" or "fp8"; see ``StoredWeight``.
+      activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_attention_params``.
       block: for stored weights, rows and columns per scale; 128 x 128 if None.
 
     Raises:

@@ -79,7 +79,8 @@ def load_attention_params(
       weights: "stored" keeps FP8 weights as they are (``StoredWeight``): W_qa, W_kv, W_qb, W_oa, W_ob and the indexer's
         W_qb must be FP8 then. "wide" multiplies them by their scales: to bfloat16, which holds the product exactly, if
         the scales are E8M0, to float32 otherwise.
-      activations: for stored weights, "bf16" or "fp8"; see ``StoredWeight``. W_oa has "bf16" always.
+      activations: for stored weights, "bf16"; or "fp8", which W_oa does not have, as in DeepSeek's own inference; or
+        "fp8_all" for "fp8" of W_oa too. See ``StoredWeight``.
       block: rows and columns per scale. If None, 128 x 128, or what the shapes of scales and weights say.
 
     Raises:

@@ -26,6 +26,7 @@ from dsv4jax.checks import FLOATS, check_array
 CODES, SCALES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
 BLOCK = (128, 128)  # rows and columns per scale in DeepSeek's checkpoints
 ACTIVATIONS = ("bf16", "fp8")
+ROUNDED = (*ACTIVATIONS, "fp8_all")  # options of a layer: the input of no weight, of all but W_oa, or of all
 _SIDES = [8, 16, 32, 64, 128, 256, 512]  # of square blocks that shapes are tried for
 _PART = 1 << 18  # codes that are looked at together on the host
 LARGEST_SCALE = 7  # exponent: the kernel adds it to a code's own in bf16 and has no room for more
@@ -86,14 +87,14 @@ class Stored:
     """How the weights of a layer are stored as FP8; the options of ``weights="stored"``."""
 
     block: tuple[int, int] | None = None  # rows and columns per scale; None = as found, or 128 x 128
-    activations: str = "bf16"
+    activations: str = "bf16"  # one of ROUNDED
 
     def of(self, name: str) -> str:
-        """The ``activations`` of one weight.
+        """The ``activations`` of one weight: those of W_oa are "fp8" for "fp8_all" alone.
 
-        That of W_oa is always "bf16": DeepSeek's own inference does not round the input of W_oa.
+        DeepSeek's own inference does not round the input of W_oa. vLLM's, on Hopper, does.
         """
-        return "bf16" if name == "o_a" else self.activations
+        return "bf16" if self.activations == "bf16" or (self.activations, name) == ("fp8", "o_a") else "fp8"
 
     @classmethod
     def choose(cls, weights: Any, activations: Any, block: Any = None) -> Stored | None:
@@ -104,7 +105,7 @@ class Stored:
         """
         if weights not in ("wide", "stored"):
             raise ValueError(f"weights must be 'wide' or 'stored', got {weights!r}")
-        check_activations("activations", activations)
+        check_activations("activations", activations, ROUNDED)
         if block is not None:
             check_block("block", block)
         if weights == "stored":
@@ -230,10 +231,10 @@ def check_block(name: str, block: Any) -> None:
         raise ValueError(f"{name} must be a pair of positive integers, rows and columns per scale; got {block!r}")
 
 
-def check_activations(name: str, activations: Any) -> None:
-    """Require one of ``ACTIVATIONS``. ValueError otherwise."""
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"{name} must be one of {list(ACTIVATIONS)}, got {activations!r}")
+def check_activations(name: str, activations: Any, known: tuple[str, ...] = ACTIVATIONS) -> None:
+    """Require a known value. ValueError otherwise."""
+    if activations not in known:
+        raise ValueError(f"{name} must be one of {list(known)}, got {activations!r}")
 
 
 def find_block(

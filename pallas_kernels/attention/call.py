@@ -28,6 +28,7 @@ from pallas_kernels.attention.wide import widen, worth_widening
 from pallas_kernels.formats import ATTENDED_FORMATS, AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
+from pallas_kernels.rounding import RoundedRows, round_rows
 
 # Heads per block in the kernel for few queries -> the smallest number of tiles per block with which it is used. A block
 # has a warpgroup per tile; with fewer, this kernel was slower than the one for many queries.
@@ -52,19 +53,19 @@ def decode_attention(
     dtype: Any = jnp.bfloat16,
     layout: AttentionLayout | None = None,
     simulate: bool = False,
-) -> jax.Array:
+) -> Any:
     """Compute attention of each query over its own keys.
 
     Args:
       inputs: queries, and the rows and tables in which their keys are found.
       kv_format: of all stored rows, a key of ``formats.ATTENDED_FORMATS``.
-      dtype: of the result, bf16 or f32.
+      dtype: of the result: bf16, f32, or float8_e4m3fn for bf16 that is then rounded (``rounding``).
       layout: which kernel, and how it divides a query's work. None means the fastest on this device, from
         ``choose_layout``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      dtype [B, T, H, 512]; 0 for queries without a position.
+      dtype [B, T, H, 512], or if rounded ``RoundedRows`` [B T, H 512]; 0 for queries without a position.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
@@ -83,8 +84,8 @@ def decode_attention(
         raise ValueError(reason)
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"q must be float16 or bfloat16, got {q.dtype}")
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"dtype must be bfloat16 or float32, got {dtype}")
+    if dtype not in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn):
+        raise ValueError(f"dtype must be bfloat16, float32 or float8_e4m3fn, got {dtype}")
     form = ATTENDED_FORMATS[kv_format]
     check_inputs(inputs, form)
     if inputs.entries is None:
@@ -104,10 +105,17 @@ def decode_attention(
 
 def attend(
     inputs: AttentionInputs, form: AttendedFormat, layout: AttentionLayout, dtype: Any, *, simulate: bool = False
-) -> jax.Array:
+) -> Any:
     """Launch the kernel of a layout, with rows that are widened where it expects them so."""
-    batch, tokens, heads, _ = inputs.q.shape
+    batch, tokens, heads, dim = inputs.q.shape
     queries, groups = batch * tokens, heads // layout.heads
+    if dtype == jnp.float8_e4m3fn:
+        out: Any = RoundedRows.shapes(queries, heads * dim)
+        if not isinstance(layout, sm90.Layout) or layout.cluster > 1 or out.scales.shape[1] != queries:
+            in_bf16 = attend(inputs, form, layout, jnp.bfloat16, simulate=simulate)
+            return round_rows(in_bf16.reshape(queries, heads * dim), simulate=simulate)
+    else:
+        out = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
     if isinstance(layout, sm90.Layout):
         layout = dataclasses.replace(layout, is_picked=inputs.picks is not None)
     outputs: Outputs = launch(
@@ -115,7 +123,7 @@ def attend(
         name="decode_attention",
         grid=layout.grid(queries, groups),
         inputs=layout.arguments(inputs),
-        state=Outputs(out=jax.ShapeDtypeStruct(inputs.q.shape, dtype), scratch=layout.scratch(queries, groups)),
+        state=Outputs(out=out, scratch=layout.scratch(queries, groups)),
         simulate=simulate,
     )
     return outputs.out

@@ -45,7 +45,7 @@ class Scratch:
 class Outputs:
     """What decode attention writes."""
 
-    out: Any  # bf16 or f32 [B, T, H, 512]
+    out: Any  # bf16 or f32 [B, T, H, 512], or RoundedRows [B T, H 512] without clusters
     scratch: Scratch | None  # None if there are no clusters
 
 

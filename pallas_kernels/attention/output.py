@@ -7,14 +7,16 @@ lanes like any product of tensor cores.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from pallas_kernels.attention.block import HALF, Block
-from pallas_kernels.attention.inputs import NOPE_DIM, ROPE_DIM
+from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from pallas_kernels.attention.layout import Outputs, Scratch
 from pallas_kernels.attention.softmax import QUAD, Softmax, row_of
-from pallas_kernels.language.lanes import Buffer, add, fold, maximum, swapped
+from pallas_kernels.language.lanes import add, fold, maximum, quad_transposed
 from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
-from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.tensor_cores import product_row
+from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 
 _STORED = 32  # channels of a row that are stored at once
 _TURNED_FROM = NOPE_DIM - HALF  # first channel with rope, within the second half
@@ -84,7 +86,7 @@ def _merge_parts(block: Block, scratch: Scratch, sums: list[Value], softmax: Sof
     return merged
 
 
-def _store(block: Block, out: Buffer, means: list[Value], half: Value, first: Index) -> None:
+def _store(block: Block, out: Any, means: list[Value], half: Value, first: Index) -> None:
     """Store the channels from ``first`` on of each warpgroup's half, with the inverse rope applied to RoPE channels.
 
     The lanes of a quad have two adjacent channels each of every eight. In bf16 they are less than a sector of device
@@ -92,35 +94,32 @@ def _store(block: Block, out: Buffer, means: list[Value], half: Value, first: In
     """
     machine, query = block.machine, block.query
     lane, warp = machine.thread % WARP, machine.thread // WARP
-    columns, size = len(means) * 2, out.dtype.itemsize  # columns of a warp's 16 rows
+    columns = len(means) * 2  # of a warp's 16 rows
     head = block.first_head + warp % 4 * 16 + lane // QUAD
     turns = _turns(block, columns, half, first)
-    for start in range(0, columns, _STORED):
-        of_rows: tuple[list[Value], ...] = [], []  # f32, of a lane's two rows
-        for column in range(start, start + _STORED, 8):
+    is_rounded = isinstance(out, RoundedRows)
+    together = GROUP if is_rounded else _STORED
+    for start in range(0, columns, together):
+        of_rows: tuple[list[list[Value]], ...] = [], []  # pairs of f32, of a lane's two rows
+        for column in range(start, start + together, 8):
             pairs = [means[column // 2 : column // 2 + 2], means[column // 2 + 2 : column // 2 + 4]]
             if column in turns:
                 pairs = turns[column].back(pairs)
             for row, values in zip(of_rows, pairs, strict=True):
-                row.extend(values)
+                row.append(values)
         for i, row in enumerate(of_rows):
             channel = half * HALF + (first + start)
-            if size == 2:
-                words = [machine.to_bf16(*row[n : n + 2]) for n in range(0, len(row), 2)]
+            if is_rounded:
+                group = (head + 8 * i) * (HEAD_DIM // GROUP) + channel // GROUP
+                store_group(machine, out, row, query.number, group)
+            elif out.dtype.itemsize == 2:
+                words = [machine.to_bf16(*pair) for pair in row]
                 channel = lane % QUAD * 8 + channel
-                out.store_words(_turned(machine, words), query.batch, query.token, head + 8 * i, channel)
+                out.store_words([*quad_transposed(machine, words)], query.batch, query.token, head + 8 * i, channel)
             else:
-                for n in range(0, len(row), 2):
-                    place = lane % QUAD * 2 + channel + 4 * n
-                    out.store_floats(row[n : n + 2], query.batch, query.token, head + 8 * i, place)
-
-
-def _turned(machine: TensorCores, words: list[Value]) -> list[Value]:
-    """Exchange words in a quad: its n-th lane gets the n-th words of all four, in the order of the lanes."""
-    lane = machine.thread % QUAD
-    near = [swapped(machine, lane % 2 == 1, (words[n], words[n + 1]), 1) for n in (0, 2)]
-    far = [swapped(machine, lane >= 2, (near[0][n], near[1][n]), 2) for n in range(2)]
-    return [far[n % 2][n // 2] for n in range(QUAD)]
+                for n, pair in enumerate(row):
+                    place = lane % QUAD * 2 + channel + 8 * n
+                    out.store_floats(pair, query.batch, query.token, head + 8 * i, place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

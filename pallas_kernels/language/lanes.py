@@ -250,6 +250,14 @@ def swapped(machine: Machine, is_odd: Value, pair: tuple[Value, Value], distance
     return machine.select(is_odd, got, first), machine.select(is_odd, second, got)
 
 
+def quad_transposed(machine: Machine, words: list[Value]) -> tuple[Value, Value, Value, Value]:
+    """Exchange four words in a quad: its n-th lane gets the n-th words of all four, in the order of the lanes."""
+    lane, (a, b, c, d) = machine.thread % 4, words
+    (a, c), (b, d) = (swapped(machine, lane >= 2, pair, 2) for pair in ((a, c), (b, d)))
+    (a, b), (c, d) = (swapped(machine, lane % 2 == 1, pair, 1) for pair in ((a, b), (c, d)))
+    return a, b, c, d
+
+
 class Team:
     """Part of a warp (a power of two of lanes), a warp, or a warpgroup, which works on one row at a time.
 

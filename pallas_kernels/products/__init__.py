@@ -13,8 +13,7 @@ block        what these two share: the place of a block in the product, its memo
 streamed     rows of x that are copied chunk by chunk: as many as a block has, or where not all of them fit
 pair         two products of few rows of the same x, in one launch
 queries      queries of few rows, made of such sums
-activations  rows of x in shared memory, in the order in which lanes hold the weight; rounding them to FP8, there or in
-             a launch of its own
+activations  rows of x in shared memory, in the order in which lanes hold the weight, and rounding them to FP8 there
 weights      tiles of the weight: copying them to shared memory, and widening them
 split        how a product of few rows is divided over the blocks of a launch
 """

@@ -5,37 +5,25 @@ operand at a time: 4 in the first half of the step's inputs and 4 in the second.
 adjacent ones, and rows of x are stored in that order.
 
 Where products round x to E4M3, those of few rows do it while they store it here. Those of many rows, which read x again
-for each tile of outputs, take rows that ``round_rows`` has rounded before.
+for each tile of outputs, take rows that were rounded before (``rounding``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from pallas_kernels.language.lanes import Buffer, Team, fold, maximum
-from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Machine, Value
+from pallas_kernels.language.lanes import Buffer, Team
+from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.products.split import Split
 from pallas_kernels.products.weights import HALVES, QUAD
-from pallas_kernels.rows import from_ue8m0, magnitude_bits, power_of_two_scale
+from pallas_kernels.rounding import rounded
 
 LOADED = 8  # bf16 that a lane loads at once
 # Loads that are in flight together: of a block, and of a lane; of that, the share where rounding takes registers too.
 # Beside the sums there are fewer registers for them in blocks of many lanes.
 _AT_ONCE, _MOST_AT_ONCE, _SHARE_OF_ROUNDED, _BESIDE_SUMS = 8192, 16, 4, 4
-_SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
-_LARGEST_E4M3 = 448.0
-GROUP = 128  # inputs that share a scale, in rows that are rounded by a launch of its own
-_TEAM = GROUP // LOADED  # lanes that hold them
-_TEAMS = WARPGROUP // _TEAM  # of a block, each with a row
-_GROUPS_AT_ONCE = 4  # groups of a row that a team loads together
-PADDED = 128  # rows of scales are padded to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -162,53 +150,3 @@ class Activations:
     def tile(self, number: Index) -> Tile:
         """Return the tile of a chunk, by its number among those of all parts that are stored."""
         return self.tiles.copy(number)
-
-
-def rounded(team: Team, words: list[Value]) -> tuple[list[Value], Value]:
-    """Round bf16 that a team holds to E4M3 with one scale. Returns this lane's codes, four to a word, and the scale."""
-    machine = team.machine
-    values = [machine.from_bits(half) for word in words for half in (word << 16, word & -65536)]
-    (peak,) = team.reduce((maximum, fold(maximum, [magnitude_bits(value) for value in values])))
-    byte = power_of_two_scale(peak.maximum(_SMALLEST_AMAX), _LARGEST_E4M3)
-    inverse = from_ue8m0((254 - byte).maximum(0))
-    codes = [machine.to_e4m3([value * inverse for value in values[i : i + 4]]) for i in range(0, len(values), 4)]
-    return codes, from_ue8m0(byte)
-
-
-def round_rows(x: jax.Array, *, simulate: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Round rows of bf16 [M, inputs], inputs a multiple of 128.
-
-    Returns:
-      Codes, uint8 [M, inputs], and scales, f32 [inputs / 128, M rounded up to a multiple of 128]. Those of rows past
-      the last one are those of rows of zeros.
-    """
-    rows, width = x.shape
-    groups, padded = width // GROUP, -(-rows // PADDED) * PADDED
-
-    def body(machine: Machine, x: Buffer, out: Any) -> None:
-        codes, scales = out
-        team = Team(machine, _TEAM)
-        row = machine.block(0) * _TEAMS + machine.thread // _TEAM
-        there, unit = row < rows, machine.thread % _TEAM * LOADED
-        numbers = [machine.block(1) * _GROUPS_AT_ONCE + i for i in range(_GROUPS_AT_ONCE)]
-        inside = [True if groups % _GROUPS_AT_ONCE == 0 else number < groups for number in numbers]
-        loaded = [
-            x.load_words(row, number * GROUP + unit, count=LOADED, where=there & is_group)
-            for number, is_group in zip(numbers, inside, strict=True)
-        ]
-        for number, is_group, words in zip(numbers, inside, loaded, strict=True):
-            of_lane, scale = rounded(team, words)
-            codes.store_words(of_lane, row, number * GROUP + unit, where=there & is_group)
-            scales.store_floats([scale], number, row, where=(machine.thread % _TEAM == 0) & is_group)
-
-    return launch(
-        body,
-        name="round_rows",
-        grid=(padded // _TEAMS, -(-groups // _GROUPS_AT_ONCE)),
-        inputs=x,
-        state=(
-            jax.ShapeDtypeStruct((rows, width), jnp.uint8),
-            jax.ShapeDtypeStruct((groups, padded), jnp.float32),
-        ),
-        simulate=simulate,
-    )

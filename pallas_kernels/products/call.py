@@ -23,7 +23,6 @@ from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import VECTOR
 from pallas_kernels.products import keys, many_bf16, many_fp8, sm90, sm100
-from pallas_kernels.products.activations import round_rows
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
@@ -33,6 +32,7 @@ from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryH
 from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
 from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
+from pallas_kernels.rounding import RoundedRows, round_rows
 
 ACTIVATIONS = ("bf16", "fp8")
 HEAD_DIM = 512  # outputs of a head of attention, where they become queries
@@ -78,30 +78,30 @@ def _unsupported_many(shape: tuple[int, ...], form: WeightForm) -> str | None:
 
 
 def product(
-    x: jax.Array,
+    x: jax.Array | RoundedRows,
     weight: jax.Array,
     scales: jax.Array | None,
     form: WeightForm,
     *,
     dtype: Any = jnp.float32,
     simulate: bool = False,
-) -> jax.Array:
+) -> Any:
     """Multiply rows of x by a weight [groups * outputs, inputs].
 
     Args:
-      x: bf16 [M, groups * inputs].
+      x: bf16 [M, groups * inputs]; or rounded rows, if ``takes_rounded`` says so.
       weight: float8_e4m3fn with ``scales``, or bf16 without. FP8 codes hold no NaN.
       scales: float8_e8m0fnu [groups * outputs / block[0], inputs / block[1]], rounded up, at most 2^7. Larger ones give
         NaN.
       form: of the weight.
-      dtype: f32 or bf16, of the result.
+      dtype: of the result: f32, bf16, or float8_e4m3fn for bf16 that is then rounded (``rounding``).
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      dtype [M, groups * outputs].
+      dtype [M, groups * outputs], or if rounded ``RoundedRows`` of that shape.
 
     Raises:
-      ValueError: no kernel serves this weight (``unsupported_product``).
+      ValueError: no kernel serves this weight (``unsupported_product``), or none takes rounded rows for it.
       AssertionError: (chex) a shape or dtype is wrong.
     """
     inputs = _checked(x, weight, scales, form)
@@ -109,10 +109,23 @@ def product(
         raise ValueError(f"no kernel serves this product: {reason}")
     (rows, _), (outputs, width_of_group) = x.shape, weight.shape
     gpu = target.gpu_or_first()
-    if rows > ROWS and _unsupported_many(weight.shape, form) is None:
+    if isinstance(x, RoundedRows) and not takes_rounded(weight.shape, form, rows):
+        raise ValueError(f"no kernel takes {rows} rounded rows for a weight {weight.shape} of {form}")
+    if rows <= ROWS or _unsupported_many(weight.shape, form) is not None:
+        launch_rows = functools.partial(launch_product, fastest_layout(rows, weight.shape, form, gpu), inputs)
+    else:
         tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
-        return launch_many(tiling, inputs, dtype, simulate=simulate)
-    return launch_product(fastest_layout(rows, weight.shape, form, gpu), inputs, dtype, simulate=simulate)
+        launch_rows = functools.partial(launch_many, tiling, inputs)
+        if dtype == jnp.float8_e4m3fn and tiling.is_rounded and tiling.parts == 1:
+            return launch_rows(dtype, simulate=simulate)
+    if dtype == jnp.float8_e4m3fn:
+        return round_rows(launch_rows(jnp.bfloat16, simulate=simulate), simulate=simulate)
+    return launch_rows(dtype, simulate=simulate)
+
+
+def takes_rounded(shape: tuple[int, ...], form: WeightForm, rows: int) -> bool:
+    """Return whether ``product`` takes so many rounded rows for a weight of this shape [groups * outputs, inputs]."""
+    return form.activations == "fp8" and rows > ROWS and unsupported_product(shape, form, MOST_ROWS + 1) is None
 
 
 def unsupported_product_pair(
@@ -170,10 +183,16 @@ def product_pair(
     return launch_pair(layouts, inputs, dtype, simulate=simulate)
 
 
-def _checked(x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm) -> ProductInputs:
+def _checked(
+    x: jax.Array | RoundedRows, weight: jax.Array, scales: jax.Array | None, form: WeightForm
+) -> ProductInputs:
     """Return the arrays as kernels take them. AssertionError (chex) if a shape or dtype is wrong."""
-    chex.assert_rank([x, weight], 2)
-    chex.assert_type(x, jnp.bfloat16)
+    chex.assert_rank(weight, 2)
+    if isinstance(x, RoundedRows):
+        chex.assert_trees_all_equal_shapes_and_dtypes(x, RoundedRows.shapes(*x.shape))
+    else:
+        chex.assert_rank(x, 2)
+        chex.assert_type(x, jnp.bfloat16)
     chex.assert_equal(x.shape[1], form.groups * weight.shape[1])
     if form.block is None:
         chex.assert_type(weight, jnp.bfloat16)
@@ -410,8 +429,11 @@ def launch_many(
     ``key_row``, in place of a dtype, is for queries of the indexer: a pytree ``codes scale`` of
     ``jax.ShapeDtypeStruct``, one encoded row.
     """
-    codes, of_x = round_rows(inputs.x, simulate=simulate) if tiling.is_rounded else (inputs.x, None)
-    many = ManyInputs(x=codes, x_scales=of_x, weight=inputs.weight, scales=inputs.scales, angles=inputs.angles)
+    x, of_x = inputs.x, None
+    if tiling.is_rounded:
+        rounded = x if isinstance(x, RoundedRows) else round_rows(x, simulate=simulate)
+        x, of_x = rounded.codes, rounded.scales
+    many = ManyInputs(x=x, x_scales=of_x, weight=inputs.weight, scales=inputs.scales, angles=inputs.angles)
     return launch_tiles(tiling, many, dtype, key_row, simulate=simulate)
 
 
@@ -422,7 +444,9 @@ def launch_tiles(
     outputs = inputs.weight.shape[0]
     if tiling.key_heads is None:
         name = "product_of_many" if tiling.heads is None else "product_of_queries"
-        state = jax.ShapeDtypeStruct((tiling.rows, outputs), dtype)
+        is_rounded = dtype == jnp.float8_e4m3fn
+        shape = tiling.rows, outputs
+        state: Any = RoundedRows.shapes(*shape) if is_rounded else jax.ShapeDtypeStruct(shape, dtype)
     else:
         name, heads = "product_of_indexer_queries", outputs // keys.DIM
         state = jax.tree.map(

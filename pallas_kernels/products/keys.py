@@ -13,7 +13,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.formats import Fp4Keys
-from pallas_kernels.language.lanes import Team, fold, maximum, swapped
+from pallas_kernels.language.lanes import Team, fold, maximum, quad_transposed
 from pallas_kernels.language.machine import VECTOR, Condition, Index, Value, select
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.rows import magnitude_bits, to_e2m1
@@ -98,9 +98,6 @@ def quad_rows(machine: TensorCores, words: list[Value]) -> list[Value]:
 
     A lane gets 16 adjacent ones of these.
     """
-    quarter, (a, b, c, d) = machine.thread % _QUAD, words
-    # Lane q gets word q of each lane, in the order of the lanes.
-    (a, c), (b, d) = (swapped(machine, quarter >= 2, pair, 2) for pair in ((a, c), (b, d)))
-    (a, b), (c, d) = (swapped(machine, quarter % 2 == 1, pair, 1) for pair in ((a, b), (c, d)))
+    a, b, c, d = quad_transposed(machine, words)
     halves = [[machine.permute_bytes(*pair, selector) for pair in ((a, b), (c, d))] for selector in (0x5140, 0x7362)]
-    return [machine.permute_bytes(*half, selector) for half in halves for selector in (0x5410, 0x7632)]
+    return [machine.permute_bytes(low, high, selector) for low, high in halves for selector in (0x5410, 0x7632)]

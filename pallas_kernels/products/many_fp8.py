@@ -22,6 +22,7 @@ from pallas_kernels.products.heads import Angles, Squares
 from pallas_kernels.products.many import ManyInputs, Ring, Turns, for_each_tile
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
+from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 
 _ROWS = 64  # of a warpgroup
 
@@ -125,13 +126,16 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
     for_each_tile(turns, ring, arena, lambda chunk: keys.packed(scales_of(chunk)), sums_of, store)
 
 
-def _store(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: list[Value]) -> None:
+def _store(turns: Turns, out: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
     """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
     machine, place = turns.machine, turns.place(turn)
     output = place.output + first * 8
     for half, (_, at, where) in enumerate(_rows(turns, place)):
         pairs = [sums[n : n + 2] for n in range(2 * half, len(sums), 4)]
-        if out.dtype.itemsize == 4:
+        if isinstance(out, RoundedRows):
+            for n in range(0, len(pairs), GROUP // 8):
+                store_group(machine, out, pairs[n : n + GROUP // 8], at, (output + n * 8) // GROUP, where)
+        elif out.dtype.itemsize == 4:
             for n, pair in enumerate(pairs):
                 out.store_floats(pair, at, output + machine.thread % 4 * 2 + n * 8, where=where)
         else:

@@ -41,12 +41,12 @@ from pallas_kernels.attention.wide import WideRows, instead_of_rows, widen
 from pallas_kernels.formats import ATTENDED_FORMATS, KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.plugin import compiles_relocatable_code
-from pallas_kernels.products.activations import round_rows
 from pallas_kernels.products.call import launch_tiles
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
 from pallas_kernels.products.many import ManyInputs
 from pallas_kernels.products.tiling import fastest_tiling, tiling_of_heads, tiling_of_key_heads
+from pallas_kernels.rounding import round_rows
 from pallas_kernels.scores import fp4
 from tests.support.compile_for_gpu import TARGETS, prepare_environment
 from tests.support.kernel_report import Kernel, dump_to_standard_output, report
@@ -217,9 +217,11 @@ def _attention_of_chunk(cache: d4.KVCache, kind: AttentionType, batch: int, toke
     )
     if cache.plan.kv_format != DEFAULT["kv_format"]:
         return
-    attend: Any = functools.partial(call.attend, form=form, layout=sm90.Layout(is_wide=True), dtype=jnp.bfloat16)
     args = (instead_of_rows(inputs, WideRows.of(inputs)),)
-    yield Kernel(name=f"attend_to_widened {title}", function=attend, args=args, rows=None, reads_only=True)
+    for dtype, result in (jnp.bfloat16, ""), (jnp.float8_e4m3fn, ", rounded"):
+        attend: Any = functools.partial(call.attend, form=form, layout=sm90.Layout(is_wide=True), dtype=dtype)
+        name = f"attend_to_widened {title}{result}"
+        yield Kernel(name=name, function=attend, args=args, rows=None, reads_only=True)
 
 
 def _read(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> pk.AttentionInputs:
