@@ -32,6 +32,7 @@ from pallas_kernels.rows import (
     from_ue8m0,
     is_finite,
     magnitude_bits,
+    packed_e2m1,
     power_of_two_scale,
     to_e2m1,
 )
@@ -364,6 +365,8 @@ class Fp4Keys(KeyFormat):
     rounds_queries = True
     per_scale: ClassVar[int]
     """Number of channels that share a scale."""
+    is_clipped: ClassVar[bool]
+    """Whether a group can have values too large for its scale."""
 
     def unsupported(self, dim: int) -> str | None:
         return f"the key dim must be divisible by {self.per_scale}, got {dim}" if dim % self.per_scale else None
@@ -380,6 +383,18 @@ class Fp4Keys(KeyFormat):
             packed = (codes[0] | (codes[1] << 4)) | ((codes[2] << 8) | (codes[3] << 12))
             rows.codes.store_bytes(packed, *lead, channel >> 1, count=2, where=stored)
 
+    def packed(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
+        """Return the scale byte of a group, as ``units`` does, and words of up to eight codes of its values.
+
+        Codes are those that ``store`` makes, in fewer instructions. Those of a group with a value that is not finite
+        are 0.
+        """
+        byte, units = self.units(amax, values)
+        if self.is_clipped:
+            units = [unit.minimum(E2M1_MAX).maximum(-E2M1_MAX) for unit in units]
+        words = [packed_e2m1(units[n : n + 8]) for n in range(0, len(units), 8)]
+        return byte, [select(is_finite(amax), word, 0) for word in words]
+
     @abc.abstractmethod
     def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
         """Return the scale byte of a group whose largest magnitude has bits ``amax``, and values of it by that scale.
@@ -395,6 +410,7 @@ class Nvfp4Keys(Fp4Keys):
     """
 
     per_scale = 16
+    is_clipped = True
 
     def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
         machine = amax.machine
@@ -410,6 +426,7 @@ class Mxfp4Keys(Fp4Keys):
     """UE8M0 scales, the smallest power of two with which the group fits E2M1, one for every 32 channels."""
 
     per_scale = 32
+    is_clipped = False
 
     def units(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
         floor = int(np.float32(E2M1_MAX * 2.0**-126).view(np.int32))

@@ -18,7 +18,7 @@ from pallas_kernels.language.lanes import Buffer, Team, fold, maximum, quad_tran
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Machine, Value
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.rows import from_ue8m0, magnitude_bits, power_of_two_scale
+from pallas_kernels.rows import from_ue8m0, power_of_two_scale
 
 GROUP = 128  # numbers of a row that share a scale
 PADDED = 128  # rows of scales are padded to a multiple of this
@@ -56,12 +56,17 @@ class RoundedRows:
 
 def rounded(team: Team, words: list[Value]) -> tuple[list[Value], Value]:
     """Round bf16 that a team holds to E4M3 with one scale. Returns this lane's codes, four to a word, and the scale."""
-    machine = team.machine
-    values = [machine.from_bits(half) for word in words for half in (word << 16, word & -65536)]
-    (peak,) = team.reduce((maximum, fold(maximum, [magnitude_bits(value) for value in values])))
+    machine: TensorCores = team.machine
+    # Magnitudes of bf16 have the order of their bits, and NaN is above all others.
+    both = fold(machine.maximum_u16, [word & 0x7FFF7FFF for word in words])
+    (peak,) = team.reduce((maximum, (both << 16).maximum(both & -65536)))
     byte = power_of_two_scale(peak.maximum(_SMALLEST_AMAX), _LARGEST_E4M3)
-    inverse = from_ue8m0((254 - byte).maximum(0))
-    codes = [machine.to_e4m3([value * inverse for value in values[i : i + 4]]) for i in range(0, len(values), 4)]
+    inverse = machine.bits(from_ue8m0((254 - byte).maximum(0)))  # a power of two, which bf16 holds
+    twice = (inverse >> 16) | inverse
+    # Exact where the result is not subnormal, and those have the code 0.
+    scaled = [machine.multiply_bf16(word, twice) for word in words]
+    values = [machine.from_bits(half) for word in scaled for half in (word << 16, word & -65536)]
+    codes = [machine.to_e4m3(values[i : i + 4]) for i in range(0, len(values), 4)]
     return codes, from_ue8m0(byte)
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.formats import Fp4Keys
 from pallas_kernels.language.lanes import Team, fold, maximum, quad_transposed
 from pallas_kernels.language.machine import VECTOR, Condition, Index, Value, select
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.rows import magnitude_bits, to_e2m1
+from pallas_kernels.rows import magnitude_bits
 
 DIM = 128  # outputs of a head
 _QUAD, _EIGHT = 4, 8
@@ -78,11 +78,12 @@ def store_head(
     for first in range(0, len(pairs), of_group):
         values = [x for pair in pairs[first : first + of_group] for x in pair]
         bits = team.neighbours(maximum, fold(maximum, [magnitude_bits(x) for x in values]), _QUAD)
-        scale, units = heads.keys.units(bits, values)
+        scale, words = heads.keys.packed(bits, values)
         scales.append(scale)
-        codes += [to_e2m1(x) for x in units]
-    bytes = [low | (high << 4) for low, high in zip(codes[::2], codes[1::2], strict=True)]
-    words = quad_rows(machine, [packed(bytes[n : n + VECTOR]) for n in range(0, len(bytes), VECTOR)])
+        codes += words
+    if of_group < VECTOR:  # words of four codes
+        codes = [low | (high << 16) for low, high in zip(codes[::2], codes[1::2], strict=True)]
+    words = quad_rows(machine, codes)
     out.codes.store_words(words, row, head * (DIM // 2) + quarter * 16, where=where)
     of_head = [packed(scales[n : n + VECTOR]) for n in range(0, len(scales), VECTOR)]
     out.scale.store_words(of_head, row, head * heads.scale_bytes, where=where & (quarter == 0))

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Machine, select
-from pallas_kernels.rows import to_e2m1
+from pallas_kernels.rows import packed_e2m1, to_e2m1
 from tests.support.lane_kernels import F32, machines, run, spec
 
 
@@ -155,4 +155,13 @@ def test_e2m1_codes_are_the_nearest_and_of_two_the_even_one(simulate):
     grid = (len(x) // WARPGROUP,)
     got = run(body, jnp.asarray(x), spec((len(x),), np.int32), simulate=simulate, grid=grid)
     known = np.where(np.isnan(x), np.copysign(F32(0), x), np.clip(x, F32(-6), F32(6)))
-    np.testing.assert_array_equal(got, known.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15)
+    want = known.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    np.testing.assert_array_equal(got, want)
+
+    def packed(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+        lane = machine.block(0) * WARPGROUP + machine.thread
+        (value,) = inputs.load_floats(lane, count=1)
+        out.store_int(packed_e2m1([value, machine.constant(3.0, "f32"), value]), lane)
+
+    got = run(packed, jnp.asarray(known), spec((len(x),), np.int32), simulate=simulate, grid=grid)
+    np.testing.assert_array_equal(got, want | 5 << 4 | want.astype(np.int32) << 8)
