@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import Buffer, Team, fold, maximum, quad_transposed
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Machine, Value
+from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.rows import from_ue8m0, power_of_two_scale
 
@@ -54,12 +54,14 @@ class RoundedRows:
         return self.codes.shape
 
 
-def rounded(team: Team, words: list[Value]) -> tuple[list[Value], Value]:
-    """Round bf16 that a team holds to E4M3 with one scale. Returns this lane's codes, four to a word, and the scale."""
-    machine: TensorCores = team.machine
+def rounded(machine: TensorCores, lanes: int, words: list[Value]) -> tuple[list[Value], Value]:
+    """Round bf16 that a team of lanes holds to E4M3, with one scale.
+
+    Returns this lane's codes, four to a word, and the scale.
+    """
     # Magnitudes of bf16 have the order of their bits, and NaN is above all others.
     both = fold(machine.maximum_u16, [word & 0x7FFF7FFF for word in words])
-    (peak,) = team.reduce((maximum, (both << 16).maximum(both & -65536)))
+    (peak,) = Team(machine, lanes).reduce((maximum, (both << 16).maximum(both & -65536)))
     byte = power_of_two_scale(peak.maximum(_SMALLEST_AMAX), _LARGEST_E4M3)
     inverse = machine.bits(from_ue8m0((254 - byte).maximum(0)))  # a power of two, which bf16 holds
     twice = (inverse >> 16) | inverse
@@ -81,7 +83,7 @@ def round_group(machine: TensorCores, pairs: list[list[Value]]) -> tuple[list[li
       For each half of the group four words: the codes of a quarter of it, of which the quad's n-th lane has the n-th.
       And the scale.
     """
-    codes, scale = rounded(Team(machine, _QUAD), [machine.to_bf16(*pair) for pair in pairs])
+    codes, scale = rounded(machine, _QUAD, [machine.to_bf16(*pair) for pair in pairs])
     halves = []
     for half in (codes[:4], codes[4:]):
         # A word has a lane's pairs of two eights. Now each lane gets those of two eights from all lanes.
@@ -115,8 +117,7 @@ def round_rows(x: jax.Array, *, simulate: bool = False) -> RoundedRows:
     rows, width = x.shape
     groups, state = width // GROUP, RoundedRows.shapes(rows, width)
 
-    def body(machine: Machine, x: Buffer, out: RoundedRows) -> None:
-        team = Team(machine, _TEAM)
+    def body(machine: TensorCores, x: Buffer, out: RoundedRows) -> None:
         row = machine.block(0) * _TEAMS + machine.thread // _TEAM
         there, unit = row < rows, machine.thread % _TEAM * _LOADED
         numbers = [machine.block(1) * _GROUPS_AT_ONCE + i for i in range(_GROUPS_AT_ONCE)]
@@ -126,7 +127,7 @@ def round_rows(x: jax.Array, *, simulate: bool = False) -> RoundedRows:
             for number, is_group in zip(numbers, inside, strict=True)
         ]
         for number, is_group, words in zip(numbers, inside, loaded, strict=True):
-            of_lane, scale = rounded(team, words)
+            of_lane, scale = rounded(machine, _TEAM, words)
             out.codes.store_words(of_lane, row, number * GROUP + unit, where=there & is_group)
             out.scales.store_floats([scale], number, row, where=(machine.thread % _TEAM == 0) & is_group)
 

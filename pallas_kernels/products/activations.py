@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.language.lanes import Buffer, Team
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
@@ -143,7 +143,7 @@ class Activations:
 
     def _rounded(self, words: list[Value], scales: Shared, place: _Place) -> list[Value]:
         """Round to E4M3 with a scale per row and chunk, which is stored."""
-        codes, scale = rounded(Team(self.machine, self.inputs // LOADED), words)
+        codes, scale = rounded(self.machine, self.inputs // LOADED, words)
         scales.store_floats([scale], place.line, where=place.inside & (place.unit == 0))
         return codes
 
