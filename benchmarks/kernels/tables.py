@@ -7,8 +7,15 @@ import re
 from collections.abc import Callable, Iterable
 
 from benchmarks.kernels.lines import Line, Results
+from dsv4jax.config import DSV4Config, layer_kind
 
 KINDS = {"csa": "CSA", "hca": "HCA", "swa": "window alone"}
+ACTIVATIONS = {
+    "bf16": "bf16 activations",
+    "fp8": "FP8 activations",
+    "fp8_all": "FP8 activations, W_oa's too",
+}
+FLASH = DSV4Config.flash()
 HAND = "†"  # of a figure noted by hand, as the pages say
 EARLIER = "*"  # of one from an earlier run
 
@@ -256,7 +263,7 @@ def stored_layers(results: Results) -> str:
         what, kind, batch, context, *form = line["case"].split()
         if what != "layer":
             continue
-        rounded = ", FP8 activations" if form[-1] == "fp8" else ""
+        rounded = "" if form[-1] == "bf16" else f", {ACTIVATIONS[form[-1]]}"
         rows.append(
             (
                 f"{KINDS[kind]}, {requests(int(batch[1:]))}, {int(context):,} tokens each{rounded}",
@@ -323,16 +330,26 @@ def _with_spread(line: Line) -> str:
 
 
 def prefill(results: Results) -> str:
-    """A chunk of 4,096 tokens, part by part."""
-    forms = list(itertools.product(("csa", "hca"), ("bf16", "fp8")))
-    lines = [results.case(f"chunk of 4096 {kind} after 28672 stored {form}") for kind, form in forms]
-    rows = [("the layer", *(number(line["us"]["median"]) for line in lines))]
-    for words, names in CHUNK_PARTS.items():
-        sums = [_part(line, names) for line in lines]
-        rows.append((words, *(number(us) if us else "-" for us in sums)))
-    rows.append(("launches", *(f"{line['launches']:g}" for line in lines)))
-    columns = [f"{KINDS[kind]}, {form.upper() if form == 'fp8' else form} activations" for kind, form in forms]
-    return table(" | ".join(["kernel time in us", *columns]), rows)
+    """A chunk of 4,096 tokens in a layer, part by part."""
+    rows = []
+    for kind, form in itertools.product(("csa", "hca", "swa"), ACTIVATIONS):
+        line = results.case(f"chunk of 4096 {kind} after 28672 stored {form}")
+        parts = [_part(line, names) for names in CHUNK_PARTS.values()]
+        shares = (number(us) if us else "-" for us in parts)
+        name = f"{KINDS[kind]}, {ACTIVATIONS[form]}"
+        rows.append((name, number(line["us"]["median"]), spread(line["us"]), *shares, f"{line['launches']:g}"))
+    return table(" | ".join(["layer", "us", "range of the runs", *CHUNK_PARTS, "launches"]), rows)
+
+
+def prefill_model(results: Results) -> str:
+    """A chunk of 4,096 tokens in all layers of V4-Flash, added up."""
+    kinds = [layer_kind(FLASH, layer).value for layer in range(FLASH.num_layers)]
+    rows = []
+    for form, words in ACTIVATIONS.items():
+        lines = {kind: results.case(f"chunk of 4096 {kind} after 28672 stored {form}") for kind in set(kinds)}
+        us = sum(lines[kind]["us"]["median"] for kind in kinds)
+        rows.append((words, f"{us / 1e3:.1f}", f"{4096 / us * 1e6:,.0f}"))
+    return table("43 layers | ms in kernels | tokens per second", rows)
 
 
 def programs(results: Results) -> str:
@@ -386,7 +403,19 @@ TABLES: dict[str, Callable[[Results], str]] = {
     function.__name__: function
     for function in (
         *(summary, ceilings, update_decode, update_other, update_chunk, gather),
-        *(attention, scores, topk, queries, steps, stored_layers, products, wide_layers, prefill, programs),
+        *(
+            attention,
+            scores,
+            topk,
+            queries,
+            steps,
+            stored_layers,
+            products,
+            wide_layers,
+            prefill,
+            prefill_model,
+            programs,
+        ),
         public_cuda,
     )
 }

@@ -59,7 +59,8 @@ def decode_attention(
     Args:
       inputs: queries, and the rows and tables in which their keys are found.
       kv_format: of all stored rows, a key of ``formats.ATTENDED_FORMATS``.
-      dtype: of the result: bf16, f32, or float8_e4m3fn for bf16 that is then rounded (``rounding``).
+      dtype: of the result: bf16, f32, or float8_e4m3fn for bf16 that is then rounded (``rounding``). Rounding is a
+        launch of its own where blocks share a query, on Blackwell, and where B T is no multiple of 128.
       layout: which kernel, and how it divides a query's work. None means the fastest on this device, from
         ``choose_layout``.
       simulate: run in NumPy on the host, with checks, on any device.

@@ -94,7 +94,8 @@ def product(
       scales: float8_e8m0fnu [groups * outputs / block[0], inputs / block[1]], rounded up, at most 2^7. Larger ones give
         NaN.
       form: of the weight.
-      dtype: of the result: f32, bf16, or float8_e4m3fn for bf16 that is then rounded (``rounding``).
+      dtype: of the result: f32, bf16, or float8_e4m3fn for bf16 that is then rounded (``rounding``). Rounding is a
+        launch of its own where the weight's activations are bf16, up to 64 rows, and where blocks share a tile.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:

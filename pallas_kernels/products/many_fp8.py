@@ -191,10 +191,8 @@ def _rows(turns: Turns, place: Place) -> list[tuple[Value, Value, Condition]]:
     """Return a lane's two rows: their numbers in the tile and in x, and whether they exist."""
     machine, tiling = turns.machine, turns.tiling
     row = product_row(machine) + machine.thread // WARPGROUP * _ROWS
-    if (
-        tiling.heads is not None or tiling.key_heads is not None
-    ):  # no register is free to keep what follows from it from tile to tile
-        row = machine.hold(row)
+    if tiling.heads is not None or tiling.key_heads is not None:
+        row = machine.hold(row)  # no register is free to keep what follows from it from tile to tile
     is_whole = tiling.rows % tiling.tile_rows == 0
     rows = [(at, at + place.row) for at in (row, row + 8)]
     return [(in_tile, at, True if is_whole else at < tiling.rows) for in_tile, at in rows]

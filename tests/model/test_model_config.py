@@ -265,10 +265,14 @@ def test_random_models_have_the_dtypes_of_loaded_ones(folders, weights):
     assert dtypes(shapes(cfg, weights)) == dtypes(load_model(folder, weights))
 
 
-def test_random_models_with_rounded_activations(folders):
+@pytest.mark.parametrize("activations", ["fp8", "fp8_all"])
+def test_random_models_with_rounded_activations(folders, activations):
     folder, cfg = folders[WIDE]
-    loaded = load_model(folder, activations="fp8")
-    assert jax.tree.structure(shapes(cfg, "stored", activations="fp8")) == jax.tree.structure(loaded)
+    loaded = load_model(folder, activations=activations)
+    assert jax.tree.structure(shapes(cfg, "stored", activations=activations)) == jax.tree.structure(loaded)
+    leaves = jax.tree.leaves(loaded, is_leaf=lambda leaf: isinstance(leaf, StoredWeight | StoredExperts))
+    found = {leaf.activations for leaf in leaves if isinstance(leaf, StoredWeight | StoredExperts)}
+    assert found == ({"bf16", "fp8"} if activations == "fp8" else {"fp8"})
 
 
 def test_random_models_without_drafts():

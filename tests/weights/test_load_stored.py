@@ -196,7 +196,7 @@ def test_options_that_there_are_not_are_refused():
     ):
         bad: list[tuple[dict[str, Any], str]] = [
             (dict(weights="narrow"), "weights must be 'wide' or 'stored', got 'narrow'"),
-            (dict(weights="stored", activations="fp4"), "activations must be one of .*, got 'fp4'"),
+            (dict(weights="stored", activations="fp4"), "activations must be one of .*'fp8_all'.*, got 'fp4'"),
             (dict(activations="fp8"), "activations='fp8' is for weights='stored', got weights='wide'"),
             (dict(weights="stored", block=128), "block must be a pair of positive integers"),
         ]
@@ -205,18 +205,19 @@ def test_options_that_there_are_not_are_refused():
                 call(**options)
 
 
+@pytest.mark.parametrize(("activations", "of_o_a"), [("fp8", "bf16"), ("fp8_all", "fp8")])
 @pytest.mark.parametrize("load", ["tensors", "folder", "random"])
-def test_fp8_activations_are_those_of_all_weights_but_w_oa(tmp_path, load):
-    """As in DeepSeek's inference, which does not round the input of W_oa."""
+def test_fp8_activations_are_those_of_all_weights_or_of_all_but_w_oa(tmp_path, load, activations, of_o_a):
+    """DeepSeek's own inference does not round the input of W_oa."""
     tensors = checkpoint(PARTS, "deepseek")
     if load == "tensors":
-        params = d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "stored", "fp8")
+        params = d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "stored", activations)
     elif load == "folder":
-        params = d4.load_safetensors(saved(tmp_path, tensors), CSA.cfg, 0, activations="fp8")
+        params = d4.load_safetensors(saved(tmp_path, tensors), CSA.cfg, 0, activations=activations)
     else:
-        params = d4.init_attention_params(jax.random.key(0), CSA.cfg, 0, weights="stored", activations="fp8")
+        params = d4.init_attention_params(jax.random.key(0), CSA.cfg, 0, weights="stored", activations=activations)
     found = {name: part.activations for name, part in params.split().items() if isinstance(part, StoredWeight)}
-    assert found == dict.fromkeys(QUANTISED, "fp8") | {"o_a": "bf16"}
+    assert found == dict.fromkeys(QUANTISED, "fp8") | {"o_a": of_o_a}
 
 
 # ---- memory
