@@ -453,7 +453,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path):
     ("options", "message"),
     [
         (dict(weights="wide"), "weights must be one of ['stored', 'bf16', 'f32'], got 'wide'"),
-        (dict(activations="int8"), "activations must be one of ['bf16', 'fp8'], got 'int8'"),
+        (dict(activations="int8"), "activations must be one of ['bf16', 'fp8', 'fp8_all'], got 'int8'"),
         (dict(dtype=jnp.float16), "dtype must be one of ['float32', 'bfloat16'], got 'float16'"),
         (dict(weights="f32", dtype=jnp.float32), "activations and dtype are for weights='stored', got weights='f32'"),
         (dict(weights="bf16", activations="fp8"), "activations and dtype are for weights='stored', got weights='bf16'"),
