@@ -82,10 +82,13 @@ FAULTS = {
 SPILLS_WHERE_IGNORED = {("flash indexer_scores mxfp4 [64, 1]", "sm_90a"): [8, 4, 4]}
 
 # Bytes of stack and spills of attention to widened and picked rows. Beside two loading warpgroups, those that multiply
-# lack a few registers. With one there are enough, but then the kernel takes 6 % longer.
+# lack a few registers, and some more where they round their results. With one there are enough, but then the kernel
+# takes 6 % longer.
 KNOWN_SPILLS = {
     "flash attend_to_widened csa fp8_row [1, 4096]": [8, 8, 8],
+    "flash attend_to_widened csa fp8_row [1, 4096], rounded": [24, 36, 36],
     "pro attend_to_widened csa fp8_row [1, 4096]": [24, 16, 16],
+    "pro attend_to_widened csa fp8_row [1, 4096], rounded": [48, 68, 64],
 }
 
 # A report where the CUDA plugin ignores register counts: faults that are known there, and what must not go with them.

@@ -8,7 +8,6 @@ extra ``cross``.
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -35,20 +34,13 @@ from dsv4jax.pieces import (
     rotate_csa,
 )
 from dsv4jax.tails import Streams
-from dsv4jax.weights.params import param_shapes
 from pallas_kernels.attention import call, sm90
 from pallas_kernels.attention.wide import WideRows, instead_of_rows, widen
-from pallas_kernels.formats import ATTENDED_FORMATS, KEY_FORMATS, Fp4Keys
-from pallas_kernels.language.target import HOPPER
+from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.plugin import compiles_relocatable_code
-from pallas_kernels.products.call import launch_tiles
-from pallas_kernels.products.heads import Heads
-from pallas_kernels.products.keys import KeyHeads
-from pallas_kernels.products.many import ManyInputs
-from pallas_kernels.products.tiling import fastest_tiling, tiling_of_heads, tiling_of_key_heads
-from pallas_kernels.rounding import round_rows
 from pallas_kernels.scores import fp4
 from tests.support.compile_for_gpu import TARGETS, prepare_environment
+from tests.support.compiled_products import product_kernels
 from tests.support.kernel_report import Kernel, dump_to_standard_output, report
 
 MODELS = {"flash": d4.DSV4Config.flash(), "pro": d4.DSV4Config.pro()}
@@ -68,7 +60,6 @@ FORMATS = (
 DECODE = 256, 1
 CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
-MANY_ROWS = 100, 256, 4096  # of products: few that do not fill a tile, those of a draft, those of a chunk
 # Launches that Blackwell does not have.
 HOPPER_ONLY = {
     "products",
@@ -348,136 +339,6 @@ def _products(cfg: d4.DSV4Config, kind: AttentionType, batch: int, tokens: int) 
     )
 
 
-def _weights(cfg: d4.DSV4Config) -> dict[str, tuple[int, int, int]]:
-    """Return, of a layer's weights that are stored as FP8: outputs of all groups, inputs of one, groups."""
-    heads, indexer = cfg.num_heads * cfg.head_dim, cfg.indexer_heads * cfg.indexer_head_dim
-    return {
-        "q_a_kv": (cfg.q_lora_rank + cfg.head_dim, cfg.hidden_size, 1),
-        "q_b": (heads, cfg.q_lora_rank, 1),
-        "index_q_b": (indexer, cfg.q_lora_rank, 1),
-        "o_a": (cfg.o_groups * cfg.o_lora_rank, heads // cfg.o_groups, cfg.o_groups),
-        "o_b": (cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank, 1),
-    }
-
-
-def _multiplications(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the products with stored weights, for few and most rows of a block, and those with compressors.
-
-    FP8 activations and Pro's sizes for most rows alone, which take the most registers.
-    """
-    shapes = _weights(cfg)
-
-    def multiply(form: pk.WeightForm, x: Any, weight: Any, scales: Any) -> Any:
-        return pk.product(x, weight, scales, form)
-
-    for rows in (1, 64) if cfg is MODELS["flash"] else (64,):
-        for name, (outputs, inputs, groups) in shapes.items():
-            x = Spec((rows, groups * inputs), jnp.bfloat16)
-            weight = (
-                Spec((outputs, inputs), jnp.float8_e4m3fn),
-                Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu),
-            )
-            for activations in ("bf16", "fp8") if rows == 64 else ("bf16",):
-                form = pk.WeightForm(block=(128, 128), groups=groups, activations=activations)
-                function = functools.partial(multiply, form)
-                title = f"product {name} {activations} [{rows}]"
-                yield Kernel(name=title, function=function, args=(x, *weight), rows=None, reads_only=True)
-        x, function = Spec((rows, cfg.hidden_size), jnp.bfloat16), functools.partial(multiply, pk.WeightForm())
-        for name, outputs in {
-            "compress": 2 * cfg.head_dim,
-            "compress_csa": 4 * (cfg.head_dim + cfg.indexer_head_dim) + cfg.indexer_heads,
-        }.items():
-            args = x, Spec((outputs, cfg.hidden_size), jnp.bfloat16), None
-            yield Kernel(name=f"product {name} [{rows}]", function=function, args=args, rows=None, reads_only=True)
-
-
-def _pairs(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the products of a layer's input with both of its weights."""
-    for rows, kind in itertools.product((1, 64), (AttentionType.CSA, AttentionType.HCA)):
-        outputs, inputs, _ = _weights(cfg)["q_a_kv"]
-        compress = param_shapes(cfg, kind).compress
-        assert compress is not None
-        forms = pk.WeightForm(), pk.WeightForm(block=(128, 128))
-        if pk.unsupported_product_pair((compress.shape, (outputs, inputs)), forms, rows) is not None:
-            continue  # two launches are as fast
-        x, wide = Spec((rows, inputs), jnp.bfloat16), Spec(compress.shape, jnp.bfloat16)
-        codes = Spec((outputs, inputs), jnp.float8_e4m3fn)
-        scales = Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu)
-
-        def multiply(x: Any, wide: Any, codes: Any, scales: Any, forms: Any = forms) -> Any:
-            return pk.product_pair(x, (wide, None, forms[0]), (codes, scales, forms[1]))
-
-        yield Kernel(
-            name=f"products {kind} [{rows}]",
-            function=multiply,
-            args=(x, wide, codes, scales),
-            rows=None,
-            reads_only=True,
-        )
-
-
-def _queries_in_products(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the products of few rows that make queries."""
-    shapes, form = _weights(cfg), pk.WeightForm(block=(128, 128))
-    for rows in (1, 64):
-        angles = _f32(rows, cfg.rope_dim)
-        convert: dict[str, Any] = {
-            "q_b": functools.partial(pk.product_of_queries, form=form, eps=cfg.norm_eps),
-        }
-        for key_format in fp4.FORMATS if cfg is MODELS["flash"] else ("mxfp4",):
-            row = INDEXER_FORMATS[key_format].row(cfg.indexer_head_dim)
-            make = functools.partial(pk.product_of_indexer_queries, form=form, key_row=row, key_format=key_format)
-            convert[f"index_q_b {key_format}"] = make
-        for name, function in convert.items():
-            outputs, inputs, _ = shapes[name.split()[0]]
-            x, weight = Spec((rows, inputs), jnp.bfloat16), Spec((outputs, inputs), jnp.float8_e4m3fn)
-            scales = Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu)
-
-            def multiply(x: Any, weight: Any, scales: Any, angles: Any, function: Any = function) -> Any:
-                return function(x, weight, scales, angles=angles)
-
-            title = f"product_of_queries {name} [{rows}]"
-            yield Kernel(name=title, function=multiply, args=(x, weight, scales, angles), rows=None, reads_only=True)
-
-
-def _multiplications_of_many(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the products of many rows, with the tilings that they get, and the rounding of rows before some of them."""
-    all_rows = MANY_ROWS if cfg is MODELS["flash"] else MANY_ROWS[-1:]
-    for rows, (name, (outputs, inputs, groups)), activations in itertools.product(
-        all_rows, _weights(cfg).items(), ("bf16", "fp8")
-    ):
-        form = pk.WeightForm(block=(128, 128), groups=groups, activations=activations)
-        tiling = fastest_tiling(rows, outputs // groups, inputs, form, HOPPER)
-        function = functools.partial(launch_tiles, tiling, dtype=jnp.bfloat16 if name == "o_a" else jnp.float32)
-        is_rounded = activations == "fp8"
-        args = ManyInputs(
-            x=Spec((rows, groups * inputs), jnp.uint8 if is_rounded else jnp.bfloat16),
-            x_scales=_f32(groups * inputs // 128, -(-rows // 128) * 128) if is_rounded else None,
-            weight=Spec((outputs, inputs), jnp.uint8),
-            scales=Spec((outputs // 128, inputs // 128), jnp.uint8),
-        )
-        title = f"product_of_many {name} {activations} [{rows}]"
-        yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
-        if is_rounded and name == "q_b":
-            heads = Heads(dim=cfg.head_dim, eps=cfg.norm_eps)
-            tiling = tiling_of_heads(rows, outputs, inputs, form, heads, HOPPER)
-            function = functools.partial(launch_tiles, tiling, dtype=jnp.float16)
-            args = dataclasses.replace(args, angles=_f32(rows, cfg.rope_dim))
-            title = f"product_of_queries {name} {activations} [{rows}]"
-            yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
-        if is_rounded and name == "index_q_b":
-            keys = KEY_FORMATS[DEFAULT["indexer_format"]]
-            assert isinstance(keys, Fp4Keys)
-            tiling = tiling_of_key_heads(rows, outputs, inputs, form, KeyHeads(keys=keys), HOPPER)
-            key_row = INDEXER_FORMATS[DEFAULT["indexer_format"]].row(cfg.indexer_head_dim)
-            function = functools.partial(launch_tiles, tiling, key_row=key_row)
-            args = dataclasses.replace(args, angles=_f32(rows, cfg.rope_dim))
-            title = f"product_of_indexer_queries {name} {activations} [{rows}]"
-            yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
-    x = Spec((all_rows[-1], cfg.hidden_size), jnp.bfloat16)
-    yield Kernel(name="round_rows", function=round_rows, args=(x,), rows=None, reads_only=True)
-
-
 def _piece(detail: str, static: dict[str, Any], function: Any, *args: Any) -> Kernel:
     name = f"{function.__name__} {detail}".strip()
     rows = args[0].entries.nope if isinstance(args[0], PagedPool) else None
@@ -504,10 +365,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_queries(cfg),
             *_token_parts(cfg),
             *_grants(cfg),
-            *_multiplications(cfg),
-            *_pairs(cfg),
-            *_queries_in_products(cfg),
-            *_multiplications_of_many(cfg),
+            *product_kernels(cfg, is_flash=model == "flash"),
         ):
             yield f"{model} {kernel.name}", kernel
 
