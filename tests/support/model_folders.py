@@ -4,6 +4,7 @@ Files are written and read here without the library's reader, and without the Nu
 package, which does not support 8-bit floats.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -17,13 +18,15 @@ from dsv4jax.model import ModelConfig
 from dsv4jax.model.tensors import Place, model_tensors, place_of
 from tests.support.paths import DATA
 
+E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+
 MODELS = DATA / "model"  # "a" in bfloat16 and float32, "q" in FP8 and FP4
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3": np.dtype(E4M3),
+    "F8_E8M0": np.dtype(E8M0),
     "I64": np.dtype(np.int64),
     "I8": np.dtype(np.int8),
 }
@@ -267,3 +270,24 @@ def sources(path: str, cfg: ModelConfig) -> list[list[str]]:
     count = cfg.num_experts if "*" in names[0] else 1
     groups = [[prefix + name.replace("*", str(expert)) for name in names] for expert in range(count)]
     return [[name for name in group if name in known] for group in groups]
+
+
+@functools.cache
+def recorded(model: str) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors and the configuration of a recorded folder. Do not change them."""
+    return read_folder(MODELS / model)
+
+
+def with_fp8_experts(scales: str) -> Tensors:
+    """Model q with experts in blocks of 128 x 128."""
+    rng = np.random.default_rng(3)
+    tensors = dict(recorded("q")[0])
+    for name in [name for name in tensors if ".ffn.experts." in name and name.endswith(".weight")]:
+        rows, columns = tensors[name].shape[0], 2 * tensors[name].shape[1]
+        tensors[name] = rng.normal(0, 40, (rows, columns)).astype(E4M3)
+        blocks = rows // 128, columns // 128
+        if scales == "F8_E8M0":
+            tensors[scale_of(name)] = rng.integers(110, 125, blocks, np.uint8).view(E8M0)
+        else:  # no powers of two
+            tensors[scale_of(name)] = rng.uniform(0.001, 0.1, blocks).astype(np.float32)
+    return tensors
