@@ -7,6 +7,8 @@ Queries and keys are multiplied by a Hadamard matrix after their rope. With 4-bi
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,8 @@ from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope
 from dsv4jax.weights.params import IndexerParams
 from dsv4jax.weights.stored import Weight
+
+SCORE_BYTES = 192 << 20  # of scores at a time; those of more tokens are computed and picked from group by group
 
 
 def indexer_queries(
@@ -161,8 +165,26 @@ def select_entries(
         return jnp.where(entry < visible[..., None], entry, -1)
     if not isinstance(queries, KeyRows) and keys.rounds_queries:
         queries = keys.encode(queries)
-    score = INDEXER_SCORES.of(backend, plan, AttentionType.CSA).scores(queries, weights, layer, visible)
-    return TOP_K.of(backend, plan, AttentionType.CSA).pick(score, visible, cfg.indexer_top_k)
+    scored, picked = INDEXER_SCORES.of(backend, plan, AttentionType.CSA), TOP_K.of(backend, plan, AttentionType.CSA)
+
+    def picks(given: tuple[jax.Array | KeyRows, jax.Array, jax.Array]) -> jax.Array:
+        queries, weights, visible = given
+        return picked.pick(scored.scores(queries, weights, layer, visible), visible, cfg.indexer_top_k)
+
+    batch, tokens = known_size(lead[0], plan.max_requests), known_size(lead[1], 1)
+    most = max(1, SCORE_BYTES // (4 * batch * layer.max_entries))
+    if tokens <= most:
+        return picks((queries, weights, visible))
+    size = 1 << (most.bit_length() - 1)
+    groups = jax.tree.map(lambda leaf: _in_groups(leaf, size), (queries, weights, visible))
+    found = jnp.moveaxis(lax.map(picks, groups), 0, 1)
+    return found.reshape(lead[0], -1, found.shape[-1])[:, :tokens]
+
+
+def _in_groups(x: Any, size: int) -> jax.Array:
+    """Divide [B, T, ...] into [groups, B, size, ...], with zeros after the last token: it sees no entries."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
 class XLAIndexerScores(Anywhere):

@@ -381,8 +381,7 @@ def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBac
     numbers, entries = cfg.num_heads * cfg.head_dim, plan.max_blocks * plan.entries_per_block(kind)
     picks = min(cfg.indexer_top_k, entries)
     if attends.rounds_queries:
-        # Queries in f16 beside their product in f32, and then beside the result in bf16, scores and picks.
-        per_token = max((2 + 4) * numbers, (2 + 2) * numbers + 4 * (entries + picks) * kind.is_indexed)
+        per_token = (2 + 4) * numbers  # queries in f16 beside their product in f32, and later the result in bf16
     else:
         per_token = 4 * 3 * numbers  # queries, running sum, output
         if kind.is_indexed:

@@ -1,5 +1,8 @@
 """Long chunks and contexts are processed in tiles. Tiny models would not need several, so tiles are made tiny here."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.cache import pool as paged_pool
-from dsv4jax.layer import layer
+from dsv4jax.layer import indexer, layer
 from dsv4jax.layer.ops import DECODE_ATTENTION
 from tests.support import recorded
 from tests.support.cases import first_of
@@ -47,18 +50,53 @@ def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, mon
         ("csa", 32768, 1, 4096),
         ("hca", 1 << 20, 1, 4096),
         ("swa", 1 << 20, 1, 4096),
-        ("csa", 131072, 1, 2048),  # scores take as much as queries
-        ("csa", 1 << 20, 1, 512),
+        ("csa", 1 << 20, 1, 4096),
         ("csa", 32768, 8, 512),
         ("csa", 32768, 256, 16),
     ],
 )
-def test_a_chunk_of_4096_tokens_is_one_tile_of_the_kernels_unless_scores_are_many(kind, context, batch, tokens):
+def test_a_chunk_of_4096_tokens_is_one_tile_of_the_kernels(kind, context, batch, tokens):
     """And a draft of a few tokens for many requests is one, too. All of a tile's temporaries take below 1 GiB."""
     plan = d4.plan_cache(d4.DSV4Config.flash(), max_requests=256, max_context=context)
     backends = d4.OpBackends(decode_attention="pallas_simulated")
     assert layer.query_tile(plan, d4.AttentionType(kind), batch, backends) == tokens
     assert layer.query_tile(plan, d4.AttentionType(kind), batch, d4.OpBackends(decode_attention="xla")) < tokens
+
+
+@pytest.mark.parametrize("key_format", first_of(["mxfp4", "f32"], count=2))
+def test_scores_of_many_tokens_are_picked_from_group_by_group(key_format, monkeypatch):
+    cfg = d4.DSV4Config.tiny(indexer_top_k=8)
+    plan = d4.plan_cache(cfg, max_requests=2, max_context=256, indexer_format=key_format)
+    cache, slots, _ = d4.admit(d4.init_cache(plan), 2)
+    rng = np.random.default_rng(0)
+    tokens, heads = 11, cfg.indexer_heads
+    num_new = jnp.full(2, 200, jnp.int32)
+    cache, _ = d4.prepare_forward(cache, slots, num_new)
+    entries = d4.acquire(cache, cfg.compress_ratios.index(4), slots, num_new).entries
+    random = jax.tree.map(
+        lambda leaf: (
+            jnp.asarray(rng.integers(0, 120, leaf.shape, np.uint8)).view(leaf.dtype)
+            if leaf.dtype.itemsize == 1
+            else jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+        ),
+        entries.pool.indexer_keys,
+    )
+    entries = dataclasses.replace(entries, pool=dataclasses.replace(entries.pool, indexer_keys=random))
+    queries = jnp.asarray(rng.standard_normal((2, tokens, heads, cfg.indexer_head_dim)), jnp.float32)
+    weights = jnp.asarray(rng.standard_normal((2, tokens, heads)), jnp.float32)
+    visible = jnp.asarray(rng.integers(0, 50, (2, tokens)), jnp.int32)
+
+    def select(score_bytes: int) -> tuple[np.ndarray, int]:
+        monkeypatch.setattr(indexer, "SCORE_BYTES", score_bytes)
+        call = jax.jit(functools.partial(d4.select_entries.__wrapped__, backend="xla"))
+        program = call.lower(queries, weights, entries, visible)
+        return np.asarray(program.compile()(queries, weights, entries, visible)), program.as_text().count("while")
+
+    want, loops = select(1 << 20)
+    found, more_loops = select(4 * 2 * entries.max_entries * 5)  # room for 5 tokens: groups of 4
+    assert more_loops == loops + 1
+    np.testing.assert_array_equal(found, want)
+    assert (want >= 0).any()
 
 
 def test_a_short_context_reads_few_tiles():
