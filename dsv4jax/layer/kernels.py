@@ -406,8 +406,8 @@ class TopKKernels(_Kernels):
 class DecodeAttentionKernels(_Kernels):
     """The kernels of ``pallas_kernels.attention``, and the kernel that makes their queries."""
 
-    # A chunk of 4096 tokens is one tile at V4-Flash's sizes, unless its context is so long that scores take more than
-    # queries. Several tiles read the heads' weights again, and their slices and results are copied.
+    # A chunk of 4096 tokens is one tile at V4-Flash's sizes. Several tiles read the heads' weights again, and their
+    # slices and results are copied.
     tile_bytes = 768 << 20
     gathers_picks = False
     rounds_queries = True
