@@ -7,8 +7,6 @@ Queries and keys are multiplied by a Hadamard matrix after their rope. With 4-bi
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +18,7 @@ from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.ops import INDEXER_SCORES, PROJECTIONS, TOP_K
+from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.linear import hadamard, linear
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope
@@ -176,15 +175,11 @@ def select_entries(
     if tokens <= most:
         return picks((queries, weights, visible))
     size = 1 << (most.bit_length() - 1)
-    groups = jax.tree.map(lambda leaf: _in_groups(leaf, size), (queries, weights, visible))
-    found = jnp.moveaxis(lax.map(picks, groups), 0, 1)
-    return found.reshape(lead[0], -1, found.shape[-1])[:, :tokens]
-
-
-def _in_groups(x: Any, size: int) -> jax.Array:
-    """Divide [B, T, ...] into [groups, B, size, ...], with zeros after the last token: it sees no entries."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+    more = -tokens % size  # of tokens that see no entries
+    given = jax.tree.map(
+        lambda leaf: jnp.pad(leaf, ((0, 0), (0, more), *[(0, 0)] * (leaf.ndim - 2))), (queries, weights, visible)
+    )
+    return map_tokens(picks, given, size)[:, :tokens]
 
 
 class XLAIndexerScores(Anywhere):

@@ -110,7 +110,11 @@ class ProjectionsKernels(_Kernels):
             rows=0 if compress is None else compress.shape[0],
         )
 
-    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
+    def linear(self, x: Any, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> Any:
+        if isinstance(x, pk.RoundedRows):
+            assert isinstance(weight, StoredWeight)
+            codes, scales = self.without_derivative(PROJECTIONS, (weight.codes, weight.scales))
+            return pk.product(x, codes, scales, _form(weight, groups), dtype=dtype, simulate=self.simulate)
         outputs, inputs = weight.shape
         rows = x.size // (groups * inputs)
         if isinstance(weight, StoredWeight):
@@ -127,13 +131,6 @@ class ProjectionsKernels(_Kernels):
 
     def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
         return isinstance(weight, StoredWeight) and pk.takes_rounded(weight.shape, _form(weight, groups), rows)
-
-    def linear_of_rounded(
-        self, x: pk.RoundedRows, weight: Weight, dtype: Any, groups: int = 1
-    ) -> jax.Array | pk.RoundedRows:
-        assert isinstance(weight, StoredWeight)
-        codes, scales = self.without_derivative(PROJECTIONS, (weight.codes, weight.scales))
-        return pk.product(x, codes, scales, _form(weight, groups), dtype=dtype, simulate=self.simulate)
 
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
         if isinstance(first, StoredWeight) or not isinstance(second, StoredWeight):

@@ -45,6 +45,7 @@ from dsv4jax.layer.ops import (
     TokenParts,
     choose_backends,
 )
+from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.layer.update import exact_entries, store
 from dsv4jax.linear import product_dtype
 from dsv4jax.plan import CachePlan, plan_of_heads
@@ -256,26 +257,21 @@ def _run_layer(
         entries = dataclasses.replace(entries, exact=exact)
     tokens = Queries(latent=parts.latent, positions=positions, head_weights=parts.head_weights)
 
-    def attend_tile(first: jax.Array | int) -> Any:
-        queries = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, tile, axis=1), tokens)
-        return _attend_tile(params, queries, window, entries, kind, backends, stays_rounded)
-
     is_one_tile, is_bf16 = num_tokens == tile, x.dtype == jnp.bfloat16
     stays_rounded = is_one_tile and is_bf16 and projections.takes_rounded(params.o_b, batch * num_tokens)
-    if is_one_tile:
-        grouped = attend_tile(0)
-    else:
-        tiles = lax.map(attend_tile, jnp.arange(0, num_tokens, tile, dtype=jnp.int32))
-        grouped = jnp.moveaxis(tiles, 0, 1).reshape(batch, num_tokens, -1)
+
+    def attend_tile(queries: Queries) -> Any:
+        return _attend_tile(params, queries, window, entries, kind, backends, stays_rounded)
+
+    grouped = map_tokens(attend_tile, tokens, tile)
     # Make the next write into these buffers wait for this layer's reads. Otherwise XLA may schedule the write first and
     # keep a copy of the pool or window for the reads. What follows them is not tied, so that XLA can fuse the end of
     # this layer with what the caller does with y.
     grouped, stack = lax.optimization_barrier((grouped, call.stack))
     dtype = x.dtype if options.model_axis is None else jnp.float32
     if isinstance(grouped, jax.Array):
-        y = projections.linear(grouped.astype(x.dtype), params.o_b, dtype=dtype)
-    else:
-        y = projections.linear_of_rounded(grouped, params.o_b, dtype).reshape(x.shape)
+        grouped = grouped.astype(x.dtype)
+    y = projections.linear(grouped, params.o_b, dtype=dtype).reshape(x.shape)
     if options.model_axis is not None:
         y = lax.psum(y, options.model_axis).astype(x.dtype)
     y = jnp.where(real[..., None], y, jnp.zeros((), x.dtype))[:, :given_tokens]
@@ -362,15 +358,13 @@ def _attend_tile(
     inputs = attention.attention_inputs(q, positions, params.sinks, window, entries, picks, kind)
     is_bf16, rows = latent.dtype == jnp.bfloat16, positions.size
     if attends.rounds_output and is_bf16 and projections.takes_rounded(params.o_a, rows, cfg.o_groups):
-        rounded, dtype = attends.attend(inputs, freqs, CODES), CODES if stays_rounded else latent.dtype
-        projected = projections.linear_of_rounded(rounded, params.o_a, dtype, groups=cfg.o_groups)
-        return projected if stays_rounded else projected.reshape(*positions.shape, -1)
-    out = attends.attend(inputs, freqs, latent.dtype)
-    groups = out.reshape(*positions.shape, cfg.o_groups, -1)
-    # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
-    dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
+        groups, dtype = attends.attend(inputs, freqs, CODES), CODES if stays_rounded else latent.dtype
+    else:
+        groups = attends.attend(inputs, freqs, latent.dtype).reshape(*positions.shape, cfg.o_groups, -1)
+        # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
+        dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
     projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype)
-    return projected.reshape(*positions.shape, -1)
+    return projected.reshape(*positions.shape, -1) if isinstance(projected, jax.Array) else projected
 
 
 def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
@@ -378,13 +372,14 @@ def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBac
     cfg = plan.cfg
     batch = known_size(batch, plan.max_requests)  # rows name distinct slots
     attends = DECODE_ATTENTION[_of(backends.decode_attention)]
-    numbers, entries = cfg.num_heads * cfg.head_dim, plan.max_blocks * plan.entries_per_block(kind)
-    picks = min(cfg.indexer_top_k, entries)
+    numbers = cfg.num_heads * cfg.head_dim
     if attends.rounds_queries:
         per_token = (2 + 4) * numbers  # queries in f16 beside their product in f32, and later the result in bf16
     else:
         per_token = 4 * 3 * numbers  # queries, running sum, output
         if kind.is_indexed:
+            entries = plan.max_blocks * plan.entries_per_block(kind)
+            picks = min(cfg.indexer_top_k, entries)
             per_token += 4 * (2 * entries + cfg.indexer_heads * cfg.indexer_head_dim)
             per_token += 4 * picks * (cfg.head_dim + cfg.num_heads if attends.gathers_picks else 1)
     tokens = attends.tile_bytes // (per_token * batch)

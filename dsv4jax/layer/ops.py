@@ -47,25 +47,21 @@ class TokenParts:
 class Projections(Implementation, Protocol):
     """Products with a layer's weights, and what follows from those of its input."""
 
-    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
+    def linear(self, x: Any, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> Any:
         """Multiply x [..., in] by weight [out, in]: dtype [..., out], with sums in f32.
 
         With ``groups``, x is [..., groups, in], the rows of the weight are divided over the groups in order, and the
         result is [..., groups, out / groups]. x is f32 or bf16. A product of bf16 by bf16 or FP8 runs on the tensor
         cores. Anything else is computed in full f32.
+
+        Where ``takes_rounded`` says so, x may also be rows that are rounded already, [M, groups * in], of which the
+        result is [M, out]. With dtype float8_e4m3fn that is rounded rows, too. Only this and ``DecodeAttention.attend``
+        make them, and what they are is up to the implementation.
         """
         ...
 
     def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
-        """Whether ``linear_of_rounded`` serves so many rows, for a weight whose activations are rounded."""
-        ...
-
-    def linear_of_rounded(self, x: Any, weight: Weight, dtype: Any, groups: int = 1) -> Any:
-        """Do what ``linear`` does for rows that are rounded already, x [M, groups * in], to dtype [M, out].
-
-        With dtype float8_e4m3fn the result is rounded rows, too. Only ``DecodeAttention.attend`` and this make them,
-        and what they are is up to the implementation.
-        """
+        """Whether ``linear`` takes so many rounded rows, for a weight whose activations are rounded."""
         ...
 
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
@@ -228,7 +224,7 @@ class DecodeAttention(Implementation, Protocol):
 
     @property
     def rounds_output(self) -> bool:
-        """Whether ``attend`` gives rounded rows with dtype float8_e4m3fn, for ``Projections.linear_of_rounded``."""
+        """Whether ``attend`` gives rounded rows with dtype float8_e4m3fn, for ``Projections.linear``."""
         ...
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:

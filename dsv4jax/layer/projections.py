@@ -52,9 +52,6 @@ class XLAProjections(Anywhere):
     def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
         return False
 
-    def linear_of_rounded(self, x: Any, weight: Weight, dtype: Any, groups: int = 1) -> Any:
-        raise NotImplementedError("XLA rounds activations within their product")
-
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> None:
         return None
 

@@ -1,0 +1,32 @@
+"""Long chunks, some tokens at a time, so that what is computed on the way takes less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def map_tokens(function: Callable[[Any], Any], inputs: Any, size: int) -> Any:
+    """Apply a function to ``size`` tokens of its inputs at a time.
+
+    Args:
+      function: makes an array [B, size, ...] of a tree like ``inputs`` with that many tokens.
+      inputs: tree of arrays [B, T, ...], where T is a multiple of ``size``.
+      size: tokens.
+
+    Returns:
+      [B, T, n]. If one call takes all tokens, what the function returns, which may then be anything.
+    """
+    batch, tokens = jax.tree.leaves(inputs)[0].shape[:2]
+    if tokens == size:
+        return function(inputs)
+
+    def part(first: jax.Array) -> Any:
+        return function(jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size, axis=1), inputs))
+
+    found = lax.map(part, jnp.arange(0, tokens, size, dtype=jnp.int32))
+    return jnp.moveaxis(found, 0, 1).reshape(batch, tokens, -1)
