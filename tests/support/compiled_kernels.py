@@ -40,7 +40,7 @@ from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.plugin import compiles_relocatable_code
 from pallas_kernels.scores import fp4
 from tests.support.compile_for_gpu import TARGETS, prepare_environment
-from tests.support.compiled_products import product_kernels
+from tests.support.compiled_products import INDEXER_FORMAT, Spec, f32, product_kernels
 from tests.support.kernel_report import Kernel, dump_to_standard_output, report
 
 MODELS = {"flash": d4.DSV4Config.flash(), "pro": d4.DSV4Config.pro()}
@@ -49,7 +49,7 @@ MODELS = {"flash": d4.DSV4Config.flash(), "pro": d4.DSV4Config.pro()}
 NUM_BLOCKS = 160_000  # of one byte for each NoPE channel
 CHANNEL_BYTES = {"bf16": 2, "f32": 4}  # of formats that have more
 # Every format of rows, and every format of keys. The first of them are a plan's defaults.
-DEFAULT = dict(kv_format="fp8_row", indexer_format="nvfp4")
+DEFAULT = dict(kv_format="fp8_row", indexer_format=INDEXER_FORMAT)
 FORMATS = (
     DEFAULT,
     dict(kv_format="fp8_tile64", indexer_format="mxfp4"),
@@ -73,11 +73,6 @@ HOPPER_ONLY = {
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
-Spec = jax.ShapeDtypeStruct
-
-
-def _f32(*shape: int) -> Any:
-    return Spec(shape, jnp.float32)
 
 
 def _i32(*shape: int) -> Any:
@@ -104,7 +99,7 @@ def _update(
     cfg, stack, is_csa = cache.plan.cfg, cache.stack(kind), kind == AttentionType.CSA
 
     def streams(dim: int) -> Any:
-        rows = _f32(batch, tokens, (1 + is_csa) * dim)
+        rows = f32(batch, tokens, (1 + is_csa) * dim)
         return Streams(k=rows, z=rows, overlap=is_csa), Spec((dim,), jnp.bfloat16)
 
     def function(stack, index, table, rows, batch):
@@ -113,7 +108,7 @@ def _update(
 
     entry = streams(cfg.head_dim) if stack.pool is not None else None
     key = streams(cfg.indexer_head_dim) if is_csa else None
-    kv, row = None if is_draft else _f32(batch, tokens, cfg.head_dim), _i32(batch)
+    kv, row = None if is_draft else f32(batch, tokens, cfg.head_dim), _i32(batch)
     new, rows_of = TokenRows(kv=kv, entry=entry, key=key), Batch(slots=row, start=row, num_new=row)
     args = stack, LAYER, cache.tables.block_table, new, rows_of
     rows = None if stack.pool is None else stack.pool.entries.nope
@@ -148,7 +143,7 @@ def _pieces(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         cache = _cache(cfg, **options)
         csa, hca, table = cache.stack("csa"), cache.stack("hca"), cache.tables.block_table
         static = dict(plan=cache.plan, backend="pallas")
-        kv, keys = (_f32(*DECODE, dim) for dim in (cfg.head_dim, cfg.indexer_head_dim))
+        kv, keys = (f32(*DECODE, dim) for dim in (cfg.head_dim, cfg.indexer_head_dim))
         piece = functools.partial(_piece, options["kv_format"], static)
         yield piece(append_swa, csa.state, LAYER, kv, row, row, row)
         yield piece(flush_csa, csa.pool, LAYER, kv, keys, table, row, row, row)
@@ -183,7 +178,7 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
                 yield from _attention_of_chunk(cache, kind, *CHUNKS[0])
     for rows, size in ((1, 32768), (8, 32768), (64, 32768), (256, 8192), (64, 262144)):
         select = functools.partial(pk.top_k, k=cfg.indexer_top_k)
-        args = _f32(rows, size), _i32(rows)
+        args = f32(rows, size), _i32(rows)
         yield Kernel(name=f"top_k [{rows}, {size}]", function=select, args=args, rows=None, reads_only=True)
 
 
@@ -231,7 +226,7 @@ def _read(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> pk
         positions=_i32(*lead),
         visible=None if entries is None else _i32(*lead),
         sinks=Spec((cfg.num_heads,), jnp.bfloat16),
-        angles=_f32(*lead, cfg.rope_dim),
+        angles=f32(*lead, cfg.rope_dim),
         layer=_i32(1),
     )
 
@@ -241,7 +236,7 @@ def _scores(cache: d4.KVCache, batch: int, tokens: int) -> Kernel:
     keys: Any = cast(PagedPool, cache.stack("csa").pool).indexer_keys
     inputs = pk.ScoreInputs(
         queries=_many(plan.keys.row(128), *lead, plan.cfg.indexer_heads),
-        weights=_f32(*lead, plan.cfg.indexer_heads),
+        weights=f32(*lead, plan.cfg.indexer_heads),
         keys=None,  # the first argument
         layer=_i32(1),
         block_table=cache.tables.block_table,
@@ -259,14 +254,14 @@ def _scores(cache: d4.KVCache, batch: int, tokens: int) -> Kernel:
 def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the kernels that convert matrix products to queries."""
     for batch, tokens in ((64, 1), DRAFT):
-        lead, angles = (batch, tokens), _f32(batch, tokens, cfg.rope_dim)
+        lead, angles = (batch, tokens), f32(batch, tokens, cfg.rope_dim)
         prepare: Any = functools.partial(pk.attention_queries, eps=cfg.norm_eps)
-        args = _f32(*lead, cfg.num_heads, cfg.head_dim), angles
+        args = f32(*lead, cfg.num_heads, cfg.head_dim), angles
         yield Kernel(name=f"attention_queries {list(lead)}", function=prepare, args=args, rows=None, reads_only=True)
         for form in fp4.FORMATS if cfg is MODELS["flash"] else ():  # Pro's indexer is the same
             row = INDEXER_FORMATS[form].row(cfg.indexer_head_dim)
             prepare = functools.partial(pk.indexer_queries, key_row=row, key_format=form)
-            args = _f32(*lead, cfg.indexer_heads, cfg.indexer_head_dim), angles
+            args = f32(*lead, cfg.indexer_heads, cfg.indexer_head_dim), angles
             name = f"indexer_queries {form} {list(lead)}"
             yield Kernel(name=name, function=prepare, args=args, rows=None, reads_only=True)
 
@@ -328,13 +323,13 @@ def _products(cfg: d4.DSV4Config, kind: AttentionType, batch: int, tokens: int) 
         return Spec((cfg.ratio(kind), width), jnp.bfloat16) if width else None
 
     return pk.TokenProducts(
-        q_a_kv=_f32(*lead, cfg.q_lora_rank + cfg.head_dim),
-        compress=_f32(*lead, 2 * (entry + key) + heads) if entry else None,
+        q_a_kv=f32(*lead, cfg.q_lora_rank + cfg.head_dim),
+        compress=f32(*lead, 2 * (entry + key) + heads) if entry else None,
         q_norm=Spec((cfg.q_lora_rank,), jnp.bfloat16),
         kv_norm=Spec((cfg.head_dim,), jnp.bfloat16),
         entry_ape=ape(entry),
         key_ape=ape(key),
-        angles=_f32(*lead, cfg.rope_dim),
+        angles=f32(*lead, cfg.rope_dim),
         positions=_i32(*lead),
     )
 

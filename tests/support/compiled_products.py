@@ -38,7 +38,7 @@ def product_kernels(cfg: d4.DSV4Config, *, is_flash: bool) -> Iterator[Kernel]:
     yield from _multiplications_of_many(cfg, is_flash)
 
 
-def _f32(*shape: int) -> Any:
+def f32(*shape: int) -> Any:
     return Spec(shape, jnp.float32)
 
 
@@ -114,7 +114,7 @@ def _queries_in_products(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Kernel]
     """Yield the products of few rows that make queries."""
     shapes, form = _weights(cfg), pk.WeightForm(block=(128, 128))
     for rows in (1, 64):
-        angles = _f32(rows, cfg.rope_dim)
+        angles = f32(rows, cfg.rope_dim)
         convert: dict[str, Any] = {
             "q_b": functools.partial(pk.product_of_queries, form=form, eps=cfg.norm_eps),
         }
@@ -146,7 +146,7 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
         is_rounded = activations == "fp8"
         args = ManyInputs(
             x=Spec((rows, groups * inputs), jnp.uint8 if is_rounded else jnp.bfloat16),
-            x_scales=_f32(groups * inputs // 128, -(-rows // 128) * 128) if is_rounded else None,
+            x_scales=f32(groups * inputs // 128, -(-rows // 128) * 128) if is_rounded else None,
             weight=Spec((outputs, inputs), jnp.uint8),
             scales=Spec((outputs // 128, inputs // 128), jnp.uint8),
         )
@@ -160,7 +160,7 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
             heads = Heads(dim=cfg.head_dim, eps=cfg.norm_eps)
             tiling = tiling_of_heads(rows, outputs, inputs, form, heads, HOPPER)
             function = functools.partial(launch_tiles, tiling, dtype=jnp.float16)
-            args = dataclasses.replace(args, angles=_f32(rows, cfg.rope_dim))
+            args = dataclasses.replace(args, angles=f32(rows, cfg.rope_dim))
             title = f"product_of_queries {name} {activations} [{rows}]"
             yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
         if is_rounded and name == "index_q_b":
@@ -169,7 +169,7 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
             tiling = tiling_of_key_heads(rows, outputs, inputs, form, KeyHeads(keys=keys), HOPPER)
             key_row = INDEXER_FORMATS[INDEXER_FORMAT].row(cfg.indexer_head_dim)
             function = functools.partial(launch_tiles, tiling, key_row=key_row)
-            args = dataclasses.replace(args, angles=_f32(rows, cfg.rope_dim))
+            args = dataclasses.replace(args, angles=f32(rows, cfg.rope_dim))
             title = f"product_of_indexer_queries {name} {activations} [{rows}]"
             yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
     x = Spec((all_rows[-1], cfg.hidden_size), jnp.bfloat16)
