@@ -35,7 +35,7 @@ from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import FLUSH_NAME, Times, flush_buffer, kernel_events, read_all, record
 from benchmarks.speculate import compile_all, decode, speculate, us_per_step
 from dsv4jax.layer.ops import PROJECTIONS
-from dsv4jax.weights.stored import ROUNDED
+from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 
@@ -65,7 +65,7 @@ class Form:
         return d4.init_attention_params(key, cfg, layer, dtype, weights=self.weights, activations=self.activations)
 
 
-FORMS = (*(Form(weights="stored", activations=each) for each in ROUNDED), Form(weights="wide"))
+FORMS = (*(Form(weights="stored", activations=each) for each in LAYER_ACTIVATIONS), Form(weights="wide"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -399,7 +399,7 @@ def main() -> None:
     parser.add_argument("--requests", default="1,8,64,256", help="of products and layers")
     parser.add_argument("--kinds", default="csa,hca", help="of layers")
     parser.add_argument("--weights", default="stored,wide")
-    parser.add_argument("--activations", default="bf16,fp8,fp8_all", help="of stored weights")
+    parser.add_argument("--activations", default=",".join(LAYER_ACTIVATIONS), help="of stored weights")
     parser.add_argument("--before", default="28672", help="tokens before a chunk")
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each program")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")

@@ -17,7 +17,7 @@ import numpy as np
 import dsv4jax as d4
 from benchmarks.kernels.timing import record
 from dsv4jax.model import ModelConfig, Sampling, generate, random_model
-from dsv4jax.weights.stored import ROUNDED
+from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 
 
 def config(layers: int, *, is_tiny: bool) -> ModelConfig:
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--drafts", default="0,2", help="per pass")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--max-new", type=int, default=64, help="tokens to add to each")
-    parser.add_argument("--activations", choices=ROUNDED, default="bf16", help="inputs of stored weights")
+    parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16", help="inputs of stored weights")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     options = parser.parse_args()

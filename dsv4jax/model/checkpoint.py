@@ -39,7 +39,7 @@ from dsv4jax.weights.load import NAMINGS, as_stored, as_wide, load_attention_par
 from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
-    ROUNDED,
+    LAYER_ACTIVATIONS,
     Stored,
     Weight,
     check_activations,
@@ -66,7 +66,7 @@ class Form:
         """Return the form that the arguments of ``load_model`` name. ValueError if they name none."""
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
-        check_activations("activations", activations, ROUNDED)
+        check_activations("activations", activations, LAYER_ACTIVATIONS)
         if dtype is not None:
             check_dtype("dtype", dtype, FLOATS)
         if weights != "stored":

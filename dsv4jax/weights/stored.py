@@ -26,7 +26,7 @@ from dsv4jax.checks import FLOATS, check_array
 CODES, SCALES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
 BLOCK = (128, 128)  # rows and columns per scale in DeepSeek's checkpoints
 ACTIVATIONS = ("bf16", "fp8")
-ROUNDED = (*ACTIVATIONS, "fp8_all")  # options of a layer: the input of no weight, of all but W_oa, or of all
+LAYER_ACTIVATIONS = (*ACTIVATIONS, "fp8_all")  # options of a layer: the input of no weight, of all but W_oa, or of all
 _SIDES = [8, 16, 32, 64, 128, 256, 512]  # of square blocks that shapes are tried for
 _PART = 1 << 18  # codes that are looked at together on the host
 LARGEST_SCALE = 7  # exponent: the kernel adds it to a code's own in bf16 and has no room for more
@@ -87,7 +87,7 @@ class Stored:
     """How the weights of a layer are stored as FP8; the options of ``weights="stored"``."""
 
     block: tuple[int, int] | None = None  # rows and columns per scale; None = as found, or 128 x 128
-    activations: str = "bf16"  # one of ROUNDED
+    activations: str = "bf16"  # one of LAYER_ACTIVATIONS
 
     def of(self, name: str) -> str:
         """The ``activations`` of one weight: those of W_oa are "fp8" for "fp8_all" alone.
@@ -105,7 +105,7 @@ class Stored:
         """
         if weights not in ("wide", "stored"):
             raise ValueError(f"weights must be 'wide' or 'stored', got {weights!r}")
-        check_activations("activations", activations, ROUNDED)
+        check_activations("activations", activations, LAYER_ACTIVATIONS)
         if block is not None:
             check_block("block", block)
         if weights == "stored":
