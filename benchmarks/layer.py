@@ -6,6 +6,8 @@
     step       wall time of a decode step of all layers of V4-Flash, and the bytes of their weights
     drafts     wall time of a draft of four tokens for each request, staged and committed, beside a decode step
     prefill    kernel time of a layer's chunk of 4096 tokens of one request, with 28K tokens (``--before``) before it
+    mixed      kernel time of a layer's batch of ragged chunks and decode rows, and of both in batches of their own;
+               and of a short chunk, padded to 4096 tokens and alone
 
 Kernel times are sums of CUPTI's, from programs of two sizes: the difference is what the layers between them add. Caches
 hold random bytes, in ``mxfp4`` and with online tails. Programs are timed undonated, so that a profile can repeat them;
@@ -39,7 +41,7 @@ from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 
-PARTS = ("products", "layers", "step", "drafts", "prefill")
+PARTS = ("products", "layers", "step", "drafts", "prefill", "mixed")
 RATIOS = {"swa": 0, "csa": 4, "hca": 128}
 LAYERS = 2, 4  # of the two programs whose difference is taken
 INPUT_NAME = "input_of_product"
@@ -47,6 +49,8 @@ ROOM = 1024  # tokens that a request can grow by
 DRAFT = 4
 IN_A_ROW = 20  # steps that are timed together, so that what the host does first counts little
 CHUNK = 4096  # tokens of a prompt's chunk
+MIXED = 1024, 768, 600, 257, 1, 1, 1, 1  # new tokens of the requests of a mixed batch
+SHORT = 1000  # tokens of a chunk that is padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -384,12 +388,38 @@ def time_prefill(bench: Bench) -> None:
             print(f"        {us:8.2f} us {name[:100]}")
 
 
+def time_mixed(bench: Bench) -> None:
+    smaller = 64 if bench.is_tiny else 1
+    counts, short, padded = tuple(-(-n // smaller) for n in MIXED), SHORT // smaller, CHUNK // smaller
+    chunks, rows = tuple(n for n in counts if n > 1), (1,) * counts.count(1)
+    batches = {"mixed": counts, "its chunks": chunks, "its rows": rows, "padded": (short,), "alone": (short,)}
+    for form, kind in itertools.product(bench.forms, bench.kinds):
+        cfg = bench.with_layers([RATIOS[kind]])
+        params = [form.params(cfg, 0, bench.dtype)]
+        for name, count in batches.items():
+            tokens, before = padded if name == "padded" else max(count), bench.context(len(count))
+            x, slots, _ = bench.batch(cfg, len(count), tokens)
+            given = params, x, long_cache(bench.plan(cfg, len(count)), before), slots, jnp.asarray(count, jnp.int32)
+            program = jax.jit(forward).lower(*given).compile()
+            events = [events_of(program, *given) for _ in range(bench.rounds)]
+            times, by_kernel = Times.of([total(each) for each in events]), difference([[]], events)
+            bench.note(
+                f"{name} {'+'.join(map(str, count))} of {tokens} {kind} after {before} {form.name}",
+                f"{times.median:8.1f} us [{times.low:.1f}, {times.high:.1f}]",
+                us=dataclasses.asdict(times),
+                by_kernel={kernel: round(us, 2) for kernel, us in by_kernel.items()},
+            )
+            for kernel, us in sorted(by_kernel.items(), key=lambda item: -item[1])[:12]:
+                print(f"        {us:8.2f} us {kernel[:100]}")
+
+
 RUN = {
     "products": time_products,
     "layers": time_layers,
     "step": time_steps,
     "drafts": time_drafts,
     "prefill": time_prefill,
+    "mixed": time_mixed,
 }
 
 

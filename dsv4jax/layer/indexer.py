@@ -66,7 +66,7 @@ def project_queries(
             return queries
     # The barrier keeps this product separate from that of the main queries. XLA would otherwise concatenate the weights
     # of both, 84 MB, in every step.
-    product = projections.linear(lax.optimization_barrier(q_latent), q_b)
+    product = projections.linear(lax.optimization_barrier(q_latent), q_b, needed=positions >= 0)
     q = product.reshape(*q_latent.shape[:2], cfg.indexer_heads, cfg.indexer_head_dim)
     return scores.queries(q, positions, freqs, plan)
 

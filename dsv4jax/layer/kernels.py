@@ -110,11 +110,19 @@ class ProjectionsKernels(_Kernels):
             rows=0 if compress is None else compress.shape[0],
         )
 
-    def linear(self, x: Any, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> Any:
+    def linear(
+        self,
+        x: Any,
+        weight: Weight,
+        dtype: Any = jnp.float32,
+        groups: int = 1,
+        needed: jax.Array | None = None,
+    ) -> Any:
+        options: dict[str, Any] = {"dtype": dtype, "needed": _rows(needed), "simulate": self.simulate}
         if isinstance(x, pk.RoundedRows):
             assert isinstance(weight, StoredWeight)
             codes, scales = self.without_derivative(PROJECTIONS, (weight.codes, weight.scales))
-            return pk.product(x, codes, scales, _form(weight, groups), dtype=dtype, simulate=self.simulate)
+            return pk.product(x, codes, scales, _form(weight, groups), **options)
         outputs, inputs = weight.shape
         rows = x.size // (groups * inputs)
         if isinstance(weight, StoredWeight):
@@ -126,7 +134,7 @@ class ProjectionsKernels(_Kernels):
         if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
         x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
-        product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, dtype=dtype, simulate=self.simulate)
+        product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, **options)
         return product.reshape(*x.shape[:-1], outputs // groups)
 
     def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
@@ -161,6 +169,7 @@ class ProjectionsKernels(_Kernels):
             form,
             packed_angles(positions, freqs).reshape(rows, -1),
             eps=plan.cfg.norm_eps,
+            needed=_rows(positions >= 0),
             simulate=self.simulate,
         )
         return queries.reshape(*positions.shape, -1, dims[0])
@@ -182,6 +191,7 @@ class ProjectionsKernels(_Kernels):
             form,
             packed_angles(positions, freqs).reshape(rows, -1),
             plan.keys.row(dims[0]),
+            needed=_rows(positions >= 0),
             simulate=self.simulate,
             **formats,
         )
@@ -224,6 +234,11 @@ class ProjectionsKernels(_Kernels):
 
         rows = TokenRows(kv=parts.kv, entry=normed(parts.entry, entry), key=normed(parts.key, key))
         return TokenParts(latent=parts.latent, rows=rows, encoded=parts.stored, head_weights=parts.head_weights)
+
+
+def _rows(needed: jax.Array | None) -> jax.Array | None:
+    """Return which rows of a product are needed, of tokens [B, T]. None in decode, where there is little padding."""
+    return None if needed is None or needed.shape[1] == 1 else needed.reshape(-1)
 
 
 def _form(weight: StoredWeight, groups: int = 1) -> pk.WeightForm:
@@ -405,7 +420,7 @@ class DecodeAttentionKernels(_Kernels):
 
     # A chunk of 4096 tokens is one tile at V4-Flash's sizes. Several tiles read the heads' weights again, and their
     # slices and results are copied.
-    tile_bytes = 768 << 20
+    tile_bytes = 1 << 30
     gathers_picks = False
     rounds_queries = True
     rounds_output = True

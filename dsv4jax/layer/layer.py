@@ -232,7 +232,10 @@ def _run_layer(
     """Run a layer whose arguments are checked. ``options.backend`` names a backend for every op that the kind uses."""
     plan, backends = plan_of_heads(cache.plan, options.model_axis), _named(options.backend)
     batch, given_tokens, _ = x.shape
-    tile = min(given_tokens, query_tile(plan, kind, batch, backends))
+    projections = PROJECTIONS[_of(backends.projections)]
+    # Products of many rounded rows make queries of their sums themselves.
+    keeps_sums = not projections.takes_rounded(params.q_b, batch * given_tokens)
+    tile = min(given_tokens, query_tile(plan, kind, batch, backends, keeps_sums=keeps_sums))
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
     num_tokens = x.shape[1]
 
@@ -240,7 +243,6 @@ def _run_layer(
     call = dataclasses.replace(call, plan=plan)
     positions = call.positions(num_tokens)
     real = positions >= 0
-    projections = PROJECTIONS[_of(backends.projections)]
     if isinstance(projections, Anywhere):  # NaN in padding would reach derivatives; a kernel has none, and drops it
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
 
@@ -271,7 +273,7 @@ def _run_layer(
     dtype = x.dtype if options.model_axis is None else jnp.float32
     if isinstance(grouped, jax.Array):
         grouped = grouped.astype(x.dtype)
-    y = projections.linear(grouped, params.o_b, dtype=dtype).reshape(x.shape)
+    y = projections.linear(grouped, params.o_b, dtype=dtype, needed=real).reshape(x.shape)
     if options.model_axis is not None:
         y = lax.psum(y, options.model_axis).astype(x.dtype)
     y = jnp.where(real[..., None], y, jnp.zeros((), x.dtype))[:, :given_tokens]
@@ -297,9 +299,10 @@ def _token_parts(
     """Multiply x by the weights that it feeds, and compute what the tokens contribute to the layer."""
     pair = None if params.compress is None else projections.linear_pair(x, params.compress, params.q_a_kv)
     if pair is None:
-        q_a_kv = projections.linear(x, params.q_a_kv)
+        multiply = functools.partial(projections.linear, needed=positions >= 0)
+        q_a_kv = multiply(x, params.q_a_kv)
         # The barrier keeps the products separate. XLA would otherwise concatenate the weights of both in every step.
-        compress = None if params.compress is None else projections.linear(lax.optimization_barrier(x), params.compress)
+        compress = None if params.compress is None else multiply(lax.optimization_barrier(x), params.compress)
     else:
         compress, q_a_kv = pair
     products = InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
@@ -342,11 +345,11 @@ def _attend_tile(
     plan, cfg = window.plan, window.plan.cfg
     latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
     projections, attends = PROJECTIONS[_of(backends.projections)], DECODE_ATTENTION[_of(backends.decode_attention)]
-    q = None
+    q, needed = None, positions >= 0
     if attends.rounds_queries:
         q = projections.queries(latent, params.q_b, positions, freqs, plan)
     if q is None:
-        q = projections.linear(latent, params.q_b).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
+        q = projections.linear(latent, params.q_b, needed=needed).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
         q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
     picks = None
     if entries is not None and params.index_q_b is not None:
@@ -363,18 +366,24 @@ def _attend_tile(
         groups = attends.attend(inputs, freqs, latent.dtype).reshape(*positions.shape, cfg.o_groups, -1)
         # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
         dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
-    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype)
+    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype, needed=needed)
     return projected.reshape(*positions.shape, -1) if isinstance(projected, jax.Array) else projected
 
 
-def query_tile(plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends) -> int:
-    """Return the tokens per query tile: the power of two that keeps temporaries within ``tile_bytes`` of attention."""
+def query_tile(
+    plan: CachePlan, kind: AttentionType, batch: int, backends: OpBackends, *, keeps_sums: bool = True
+) -> int:
+    """Return the tokens per query tile: the power of two that keeps temporaries within ``tile_bytes`` of attention.
+
+    ``keeps_sums`` says whether the product that queries are made of is in memory, in f32.
+    """
     cfg = plan.cfg
     batch = known_size(batch, plan.max_requests)  # rows name distinct slots
     attends = DECODE_ATTENTION[_of(backends.decode_attention)]
     numbers = cfg.num_heads * cfg.head_dim
     if attends.rounds_queries:
-        per_token = (2 + 4) * numbers  # queries in f16 beside their product in f32, and later the result in bf16
+        # Queries in f16 beside their product in f32, and later the result in bf16.
+        per_token = (2 + 4 if keeps_sums else 2 + 2) * numbers
     else:
         per_token = 4 * 3 * numbers  # queries, running sum, output
         if kind.is_indexed:

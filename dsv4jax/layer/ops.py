@@ -47,12 +47,20 @@ class TokenParts:
 class Projections(Implementation, Protocol):
     """Products with a layer's weights, and what follows from those of its input."""
 
-    def linear(self, x: Any, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> Any:
+    def linear(
+        self,
+        x: Any,
+        weight: Weight,
+        dtype: Any = jnp.float32,
+        groups: int = 1,
+        needed: jax.Array | None = None,
+    ) -> Any:
         """Multiply x [..., in] by weight [out, in]: dtype [..., out], with sums in f32.
 
         With ``groups``, x is [..., groups, in], the rows of the weight are divided over the groups in order, and the
         result is [..., groups, out / groups]. x is f32 or bf16. A product of bf16 by bf16 or FP8 runs on the tensor
-        cores. Anything else is computed in full f32.
+        cores. Anything else is computed in full f32. Of x [B, T, ...], ``needed`` [B, T] says which tokens' results
+        anyone reads; those of the others may be anything, NaN too.
 
         Where ``takes_rounded`` says so, x may also be rows that are rounded already, [M, groups * in], of which the
         result is [M, out]. With dtype float8_e4m3fn that is rounded rows, too. Only this and ``DecodeAttention.attend``

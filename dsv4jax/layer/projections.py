@@ -33,7 +33,14 @@ from dsv4jax.weights.stored import StoredWeight, Weight
 class XLAProjections(Anywhere):
     """Products in plain JAX."""
 
-    def linear(self, x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1) -> jax.Array:
+    def linear(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        dtype: Any = jnp.float32,
+        groups: int = 1,
+        needed: jax.Array | None = None,
+    ) -> jax.Array:
         if isinstance(weight, StoredWeight):
             lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
             product = stored_product(x.reshape(math.prod(lead), groups, x.shape[-1]), weight, groups).astype(dtype)

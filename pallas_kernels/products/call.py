@@ -26,7 +26,7 @@ from pallas_kernels.products import keys, many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
-from pallas_kernels.products.many import ManyInputs
+from pallas_kernels.products.many import ManyInputs, needed_tiles
 from pallas_kernels.products.pair import fastest_pair, launch_pair
 from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
 from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
@@ -84,6 +84,7 @@ def product(
     form: WeightForm,
     *,
     dtype: Any = jnp.float32,
+    needed: jax.Array | None = None,
     simulate: bool = False,
 ) -> Any:
     """Multiply rows of x by a weight [groups * outputs, inputs].
@@ -96,6 +97,8 @@ def product(
       form: of the weight.
       dtype: of the result: f32, bf16, or float8_e4m3fn for bf16 that is then rounded (``rounding``). Rounding is a
         launch of its own where the weight's activations are bf16, up to 64 rows, and where blocks share a tile.
+      needed: bool [M], rows whose product anyone reads; None for all. Products of others may be anything, NaN too: of
+        many rows, tiles without a needed row are left out.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -106,6 +109,7 @@ def product(
       AssertionError: (chex) a shape or dtype is wrong.
     """
     inputs = _checked(x, weight, scales, form)
+    _check_needed(needed, x)
     if (reason := unsupported_product(weight.shape, form)) is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
     (rows, _), (outputs, width_of_group) = x.shape, weight.shape
@@ -116,7 +120,7 @@ def product(
         launch_rows = functools.partial(launch_product, fastest_layout(rows, weight.shape, form, gpu), inputs)
     else:
         tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
-        launch_rows = functools.partial(launch_many, tiling, inputs)
+        launch_rows = functools.partial(launch_many, tiling, inputs, needed=needed)
         if dtype == jnp.float8_e4m3fn and tiling.is_rounded and tiling.parts == 1:
             return launch_rows(dtype, simulate=simulate)
     if dtype == jnp.float8_e4m3fn:
@@ -206,6 +210,12 @@ def _checked(
     return ProductInputs(x=x, weight=weight, scales=scales)
 
 
+def _check_needed(needed: jax.Array | None, x: jax.Array | RoundedRows) -> None:
+    if needed is not None:
+        chex.assert_shape(needed, x.shape[:1])
+        chex.assert_type(needed, bool)
+
+
 def _checked_for_queries(
     x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm, angles: jax.Array
 ) -> ProductInputs:
@@ -282,6 +292,7 @@ def product_of_queries(
     angles: jax.Array,
     *,
     eps: float,
+    needed: jax.Array | None = None,
     simulate: bool = False,
 ) -> jax.Array:
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``attention_queries`` does.
@@ -291,6 +302,7 @@ def product_of_queries(
       angles: f32 [M, rope_dim], cosines and then sines of the angles by which the last channels of each head are
         rotated.
       eps: of the norm.
+      needed: as for ``product``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -301,6 +313,7 @@ def product_of_queries(
       AssertionError: (chex) a shape or dtype is wrong.
     """
     inputs = _checked_for_queries(x, weight, scales, form, angles)
+    _check_needed(needed, x)
     reason = unsupported_product_of_queries(weight.shape, form, len(x), HEAD_DIM, angles.shape[1])
     if reason is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
@@ -312,7 +325,7 @@ def product_of_queries(
         queries = launch_few(layout, inputs, state, simulate=simulate)
     else:
         tiling = tiling_of_heads(len(x), *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
-        queries = launch_many(tiling, inputs, jnp.float16, simulate=simulate)
+        queries = launch_many(tiling, inputs, jnp.float16, needed=needed, simulate=simulate)
     return queries.reshape(len(x), -1, HEAD_DIM)
 
 
@@ -325,6 +338,7 @@ def product_of_indexer_queries(
     key_row: Any,
     *,
     key_format: str,
+    needed: jax.Array | None = None,
     simulate: bool = False,
 ) -> Any:
     """Multiply rows of x by a weight whose outputs are heads, and convert them as ``indexer_queries`` does.
@@ -334,6 +348,7 @@ def product_of_indexer_queries(
       angles: f32 [M, rope_dim], as for ``indexer_queries``.
       key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
       key_format: a 4-bit format.
+      needed: as for ``product``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -344,6 +359,7 @@ def product_of_indexer_queries(
       AssertionError: (chex) a shape or dtype is wrong.
     """
     inputs = _checked_for_queries(x, weight, scales, form, angles)
+    _check_needed(needed, x)
     key_dim = 2 * key_row.codes.shape[0]  # two codes in a byte
     asked = weight.shape, form, len(x), key_dim, angles.shape[1], key_format
     if (reason := unsupported_product_of_indexer_queries(*asked)) is not None:
@@ -358,7 +374,7 @@ def product_of_indexer_queries(
         queries = launch_few(layout, inputs, state, simulate=simulate)
     else:
         tiling = tiling_of_key_heads(len(x), *weight.shape, form, KeyHeads(keys=of_format), gpu)
-        queries = launch_many(tiling, inputs, key_row=key_row, simulate=simulate)
+        queries = launch_many(tiling, inputs, key_row=key_row, needed=needed, simulate=simulate)
     return jax.tree.map(lambda leaf, row: leaf.reshape(len(x), -1, *row.shape), queries, key_row)
 
 
@@ -423,18 +439,26 @@ def launch_many(
     dtype: Any = None,
     key_row: Any = None,
     *,
+    needed: jax.Array | None = None,
     simulate: bool = False,
 ) -> Any:
     """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it.
 
     ``key_row``, in place of a dtype, is for queries of the indexer: a pytree ``codes scale`` of
-    ``jax.ShapeDtypeStruct``, one encoded row.
+    ``jax.ShapeDtypeStruct``, one encoded row. ``needed`` are rows, as for ``product``.
     """
     x, of_x = inputs.x, None
     if tiling.is_rounded:
         rounded = x if isinstance(x, RoundedRows) else round_rows(x, simulate=simulate)
         x, of_x = rounded.codes, rounded.scales
-    many = ManyInputs(x=x, x_scales=of_x, weight=inputs.weight, scales=inputs.scales, angles=inputs.angles)
+    many = ManyInputs(
+        x=x,
+        x_scales=of_x,
+        weight=inputs.weight,
+        scales=inputs.scales,
+        angles=inputs.angles,
+        needed=None if tiling.parts > 1 else needed_tiles(needed, tiling.tile_rows, tiling.output_tiles),
+    )
     return launch_tiles(tiling, many, dtype, key_row, simulate=simulate)
 
 

@@ -1,4 +1,8 @@
-"""What products of many rows share on Hopper: a block's turns, its stages, its roles, and adding sums of a cluster."""
+"""What products of many rows share on Hopper: a block's turns, its stages, its roles, and adding sums of a cluster.
+
+The chunks of a batch are padded to the longest one, and a prompt's last chunk to the length of the others. Tiles whose
+rows are all padding are not computed (``needed_tiles``), and blocks divide the others among them.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Condition, Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores
 from pallas_kernels.products.tiling import LANES, LOADERS, WARPGROUPS, Place, Tiling
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
+_HEADER = 2  # numbers before the tiles, in what ``needed_tiles`` returns
+_SHIFT = 22
+_LEAST_TILES = 4  # of rows: finding those that are needed takes as long as can be saved with fewer
 
 
 @jax.tree_util.register_dataclass
@@ -28,25 +37,89 @@ class ManyInputs:
     weight: Any  # uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block]
     angles: Any = None  # f32 [M, rope_dim], cosines and then sines, for queries
+    needed: Any = None  # what ``needed_tiles`` returns
+
+
+def needed_tiles(needed: jax.Array | None, tile_rows: int, tiles_of_outputs: int) -> jax.Array | None:
+    """Return which tiles of rows are needed, as ``NeededTiles`` reads them.
+
+    Args:
+      needed: bool [M], or None for all rows.
+      tile_rows: rows of a tile.
+      tiles_of_outputs: tiles that each tile of rows has.
+
+    Returns:
+      int32 [2 + tiles of rows]: how many are needed, what to divide by that with, and the tiles, those that are needed
+      first. None where all are to be computed, because there are few, or too many to divide like that.
+    """
+    if needed is None:
+        return None
+    tiles = -(-needed.size // tile_rows)
+    divides = tiles_of_outputs < 1 << 32 - _SHIFT and tiles_of_outputs * tiles**2 < 1 << _SHIFT
+    if tiles < _LEAST_TILES or not divides:
+        return None
+    is_needed = jnp.pad(needed, (0, tiles * tile_rows - needed.size)).reshape(tiles, tile_rows).any(axis=1)
+    count, numbers = is_needed.sum(dtype=jnp.int32), jnp.arange(tiles, dtype=jnp.int32)
+    first = jnp.sort(jnp.where(is_needed, numbers, numbers + tiles)) % tiles
+    return jnp.concatenate([jnp.stack([count, (1 << _SHIFT) // jnp.maximum(count, 1) + 1]), first])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NeededTiles:
+    """The tiles of rows that are needed, in a kernel."""
+
+    array: Buffer  # what ``needed_tiles`` returns
+    kept: tuple[Value, Value] | None  # how many there are, and what to divide by that with; None: loaded for each use
+
+    @classmethod
+    def of(cls, array: Buffer, *, keeps: bool) -> NeededTiles:
+        return cls(array, (array.load_int(0), array.load_int(1)) if keeps else None)
+
+    @property
+    def count(self) -> Value:
+        return self.array.load_int(0) if self.kept is None else self.kept[0]
+
+    def divide(self, number: Value) -> Value:
+        """Return number // count, for numbers of tiles.
+
+        With inverse = 2^22 // count + 1, number inverse / 2^22 is above number / count by at most number / 2^22. That
+        is less than 1 / count, the least by which number / count is below the next whole number. And number inverse is
+        below 2^32, since it is at most tiles_of_outputs 2^22 + number.
+        """
+        inverse = self.array.load_int(1) if self.kept is None else self.kept[1]
+        return number * inverse >> _SHIFT
+
+    def tile(self, number: Value, quotient: Value) -> Value:
+        """Return the tile of rows that is number % count among those that are needed."""
+        return self.array.load_int(number - quotient * self.count + _HEADER)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turns:
-    """The tiles of a block: every ``blocks``-th, from the block's own number on."""
+    """The tiles of a block: every ``blocks``-th from the block's number on. Tiles of the same outputs are adjacent."""
 
     machine: TensorCores
     tiling: Tiling
     part: Value  # of the inputs
+    needed: NeededTiles | None  # None: all
 
     @classmethod
-    def of(cls, machine: TensorCores, tiling: Tiling) -> Turns:
+    def of(cls, machine: TensorCores, tiling: Tiling, needed: Buffer | None, *, keeps: bool = True) -> Turns:
+        """The tiles of this block. ``keeps`` says whether registers are free to keep what ``needed`` says."""
         part = machine.rank if tiling.parts > 1 else machine.constant(0, "i32")
-        return cls(machine=machine, tiling=tiling, part=part)
+        of_rows = None if needed is None else NeededTiles.of(needed, keeps=keeps)
+        return cls(machine=machine, tiling=tiling, part=part, needed=of_rows)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether every block has exactly one."""
+        return self.needed is None and self.tiling.tiles <= self.tiling.blocks
 
     @property
     def count(self) -> Value:
         tiling = self.tiling
-        return (self.machine.block(0) * -1 + (tiling.tiles - 1)) // tiling.blocks + 1
+        tiles = tiling.tiles if self.needed is None else self.needed.count * tiling.output_tiles
+        return (self.machine.block(0) * -1 + (tiling.blocks - 1) + tiles) // tiling.blocks
 
     @property
     def total(self) -> Value:
@@ -54,7 +127,19 @@ class Turns:
         return self.count * self.tiling.chunks
 
     def place(self, turn: Value) -> Place:
-        return self.tiling.place(turn * self.tiling.blocks + self.machine.block(0), self.machine.rank)
+        number = turn * self.tiling.blocks + self.machine.block(0)
+        of_outputs = number // self.tiling.row_tiles if self.needed is None else self.needed.divide(number)
+        return self.tiling.place(number, of_outputs, self.machine.rank)
+
+    def exists(self, place: Place) -> Value:
+        """Return whether this is a tile, and not the place past a block's last one."""
+        return place.output < self.tiling.form.groups * self.tiling.outputs
+
+    def row(self, place: Place) -> Value:
+        """Return the first row of x of a tile."""
+        if self.needed is None:
+            return place.number % self.tiling.row_tiles * self.tiling.tile_rows
+        return self.needed.tile(place.number, place.of_outputs) * self.tiling.tile_rows
 
     def chunk(self, number: Value) -> tuple[Place, Value]:
         """Return the tile of a chunk, by its number among those of all tiles, and its first input."""
@@ -185,10 +270,10 @@ def for_each_tile(
 
     def multiply() -> None:
         start = machine.constant(0, "i32")
-        if tiling.tiles > tiling.blocks:
-            machine.loop(turns.count, one, scales(start))
-        else:
+        if turns.is_one:
             one(start, scales(start))
+        else:
+            machine.loop(turns.count, one, scales(start))
 
     def load() -> None:
         with machine.when(machine.thread % WARPGROUP < WARP):

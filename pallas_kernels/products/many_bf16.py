@@ -37,7 +37,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         (tiling.stages, OUTPUTS, CHUNK_CODES),
         "u8",
     )
-    turns = Turns.of(machine, tiling)
+    turns = Turns.of(machine, tiling, inputs.needed)
     assert isinstance(x.offset, int)
     arena = x.offset
 
@@ -45,7 +45,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         place, first = turns.chunk(chunk)
         of_x = TileCopy(
             source=inputs.x,
-            row=place.row,
+            row=turns.row(place),
             column=place.x + first,
             to=x.copy(stage).offset,
             rows=tiling.tile_rows,
@@ -75,7 +75,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
     def scales_of(chunk: Value) -> list[Value]:
         """Load the bytes of a chunk's scales for this warp's 16 outputs."""
         place, first = turns.chunk(chunk)
-        of_row, there = (place.output + first_row) // block[0], chunk < turns.total
+        of_row, there = (place.output + first_row) // block[0], turns.exists(place)
         return [
             inputs.scales.load_bytes(of_row, (first + half * _HALF_INPUTS) // block[1], count=1, where=there)
             for half in range(scaled_halves)
@@ -137,7 +137,7 @@ def _store(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: lis
     output = place.output + warp_rows(machine)
     rows = tiling.rows
     is_whole = rows % tiling.tile_rows == 0
-    column = lane % 4 * 2 + place.row + first * 8
+    column = lane % 4 * 2 + turns.row(place) + first * 8
     if out.dtype.itemsize == 4:
         for n, value in enumerate(sums):
             row = column + (n // 4 * 8 + n % 2)

@@ -37,15 +37,17 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
         (tiling.stages, tiling.tile_rows),
         "f32",
     )
-    turns = Turns.of(machine, tiling)
+    is_f32 = isinstance(out, Buffer) and out.dtype.itemsize == 4
+    turns = Turns.of(machine, tiling, inputs.needed, keeps=not is_f32)
     assert isinstance(x.offset, int)
     arena, parts = x.offset, tiling.tile_outputs // OUTPUTS
 
     def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
         place, first = turns.chunk(chunk)
+        x_row = turns.row(place)
         of_x = TileCopy(
             source=inputs.x,
-            row=place.row,
+            row=x_row,
             column=place.x + first,
             to=x.copy(stage).offset,
             rows=tiling.tile_rows,
@@ -54,7 +56,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
         of_scales = TileCopy(
             source=inputs.x_scales,
             row=(place.x + first) // tiling.chunk,
-            column=place.row,
+            column=x_row,
             to=x_scales.address_of(stage, 0),
             rows=1,
             row_bytes=tiling.tile_rows * 4,
@@ -79,7 +81,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
         place, first = turns.chunk(chunk)
         return [
             inputs.scales.load_bytes(
-                (place.output + part * OUTPUTS) // block[0], first // block[1], count=1, where=chunk < turns.total
+                (place.output + part * OUTPUTS) // block[0], first // block[1], count=1, where=turns.exists(place)
             )
             for part in range(parts)
         ]
@@ -191,10 +193,11 @@ def _rows(turns: Turns, place: Place) -> list[tuple[Value, Value, Condition]]:
     """Return a lane's two rows: their numbers in the tile and in x, and whether they exist."""
     machine, tiling = turns.machine, turns.tiling
     row = product_row(machine) + machine.thread // WARPGROUP * _ROWS
-    if tiling.heads is not None or tiling.key_heads is not None:
+    if tiling.heads is not None or tiling.key_heads is not None or turns.needed is not None:
         row = machine.hold(row)  # no register is free to keep what follows from it from tile to tile
     is_whole = tiling.rows % tiling.tile_rows == 0
-    rows = [(at, at + place.row) for at in (row, row + 8)]
+    first = turns.row(place)
+    rows = [(at, at + first) for at in (row, row + 8)]
     return [(in_tile, at, True if is_whole else at < tiling.rows) for in_tile, at in rows]
 
 

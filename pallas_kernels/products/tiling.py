@@ -72,9 +72,14 @@ class Tiling:
         return 1 if self.heads is None else self.heads.dim // self.tile_outputs
 
     @property
+    def output_tiles(self) -> int:
+        """Tiles, or groups of neighbours, of the same rows."""
+        return self.form.groups * self.outputs // (self.tile_outputs * self.neighbours)
+
+    @property
     def tiles(self) -> int:
         """Tiles, or groups of neighbours."""
-        return self.row_tiles * (self.form.groups * self.outputs // (self.tile_outputs * self.neighbours))
+        return self.row_tiles * self.output_tiles
 
     @property
     def cluster(self) -> int:
@@ -122,13 +127,13 @@ class Tiling:
         stages = next(n for n in range(_MOST_STAGES, 0, -1) if n == _LEAST_STAGES or self._shared(n) <= room)
         return dataclasses.replace(self, stages=stages)
 
-    def place(self, number: Value, rank: Value) -> Place:
-        """Return where a tile is, by its number and the block's rank. Tiles of the same outputs are adjacent."""
-        outputs, of_outputs = self.tile_outputs * self.neighbours, number // self.row_tiles
+    def place(self, number: Value, of_outputs: Value, rank: Value) -> Place:
+        """Return where a tile is, by its number, that of its outputs, and the block's rank."""
+        outputs = self.tile_outputs * self.neighbours
         output, group = of_outputs * outputs, of_outputs // (self.outputs // outputs)
         if self.neighbours > 1:
             output = rank * self.tile_outputs + output
-        return Place(row=number % self.row_tiles * self.tile_rows, output=output, x=group * self.inputs)
+        return Place(number=number, of_outputs=of_outputs, output=output, x=group * self.inputs)
 
     def cost(self) -> float:
         """Return about how many cycles of a multiprocessor the product takes, by times of V4-Flash's shapes on an H200.
@@ -150,7 +155,8 @@ _START = 3000  # cycles before the first product
 class Place:
     """Where a tile is."""
 
-    row: Value  # first row of x
+    number: Value
+    of_outputs: Value  # its number among tiles of the same rows
     output: Value  # first output, of all groups
     x: Value  # first input of its group, in a row of x
 

@@ -58,7 +58,7 @@ def test_every_update_is_in_place_compiled_for(target):
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
     """Its tiles run in a loop that reads window and pool; the window is written after it."""
-    monkeypatch.setattr(layer, "query_tile", lambda *_: 8)
+    monkeypatch.setattr(layer, "query_tile", lambda *_, **__: 8)
     cfg = dataclasses.replace(in_place.CFG, compress_ratios=(4, 4))
     check("chunk in tiles", in_place.forward(tokens=36, cfg=cfg)(compile_here))
 

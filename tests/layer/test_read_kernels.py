@@ -141,7 +141,7 @@ def test_a_chunk_in_tiles_of_queries_is_one_chunk(monkeypatch):
     """A tile of queries reads the fresh rows of earlier tiles."""
     case = SMALL, HCA, 3, TRAINED
     want = run(*case, "xla")
-    monkeypatch.setattr(layer, "query_tile", lambda *_: 1)
+    monkeypatch.setattr(layer, "query_tile", lambda *_, **__: 1)
     # A mix that no other test has traced with the usual tiles.
     mix = d4.OpBackends(cache_update="xla", decode_attention="pallas_simulated")
     assert_alike(run(*case, mix), want)

@@ -45,21 +45,22 @@ def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, mon
 
 
 @pytest.mark.parametrize(
-    ("kind", "context", "batch", "tokens"),
+    ("kind", "context", "batch", "keeps_sums", "tokens"),
     [
-        ("csa", 32768, 1, 4096),
-        ("hca", 1 << 20, 1, 4096),
-        ("swa", 1 << 20, 1, 4096),
-        ("csa", 1 << 20, 1, 4096),
-        ("csa", 32768, 8, 512),
-        ("csa", 32768, 256, 16),
+        ("csa", 32768, 1, True, 4096),
+        ("hca", 1 << 20, 1, True, 4096),
+        ("swa", 1 << 20, 1, True, 4096),
+        ("csa", 1 << 20, 1, True, 4096),
+        ("csa", 32768, 8, True, 512),
+        ("csa", 32768, 8, False, 1024),
+        ("csa", 32768, 256, True, 16),
     ],
 )
-def test_a_chunk_of_4096_tokens_is_one_tile_of_the_kernels(kind, context, batch, tokens):
-    """And a draft of a few tokens for many requests is one, too. All of a tile's temporaries take below 1 GiB."""
+def test_a_chunk_of_4096_tokens_is_one_tile_of_the_kernels(kind, context, batch, keeps_sums, tokens):
+    """And a draft of a few tokens for many requests is one, too."""
     plan = d4.plan_cache(d4.DSV4Config.flash(), max_requests=256, max_context=context)
     backends = d4.OpBackends(decode_attention="pallas_simulated")
-    assert layer.query_tile(plan, d4.AttentionType(kind), batch, backends) == tokens
+    assert layer.query_tile(plan, d4.AttentionType(kind), batch, backends, keeps_sums=keeps_sums) == tokens
     assert layer.query_tile(plan, d4.AttentionType(kind), batch, d4.OpBackends(decode_attention="xla")) < tokens
 
 

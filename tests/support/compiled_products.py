@@ -19,8 +19,8 @@ from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.call import launch_tiles
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
-from pallas_kernels.products.many import ManyInputs
-from pallas_kernels.products.tiling import fastest_tiling, tiling_of_heads, tiling_of_key_heads
+from pallas_kernels.products.many import ManyInputs, needed_tiles
+from pallas_kernels.products.tiling import Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.rounding import round_rows
 from pallas_kernels.scores import fp4
 from tests.support.kernel_report import Kernel
@@ -149,6 +149,7 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
             x_scales=f32(groups * inputs // 128, -(-rows // 128) * 128) if is_rounded else None,
             weight=Spec((outputs, inputs), jnp.uint8),
             scales=Spec((outputs // 128, inputs // 128), jnp.uint8),
+            needed=_needed(tiling),
         )
         title = f"product_of_many {name} {activations} [{rows}]"
         yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
@@ -160,7 +161,7 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
             heads = Heads(dim=cfg.head_dim, eps=cfg.norm_eps)
             tiling = tiling_of_heads(rows, outputs, inputs, form, heads, HOPPER)
             function = functools.partial(launch_tiles, tiling, dtype=jnp.float16)
-            args = dataclasses.replace(args, angles=f32(rows, cfg.rope_dim))
+            args = dataclasses.replace(args, angles=f32(rows, cfg.rope_dim), needed=_needed(tiling))
             title = f"product_of_queries {name} {activations} [{rows}]"
             yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
         if is_rounded and name == "index_q_b":
@@ -169,8 +170,16 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
             tiling = tiling_of_key_heads(rows, outputs, inputs, form, KeyHeads(keys=keys), HOPPER)
             key_row = INDEXER_FORMATS[INDEXER_FORMAT].row(cfg.indexer_head_dim)
             function = functools.partial(launch_tiles, tiling, key_row=key_row)
-            args = dataclasses.replace(args, angles=f32(rows, cfg.rope_dim))
+            args = dataclasses.replace(args, angles=f32(rows, cfg.rope_dim), needed=_needed(tiling))
             title = f"product_of_indexer_queries {name} {activations} [{rows}]"
             yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
     x = Spec((all_rows[-1], cfg.hidden_size), jnp.bfloat16)
     yield Kernel(name="round_rows", function=round_rows, args=(x,), rows=None, reads_only=True)
+
+
+def _needed(tiling: Tiling) -> Any:
+    """Return which tiles of rows are needed, where a chunk's product leaves out those of padding."""
+    if tiling.parts > 1:
+        return None
+    find = functools.partial(needed_tiles, tile_rows=tiling.tile_rows, tiles_of_outputs=tiling.output_tiles)
+    return jax.eval_shape(find, Spec((tiling.rows,), jnp.bool_))
