@@ -267,7 +267,7 @@ def stored_layers(results: Results) -> str:
         rows.append(
             (
                 f"{KINDS[kind]}, {requests(int(batch[1:]))}, {int(context):,} tokens each{rounded}",
-                number(line["us"]["median"]) + (EARLIER if "run" in line else ""),
+                _median(line),
                 spread(line["us"]),
                 f"{line['launches']:g}",
                 number(_part(line, CHUNK_PARTS["products, with rounding and widening"])),
@@ -290,6 +290,15 @@ def wide_layers(results: Results) -> str:
     head = "layer | us in kernels | products | weights laid side by side | this library's kernels | other XLA kernels"
     return table(head, rows)
 
+
+# What a batch is, as tables and cases call it.
+PADDING = {
+    "chunks and decode rows": "mixed",
+    "its chunks alone": "its chunks",
+    "its decode rows alone": "its rows",
+    "1,000 tokens padded to 4,096": "padded",
+    "1,000 tokens alone": "alone",
+}
 
 # What the kernels of a chunk are called: words, and the beginnings of their names.
 CHUNK_PARTS = {
@@ -324,21 +333,39 @@ def products(results: Results) -> str:
     return table("product | us for 1 row | 8 rows | 64 rows", rows)
 
 
+def _median(line: Line) -> str:
+    return number(line["us"]["median"]) + (EARLIER if "run" in line else "")
+
+
 def _with_spread(line: Line) -> str:
-    mark = EARLIER if "run" in line else ""
-    return f"{number(line['us']['median'])}{mark} ({spread(line['us'])})"
+    return f"{_median(line)} ({spread(line['us'])})"
 
 
 def prefill(results: Results) -> str:
     """A chunk of 4,096 tokens in a layer, part by part."""
     rows = []
-    for kind, form in itertools.product(("csa", "hca", "swa"), ACTIVATIONS):
-        line = results.case(f"chunk of 4096 {kind} after 28672 stored {form}")
+    for before, kind, form in itertools.product(("28672", "126976"), ("csa", "hca", "swa"), ACTIVATIONS):
+        if before == "126976" and kind == "swa":
+            continue  # a window holds as many keys after any number of tokens
+        line = results.case(f"chunk of 4096 {kind} after {before} stored {form}")
         parts = [_part(line, names) for names in CHUNK_PARTS.values()]
         shares = (number(us) if us else "-" for us in parts)
-        name = f"{KINDS[kind]}, {ACTIVATIONS[form]}"
-        rows.append((name, number(line["us"]["median"]), spread(line["us"]), *shares, f"{line['launches']:g}"))
+        name = f"{KINDS[kind]}, {int(before) >> 10}K before, {ACTIVATIONS[form]}"
+        rows.append((name, _median(line), spread(line["us"]), *shares, f"{line['launches']:g}"))
     return table(" | ".join(["layer", "us", "range of the runs", *CHUNK_PARTS, "launches"]), rows)
+
+
+def padding(results: Results) -> str:
+    """Batches of ragged chunks and decode rows, and padded chunks, beside what they hold."""
+    found: dict[tuple[str, str], dict[str, Line]] = {}
+    for line in results.layers:
+        if matched := re.fullmatch(r"(mixed|its chunks|its rows|padded|alone) .* (csa|hca) .* (\w+)", line["case"]):
+            found.setdefault((matched[2], matched[3]), {})[matched[1]] = line
+    rows = [
+        (f"{KINDS[kind]}, {ACTIVATIONS[form]}", *(_median(lines[name]) for name in PADDING.values()))
+        for (kind, form), lines in found.items()
+    ]
+    return table(" | ".join(["us of a layer", *PADDING]), rows)
 
 
 def prefill_model(results: Results) -> str:
@@ -414,6 +441,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
             wide_layers,
             prefill,
             prefill_model,
+            padding,
             programs,
         ),
         public_cuda,
