@@ -20,8 +20,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import Buffer, add, fold
 from pallas_kernels.language.launch import MAX_WARPGROUPS, Grid, launch
-from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Machine, Value, negate, select
+from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.values import VECTOR, Value, negate, select
 
 MAX_ROWS = MAX_WARPGROUPS * WARPGROUP  # of a batch: a lane for each
 

@@ -24,8 +24,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from pallas_kernels.language.lanes import Buffer, Divisor, Row, Team, fold, maximum
-from pallas_kernels.language.machine import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 from pallas_kernels.rows import (
     amax_bits,
     bf16_to_f16,

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from pallas_kernels.formats import KV_FORMATS
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Machine, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
+from pallas_kernels.language.values import Condition, Value, select
 
 _WARPS = WARPGROUP // WARP
 

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import Body, launch
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Channels, Condition, Value
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Value
 from pallas_kernels.rows import hadamard, load_angles, rope, unit_norm
 
 ATTENTION_LANES, INDEXER_LANES = 32, 8  # number of lanes that hold a head's row

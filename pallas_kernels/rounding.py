@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import Buffer, Team, fold, maximum, quad_transposed
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import Condition, Index, Value
 from pallas_kernels.rows import from_ue8m0, power_of_two_scale
 
 GROUP = 128  # numbers of a row that share a scale

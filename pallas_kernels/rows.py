@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
-from pallas_kernels.language.machine import VECTOR, Channels, Condition, Index, Value, negate, select
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, negate, select
 
 _INFINITY, _ONE, _SIX = 0x7F800000, 0x3F800000, 0x40C00000  # bits of f32
 _NAN, _SIGN = 0x7FFFFFFF, -(1 << 31)

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from pallas_kernels.formats import KV_FORMATS
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Machine, Step, Value, select
+from pallas_kernels.language.machine import WARPGROUP, Machine
+from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
 from pallas_kernels.rows import load_angles, norm, rope
 
 _FLOATS = (jnp.float32, jnp.bfloat16)

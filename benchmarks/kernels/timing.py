@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Machine, Value
+from pallas_kernels.language.machine import WARPGROUP, Machine
+from pallas_kernels.language.values import VECTOR, Value
 
 FLUSH_BYTES = 512 << 20  # read between two timed runs; far larger than the L2 of any card
 FLUSH_NAME = "read_through_l2"

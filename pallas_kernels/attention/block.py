@@ -19,9 +19,10 @@ from pallas_kernels.attention.keys import KEYS, STAGED_LOADS, KeyLoader, Query, 
 from pallas_kernels.attention.layout import AttentionLayout, Scratch
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.language.values import Index, Value, select
 
 HEADS = 64
 STAGES = 2  # one tile of keys is multiplied while the next is loaded

@@ -19,9 +19,10 @@ from pallas_kernels.attention.block import STAGES, Block, Memory
 from pallas_kernels.attention.inputs import HEAD_DIM
 from pallas_kernels.attention.keys import KEYS, Query
 from pallas_kernels.attention.wide import WideRows
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, negate, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import ATOM_BYTES, UNIT, Tile, TileCopy
+from pallas_kernels.language.values import Index, Value, negate, select
 
 PARTS = 2  # of a tile's channels, with barriers of their own
 PIECES = HEAD_DIM * 2 // ATOM_BYTES  # copies of ``Memory.keys`` that make a tile: 128 bytes of each row

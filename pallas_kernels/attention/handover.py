@@ -15,9 +15,10 @@ from pallas_kernels.attention.block import CONSUMERS, HEADS, WARPS
 from pallas_kernels.attention.keys import KEYS
 from pallas_kernels.attention.softmax import QUAD
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.machine import WARPGROUP, Index, Value
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.values import Index, Value
 
 _WORDS = KEYS // 4  # words of two f16 weights that a lane holds
 _LOADS, _LOAD_WORDS = _WORDS // 4, 4

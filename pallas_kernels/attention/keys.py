@@ -24,9 +24,10 @@ import jax
 from pallas_kernels.attention.inputs import NOPE_DIM, AttentionInputs
 from pallas_kernels.formats import AttendedFormat, Quad
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.language.values import Condition, Value, select
 from pallas_kernels.rows import bf16_to_f16
 
 KEYS = 64  # keys per tile

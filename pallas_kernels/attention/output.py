@@ -14,8 +14,9 @@ from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from pallas_kernels.attention.layout import Outputs, Scratch
 from pallas_kernels.attention.softmax import QUAD, Softmax, row_of
 from pallas_kernels.language.lanes import add, fold, maximum, quad_transposed
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import product_row
+from pallas_kernels.language.values import Index, Value, select
 from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 
 _STORED = 32  # channels of a row that are stored at once

@@ -37,11 +37,12 @@ from pallas_kernels.attention.softmax import QUAD, Softmax, over_quad, row_of, s
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import add, fold_tree, maximum
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import BLACKWELL, GPU
 from pallas_kernels.language.tensor_cores import Role, Tile, product_row
 from pallas_kernels.language.tensor_memory import MAX_COLUMNS, Accumulator, TensorMemory
+from pallas_kernels.language.values import Index, Value, select
 
 _PIECE = 16  # keys whose weights are passed at once, which is what one instruction takes
 _PIECES = KEYS // _PIECE  # pieces per tile

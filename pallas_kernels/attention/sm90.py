@@ -66,10 +66,11 @@ from pallas_kernels.language import target
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import add, fold_tree, maximum
 from pallas_kernels.language.launch import Grid
-from pallas_kernels.language.machine import WARP, WARPGROUP, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import ATOM_BYTES, Operand, Role, TensorCores, Tile, TileCopy
+from pallas_kernels.language.values import Value, select
 
 FIRST, SECOND = 0, 1  # the multiplying warpgroups; also the stages of a pair's tiles, and the halves of the channels
 _Q_BYTES = 128  # of a row of the query that one copy takes

@@ -20,10 +20,11 @@ from pallas_kernels.attention.softmax import LOG2E, LOGIT_SCALE, LOWEST, row_of
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.lanes import Op, add, fold, maximum
 from pallas_kernels.language.launch import SCRATCH_BYTES
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
+from pallas_kernels.language.values import Condition, Value, select
 
 _ROWS = 64  # channels per product
 _PRODUCTS = HEAD_DIM // _ROWS

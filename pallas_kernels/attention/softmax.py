@@ -13,9 +13,9 @@ import jax
 from pallas_kernels.attention.block import Block
 from pallas_kernels.attention.inputs import HEAD_DIM
 from pallas_kernels.language.lanes import Op, add
-from pallas_kernels.language.machine import Value, select
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.values import Value, select
 
 LOG2E = 1 / math.log(2)
 LOGIT_SCALE = HEAD_DIM**-0.5 * LOG2E

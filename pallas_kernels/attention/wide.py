@@ -19,8 +19,9 @@ from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.lanes import Row, Team, fold, maximum
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import Condition, Index, select
 from pallas_kernels.rows import magnitude_bits
 
 MAX_BYTES = 256 << 20  # of a workspace

@@ -8,7 +8,8 @@ tensor_cores   matrix products, and roles of warpgroups
 barriers       barriers in shared memory, at which warps wait for each other
 shared         arrays in a block's shared memory
 lanes          arrays in device memory, and rows spread over teams of lanes
-machine        one number per lane, and the operations of a lane that are not operators
+machine        what a lane can do: arithmetic, loads, stores, shuffles, barriers, branches and loops
+values         numbers, one per lane, and arithmetic with them
 checks         checks of instructions' operands, used by both machines
 carries        what loops carry: any pytree of values
 regions        where a value may be used: only within the scope that made it

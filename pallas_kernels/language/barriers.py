@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.language.machine import Condition, Index, Scope, Value
+from pallas_kernels.language.machine import Scope
 from pallas_kernels.language.tensor_cores import TensorCores, TileCopy
+from pallas_kernels.language.values import Condition, Index, Value
 
 _BYTES = 8
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pallas_kernels.language.machine import WARP, Condition, Scope, Value, expect
+from pallas_kernels.language.machine import WARP, Scope
 from pallas_kernels.language.tensor_cores import HALVES, DType, Operand
+from pallas_kernels.language.values import Condition, Value, expect
 
 MAX_COLUMNS = 256  # columns of a product
 

@@ -17,20 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.language.machine import (
-    VECTOR,
-    WARP,
-    WARPGROUP,
-    Channels,
-    Condition,
-    Index,
-    Machine,
-    Step,
-    Value,
-    negate,
-    select,
-)
+from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 
 _LARGEST = float(np.finfo(np.float32).max)
 

@@ -14,7 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from pallas_kernels.language.machine import VECTOR, Condition, Index, Machine, Step, Value
+from pallas_kernels.language.machine import Machine
+from pallas_kernels.language.values import VECTOR, Condition, Index, Step, Value
 
 SharedDType = Literal["f32", "i32", "u16", "u8"]
 _ITEMSIZE: dict[SharedDType, int] = {"f32": 4, "i32": 4, "u16": 2, "u8": 1}

@@ -26,7 +26,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Machine, Scope, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP, Machine, Scope
+from pallas_kernels.language.values import Condition, Index, Value
 
 ATOM_ROWS, ATOM_BYTES, UNIT = 8, 128, 16  # of the 128-byte swizzle
 REGISTERS = 65536  # the most registers that a block can have

@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.machine import Condition, Index, Value
 from pallas_kernels.language.tensor_cores import DType, Operand, TensorCores
+from pallas_kernels.language.values import Condition, Index, Value
 
 ROWS = 64  # rows of an accumulator
 MAX_COLUMNS = 512  # columns of a block's tensor memory, which has 128 rows

@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.language.values import Condition, Index, Value
 from pallas_kernels.products.split import Split
 from pallas_kernels.products.weights import HALVES, QUAD
 from pallas_kernels.rounding import rounded

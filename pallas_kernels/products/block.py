@@ -11,10 +11,11 @@ import jax
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Condition, Index, Value, select
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
+from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
 from pallas_kernels.products.activations import Activations
 from pallas_kernels.products.queries import PADDING, Lines, QueryHeads
 from pallas_kernels.products.split import ROWS, TILE, Split

@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import VECTOR
+from pallas_kernels.language.values import VECTOR
 from pallas_kernels.products import keys, many_bf16, many_fp8, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads

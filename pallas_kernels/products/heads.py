@@ -13,9 +13,10 @@ import dataclasses
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer, add, fold
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import Condition, Value, select
 
 _TURNS = 2  # whose sums are in shared memory: a block may be a turn ahead of the one that reads them
 

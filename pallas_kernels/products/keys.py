@@ -14,8 +14,8 @@ from typing import Any
 
 from pallas_kernels.formats import Fp4Keys
 from pallas_kernels.language.lanes import Team, fold, maximum, quad_transposed
-from pallas_kernels.language.machine import VECTOR, Condition, Index, Value, select
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
 from pallas_kernels.rows import magnitude_bits
 
 DIM = 128  # outputs of a head

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Condition, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores
+from pallas_kernels.language.values import VECTOR, Condition, Value
 from pallas_kernels.products.tiling import LANES, LOADERS, WARPGROUPS, Place, Tiling
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane

@@ -13,9 +13,10 @@ from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer, swapped
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
+from pallas_kernels.language.values import Index, Value, select
 from pallas_kernels.products.many import ManyInputs, Ring, Turns, for_each_tile, warp_rows
 from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of

@@ -14,9 +14,10 @@ from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer, Team, add, fold, swapped
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
+from pallas_kernels.language.values import Condition, Value
 from pallas_kernels.products import keys
 from pallas_kernels.products.heads import Angles, Squares
 from pallas_kernels.products.many import ManyInputs, Ring, Turns, for_each_tile

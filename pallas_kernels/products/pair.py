@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from pallas_kernels.language.launch import Grid, launch
-from pallas_kernels.language.machine import negate
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import negate
 from pallas_kernels.products import sm90
 from pallas_kernels.products.block import Layout, ProductInputs
 from pallas_kernels.products.split import CLUSTER_BYTES, TILE, Split

@@ -19,9 +19,10 @@ from typing import Any
 
 from pallas_kernels.formats import Fp4Keys
 from pallas_kernels.language.lanes import Buffer, Row, Team, add, fold
-from pallas_kernels.language.machine import VECTOR, WARP, Condition, Value, negate, select
+from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import VECTOR, Condition, Value, negate, select
 from pallas_kernels.products.split import ROWS, TILE
 from pallas_kernels.queries import INDEXER_LANES
 from pallas_kernels.rows import Angles, hadamard, load_angles, rope

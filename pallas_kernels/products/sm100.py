@@ -6,9 +6,10 @@ import dataclasses
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import Tile, product_row
 from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
+from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.block import Block, Layout, ProductInputs
 from pallas_kernels.products.split import ROWS, TILE
 from pallas_kernels.products.weights import CHUNK_BYTES, HALVES, QUAD

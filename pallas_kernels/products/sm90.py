@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pallas_kernels.language.machine import Index, Value
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.block import Block, Layout, ProductInputs
 from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
 

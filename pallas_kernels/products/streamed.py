@@ -11,8 +11,9 @@ import dataclasses
 import itertools
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.weights import HALVES, QUAD
 
 _WORD = 4  # bytes

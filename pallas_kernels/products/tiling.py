@@ -11,8 +11,9 @@ import dataclasses
 import functools
 
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
-from pallas_kernels.language.machine import WARPGROUP, Value
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.target import GPU
+from pallas_kernels.language.values import Value
 from pallas_kernels.products.block import WeightForm
 from pallas_kernels.products.heads import Heads, Squares
 from pallas_kernels.products.keys import KeyHeads

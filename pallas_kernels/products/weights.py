@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.values import Condition, Index, Value
 
 CHUNK_BYTES, HALVES = 128, 2
 HALF_BYTES = CHUNK_BYTES // HALVES

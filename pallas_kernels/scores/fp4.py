@@ -14,8 +14,8 @@ import abc
 from collections.abc import Sequence
 
 from pallas_kernels.language.lanes import fold, maximum
-from pallas_kernels.language.machine import Value, select
 from pallas_kernels.language.tensor_cores import DType, TensorCores
+from pallas_kernels.language.values import Value, select
 
 DIM, QUARTERS = 128, 4
 CODE_BYTES = DIM // 2

@@ -7,8 +7,9 @@ import dataclasses
 import jax
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARPGROUP, Condition, Value
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import product_row
+from pallas_kernels.language.values import Condition, Value
 from pallas_kernels.scores.fp4 import CODE_BYTES, QUARTER_BYTES, Fp4
 from pallas_kernels.scores.inputs import PAGE_ENTRIES, ScoreInputs
 from pallas_kernels.scores.share import TILE_ENTRIES

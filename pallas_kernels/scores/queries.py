@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.language.lanes import fold, maximum
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Tile
+from pallas_kernels.language.values import Condition, Index, Value
 from pallas_kernels.rows import magnitude_bits
 from pallas_kernels.scores.fp4 import QUARTER_BYTES, QUARTERS, Fp4
 from pallas_kernels.scores.inputs import HEADS, ScoreInputs

@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_kernels.language.lanes import add, fold, maximum
-from pallas_kernels.language.machine import WARP, Condition, Value, select
+from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import Condition, Value, select
 from pallas_kernels.scores.inputs import PAGE_ENTRIES, ScoreInputs
 
 TILE_ENTRIES = 64  # rows of a warpgroup's product: two pages
@@ -96,5 +97,5 @@ class Share:
             carry = body(b, first, end, carry)
             return before + self.cost(tiles), carry
 
-        _, carry = self.begin.machine.loop(self.requests, request, (self.before, carry))
+        _, carry = self.inputs.slots.machine.loop(self.requests, request, (self.before, carry))
         return carry

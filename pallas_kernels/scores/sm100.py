@@ -12,10 +12,11 @@ from typing import Self
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.target import BLACKWELL
 from pallas_kernels.language.tensor_cores import Tile, product_row
 from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
+from pallas_kernels.language.values import Condition, Value, select
 from pallas_kernels.scores import tuning
 from pallas_kernels.scores.fp4 import Fp4
 from pallas_kernels.scores.inputs import HEADS, ScoreInputs
@@ -154,7 +155,7 @@ class _Tiles(Tiles):
                     own.ask(use + 1, i + 1 & 1, operand(0), i + 1 < count)
                 else:
                     own.ask(use + 1, i & 1, operand(t + 1), True)
-                total = _weigh(own.take(use), weights or _weights(queries, t))
+                total = _weigh(machine, own.take(use), weights or _weights(queries, t))
                 self.store(t, i, total, scale)
             return next_scale, stored, following
 
@@ -174,9 +175,8 @@ def _weights(queries: Queries, t: int) -> list[Value]:
     return weights
 
 
-def _weigh(dots: list[Value], weights: list[Value]) -> Value:
+def _weigh(machine: TensorMemory, dots: list[Value], weights: list[Value]) -> Value:
     """Sum over heads. Even lanes get the sum of the first row, and odd lanes that of the second."""
-    machine = dots[0].machine
     sums = [machine.constant(0.0, "f32")] * 2
     for n, dot in enumerate(dots):
         sums[n // 2 % 2] = machine.fma(dot.maximum(0.0), weights[n // 4 * 2 + n % 2], sums[n // 2 % 2])

@@ -17,9 +17,9 @@ import dataclasses
 from typing import Self
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import Index, Value, select
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.language.tensor_cores import ATOM_BYTES, TensorCores
+from pallas_kernels.language.values import Index, Value, select
 from pallas_kernels.scores import tuning
 from pallas_kernels.scores.fp4 import Fp4
 from pallas_kernels.scores.inputs import HEADS, ScoreInputs

@@ -8,8 +8,9 @@ from typing import Self
 import numpy as np
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARPGROUP, Condition, Index, Value, select
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.values import Condition, Index, Value, select
 from pallas_kernels.scores.fp4 import Fp4
 from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.scores.keys import Keys

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.language.lanes import fold, maximum
-from pallas_kernels.language.machine import WARP, Condition, Value, select
+from pallas_kernels.language.machine import WARP
+from pallas_kernels.language.values import Condition, Value, select
 from pallas_kernels.selection.kth_largest import INFINITY, LARGEST, SMALLEST, ordinal_of
 from pallas_kernels.selection.memory import Memory
 from pallas_kernels.selection.part import Candidate, Part

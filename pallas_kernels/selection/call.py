@@ -29,7 +29,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import Buffer, fold, maximum
 from pallas_kernels.language.launch import Grid, launch
-from pallas_kernels.language.machine import Machine, negate, select
+from pallas_kernels.language.machine import Machine
+from pallas_kernels.language.values import negate, select
 from pallas_kernels.selection.bound import Extremes, find_bound
 from pallas_kernels.selection.kth_largest import INFINITY, number_of, ordinal_of
 from pallas_kernels.selection.largest import Largest, store_all

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import jax
 
 from pallas_kernels.language.lanes import add, fold, maximum
-from pallas_kernels.language.machine import VECTOR, WARP, Condition, Machine, Value, negate, select
+from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.values import VECTOR, Condition, Value, negate, select
 
 SMALLEST, LARGEST = -(1 << 31), (1 << 31) - 1
 INFINITY = 0x7F800000  # the bits of infinity as an f32, and also its ordinal

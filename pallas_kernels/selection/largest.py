@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import VECTOR, Condition, Value, negate, select
+from pallas_kernels.language.values import VECTOR, Condition, Value, negate, select
 from pallas_kernels.selection.kth_largest import LARGEST, OrdinalRange
 from pallas_kernels.selection.lists import Listed
 from pallas_kernels.selection.marks import Marks

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.language.launch import MAX_CLUSTER
-from pallas_kernels.language.machine import VECTOR, WARP, Machine
+from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.values import VECTOR
 from pallas_kernels.selection.kth_largest import KthLargest
 from pallas_kernels.selection.marks import Marks
 from pallas_kernels.selection.split import Split

@@ -7,7 +7,8 @@ import itertools
 import math
 
 from pallas_kernels.language.lanes import Buffer, fold, maximum
-from pallas_kernels.language.machine import VECTOR, WARP, Condition, Index, Machine, Step, Value, negate, select
+from pallas_kernels.language.machine import WARP, Machine
+from pallas_kernels.language.values import VECTOR, Condition, Index, Step, Value, negate, select
 from pallas_kernels.selection.split import Split
 
 _BATCH = 4  # vectors that a lane loads at once in a row of several trips, so that two blocks fit on an SM

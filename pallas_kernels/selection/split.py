@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.language.launch import MAX_CLUSTER
-from pallas_kernels.language.machine import VECTOR, WARPGROUP
+from pallas_kernels.language.machine import WARPGROUP
+from pallas_kernels.language.values import VECTOR
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ import jax
 
 from pallas_kernels.formats import KeyFormat, KVFormat
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import Condition, Machine, Value
+from pallas_kernels.language.machine import Machine
+from pallas_kernels.language.values import Condition, Value
 
 
 @jax.tree_util.register_dataclass

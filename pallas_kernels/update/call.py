@@ -26,7 +26,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Machine
+from pallas_kernels.language.machine import WARPGROUP, Machine
+from pallas_kernels.language.values import VECTOR
 from pallas_kernels.update.batch import Block, Call, NewTokens
 from pallas_kernels.update.csa import CSAUpdate
 from pallas_kernels.update.tail_update import TailUpdate

@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
-from pallas_kernels.language.machine import VECTOR, WARP, Channels, Condition, Index, Value, select
+from pallas_kernels.language.machine import WARP
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
 from pallas_kernels.update.batch import Block, Call, NewTokens
 from pallas_kernels.update.entries import KeyStore
 from pallas_kernels.update.tail_update import TailUpdate

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.language.lanes import Buffer, Row
-from pallas_kernels.language.machine import Channels, Condition, Index, Value
+from pallas_kernels.language.values import Channels, Condition, Index, Value
 from pallas_kernels.rows import Angles, hadamard, load_angles, norm, rope
 from pallas_kernels.update.batch import Block
 

@@ -23,8 +23,9 @@ from typing import Any, ClassVar
 import jax
 
 from pallas_kernels.language.lanes import Row, add, fold, maximum
-from pallas_kernels.language.machine import VECTOR, WARPGROUP, Channels, Condition, Index, Value, select
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
 from pallas_kernels.update.batch import Block, Call, NewTokens
 from pallas_kernels.update.entries import Destination
 from pallas_kernels.update.tail_update import TailUpdate

@@ -7,7 +7,8 @@ import dataclasses
 from typing import Any, ClassVar, Self
 
 from pallas_kernels.language.lanes import Row, Team
-from pallas_kernels.language.machine import WARPGROUP, Condition, Machine, Value
+from pallas_kernels.language.machine import WARPGROUP, Machine
+from pallas_kernels.language.values import Condition, Value
 from pallas_kernels.update.batch import Block, Call, NewTokens, Request, Streams
 from pallas_kernels.update.entries import EntryStore, RowStore
 from pallas_kernels.update.work import Jobs, Split

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_kernels.language.lanes import Row
-from pallas_kernels.language.machine import Value
+from pallas_kernels.language.values import Value
 from pallas_kernels.update.batch import Block, Call, NewTokens
 from pallas_kernels.update.work import Jobs
 

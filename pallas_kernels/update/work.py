@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from pallas_kernels.language.lanes import Row, Team
 from pallas_kernels.language.launch import Grid
-from pallas_kernels.language.machine import WARP, WARPGROUP, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.values import Value
 from pallas_kernels.update.batch import Block
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid, launch
-from pallas_kernels.language.machine import WARPGROUP, Machine, negate, select
+from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.values import negate, select
 from tests.support.lane_kernels import mesh_of
 from tests.support.paths import ROOT
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.language.lanes import Buffer, Row, Team
-from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Machine, select
+from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
+from pallas_kernels.language.values import VECTOR, select
 from pallas_kernels.rows import packed_e2m1, to_e2m1
 from tests.support.lane_kernels import F32, machines, run, spec
 

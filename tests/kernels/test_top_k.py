@@ -13,8 +13,9 @@ import pytest
 from dsv4jax.layer.indexer import pick
 from pallas_kernels.language import target
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARPGROUP, Machine, select
+from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.values import select
 from pallas_kernels.selection.call import MAX_K, MAX_SIZE, top_k
 from pallas_kernels.selection.kth_largest import INFINITY, KthLargest, number_of, ordinal_of
 from pallas_kernels.selection.marks import Marks

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.language.lanes import Divisor
-from pallas_kernels.language.machine import Machine, Value, negate, select
+from pallas_kernels.language.machine import Machine
+from pallas_kernels.language.values import Value, negate, select
 from tests.support.lane_kernels import (
     F32,
     SPECIAL,

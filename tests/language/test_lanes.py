@@ -14,7 +14,8 @@ import pytest
 
 from pallas_kernels.language.lanes import Buffer, Team, add, load_either, maximum
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import VECTOR, WARP, WARPGROUP, Machine, Value, select
+from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
+from pallas_kernels.language.values import VECTOR, Value, select
 from tests.support.lane_kernels import (
     F32,
     SPECIAL,

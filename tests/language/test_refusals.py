@@ -15,9 +15,10 @@ import pytest
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer, Team
-from pallas_kernels.language.machine import WARPGROUP, Machine, Value, negate, select
+from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile
 from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
+from pallas_kernels.language.values import Value, negate, select
 from tests.support.lane_kernels import LANE, ROOM, Body, elementwise, emit, machines, run, simulated
 
 

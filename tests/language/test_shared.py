@@ -12,11 +12,12 @@ import pytest
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARPGROUP, Machine, Value
+from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.simulator.lanes import Simulator
 from pallas_kernels.language.simulator.tensor_memory import TensorMemorySimulator
 from pallas_kernels.language.tensor_cores import Role, TensorCores
+from pallas_kernels.language.values import Value
 from tests.support.lane_kernels import elementwise, machines, random_floats, run, spec
 from tests.support.machines import HOPPER_MACHINES
 

@@ -13,7 +13,8 @@ import pytest
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import launch
-from pallas_kernels.language.machine import WARP, WARPGROUP, Machine, select
+from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
+from pallas_kernels.language.values import select
 from tests.support.lane_kernels import run
 
 

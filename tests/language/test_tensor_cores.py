@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.machine import Value
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.simulator.lanes import SimulationError
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, product_row
+from pallas_kernels.language.values import Value
 from tests.support.lane_kernels import elementwise, run
 from tests.support.machines import HOPPER_MACHINES
 

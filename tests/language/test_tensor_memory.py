@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.machine import WARP, WARPGROUP, Index, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.simulator.lanes import SimulationError
 from pallas_kernels.language.tensor_cores import Operand, Role, Tile
 from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
+from pallas_kernels.language.values import Index, Value
 from tests.language.test_tensor_cores import SPEC, fill, store_product, tile_bytes
 from tests.support import lane_kernels
 from tests.support.machines import BLACKWELL_MACHINES

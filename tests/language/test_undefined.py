@@ -10,10 +10,11 @@ import pytest
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARPGROUP, Machine, Value, negate, select
+from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Tile
 from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
+from pallas_kernels.language.values import Value, negate, select
 from tests.support.lane_kernels import LANE, Body, elementwise, machines, simulated
 
 

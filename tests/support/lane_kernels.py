@@ -13,7 +13,8 @@ import pytest
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid, launch
-from pallas_kernels.language.machine import WARPGROUP, Machine, Value, select
+from pallas_kernels.language.machine import WARPGROUP, Machine
+from pallas_kernels.language.values import Value, select
 from tests.support.machines import MACHINES
 
 machines = pytest.mark.parametrize("simulate", MACHINES)

@@ -18,18 +18,10 @@ from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.language.checks import check_access, check_barrier, check_shuffle
+from pallas_kernels.language.kinds import Kind
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import (
-    Condition,
-    Index,
-    Kind,
-    Machine,
-    Scope,
-    Step,
-    Value,
-    expect,
-    negate,
-)
+from pallas_kernels.language.machine import Machine, Scope
+from pallas_kernels.language.values import Condition, Index, Step, Value, expect, negate
 
 _COMPARISONS = {
     "lt": (arith.CmpFPredicate.OLT, arith.CmpIPredicate.slt),

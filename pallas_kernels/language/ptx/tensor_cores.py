@@ -11,9 +11,11 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import plugin
 from pallas_kernels.language.checks import check_copy, check_wgmma
-from pallas_kernels.language.machine import WARP, Condition, Index, Kind, Scope, Value
+from pallas_kernels.language.kinds import Kind
+from pallas_kernels.language.machine import WARP, Scope
 from pallas_kernels.language.ptx.lanes import PTX
 from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores, TileCopy
+from pallas_kernels.language.values import Condition, Index, Value
 
 _SWIZZLE_128 = 1 << 62
 _E4M3_TO_F16 = """{

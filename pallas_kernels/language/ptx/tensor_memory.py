@@ -9,10 +9,12 @@ from typing import Literal
 from jax._src.lib.mlir.dialects import gpu, nvvm  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_kernels.language.checks import check_product
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Kind, Value
+from pallas_kernels.language.kinds import Kind
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.ptx.tensor_cores import TensorCorePTX
 from pallas_kernels.language.tensor_cores import DType, Operand
 from pallas_kernels.language.tensor_memory import ROWS, Accumulator, TensorMemory
+from pallas_kernels.language.values import Condition, Value
 
 _VERSION = 1 << 46  # version field of a shared memory descriptor
 # The kind of an instruction, and its number for the dtype.

@@ -20,8 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.language.kinds import COMPARISONS, Kind
-from pallas_kernels.language.machine import Condition, Machine, Step, Value, expect
+from pallas_kernels.language.machine import Machine
 from pallas_kernels.language.simulator.memory import UNWRITTEN, SimulationError
+from pallas_kernels.language.values import Condition, Step, Value, expect
 
 _DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "bool": np.bool_}
 _OPS: dict[str, Callable[[Any, Any], Any]] = {

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pallas_kernels.language.machine import WARP, Condition, Index, Scope, Value, expect
+from pallas_kernels.language.machine import WARP, Scope
 from pallas_kernels.language.simulator.lanes import Simulator
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.tensor_cores import UNIT, TileCopy
+from pallas_kernels.language.values import Condition, Index, Value, expect
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -17,17 +17,10 @@ import numpy as np
 
 from pallas_kernels.language.checks import check_access, check_barrier, check_shuffle
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import (
-    WARP,
-    WARPGROUP,
-    Condition,
-    Index,
-    Scope,
-    Value,
-    expect,
-)
+from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
 from pallas_kernels.language.simulator.arithmetic import NumPyArithmetic
 from pallas_kernels.language.simulator.memory import UNWRITTEN, Memory, SimulationError
+from pallas_kernels.language.values import Condition, Index, Value, expect
 
 SPACE = 1 << 40  # distance between the addresses of buffers; the first has this address, so that 0 is invalid
 _OF_WARP = {"add": np.add, "max": np.maximum, "min": np.minimum}

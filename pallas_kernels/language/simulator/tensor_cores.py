@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.language.checks import check_copy, check_wgmma
-from pallas_kernels.language.machine import WARP, WARPGROUP, Condition, Index, Scope, Value
+from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
 from pallas_kernels.language.regions import Region
 from pallas_kernels.language.simulator.arithmetic import elementwise, multiply_bf16
 from pallas_kernels.language.simulator.barriers import BarrierSimulator
@@ -30,6 +30,7 @@ from pallas_kernels.language.tensor_cores import (
     Role,
     TensorCores,
 )
+from pallas_kernels.language.values import Condition, Index, Value
 
 _NUMPY = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 

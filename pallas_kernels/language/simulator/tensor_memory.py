@@ -15,11 +15,12 @@ from typing import Any, Literal
 import numpy as np
 
 from pallas_kernels.language.checks import check_product
-from pallas_kernels.language.machine import WARP, Condition, Index, Value, expect
+from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.simulator.tensor_cores import TensorCoreSimulator
 from pallas_kernels.language.tensor_cores import DType, Operand
 from pallas_kernels.language.tensor_memory import MAX_COLUMNS, ROWS, Accumulator, TensorMemory
+from pallas_kernels.language.values import Condition, Index, Value, expect
 
 _TENSOR_ROWS, _WARPS = 128, 4  # rows of tensor memory; warps of a warpgroup, each of which can access a part of them
 _NEVER = 1 << 60
