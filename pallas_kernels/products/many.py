@@ -24,7 +24,7 @@ from pallas_kernels.products.tiling import LANES, LOADERS, WARPGROUPS, Place, Ti
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
 _HEADER = 2  # numbers before the tiles, in what ``needed_tiles`` returns
-_SHIFT = 22
+_SHIFT = 22  # bits of the fraction by which ``NeededTiles`` divides
 _LEAST_TILES = 4  # of rows: finding those that are needed takes as long as can be saved with fewer
 
 
@@ -133,7 +133,7 @@ class Turns:
         return self.tiling.place(number, of_outputs, self.machine.rank)
 
     def exists(self, place: Place) -> Value:
-        """Return whether this is a tile, and not the place past a block's last one."""
+        """Return whether there is such a place. Past a block's last tile it may be any, and nobody uses what is there."""
         return place.output < self.tiling.form.groups * self.tiling.outputs
 
     def row(self, place: Place) -> Value:
