@@ -133,7 +133,7 @@ class Turns:
         return self.tiling.place(number, of_outputs, self.machine.rank)
 
     def exists(self, place: Place) -> Value:
-        """Return whether there is such a place. Past a block's last tile it may be any, and nobody uses what is there."""
+        """Return whether there is such a place. Past a block's last tile it may be any: nobody uses what is there."""
         return place.output < self.tiling.form.groups * self.tiling.outputs
 
     def row(self, place: Place) -> Value:
