@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import pallas_kernels as pk
 from dsv4jax.formats import INDEXER_FORMATS
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.launch import launch
@@ -167,3 +168,10 @@ def test_few_tiles_and_too_many_to_divide_are_all_computed():
     assert not is_used(91, 512)  # 512 * 91^2 > 2^22
     assert not is_used(4, 1024)
     assert needed_tiles(None, 8, 1) is None
+
+
+@pytest.mark.parametrize("needed", [np.ones(64, bool), np.ones((65, 1), bool), np.ones(65, np.int32)])
+def test_needed_rows_are_one_bool_for_each_row(needed):
+    case = Product(rows=65, outputs=128, inputs=128)
+    with pytest.raises(AssertionError):
+        pk.product(case.x, *case.weight, case.form, needed=jnp.asarray(needed), simulate=True)
