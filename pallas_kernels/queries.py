@@ -21,12 +21,20 @@ from pallas_kernels.language.launch import Body, launch
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Value
+from pallas_kernels.needed import is_needed
 from pallas_kernels.rows import hadamard, load_angles, rope, unit_norm
 
 ATTENTION_LANES, INDEXER_LANES = 32, 8  # number of lanes that hold a head's row
 
 
-def attention_queries(product: jax.Array, angles: jax.Array, *, eps: float, simulate: bool = False) -> jax.Array:
+def attention_queries(
+    product: jax.Array,
+    angles: jax.Array,
+    *,
+    eps: float,
+    needed: jax.Array | None = None,
+    simulate: bool = False,
+) -> jax.Array:
     """Apply RMSNorm without a weight and rope, and convert to f16.
 
     Args:
@@ -34,6 +42,7 @@ def attention_queries(product: jax.Array, angles: jax.Array, *, eps: float, simu
       angles: f32 [B, T, rope_dim], cosines and then sines of the angles by which the last channels of each head are
         rotated.
       eps: of the norm.
+      needed: bool [B, T], tokens whose queries anyone reads; None for all. Those of others may be anything.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -49,11 +58,18 @@ def attention_queries(product: jax.Array, angles: jax.Array, *, eps: float, simu
             out.store_words(words, head.number, row.channel[step], where=head.there & row.before(step, dim))
 
     out = jax.ShapeDtypeStruct((dim,), jnp.float16)
-    return _launch("attention_queries", body, product, angles, out, ATTENTION_LANES, simulate)
+    given = product, angles, needed
+    return _launch("attention_queries", body, given, out, ATTENTION_LANES, simulate)
 
 
 def indexer_queries(
-    product: jax.Array, angles: jax.Array, key_row: Any, *, key_format: str, simulate: bool = False
+    product: jax.Array,
+    angles: jax.Array,
+    key_row: Any,
+    *,
+    key_format: str,
+    needed: jax.Array | None = None,
+    simulate: bool = False,
 ) -> Any:
     """Apply rope and Hadamard transform, and round in the number format of the indexer's keys.
 
@@ -62,6 +78,7 @@ def indexer_queries(
       angles: as for ``attention_queries``.
       key_row: pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row.
       key_format: a 4-bit format.
+      needed: as for ``attention_queries``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -83,7 +100,8 @@ def indexer_queries(
         values = hadamard(head.row, head.turned(head.values))
         keys.store(head.row, values, out, head.number, where=head.there)
 
-    return _launch("indexer_queries", body, product, angles, key_row, INDEXER_LANES, simulate)
+    given = product, angles, needed
+    return _launch("indexer_queries", body, given, key_row, INDEXER_LANES, simulate)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -97,12 +115,15 @@ class _Head:
     angles: Any
 
     @classmethod
-    def load(cls, machine: TensorCores, inputs: tuple[Buffer, Buffer], heads: int, lanes: int) -> _Head:
-        """Load this team's head. ``inputs`` are products [rows, dim] and angles [rows / heads, rope_dim]."""
-        product, angles = inputs
+    def load(cls, machine: TensorCores, inputs: tuple[Buffer, Buffer, Buffer | None], heads: int, lanes: int) -> _Head:
+        """Load this team's head.
+
+        ``inputs`` are products [rows, dim], angles [rows / heads, rope_dim], and which tokens are needed.
+        """
+        product, angles, needed = inputs
         (count, dim), per_block = product.shape, WARPGROUP // lanes
         number = machine.block(0) * per_block + machine.thread // lanes
-        there = True if count % per_block == 0 else number < count
+        there = is_needed(needed, number // heads, True if count % per_block == 0 else number < count)
         row = Row(Team(machine, lanes), dim)
         values = row.load(product, number, where=there)
         return cls(row, number, there, values, load_angles(row, angles, number // heads, where=there))
@@ -112,13 +133,23 @@ class _Head:
 
 
 def _launch(
-    name: str, body: Body, product: jax.Array, angles: jax.Array, out_row: Any, lanes: int, simulate: bool
+    name: str,
+    body: Body,
+    given: tuple[jax.Array, jax.Array, jax.Array | None],
+    out_row: Any,
+    lanes: int,
+    simulate: bool,
 ) -> Any:
+    product, angles, needed = given
     chex.assert_rank([product, angles], [4, 3])
     *lead, dim = product.shape
     rope_dim = angles.shape[-1]
     chex.assert_shape(angles, (*lead[:2], rope_dim))
     chex.assert_type([product, angles], jnp.float32)
+    if needed is not None:
+        chex.assert_shape(needed, lead[:2])
+        chex.assert_type(needed, bool)
+        needed = needed.reshape(-1)
     if dim % VECTOR or rope_dim % VECTOR or rope_dim > dim:
         raise ValueError(f"dims of a head and of its rope must be multiples of {VECTOR}, got {dim} and {rope_dim}")
     rows = product.reshape(-1, dim)
@@ -126,7 +157,7 @@ def _launch(
         body,
         name=name,
         grid=(-(-len(rows) * lanes // WARPGROUP),),
-        inputs=(rows, angles.reshape(-1, rope_dim)),
+        inputs=(rows, angles.reshape(-1, rope_dim), needed),
         state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(rows), *leaf.shape), leaf.dtype), out_row),
         simulate=simulate,
     )

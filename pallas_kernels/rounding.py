@@ -19,6 +19,7 @@ from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Index, Value
+from pallas_kernels.needed import is_needed
 from pallas_kernels.rows import from_ue8m0, power_of_two_scale
 
 GROUP = 128  # numbers of a row that share a scale
@@ -113,14 +114,18 @@ def store_group(
     out.scales.store_floats([scale], group, row, where=quarter == 0)
 
 
-def round_rows(x: jax.Array, *, simulate: bool = False) -> RoundedRows:
-    """Round rows of bf16 [M, width], with a width that is a multiple of 128."""
+def round_rows(x: jax.Array, *, needed: jax.Array | None = None, simulate: bool = False) -> RoundedRows:
+    """Round rows of bf16 [M, width], with a width that is a multiple of 128.
+
+    ``needed`` bool [M] says which rows anyone reads, None for all; others may be anything.
+    """
     rows, width = x.shape
     groups, state = width // GROUP, RoundedRows.shapes(rows, width)
 
-    def body(machine: TensorCores, x: Buffer, out: RoundedRows) -> None:
+    def body(machine: TensorCores, inputs: tuple[Buffer, Buffer | None], out: RoundedRows) -> None:
+        x, needed = inputs
         row = machine.block(0) * _TEAMS + machine.thread // _TEAM
-        there, unit = row < rows, machine.thread % _TEAM * _LOADED
+        there, unit = is_needed(needed, row, row < rows), machine.thread % _TEAM * _LOADED
         numbers = [machine.block(1) * _GROUPS_AT_ONCE + i for i in range(_GROUPS_AT_ONCE)]
         inside = [True if groups % _GROUPS_AT_ONCE == 0 else number < groups for number in numbers]
         loaded = [
@@ -136,7 +141,7 @@ def round_rows(x: jax.Array, *, simulate: bool = False) -> RoundedRows:
         body,
         name="round_rows",
         grid=(state.scales.shape[1] // _TEAMS, -(-groups // _GROUPS_AT_ONCE)),
-        inputs=x,
+        inputs=(x, needed),
         state=state,
         simulate=simulate,
     )

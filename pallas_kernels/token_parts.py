@@ -130,54 +130,77 @@ def token_parts(
         angles=products.angles.reshape(count, -1),
         positions=products.positions.reshape(-1),
     )
-    units: list[Callable[..., None]] = [_latent, _window_row]
+    units: list[Callable[[_Token, TokenParts, TokenRounding], None]] = [_latent, _window_row]
     units += [_entry_streams] if entry else []
     units += [_key_streams_and_heads] if key or heads else []
 
     def body(machine: Machine, products: TokenProducts, parts: TokenParts) -> None:
+        token = _Token.of(machine, products, in_chunk=lead[1] > 1)
         for number, unit in enumerate(units):
             with machine.when(machine.block(1) == number):
-                unit(machine, products, parts, rounding)
+                unit(token, parts, rounding)
 
     parts = launch(body, name="token_parts", grid=(count, len(units)), inputs=flat, state=out, simulate=simulate)
     return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), parts)
 
 
-def _latent(machine: Machine, products: TokenProducts, parts: TokenParts, rounding: TokenRounding) -> None:
-    n, row = machine.block(0), Row(Team(machine, WARPGROUP), products.q_norm.shape[0])
-    values, weight = row.load(products.q_a_kv, n), row.load(products.q_norm)
-    is_real = products.positions.load_int(n) >= 0
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Token:
+    """A block's token."""
+
+    machine: Machine
+    products: TokenProducts
+    n: Value
+    position: Value
+    there: Condition  # whether to load its products
+
+    @classmethod
+    def of(cls, machine: Machine, products: TokenProducts, *, in_chunk: bool) -> _Token:
+        n = machine.block(0)
+        position = products.positions.load_int(n)
+        # Much of a batch of chunks may be padding, and is not read. In decode it is, so that no load waits for another.
+        return cls(
+            machine=machine, products=products, n=n, position=position, there=position >= 0 if in_chunk else True
+        )
+
+    @property
+    def is_real(self) -> Value:
+        return self.position >= 0
+
+
+def _latent(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
+    products, n = token.products, token.n
+    row = Row(Team(token.machine, WARPGROUP), products.q_norm.shape[0])
+    values, weight = row.load(products.q_a_kv, n, where=token.there), row.load(products.q_norm)
     normed, _ = norm(row, values, weight, rounding.eps)
-    row.store(parts.latent, row.map(lambda x: select(is_real, x, 0.0), normed), n)
+    row.store(parts.latent, row.map(lambda x: select(token.is_real, x, 0.0), normed), n)
 
 
-def _window_row(machine: Machine, products: TokenProducts, parts: TokenParts, rounding: TokenRounding) -> None:
-    n, row = machine.block(0), Row(Team(machine, WARPGROUP), products.kv_norm.shape[0])
-    values = row.load(products.q_a_kv, n, first=products.q_norm.shape[0])
-    weight, angles = row.load(products.kv_norm), load_angles(row, products.angles, n, where=True)
-    is_real = products.positions.load_int(n) >= 0
+def _window_row(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
+    products, n = token.products, token.n
+    row = Row(Team(token.machine, WARPGROUP), products.kv_norm.shape[0])
+    values = row.load(products.q_a_kv, n, first=products.q_norm.shape[0], where=token.there)
+    weight, angles = row.load(products.kv_norm), load_angles(row, products.angles, n, where=token.there)
     nope_dim = row.dim - products.angles.shape[-1]
     normed, amax = norm(row, values, weight, rounding.eps, nope_dim)
-    values = row.map(lambda x: select(is_real, x, 0.0), rope(normed, angles))
+    values = row.map(lambda x: select(token.is_real, x, 0.0), rope(normed, angles))
     row.store(parts.kv, values, n)
     if rounding.kv_format is not None:
-        amax = select(is_real, amax, 0.0)
+        amax = select(token.is_real, amax, 0.0)
         KV_FORMATS[rounding.kv_format].store(row, values, parts.stored, n, where=True, amax=amax)
 
 
-def _entry_streams(machine: Machine, products: TokenProducts, parts: TokenParts, rounding: TokenRounding) -> None:
+def _entry_streams(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
     assert parts.entry is not None
-    _Columns.of_token(machine, products).copy(_streams(0, parts.entry, products.entry_ape, rounding))
+    _Columns.of(token).copy(_streams(0, parts.entry, token.products.entry_ape, rounding))
 
 
-def _key_streams_and_heads(
-    machine: Machine, products: TokenProducts, parts: TokenParts, rounding: TokenRounding
-) -> None:
-    entry, key, heads = products.widths
-    pieces = [] if parts.key is None else _streams(2 * entry, parts.key, products.key_ape, rounding)
+def _key_streams_and_heads(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
+    entry, key, heads = token.products.widths
+    pieces = [] if parts.key is None else _streams(2 * entry, parts.key, token.products.key_ape, rounding)
     if heads:
         pieces.append(_Piece(first=2 * (entry + key), out=parts.head_weights, factor=rounding.head_factor))
-    _Columns.of_token(machine, products).copy(pieces)
+    _Columns.of(token).copy(pieces)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -208,17 +231,12 @@ def _streams(first: int, streams: tuple[Buffer, Buffer], ape: Buffer, rounding: 
 class _Columns:
     """One token's row of the second product, whose columns are spread over the block."""
 
-    machine: Machine
-    source: Buffer
-    n: Value
-    position: Value
+    token: _Token
     together: int  # columns that a lane moves at once
 
     @classmethod
-    def of_token(cls, machine: Machine, products: TokenProducts) -> _Columns:
-        n, source = machine.block(0), products.compress
-        together = math.gcd(VECTOR, source.shape[1], *products.widths)
-        return cls(machine, source, n, products.positions.load_int(n), together)
+    def of(cls, token: _Token) -> _Columns:
+        return cls(token, math.gcd(VECTOR, token.products.compress.shape[1], *token.products.widths))
 
     def copy(self, pieces: list[_Piece]) -> None:
         """Store all pieces. Loads come first, and do not wait for one another."""
@@ -227,26 +245,27 @@ class _Columns:
         for piece, values, bias in zip(pieces, loaded, biases, strict=True):
             for (column, there), step, more in zip(self._places(piece), values, bias, strict=True):
                 out = [self._finish(piece, x, b) for x, b in zip(step, more, strict=True)]
-                piece.out.store_floats(self._rounded(out) if piece.is_bf16 else out, self.n, column, where=there)
+                piece.out.store_floats(self._rounded(out) if piece.is_bf16 else out, self.token.n, column, where=there)
 
     def _places(self, piece: _Piece) -> list[tuple[Value, Condition]]:
         """The first column of each step of a piece, and whether the lane has any there."""
         width, places = self.together * WARPGROUP, []
         for first in range(0, piece.size, width):
-            column = self.machine.thread * self.together + first
+            column = self.token.machine.thread * self.together + first
             places.append((column, True if first + width <= piece.size else column < piece.size))
         return places
 
     def _load(self, piece: _Piece) -> list[Step]:
+        source, n = self.token.products.compress, self.token.n
         return [
-            self.source.load_floats(self.n, column + piece.first, count=self.together, where=there)
+            source.load_floats(n, column + piece.first, count=self.together, where=there & self.token.there)
             for column, there in self._places(piece)
         ]
 
     def _load_bias(self, piece: _Piece) -> list[list[Value | None]]:
         if piece.bias is None:
             return [[None] * self.together for _ in self._places(piece)]
-        phase = self.position.maximum(0) % piece.bias.shape[0]
+        phase = self.token.position.maximum(0) % piece.bias.shape[0]
         return [
             list(piece.bias.load_floats(phase, column, count=self.together, where=there))
             for column, there in self._places(piece)
@@ -255,10 +274,10 @@ class _Columns:
     def _finish(self, piece: _Piece, x: Value, bias: Value | None) -> Value:
         x = x if bias is None else x + bias
         x = x if piece.factor is None else x * piece.factor
-        return select(self.position >= 0, x, 0.0)
+        return select(self.token.is_real, x, 0.0)
 
     def _rounded(self, values: Step) -> Step:
-        machine, rounded = self.machine, []
+        machine, rounded = self.token.machine, []
         for i in range(0, len(values), _PAIR):
             word = machine.to_bf16(*values[i : i + _PAIR])
             rounded += [machine.from_bits(word << 16), machine.from_bits(word & -65536)]

@@ -118,14 +118,21 @@ def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
 
 
 def attention_queries(
-    product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan, backend: str = XLA
+    product: jax.Array,
+    positions: jax.Array,
+    freqs: np.ndarray,
+    plan: CachePlan,
+    backend: str = XLA,
+    needed: jax.Array | None = None,
 ) -> jax.Array:
     """Apply norm and rope to the product of W_qb, f32 [B, T, H, head_dim].
+
+    ``needed`` bool [B, T] says which queries anyone reads, None for all; others may be anything.
 
     Returns:
       f32 of that shape, or f16 if the backend's kernel expects it.
     """
-    return DECODE_ATTENTION[backend].queries(product, positions, freqs, plan)
+    return DECODE_ATTENTION[backend].queries(product, positions, freqs, plan, needed)
 
 
 def decode_attention(
@@ -232,10 +239,19 @@ class XLADecodeAttention(Anywhere):
     rounds_queries = False
     rounds_output = False
 
-    def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
+    def queries(
+        self,
+        product: jax.Array,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        needed: jax.Array | None = None,
+    ) -> jax.Array:
         return apply_rope(rms_norm(product, None, plan.cfg.norm_eps), positions[..., None], freqs)
 
-    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array:
+    def attend(
+        self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any, needed: jax.Array | None = None
+    ) -> jax.Array:
         q = inputs.q.astype(jnp.float32)
         running = attend_window(start_at_sinks(inputs.sinks, q), q, inputs.positions, inputs.window)
         if inputs.entries is not None:

@@ -46,6 +46,7 @@ from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
 
 _FEW_ROWS = 64  # up to which products have the kernel of few rows
+_MANY_ROWS = 1024  # from which those with a wide weight have a kernel that leaves out padding
 # Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for 2 to 64, where XLA
 # takes two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
 _SMALL_WEIGHT, _MEDIUM_WEIGHT = 1 << 22, 1 << 24
@@ -127,10 +128,9 @@ class ProjectionsKernels(_Kernels):
         rows = x.size // (groups * inputs)
         if isinstance(weight, StoredWeight):
             form, arrays, is_served = _form(weight, groups), (weight.codes, weight.scales), True
-        else:  # XLA is faster for larger ones
+        else:
             form, arrays = pk.WeightForm(groups=groups), (weight, None)
-            most = _MEDIUM_WEIGHT if 1 < rows <= _FEW_ROWS else _SMALL_WEIGHT
-            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= most
+            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= _most_numbers(rows, _of_chunk(needed))
         if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
         x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
@@ -236,9 +236,24 @@ class ProjectionsKernels(_Kernels):
         return TokenParts(latent=parts.latent, rows=rows, encoded=parts.stored, head_weights=parts.head_weights)
 
 
+def _most_numbers(rows: int, needed: jax.Array | None) -> int:
+    """Return how large a weight of bf16 may be for a product of so many rows to be a kernel's, and not XLA's."""
+    if rows >= _MANY_ROWS and needed is not None and needed.shape[0] > 1:
+        return _MEDIUM_WEIGHT
+    if rows > 128:
+        return 0
+    return _MEDIUM_WEIGHT if 1 < rows <= _FEW_ROWS else _SMALL_WEIGHT
+
+
+def _of_chunk(needed: jax.Array | None) -> jax.Array | None:
+    """Return which tokens [B, T] are needed, as kernels are told it. None in decode, where there is little padding."""
+    return None if needed is None or needed.shape[1] == 1 else needed
+
+
 def _rows(needed: jax.Array | None) -> jax.Array | None:
-    """Return which rows of a product are needed, of tokens [B, T]. None in decode, where there is little padding."""
-    return None if needed is None or needed.shape[1] == 1 else needed.reshape(-1)
+    """Do what ``_of_chunk`` does, for rows of a product."""
+    needed = _of_chunk(needed)
+    return None if needed is None else needed.reshape(-1)
 
 
 def _form(weight: StoredWeight, groups: int = 1) -> pk.WeightForm:
@@ -374,7 +389,8 @@ class IndexerScoresKernels(_Kernels):
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> KeyRows:
         product = self.without_derivative(INDEXER_SCORES, product)
         angles, row = packed_angles(positions, freqs), plan.keys.row(product.shape[-1])
-        return pk.indexer_queries(product, angles, row, key_format=plan.indexer_format, simulate=self.simulate)
+        options: dict[str, Any] = dict(needed=_of_chunk(positions >= 0), simulate=self.simulate)
+        return pk.indexer_queries(product, angles, row, key_format=plan.indexer_format, **options)
 
     def scores(
         self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
@@ -435,12 +451,21 @@ class DecodeAttentionKernels(_Kernels):
             rope_dim=cfg.rope_dim,
         )
 
-    def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
+    def queries(
+        self,
+        product: jax.Array,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        needed: jax.Array | None = None,
+    ) -> jax.Array:
         product = self.without_derivative(DECODE_ATTENTION, product)
-        angles = packed_angles(positions, freqs)
-        return pk.attention_queries(product, angles, eps=plan.cfg.norm_eps, simulate=self.simulate)
+        options: dict[str, Any] = dict(needed=_of_chunk(needed), simulate=self.simulate)
+        return pk.attention_queries(product, packed_angles(positions, freqs), eps=plan.cfg.norm_eps, **options)
 
-    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> jax.Array | pk.RoundedRows:
+    def attend(
+        self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any, needed: jax.Array | None = None
+    ) -> jax.Array | pk.RoundedRows:
         inputs = self.without_derivative(DECODE_ATTENTION, inputs)
         window, entries = inputs.window, inputs.entries
         given = pk.AttentionInputs(
@@ -458,6 +483,7 @@ class DecodeAttentionKernels(_Kernels):
             sinks=inputs.sinks,
             angles=packed_angles(inputs.positions, freqs),
             layer=layer_number(window.index),
+            needed=_of_chunk(needed),
         )
         return self.kernels.decode_attention(given, kv_format=window.plan.kv_format, dtype=dtype, **self.options)
 

@@ -350,7 +350,7 @@ def _attend_tile(
         q = projections.queries(latent, params.q_b, positions, freqs, plan)
     if q is None:
         q = projections.linear(latent, params.q_b, needed=needed).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
-        q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention))
+        q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention), needed)
     picks = None
     if entries is not None and params.index_q_b is not None:
         assert queries.head_weights is not None
@@ -361,9 +361,9 @@ def _attend_tile(
     inputs = attention.attention_inputs(q, positions, params.sinks, window, entries, picks, kind)
     is_bf16, rows = latent.dtype == jnp.bfloat16, positions.size
     if attends.rounds_output and is_bf16 and projections.takes_rounded(params.o_a, rows, cfg.o_groups):
-        groups, dtype = attends.attend(inputs, freqs, CODES), CODES if stays_rounded else latent.dtype
+        groups, dtype = attends.attend(inputs, freqs, CODES, needed), CODES if stays_rounded else latent.dtype
     else:
-        groups = attends.attend(inputs, freqs, latent.dtype).reshape(*positions.shape, cfg.o_groups, -1)
+        groups = attends.attend(inputs, freqs, latent.dtype, needed).reshape(*positions.shape, cfg.o_groups, -1)
         # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
         dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
     projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype, needed=needed)

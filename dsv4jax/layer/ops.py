@@ -235,14 +235,25 @@ class DecodeAttention(Implementation, Protocol):
         """Whether ``attend`` gives rounded rows with dtype float8_e4m3fn, for ``Projections.linear``."""
         ...
 
-    def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
-        """Apply norm and rope to products f32 [B, T, H, head_dim], and convert them to the dtype ``attend`` takes."""
+    def queries(
+        self,
+        product: jax.Array,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        needed: jax.Array | None = None,
+    ) -> jax.Array:
+        """Apply norm and rope to products f32 [B, T, H, head_dim], and convert them to the dtype ``attend`` takes.
+
+        ``needed`` is as for ``attend``.
+        """
         ...
 
-    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any) -> Any:
+    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any, needed: jax.Array | None = None) -> Any:
         """Compute attention and apply the inverse rope: dtype [B, T, H, head_dim], 0 on padding.
 
-        With dtype float8_e4m3fn, if ``rounds_output``: rounded rows [B T, H head_dim].
+        ``needed`` bool [B, T] says which queries' results anyone reads, None for all; others may be anything. With
+        dtype float8_e4m3fn, if ``rounds_output``: rounded rows [B T, H head_dim].
         """
         ...
 

@@ -166,7 +166,14 @@ class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
 
     rounds_output = False
 
-    def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
+    def queries(
+        self,
+        product: jax.Array,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        needed: jax.Array | None = None,
+    ) -> jax.Array:
         product = self.without_derivative(DECODE_ATTENTION, product)
         return DECODE_ATTENTION[XLA].queries(product, positions, freqs, plan).astype(jnp.float16)
 

@@ -66,7 +66,7 @@ def decode_attention(
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      dtype [B, T, H, 512], or if rounded ``RoundedRows`` [B T, H 512]; 0 for queries without a position.
+      dtype [B, T, H, 512], or if rounded ``RoundedRows`` [B T, H 512]; 0 for queries without a position, if needed.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
@@ -101,13 +101,14 @@ def decode_attention(
         raise ValueError(f"the layout is of a kernel for {layout.gpu.architecture}, the target is {gpu.architecture}")
     if isinstance(layout, sm90.Layout) and layout.is_wide:
         inputs = widen(inputs, form, simulate=simulate)
+    inputs = dataclasses.replace(inputs, needed=None, order=layout.order(inputs))
     return attend(inputs, form, layout, dtype, simulate=simulate)
 
 
 def attend(
     inputs: AttentionInputs, form: AttendedFormat, layout: AttentionLayout, dtype: Any, *, simulate: bool = False
 ) -> Any:
-    """Launch the kernel of a layout, with rows that are widened where it expects them so."""
+    """Launch the kernel of a layout, with rows that are widened where it expects them so, and queries in its order."""
     batch, tokens, heads, dim = inputs.q.shape
     queries, groups = batch * tokens, heads // layout.heads
     if dtype == jnp.float8_e4m3fn:

@@ -38,6 +38,8 @@ class AttentionInputs:
     sinks: Any  # f32 or bf16 [H]
     angles: Any  # f32 [B, T, 64] cosines, then sines, for the inverse rope of the output; or None
     layer: Any  # int32 [1]
+    needed: Any = None  # bool [B, T], queries whose output anyone reads, which for others may be anything; None: all
+    order: Any = None  # a ``turns.QueryOrder``, in place of ``needed``
     wide: Any = None  # from ``wide.widen``, in place of the window, the fresh rows and the entries
 
     @property
@@ -67,6 +69,9 @@ def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
     chex.assert_shape([inputs.slots, inputs.start], (batch,))
     chex.assert_shape(inputs.positions, (batch, tokens))
     chex.assert_shape(inputs.sinks, (heads,))
+    if inputs.needed is not None:
+        chex.assert_shape(inputs.needed, (batch, tokens))
+        chex.assert_type(inputs.needed, bool)
     if inputs.sinks.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"sinks must be float32 or bfloat16, got {inputs.sinks.dtype}")
     if inputs.angles is not None:

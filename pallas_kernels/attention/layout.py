@@ -90,6 +90,10 @@ class AttentionLayout(abc.ABC):
         """Return the inputs in the shapes and dtypes in which the kernel reads them."""
         return inputs
 
+    def order(self, inputs: AttentionInputs) -> Any:
+        """Return a ``turns.QueryOrder`` of ``inputs.needed``, or None if the kernel computes all queries."""
+        return None
+
     @abc.abstractmethod
     def scratch(self, queries: int, groups: int) -> Scratch | None:
         """Return the scratch shapes for so many queries and groups of heads; None without clusters."""

@@ -61,6 +61,7 @@ from pallas_kernels.attention.softmax import (
     scale_logits,
     scale_without_factors,
 )
+from pallas_kernels.attention.turns import QueryOrder, Turns
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.barriers import Barrier, init_barriers
@@ -80,6 +81,8 @@ _LOADERS = 2  # warpgroups, unless the hardware loads
 _REGISTERS = {1: (224, 56), 2: (208, 48)}
 # Channels of one product. In a launch of four warpgroups, which begins with 128 registers per lane, ptxas refuses 256.
 _COLUMNS = 128
+
+_LoadNext = Callable[[], None]  # starts to load a block's next query
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,11 @@ class Layout(BlockLayout):
         """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
         return dataclasses.replace(inputs, q=inputs.q.astype(jnp.float16).reshape(-1, HEAD_DIM))
 
+    def order(self, inputs: AttentionInputs) -> QueryOrder | None:
+        queries = math.prod(inputs.positions.shape)
+        has_turns = queries > self._at_once(queries, inputs.sinks.shape[0] // HEADS)
+        return QueryOrder.of(inputs.needed) if inputs.needed is not None and has_turns else None
+
     def grid(self, queries: int, groups: int) -> Grid:
         """Return a grid in which blocks without a cluster have several queries, one after the other."""
         return BlockLayout.grid(self, self._at_once(queries, groups), groups)
@@ -127,40 +135,43 @@ class Layout(BlockLayout):
         init_barriers(memory.full, memory.free, memory.loaded_q, memory.handover.given)
         queries, heads = math.prod(inputs.positions.shape), inputs.sinks.shape[0]
         at_once = self._at_once(queries, heads // HEADS)
+        turns = Turns(machine=machine, inputs=inputs, queries=queries, at_once=at_once)
 
-        def for_each_query(work: Callable[[Block], None]) -> None:
+        def for_each_query(work: Callable[[Block, _LoadNext | None], None]) -> None:
             if queries == at_once:
                 query = Query.of(machine, inputs, machine.block(0))
-                work(Block.of(machine, memory, query, self.cluster, Before.none(machine)))
+                work(Block.of(machine, memory, query, self.cluster, Before.none(machine)), None)
                 return
 
-            def one(turn: Value, state: tuple[Before, Value]) -> tuple[Before, Value]:
-                before, tiles = state
+            def one(turn: Value, state: tuple[Before, Value, list[Value]]) -> tuple[Before, Value, list[Value]]:
+                before, tiles, known = state
                 before = dataclasses.replace(before, queries=turn)
-                number = turn * at_once + machine.block(0)
+                number, following, known = turns.step(turn, known)
+
+                def load_next() -> None:
+                    with machine.when(turn + 1 < count):
+                        memory.load_query(inputs, following)
+
                 # Loaded while this query is computed, so that the next one need not wait.
-                following = Query.of(machine, inputs, (number + at_once).minimum(queries - 1)).tiles.maximum(1)
+                of_next = Query.of(machine, inputs, following).tiles.maximum(1)
                 query = Query.of(machine, inputs, number)
                 block = Block.of(machine, memory, query, self.cluster, before, tiles)
-                work(block)
-                return block.after, following
+                work(block, load_next)
+                return block.after, of_next, known
 
-            tiles = Query.of(machine, inputs, machine.block(0)).tiles.maximum(1)
-            turns = (machine.block(0) * -1 + (queries - 1)) // at_once + 1
-            machine.loop(turns, one, (Before.none(machine), tiles))
+            count, known = turns.count, turns.begin()
+            first = known[0] if known else machine.block(0)
+            tiles = Query.of(machine, inputs, first).tiles.maximum(1)
+            machine.loop(count, one, (Before.none(machine), tiles, known))
 
         def multiply(multiplier: type[_Multiplier]) -> None:
             if multiplier is _First:
-                memory.load_query(inputs, machine.block(0))
-
-            def work(block: Block) -> None:
-                following = block.query.number + at_once
-                multiplier(block, memory, form).run(outputs, following if queries > at_once else None)
-
-            for_each_query(work)
+                with machine.when(True if inputs.order is None else turns.count > 0):
+                    memory.load_query(inputs, turns.query(machine.constant(0, "i32")))
+            for_each_query(lambda block, load_next: multiplier(block, memory, form).run(outputs, load_next))
 
         def loader(load: Callable[[Block], None], warpgroups: int = 1) -> Role:
-            return Role(warpgroups=warpgroups, registers=few, body=lambda: for_each_query(load))
+            return Role(warpgroups=warpgroups, registers=few, body=lambda: for_each_query(lambda block, _: load(block)))
 
         many, few = _REGISTERS[self.loaders]
         if not self.is_wide:
@@ -282,8 +293,8 @@ class _Multiplier(abc.ABC):
         self.before = block.before
         self.given_before = block.before.firsts + block.before.queries  # by each warpgroup
 
-    def run(self, outputs: Outputs, following: Value | None) -> None:
-        """Compute and store the output of the block's query. ``following`` is the number of the next one, if any."""
+    def run(self, outputs: Outputs, load_next: _LoadNext | None) -> None:
+        """Compute and store the output of the block's query."""
         machine, tiles = self.machine, self.block.tiles
         self.memory.loaded_q.wait(self.before.queries & 1)
         softmax = Softmax.of_sinks(self.block)
@@ -292,11 +303,9 @@ class _Multiplier(abc.ABC):
         output = [machine.constant(0.0, "f32")] * (HALF // 2)
         pairs = (tiles + 1) // 2
         sums = machine.loop(pairs, self.pair, _Sums(softmax, output))
-        if following is not None and self.own == FIRST:
+        if load_next is not None and self.own == FIRST:
             # Both warpgroups have computed their last logits: the second one's weights came after them.
-            inputs = self.block.query.inputs
-            with machine.when(following < math.prod(inputs.positions.shape)):
-                self.memory.load_query(inputs, following)
+            load_next()
         softmax = sums.softmax.over_quads(machine)
         softmax = Softmax(softmax.peak, self.total_of_both(softmax.total, pairs))
         half = machine.constant(self.own, "i32")

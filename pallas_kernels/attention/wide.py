@@ -90,7 +90,7 @@ def widen(inputs: AttentionInputs, form: AttendedFormat, *, simulate: bool = Fal
         body,
         name="widen_rows",
         grid=(-(-wide.of_request // _WARPS), inputs.slots.shape[0]),
-        inputs=dataclasses.replace(inputs, q=None, positions=None, visible=None, sinks=None, angles=None),
+        inputs=dataclasses.replace(inputs, q=None, positions=None, visible=None, sinks=None, angles=None, needed=None),
         state=wide,
         simulate=simulate,
     )

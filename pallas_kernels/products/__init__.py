@@ -1,10 +1,7 @@
 """Products of rows of activations with a weight that is stored in FP8 with a scale per block, or in bf16.
 
 call         ``product``, and which products have a kernel
-many_bf16    the kernel for many rows of bf16, on Hopper
-many_fp8     the kernel for many rows that are rounded to FP8, on Hopper
-many         what these two share: a block's turns, its stages of chunks, its roles, adding the sums of a cluster
-tiling       how a product of many rows is divided over blocks
+many         the kernels for many rows, on Hopper
 heads        queries of attention, made of the sums of such a product
 keys         queries of the indexer, made of the sums of such a product
 sm90         the kernel for few rows on Hopper

@@ -22,15 +22,16 @@ from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.values import VECTOR
-from pallas_kernels.products import keys, many_bf16, many_fp8, sm90, sm100
+from pallas_kernels.products import keys, sm90, sm100
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
-from pallas_kernels.products.many import ManyInputs, needed_tiles
+from pallas_kernels.products.many import bf16, fp8, wide
+from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
+from pallas_kernels.products.many.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.products.pair import fastest_pair, launch_pair
 from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
 from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
-from pallas_kernels.products.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 from pallas_kernels.rounding import RoundedRows, round_rows
 
@@ -39,7 +40,7 @@ HEAD_DIM = 512  # outputs of a head of attention, where they become queries
 KEY_DIMS = 64, 128, 256  # outputs of a head of the indexer, where they become queries: they fit in a block
 MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
-_MANY: dict[str, Any] = {"bf16": many_bf16, "fp8": many_fp8}
+_MANY: dict[str, Any] = {"bf16": bf16, "fp8": fp8}  # by the activations of FP8 weights
 
 
 def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1) -> str | None:
@@ -68,11 +69,11 @@ def _unsupported_many(shape: tuple[int, ...], form: WeightForm) -> str | None:
     """Return why the kernel of many rows does not serve a weight that the kernel of few rows serves, or None."""
     if target.architecture() != "sm90":
         return "the GPU is no Hopper"
-    if form.block is None:
-        return "it is bf16 already"
+    if form.block is None and form.groups == 1:
+        return None
     if shape[0] % (form.groups * OUTPUTS):
         return f"a group does not have a multiple of {OUTPUTS} outputs"
-    if form.activations == "fp8" and form.block[0] % OUTPUTS:
+    if form.activations == "fp8" and form.block is not None and form.block[0] % OUTPUTS:
         return f"blocks of a scale do not have a multiple of {OUTPUTS} outputs with activations='fp8'"
     return None
 
@@ -116,7 +117,8 @@ def product(
     gpu = target.gpu_or_first()
     if isinstance(x, RoundedRows) and not takes_rounded(weight.shape, form, rows):
         raise ValueError(f"no kernel takes {rows} rounded rows for a weight {weight.shape} of {form}")
-    if rows <= ROWS or _unsupported_many(weight.shape, form) is not None:
+    few = MOST_ROWS if form.block is None else ROWS
+    if rows <= few or _unsupported_many(weight.shape, form) is not None:
         launch_rows = functools.partial(launch_product, fastest_layout(rows, weight.shape, form, gpu), inputs)
     else:
         tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
@@ -449,7 +451,7 @@ def launch_many(
     """
     x, of_x = inputs.x, None
     if tiling.is_rounded:
-        rounded = x if isinstance(x, RoundedRows) else round_rows(x, simulate=simulate)
+        rounded = x if isinstance(x, RoundedRows) else round_rows(x, needed=needed, simulate=simulate)
         x, of_x = rounded.codes, rounded.scales
     many = ManyInputs(
         x=x,
@@ -478,7 +480,7 @@ def launch_tiles(
             lambda leaf: jax.ShapeDtypeStruct((tiling.rows, heads * leaf.shape[0]), leaf.dtype), key_row
         )
     return launch(
-        functools.partial(_MANY[tiling.form.activations].body, tiling=tiling),
+        functools.partial((wide if tiling.is_wide else _MANY[tiling.form.activations]).body, tiling=tiling),
         name=name,
         grid=tiling.grid,
         inputs=inputs,

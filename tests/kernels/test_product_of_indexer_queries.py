@@ -19,7 +19,7 @@ from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
 from pallas_kernels.products.call import launch_many
 from pallas_kernels.products.keys import DIM, KeyHeads
-from pallas_kernels.products.tiling import Tiling, tiling_of_key_heads
+from pallas_kernels.products.many.tiling import Tiling, tiling_of_key_heads
 from tests.support.cases import first_of
 from tests.support.kernel_cases import same_bytes
 from tests.support.machines import HOPPER_MACHINES

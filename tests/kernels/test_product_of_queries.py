@@ -18,7 +18,7 @@ from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
 from pallas_kernels.products.call import launch_many
 from pallas_kernels.products.heads import Heads
-from pallas_kernels.products.tiling import tiling_of_heads
+from pallas_kernels.products.many.tiling import tiling_of_heads
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES
 from tests.support.product_cases import Product, random_angles

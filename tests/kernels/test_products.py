@@ -10,7 +10,7 @@ import pytest
 import pallas_kernels as pk
 from pallas_kernels.language.target import BLACKWELL, HOPPER
 from pallas_kernels.products.call import fastest_layout
-from pallas_kernels.products.tiling import fastest_tiling
+from pallas_kernels.products.many.tiling import fastest_tiling
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES, MACHINES, no_gpu, requires_gpu
 from tests.support.product_cases import Many, Product
@@ -58,6 +58,7 @@ FORMS = [
 # fewer in the last turn; blocks that share a tile; few chunks and more than stages; both sizes of results.
 MANY = [
     Product(rows=65, outputs=128, inputs=128, many=Many()),
+    Product(rows=150, outputs=192, inputs=320, block=None, many=Many(tile_rows=72, multiprocessors=2, parts=1)),
     Product(rows=80, outputs=128, inputs=512, groups=2, many=Many(parts=2)),
     Product(rows=160, outputs=256, inputs=128, dtype=jnp.bfloat16, many=Many(tile_rows=80, multiprocessors=3, parts=1)),
     Product(rows=65, outputs=128, inputs=128, activations="fp8", many=Many()),
@@ -65,6 +66,8 @@ MANY = [
     Product(
         rows=200, outputs=256, inputs=128, activations="fp8", many=Many(tile_outputs=128, multiprocessors=3, parts=1)
     ),
+    Product(rows=130, outputs=192, inputs=256, block=None, many=Many(tile_rows=144, parts=2)),
+    Product(rows=300, outputs=128, inputs=640, block=None, groups=2, dtype=jnp.bfloat16, many=Many(parts=1)),
     Product(rows=72, outputs=128, inputs=256, block=(32, 32), many=Many(parts=1)),
     Product(rows=100, outputs=256, inputs=384, many=Many(multiprocessors=3, tile_rows=56, parts=1)),
     Product(rows=256, outputs=128, inputs=256, activations="fp8", groups=2, many=Many(parts=2)),
@@ -92,9 +95,18 @@ def test_products_of_many_rows_are_exact_but_for_the_order_of_sums(case, simulat
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
-@pytest.mark.parametrize(("rows", "activations"), [(65, "bf16"), (65, "fp8"), (129, "bf16")])
-def test_the_public_function_takes_many_rows(rows, activations, simulate):
-    case = Product(rows=rows, outputs=128, inputs=128, activations=activations)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Product(rows=65, outputs=128, inputs=128),
+        Product(rows=65, outputs=128, inputs=128, activations="fp8"),
+        Product(rows=129, outputs=128, inputs=128),
+        Product(rows=129, outputs=64, inputs=64, block=None),
+    ],
+    ids=str,
+)
+def test_the_public_function_takes_many_rows(case, simulate):
+    rows, activations = case.rows, case.activations
     weight, scales = case.weight
     assert pk.unsupported_product(weight.shape, case.form, rows) is None
     program = jax.jit(lambda x: pk.product(x, weight, scales, case.form, simulate=simulate))
@@ -180,12 +192,24 @@ def test_tilings_cover_a_product_once(outputs, inputs, groups, rows, activations
     assert tiling.stages >= 3
 
 
+@pytest.mark.parametrize("rows", [65, 300, 4096, 8192])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (1024, 4096), (2624, 4096)])
+def test_tilings_of_wide_weights_cover_a_product(outputs, inputs, rows):
+    """The last tile may have more outputs than there are."""
+    tiling = fastest_tiling(rows, outputs, inputs, pk.WeightForm(), HOPPER)
+    assert 0 <= tiling.row_tiles * tiling.tile_rows - rows < tiling.tile_rows
+    assert 0 <= tiling.output_tiles * tiling.tile_outputs - outputs < tiling.tile_outputs
+    assert tiling.chunks * tiling.chunk * tiling.parts == inputs
+    assert tiling.grid.shared_bytes + 1024 <= HOPPER.shared_bytes
+    assert tiling.stages >= 3
+
+
 # The simulator's sums are NumPy's.
 @pytest.mark.gpu(major=9)
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
-def test_a_row_has_the_same_sums_among_any_many_rows(activations):
+@pytest.mark.parametrize("form", [dict(), dict(activations="fp8"), dict(block=None)], ids=str)
+def test_a_row_has_the_same_sums_among_any_many_rows(form):
     """Bit for bit, unless blocks share its inputs."""
-    case = Product(rows=300, outputs=256, inputs=2048, activations=activations, many=Many(parts=1))
+    case = Product(rows=300, outputs=256, inputs=2048, many=Many(parts=1), **form)
     all_rows = case.run(simulate=False)
     for first, count in ((0, 65), (7, 100), (200, 96)):
         few = dataclasses.replace(case, rows=count)
@@ -246,7 +270,7 @@ def test_weights_that_no_kernel_serves_are_named(form, shape, message):
 @pytest.mark.parametrize(
     ("form", "shape", "message"),
     [
-        (dict(), (128, 128), "it is bf16 already"),
+        (dict(groups=2), (384, 128), "a multiple of 128 outputs"),
         (dict(block=(128, 128)), (192, 128), "a multiple of 128 outputs"),
         (dict(block=(64, 128), activations="fp8"), (128, 128), "multiple of 128 outputs with activations='fp8'"),
     ],

@@ -17,10 +17,10 @@ from dsv4jax.formats import INDEXER_FORMATS, KeyRows
 from dsv4jax.layer.attention import attention_queries
 from dsv4jax.layer.ops import INDEXER_SCORES
 from dsv4jax.linear import hadamard
-from dsv4jax.rope import apply_rope, rope_frequencies
+from dsv4jax.rope import apply_rope, packed_angles, rope_frequencies
 from tests.support.driver import ids
 from tests.support.kernel_cases import same_bytes
-from tests.support.machines import BACKENDS
+from tests.support.machines import BACKENDS, MACHINES
 
 FORMATS = "mxfp4", "nvfp4"
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -89,9 +89,34 @@ def test_indexer_queries_are_the_bytes_of_the_formulas(size, key_format, backend
     call = functools.partial(INDEXER_SCORES[backend].queries, freqs=size.freqs, plan=plan(key_format))
     got = jax.jit(call)(product, positions)
     rotated = hadamard(apply_rope(product, positions[..., None], size.freqs))
-    want = INDEXER_FORMATS[key_format].encode(rotated)
+    want, read = INDEXER_FORMATS[key_format].encode(rotated), np.asarray(positions) >= 0
     for name in ("codes", "scale"):
-        same_bytes(name, np.asarray(getattr(got, name)), np.asarray(getattr(want, name)))
+        same_bytes(name, np.asarray(getattr(got, name))[read], np.asarray(getattr(want, name))[read])
+
+
+@pytest.mark.parametrize("simulate", MACHINES)
+@sizes
+def test_queries_of_padding_are_left_out(size, simulate):
+    """Those that are needed are the same bytes. On the simulator the others are NaN, or the largest whole number."""
+    needed = np.random.default_rng(0).random(size.lead[:2]) < 0.5
+
+    def run(dim: int, convert: Any) -> list[np.ndarray]:
+        product, positions = size.draw(dim)
+        angles = packed_angles(positions, size.freqs)
+        some, everything = (
+            jax.tree.leaves(jax.jit(functools.partial(convert, simulate=simulate, needed=which))(product, angles))
+            for which in (jnp.asarray(needed), None)
+        )
+        for found, want in zip(some, everything, strict=True):
+            same_bytes("needed", np.asarray(found)[needed], np.asarray(want)[needed])
+        return [np.asarray(leaf)[~needed] for leaf in some]
+
+    row = plan("mxfp4").keys.row(size.key_dim)
+    left = run(size.head_dim, functools.partial(pk.attention_queries, eps=1e-6))
+    left += run(size.key_dim, functools.partial(pk.indexer_queries, key_row=row, key_format="mxfp4"))
+    if simulate:
+        for leaf in left:
+            assert np.all(np.isnan(leaf) if leaf.dtype.kind == "f" else leaf == np.iinfo(leaf.dtype).max)
 
 
 @backends

@@ -35,6 +35,7 @@ from dsv4jax.pieces import (
 )
 from dsv4jax.tails import Streams
 from pallas_kernels.attention import call, sm90
+from pallas_kernels.attention.turns import QueryOrder
 from pallas_kernels.attention.wide import WideRows, instead_of_rows, widen
 from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.plugin import compiles_relocatable_code
@@ -203,7 +204,8 @@ def _attention_of_chunk(cache: d4.KVCache, kind: AttentionType, batch: int, toke
     )
     if cache.plan.kv_format != DEFAULT["kv_format"]:
         return
-    args = (instead_of_rows(inputs, WideRows.of(inputs)),)
+    order = jax.eval_shape(QueryOrder.of, Spec((batch, tokens), jnp.bool_))
+    args = (dataclasses.replace(instead_of_rows(inputs, WideRows.of(inputs)), order=order),)
     for dtype, result in (jnp.bfloat16, ""), (jnp.float8_e4m3fn, ", rounded"):
         attend: Any = functools.partial(call.attend, form=form, layout=sm90.Layout(is_wide=True), dtype=dtype)
         name = f"attend_to_widened {title}{result}"

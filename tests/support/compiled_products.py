@@ -19,8 +19,8 @@ from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.call import launch_tiles
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
-from pallas_kernels.products.many import ManyInputs, needed_tiles
-from pallas_kernels.products.tiling import Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
+from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
+from pallas_kernels.products.many.tiling import Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.rounding import round_rows
 from pallas_kernels.scores import fp4
 from tests.support.kernel_report import Kernel
@@ -173,6 +173,20 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
             args = dataclasses.replace(args, angles=f32(rows, cfg.rope_dim), needed=_needed(tiling))
             title = f"product_of_indexer_queries {name} {activations} [{rows}]"
             yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
+    for kind in (AttentionType.CSA, AttentionType.HCA):
+        compress = param_shapes(cfg, kind).compress
+        assert compress is not None
+        tiling = fastest_tiling(all_rows[-1], *compress.shape, pk.WeightForm(), HOPPER)
+        args = ManyInputs(
+            x=Spec((all_rows[-1], cfg.hidden_size), jnp.bfloat16),
+            x_scales=None,
+            weight=Spec(compress.shape, jnp.bfloat16),
+            scales=None,
+            needed=_needed(tiling),
+        )
+        function = functools.partial(launch_tiles, tiling, dtype=jnp.float32)
+        title = f"product_of_many compressors of {kind} bf16 [{all_rows[-1]}]"
+        yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
     x = Spec((all_rows[-1], cfg.hidden_size), jnp.bfloat16)
     yield Kernel(name="round_rows", function=round_rows, args=(x,), rows=None, reads_only=True)
 

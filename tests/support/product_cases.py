@@ -16,8 +16,8 @@ import pallas_kernels as pk
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.block import ProductInputs
 from pallas_kernels.products.call import fastest_layout, launch_many, launch_product
+from pallas_kernels.products.many.tiling import fastest_tiling
 from pallas_kernels.products.split import TILE, Split
-from pallas_kernels.products.tiling import fastest_tiling
 
 GROUP = 128  # inputs that share a scale where activations are rounded
 

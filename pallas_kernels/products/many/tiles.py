@@ -20,7 +20,8 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Value
-from pallas_kernels.products.tiling import LANES, LOADERS, WARPGROUPS, Place, Tiling
+from pallas_kernels.needed import needed_first
+from pallas_kernels.products.many.tiling import LANES, LOADERS, WARPGROUPS, Place, Tiling
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
 _HEADER = 2  # numbers before the tiles, in what ``needed_tiles`` returns
@@ -60,9 +61,8 @@ def needed_tiles(needed: jax.Array | None, tile_rows: int, tiles_of_outputs: int
     if tiles < _LEAST_TILES or not divides:
         return None
     is_needed = jnp.pad(needed, (0, tiles * tile_rows - needed.size)).reshape(tiles, tile_rows).any(axis=1)
-    count, numbers = is_needed.sum(dtype=jnp.int32), jnp.arange(tiles, dtype=jnp.int32)
-    first = jnp.sort(jnp.where(is_needed, numbers, numbers + tiles)) % tiles
-    return jnp.concatenate([jnp.stack([count, (1 << _SHIFT) // jnp.maximum(count, 1) + 1]), first])
+    count, numbers = needed_first(is_needed)
+    return jnp.concatenate([jnp.stack([count, (1 << _SHIFT) // jnp.maximum(count, 1) + 1]), numbers])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

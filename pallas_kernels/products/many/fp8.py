@@ -20,8 +20,8 @@ from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, pr
 from pallas_kernels.language.values import Condition, Value
 from pallas_kernels.products import keys
 from pallas_kernels.products.heads import Angles, Squares
-from pallas_kernels.products.many import ManyInputs, Ring, Turns, for_each_tile
-from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Place, Tiling
+from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
+from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
 from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 

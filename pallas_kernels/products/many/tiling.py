@@ -49,6 +49,11 @@ class Tiling:
         return self.form.activations == "fp8"
 
     @property
+    def is_wide(self) -> bool:
+        """Whether the weight is bf16."""
+        return self.form.block is None
+
+    @property
     def chunk(self) -> int:
         """Inputs of a chunk."""
         return CHUNK_BYTES if self.is_rounded else CHUNK_BYTES // 2
@@ -75,7 +80,11 @@ class Tiling:
     @property
     def output_tiles(self) -> int:
         """Tiles, or groups of neighbours, of the same rows."""
-        return self.form.groups * self.outputs // (self.tile_outputs * self.neighbours)
+        return self.form.groups * self._tiles_of_group
+
+    @property
+    def _tiles_of_group(self) -> int:
+        return -(-self.outputs // (self.tile_outputs * self.neighbours))
 
     @property
     def tiles(self) -> int:
@@ -99,7 +108,8 @@ class Tiling:
     @property
     def stage_bytes(self) -> int:
         scales = _SCALED_ROWS * 4 if self.is_rounded else 0
-        return self.tile_rows * CHUNK_BYTES + self.tile_outputs * self.chunk + scales
+        size = 2 if self.is_wide else 1
+        return self.tile_rows * CHUNK_BYTES + self.tile_outputs * self.chunk * size + scales
 
     def _shared(self, stages: int) -> int:
         exchanged = 0 if self.parts == 1 else self.tile_rows * self.tile_outputs * 4
@@ -131,7 +141,7 @@ class Tiling:
     def place(self, number: Value, of_outputs: Value, rank: Value) -> Place:
         """Return where a tile is, by its number, that of its outputs, and the block's rank."""
         outputs = self.tile_outputs * self.neighbours
-        output, group = of_outputs * outputs, of_outputs // (self.outputs // outputs)
+        output, group = of_outputs * outputs, of_outputs // self._tiles_of_group
         if self.neighbours > 1:
             output = rank * self.tile_outputs + output
         return Place(number=number, of_outputs=of_outputs, output=output, x=group * self.inputs)
@@ -142,7 +152,10 @@ class Tiling:
         They have an error of up to a fifth.
         """
         size = self.tile_rows * self.tile_outputs * 4
-        chunk = 330 + 5 * self.tile_outputs if self.is_rounded else 640 + 2.5 * self.tile_rows
+        if self.is_wide:
+            chunk = 4.0 * self.tile_rows  # what tensor cores take
+        else:
+            chunk = 330 + 5 * self.tile_outputs if self.is_rounded else 640 + 2.5 * self.tile_rows
         exchanged = 0 if self.parts == 1 else size / _EXCHANGED_PER_CYCLE[self.parts]
         stored = size / _STORED_PER_CYCLE / self.parts
         return -(-self.tiles // self.room) * (self.chunks * chunk + exchanged + stored) + _START
@@ -192,6 +205,8 @@ def fastest_tiling(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: 
         alone = _scaled_tilings(rows, outputs, inputs, form, gpu)
     else:
         counts = {-(-rows // most) for most in (_MOST_COLUMNS, _MOST_COLUMNS * 3 // 4, _MOST_COLUMNS // 2)}
+        if form.block is None:
+            counts |= set(range(min(counts), max(counts)))
         # Some have more rows than they need, so that parts of a cluster can share their sums.
         sizes = {-(-rows // (atom * count)) * atom for count in counts for atom in (8, 16, 32, 64)}
         alone = [

@@ -16,9 +16,9 @@ from pallas_kernels.language.lanes import Buffer, swapped
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.language.values import Index, Value, select
-from pallas_kernels.products.many import ManyInputs, Ring, Turns, for_each_tile, warp_rows
-from pallas_kernels.products.tiling import CHUNK_BYTES, OUTPUTS, Tiling
+from pallas_kernels.language.values import Condition, Index, Value, select
+from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile, warp_rows
+from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
 CHUNK_CODES = CHUNK_BYTES // 2
@@ -128,22 +128,27 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
             ring.leave(begin + (tiling.chunks - 1))
         return sums, following
 
-    for_each_tile(turns, ring, arena, scales_of, sums_of, functools.partial(_store, turns, out))
+    for_each_tile(turns, ring, arena, scales_of, sums_of, functools.partial(store_sums, turns, out))
 
 
-def _store(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: list[Value]) -> None:
-    """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
+def store_sums(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: list[Value]) -> None:
+    """Store fours [outputs, rows of x], the first of which is number ``first`` of the tile.
+
+    Every store writes whole sectors of 32 bytes.
+    """
     machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
     lane = machine.thread % WARP
     output = place.output + warp_rows(machine)
-    rows = tiling.rows
+    rows, all_outputs = tiling.rows, tiling.form.groups * tiling.outputs
     is_whole = rows % tiling.tile_rows == 0
+    # A warp's 16 outputs exist, or none of them does.
+    exists: Condition = True if tiling.outputs % tiling.tile_outputs == 0 else output < all_outputs
     column = lane % 4 * 2 + turns.row(place) + first * 8
     if out.dtype.itemsize == 4:
         for n, value in enumerate(sums):
             row = column + (n // 4 * 8 + n % 2)
             of_output = output + lane // 4 + n // 2 % 2 * 8
-            out.store_floats([value], row, of_output, where=True if is_whole else row < rows)
+            out.store_floats([value], row, of_output, where=exists if is_whole else exists & (row < rows))
         return
     # A lane has outputs r and r + 8 of two rows of x. After two exchanges it has four adjacent outputs of one.
     is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
@@ -156,4 +161,4 @@ def _store(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: lis
         )
         words = swapped(machine, is_upper, (low, high), 8)
         at = row + n // 4 * 8
-        out.store_words(list(words), at, of_output, where=True if is_whole else at < rows)
+        out.store_words(list(words), at, of_output, where=exists if is_whole else exists & (at < rows))

@@ -1,0 +1,69 @@
+"""Products of many rows of bf16 with a weight of bf16 on Hopper.
+
+    sums [outputs, rows of x] = weight [outputs, inputs] x^T
+
+Tensor cores read both operands from shared memory. A library's product is as fast, but multiplies all rows: this kernel
+is for batches with padding.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from pallas_kernels.language.barriers import Barrier
+from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.machine import WARPGROUP
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy
+from pallas_kernels.language.values import Value
+from pallas_kernels.products.many.bf16 import store_sums
+from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
+from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Tiling
+
+
+def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
+    """Compute a block's tiles."""
+    x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
+    weight = Tile.take(machine, OUTPUTS // WARPGROUPS, CHUNK_BYTES, copies=tiling.stages * WARPGROUPS)
+    turns = Turns.of(machine, tiling, inputs.needed)
+    assert isinstance(x.offset, int)
+    arena = x.offset
+
+    def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
+        place, first = turns.chunk(chunk)
+        of_x = TileCopy(
+            source=inputs.x,
+            row=turns.row(place),
+            column=place.x + first,
+            to=x.copy(stage).offset,
+            rows=tiling.tile_rows,
+            row_bytes=CHUNK_BYTES,
+        )
+        of_weight = TileCopy(
+            source=inputs.weight,
+            row=place.output,
+            column=first,
+            to=weight.copy(stage * WARPGROUPS).offset,
+            rows=OUTPUTS,
+            row_bytes=CHUNK_BYTES,
+        )
+        barrier.fill(of_x, of_weight)
+
+    ring = Ring.take(turns, fill)
+    mine = machine.thread // WARPGROUP
+
+    def sums_of(begin: Value, _: None) -> tuple[list[Value], None]:
+        def one(i: Value, sums: list[Value]) -> list[Value]:
+            chunk = i + begin
+            stage = ring.wait(chunk)
+            left, right = weight.copy(stage * WARPGROUPS + mine), x.copy(stage)
+            sums = machine.wgmma(sums, left.k_major(), right.k_major(), columns=tiling.tile_rows, dtype="bf16")
+            machine.wgmma_wait([], pending=1)
+            ring.leave((chunk - 1).maximum(0), i > 0)
+            return sums
+
+        zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
+        sums = machine.wgmma_wait(machine.loop(tiling.chunks, one, zeros))
+        ring.leave(begin + (tiling.chunks - 1))
+        return sums, None
+
+    for_each_tile(turns, ring, arena, lambda chunk: None, sums_of, functools.partial(store_sums, turns, out))
