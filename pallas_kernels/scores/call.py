@@ -9,6 +9,7 @@ sum over heads is f32. The error is typically a few 1e-6 of sum_h |w_h| |q_h| |k
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import chex
@@ -20,7 +21,7 @@ from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.scores import sm90, sm100
 from pallas_kernels.scores.fp4 import DIM, FORMATS, Fp4
 from pallas_kernels.scores.inputs import HEADS, PAGE_ENTRIES, ScoreInputs, check_inputs
-from pallas_kernels.scores.share import TILE_ENTRIES
+from pallas_kernels.scores.share import TILE_ENTRIES, count_tiles
 from pallas_kernels.scores.tuning import Tuning
 
 KERNELS: dict[target.Architecture, type[Tuning]] = {"sm90": sm90.Tuning, "sm100": sm100.Tuning}
@@ -92,6 +93,8 @@ def _launch(
     tiles = batch * -(-max_entries // TILE_ENTRIES)
     tuning = tuning or kernel.fastest(fp4, tokens, tiles)
     blocks = max(1, min(tuning.blocks, tiles))
+    if tokens > 1:
+        inputs = dataclasses.replace(inputs, tiles=count_tiles(inputs))
     return launch(
         functools.partial(tuning.body, fp4=fp4, blocks=blocks),
         name="indexer_scores",

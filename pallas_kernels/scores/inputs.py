@@ -31,6 +31,7 @@ class ScoreInputs:
     block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none: their entries score 0
     slots: Any  # int32 [B], -1 = none: nothing is read or written for the row
     visible: Any  # int32 [B, T] number of entries that each query sees
+    tiles: Any = None  # from ``share.count_tiles``; None: the kernel counts them itself
 
     def of_tokens(self, first: int, end: int) -> ScoreInputs:
         """Return the inputs with only the queries of tokens first .. end - 1."""

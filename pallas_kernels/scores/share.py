@@ -8,20 +8,45 @@ tiles, so each request also counts for that many additional tiles.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import add, fold, maximum
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.language.values import Condition, Value, select
+from pallas_kernels.language.values import VECTOR, Condition, Value, select
 from pallas_kernels.scores.inputs import PAGE_ENTRIES, ScoreInputs
 
 TILE_ENTRIES = 64  # rows of a warpgroup's product: two pages
 _START = 8  # cost of preparing a request's queries, in tiles
 
 
+def count_tiles(inputs: ScoreInputs) -> jax.Array:
+    """Return the number of tiles that any query of each batch row sees, int32 [rows of all lanes].
+
+    For calls with several tokens of a request, which may be thousands of rows: every warp reads the numbers of all of
+    them. XLA counts once for all layers of a step.
+    """
+    requests, max_blocks = inputs.block_table.shape
+    entries = inputs.visible.max(1).clip(0, max_blocks * PAGE_ENTRIES)
+    there = (inputs.slots >= 0) & (inputs.slots < requests)
+    tiles = jnp.where(there, (entries + (TILE_ENTRIES - 1)) // TILE_ENTRIES, 0)
+    return jnp.pad(tiles, (0, math.prod(_lanes_and_rows(tiles.size)) - tiles.size))
+
+
+def _lanes_and_rows(batch: int) -> tuple[int, int]:
+    """Return the lanes of a warp that add up costs, and for how many batch rows each."""
+    lanes = min(WARP, 1 << (batch - 1).bit_length())
+    return lanes, -(-batch // lanes)
+
+
 def num_tiles(inputs: ScoreInputs, b: Value, where: Condition) -> Value:
     """Return the number of tiles that any query of a batch row sees; 0 for padding. ``inputs`` are buffers."""
+    if inputs.tiles is not None:
+        return inputs.tiles.load_int(b, where=where)
     requests, max_blocks = inputs.block_table.shape
     slot = inputs.slots.load_int(b, where=where)
     seen = [inputs.visible.load_int(b, t, where=where) for t in range(inputs.visible.shape[1])]
@@ -51,12 +76,16 @@ class Share:
         Every warp computes it for itself. Each lane adds up the cost of some consecutive requests.
         """
         batch = inputs.slots.shape[0]
-        lanes = min(WARP, 1 << (batch - 1).bit_length())
-        each = -(-batch // lanes)
+        lanes, each = _lanes_and_rows(batch)
         lane = machine.thread % lanes
         rows = [lane * each + i for i in range(each)]
-        is_whole = batch == lanes * each
-        costs = [cls.cost(num_tiles(inputs, b, True if is_whole else b < batch)) for b in rows]
+        if inputs.tiles is None:
+            is_whole = batch == lanes * each
+            counts = [num_tiles(inputs, b, True if is_whole else b < batch) for b in rows]
+        else:
+            count = math.gcd(each, VECTOR)
+            counts = [word for b in rows[::count] for word in inputs.tiles.load_words(b, count=count)]
+        costs = [cls.cost(tiles) for tiles in counts]
         zero, nobody = machine.constant(0, "i32"), machine.constant(-1, "i32")
         total, before, distance = fold(add, costs), zero, 1
         while distance < lanes:

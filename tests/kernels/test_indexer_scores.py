@@ -65,6 +65,16 @@ def test_many_tokens(simulate):
 
 
 @machines
+@pytest.mark.parametrize("batch", [5, 64, 100, 129])
+def test_rows_of_several_tokens_that_see_nothing(batch, simulate):
+    """Between rows that do, for each number of rows that a lane adds up: one, two, four and five."""
+    seen = np.zeros((batch, 2), np.int32)
+    seen[[0, batch // 2, batch - 1]] = [[0, 64], [3, 0], [64, 33]]
+    case = Case(key_format="mxfp4", visible=seen, max_blocks=2)
+    case.check(case.run(simulate, tuning=sm90.Tuning(warpgroups=2, overlapped=True, blocks=3)), TOLERANCE)
+
+
+@machines
 @formats
 def test_groups_of_all_magnitudes(key_format, simulate):
     """Scales of groups in keys and queries differ by up to 2^24 (for nvfp4, as far as its scales reach)."""
