@@ -24,6 +24,7 @@ queries      norm, rope and rounding of queries, from matrix products to what at
 token_parts  what new tokens contribute to a layer, from the matrix products of its input
 formats      encoding and decoding of rows, a class for each number format
 rounding     rows of activations rounded to FP8, as products take them
+needed       which rows of a batch with padding are computed
 rows         the arithmetic of a row: norm, rope, Hadamard transform, scales
 language     the language that kernel bodies are written in, and its two implementations
 plugin       the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones

@@ -4,6 +4,7 @@ call      ``decode_attention``, and the choice of a kernel for a call
 sm90      the kernel for Hopper
 sm90_few  the kernel for Hopper with few queries, where latency matters more than throughput
 sm100     the kernel for Blackwell
+turns     the queries that a block of Hopper's kernel computes one after the other
 handover  weights passed between the multiplying warpgroups of Hopper's kernel
 block     what the kernels for many queries share: memory, barriers, and the loading of tiles
 output    the last steps: merging the parts of a cluster, the inverse rope, storing
