@@ -25,6 +25,7 @@ from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
+from pallas_kernels.needed import FEW_TOKENS
 from pallas_kernels.rows import load_angles, norm, rope
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -135,7 +136,7 @@ def token_parts(
     units += [_key_streams_and_heads] if key or heads else []
 
     def body(machine: Machine, products: TokenProducts, parts: TokenParts) -> None:
-        token = _Token.of(machine, products, in_chunk=lead[1] > 1)
+        token = _Token.of(machine, products, in_chunk=lead[1] > FEW_TOKENS)
         for number, unit in enumerate(units):
             with machine.when(machine.block(1) == number):
                 unit(token, parts, rounding)
@@ -158,7 +159,7 @@ class _Token:
     def of(cls, machine: Machine, products: TokenProducts, *, in_chunk: bool) -> _Token:
         n = machine.block(0)
         position = products.positions.load_int(n)
-        # Much of a batch of chunks may be padding, and is not read. In decode it is, so that no load waits for another.
+        # Padding of chunks is not read. That of few tokens is, so that no load waits for another one.
         return cls(
             machine=machine, products=products, n=n, position=position, there=position >= 0 if in_chunk else True
         )

@@ -151,6 +151,10 @@ def long_cache(plan: d4.CachePlan, context: int) -> d4.KVCache:
     """
     rng, requests, cache = np.random.default_rng(0), plan.max_requests, d4.init_cache(plan)
     length = context - rng.permutation(max(requests, 128))[:requests] % 128
+    if not any(plan.cfg.compress_ratios):  # there are no blocks
+        lens = {"seq_lens": jnp.asarray(length, jnp.int32), "prepared": jnp.asarray(length, jnp.int32)}
+        tables = dataclasses.replace(cache.tables, admitted=jnp.ones(requests, jnp.bool), **lens)
+        return with_random_rows(dataclasses.replace(cache, tables=tables))
     blocks, held = rng.permutation(plan.num_blocks), requests * plan.max_blocks
     table = blocks[:held].reshape(requests, -1)
     tables = dataclasses.replace(

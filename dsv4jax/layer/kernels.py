@@ -246,8 +246,8 @@ def _most_numbers(rows: int, needed: jax.Array | None) -> int:
 
 
 def _of_chunk(needed: jax.Array | None) -> jax.Array | None:
-    """Return which tokens [B, T] are needed, as kernels are told it. None in decode, where there is little padding."""
-    return None if needed is None or needed.shape[1] == 1 else needed
+    """Return which tokens [B, T] are needed, as kernels are told it: None if they are few of each request."""
+    return None if needed is None or needed.shape[1] <= pk.FEW_TOKENS else needed
 
 
 def _rows(needed: jax.Array | None) -> jax.Array | None:

@@ -75,7 +75,7 @@ class Size:
 # whose columns are not aligned to four.
 SIZES = {
     "csa": Size(lead=(3, 1), rank=1024, head_dim=512, rope_dim=64, ratio=4, entry=1024, key=256, heads=64),
-    "hca": Size(lead=(1, 5), rank=1536, head_dim=512, rope_dim=64, ratio=128, entry=512),
+    "hca": Size(lead=(1, 9), rank=1536, head_dim=512, rope_dim=64, ratio=128, entry=512),
     "swa": Size(lead=(2, 3), rank=1024, head_dim=512, rope_dim=64),
     "odd": Size(lead=(7, 2), rank=24, head_dim=136, rope_dim=20, ratio=3, entry=270, key=36, heads=2),
     "no key": Size(lead=(2, 2), rank=516, head_dim=260, rope_dim=8, ratio=1, entry=4, heads=6),
