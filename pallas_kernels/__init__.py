@@ -34,7 +34,6 @@ from pallas_kernels.allocation import Asked, Grants, PageSizes, grant_tokens, un
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
-from pallas_kernels.needed import FEW_TOKENS
 from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.block import WeightForm
 from pallas_kernels.products.call import (
@@ -65,7 +64,6 @@ from pallas_kernels.update.call import append_chunk, cache_step, unsupported
 from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
 
 __all__ = [
-    "FEW_TOKENS",
     "Asked",
     "AttentionInputs",
     "Grants",

@@ -1,8 +1,7 @@
 """Which rows of a padded batch are computed.
 
 The requests of a batch [B, T] have room for as many tokens as the longest one brings. What kernels of many rows would
-compute for the others nobody reads, so they are told which rows are needed, and leave out the rest. In decode and in
-drafts there is little padding. There, looking for it would take longer than computing it.
+compute for the others nobody reads, so they are told which rows are needed, and leave out the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.values import Condition, Index
 
-FEW_TOKENS = 8  # of a request, up to which nobody looks for padding
 _ROW = 128  # numbers whose ranks are counted together
 
 

@@ -25,7 +25,6 @@ from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
-from pallas_kernels.needed import FEW_TOKENS
 from pallas_kernels.rows import load_angles, norm, rope
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -89,7 +88,12 @@ def unsupported_token_parts(*, q_lora_rank: int, head_dim: int, rope_dim: int, r
 
 
 def token_parts(
-    products: TokenProducts, rounding: TokenRounding, *, row_spec: Any = None, simulate: bool = False
+    products: TokenProducts,
+    rounding: TokenRounding,
+    *,
+    row_spec: Any = None,
+    reads_padding: bool = True,
+    simulate: bool = False,
 ) -> TokenParts:
     """Split the products of new tokens into parts, and norm, rotate, round and scale them.
 
@@ -97,6 +101,8 @@ def token_parts(
       products: the products, norm weights, biases, angles and positions.
       rounding: the formats and constants.
       row_spec: with ``rounding.kv_format``, a pytree ``nope rope scale`` of ``jax.ShapeDtypeStruct``: one stored row.
+      reads_padding: load the products of padding too, which are not used. Then no load waits for a position, which is
+        faster where there is little padding.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -136,7 +142,7 @@ def token_parts(
     units += [_key_streams_and_heads] if key or heads else []
 
     def body(machine: Machine, products: TokenProducts, parts: TokenParts) -> None:
-        token = _Token.of(machine, products, in_chunk=lead[1] > FEW_TOKENS)
+        token = _Token.of(machine, products, reads_padding=reads_padding)
         for number, unit in enumerate(units):
             with machine.when(machine.block(1) == number):
                 unit(token, parts, rounding)
@@ -156,13 +162,11 @@ class _Token:
     there: Condition  # whether to load its products
 
     @classmethod
-    def of(cls, machine: Machine, products: TokenProducts, *, in_chunk: bool) -> _Token:
+    def of(cls, machine: Machine, products: TokenProducts, *, reads_padding: bool) -> _Token:
         n = machine.block(0)
         position = products.positions.load_int(n)
-        # Padding of chunks is not read. That of few tokens is, so that no load waits for another one.
-        return cls(
-            machine=machine, products=products, n=n, position=position, there=position >= 0 if in_chunk else True
-        )
+        there = True if reads_padding else position >= 0
+        return cls(machine=machine, products=products, n=n, position=position, there=there)
 
     @property
     def is_real(self) -> Value:

@@ -45,6 +45,7 @@ from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 from pallas_kernels.language import target
 
+_FEW_TOKENS = 8  # of a request, up to which nobody looks for padding
 _FEW_ROWS = 64  # up to which products have the kernel of few rows
 _MANY_ROWS = 1024  # from which those with a wide weight have a kernel that leaves out padding
 # Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for 2 to 64, where XLA
@@ -227,7 +228,8 @@ class ProjectionsKernels(_Kernels):
             kv_format=plan.kv_format if encode else None,
         )
         row_spec = plan.row_spec if encode else None
-        parts = pk.token_parts(given, rounding, row_spec=row_spec, simulate=self.simulate)
+        options: dict[str, Any] = dict(reads_padding=_of_chunk(products.positions >= 0) is None, simulate=self.simulate)
+        parts = pk.token_parts(given, rounding, row_spec=row_spec, **options)
 
         def normed(streams: Any, pool: PoolParams | None) -> Normed | None:
             return pool and (Streams(k=streams[0], z=streams[1], overlap=kind.overlaps), pool.norm)
@@ -246,8 +248,11 @@ def _most_numbers(rows: int, needed: jax.Array | None) -> int:
 
 
 def _of_chunk(needed: jax.Array | None) -> jax.Array | None:
-    """Return which tokens [B, T] are needed, as kernels are told it: None if they are few of each request."""
-    return None if needed is None or needed.shape[1] <= pk.FEW_TOKENS else needed
+    """Return which tokens [B, T] are needed, as kernels are told it, or None.
+
+    In decode and in drafts there is little padding, and looking for it takes longer than computing it.
+    """
+    return None if needed is None or needed.shape[1] <= _FEW_TOKENS else needed
 
 
 def _rows(needed: jax.Array | None) -> jax.Array | None:

@@ -75,7 +75,7 @@ class Size:
 # whose columns are not aligned to four.
 SIZES = {
     "csa": Size(lead=(3, 1), rank=1024, head_dim=512, rope_dim=64, ratio=4, entry=1024, key=256, heads=64),
-    "hca": Size(lead=(1, 9), rank=1536, head_dim=512, rope_dim=64, ratio=128, entry=512),
+    "hca": Size(lead=(1, 5), rank=1536, head_dim=512, rope_dim=64, ratio=128, entry=512),
     "swa": Size(lead=(2, 3), rank=1024, head_dim=512, rope_dim=64),
     "odd": Size(lead=(7, 2), rank=24, head_dim=136, rope_dim=20, ratio=3, entry=270, key=36, heads=2),
     "no key": Size(lead=(2, 2), rank=516, head_dim=260, rope_dim=8, ratio=1, entry=4, heads=6),
@@ -156,6 +156,20 @@ def test_a_latent_and_streams_of_bf16(size, simulate):
     close(got.latent, want.latent)
     for a, b in zip(*(jax.tree.leaves((part.entry, part.key)) for part in (got, want)), strict=True):
         same_bytes("streams", np.asarray(a), np.asarray(b))
+
+
+@machines
+@sizes
+def test_padding_that_is_not_read_has_the_same_parts(size, simulate):
+    products, row_spec = size.draw(jnp.float32), KV_FORMATS["bf16"].row(size.head_dim - size.rope_dim, size.rope_dim)
+    positions = np.where(np.random.default_rng(0).random(size.lead) < 0.5, -1, products.positions)
+    products = dataclasses.replace(products, positions=jnp.asarray(positions, jnp.int32))
+    run = functools.partial(
+        pk.token_parts, rounding=pk.TokenRounding(eps=EPS, kv_format="bf16"), row_spec=row_spec, simulate=simulate
+    )
+    some, everything = (jax.jit(functools.partial(run, reads_padding=reads))(products) for reads in (False, True))
+    for a, b in zip(jax.tree.leaves(some), jax.tree.leaves(everything), strict=True):
+        same_bytes("parts", np.asarray(a), np.asarray(b))
 
 
 @machines

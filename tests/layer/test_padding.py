@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-import pallas_kernels as pk
 from dsv4jax.layer import kernels
 from dsv4jax.layer.backend import OpBackends
 from pallas_kernels.language import target
@@ -27,7 +26,7 @@ def few_rows(monkeypatch):
     """So few rows and queries are many."""
     monkeypatch.setattr(many, "_LEAST_TILES", 2)
     monkeypatch.setattr(kernels, "_MANY_ROWS", 65)
-    monkeypatch.setattr(pk, "FEW_TOKENS", 1)
+    monkeypatch.setattr(kernels, "_FEW_TOKENS", 1)
     monkeypatch.setattr(target, "multiprocessors", lambda: 2)
 
 

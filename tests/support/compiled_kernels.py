@@ -310,7 +310,9 @@ def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
                     kv_format=None if is_decode else plan.kv_format,
                 )
                 row_spec = None if is_decode else plan.row_spec
-                split = functools.partial(pk.token_parts, rounding=rounding, row_spec=row_spec)
+                split = functools.partial(
+                    pk.token_parts, rounding=rounding, row_spec=row_spec, reads_padding=tokens == 1
+                )
                 name = f"token_parts {kind} {plan.kv_format} [{batch}, {tokens}]"
                 args = (_products(cfg, kind, batch, tokens),)
                 yield Kernel(name=name, function=split, args=args, rows=None, reads_only=True, has_scratch=True)
