@@ -47,6 +47,7 @@ from pallas_kernels.language import target
 
 _FEW_TOKENS = 8  # of a request, up to which nobody looks for padding
 _FEW_ROWS = 64  # up to which products have the kernel of few rows
+_SOME_ROWS = 128  # up to which it serves a wide weight, too
 _MANY_ROWS = 1024  # from which those with a wide weight have a kernel that leaves out padding
 # Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for 2 to 64, where XLA
 # takes two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
@@ -242,7 +243,7 @@ def _most_numbers(rows: int, needed: jax.Array | None) -> int:
     """Return how large a weight of bf16 may be for a product of so many rows to be a kernel's, and not XLA's."""
     if rows >= _MANY_ROWS and needed is not None and needed.shape[0] > 1:
         return _MEDIUM_WEIGHT
-    if rows > 128:
+    if rows > _SOME_ROWS:
         return 0
     return _MEDIUM_WEIGHT if 1 < rows <= _FEW_ROWS else _SMALL_WEIGHT
 

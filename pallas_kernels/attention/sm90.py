@@ -135,7 +135,7 @@ class Layout(BlockLayout):
         init_barriers(memory.full, memory.free, memory.loaded_q, memory.handover.given)
         queries, heads = math.prod(inputs.positions.shape), inputs.sinks.shape[0]
         at_once = self._at_once(queries, heads // HEADS)
-        turns = Turns(machine=machine, inputs=inputs, queries=queries, at_once=at_once)
+        turns = Turns(machine=machine, order=inputs.order, queries=queries, at_once=at_once)
 
         def for_each_query(work: Callable[[Block, _LoadNext | None], None]) -> None:
             if queries == at_once:
@@ -143,31 +143,29 @@ class Layout(BlockLayout):
                 work(Block.of(machine, memory, query, self.cluster, Before.none(machine)), None)
                 return
 
-            def one(turn: Value, state: tuple[Before, Value, list[Value]]) -> tuple[Before, Value, list[Value]]:
+            def one(number: Value, state: tuple[Before, Value, list[Value]]) -> tuple[Before, Value, list[Value]]:
                 before, tiles, known = state
-                before = dataclasses.replace(before, queries=turn)
-                number, following, known = turns.step(turn, known)
+                before, turn = dataclasses.replace(before, queries=number), turns.turn(number, count, known)
 
                 def load_next() -> None:
-                    with machine.when(turn + 1 < count):
-                        memory.load_query(inputs, following)
+                    with machine.when(turn.has_following):
+                        memory.load_query(inputs, turn.following)
 
                 # Loaded while this query is computed, so that the next one need not wait.
-                of_next = Query.of(machine, inputs, following).tiles.maximum(1)
-                query = Query.of(machine, inputs, number)
+                of_next = Query.of(machine, inputs, turn.following).tiles.maximum(1)
+                query = Query.of(machine, inputs, turn.query)
                 block = Block.of(machine, memory, query, self.cluster, before, tiles)
                 work(block, load_next)
-                return block.after, of_next, known
+                return block.after, of_next, turn.known
 
-            count, known = turns.count, turns.begin()
-            first = known[0] if known else machine.block(0)
+            (first, known), count = turns.begin(), turns.count
             tiles = Query.of(machine, inputs, first).tiles.maximum(1)
             machine.loop(count, one, (Before.none(machine), tiles, known))
 
         def multiply(multiplier: type[_Multiplier]) -> None:
             if multiplier is _First:
-                with machine.when(True if inputs.order is None else turns.count > 0):
-                    memory.load_query(inputs, turns.query(machine.constant(0, "i32")))
+                with machine.when(turns.has_any):
+                    memory.load_query(inputs, turns.begin()[0])
             for_each_query(lambda block, load_next: multiplier(block, memory, form).run(outputs, load_next))
 
         def loader(load: Callable[[Block], None], warpgroups: int = 1) -> Role:

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.language.values import Value
+from pallas_kernels.language.values import Condition, Value
 from pallas_kernels.needed import needed_first
 
 
@@ -32,35 +31,57 @@ class QueryOrder:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """A query of a block, by its number, and what follows it."""
+
+    query: Value
+    following: Value  # the next one; any, if there is none
+    has_following: Value
+    known: list[Value]  # what the loop over turns carries to the next one
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turns:
     """Every ``at_once``-th query from the block's number on, of all or of those that are needed."""
 
     machine: TensorCores
-    inputs: AttentionInputs  # of buffers
+    order: QueryOrder | None  # of buffers; None: all queries, as they are
     queries: int  # of the launch
     at_once: int
 
     @property
     def count(self) -> Value:
-        total = self.queries if self.inputs.order is None else self.inputs.order.count.load_int(0)
+        total = self.queries if self.order is None else self.order.count.load_int(0)
         return (self.machine.block(0) * -1 + (self.at_once - 1) + total) // self.at_once
 
-    def query(self, turn: Value) -> Value:
+    @property
+    def has_any(self) -> Condition:
+        return True if self.order is None else self.count > 0
+
+    def _load(self, turn: Value) -> Value:
         """Return the number of a turn's query. Past the last turn it is that of any query."""
-        place = (turn * self.at_once + self.machine.block(0)).minimum(self.queries - 1)
-        return place if self.inputs.order is None else self.inputs.order.numbers.load_int(place)
+        assert self.order is not None
+        place = turn * self.at_once + self.machine.block(0)
+        return self.order.numbers.load_int(place.minimum(self.queries - 1))
 
-    def begin(self) -> list[Value]:
-        """Return the numbers of queries that a loop over turns carries: those that must be loaded, of two turns."""
-        first = self.machine.constant(0, "i32")
-        return [] if self.inputs.order is None else [self.query(first), self.query(first + 1)]
+    def begin(self) -> tuple[Value, list[Value]]:
+        """Return the first query, and what a loop over turns carries: numbers that must be loaded, of two turns."""
+        if self.order is None:
+            return self.machine.block(0), []
+        start = self.machine.constant(0, "i32")
+        first = self._load(start)
+        return first, [first, self._load(start + 1)]
 
-    def step(self, turn: Value, known: list[Value]) -> tuple[Value, Value, list[Value]]:
-        """Return the query of a turn, that of the next one, and what the next turn carries.
+    def turn(self, number: Value, count: Value, known: list[Value]) -> Turn:
+        """Return a turn of ``count`` by its number.
 
-        Numbers are loaded two turns ahead, so that nothing waits for them.
+        Queries are loaded two turns ahead, so that nothing waits for them.
         """
-        if self.inputs.order is None:
-            return self.query(turn), self.query(turn + 1), []
+        if self.order is None:
+            query = number * self.at_once + self.machine.block(0)
+            following = query + self.at_once
+            last = self.queries - 1
+            return Turn(query=query, following=following.minimum(last), has_following=following <= last, known=[])
         query, following = known
-        return query, following, [following, self.query(turn + 2)]
+        after = [following, self._load(number + 2)]
+        return Turn(query=query, following=following, has_following=number + 1 < count, known=after)
