@@ -15,7 +15,7 @@ from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer, swapped
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import Condition, Index, Value, select
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile, warp_rows
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
@@ -43,25 +43,9 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
     arena = x.offset
 
     def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
-        place, first = turns.chunk(chunk)
-        of_x = TileCopy(
-            source=inputs.x,
-            row=turns.row(place),
-            column=place.x + first,
-            to=x.copy(stage).offset,
-            rows=tiling.tile_rows,
-            row_bytes=CHUNK_BYTES,
-        )
-        of_weight = TileCopy(
-            source=inputs.weight,
-            row=place.output,
-            column=first,
-            to=codes.address_of(stage, 0, 0),
-            rows=OUTPUTS,
-            row_bytes=CHUNK_CODES,
-            swizzle=CHUNK_CODES,
-        )
-        barrier.fill(of_x, of_weight)
+        of_chunk = turns.chunk(chunk)
+        to = x.copy(stage).offset, codes.address_of(stage, 0, 0)
+        barrier.fill(*turns.copies(inputs, of_chunk, turns.row(of_chunk[0]), to))
 
     ring = Ring.take(turns, fill)
     block = tiling.form.block

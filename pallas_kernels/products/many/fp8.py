@@ -45,31 +45,17 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
 
     def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
         place, first = turns.chunk(chunk)
-        x_row = turns.row(place)
-        of_x = TileCopy(
-            source=inputs.x,
-            row=x_row,
-            column=place.x + first,
-            to=x.copy(stage).offset,
-            rows=tiling.tile_rows,
-            row_bytes=CHUNK_BYTES,
-        )
+        row = turns.row(place)
+        to = x.copy(stage).offset, codes.copy(stage).offset
+        of_x, of_weight = turns.copies(inputs, (place, first), row, to)
         of_scales = TileCopy(
             source=inputs.x_scales,
             row=(place.x + first) // tiling.chunk,
-            column=x_row,
+            column=row,
             to=x_scales.address_of(stage, 0),
             rows=1,
             row_bytes=tiling.tile_rows * 4,
             swizzle=0,
-        )
-        of_weight = TileCopy(
-            source=inputs.weight,
-            row=place.output,
-            column=first,
-            to=codes.copy(stage).offset,
-            rows=tiling.tile_outputs,
-            row_bytes=CHUNK_BYTES,
         )
         barrier.fill(of_x, of_scales, of_weight)
 

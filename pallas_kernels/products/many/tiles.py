@@ -18,10 +18,10 @@ from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import Role, TensorCores
-from pallas_kernels.language.values import VECTOR, Condition, Value
+from pallas_kernels.language.tensor_cores import Role, TensorCores, TileCopy
+from pallas_kernels.language.values import VECTOR, Condition, Index, Value
 from pallas_kernels.needed import needed_first
-from pallas_kernels.products.many.tiling import LANES, LOADERS, WARPGROUPS, Place, Tiling
+from pallas_kernels.products.many.tiling import CHUNK_BYTES, LANES, LOADERS, WARPGROUPS, Place, Tiling
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
 _HEADER = 2  # numbers before the tiles, in what ``needed_tiles`` returns
@@ -146,6 +146,32 @@ class Turns:
         """Return the tile of a chunk, by its number among those of all tiles, and its first input."""
         chunks = self.tiling.chunks
         return self.place(number // chunks), (number % chunks + self.part * chunks) * self.tiling.chunk
+
+    def copies(
+        self, inputs: ManyInputs, chunk: tuple[Place, Value], row: Value, to: tuple[Index, Index]
+    ) -> tuple[TileCopy, TileCopy]:
+        """Return the copies of a chunk of x, whose tile begins at a row, and of the weight, to shared memory."""
+        (place, first), (to_x, to_weight), tiling = chunk, to, self.tiling
+        size = tiling.weight_chunk_bytes
+        return (
+            TileCopy(
+                source=inputs.x,
+                row=row,
+                column=place.x + first,
+                to=to_x,
+                rows=tiling.tile_rows,
+                row_bytes=CHUNK_BYTES,
+            ),
+            TileCopy(
+                source=inputs.weight,
+                row=place.output,
+                column=first,
+                to=to_weight,
+                rows=tiling.tile_outputs,
+                row_bytes=size,
+                swizzle=size,
+            ),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -59,6 +59,11 @@ class Tiling:
         return CHUNK_BYTES if self.is_rounded else CHUNK_BYTES // 2
 
     @property
+    def weight_chunk_bytes(self) -> int:
+        """Bytes of a chunk of an output."""
+        return self.chunk * (2 if self.is_wide else 1)
+
+    @property
     def chunks(self) -> int:
         """Chunks of a tile that a block multiplies."""
         return self.inputs // (self.chunk * self.parts)
@@ -108,8 +113,7 @@ class Tiling:
     @property
     def stage_bytes(self) -> int:
         scales = _SCALED_ROWS * 4 if self.is_rounded else 0
-        size = 2 if self.is_wide else 1
-        return self.tile_rows * CHUNK_BYTES + self.tile_outputs * self.chunk * size + scales
+        return self.tile_rows * CHUNK_BYTES + self.tile_outputs * self.weight_chunk_bytes + scales
 
     def _shared(self, stages: int) -> int:
         exchanged = 0 if self.parts == 1 else self.tile_rows * self.tile_outputs * 4

@@ -13,7 +13,7 @@ import functools
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARPGROUP
-from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy
+from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Value
 from pallas_kernels.products.many.bf16 import store_sums
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
@@ -29,24 +29,9 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
     arena = x.offset
 
     def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
-        place, first = turns.chunk(chunk)
-        of_x = TileCopy(
-            source=inputs.x,
-            row=turns.row(place),
-            column=place.x + first,
-            to=x.copy(stage).offset,
-            rows=tiling.tile_rows,
-            row_bytes=CHUNK_BYTES,
-        )
-        of_weight = TileCopy(
-            source=inputs.weight,
-            row=place.output,
-            column=first,
-            to=weight.copy(stage * WARPGROUPS).offset,
-            rows=OUTPUTS,
-            row_bytes=CHUNK_BYTES,
-        )
-        barrier.fill(of_x, of_weight)
+        of_chunk = turns.chunk(chunk)
+        to = x.copy(stage).offset, weight.copy(stage * WARPGROUPS).offset
+        barrier.fill(*turns.copies(inputs, of_chunk, turns.row(of_chunk[0]), to))
 
     ring = Ring.take(turns, fill)
     mine = machine.thread // WARPGROUP
