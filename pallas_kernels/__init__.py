@@ -36,6 +36,7 @@ from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
 from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.block import WeightForm
+from pallas_kernels.products.both import QueryForm, product_of_both_queries, unsupported_product_of_both_queries
 from pallas_kernels.products.call import (
     product,
     product_of_indexer_queries,
@@ -70,6 +71,7 @@ __all__ = [
     "NewEntries",
     "NewTokens",
     "PageSizes",
+    "QueryForm",
     "RoundedRows",
     "ScoreInputs",
     "SlowKernelsWarning",
@@ -90,6 +92,7 @@ __all__ = [
     "indexer_queries",
     "indexer_scores",
     "product",
+    "product_of_both_queries",
     "product_of_indexer_queries",
     "product_of_queries",
     "product_pair",
@@ -102,6 +105,7 @@ __all__ = [
     "unsupported_attention",
     "unsupported_grants",
     "unsupported_product",
+    "unsupported_product_of_both_queries",
     "unsupported_product_of_indexer_queries",
     "unsupported_product_of_queries",
     "unsupported_product_pair",

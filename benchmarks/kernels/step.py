@@ -23,7 +23,7 @@ from benchmarks.kernels.timing import Times, kernel_events, record
 from benchmarks.kernels.update import Case, new_rows, thunks
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.call import LayerCall
-from dsv4jax.layer.kernels import layer_number
+from dsv4jax.layer.kernels.base import layer_number
 from dsv4jax.layer.ops import DECODE_ATTENTION, INDEXER_SCORES, TOP_K, AttentionInputs
 from dsv4jax.layer.update import store
 from dsv4jax.rope import packed_angles, rope_frequencies

@@ -13,7 +13,6 @@ attention        attention over window and entries
 handle           one layer's cache in one call, for those who write their own layer
 backend          the choice of an implementation for each op
 ops              the ops, and the interface that implementations of each must have
-kernels          implementations of the ops that call ``pallas_kernels``
-triton           implementations that call ``pallas_kernels.triton_gpu``
+kernels          implementations of the ops that call ``pallas_kernels``, in Mosaic GPU and in Triton
 reference        the same layer recomputed without a cache, for tests and debugging
 """

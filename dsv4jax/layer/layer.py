@@ -29,6 +29,7 @@ from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.checks import FLOATS, check_array, check_batch, integer, known_size
 from dsv4jax.derivatives import refuse_derivative, storable
+from dsv4jax.formats import KeyRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import attention, indexer
@@ -345,17 +346,11 @@ def _attend_tile(
     plan, cfg = window.plan, window.plan.cfg
     latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
     projections, attends = PROJECTIONS[_of(backends.projections)], DECODE_ATTENTION[_of(backends.decode_attention)]
-    q, needed = None, positions >= 0
-    if attends.rounds_queries:
-        q = projections.queries(latent, params.q_b, positions, freqs, plan)
-    if q is None:
-        q = projections.linear(latent, params.q_b, needed=needed).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
-        q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention), needed)
+    needed = positions >= 0
+    q, key_queries = _make_queries(params, queries, kind, plan, backends, is_indexed=entries is not None)
     picks = None
-    if entries is not None and params.index_q_b is not None:
+    if entries is not None and key_queries is not None:
         assert queries.head_weights is not None
-        given = lax.stop_gradient((params.index_q_b, latent))  # picks have no derivative
-        key_queries = indexer.project_queries(*given, positions, freqs, plan, backends)
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
     inputs = attention.attention_inputs(q, positions, params.sinks, window, entries, picks, kind)
@@ -368,6 +363,36 @@ def _attend_tile(
         dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
     projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype, needed=needed)
     return projected.reshape(*positions.shape, -1) if isinstance(projected, jax.Array) else projected
+
+
+def _make_queries(
+    params: AttentionParams,
+    queries: Queries,
+    kind: AttentionType,
+    plan: CachePlan,
+    backends: OpBackends,
+    *,
+    is_indexed: bool,
+) -> tuple[jax.Array, jax.Array | KeyRows | None]:
+    """Return the queries of attention [B, tokens, H, head_dim], and those of the indexer if the layer has one."""
+    latent, positions, freqs, cfg = queries.latent, queries.positions, rope_frequencies(plan.cfg, kind), plan.cfg
+    projections, attends = PROJECTIONS[_of(backends.projections)], DECODE_ATTENTION[_of(backends.decode_attention)]
+    index_q_b = params.index_q_b if is_indexed else None
+    rounds_queries = attends.rounds_queries
+    if rounds_queries and index_q_b is not None and INDEXER_SCORES[_of(backends.indexer_scores)].rounds_queries:
+        pair = projections.query_pair(latent, (params.q_b, index_q_b), positions, freqs, plan)
+        if pair is not None:
+            return pair
+    q, needed = None, positions >= 0
+    if rounds_queries:
+        q = projections.queries(latent, params.q_b, positions, freqs, plan)
+    if q is None:
+        q = projections.linear(latent, params.q_b, needed=needed).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
+        q = attention.attention_queries(q, positions, freqs, plan, _of(backends.decode_attention), needed)
+    if index_q_b is None:
+        return q, None
+    given = lax.stop_gradient((index_q_b, latent))  # picks have no derivative
+    return q, indexer.project_queries(*given, positions, freqs, plan, backends)
 
 
 def query_tile(

@@ -97,6 +97,17 @@ class Projections(Implementation, Protocol):
         """
         ...
 
+    def query_pair(
+        self,
+        latent: jax.Array,
+        weights: tuple[Weight, Weight],
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+    ) -> tuple[jax.Array, KeyRows] | None:
+        """Do what ``queries`` and ``key_queries`` do with a weight each. None where this is not one kernel."""
+        ...
+
     def parts(
         self,
         products: InputProducts,

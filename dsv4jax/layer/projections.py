@@ -72,6 +72,16 @@ class XLAProjections(Anywhere):
     ) -> KeyRows | None:
         return None
 
+    def query_pair(
+        self,
+        latent: jax.Array,
+        weights: tuple[Weight, Weight],
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+    ) -> None:
+        return None
+
     def parts(
         self,
         products: InputProducts,

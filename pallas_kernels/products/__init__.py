@@ -1,5 +1,6 @@
 """Products of rows of activations with a weight that is stored in FP8 with a scale per block, or in bf16.
 
+both         queries of attention and of the indexer, in one launch
 call         ``product``, and which products have a kernel
 many         the kernels for many rows, on Hopper
 heads        queries of attention, made of the sums of such a product

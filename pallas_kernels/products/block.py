@@ -45,6 +45,16 @@ class ProductInputs:
     weight: Any  # bf16 or uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block], None for bf16
     angles: Any = None  # f32 [M, rope_dim], cosines and then sines, where the outputs become queries
+    # The weight and the scales of a second product with the same rows, of which blocks have tiles, too.
+    beside: tuple[Any, Any] | None = None
+
+    def of_tile(self, is_beside: Value) -> tuple[Buffer, Buffer]:
+        """Return weight and scales of the product whose tile a lane computes, as if both had the same shape."""
+        assert self.beside is not None
+        first = self.weight, self.scales
+        alike = (dataclasses.replace(b, shape=a.shape) for a, b in zip(first, self.beside, strict=True))
+        weight, scales = (a.instead(is_beside, b) for a, b in zip(first, alike, strict=True))
+        return weight, scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,7 @@ class Layout:
     streams: bool = False  # whether x is copied chunk by chunk, beside the weight; only where a block has one part
     first_block: int = 0  # of a launch that the product begins with, along the grid's first axis
     heads: QueryHeads | None = None  # what the outputs become, of one group, if they are queries
+    beside: int = 0  # tiles of a block, its last ones, that are of a second weight
 
     @property
     def cluster(self) -> int:
@@ -161,7 +172,9 @@ class Block:
     activations: Activations | StreamedRows
     scales: Scales | None
     tile: StoredTile  # of the lane's warpgroup
+    stored_scales: Buffer | None  # those of the weight
     row: Value  # first row of x
+    place: Value  # the block's, among those of its group of outputs
     output: Value  # first output of the tile
     first: Value  # first input of the warpgroup's part
     part: Value  # the warpgroup's, among those of the block
@@ -178,9 +191,14 @@ class Block:
         if layout.heads is not None and layout.heads.blocks > 1:
             assert split.cluster == 1, "blocks share a head, or inputs"
             place = place * layout.heads.blocks + machine.rank
-        warpgroup = machine.thread // WARPGROUP
-        mine, part = place * split.tiles + warpgroup // split.parts, warpgroup % split.parts
-        there = True if tiles % split.tiles == 0 else mine < tiles
+        warpgroup, own = machine.thread // WARPGROUP, split.tiles - layout.beside
+        mine, part = place * own + warpgroup // split.parts, warpgroup % split.parts
+        there = True if tiles % own == 0 else mine < tiles
+        weight, of_weight = inputs.weight, inputs.scales
+        if layout.beside:
+            is_beside = warpgroup >= own
+            weight, of_weight = inputs.of_tile(is_beside)
+            mine = select(is_beside, place * layout.beside + (warpgroup - own), mine)
         part_inputs = split.chunks * layout.inputs
         rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
         of_block = rank * (split.parts * part_inputs)
@@ -216,8 +234,10 @@ class Block:
             layout=layout,
             activations=activations,
             scales=scales,
-            tile=StoredTile.of(machine, inputs.weight, (output, first), there, rooms),
+            tile=StoredTile.of(machine, weight, (output, first), there, rooms),
+            stored_scales=of_weight,
             row=row,
+            place=place,
             output=output,
             first=first,
             part=part,
@@ -232,7 +252,6 @@ class Block:
 
     def multiply(
         self,
-        scales: Buffer | None,
         step: Callable[[Value, Value, Index, Any], Any],
         carry: Any,
         settle: Callable[[int], None] = lambda chunks: None,
@@ -245,7 +264,7 @@ class Block:
         machine, split, activations = self.machine, self.layout.split, self.staged
         starts = range(0, split.chunks, self.layout.segment)
         sizes = [min(self.layout.segment, split.chunks - start) for start in starts]
-        self._begin(scales)
+        self._begin()
         for start, size in zip(starts, sizes, strict=True):
             if start:
                 settle(start)
@@ -260,7 +279,7 @@ class Block:
             carry = machine.loop(size, one, carry)
         return carry
 
-    def stream(self, scales: Buffer | None, step: Callable[[Value, Tile, Index, Any], Any], carry: Any) -> Any:
+    def stream(self, step: Callable[[Value, Tile, Index, Any], Any], carry: Any) -> Any:
         """Return the carry of ``step(number of a chunk, its x, its stage, carry)`` over all chunks.
 
         Chunks of the weight and of x are copied ahead. ``step`` must call ``advance`` when it has loaded the chunk of
@@ -268,7 +287,7 @@ class Block:
         """
         machine, x = self.machine, self.activations
         assert isinstance(x, StreamedRows)
-        self._begin(scales)
+        self._begin()
 
         def one(i: Value, carry: Any) -> Any:
             machine.wait_copies(pending=self.layout.stages - 2)
@@ -278,13 +297,13 @@ class Block:
 
         return machine.loop(self.layout.split.chunks, one, carry)
 
-    def _begin(self, scales: Buffer | None) -> None:
+    def _begin(self) -> None:
         """Start to copy the first chunks, and store the scales. To be followed by a barrier of the block."""
         chunks, loaded = self.layout.split.chunks, []
         if self.scales is not None:  # first, because they are waited for first
-            assert scales is not None
+            assert self.stored_scales is not None
             assert self.layout.form.block is not None
-            loaded = self.scales.load(scales, self.layout.form.block, (self.output, self.first))
+            loaded = self.scales.load(self.stored_scales, self.layout.form.block, (self.output, self.first))
         for chunk in range(self.layout.stages - 1):
             self._copy(chunk, chunk < chunks)
         if self.scales is not None:
@@ -389,7 +408,7 @@ class Block:
             rows=self.layout.rows,
             first=self.row + rank * count,
             past=self.row + self.layout.columns,
-            output=self.output - machine.thread // WARPGROUP // split.parts * TILE,
+            output=self.place * ((split.tiles - self.layout.beside) * TILE),
         )
 
     def _gather(self, eights: list[list[Value]]) -> Shared:

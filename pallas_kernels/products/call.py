@@ -218,7 +218,7 @@ def _check_needed(needed: jax.Array | None, x: jax.Array | RoundedRows) -> None:
         chex.assert_type(needed, bool)
 
 
-def _checked_for_queries(
+def checked_for_queries(
     x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm, angles: jax.Array
 ) -> ProductInputs:
     """Do what ``_checked`` does, with angles f32 [M, rope_dim]."""
@@ -314,7 +314,7 @@ def product_of_queries(
       ValueError: no kernel serves this (``unsupported_product_of_queries``).
       AssertionError: (chex) a shape or dtype is wrong.
     """
-    inputs = _checked_for_queries(x, weight, scales, form, angles)
+    inputs = checked_for_queries(x, weight, scales, form, angles)
     _check_needed(needed, x)
     reason = unsupported_product_of_queries(weight.shape, form, len(x), HEAD_DIM, angles.shape[1])
     if reason is not None:
@@ -360,7 +360,7 @@ def product_of_indexer_queries(
       ValueError: no kernel serves this (``unsupported_product_of_indexer_queries``).
       AssertionError: (chex) a shape or dtype is wrong.
     """
-    inputs = _checked_for_queries(x, weight, scales, form, angles)
+    inputs = checked_for_queries(x, weight, scales, form, angles)
     _check_needed(needed, x)
     key_dim = 2 * key_row.codes.shape[0]  # two codes in a byte
     asked = weight.shape, form, len(x), key_dim, angles.shape[1], key_format

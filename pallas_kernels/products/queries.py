@@ -2,6 +2,7 @@
 
     AttentionHeads   f16(rope(sums / rms(sums)))                   as ``attention_queries`` does
     IndexerHeads     round(hadamard(rope(sums))) in the keys' format  as ``indexer_queries`` does
+    BothHeads        a head of each
 
 The outputs of a block are gathered in shared memory, a line for each row of x. Then the lanes are divided over the
 heads of these lines as in ``pallas_kernels.queries``. A head of attention has more outputs than a block. So the two
@@ -155,5 +156,61 @@ class IndexerHeads:
         return finish
 
 
-QueryHeads = AttentionHeads | IndexerHeads
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BothHeads:
+    """A head of attention and one of the indexer, of two weights: each of the two blocks computes half of both.
+
+    A block stores the lines of all rows of its half of the indexer's head. Then it gets the other half of half of the
+    rows, of which it makes queries, and gives its own half of the others.
+    """
+
+    attention: AttentionHeads
+    indexer: IndexerHeads
+    blocks = HALVES  # of a cluster, which share the heads
+
+    @property
+    def beside(self) -> int:
+        """Tiles of a block that are of the indexer's weight."""
+        return self.indexer.tiles // HALVES
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a block."""
+        return self.attention.tiles + self.beside
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.attention.shared_bytes + ROWS // HALVES * (self.indexer.dim + PADDING) * 4
+
+    def begin(self, machine: TensorCores, lines: Lines, lanes: int, table: Buffer, out: Any) -> Finish:
+        """Load angles, so that they are there when so many lanes make the queries."""
+        queries, key_queries = out
+        width, count = self.beside * TILE, lines.count // HALVES
+        mine = dataclasses.replace(
+            lines,
+            count=count,
+            first=lines.first + machine.rank * count,
+            output=machine.block(0) * self.indexer.dim,
+        )
+        heads = Shared.take(machine, (count, self.indexer.dim + PADDING), "f32")
+        of_attention = self.attention.begin(machine, lines, lanes, table, queries)
+        of_indexer = self.indexer.begin(machine, mine, lanes, table, key_queries)
+
+        def finish(sums: Shared) -> None:
+            units = width // VECTOR
+            for rank in range(HALVES):
+                for start in range(0, count * units, lanes):
+                    n = machine.thread + start
+                    inside: Condition = True if start + lanes <= count * units else n < count * units
+                    line, channel = (n if inside is True else select(inside, n, 0)) // units, n % units * VECTOR
+                    values = sums.load_floats(line + rank * count, channel + self.attention.tiles * TILE)
+                    to = line, channel + machine.rank * width
+                    heads.store_floats(values, *to, where=inside, rank=rank)
+            of_attention(sums)  # the barrier in it is that of these heads, too
+            of_indexer(heads)
+
+        return finish
+
+
+QueryHeads = AttentionHeads | IndexerHeads | BothHeads
 PADDING = VECTOR  # numbers after each line, so that lines begin in other banks

@@ -107,9 +107,9 @@ def body(machine: TensorMemory, inputs: ProductInputs, out: Buffer, *, layout: L
     with machine.tensor_memory(max(32, 1 << (layout.split.warpgroups * ROWS - 1).bit_length())):
         if is_rounded:
             zeros = [machine.constant(0.0, "f32")] * (layout.columns // 2)
-            sums = block.multiply(inputs.scales, rounded_step, zeros)
+            sums = block.multiply(rounded_step, zeros)
         else:
-            block.multiply(inputs.scales, step, None, lambda chunks: own.wait(last(chunks)))
+            block.multiply(step, None, lambda chunks: own.wait(last(chunks)))
             own.wait(last(layout.split.chunks))
             sums = [value for n in range(layout.columns // 8) for value in own.eight(n)]
         block.finish(out, sums, inputs)

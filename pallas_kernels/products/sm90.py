@@ -19,7 +19,7 @@ _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a prod
 def body(machine: TensorCores, inputs: ProductInputs, out: Any, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     block = Block.of(machine, inputs, layout)
-    sums = _streamed(machine, inputs, block) if layout.streams else _staged(machine, inputs, block)
+    sums = _streamed(machine, block) if layout.streams else _staged(machine, block)
     block.finish(out, sums, inputs)
 
 
@@ -27,7 +27,7 @@ def _zeros(machine: TensorCores, layout: Layout) -> list[Value]:
     return [machine.constant(0.0, "f32")] * (layout.columns // 2)
 
 
-def _staged(machine: TensorCores, inputs: ProductInputs, block: Block) -> list[Value]:
+def _staged(machine: TensorCores, block: Block) -> list[Value]:
     """Return the sums of a block that stores x before it multiplies."""
     layout, activations = block.layout, block.staged
     is_rounded, columns = layout.form.activations == "fp8", layout.columns
@@ -55,10 +55,10 @@ def _staged(machine: TensorCores, inputs: ProductInputs, block: Block) -> list[V
             return product
         return block.scaled_sum(chunk, i, lambda n: product[4 * n : 4 * n + 4], sums)
 
-    return block.multiply(inputs.scales, step, _zeros(machine, layout))
+    return block.multiply(step, _zeros(machine, layout))
 
 
-def _streamed(machine: TensorCores, inputs: ProductInputs, block: Block) -> list[Value]:
+def _streamed(machine: TensorCores, block: Block) -> list[Value]:
     """Return the sums of a block that copies x chunk by chunk."""
 
     # While half a chunk is multiplied, the next half is widened, that of the next chunk too.
@@ -75,8 +75,8 @@ def _streamed(machine: TensorCores, inputs: ProductInputs, block: Block) -> list
                 block.advance(chunk)
         return sums, held
 
-    nothing = [machine.constant(0, "i32")] * (OPERAND_WORDS // (1 if inputs.scales is not None else 2))
-    sums, held = block.stream(inputs.scales, step, (_zeros(machine, block.layout), nothing))
+    nothing = [machine.constant(0, "i32")] * (OPERAND_WORDS // (1 if block.scales is not None else 2))
+    sums, held = block.stream(step, (_zeros(machine, block.layout), nothing))
     sums = machine.wgmma_wait(sums)
     machine.hold(held)
     return sums

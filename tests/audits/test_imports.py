@@ -34,7 +34,7 @@ MAX_MODULES = 16  # in one folder
 
 # Imports inside a function, and why: none of them hides a circle.
 LAZY = {
-    ("dsv4jax.layer.triton", "pallas_kernels.triton_gpu"): "Triton is an optional extra",
+    ("dsv4jax.layer.kernels.triton", "pallas_kernels.triton_gpu"): "Triton is an optional extra",
     ("pallas_kernels.language.launch", "pallas_kernels.language.ptx.naming"): "not every jaxlib has Mosaic GPU",
     ("pallas_kernels.language.launch", "pallas_kernels.language.ptx.tensor_memory"): "not every jaxlib has Mosaic GPU",
 }

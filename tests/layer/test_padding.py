@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.layer import kernels
 from dsv4jax.layer.backend import OpBackends
+from dsv4jax.layer.kernels import base, products
 from pallas_kernels.language import target
 from pallas_kernels.products import call
 from pallas_kernels.products.many import tiles as many
@@ -25,8 +25,8 @@ SIZES = dict(hidden_size=128, q_lora_rank=128, o_lora_rank=128, o_groups=1, inde
 def few_rows(monkeypatch):
     """So few rows and queries are many."""
     monkeypatch.setattr(many, "_LEAST_TILES", 2)
-    monkeypatch.setattr(kernels, "_MANY_ROWS", 65)
-    monkeypatch.setattr(kernels, "_FEW_TOKENS", 1)
+    monkeypatch.setattr(products, "_MANY_ROWS", 65)
+    monkeypatch.setattr(base, "_FEW_TOKENS", 1)
     monkeypatch.setattr(target, "multiprocessors", lambda: 2)
 
 
@@ -87,6 +87,6 @@ def test_queries_of_padding_reach_neither_the_output_nor_the_cache(backend, few_
     ops = OpBackends(projections="xla", cache_update="xla", decode_attention=backend, indexer_scores="xla", top_k="xla")
     given: Any = ops, "bf16", (3, 1, 0), 64
     some = run(*given)
-    monkeypatch.setattr(kernels, "_of_chunk", lambda needed: None)
+    monkeypatch.setattr(base, "_FEW_TOKENS", 3)  # so that nobody looks for padding
     jax.clear_caches()
     same(some, run(*given))

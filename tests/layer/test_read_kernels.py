@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.layer import indexer, kernels, layer
+from dsv4jax.layer import indexer, layer
 from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.kernels import reads
 from dsv4jax.layer.ops import DECODE_ATTENTION, TOP_K
 from dsv4jax.layer.reference import reference_layer
 from tests.support import driver
@@ -156,7 +157,7 @@ def test_a_chunk_in_tiles_of_queries_is_one_chunk(monkeypatch):
     ],
 )
 def test_picks_are_the_largest_scores_by_kernel_or_not_in_any_mix(size, backend):
-    tokens = kernels.SCORED_TOGETHER + 1
+    tokens = reads.SCORED_TOGETHER + 1
     cache, slots, num_new, _ = given(size, tokens, TRAINED)
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     assert ok

@@ -132,6 +132,31 @@ def _queries_in_products(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Kernel]
 
             title = f"product_of_queries {name} [{rows}]"
             yield Kernel(name=title, function=multiply, args=(x, weight, scales, angles), rows=None, reads_only=True)
+        yield from _both_queries(cfg, rows)
+
+
+def _both_queries(cfg: d4.DSV4Config, rows: int) -> Iterator[Kernel]:
+    """Yield the product of few rows that makes the queries of attention and of the indexer, where there is one."""
+    shapes = [_weights(cfg)[name][:2] for name in ("q_b", "index_q_b")]
+    form = pk.QueryForm(
+        weight=pk.WeightForm(block=(128, 128)),
+        eps=cfg.norm_eps,
+        key_row=INDEXER_FORMATS["mxfp4"].row(cfg.indexer_head_dim),
+        key_format="mxfp4",
+    )
+    if pk.unsupported_product_of_both_queries((shapes[0], shapes[1]), form, rows, cfg.rope_dim) is not None:
+        return
+    weights = [
+        (Spec(shape, jnp.float8_e4m3fn), Spec((shape[0] // 128, shape[1] // 128), jnp.float8_e8m0fnu))
+        for shape in shapes
+    ]
+
+    def multiply(x: Any, first: Any, second: Any, angles: Any) -> Any:
+        return pk.product_of_both_queries(x, first, second, form, angles)
+
+    args = Spec((rows, cfg.q_lora_rank), jnp.bfloat16), *weights, f32(rows, cfg.rope_dim)
+    title = f"product_of_queries both [{rows}]"
+    yield Kernel(name=title, function=multiply, args=args, rows=None, reads_only=True)
 
 
 def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Kernel]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.layer import triton
+from dsv4jax.layer.kernels import triton
 from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, PROJECTIONS, TOP_K
 from tests.layer import test_read_kernels as layers
 from tests.support.cases import first_of

@@ -21,14 +21,9 @@ from dsv4jax.cache.state import StateCache
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import TRITON, XLA
-from dsv4jax.layer.kernels import (
-    CacheUpdateKernels,
-    DecodeAttentionKernels,
-    GatherRowsKernels,
-    IndexerScoresKernels,
-    TopKKernels,
-    layer_number,
-)
+from dsv4jax.layer.kernels.base import layer_number
+from dsv4jax.layer.kernels.cache import CacheUpdateKernels, GatherRowsKernels
+from dsv4jax.layer.kernels.reads import DecodeAttentionKernels, IndexerScoresKernels, TopKKernels
 from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, TOP_K
 from dsv4jax.plan import CachePlan
 from pallas_kernels.language import target

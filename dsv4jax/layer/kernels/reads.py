@@ -1,0 +1,146 @@
+"""The kernels that read the cache: scores of the indexer, top-k and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from dsv4jax.cache.pool import PooledLayer
+from dsv4jax.formats import KeyRows
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register
+from dsv4jax.layer.ops import (
+    DECODE_ATTENTION,
+    INDEXER_SCORES,
+    TOP_K,
+    AttentionInputs,
+)
+from dsv4jax.plan import CachePlan
+from dsv4jax.rope import packed_angles
+
+SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
+
+
+class IndexerScoresKernels(Kernels):
+    """The kernels of ``pallas_kernels.scores``, and the kernel that makes their queries."""
+
+    rounds_queries = True
+
+    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
+        cfg = plan.cfg
+        return self.kernels.unsupported_scores(
+            key_format=plan.indexer_format,
+            heads=cfg.indexer_heads,
+            key_dim=cfg.indexer_head_dim,
+            entries_per_block=plan.entries_per_block(kind),
+        )
+
+    def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> KeyRows:
+        product = self.without_derivative(INDEXER_SCORES, product)
+        angles, row = packed_angles(positions, freqs), plan.keys.row(product.shape[-1])
+        options: dict[str, Any] = dict(needed=of_chunk(positions >= 0), simulate=self.simulate)
+        return pk.indexer_queries(product, angles, row, key_format=plan.indexer_format, **options)
+
+    def scores(
+        self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
+    ) -> jax.Array:
+        """Score all entries. A chunk of many tokens is passed to the kernel as more rows with fewer tokens each."""
+        assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
+        weights, layer = self.without_derivative(INDEXER_SCORES, (weights, layer))
+        (batch, tokens), together = visible.shape, min(visible.shape[1], SCORED_TOGETHER)
+        groups = -(-tokens // together)
+
+        def grouped(x: jax.Array) -> jax.Array:
+            padding = [(0, 0), (0, groups * together - tokens)] + [(0, 0)] * (x.ndim - 2)
+            return jnp.pad(x, padding).reshape(batch * groups, together, *x.shape[2:])
+
+        inputs = pk.ScoreInputs(
+            queries=jax.tree.map(grouped, queries),
+            weights=grouped(weights),
+            keys=layer.pool.indexer_keys,
+            layer=layer_number(layer.index),
+            block_table=layer.block_table,
+            slots=jnp.repeat(layer.slots, groups),
+            visible=grouped(visible),
+        )
+        scores = self.kernels.indexer_scores(inputs, key_format=layer.plan.indexer_format, **self.options)
+        return scores.reshape(batch, groups * together, layer.max_entries)[:, :tokens]
+
+
+class TopKKernels(Kernels):
+    """The kernels of ``pallas_kernels.selection``."""
+
+    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
+        return self.kernels.unsupported_top_k(plan.cfg.indexer_top_k, plan.max_blocks * plan.entries_per_block(kind))
+
+    def pick(self, score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
+        k = min(top_k, score.shape[-1])
+        rows = score.reshape(-1, score.shape[-1]), visible.reshape(-1)
+        picks = self.kernels.top_k(*rows, k=k, **self.options)
+        return picks.reshape(*visible.shape, k)
+
+
+class DecodeAttentionKernels(Kernels):
+    """The kernels of ``pallas_kernels.attention``, and the kernel that makes their queries."""
+
+    # A chunk of 4096 tokens is one tile at V4-Flash's sizes. Several tiles read the heads' weights again, and their
+    # slices and results are copied.
+    tile_bytes = 1 << 30
+    gathers_picks = False
+    rounds_queries = True
+    rounds_output = True
+
+    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
+        del kind
+        cfg = plan.cfg
+        return self.kernels.unsupported_attention(
+            kv_format=plan.kv_format,
+            num_heads=cfg.num_heads,
+            nope_dim=cfg.head_dim - cfg.rope_dim,
+            rope_dim=cfg.rope_dim,
+        )
+
+    def queries(
+        self,
+        product: jax.Array,
+        positions: jax.Array,
+        freqs: np.ndarray,
+        plan: CachePlan,
+        needed: jax.Array | None = None,
+    ) -> jax.Array:
+        product = self.without_derivative(DECODE_ATTENTION, product)
+        options: dict[str, Any] = dict(needed=of_chunk(needed), simulate=self.simulate)
+        return pk.attention_queries(product, packed_angles(positions, freqs), eps=plan.cfg.norm_eps, **options)
+
+    def attend(
+        self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any, needed: jax.Array | None = None
+    ) -> jax.Array | pk.RoundedRows:
+        inputs = self.without_derivative(DECODE_ATTENTION, inputs)
+        window, entries = inputs.window, inputs.entries
+        given = pk.AttentionInputs(
+            q=inputs.q.astype(jnp.float16) if inputs.q.dtype == jnp.float32 else inputs.q,
+            window=window.state.window,
+            pos=window.state.pos,
+            fresh=window.fresh,
+            entries=None if entries is None else entries.pool.entries,
+            picks=inputs.picks,
+            block_table=None if entries is None else entries.block_table,
+            slots=window.slots,
+            start=window.start,
+            positions=inputs.positions,
+            visible=inputs.visible,
+            sinks=inputs.sinks,
+            angles=packed_angles(inputs.positions, freqs),
+            layer=layer_number(window.index),
+            needed=of_chunk(needed),
+        )
+        return self.kernels.decode_attention(given, kv_format=window.plan.kv_format, dtype=dtype, **self.options)
+
+
+register(INDEXER_SCORES, IndexerScoresKernels)
+register(TOP_K, TopKKernels)
+register(DECODE_ATTENTION, DecodeAttentionKernels)
