@@ -17,7 +17,7 @@ from pallas_kernels.language.target import GPU
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
 from pallas_kernels.products.activations import Activations
-from pallas_kernels.products.queries import PADDING, Lines, QueryHeads
+from pallas_kernels.products.queries import PADDING, Lanes, Lines, QueryHeads
 from pallas_kernels.products.split import ROWS, TILE, Split
 from pallas_kernels.products.streamed import StreamedRows
 from pallas_kernels.products.weights import (
@@ -351,17 +351,20 @@ class Block:
     def finish(self, out: Any, sums: list[Value], inputs: ProductInputs) -> None:
         """Add up the sums of all parts, and store them, or with angles the queries that they become."""
         machine, layout, heads = self.machine, self.layout, self.layout.heads
-        lanes = layout.split.warpgroups * WARPGROUP
-        make = None if heads is None else heads.begin(machine, self._lines, lanes, inputs.angles, out)
+        queries = None if heads is None else heads.begin(machine, self._lines, inputs.angles, out)
         machine.wait_copies()
         machine.barrier("block" if layout.split.cluster == 1 else "cluster")  # nobody uses the arena any more
         eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(layout.columns // _EIGHT)]
         if layout.split.all_parts > 1:
             eights = self._all_parts(eights)
-        if make is None:
+        if heads is None or queries is None:
             self._store(out, self._number * (len(eights) * _EIGHT), eights)
-        else:
-            make(self._gather(eights))
+            return
+        lines = self._gather(eights)
+        queries.share(lines)
+        if heads.blocks > 1:
+            machine.barrier("cluster")
+        queries.make(lines)
 
     @property
     def _number(self) -> Value:
@@ -409,6 +412,7 @@ class Block:
             first=self.row + rank * count,
             past=self.row + self.layout.columns,
             output=self.place * ((split.tiles - self.layout.beside) * TILE),
+            lanes=Lanes(number=machine.thread, count=split.warpgroups * WARPGROUP),
         )
 
     def _gather(self, eights: list[list[Value]]) -> Shared:

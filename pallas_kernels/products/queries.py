@@ -15,20 +15,30 @@ kernel wait for each other. With so few rows these take little time. The kernel 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_kernels.formats import Fp4Keys
 from pallas_kernels.language.lanes import Buffer, Row, Team, add, fold
-from pallas_kernels.language.machine import WARP
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.language.values import VECTOR, Condition, Value, negate, select
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Value, negate, select
 from pallas_kernels.products.split import ROWS, TILE
 from pallas_kernels.queries import INDEXER_LANES
 from pallas_kernels.rows import Angles, hadamard, load_angles, rope
 
 HALVES = 2  # blocks that share a head of attention
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lanes:
+    """Whole warpgroups of a block."""
+
+    number: Value  # of this lane among them
+    count: int
+    here: Condition = True  # whether a lane is one of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,13 +50,15 @@ class Lines:
     first: Value  # row of x of the first line
     past: Value  # the first row of x that is another block's
     output: Value  # the first one of the block
+    lanes: Lanes  # that make queries of them
 
-    def each(self, team: Value, teams: int) -> Iterator[Line]:
-        """Yield the lines of a team, every ``teams``-th."""
+    def each(self, size: int) -> Iterator[Line]:
+        """Yield the lines of a team of so many lanes."""
+        teams, team = self.lanes.count // size, self.lanes.number // size
         for start in range(0, self.count, teams):
             number, row = team + start, self.first + (team + start)
             inside: Condition = True if start + teams <= self.count else number < self.count
-            there = inside & (row < self.past) & (row < self.rows)
+            there = inside & self.lanes.here & (row < self.past) & (row < self.rows)
             yield Line(number if inside is True else select(inside, number, 0), number, row, there)
 
 
@@ -60,8 +72,16 @@ class Line:
     there: Condition  # whether there is such a row
 
 
-# Makes the queries, when the lines are stored, f32 [lines, outputs and padding].
-Finish = Callable[[Shared], None]
+# Does a step of making the queries with the lines that are stored, f32 [lines, outputs and padding].
+Step = Callable[[Shared], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Finish:
+    """How the queries are made when the lines are stored."""
+
+    share: Step  # gives other blocks of the cluster what they need; a barrier of the cluster follows
+    make: Step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,22 +101,24 @@ class AttentionHeads:
     def shared_bytes(self) -> int:
         return HALVES * ROWS * 4
 
-    def begin(self, machine: TensorCores, lines: Lines, lanes: int, table: Buffer, out: Buffer) -> Finish:
-        """Load angles, so that they are there when so many lanes make the queries."""
-        squares = Shared.take(machine, (HALVES, ROWS), "f32")
-        row, warps = Row(Team(machine, WARP), self.dim // HALVES), lanes // WARP
-        mine = list(lines.each(machine.thread // WARP, warps))
+    def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Buffer) -> Finish:
+        """Load angles, so that they are there when the queries are made."""
+        squares, row = Shared.take(machine, (HALVES, ROWS), "f32"), Row(Team(machine, WARP), self.dim // HALVES)
+        mine = list(lines.each(WARP))
         angles = [self._angles(machine, row, table, line) for line in mine]
 
-        def finish(sums: Shared) -> None:
-            values = [[sums.load_floats(line.loaded, channel) for channel in row.channel] for line in mine]
-            for line, channels in zip(mine, values, strict=True):
+        def load(sums: Shared) -> list[Channels]:
+            return [[sums.load_floats(line.loaded, channel) for channel in row.channel] for line in mine]
+
+        def share(sums: Shared) -> None:
+            for line, channels in zip(mine, load(sums), strict=True):
                 (total,) = row.team.reduce((add, fold(add, [value * value for step in channels for value in step])))
                 first = line.there & (row.team.lane == 0)
                 for rank in range(HALVES):
                     squares.store_floats([total], machine.rank, line.number, where=first, rank=rank)
-            machine.barrier("cluster")
-            for line, channels, turns in zip(mine, values, angles, strict=True):
+
+        def make(sums: Shared) -> None:
+            for line, channels, turns in zip(mine, load(sums), angles, strict=True):
                 total = fold(add, [squares.load_floats(rank, line.loaded, count=1)[0] for rank in range(HALVES)])
                 inverse_rms = machine.inverse_sqrt(total * (1 / self.dim) + self.eps)
                 turned = rope(row.map(lambda value, by=inverse_rms: value * by, channels), turns)
@@ -104,7 +126,7 @@ class AttentionHeads:
                     words = [machine.to_f16(a, b), machine.to_f16(c, d)]
                     out.store_words(words, line.row, lines.output + channel, where=line.there)
 
-        return finish
+        return Finish(share, make)
 
     def _angles(self, machine: TensorCores, row: Row, table: Buffer, line: Line) -> Angles:
         """Load the angles of this block's half of a head."""
@@ -140,20 +162,19 @@ class IndexerHeads:
     def shared_bytes(self) -> int:
         return 0
 
-    def begin(self, machine: TensorCores, lines: Lines, lanes: int, table: Buffer, out: Any) -> Finish:
-        """Load angles, so that they are there when so many lanes make the queries."""
-        row, teams = Row(Team(machine, INDEXER_LANES), self.dim), lanes // INDEXER_LANES
-        mine = list(lines.each(machine.thread // INDEXER_LANES, teams))
+    def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Any) -> Finish:
+        """Load angles, so that they are there when the queries are made."""
+        row, mine = Row(Team(machine, INDEXER_LANES), self.dim), list(lines.each(INDEXER_LANES))
         angles = [load_angles(row, table, line.row, where=line.there) for line in mine]
         heads = out.codes.shape[0] // lines.rows
 
-        def finish(sums: Shared) -> None:
+        def make(sums: Shared) -> None:
             for line, turns in zip(mine, angles, strict=True):
                 values = rope([sums.load_floats(line.loaded, channel) for channel in row.channel], turns)
                 head = line.row * heads + lines.output // self.dim
                 self.keys.store(row, hadamard(row, values), out, head, where=line.there)
 
-        return finish
+        return Finish(lambda sums: None, make)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +182,8 @@ class BothHeads:
     """A head of attention and one of the indexer, of two weights: each of the two blocks computes half of both.
 
     A block stores the lines of all rows of its half of the indexer's head. Then it gets the other half of half of the
-    rows, of which it makes queries, and gives its own half of the others.
+    rows, of which it makes queries, and gives its own half of the others. The warpgroups that multiplied for the
+    indexer do this while the others make queries of attention.
     """
 
     attention: AttentionHeads
@@ -182,34 +204,45 @@ class BothHeads:
     def shared_bytes(self) -> int:
         return self.attention.shared_bytes + ROWS // HALVES * (self.indexer.dim + PADDING) * 4
 
-    def begin(self, machine: TensorCores, lines: Lines, lanes: int, table: Buffer, out: Any) -> Finish:
-        """Load angles, so that they are there when so many lanes make the queries."""
+    def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Any) -> Finish:
+        """Load angles, so that they are there when the queries are made."""
         queries, key_queries = out
-        width, count = self.beside * TILE, lines.count // HALVES
+        width, count, first = self.beside * TILE, lines.count // HALVES, self.attention.tiles * WARPGROUP
+        is_attention, is_indexer = machine.thread < first, machine.thread >= first
         mine = dataclasses.replace(
             lines,
             count=count,
             first=lines.first + machine.rank * count,
             output=machine.block(0) * self.indexer.dim,
+            lanes=Lanes(number=machine.thread - first, count=lines.lanes.count - first, here=is_indexer),
         )
         heads = Shared.take(machine, (count, self.indexer.dim + PADDING), "f32")
-        of_attention = self.attention.begin(machine, lines, lanes, table, queries)
-        of_indexer = self.indexer.begin(machine, mine, lanes, table, key_queries)
+        lines = dataclasses.replace(lines, lanes=Lanes(number=machine.thread, count=first, here=is_attention))
+        of_attention = self.attention.begin(machine, lines, table, queries)
+        of_indexer = self.indexer.begin(machine, mine, table, key_queries)
 
-        def finish(sums: Shared) -> None:
+        def exchange(sums: Shared) -> None:
             units = width // VECTOR
-            for rank in range(HALVES):
-                for start in range(0, count * units, lanes):
-                    n = machine.thread + start
-                    inside: Condition = True if start + lanes <= count * units else n < count * units
-                    line, channel = (n if inside is True else select(inside, n, 0)) // units, n % units * VECTOR
-                    values = sums.load_floats(line + rank * count, channel + self.attention.tiles * TILE)
-                    to = line, channel + machine.rank * width
-                    heads.store_floats(values, *to, where=inside, rank=rank)
-            of_attention(sums)  # the barrier in it is that of these heads, too
-            of_indexer(heads)
+            for rank, start in itertools.product(range(HALVES), range(0, count * units, mine.lanes.count)):
+                n = mine.lanes.number + start
+                inside: Condition = True if start + mine.lanes.count <= count * units else n < count * units
+                line, channel = (n if inside is True else select(inside, n, 0)) // units, n % units * VECTOR
+                values = sums.load_floats(line + rank * count, channel + self.attention.tiles * TILE)
+                heads.store_floats(values, line, channel + machine.rank * width, where=inside, rank=rank)
 
-        return finish
+        def share(sums: Shared) -> None:
+            with machine.when(is_attention):
+                of_attention.share(sums)
+            with machine.when(is_indexer):
+                exchange(sums)
+
+        def make(sums: Shared) -> None:
+            with machine.when(is_attention):
+                of_attention.make(sums)
+            with machine.when(is_indexer):
+                of_indexer.make(heads)
+
+        return Finish(share, make)
 
 
 QueryHeads = AttentionHeads | IndexerHeads | BothHeads
