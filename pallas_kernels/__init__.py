@@ -63,6 +63,7 @@ from pallas_kernels.token_parts import (
 from pallas_kernels.update.batch import NewEntries, NewTokens, Streams
 from pallas_kernels.update.call import append_chunk, cache_step, unsupported
 from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
+from pallas_kernels.update.token_step import token_step, unsupported_token_step
 
 __all__ = [
     "Asked",
@@ -100,6 +101,7 @@ __all__ = [
     "rotate_csa",
     "takes_rounded",
     "token_parts",
+    "token_step",
     "top_k",
     "unsupported",
     "unsupported_attention",
@@ -111,5 +113,6 @@ __all__ = [
     "unsupported_product_pair",
     "unsupported_scores",
     "unsupported_token_parts",
+    "unsupported_token_step",
     "unsupported_top_k",
 ]

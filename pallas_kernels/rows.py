@@ -3,6 +3,7 @@
     norm      y * w / sqrt(mean(y^2) + eps)
     rope      (e, o) -> (e cos - o sin, o cos + e sin) on the last channels
     hadamard  y H / sqrt(n), Sylvester order
+    bf16      values rounded to it, as f32
     f16       bf16 times a factor, for the tensor cores
     scales    the power of two for a largest magnitude, as a UE8M0 byte, and back; E2M1 codes
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, negate, select
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 
 _INFINITY, _ONE, _SIX = 0x7F800000, 0x3F800000, 0x40C00000  # bits of f32
 _NAN, _SIGN = 0x7FFFFFFF, -(1 << 31)
@@ -118,6 +119,16 @@ def hadamard(row: Row, y: Channels) -> Channels:
             )
         distance *= 2
     return row.map(lambda value: value * row.dim**-0.5, y)
+
+
+def through_bf16(values: Step) -> Step:
+    """Round an even number of values to bf16. Returns them as f32."""
+    rounded = []
+    for i in range(0, len(values), 2):
+        machine = values[i].machine
+        word = machine.to_bf16(values[i], values[i + 1])
+        rounded += [machine.from_bits(word << 16), machine.from_bits(word & -65536)]
+    return rounded
 
 
 def bf16_to_f16(machine: TensorCores, word: Value, factor: Value | None = None) -> Value:

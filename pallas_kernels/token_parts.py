@@ -24,8 +24,8 @@ from pallas_kernels.formats import KV_FORMATS
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
-from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
-from pallas_kernels.rows import load_angles, norm, rope
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Step, Value, select
+from pallas_kernels.rows import load_angles, norm, rope, through_bf16
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _PAIR = 2  # a word holds two bf16: no stream may end within one
@@ -53,6 +53,18 @@ class TokenProducts:
         """Channels of an entry's stream, of a key's stream, and the number of head weights; 0 where there are none."""
         entry, key = (0 if ape is None else ape.shape[1] for ape in (self.entry_ape, self.key_ape))
         return entry, key, 0 if self.compress is None else self.compress.shape[-1] - 2 * (entry + key)
+
+    @property
+    def flat(self) -> TokenProducts:
+        """The same with one axis for all tokens."""
+        count = self.positions.size
+        return dataclasses.replace(
+            self,
+            q_a_kv=self.q_a_kv.reshape(count, -1),
+            compress=None if self.compress is None else self.compress.reshape(count, -1),
+            angles=self.angles.reshape(count, -1),
+            positions=self.positions.reshape(-1),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +124,7 @@ def token_parts(
       AssertionError: (chex) an array's shape or dtype is wrong.
       ValueError: the kernel does not support these sizes, formats or dtypes.
     """
-    _check(products, rounding, row_spec)
+    check_products(products, rounding, row_spec)
     lead = products.positions.shape
     count, rank, dim = math.prod(lead), products.q_norm.shape[0], products.kv_norm.shape[0]
     entry, key, heads = products.widths
@@ -130,29 +142,24 @@ def token_parts(
         key=(rows(key), rows(key)) if key else None,
         head_weights=rows(heads) if heads else None,
     )
-    flat = dataclasses.replace(
-        products,
-        q_a_kv=products.q_a_kv.reshape(count, -1),
-        compress=None if products.compress is None else products.compress.reshape(count, -1),
-        angles=products.angles.reshape(count, -1),
-        positions=products.positions.reshape(-1),
-    )
-    units: list[Callable[[_Token, TokenParts, TokenRounding], None]] = [_latent, _window_row]
-    units += [_entry_streams] if entry else []
-    units += [_key_streams_and_heads] if key or heads else []
+    units: list[Callable[[Token, TokenParts, TokenRounding], None]] = [store_latent, _store_window_row]
+    units += [_store_entry_streams] if entry else []
+    units += [store_keys_and_heads] if key or heads else []
 
     def body(machine: Machine, products: TokenProducts, parts: TokenParts) -> None:
-        token = _Token.of(machine, products, reads_padding=reads_padding)
+        token = Token.of(machine, products, reads_padding=reads_padding)
         for number, unit in enumerate(units):
             with machine.when(machine.block(1) == number):
                 unit(token, parts, rounding)
 
-    parts = launch(body, name="token_parts", grid=(count, len(units)), inputs=flat, state=out, simulate=simulate)
+    parts = launch(
+        body, name="token_parts", grid=(count, len(units)), inputs=products.flat, state=out, simulate=simulate
+    )
     return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Token:
+class Token:
     """A block's token."""
 
     machine: Machine
@@ -162,7 +169,7 @@ class _Token:
     there: Condition  # whether to load its products
 
     @classmethod
-    def of(cls, machine: Machine, products: TokenProducts, *, reads_padding: bool) -> _Token:
+    def of(cls, machine: Machine, products: TokenProducts, *, reads_padding: bool) -> Token:
         n = machine.block(0)
         position = products.positions.load_int(n)
         there = True if reads_padding else position >= 0
@@ -173,7 +180,8 @@ class _Token:
         return self.position >= 0
 
 
-def _latent(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
+def store_latent(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
+    """Store a token's latent."""
     products, n = token.products, token.n
     row = Row(Team(token.machine, WARPGROUP), products.q_norm.shape[0])
     values, weight = row.load(products.q_a_kv, n, where=token.there), row.load(products.q_norm)
@@ -181,7 +189,8 @@ def _latent(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
     row.store(parts.latent, row.map(lambda x: select(token.is_real, x, 0.0), normed), n)
 
 
-def _window_row(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
+def window_row(token: Token, rounding: TokenRounding) -> tuple[Row, Channels, Value]:
+    """Return a token's window row, spread over the block, and the largest magnitude of its channels without rope."""
     products, n = token.products, token.n
     row = Row(Team(token.machine, WARPGROUP), products.kv_norm.shape[0])
     values = row.load(products.q_a_kv, n, first=products.q_norm.shape[0], where=token.there)
@@ -189,19 +198,24 @@ def _window_row(token: _Token, parts: TokenParts, rounding: TokenRounding) -> No
     nope_dim = row.dim - products.angles.shape[-1]
     normed, amax = norm(row, values, weight, rounding.eps, nope_dim)
     values = row.map(lambda x: select(token.is_real, x, 0.0), rope(normed, angles))
-    row.store(parts.kv, values, n)
+    return row, values, select(token.is_real, amax, 0.0)
+
+
+def _store_window_row(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
+    row, values, amax = window_row(token, rounding)
+    row.store(parts.kv, values, token.n)
     if rounding.kv_format is not None:
-        amax = select(token.is_real, amax, 0.0)
-        KV_FORMATS[rounding.kv_format].store(row, values, parts.stored, n, where=True, amax=amax)
+        KV_FORMATS[rounding.kv_format].store(row, values, parts.stored, token.n, where=True, amax=amax)
 
 
-def _entry_streams(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
+def _store_entry_streams(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
     assert parts.entry is not None
     _Columns.of(token).copy(_streams(0, parts.entry, token.products.entry_ape, rounding))
 
 
-def _key_streams_and_heads(token: _Token, parts: TokenParts, rounding: TokenRounding) -> None:
+def store_keys_and_heads(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
     entry, key, heads = token.products.widths
+    """Store the streams of keys, if they are among the parts, and the head weights, if there are any."""
     pieces = [] if parts.key is None else _streams(2 * entry, parts.key, token.products.key_ape, rounding)
     if heads:
         pieces.append(_Piece(first=2 * (entry + key), out=parts.head_weights, factor=rounding.head_factor))
@@ -236,11 +250,11 @@ def _streams(first: int, streams: tuple[Buffer, Buffer], ape: Buffer, rounding: 
 class _Columns:
     """One token's row of the second product, whose columns are spread over the block."""
 
-    token: _Token
+    token: Token
     together: int  # columns that a lane moves at once
 
     @classmethod
-    def of(cls, token: _Token) -> _Columns:
+    def of(cls, token: Token) -> _Columns:
         return cls(token, math.gcd(VECTOR, token.products.compress.shape[1], *token.products.widths))
 
     def copy(self, pieces: list[_Piece]) -> None:
@@ -250,7 +264,7 @@ class _Columns:
         for piece, values, bias in zip(pieces, loaded, biases, strict=True):
             for (column, there), step, more in zip(self._places(piece), values, bias, strict=True):
                 out = [self._finish(piece, x, b) for x, b in zip(step, more, strict=True)]
-                piece.out.store_floats(self._rounded(out) if piece.is_bf16 else out, self.token.n, column, where=there)
+                piece.out.store_floats(through_bf16(out) if piece.is_bf16 else out, self.token.n, column, where=there)
 
     def _places(self, piece: _Piece) -> list[tuple[Value, Condition]]:
         """The first column of each step of a piece, and whether the lane has any there."""
@@ -281,15 +295,9 @@ class _Columns:
         x = x if piece.factor is None else x * piece.factor
         return select(self.token.is_real, x, 0.0)
 
-    def _rounded(self, values: Step) -> Step:
-        machine, rounded = self.token.machine, []
-        for i in range(0, len(values), _PAIR):
-            word = machine.to_bf16(*values[i : i + _PAIR])
-            rounded += [machine.from_bits(word << 16), machine.from_bits(word & -65536)]
-        return rounded
 
-
-def _check(products: TokenProducts, rounding: TokenRounding, row_spec: Any) -> None:
+def check_products(products: TokenProducts, rounding: TokenRounding, row_spec: Any) -> None:
+    """Raise what ``token_parts`` does."""
     chex.assert_rank([products.q_a_kv, products.angles, products.positions], [3, 3, 2])
     chex.assert_rank([products.q_norm, products.kv_norm], 1)
     lead, rank, dim = products.positions.shape, products.q_norm.shape[0], products.kv_norm.shape[0]

@@ -25,11 +25,11 @@ from jax import lax
 from jax.core import Tracer
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.pool import PooledLayer
+from dsv4jax.cache.pool import ExactEntries, PooledLayer
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.checks import FLOATS, check_array, check_batch, integer, known_size
 from dsv4jax.derivatives import refuse_derivative, storable
-from dsv4jax.formats import KeyRows
+from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import attention, indexer
@@ -43,7 +43,6 @@ from dsv4jax.layer.ops import (
     TOP_K,
     InputProducts,
     Projections,
-    TokenParts,
     choose_backends,
 )
 from dsv4jax.layer.tiles import map_tokens
@@ -247,18 +246,13 @@ def _run_layer(
     if isinstance(projections, Anywhere):  # NaN in padding would reach derivatives; a kernel has none, and drops it
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
 
-    parts = _token_parts(params, x, positions, call, projections, encode=options.is_draft or given_tokens > 1)
-    kv, fresh = parts.rows.kv, parts.encoded
-    assert kv is not None
-    rows = parts.rows if fresh is None else dataclasses.replace(parts.rows, kv=None)
-    cache_update = _of(backends.cache_update)
-    is_plain = isinstance(DECODE_ATTENTION[_of(backends.decode_attention)], Anywhere)  # and so has derivatives
-    exact = exact_entries(call, rows) if is_plain else None
-    call = call.with_stack(store(call, rows, cache_update, keep_tails=options.is_draft))
-    window, entries = call.window(fresh, kv if is_plain else None), call.entries
-    if entries is not None:
-        entries = dataclasses.replace(entries, exact=exact)
-    tokens = Queries(latent=parts.latent, positions=positions, head_weights=parts.head_weights)
+    products = _input_products(params, x, positions, call, projections)
+    taken = _take_tokens(params, products, call, backends, x.dtype, given_tokens, is_draft=options.is_draft)
+    call, latent, head_weights = taken.call, taken.latent, taken.head_weights
+    window, entries = call.window(taken.fresh, None if taken.exact is None else taken.exact.kv), call.entries
+    if entries is not None and taken.exact is not None:
+        entries = dataclasses.replace(entries, exact=taken.exact.entries)
+    tokens = Queries(latent=latent, positions=positions, head_weights=head_weights)
 
     is_one_tile, is_bf16 = num_tokens == tile, x.dtype == jnp.bfloat16
     stays_rounded = is_one_tile and is_bf16 and projections.takes_rounded(params.o_b, batch * num_tokens)
@@ -279,25 +273,21 @@ def _run_layer(
         y = lax.psum(y, options.model_axis).astype(x.dtype)
     y = jnp.where(real[..., None], y, jnp.zeros((), x.dtype))[:, :given_tokens]
     if options.is_draft:
-        draft = call.batch, dataclasses.replace(rows, kv=kv).first(given_tokens)
-        return y, cache.with_stack(kind, stack), draft
-    if fresh is not None:
-        stored = storable(kv, plan.row_spec)
-        state = CACHE_UPDATE[cache_update].append_swa(stack.state, index, stored, call.batch, plan)
+        assert taken.rows is not None
+        return y, cache.with_stack(kind, stack), (call.batch, taken.rows.first(given_tokens))
+    if taken.fresh is not None:
+        assert taken.rows is not None
+        assert taken.rows.kv is not None
+        stored, cache_update = storable(taken.rows.kv, plan.row_spec), CACHE_UPDATE[_of(backends.cache_update)]
+        state = cache_update.append_swa(stack.state, index, stored, call.batch, plan)
         stack = dataclasses.replace(stack, state=state)
     return y, cache.with_stack(kind, stack), None
 
 
-def _token_parts(
-    params: AttentionParams,
-    x: jax.Array,
-    positions: jax.Array,
-    call: LayerCall,
-    projections: Projections,
-    *,
-    encode: bool,
-) -> TokenParts:
-    """Multiply x by the weights that it feeds, and compute what the tokens contribute to the layer."""
+def _input_products(
+    params: AttentionParams, x: jax.Array, positions: jax.Array, call: LayerCall, projections: Projections
+) -> InputProducts:
+    """Multiply x by the weights that it feeds."""
     pair = None if params.compress is None else projections.linear_pair(x, params.compress, params.q_a_kv)
     if pair is None:
         multiply = functools.partial(projections.linear, needed=positions >= 0)
@@ -306,8 +296,62 @@ def _token_parts(
         compress = None if params.compress is None else multiply(lax.optimization_barrier(x), params.compress)
     else:
         compress, q_a_kv = pair
-    products = InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
-    return projections.parts(products, params, call.plan, call.kind, x.dtype, encode=encode)
+    return InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """New tokens whose entries are in the cache, and in decode their window rows."""
+
+    call: LayerCall  # with the updated stack
+    latent: jax.Array  # as in ``TokenParts``
+    head_weights: jax.Array | None
+    rows: TokenRows | None = None  # what the tokens contribute; None where that never was in memory
+    fresh: KVRows | None = None  # rows of the window that are not in it yet
+    exact: Exact | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """What derivatives are taken from."""
+
+    kv: jax.Array
+    entries: ExactEntries | None
+
+
+def _take_tokens(
+    params: AttentionParams,
+    products: InputProducts,
+    call: LayerCall,
+    backends: OpBackends,
+    dtype: Any,
+    given_tokens: int,
+    *,
+    is_draft: bool,
+) -> Taken:
+    """Compute what the tokens contribute to the layer, and update the cache, but for the windows if T > 1."""
+    is_plain = isinstance(DECODE_ATTENTION[_of(backends.decode_attention)], Anywhere)  # and so has derivatives
+    cache_update, stores_window = _of(backends.cache_update), given_tokens == 1 and not is_draft
+    if stores_window and not is_plain and backends.projections == cache_update:
+        step = CACHE_UPDATE[cache_update].token_step(call, products, params, dtype)
+        if step is not None:
+            return Taken(call=call.with_stack(step.stack), latent=step.latent, head_weights=step.head_weights)
+    projections = PROJECTIONS[_of(backends.projections)]
+    parts = projections.parts(products, params, call.plan, call.kind, dtype, encode=not stores_window)
+    stored = parts.rows if stores_window else dataclasses.replace(parts.rows, kv=None)
+    exact = None
+    if is_plain:
+        assert parts.rows.kv is not None
+        exact = Exact(kv=parts.rows.kv, entries=exact_entries(call, stored))
+    stack = store(call, stored, cache_update, keep_tails=is_draft)
+    return Taken(
+        call=call.with_stack(stack),
+        latent=parts.latent,
+        head_weights=parts.head_weights,
+        rows=parts.rows,
+        fresh=parts.encoded,
+        exact=exact,
+    )
 
 
 def _of(backend: str | None) -> str:

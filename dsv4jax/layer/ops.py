@@ -146,8 +146,24 @@ class NewEntries:
     count: jax.Array  # int32 [B] number of entries that are real, at most E
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStep:
+    """A layer's cache after a decode step's update, and what its queries are made of."""
+
+    stack: LayerStack
+    latent: jax.Array  # as in ``TokenParts``
+    head_weights: jax.Array | None
+
+
 class CacheUpdate(Implementation, Protocol):
     """Storing new tokens in a layer's cache, in one call or step by step."""
+
+    def token_step(
+        self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
+    ) -> TokenStep | None:
+        """Do what ``Projections.parts`` of the same backend and ``store`` do. None where this is not one kernel."""
+        ...
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
         """Write window rows and completed entries, and update the tails, except with ``keep_tails``.

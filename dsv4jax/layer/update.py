@@ -15,6 +15,7 @@ is -1, its num_new is 0, or its num_new exceeds T. ``pieces`` has the same funct
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,11 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.compressor import finish_entries
-from dsv4jax.layer.ops import CACHE_UPDATE, NewEntries
+from dsv4jax.layer.ops import CACHE_UPDATE, InputProducts, NewEntries, TokenStep
 from dsv4jax.linear import hadamard
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams, Tail, emptied
+from dsv4jax.weights.params import AttentionParams
 
 # These functions do not know the kind of their layer. Any kind will do to choose an implementation, because moving and
 # encoding rows is supported for all kinds if it is for the simplest.
@@ -300,6 +302,11 @@ def exact_entries(call: LayerCall, rows: TokenRows) -> ExactEntries | None:
 
 class XLACacheUpdate(Anywhere):
     """The update in plain JAX: the reference for the kernels."""
+
+    def token_step(
+        self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
+    ) -> TokenStep | None:
+        return None
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
         stack = call.stack

@@ -1,6 +1,7 @@
 """The cache update of a layer, in one launch.
 
 call         ``cache_step`` and ``append_chunk``: the whole update
+token_step   ``token_step``: that of a decode step, straight from the products of its tokens
 pieces       its steps as separate kernels: ``append_swa``, ``flush_entries``, ``rotate_csa``, ``reset_hca``
 tails        the tails that are supported, one for each way to compress
 csa          entries of two overlapping streams, and their tails

@@ -12,9 +12,12 @@ from typing import Any
 import jax
 
 from pallas_kernels.formats import KeyFormat, KVFormat
-from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.lanes import Buffer, Row
 from pallas_kernels.language.machine import Machine
-from pallas_kernels.language.values import Condition, Value
+from pallas_kernels.language.values import Channels, Condition, Index, Value
+from pallas_kernels.rows import through_bf16
+
+Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 
 
 @jax.tree_util.register_dataclass
@@ -25,9 +28,58 @@ class Streams:
     CSA has two streams side by side: channels [0, dim) of k and z are the b-stream, [dim, 2 dim) the a-stream.
     """
 
-    k: Any  # f32 [B, T, dim or 2 dim]
+    k: Any  # f32 [B, T, dim or 2 dim]; None in ``token_step``, as z
     z: Any  # f32 [B, T, dim or 2 dim] gate logits, including the position bias
     norm: Any  # f32 or bf16 [dim]
+
+    def load(
+        self,
+        row: Row,
+        request: Request,
+        token: Index,
+        *,
+        first: int = 0,
+        where: Condition = True,
+        empty_gate: float = 0.0,
+    ) -> Pair:
+        """Load k and z of a new token from channel ``first`` on; 0 and ``empty_gate`` where ``where`` is False."""
+        k = row.load(self.k, request.batch, token, first=first, where=where)
+        return k, row.load(self.z, request.batch, token, first=first, where=where, otherwise=empty_gate)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProductStreams(Streams):
+    """The streams of one token of each request, as columns of a product. They can only be loaded.
+
+    Columns [first, first + width) are k, the next ``width`` are z without its bias.
+    """
+
+    k: None = None
+    z: None = None
+    product: Buffer  # f32 [B, columns]
+    first: int
+    ape: Buffer  # f32 or bf16 [ratio, width]: the bias of z, by the position's place in its group
+    is_bf16: bool  # round k and z to bf16
+
+    def load(
+        self,
+        row: Row,
+        request: Request,
+        token: Index,
+        *,
+        first: int = 0,
+        where: Condition = True,
+        empty_gate: float = 0.0,
+    ) -> Pair:
+        """Do what ``Streams.load`` does. There is no token but the first."""
+        del token
+        (ratio, width), begin = self.ape.shape, self.first + first
+        place = request.start.maximum(0) % ratio
+        k = row.load(self.product, request.batch, first=begin, where=where)
+        z = row.load(self.product, request.batch, first=begin + width, where=where, otherwise=empty_gate)
+        bias = row.load(self.ape, place, first=first, where=where)
+        z = row.map(lambda gate, more: gate + more, z, bias)
+        return ([through_bf16(step) for step in k], [through_bf16(step) for step in z]) if self.is_bf16 else (k, z)
 
 
 @jax.tree_util.register_dataclass

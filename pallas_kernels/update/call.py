@@ -92,7 +92,7 @@ def append_chunk(
     """
     batch, num_tokens = _newest(tokens).shape[:2]
     window, tail = stack.state.window, stack.state.tail
-    reason = _unsupported_rows(kv_format, key_format, window.nope.shape[-1], window.rope.shape[-1])
+    reason = unsupported_rows(kv_format, key_format, window.nope.shape[-1], window.rope.shape[-1])
     if reason is not None:
         raise ValueError(reason)
     call = Call(
@@ -104,13 +104,13 @@ def append_chunk(
         eps=eps,
         keep_tails=keep_tails,
     )
-    _check_tokens(stack, tokens, call)
+    check_tokens(stack, tokens, call)
     update = None
     if tokens.entry is not None:
         if ratio is None or tail is None:
             raise ValueError("tokens.entry is for layers with a compressor: this one has no tail or no ratio")
         update = update_of(tail)
-        _check_compressors(stack, tokens, call, update)
+        check_compressors(stack, tokens, call, update)
     work = _plan(call, update, stack, tokens)
     if not batch or not work.units + work.job_units:
         return stack
@@ -148,12 +148,12 @@ def unsupported(
 
     ``csa_ratio`` and ``key_dim`` are None except for CSA.
     """
-    if reason := _unsupported_rows(kv_format, key_format, nope_dim, rope_dim):
+    if reason := unsupported_rows(kv_format, key_format, nope_dim, rope_dim):
         return reason
     return None if csa_ratio is None else CSAUpdate.unsupported(csa_ratio, key_dim)
 
 
-def _unsupported_rows(kv_format: str, key_format: str, nope_dim: int, rope_dim: int) -> str | None:
+def unsupported_rows(kv_format: str, key_format: str, nope_dim: int, rope_dim: int) -> str | None:
     if kv_format not in KV_FORMATS or key_format not in KEY_FORMATS:
         known = f"{tuple(KV_FORMATS)} and {tuple(KEY_FORMATS)}"
         return f"no kernel for {kv_format=} with {key_format=}; known are {known}"
@@ -174,7 +174,7 @@ def _head_dim(stack: Any) -> int:
     return window.nope.shape[-1] + window.rope.shape[-1]
 
 
-def _check_tokens(stack: Any, tokens: NewTokens, call: Call) -> None:
+def check_tokens(stack: Any, tokens: NewTokens, call: Call) -> None:
     chex.assert_shape(tokens.layer, (1,))
     chex.assert_shape([tokens.slots, tokens.start, tokens.num_new], (call.requests,))
     chex.assert_type([tokens.layer, tokens.slots, tokens.start, tokens.num_new], jnp.int32)
@@ -183,7 +183,7 @@ def _check_tokens(stack: Any, tokens: NewTokens, call: Call) -> None:
         chex.assert_type(tokens.kv, jnp.float32)
 
 
-def _check_compressors(stack: Any, tokens: NewTokens, call: Call, update: type[TailUpdate]) -> None:
+def check_compressors(stack: Any, tokens: NewTokens, call: Call, update: type[TailUpdate]) -> None:
     state, entry, key = stack.state, tokens.entry, tokens.key
     assert entry is not None
     if (key is not None) != update.has_keys:
@@ -195,9 +195,10 @@ def _check_compressors(stack: Any, tokens: NewTokens, call: Call, update: type[T
         raise ValueError(reason)
     for streams, tail, dim in compressors:
         chex.assert_shape(jax.tree.leaves(tail), (*state.pos.shape[:2], *update.tail_shape(call.ratio, dim)))
-        chex.assert_shape([streams.k, streams.z], (call.requests, call.num_tokens, update.num_streams * dim))
+        if streams.k is not None:
+            chex.assert_shape([streams.k, streams.z], (call.requests, call.num_tokens, update.num_streams * dim))
+            chex.assert_type([streams.k, streams.z], jnp.float32)
         chex.assert_shape(streams.norm, (dim,))
-        chex.assert_type([streams.k, streams.z], jnp.float32)
         if streams.norm.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"norm must be float32 or bfloat16, got {streams.norm.dtype}")
     chex.assert_shape(tokens.rope, (call.requests, call.max_groups, state.window.rope.shape[-1]))

@@ -15,15 +15,13 @@ from typing import Any
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
-from pallas_kernels.update.batch import Block, Call, NewTokens
+from pallas_kernels.update.batch import Block, Call, NewTokens, Pair
 from pallas_kernels.update.entries import KeyStore
 from pallas_kernels.update.tail_update import TailUpdate
 from pallas_kernels.update.work import Jobs
 
 MAX_RATIO = 8  # because all rows of an entry are in registers at once
 MIN_KEY_DIM, MAX_KEY_DIM = 32, VECTOR * WARP
-
-Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 
 
 def softmax_pool(row: Row, pairs: list[Pair]) -> Channels:
@@ -45,6 +43,7 @@ class CSAUpdate(TailUpdate):
     __slots__ = ()
     leaves = "ka", "za", "kb_next", "zb_next", "kb", "zb"
     num_streams = 2
+    takes_products = True
     has_keys = True
 
     @classmethod
@@ -148,11 +147,7 @@ class CSAUpdate(TailUpdate):
 
     def _new(self, token: Index, *, first: int, where: Condition) -> Pair:
         """Load a new token's row of the stream that begins at channel ``first`` of k and z: 0 (b) or dim (a)."""
-        k, z = (
-            self.row.load(buffer, self.request.batch, token, first=first, where=where)
-            for buffer in (self.streams.k, self.streams.z)
-        )
-        return k, z
+        return self.streams.load(self.row, self.request, token, first=first, where=where)
 
     def _old(self, k: Buffer, z: Buffer, j: int, where: Condition) -> Pair:
         """Load row j of a tail."""

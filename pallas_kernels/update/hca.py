@@ -26,7 +26,7 @@ from pallas_kernels.language.lanes import Row, add, fold, maximum
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
-from pallas_kernels.update.batch import Block, Call, NewTokens
+from pallas_kernels.update.batch import Block, Call, NewTokens, Pair
 from pallas_kernels.update.entries import Destination
 from pallas_kernels.update.tail_update import TailUpdate
 from pallas_kernels.update.work import Jobs, Split
@@ -35,8 +35,6 @@ EMPTY_GATE = -1e9  # gate of an empty slot: its weight is 0; finite, so that a s
 
 BATCH = 4  # rows that a warpgroup loads at once, while it adds the ones before
 _SCRATCH = 3, WARPGROUP, VECTOR  # f32 array for a warpgroup's running softmax; the longest row fits in one step
-
-Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 
 # (row of the group, whether it is in the warpgroup's share) -> its k and z; z is EMPTY_GATE if there is no row.
 LoadRow = Callable[[Value, Condition], Pair]
@@ -293,6 +291,7 @@ class HCAOnlineUpdate(HCAUpdate):
     __slots__ = ()
     empty: ClassVar[dict[str, float]] = {"peak": EMPTY_GATE, "total": 0.0, "weighted": 0.0}
     leaves = tuple(empty)
+    takes_products = True
 
     @classmethod
     def tail_shape(cls, ratio: int, dim: int) -> tuple[int, ...]:
@@ -343,9 +342,7 @@ class HCAOnlineUpdate(HCAUpdate):
 
         def load(j: Value, inside: Condition) -> Pair:
             token = begin + j
-            there = inside & (token < end)
-            k = row.load(streams.k, request.batch, token, where=there)
-            return k, row.load(streams.z, request.batch, token, where=there, otherwise=EMPTY_GATE)
+            return streams.load(row, request, token, where=inside & (token < end), empty_gate=EMPTY_GATE)
 
         is_holder, continues, at = self._part == 0, n == 0, (request.layer, request.slot)
         leaves = [getattr(self.tail, name) for name in self.leaves]

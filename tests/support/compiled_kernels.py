@@ -8,6 +8,7 @@ extra ``cross``.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -318,6 +319,38 @@ def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
                 yield Kernel(name=name, function=split, args=args, rows=None, reads_only=True, has_scratch=True)
 
 
+def _token_steps(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the kernel that also updates the cache, for a decode step of each kind."""
+    kinds = sorted({spec.attn for spec in d4.layer_schedule(cfg)})
+    for kind, formats in itertools.product(kinds, _formats(cfg)):
+        cache = _cache(cfg, hca_tail="online", **formats)
+        stack, plan, batch = cache.stack(kind), cache.plan, DECODE[0]
+        has_keys, row = kind.is_indexed, _i32(batch)
+        entry = pk.Streams(k=None, z=None, norm=Spec((cfg.head_dim,), jnp.bfloat16)) if kind.compresses else None
+        tokens = pk.NewTokens(
+            layer=_i32(1),
+            slots=row,
+            start=row,
+            num_new=row,
+            block_table=cache.tables.block_table,
+            kv=None,
+            entry=entry,
+            key=pk.Streams(k=None, z=None, norm=Spec((cfg.indexer_head_dim,), jnp.bfloat16)) if has_keys else None,
+            rope=f32(batch, 1, cfg.rope_dim) if kind.compresses else None,
+        )
+        rounding = pk.TokenRounding(eps=cfg.norm_eps, head_factor=0.5, kv_format=plan.kv_format)
+        ratio = cfg.ratio(kind) if kind.compresses else None
+        step = functools.partial(pk.token_step, rounding=rounding, key_format=plan.indexer_format, ratio=ratio)
+
+        def function(stack: Any, tokens: Any, products: Any, step: Any = step) -> Any:
+            return step(stack, tokens, products)
+
+        args = stack, tokens, _products(cfg, kind, *DECODE)
+        rows = None if stack.pool is None else stack.pool.entries.nope
+        name = " ".join(["token_step", kind, *formats.values(), f"[{batch}, 1]"])
+        yield Kernel(name=name, function=function, args=args, rows=rows, has_scratch=True)
+
+
 def _products(cfg: d4.DSV4Config, kind: AttentionType, batch: int, tokens: int) -> pk.TokenProducts:
     lead, streams, heads = (batch, tokens), 1 + kind.overlaps, cfg.indexer_heads if kind.is_indexed else 0
     entry = streams * cfg.head_dim if kind.compresses else 0
@@ -363,6 +396,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_reads(cfg),
             *_queries(cfg),
             *_token_parts(cfg),
+            *_token_steps(cfg),
             *_grants(cfg),
             *product_kernels(cfg, is_flash=model == "flash"),
         ):

@@ -17,14 +17,12 @@ from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.kernels.base import Kernels, layer_number, register
-from dsv4jax.layer.ops import (
-    CACHE_UPDATE,
-    GATHER_ROWS,
-    NewEntries,
-)
+from dsv4jax.layer.kernels.products import token_products, token_rounding
+from dsv4jax.layer.ops import CACHE_UPDATE, GATHER_ROWS, InputProducts, NewEntries, TokenStep
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.tails import num_touched_blocks
+from dsv4jax.weights.params import AttentionParams
 
 
 class CacheUpdateKernels(Kernels):
@@ -44,23 +42,9 @@ class CacheUpdateKernels(Kernels):
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
         """Run the cache update of one layer as one launch."""
         call, rows = self.without_derivative(CACHE_UPDATE, (call, rows))
-        cfg, plan, batch, num_tokens = call.plan.cfg, call.plan, call.batch, rows.num_tokens
-        rope = ratio = None
-        if rows.entry is not None:
-            ratio = call.ratio
-            touched = jnp.arange(num_touched_blocks(num_tokens, ratio), dtype=jnp.int32)[None]
-            rope = packed_angles(ratio * (call.first_entry[:, None] + touched), rope_frequencies(cfg, call.kind))
-        tokens = pk.NewTokens(
-            layer=layer_number(call.index),
-            slots=batch.slots,
-            start=batch.start,
-            num_new=batch.num_new,
-            block_table=call.block_table,
-            kv=rows.kv,
-            entry=_streams(rows.entry),
-            key=_streams(rows.key),
-            rope=rope,
-        )
+        plan, num_tokens = call.plan, rows.num_tokens
+        streams = _streams(rows.entry), _streams(rows.key)
+        tokens = _new_tokens(call, num_tokens, rows.kv, streams)
         launch: Any = functools.partial(self.kernels.append_chunk, keep_tails=keep_tails)
         if num_tokens == 1 and not keep_tails:
             launch = self.kernels.cache_step
@@ -69,10 +53,35 @@ class CacheUpdateKernels(Kernels):
             tokens,
             kv_format=plan.kv_format,
             key_format=plan.indexer_format,
-            ratio=ratio,
-            eps=cfg.norm_eps,
+            ratio=None if rows.entry is None else call.ratio,
+            eps=plan.cfg.norm_eps,
             **self.options,
         )
+
+    def token_step(
+        self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
+    ) -> TokenStep | None:
+        """Run the kernel of ``pallas_kernels.update.token_step``."""
+        plan = call.plan
+        given = token_products(products, params, plan, call.kind)
+        if pk.unsupported_token_step(call.stack.state.tail, given) is not None:
+            return None
+        call, given, params = self.without_derivative(CACHE_UPDATE, (call, given, params))
+        entry, key = params.entry_pool, params.key_pool
+        streams = (
+            entry and pk.Streams(k=None, z=None, norm=entry.norm),
+            key and pk.Streams(k=None, z=None, norm=key.norm),
+        )
+        stack, parts = pk.token_step(
+            call.stack,
+            _new_tokens(call, 1, None, streams),
+            given,
+            token_rounding(plan, dtype, encode=True),
+            key_format=plan.indexer_format,
+            ratio=None if entry is None else call.ratio,
+            simulate=self.simulate,
+        )
+        return TokenStep(stack=stack, latent=parts.latent, head_weights=parts.head_weights)
 
     def append_swa(
         self, state: StateCache, index: jax.Array | int, kv: jax.Array, batch: Batch, plan: CachePlan
@@ -110,6 +119,28 @@ class CacheUpdateKernels(Kernels):
         state = self.without_derivative(CACHE_UPDATE, state)
         given = state.tail, layer_number(index), slots, complete.astype(jnp.int32)
         return dataclasses.replace(state, tail=pk.reset_hca(*given, simulate=self.simulate))
+
+
+def _new_tokens(
+    call: LayerCall, num_tokens: int, kv: jax.Array | None, streams: tuple[pk.Streams | None, pk.Streams | None]
+) -> pk.NewTokens:
+    """Return tokens with these window rows and streams of both compressors, and where a call's tokens go."""
+    (entry, key), batch, rope = streams, call.batch, None
+    if entry is not None:
+        touched = jnp.arange(num_touched_blocks(num_tokens, call.ratio), dtype=jnp.int32)[None]
+        positions = call.ratio * (call.first_entry[:, None] + touched)
+        rope = packed_angles(positions, rope_frequencies(call.plan.cfg, call.kind))
+    return pk.NewTokens(
+        layer=layer_number(call.index),
+        slots=batch.slots,
+        start=batch.start,
+        num_new=batch.num_new,
+        block_table=call.block_table,
+        kv=kv,
+        entry=entry,
+        key=key,
+        rope=rope,
+    )
 
 
 def _streams(given: Normed | None) -> pk.Streams | None:

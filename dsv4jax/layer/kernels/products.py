@@ -171,23 +171,8 @@ class ProjectionsKernels(Kernels):
     ) -> TokenParts:
         products, params = self.without_derivative(PROJECTIONS, (products, params))
         entry, key = params.entry_pool, params.key_pool
-        given = pk.TokenProducts(
-            q_a_kv=products.q_a_kv,
-            compress=products.compress,
-            q_norm=params.q_norm,
-            kv_norm=params.kv_norm,
-            entry_ape=entry and entry.ape,
-            key_ape=key and key.ape,
-            angles=packed_angles(products.positions, rope_frequencies(plan.cfg, kind)),
-            positions=products.positions,
-        )
-        rounding = pk.TokenRounding(
-            eps=plan.cfg.norm_eps,
-            latent_dtype=dtype,
-            stream_dtype=plan.tail_dtype,
-            head_factor=head_factor(plan),
-            kv_format=plan.kv_format if encode else None,
-        )
+        given = token_products(products, params, plan, kind)
+        rounding = token_rounding(plan, dtype, encode=encode)
         row_spec = plan.row_spec if encode else None
         options: dict[str, Any] = dict(reads_padding=of_chunk(products.positions >= 0) is None, simulate=self.simulate)
         parts = pk.token_parts(given, rounding, row_spec=row_spec, **options)
@@ -197,6 +182,33 @@ class ProjectionsKernels(Kernels):
 
         rows = TokenRows(kv=parts.kv, entry=normed(parts.entry, entry), key=normed(parts.key, key))
         return TokenParts(latent=parts.latent, rows=rows, encoded=parts.stored, head_weights=parts.head_weights)
+
+
+def token_products(
+    products: InputProducts, params: AttentionParams, plan: CachePlan, kind: AttentionType
+) -> pk.TokenProducts:
+    entry, key = params.entry_pool, params.key_pool
+    return pk.TokenProducts(
+        q_a_kv=products.q_a_kv,
+        compress=products.compress,
+        q_norm=params.q_norm,
+        kv_norm=params.kv_norm,
+        entry_ape=entry and entry.ape,
+        key_ape=key and key.ape,
+        angles=packed_angles(products.positions, rope_frequencies(plan.cfg, kind)),
+        positions=products.positions,
+    )
+
+
+def token_rounding(plan: CachePlan, dtype: Any, *, encode: bool) -> pk.TokenRounding:
+    """Return how tokens of an x of ``dtype`` are rounded, and whether window rows are encoded."""
+    return pk.TokenRounding(
+        eps=plan.cfg.norm_eps,
+        latent_dtype=dtype,
+        stream_dtype=plan.tail_dtype,
+        head_factor=head_factor(plan),
+        kv_format=plan.kv_format if encode else None,
+    )
 
 
 def _most_numbers(rows: int, needed: jax.Array | None) -> int:
