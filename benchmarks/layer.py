@@ -225,8 +225,7 @@ def forward(
     """One decode step."""
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     for layer, of_layer in enumerate(params):
-        y, cache = d4.attention_layer(of_layer, x, cache, layer, slots, num_new)
-        x = x + y
+        x, cache = d4.attention_layer(of_layer, x, cache, layer, slots, num_new, residual=x)
     return x, d4.advance(cache, slots, num_new), ok
 
 

@@ -48,6 +48,7 @@ from pallas_kernels.products.call import (
     unsupported_product_of_queries,
     unsupported_product_pair,
 )
+from pallas_kernels.products.residual import Residual
 from pallas_kernels.queries import attention_queries, indexer_queries
 from pallas_kernels.rounding import RoundedRows
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
@@ -73,6 +74,7 @@ __all__ = [
     "NewTokens",
     "PageSizes",
     "QueryForm",
+    "Residual",
     "RoundedRows",
     "ScoreInputs",
     "SlowKernelsWarning",

@@ -63,6 +63,8 @@ def attention_layer(
     num_new: jax.Array,
     backend: Backend = None,
     model_axis: str | None = None,
+    *,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run one attention layer on new tokens and store what the cache keeps of them.
 
@@ -81,9 +83,12 @@ def attention_layer(
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
       model_axis: inside ``jax.shard_map``, the mesh axis over which heads are split: params are those of one shard
         (``params_specs``), and y is summed over all.
+      residual: rows like x to which y is added. The result is that of ``residual + y``, but in decode the kernel that
+        makes y adds it.
 
     Returns:
-      (y in x's dtype [B, T, hidden], 0 past num_new; the updated cache, its lengths not yet advanced).
+      (y in x's dtype [B, T, hidden], 0 past num_new, plus the residual; the updated cache, its lengths not yet
+      advanced).
 
     Derivatives, forward and reverse, are those of ``backend="xla"``; kernels refuse. They go straight through the
     rounding of the rows, entries and tails that this call brings (the straight-through estimator): y has the derivative
@@ -97,7 +102,7 @@ def attention_layer(
         of a kernel.
     """
     kind, index = cache.locate(layer)
-    return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis)
+    return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis, residual=residual)
 
 
 def attention_layer_at(
@@ -110,6 +115,8 @@ def attention_layer_at(
     num_new: jax.Array,
     backend: Backend = None,
     model_axis: str | None = None,
+    *,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run the ``index``-th layer of a static kind, as ``attention_layer`` does. A scan over layers can trace the index.
 
@@ -121,7 +128,7 @@ def attention_layer_at(
     Args:
       kind: static kind of the layer.
       index: the layer's index in its kind's stack, an int or int32 [].
-      params, x, cache, slots, num_new, backend, model_axis: as for ``attention_layer``.
+      params, x, cache, slots, num_new, backend, model_axis, residual: as for ``attention_layer``.
 
     Returns:
       As ``attention_layer``.
@@ -131,7 +138,7 @@ def attention_layer_at(
       ValueError: as for ``attention_layer``, or the index is out of range or the model has no layer of this kind.
     """
     options = RunOptions(backend=backend, model_axis=model_axis)
-    y, cache, _ = run_layer(params, x, cache, AttentionType(kind), index, slots, num_new, options)
+    y, cache, _ = run_layer(params, x, cache, AttentionType(kind), index, slots, num_new, options, residual)
     return y, cache
 
 
@@ -156,6 +163,7 @@ def run_layer(
     slots: jax.Array,
     num_new: jax.Array,
     options: RunOptions,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, Draft | None]:
     """Check the arguments of a layer and run it.
 
@@ -165,6 +173,8 @@ def run_layer(
     cfg = plan.cfg
     check_batch(slots=slots, num_new=num_new)
     check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, FLOATS)
+    if residual is not None:
+        check_array("residual", residual, dict(zip(("B", "T", "hidden_size"), x.shape, strict=True)), x.dtype)
     check_params(params, cfg, kind)
     cache.stack(kind)  # raises if the model has no such layers
     depth = len(cache.plan.layers(kind))
@@ -184,11 +194,11 @@ def run_layer(
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
         cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # nothing is jitted here
         cache, _ = LayerCall.begin(cache, kind, index, slots, num_new, x.shape[1])
-        return jnp.zeros_like(x), cache, None
+        return jnp.zeros_like(x) if residual is None else jnp.asarray(residual), cache, None
     params = _without_derivative(params)
     chosen = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
     index = jnp.asarray(index, jnp.int32)
-    return _run_layer(params, x, cache, index, slots, num_new, kind=kind, options=chosen)
+    return _run_layer(params, x, residual, cache, index, slots, num_new, kind=kind, options=chosen)
 
 
 def _without_derivative(params: AttentionParams) -> AttentionParams:
@@ -221,6 +231,7 @@ def _for_any_batch(backend: Backend, plan: CachePlan, kind: AttentionType) -> Op
 def _run_layer(
     params: AttentionParams,
     x: jax.Array,
+    residual: jax.Array | None,
     cache: KVCache,
     index: jax.Array,
     slots: jax.Array,
@@ -265,13 +276,18 @@ def _run_layer(
     # keep a copy of the pool or window for the reads. What follows them is not tied, so that XLA can fuse the end of
     # this layer with what the caller does with y.
     grouped, stack = lax.optimization_barrier((grouped, call.stack))
-    dtype = x.dtype if options.model_axis is None else jnp.float32
     if isinstance(grouped, jax.Array):
         grouped = grouped.astype(x.dtype)
-    y = projections.linear(grouped, params.o_b, dtype=dtype, needed=real).reshape(x.shape)
-    if options.model_axis is not None:
-        y = lax.psum(y, options.model_axis).astype(x.dtype)
-    y = jnp.where(real[..., None], y, jnp.zeros((), x.dtype))[:, :given_tokens]
+    y = None
+    if residual is not None and options.model_axis is None and num_tokens == given_tokens:
+        y = projections.linear_onto(residual, grouped, params.o_b, positions)
+    if y is None:
+        dtype = x.dtype if options.model_axis is None else jnp.float32
+        y = projections.linear(grouped, params.o_b, dtype=dtype, needed=real).reshape(x.shape)
+        if options.model_axis is not None:
+            y = lax.psum(y, options.model_axis).astype(x.dtype)
+        y = jnp.where(real[..., None], y, jnp.zeros((), x.dtype))[:, :given_tokens]
+        y = y if residual is None else residual + y
     if options.is_draft:
         assert taken.rows is not None
         return y, cache.with_stack(kind, stack), (call.batch, taken.rows.first(given_tokens))

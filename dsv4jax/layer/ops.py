@@ -79,6 +79,13 @@ class Projections(Implementation, Protocol):
         """
         ...
 
+    def linear_onto(self, residual: jax.Array, x: Any, weight: Weight, positions: jax.Array) -> jax.Array | None:
+        """Add what ``linear`` gives for x to a residual [B, T, out] in its dtype; on padding nothing is added.
+
+        None where this is not one kernel. Positions int32 [B, T] are below 0 on padding.
+        """
+        ...
+
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:

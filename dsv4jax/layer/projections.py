@@ -62,6 +62,9 @@ class XLAProjections(Anywhere):
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> None:
         return None
 
+    def linear_onto(self, residual: jax.Array, x: Any, weight: Weight, positions: jax.Array) -> None:
+        return None
+
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:

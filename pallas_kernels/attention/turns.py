@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Value
@@ -21,11 +22,18 @@ class QueryOrder:
     """The queries of a launch, those that are needed first, or their buffers."""
 
     count: Any  # int32 [1], of those that are needed
-    numbers: Any  # int32 [B T]
+    numbers: Any  # int32 [B T]; None: as they are
 
     @classmethod
     def of(cls, needed: jax.Array) -> QueryOrder:
-        """The order for bool [B, T]."""
+        """The order for bool [B, T].
+
+        The padding of one request comes last. So all queries up to the last needed one are taken as needed there, which
+        saves the list.
+        """
+        if needed.shape[0] == 1:
+            past = jnp.arange(1, needed.size + 1, dtype=jnp.int32)
+            return cls(count=jnp.max(jnp.where(needed, past, 0), axis=1), numbers=None)
         count, numbers = needed_first(needed.reshape(-1))
         return cls(count=count.reshape(1), numbers=numbers)
 
@@ -55,6 +63,10 @@ class Turns:
         return (self.machine.block(0) * -1 + (self.at_once - 1) + total) // self.at_once
 
     @property
+    def _has_list(self) -> bool:
+        return self.order is not None and self.order.numbers is not None
+
+    @property
     def has_any(self) -> Condition:
         return True if self.order is None else self.count > 0
 
@@ -66,7 +78,7 @@ class Turns:
 
     def begin(self) -> tuple[Value, list[Value]]:
         """Return the first query, and what a loop over turns carries: numbers that must be loaded, of two turns."""
-        if self.order is None:
+        if not self._has_list:
             return self.machine.block(0), []
         start = self.machine.constant(0, "i32")
         first = self._load(start)
@@ -77,11 +89,12 @@ class Turns:
 
         Queries are loaded two turns ahead, so that nothing waits for them.
         """
-        if self.order is None:
+        if not self._has_list:
             query = number * self.at_once + self.machine.block(0)
             following = query + self.at_once
             last = self.queries - 1
-            return Turn(query=query, following=following.minimum(last), has_following=following <= last, known=[])
+            has_following = following <= last if self.order is None else number + 1 < count
+            return Turn(query=query, following=following.minimum(last), has_following=has_following, known=[])
         query, following = known
         after = [following, self._load(number + 2)]
         return Turn(query=query, following=following, has_following=number + 1 < count, known=after)

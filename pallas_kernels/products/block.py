@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
 from pallas_kernels.products.activations import Activations
 from pallas_kernels.products.queries import PADDING, Lanes, Lines, QueryHeads
+from pallas_kernels.products.residual import LoadedResidual, Place, Residual
 from pallas_kernels.products.split import ROWS, TILE, Split
 from pallas_kernels.products.streamed import StreamedRows
 from pallas_kernels.products.weights import (
@@ -45,6 +46,7 @@ class ProductInputs:
     weight: Any  # bf16 or uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block], None for bf16
     angles: Any = None  # f32 [M, rope_dim], cosines and then sines, where the outputs become queries
+    residual: Residual | None = None  # what the product is added to
     # The weight and the scales of a second product with the same rows, of which blocks have tiles, too.
     beside: tuple[Any, Any] | None = None
 
@@ -352,13 +354,15 @@ class Block:
         """Add up the sums of all parts, and store them, or with angles the queries that they become."""
         machine, layout, heads = self.machine, self.layout, self.layout.heads
         queries = None if heads is None else heads.begin(machine, self._lines, inputs.angles, out)
+        places = list(self._places(out)) if heads is None else []
+        residual = None if inputs.residual is None else [inputs.residual.load(place) for place in places]
         machine.wait_copies()
         machine.barrier("block" if layout.split.cluster == 1 else "cluster")  # nobody uses the arena any more
         eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(layout.columns // _EIGHT)]
         if layout.split.all_parts > 1:
             eights = self._all_parts(eights)
         if heads is None or queries is None:
-            self._store(out, self._number * (len(eights) * _EIGHT), eights)
+            self._store(out, eights, places, residual)
             return
         lines = self._gather(eights)
         queries.share(lines)
@@ -429,8 +433,32 @@ class Block:
         machine.barrier("block")
         return lines
 
-    def _store(self, out: Buffer, first: Value, eights: list[list[Value]]) -> None:
-        """Store eights of columns, the first of which is column ``first`` of the block.
+    def _places(self, out: Buffer) -> Iterator[Place]:
+        """Yield what this lane stores of the outputs of its part, several of a row at once."""
+        lane, rows = self.machine.thread % WARPGROUP, self.layout.owned * _EIGHT
+        count = 16 // out.dtype.itemsize  # outputs of one store
+        per_row, first = TILE // count, self._number * rows
+        for start in range(0, rows * per_row, WARPGROUP):
+            n = lane + start
+            inside: Condition = True if start + WARPGROUP <= rows * per_row else n < rows * per_row
+            # Lanes beyond load what they do not store.
+            mine = n if inside is True else select(inside, n, 0)
+            line, unit = mine // per_row, mine % per_row
+            column = first + line
+            there = inside & (column < self.layout.columns) & (column + self.row < out.shape[0]) & self.tile.there
+            yield Place(
+                line=line,
+                unit=unit * count,
+                count=count,
+                row=column + self.row,
+                output=self.output + unit * count,
+                there=there,
+            )
+
+    def _store(
+        self, out: Buffer, eights: list[list[Value]], places: list[Place], residual: list[LoadedResidual] | None
+    ) -> None:
+        """Store eights of columns, added to the residual, if there is one.
 
         A warpgroup gathers its outputs in shared memory, so that they are stored to device memory in whole lines.
         """
@@ -444,17 +472,10 @@ class Block:
                 at = column * _ROW_PITCH + (product_row(machine) + 8 * (j // 2)) * 4 + base
                 machine.store_shared(at, [machine.bits(value)], 4, True)
         machine.barrier("warpgroup")
-        count = 16 // out.dtype.itemsize  # outputs of one store
-        per_row = TILE // count
-        for start in range(0, rows * per_row, WARPGROUP):
-            n = lane + start
-            inside: Condition = True if start + WARPGROUP <= rows * per_row else n < rows * per_row
-            # Lanes beyond load what they do not store.
-            mine = n if inside is True else select(inside, n, 0)
-            line, unit = mine // per_row, mine % per_row
-            column = first + line
-            at = line * _ROW_PITCH + unit * (count * 4) + base
-            words = [word for i in range(0, count, VECTOR) for word in machine.load_shared(at + i * 4, 16)]
+        for number, place in enumerate(places):
+            at = place.line * _ROW_PITCH + place.unit * 4 + base
+            words = [word for i in range(0, place.count, VECTOR) for word in machine.load_shared(at + i * 4, 16)]
             values = [machine.from_bits(word) for word in words]
-            where = inside & (column < self.layout.columns) & (column + self.row < out.shape[0]) & self.tile.there
-            out.store_floats(values, column + self.row, self.output + unit * count, where=where)
+            if residual is not None:
+                values = residual[number].plus(values)
+            out.store_floats(values, place.row, place.output, where=place.there)

@@ -31,6 +31,7 @@ from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
 from pallas_kernels.products.many.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.products.pair import fastest_pair, launch_pair
 from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
+from pallas_kernels.products.residual import Residual, check_residual
 from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 from pallas_kernels.rounding import RoundedRows, round_rows
@@ -86,6 +87,7 @@ def product(
     *,
     dtype: Any = jnp.float32,
     needed: jax.Array | None = None,
+    residual: Residual | None = None,
     simulate: bool = False,
 ) -> Any:
     """Multiply rows of x by a weight [groups * outputs, inputs].
@@ -100,17 +102,22 @@ def product(
         launch of its own where the weight's activations are bf16, up to 64 rows, and where blocks share a tile.
       needed: bool [M], rows whose product anyone reads; None for all. Products of others may be anything, NaN too: of
         many rows, tiles without a needed row are left out.
+      residual: rows that the product is added to, after it was rounded to bf16 itself. For at most 64 rows of bf16, and
+        a result of it.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
       dtype [M, groups * outputs], or if rounded ``RoundedRows`` of that shape.
 
     Raises:
-      ValueError: no kernel serves this weight (``unsupported_product``), or none takes rounded rows for it.
+      ValueError: no kernel serves this weight (``unsupported_product``), or none takes rounded rows or a residual.
       AssertionError: (chex) a shape or dtype is wrong.
     """
     inputs = _checked(x, weight, scales, form)
     _check_needed(needed, x)
+    if residual is not None:
+        check_residual(residual, (x.shape[0], len(weight)), dtype)
+        inputs = dataclasses.replace(inputs, residual=residual)
     if (reason := unsupported_product(weight.shape, form)) is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
     (rows, _), (outputs, width_of_group) = x.shape, weight.shape

@@ -99,7 +99,19 @@ def test_kernels_without_turns_compute_all(simulate, layout: AttentionLayout):
     np.testing.assert_array_equal(run(case, given, simulate=simulate), run(case, inputs, simulate=simulate))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (1, 128), (3, 129)])
+@machines
+@pytest.mark.parametrize(("layout", "count"), [(TURNS, 0), (TURNS, 5), (WIDE_TURNS, 1), (WIDE_TURNS, 7)])
+def test_of_one_request_all_queries_up_to_the_last_needed_one_are_computed(simulate, layout, count):
+    case = dataclasses.replace(CASE, lengths=(200,), tokens=7, layout=layout)
+    inputs, _ = make(case)
+    needed = mask(case, tuple({0, count - 1}) if count else ())
+    found = run(case, dataclasses.replace(inputs, needed=jnp.asarray(needed)), simulate=simulate)
+    np.testing.assert_array_equal(found[:, :count], run(case, inputs, simulate=simulate)[:, :count])
+    if simulate:
+        assert np.isnan(found[:, count:]).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (5, 7), (2, 64), (3, 129)])
 @pytest.mark.parametrize("share", [0, 0.4, 1])
 def test_order_of_queries(shape, share):
     needed = np.random.default_rng(0).random(shape) < share

@@ -76,6 +76,16 @@ def _multiplications(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Kernel]:
                 function = functools.partial(multiply, form)
                 title = f"product {name} {activations} [{rows}]"
                 yield Kernel(name=title, function=function, args=(x, *weight), rows=None, reads_only=True)
+        outputs, inputs, _ = shapes["o_b"]
+
+        def add(residual: Any, x: Any, weight: Any, scales: Any) -> Any:
+            form = pk.WeightForm(block=(128, 128))
+            return pk.product(x, weight, scales, form, dtype=jnp.bfloat16, residual=residual)
+
+        residual = pk.Residual(rows=Spec((rows, outputs), jnp.bfloat16), positions=Spec((rows,), jnp.int32))
+        x, weight = Spec((rows, inputs), jnp.bfloat16), Spec((outputs, inputs), jnp.float8_e4m3fn)
+        args = residual, x, weight, Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu)
+        yield Kernel(name=f"product o_b onto [{rows}]", function=add, args=args, rows=None, reads_only=True)
         x, function = Spec((rows, cfg.hidden_size), jnp.bfloat16), functools.partial(multiply, pk.WeightForm())
         for name, outputs in {
             "compress": 2 * cfg.head_dim,

@@ -88,6 +88,21 @@ class ProjectionsKernels(Kernels):
         one, other = pk.product_pair(x.reshape(rows, -1), *given, simulate=self.simulate)
         return one.reshape(*x.shape[:-1], -1), other.reshape(*x.shape[:-1], -1)
 
+    def linear_onto(self, residual: jax.Array, x: Any, weight: Weight, positions: jax.Array) -> jax.Array | None:
+        rows, bf16 = positions.size, jnp.bfloat16
+        if not isinstance(weight, StoredWeight) or not isinstance(x, jax.Array) or rows > _FEW_ROWS:
+            return None
+        if (
+            not residual.dtype == x.dtype == bf16
+            or pk.unsupported_product(weight.shape, _form(weight), rows) is not None
+        ):
+            return None
+        residual, x, weight = self.without_derivative(PROJECTIONS, (residual, x, weight))
+        before = pk.Residual(rows=residual.reshape(rows, -1), positions=positions.reshape(rows))
+        arrays = x.reshape(rows, -1), weight.codes, weight.scales
+        y = pk.product(*arrays, _form(weight), dtype=bf16, residual=before, simulate=self.simulate)
+        return y.reshape(residual.shape)
+
     def queries(
         self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
