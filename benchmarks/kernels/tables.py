@@ -344,7 +344,9 @@ def _with_spread(line: Line) -> str:
 def prefill(results: Results) -> str:
     """A chunk of 4,096 tokens in a layer, part by part."""
     rows = []
-    for before, kind, form in itertools.product(("28672", "126976"), ("csa", "hca"), ACTIVATIONS):
+    for before, kind, form in itertools.product(("28672", "126976"), KINDS, ACTIVATIONS):
+        if (before, kind) == ("126976", "swa"):  # the same as after 28K
+            continue
         line = results.case(f"chunk of 4096 {kind} after {before} stored {form}")
         parts = [_part(line, names) for names in CHUNK_PARTS.values()]
         shares = (number(us) if us else "-" for us in parts)
@@ -367,17 +369,31 @@ def padding(results: Results) -> str:
 
 
 def prefill_model(results: Results) -> str:
-    """A chunk of 4,096 tokens in all layers of V4-Flash, added up.
-
-    The two with a window alone count as HCA layers, which have the same products, and more keys.
-    """
-    kinds = [layer_kind(FLASH, layer).value.replace("swa", "hca") for layer in range(FLASH.num_layers)]
+    """A chunk of 4,096 tokens in all layers of V4-Flash, added up."""
+    kinds = [layer_kind(FLASH, layer).value for layer in range(FLASH.num_layers)]
     rows = []
-    for form, words in ACTIVATIONS.items():
-        lines = {kind: results.case(f"chunk of 4096 {kind} after 28672 stored {form}") for kind in set(kinds)}
-        us = sum(lines[kind]["us"]["median"] for kind in kinds)
-        rows.append((words, f"{us / 1e3:.1f}", f"{4096 / us * 1e6:,.0f}"))
+    for device, lines in (("H200", results.layers), ("H100", results.h100)):
+        of_case = {line["case"]: line for line in lines}
+        for form, words in ACTIVATIONS.items():
+            cases = [f"chunk of 4096 {kind} after 28672 stored {form}" for kind in kinds]
+            if not of_case.keys() >= set(cases):
+                continue
+            us = sum(of_case[case]["us"]["median"] for case in cases)
+            rows.append((f"{words}, {device}", f"{us / 1e3:.1f}", f"{4096 / us * 1e6:,.0f}"))
     return table("43 layers | ms in kernels | tokens per second", rows)
+
+
+def h100(results: Results) -> str:
+    """What was timed on an H100, beside the same on an H200."""
+    rows = []
+    for line in results.h100:
+        if line["case"] == "ceilings":
+            continue
+        beside, key = results.case(line["case"]), "pallas" if "pallas" in line else "us"
+        rows.append(
+            (line["case"], *(cell for of in (line, beside) for cell in (number(of[key]["median"]), spread(of[key]))))
+        )
+    return table("case | us on an H100 | range of the runs | us on an H200 | range of the runs", rows)
 
 
 def programs(results: Results) -> str:
@@ -442,6 +458,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
             wide_layers,
             prefill,
             prefill_model,
+            h100,
             padding,
             programs,
         ),
