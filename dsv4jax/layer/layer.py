@@ -63,7 +63,6 @@ def attention_layer(
     num_new: jax.Array,
     backend: Backend = None,
     model_axis: str | None = None,
-    *,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run one attention layer on new tokens and store what the cache keeps of them.
@@ -102,7 +101,7 @@ def attention_layer(
         of a kernel.
     """
     kind, index = cache.locate(layer)
-    return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis, residual=residual)
+    return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis, residual)
 
 
 def attention_layer_at(
@@ -115,7 +114,6 @@ def attention_layer_at(
     num_new: jax.Array,
     backend: Backend = None,
     model_axis: str | None = None,
-    *,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run the ``index``-th layer of a static kind, as ``attention_layer`` does. A scan over layers can trace the index.

@@ -64,6 +64,7 @@ def stage(
     num_new: jax.Array,
     backend: Backend = None,
     model_axis: str | None = None,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, StagedLayer]:
     """Run one attention layer on draft tokens without changing what the requests hold.
 
@@ -81,7 +82,7 @@ def stage(
     """
     kind, index = cache.locate(layer)
     options = RunOptions(backend=backend, model_axis=model_axis, is_draft=True)
-    y, cache, draft = run_layer(params, x, cache, kind, index, slots, num_new, options)
+    y, cache, draft = run_layer(params, x, cache, kind, index, slots, num_new, options, residual)
     assert draft is not None
     batch, rows = draft
     assert rows.kv is not None

@@ -42,6 +42,7 @@ FUNCTIONS = {
         "num_new": REQUIRED,
         "backend": None,
         "model_axis": None,
+        "residual": None,
     },
     "attention_layer_at": {
         "params": REQUIRED,
@@ -53,6 +54,7 @@ FUNCTIONS = {
         "num_new": REQUIRED,
         "backend": None,
         "model_axis": None,
+        "residual": None,
     },
     "stage": {
         "params": REQUIRED,
@@ -63,6 +65,7 @@ FUNCTIONS = {
         "num_new": REQUIRED,
         "backend": None,
         "model_axis": None,
+        "residual": None,
     },
     "commit": {"cache": REQUIRED, "staged": REQUIRED, "num_accepted": REQUIRED, "backend": None},
     "advance": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},

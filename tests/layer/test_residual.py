@@ -55,6 +55,16 @@ def test_a_residual_is_added(weights, num_new, backend, monkeypatch):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+def test_the_output_of_a_draft_is_added():
+    cache, slots, _ = d4.admit(d4.init_cache(d4.plan_cache(CFG, max_requests=3, max_context=256, **DEFAULT)), 3)
+    params, count = d4.init_attention_params(jax.random.key(0), CFG, 0, jnp.bfloat16), ids(2, 1, 0)
+    cache, _ = d4.prepare_forward(cache, slots, count)
+    x, residual = (jnp.asarray(sequence(seed, 6, CFG.hidden_size), jnp.bfloat16).reshape(3, 2, -1) for seed in (0, 1))
+    got, _, _ = d4.stage(params, x, cache, 0, slots, count, residual=residual)
+    y, _, _ = d4.stage(params, x, cache, 0, slots, count)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(residual + y).view(np.uint16))
+
+
 def test_nothing_is_added_to_the_residual_of_no_tokens():
     cache, slots, _ = d4.admit(d4.init_cache(d4.plan_cache(CFG, max_requests=3, max_context=256, **DEFAULT)), 3)
     params = d4.init_attention_params(jax.random.key(0), CFG, 0, jnp.bfloat16)
