@@ -61,7 +61,7 @@ from pallas_kernels.token_parts import (
     token_parts,
     unsupported_token_parts,
 )
-from pallas_kernels.update.batch import NewEntries, NewTokens, Streams
+from pallas_kernels.update.batch import NewEntries, NewTokens, ProductStreams, Streams
 from pallas_kernels.update.call import append_chunk, cache_step, unsupported
 from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, rotate_csa
 from pallas_kernels.update.token_step import token_step, unsupported_token_step
@@ -73,6 +73,7 @@ __all__ = [
     "NewEntries",
     "NewTokens",
     "PageSizes",
+    "ProductStreams",
     "QueryForm",
     "Residual",
     "RoundedRows",

@@ -55,6 +55,12 @@ class TokenProducts:
         return entry, key, 0 if self.compress is None else self.compress.shape[-1] - 2 * (entry + key)
 
     @property
+    def has_aligned_streams(self) -> bool:
+        """Whether an update can load the streams where they are (``ProductStreams``); also where there are none."""
+        entry, key, _ = self.widths
+        return self.compress is None or all(size % VECTOR == 0 for size in (entry, key, self.compress.shape[-1]))
+
+    @property
     def flat(self) -> TokenProducts:
         """The same with one axis for all tokens."""
         count = self.positions.size
@@ -104,6 +110,7 @@ def token_parts(
     rounding: TokenRounding,
     *,
     row_spec: Any = None,
+    has_streams: bool = True,
     reads_padding: bool = True,
     simulate: bool = False,
 ) -> TokenParts:
@@ -113,12 +120,13 @@ def token_parts(
       products: the products, norm weights, biases, angles and positions.
       rounding: the formats and constants.
       row_spec: with ``rounding.kv_format``, a pytree ``nope rope scale`` of ``jax.ShapeDtypeStruct``: one stored row.
+      has_streams: make the compressors' streams, too.
       reads_padding: load the products of padding too, which are not used. Then no load waits for a position, which is
         faster where there is little padding.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      The parts. ``stored`` is there if ``rounding.kv_format`` is given.
+      The parts. ``stored`` is there if ``rounding.kv_format`` is given, and streams if ``has_streams`` says so.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
@@ -138,13 +146,13 @@ def token_parts(
         stored=None
         if rounding.kv_format is None
         else jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), row_spec),
-        entry=(rows(entry), rows(entry)) if entry else None,
-        key=(rows(key), rows(key)) if key else None,
+        entry=(rows(entry), rows(entry)) if entry and has_streams else None,
+        key=(rows(key), rows(key)) if key and has_streams else None,
         head_weights=rows(heads) if heads else None,
     )
     units: list[Callable[[Token, TokenParts, TokenRounding], None]] = [store_latent, _store_window_row]
-    units += [_store_entry_streams] if entry else []
-    units += [store_keys_and_heads] if key or heads else []
+    units += [_store_entry_streams] if out.entry is not None else []
+    units += [store_keys_and_heads] if out.key is not None or heads else []
 
     def body(machine: Machine, products: TokenProducts, parts: TokenParts) -> None:
         token = Token.of(machine, products, reads_padding=reads_padding)

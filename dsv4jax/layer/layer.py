@@ -258,9 +258,9 @@ def _run_layer(
     products = _input_products(params, x, positions, call, projections)
     taken = _take_tokens(params, products, call, backends, x.dtype, given_tokens, is_draft=options.is_draft)
     call, latent, head_weights = taken.call, taken.latent, taken.head_weights
-    window, entries = call.window(taken.fresh, None if taken.exact is None else taken.exact.kv), call.entries
-    if entries is not None and taken.exact is not None:
-        entries = dataclasses.replace(entries, exact=taken.exact.entries)
+    window, entries = call.window(taken.fresh, taken.kv if taken.is_exact else None), call.entries
+    if entries is not None:
+        entries = dataclasses.replace(entries, exact=taken.entries)
     tokens = Queries(latent=latent, positions=positions, head_weights=head_weights)
 
     is_one_tile, is_bf16 = num_tokens == tile, x.dtype == jnp.bfloat16
@@ -290,9 +290,8 @@ def _run_layer(
         assert taken.rows is not None
         return y, cache.with_stack(kind, stack), (call.batch, taken.rows.first(given_tokens))
     if taken.fresh is not None:
-        assert taken.rows is not None
-        assert taken.rows.kv is not None
-        stored, cache_update = storable(taken.rows.kv, plan.row_spec), CACHE_UPDATE[_of(backends.cache_update)]
+        assert taken.kv is not None
+        stored, cache_update = storable(taken.kv, plan.row_spec), CACHE_UPDATE[_of(backends.cache_update)]
         state = cache_update.append_swa(stack.state, index, stored, call.batch, plan)
         stack = dataclasses.replace(stack, state=state)
     return y, cache.with_stack(kind, stack), None
@@ -320,17 +319,11 @@ class Taken:
     call: LayerCall  # with the updated stack
     latent: jax.Array  # as in ``TokenParts``
     head_weights: jax.Array | None
-    rows: TokenRows | None = None  # what the tokens contribute; None where that never was in memory
-    fresh: KVRows | None = None  # rows of the window that are not in it yet
-    exact: Exact | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Exact:
-    """What derivatives are taken from."""
-
-    kv: jax.Array
-    entries: ExactEntries | None
+    kv: jax.Array | None = None  # window rows
+    fresh: KVRows | None = None  # the same as they are stored, where they are not stored yet
+    rows: TokenRows | None = None  # all that the tokens contribute, where it is in memory
+    is_exact: bool = False  # whether attention is to see the rows before rounding too, for derivatives
+    entries: ExactEntries | None = None  # before rounding, if so
 
 
 def _take_tokens(
@@ -346,25 +339,30 @@ def _take_tokens(
     """Compute what the tokens contribute to the layer, and update the cache, but for the windows if T > 1."""
     is_plain = isinstance(DECODE_ATTENTION[_of(backends.decode_attention)], Anywhere)  # and so has derivatives
     cache_update, stores_window = _of(backends.cache_update), given_tokens == 1 and not is_draft
-    if stores_window and not is_plain and backends.projections == cache_update:
-        step = CACHE_UPDATE[cache_update].token_step(call, products, params, dtype)
-        if step is not None:
-            return Taken(call=call.with_stack(step.stack), latent=step.latent, head_weights=step.head_weights)
+    if not is_draft and not is_plain and backends.projections == cache_update:
+        stored = CACHE_UPDATE[cache_update].store_products(call, products, params, dtype)
+        if stored is not None:
+            return Taken(
+                call=call.with_stack(stored.stack),
+                latent=stored.latent,
+                head_weights=stored.head_weights,
+                kv=stored.kv,
+                fresh=stored.encoded,
+            )
     projections = PROJECTIONS[_of(backends.projections)]
     parts = projections.parts(products, params, call.plan, call.kind, dtype, encode=not stores_window)
-    stored = parts.rows if stores_window else dataclasses.replace(parts.rows, kv=None)
-    exact = None
-    if is_plain:
-        assert parts.rows.kv is not None
-        exact = Exact(kv=parts.rows.kv, entries=exact_entries(call, stored))
-    stack = store(call, stored, cache_update, keep_tails=is_draft)
+    rows = parts.rows if stores_window else dataclasses.replace(parts.rows, kv=None)
+    entries = exact_entries(call, rows) if is_plain else None
+    stack = store(call, rows, cache_update, keep_tails=is_draft)
     return Taken(
         call=call.with_stack(stack),
         latent=parts.latent,
         head_weights=parts.head_weights,
-        rows=parts.rows,
+        kv=parts.rows.kv,
         fresh=parts.encoded,
-        exact=exact,
+        rows=parts.rows,
+        is_exact=is_plain,
+        entries=entries,
     )
 
 

@@ -155,21 +155,26 @@ class NewEntries:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenStep:
-    """A layer's cache after a decode step's update, and what its queries are made of."""
+class StoredTokens:
+    """A layer's cache with new tokens, and what of ``TokenParts`` is not stored."""
 
     stack: LayerStack
-    latent: jax.Array  # as in ``TokenParts``
+    latent: jax.Array
     head_weights: jax.Array | None
+    kv: jax.Array | None = None  # window rows that are not stored yet, and as they will be
+    encoded: KVRows | None = None
 
 
 class CacheUpdate(Implementation, Protocol):
     """Storing new tokens in a layer's cache, in one call or step by step."""
 
-    def token_step(
+    def store_products(
         self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
-    ) -> TokenStep | None:
-        """Do what ``Projections.parts`` of the same backend and ``store`` do. None where this is not one kernel."""
+    ) -> StoredTokens | None:
+        """Do what ``Projections.parts`` of the same backend and ``store`` do, without the streams between them.
+
+        In decode window rows are stored too. None where there is no such kernel.
+        """
         ...
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:

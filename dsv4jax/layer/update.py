@@ -31,7 +31,7 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.compressor import finish_entries
-from dsv4jax.layer.ops import CACHE_UPDATE, InputProducts, NewEntries, TokenStep
+from dsv4jax.layer.ops import CACHE_UPDATE, InputProducts, NewEntries, StoredTokens
 from dsv4jax.linear import hadamard
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams, Tail, emptied
@@ -303,9 +303,9 @@ def exact_entries(call: LayerCall, rows: TokenRows) -> ExactEntries | None:
 class XLACacheUpdate(Anywhere):
     """The update in plain JAX: the reference for the kernels."""
 
-    def token_step(
+    def store_products(
         self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
-    ) -> TokenStep | None:
+    ) -> StoredTokens | None:
         return None
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:

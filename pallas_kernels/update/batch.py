@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import chex
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.formats import KeyFormat, KVFormat
 from pallas_kernels.language.lanes import Buffer, Row
 from pallas_kernels.language.machine import Machine
-from pallas_kernels.language.values import Channels, Condition, Index, Value
+from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value
 from pallas_kernels.rows import through_bf16
 
 Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
@@ -28,9 +30,20 @@ class Streams:
     CSA has two streams side by side: channels [0, dim) of k and z are the b-stream, [dim, 2 dim) the a-stream.
     """
 
-    k: Any  # f32 [B, T, dim or 2 dim]; None in ``token_step``, as z
+    k: Any  # f32 [B, T, dim or 2 dim]
     z: Any  # f32 [B, T, dim or 2 dim] gate logits, including the position bias
     norm: Any  # f32 or bf16 [dim]
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """B and T."""
+        return self.k.shape[:2]
+
+    def check(self, width: int, ratio: int) -> None:
+        """Raise AssertionError (chex) if k and z are not so wide."""
+        del ratio
+        chex.assert_shape([self.k, self.z], (*self.lead, width))
+        chex.assert_type([self.k, self.z], jnp.float32)
 
     def load(
         self,
@@ -46,20 +59,61 @@ class Streams:
         k = row.load(self.k, request.batch, token, first=first, where=where)
         return k, row.load(self.z, request.batch, token, first=first, where=where, otherwise=empty_gate)
 
+    def load_or_kept(
+        self,
+        row: Row,
+        request: Request,
+        token: Value,
+        kept: Kept,
+        *,
+        first: int = 0,
+        where: Condition = True,
+        empty_gate: float = 0.0,
+    ) -> Pair:
+        """Do what ``load`` does, but load what a tail has kept of a token before the call, which is below 0."""
+        (kept_k, kept_z), at, new = kept.buffers, kept.at, (request.batch, token)
+        k, z = (
+            row.load_either(token < 0, (old, at), (buffer, new), first=(0, first), where=where, otherwise=otherwise)
+            for old, buffer, otherwise in ((kept_k, self.k, 0.0), (kept_z, self.z, empty_gate))
+        )
+        return k, z
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """A row of a tail."""
+
+    buffers: tuple[Buffer, Buffer]  # k and z
+    at: tuple[Index, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProductStreams(Streams):
-    """The streams of one token of each request, as columns of a product. They can only be loaded.
+    """Streams that are columns of a product: [first, first + width) are k, the next ``width`` are z without its bias.
 
-    Columns [first, first + width) are k, the next ``width`` are z without its bias.
+    Both are rounded to bf16 if ``is_bf16`` says so.
     """
 
     k: None = None
     z: None = None
-    product: Buffer  # f32 [B, columns]
-    first: int
-    ape: Buffer  # f32 or bf16 [ratio, width]: the bias of z, by the position's place in its group
-    is_bf16: bool  # round k and z to bf16
+    product: Any  # f32 [B, T, columns]
+    ape: Any  # f32 or bf16 [ratio, width]: the bias of z, by the position's place in its group
+    first: int = dataclasses.field(metadata={"static": True})
+    is_bf16: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.product.shape[:2]
+
+    def check(self, width: int, ratio: int) -> None:
+        chex.assert_shape([self.product, self.ape], [(*self.lead, None), (ratio, width)])
+        chex.assert_type(self.product, jnp.float32)
+        columns = self.product.shape[-1]
+        if any(size % VECTOR for size in (self.first, width, columns)) or self.first + 2 * width > columns:
+            raise ValueError(
+                f"expected streams of multiples of {VECTOR} columns, got {width} from {self.first} of {columns}"
+            )
 
     def load(
         self,
@@ -71,14 +125,38 @@ class ProductStreams(Streams):
         where: Condition = True,
         empty_gate: float = 0.0,
     ) -> Pair:
-        """Do what ``Streams.load`` does. There is no token but the first."""
-        del token
-        (ratio, width), begin = self.ape.shape, self.first + first
-        place = request.start.maximum(0) % ratio
-        k = row.load(self.product, request.batch, first=begin, where=where)
-        z = row.load(self.product, request.batch, first=begin + width, where=where, otherwise=empty_gate)
+        lead, begin = (self.product, request.batch, token), self.first + first
+        k = row.load(*lead, first=begin, where=where)
+        z = row.load(*lead, first=begin + self._width, where=where, otherwise=empty_gate)
+        return self._finished(row, request, token, (k, z), first, where)
+
+    def load_or_kept(
+        self,
+        row: Row,
+        request: Request,
+        token: Value,
+        kept: Kept,
+        *,
+        first: int = 0,
+        where: Condition = True,
+        empty_gate: float = 0.0,
+    ) -> Pair:
+        (kept_k, kept_z), at, begin = kept.buffers, kept.at, self.first + first
+        new = self.product, (request.batch, token)
+        k = row.load_either(token < 0, (kept_k, at), new, first=(0, begin), where=where)
+        begin += self._width
+        z = row.load_either(token < 0, (kept_z, at), new, first=(0, begin), where=where, otherwise=empty_gate)
+        return self._finished(row, request, token, (k, z), first, where & (token >= 0))
+
+    @property
+    def _width(self) -> int:
+        return self.ape.shape[1]
+
+    def _finished(self, row: Row, request: Request, token: Index, pair: Pair, first: int, where: Condition) -> Pair:
+        """Add the bias of z where a token is new, and round both. What a tail has kept is rounded already."""
+        place = (request.start + token).maximum(0) % self.ape.shape[0]
         bias = row.load(self.ape, place, first=first, where=where)
-        z = row.map(lambda gate, more: gate + more, z, bias)
+        k, z = pair[0], row.map(lambda gate, more: gate + more, pair[1], bias)
         return ([through_bf16(step) for step in k], [through_bf16(step) for step in z]) if self.is_bf16 else (k, z)
 
 

@@ -69,7 +69,7 @@ def cache_step(
       AssertionError: (chex) an array's shape or dtype is wrong.
       ValueError: the kernels do not support these sizes or formats.
     """
-    chex.assert_axis_dimension(_newest(tokens), 1, 1)
+    chex.assert_equal(_sizes(tokens)[1], 1)
     return append_chunk(
         stack, tokens, kv_format=kv_format, key_format=key_format, ratio=ratio, eps=eps, simulate=simulate
     )
@@ -90,7 +90,7 @@ def append_chunk(
 
     The arguments are those of ``cache_step``. With ``keep_tails`` entries are written but the tails are not changed.
     """
-    batch, num_tokens = _newest(tokens).shape[:2]
+    batch, num_tokens = _sizes(tokens)
     window, tail = stack.state.window, stack.state.tail
     reason = unsupported_rows(kv_format, key_format, window.nope.shape[-1], window.rope.shape[-1])
     if reason is not None:
@@ -164,9 +164,12 @@ def unsupported_rows(kv_format: str, key_format: str, nope_dim: int, rope_dim: i
     return None
 
 
-def _newest(tokens: NewTokens) -> Any:
-    """Return an array that has the axes [B, T, ...]."""
-    return tokens.entry.k if tokens.kv is None and tokens.entry is not None else tokens.kv
+def _sizes(tokens: NewTokens) -> tuple[int, int]:
+    """Return B and T."""
+    if tokens.kv is not None:
+        return tokens.kv.shape[:2]
+    assert tokens.entry is not None, "there are window rows, or entries, or both"
+    return tokens.entry.lead
 
 
 def _head_dim(stack: Any) -> int:
@@ -195,9 +198,8 @@ def check_compressors(stack: Any, tokens: NewTokens, call: Call, update: type[Ta
         raise ValueError(reason)
     for streams, tail, dim in compressors:
         chex.assert_shape(jax.tree.leaves(tail), (*state.pos.shape[:2], *update.tail_shape(call.ratio, dim)))
-        if streams.k is not None:
-            chex.assert_shape([streams.k, streams.z], (call.requests, call.num_tokens, update.num_streams * dim))
-            chex.assert_type([streams.k, streams.z], jnp.float32)
+        chex.assert_equal(streams.lead, (call.requests, call.num_tokens))
+        streams.check(update.num_streams * dim, call.ratio)
         chex.assert_shape(streams.norm, (dim,))
         if streams.norm.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"norm must be float32 or bfloat16, got {streams.norm.dtype}")

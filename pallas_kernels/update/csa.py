@@ -15,7 +15,7 @@ from typing import Any
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
-from pallas_kernels.update.batch import Block, Call, NewTokens, Pair
+from pallas_kernels.update.batch import Block, Call, Kept, NewTokens, Pair
 from pallas_kernels.update.entries import KeyStore
 from pallas_kernels.update.tail_update import TailUpdate
 from pallas_kernels.update.work import Jobs
@@ -43,7 +43,6 @@ class CSAUpdate(TailUpdate):
     __slots__ = ()
     leaves = "ka", "za", "kb_next", "zb_next", "kb", "zb"
     num_streams = 2
-    takes_products = True
     has_keys = True
 
     @classmethod
@@ -163,15 +162,10 @@ class CSAUpdate(TailUpdate):
 
     def _group(self, n: Value, tail_k: Buffer, tail_z: Buffer, first: int, where: Condition) -> list[Pair]:
         """Load the rows of the n-th group that this call touches. Rows from before the call come from a tail."""
-        at, batch, ratio = (self.request.layer, self.request.slot), self.request.batch, self.call.ratio
-        rows = []
+        request, ratio, rows = self.request, self.call.ratio, []
         for j in range(ratio):
-            token = (n * ratio + j) - self.phase
-            k, z = (
-                self.row.load_either(token < 0, (old, (*at, j)), (new, (batch, token)), first=(0, first), where=where)
-                for old, new in ((tail_k, self.streams.k), (tail_z, self.streams.z))
-            )
-            rows.append((k, z))
+            token, kept = (n * ratio + j) - self.phase, Kept((tail_k, tail_z), (request.layer, request.slot, j))
+            rows.append(self.streams.load_or_kept(self.row, request, token, kept, first=first, where=where))
         return rows
 
     def _write(self, pair: Pair, k: Buffer, z: Buffer, j: Index, where: Condition) -> None:

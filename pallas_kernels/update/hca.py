@@ -26,7 +26,7 @@ from pallas_kernels.language.lanes import Row, add, fold, maximum
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
-from pallas_kernels.update.batch import Block, Call, NewTokens, Pair
+from pallas_kernels.update.batch import Block, Call, Kept, NewTokens, Pair
 from pallas_kernels.update.entries import Destination
 from pallas_kernels.update.tail_update import TailUpdate
 from pallas_kernels.update.work import Jobs, Split
@@ -203,6 +203,7 @@ class HCARingUpdate(HCAUpdate):
     __slots__ = ()
     empty: ClassVar[dict[str, float]] = {"ka": 0.0, "za": EMPTY_GATE}
     leaves = tuple(empty)
+    is_one_warpgroup = False
 
     @classmethod
     def num_units(cls, call: Call) -> int:
@@ -232,13 +233,8 @@ class HCARingUpdate(HCAUpdate):
 
         def load(j: Value, inside: Condition) -> Pair:
             there = inside & (j < ratio)
-            token = (unit * ratio + j) - self.phase
-            at = request.layer, request.slot, j
-            k, z = (
-                row.load_either(token < 0, (old, at), (new, (request.batch, token)), where=there, otherwise=empty)
-                for old, new, empty in ((tail.ka, self.streams.k, 0.0), (tail.za, self.streams.z, EMPTY_GATE))
-            )
-            return k, z
+            token, kept = (unit * ratio + j) - self.phase, Kept((tail.ka, tail.za), (request.layer, request.slot, j))
+            return self.streams.load_or_kept(row, request, token, kept, where=there, empty_gate=EMPTY_GATE)
 
         with self.machine.when(flush):
             to = self.store.prepare(unit, self._part == 0)
@@ -275,8 +271,8 @@ class HCARingUpdate(HCAUpdate):
         there = request.live & (token >= 0) & (i < width)
         if self.call.num_tokens > 1:
             there = there & (at < self.phase if was_read else at >= self.phase)
-        for new, old in ((self.streams.k, self.tail.ka), (self.streams.z, self.tail.za)):
-            values = row.load(new, request.batch, token, where=there)
+        pair = self.streams.load(row, request, token, where=there)
+        for values, old in zip(pair, (self.tail.ka, self.tail.za), strict=True):
             row.store(old, values, request.layer, request.slot, at, where=there)
 
 
@@ -291,7 +287,6 @@ class HCAOnlineUpdate(HCAUpdate):
     __slots__ = ()
     empty: ClassVar[dict[str, float]] = {"peak": EMPTY_GATE, "total": 0.0, "weighted": 0.0}
     leaves = tuple(empty)
-    takes_products = True
 
     @classmethod
     def tail_shape(cls, ratio: int, dim: int) -> tuple[int, ...]:

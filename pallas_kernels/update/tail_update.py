@@ -27,8 +27,8 @@ class TailUpdate(abc.ABC):
     num_streams: ClassVar[int] = 1
     """Number of streams side by side in the channels of k and z."""
 
-    takes_products: ClassVar[bool] = False
-    """Whether one token's update only loads its streams (``Streams.load``), and so takes ``ProductStreams``."""
+    is_one_warpgroup: ClassVar[bool] = True
+    """Whether a warpgroup does all of one token's update, at every size."""
 
     has_keys: ClassVar[bool] = False
     """Whether every entry also has an indexer key, from a separate compressor."""

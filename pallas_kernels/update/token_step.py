@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
-from pallas_kernels.language.lanes import Buffer, Row, Team
+from pallas_kernels.language.lanes import Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.values import VECTOR
@@ -33,7 +33,7 @@ from pallas_kernels.token_parts import (
     store_latent,
     window_row,
 )
-from pallas_kernels.update.batch import Block, Call, NewTokens, ProductStreams, Streams
+from pallas_kernels.update.batch import Block, Call, NewTokens
 from pallas_kernels.update.call import check_compressors, check_tokens, unsupported_rows
 from pallas_kernels.update.tail_update import TailUpdate
 from pallas_kernels.update.tails import update_of
@@ -48,11 +48,10 @@ def unsupported_token_step(tail: Any, products: TokenProducts) -> str | None:
     """
     if (tokens := products.positions.shape[-1]) != 1:
         return f"a request must bring one token, got {tokens}"
-    if tail is not None and not update_of(tail).takes_products:
-        return f"the update of {update_of(tail).__name__} loads its streams in another way"
-    sizes = [] if products.compress is None else [products.compress.shape[-1], *products.widths[:2]]
-    if any(size % VECTOR for size in sizes):
-        return f"columns and streams must be multiples of {VECTOR}, got {sizes}"
+    if tail is not None and not update_of(tail).is_one_warpgroup:
+        return f"the update of {update_of(tail).__name__} is done by several warpgroups"
+    if not products.has_aligned_streams:
+        return f"columns and streams must be multiples of {VECTOR}, got {products.compress.shape} and {products.widths}"
     return None
 
 
@@ -72,7 +71,7 @@ def token_step(
 
     Args:
       stack: as for ``cache_step``. Updated in place if the caller's jit donates it.
-      tokens: where the tokens go, without what they are: ``kv`` is None, and so are k and z of the streams.
+      tokens: where the tokens go. ``kv`` is None, and streams are ``ProductStreams`` of ``products.compress``.
       products: as for ``token_parts``, with T = 1.
       rounding: the formats and constants. ``kv_format`` is that of the window.
       key_format, ratio: as for ``cache_step``.
@@ -118,7 +117,7 @@ def token_step(
 
     def body(machine: Machine, given: tuple[NewTokens, TokenProducts], state: tuple[Any, TokenParts]) -> None:
         (tokens, products), (stack, parts) = given, state
-        block = Block.load(machine, call, _with_streams(tokens, products, rounding), stack)
+        block = Block.load(machine, call, tokens, stack)
         work = _Work(block, Token.of(machine, products, reads_padding=True), parts, rounding, update)
         for number, unit in enumerate(units):
             with machine.when(machine.block(1) == number):
@@ -136,23 +135,6 @@ def token_step(
     given, grid = (tokens, products.flat), (batch, len(units))
     stack, parts = launch(body, name="token_step", grid=grid, inputs=given, state=(stack, parts), simulate=simulate)
     return stack, jax.tree.map(lambda leaf: leaf[:, None], parts)
-
-
-def _with_streams(tokens: NewTokens, products: TokenProducts, rounding: TokenRounding) -> NewTokens:
-    """Return the tokens with their streams, which are columns of the product."""
-    is_bf16, (entry_width, _, _) = rounding.stream_dtype == jnp.bfloat16, products.widths
-
-    def streams(of: Streams | None, ape: Buffer | None, first: int) -> Streams | None:
-        if of is None:
-            return None
-        assert ape is not None
-        return ProductStreams(product=products.compress, first=first, ape=ape, norm=of.norm, is_bf16=is_bf16)
-
-    return dataclasses.replace(
-        tokens,
-        entry=streams(tokens.entry, products.entry_ape, 0),
-        key=streams(tokens.key, products.key_ape, 2 * entry_width),
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

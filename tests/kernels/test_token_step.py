@@ -52,21 +52,22 @@ CASES = [
 
 
 def make_products(case: Case, batch: Batch, dtype: Any) -> pk.TokenProducts:
-    """Products of all magnitudes; those of requests without a token are NaN. Norms and biases of ``dtype``."""
-    rng, cfg, kind = np.random.default_rng(case.seed + 3), case.cfg, case.kind
+    """Products of all magnitudes; those of tokens that do not exist are NaN. Norms and biases of ``dtype``."""
+    rng, cfg, kind, lead = np.random.default_rng(case.seed + 3), case.cfg, case.kind, (case.batch, case.tokens)
     entry = (1 + kind.overlaps) * cfg.head_dim if kind.compresses else 0
     key, heads = (2 * cfg.indexer_head_dim, cfg.indexer_heads) if kind.is_indexed else (0, 0)
-    is_real = batch.num_new == 1
+    token = np.arange(case.tokens)
+    is_real = (token < batch.num_new[:, None]) & (batch.num_new[:, None] <= case.tokens)
 
     def rows(size: int) -> jax.Array:
-        x = rng.standard_normal((case.batch, 1, size)) * 2.0 ** rng.integers(-3, 4, (case.batch, 1, 1))
+        x = rng.standard_normal((*lead, size)) * 2.0 ** rng.integers(-3, 4, (*lead, 1))
         x[~is_real] = np.nan
         return jnp.asarray(x, jnp.float32)
 
     def weight(*shape: int) -> jax.Array | None:
         return jnp.asarray(rng.standard_normal(shape), dtype) if all(shape) else None
 
-    positions = jnp.asarray(np.where(is_real, batch.start, -1)[:, None], jnp.int32)
+    positions = jnp.asarray(np.where(is_real, batch.start[:, None] + token, -1), jnp.int32)
     return pk.TokenProducts(
         q_a_kv=rows(cfg.q_lora_rank + cfg.head_dim),
         compress=rows(2 * (entry + key) + heads) if entry else None,
@@ -79,15 +80,18 @@ def make_products(case: Case, batch: Batch, dtype: Any) -> pk.TokenProducts:
     )
 
 
-def make_tokens(case: Case, batch: Batch) -> pk.NewTokens:
-    """Where the tokens go, and the norms of their entries."""
+def make_tokens(case: Case, batch: Batch, products: pk.TokenProducts) -> pk.NewTokens:
+    """Where the tokens go, and their streams as columns of the product."""
     rng, cfg, rope = np.random.default_rng(case.seed + 4), case.cfg, None
     if case.kind.compresses:
-        touched = batch.start[:, None] // case.ratio + np.arange(num_touched_blocks(1, case.ratio))
+        touched = batch.start[:, None] // case.ratio + np.arange(num_touched_blocks(case.tokens, case.ratio))
         rope = packed_angles(jnp.asarray(touched * case.ratio, jnp.int32), rope_frequencies(cfg, case.kind))
 
-    def streams(dim: int) -> pk.Streams:
-        return pk.Streams(k=None, z=None, norm=jnp.asarray(1 + 0.1 * rng.standard_normal(dim), jnp.float32))
+    def streams(dim: int, first: int, ape: jax.Array | None) -> pk.ProductStreams | None:
+        norm, is_bf16 = jnp.asarray(1 + 0.1 * rng.standard_normal(dim), jnp.float32), case.tail_dtype == "bfloat16"
+        if ape is None:
+            return None
+        return pk.ProductStreams(product=products.compress, ape=ape, norm=norm, first=first, is_bf16=is_bf16)
 
     return pk.NewTokens(
         layer=jnp.full(1, LAYER, jnp.int32),
@@ -96,31 +100,41 @@ def make_tokens(case: Case, batch: Batch) -> pk.NewTokens:
         num_new=jnp.asarray(batch.num_new),
         block_table=jnp.asarray(batch.block_table) if case.kind.compresses else None,
         kv=None,
-        entry=streams(cfg.head_dim) if case.kind.compresses else None,
-        key=streams(cfg.indexer_head_dim) if case.kind.is_indexed else None,
+        entry=streams(cfg.head_dim, 0, products.entry_ape),
+        key=streams(cfg.indexer_head_dim, 2 * products.widths[0], products.key_ape),
         rope=rope,
     )
 
 
-def in_two_launches(
-    stack: Any, tokens: pk.NewTokens, products: pk.TokenProducts, rounding: pk.TokenRounding, **options: Any
-) -> tuple[Any, pk.TokenParts]:
-    """What ``token_step`` does. The window's format is passed to the second launch alone."""
-    parts_rounding, options = dataclasses.replace(rounding, kv_format=None), dict(options)
-    parts = pk.token_parts(products, parts_rounding, simulate=options["simulate"])
+def with_streams(tokens: pk.NewTokens, parts: pk.TokenParts) -> pk.NewTokens:
+    """The tokens with the streams that ``token_parts`` has made."""
 
-    def filled(streams: pk.Streams | None, columns: tuple[Any, Any] | None) -> pk.Streams | None:
+    def separate(streams: pk.Streams | None, columns: tuple[Any, Any] | None) -> pk.Streams | None:
         if streams is None:
             return None
         assert columns is not None
-        return dataclasses.replace(streams, k=columns[0], z=columns[1])
+        return pk.Streams(k=columns[0], z=columns[1], norm=streams.norm)
 
-    tokens = dataclasses.replace(
-        tokens, kv=parts.kv, entry=filled(tokens.entry, parts.entry), key=filled(tokens.key, parts.key)
+    entry, key = separate(tokens.entry, parts.entry), separate(tokens.key, parts.key)
+    return dataclasses.replace(tokens, entry=entry, key=key)
+
+
+def rounding_of(case: Case, dtype: Any) -> pk.TokenRounding:
+    stream_dtype = jnp.dtype(case.tail_dtype)
+    return pk.TokenRounding(
+        eps=1e-6, latent_dtype=dtype, stream_dtype=stream_dtype, head_factor=0.37, kv_format=case.kv_format
     )
-    assert rounding.kv_format is not None
-    stack = pk.cache_step(stack, tokens, kv_format=rounding.kv_format, eps=rounding.eps, **options)
-    return stack, dataclasses.replace(parts, kv=None, entry=None, key=None)
+
+
+def check_bytes(got: Any, want: Any, before: Any) -> None:
+    """Check that all leaves are the same bytes, and that some are not those from before."""
+    changed, leaves = 0, (jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), jax.tree.leaves(before))
+    for (path, new), expected, old in zip(*leaves, strict=True):
+        new, expected = np.asarray(new), np.asarray(expected)
+        assert new.dtype == expected.dtype
+        same_bytes(jax.tree_util.keystr(path), new, expected)
+        changed += new.tobytes() != np.asarray(old).tobytes()
+    assert changed >= 2, "window rows and their positions, or tails, or entries"
 
 
 @machines
@@ -128,28 +142,69 @@ def in_two_launches(
 @pytest.mark.parametrize("case", first_of(CASES, count=5), ids=str)
 def test_it_gives_the_bytes_of_two_launches(case, dtype, simulate):
     batch = make_batch(case)
-    stack, tokens, products = make_stack(case, batch), make_tokens(case, batch), make_products(case, batch, dtype)
-    rounding = pk.TokenRounding(
-        eps=1e-6,
-        latent_dtype=dtype,
-        stream_dtype=jnp.dtype(case.tail_dtype),
-        head_factor=0.37,
-        kv_format=case.kv_format,
-    )
-    options = dict(key_format=case.indexer_format, ratio=case.ratio or None, simulate=simulate)
-    got, want = (
-        jax.jit(lambda *given, run=run: run(*given, rounding, **options))(stack, tokens, products)
-        for run in (pk.token_step, in_two_launches)
-    )
-    changed = 0
-    for (path, new), expected, old in zip(
-        jax.tree_util.tree_leaves_with_path(got), *map(jax.tree.leaves, (want, (stack, want[1]))), strict=True
+    stack, products, rounding = make_stack(case, batch), make_products(case, batch, dtype), rounding_of(case, dtype)
+    tokens = make_tokens(case, batch, products)
+    options: dict[str, Any] = dict(key_format=case.indexer_format, ratio=case.ratio or None, simulate=simulate)
+
+    def in_two(stack: Any, tokens: pk.NewTokens, products: pk.TokenProducts) -> tuple[Any, pk.TokenParts]:
+        parts = pk.token_parts(products, dataclasses.replace(rounding, kv_format=None), simulate=simulate)
+        tokens = dataclasses.replace(with_streams(tokens, parts), kv=parts.kv)
+        stack = pk.cache_step(stack, tokens, kv_format=case.kv_format, eps=rounding.eps, **options)
+        return stack, dataclasses.replace(parts, kv=None, entry=None, key=None)
+
+    def in_one(stack: Any, tokens: pk.NewTokens, products: pk.TokenProducts) -> tuple[Any, pk.TokenParts]:
+        return pk.token_step(stack, tokens, products, rounding, **options)
+
+    got = jax.jit(in_one)(stack, tokens, products)
+    want = jax.jit(in_two)(stack, tokens, products)
+    check_bytes(got, want, (stack, want[1]))
+
+
+# Chunks within a block, across one, and longer than the window; drafts, which leave the tails alone; every tail.
+CHUNKS = [
+    csa(5, "fp8_row", "mxfp4"),
+    csa(33, "f32", "f32", cfg=ODD, **BF16_TAIL),
+    hca("ring", 33, "fp8_tile64", **BF16_TAIL),
+    hca("online", 40, "f32"),
+    hca("ring", 1, "f32"),
+    csa(8, "bf16", "nvfp4", **BF16_TAIL),
+    hca("online", 5, "bf16", cfg=ODD, **BF16_TAIL),
+    hca("ring", 150, "f32", cfg=LONG, max_context=500),
+    *(
+        dataclasses.replace(case, cfg=FLASH, batch=12, requests=15, max_context=2048)
+        for case in (csa(512, "fp8_row", "mxfp4"), hca("online", 512, "fp8_row", **BF16_TAIL))
+    ),
+]
+
+
+@machines
+@pytest.mark.parametrize("keep_tails", [False, True], ids=["", "draft"])
+@pytest.mark.parametrize("case", first_of(CHUNKS, count=5), ids=str)
+def test_an_update_loads_streams_from_their_product(case, keep_tails, simulate):
+    """With the bytes of the same update from streams that ``token_parts`` has made."""
+    batch = make_batch(case)
+    stack, products = make_stack(case, batch), make_products(case, batch, jnp.bfloat16)
+    tokens, rounding = make_tokens(case, batch, products), rounding_of(case, jnp.bfloat16)
+    options: dict[str, Any] = dict(key_format=case.indexer_format, ratio=case.ratio, kv_format=case.kv_format)
+    options |= dict(keep_tails=keep_tails, eps=1e-6, simulate=simulate)
+    update = jax.jit(lambda stack, tokens: pk.append_chunk(stack, tokens, **options))
+    separate = dataclasses.replace(rounding, kv_format=None)
+    parts = jax.jit(lambda products: pk.token_parts(products, separate, simulate=simulate))(products)
+    check_bytes(update(stack, tokens), update(stack, with_streams(tokens, parts)), stack)
+
+
+@machines
+def test_parts_without_streams(simulate):
+    case = csa(5, "f32", "f32")
+    products, rounding = make_products(case, make_batch(case), jnp.bfloat16), rounding_of(case, jnp.bfloat16)
+    options: dict[str, Any] = dict(row_spec=case.plan.row_spec, simulate=simulate)
+    found, want = (pk.token_parts(products, rounding, has_streams=there, **options) for there in (False, True))
+    assert found.entry is None
+    assert found.key is None
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(dataclasses.replace(want, entry=None, key=None)), strict=True
     ):
-        new, expected = np.asarray(new), np.asarray(expected)
-        assert new.dtype == expected.dtype
-        same_bytes(jax.tree_util.keystr(path), new, expected)
-        changed += new.tobytes() != np.asarray(old).tobytes()
-    assert changed >= 4, "window rows, their positions, and tails or entries"
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_what_it_does_not_support_is_named():
@@ -169,7 +224,7 @@ def test_what_it_does_not_support_is_named():
     )
     odd = dataclasses.replace(products, compress=jnp.zeros((12, 1, products.compress.shape[-1] + 2)))
     assert "multiples of 4" in str(pk.unsupported_token_step(tail, odd))
-    stack, tokens = make_stack(case, make_batch(case)), make_tokens(case, make_batch(case))
+    stack, tokens = make_stack(case, make_batch(case)), make_tokens(case, make_batch(case), products)
     rounding = pk.TokenRounding(eps=1e-6, kv_format="f32")
     with pytest.raises(ValueError, match="multiples of 4"):
         pk.token_step(stack, tokens, odd, rounding, key_format="f32", ratio=4)

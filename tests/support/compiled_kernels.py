@@ -34,7 +34,7 @@ from dsv4jax.pieces import (
     reset_hca,
     rotate_csa,
 )
-from dsv4jax.tails import Streams
+from dsv4jax.tails import Streams, num_touched_blocks
 from pallas_kernels.attention import call, sm90
 from pallas_kernels.attention.turns import QueryOrder
 from pallas_kernels.attention.wide import WideRows, instead_of_rows, widen
@@ -319,36 +319,55 @@ def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
                 yield Kernel(name=name, function=split, args=args, rows=None, reads_only=True, has_scratch=True)
 
 
-def _token_steps(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the kernel that also updates the cache, for a decode step of each kind."""
+def _updates_of_products(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the updates that load the streams of tokens from their product: a decode step and a chunk of each kind."""
     kinds = sorted({spec.attn for spec in d4.layer_schedule(cfg)})
-    for kind, formats in itertools.product(kinds, _formats(cfg)):
-        cache = _cache(cfg, hca_tail="online", **formats)
-        stack, plan, batch = cache.stack(kind), cache.plan, DECODE[0]
-        has_keys, row = kind.is_indexed, _i32(batch)
-        entry = pk.Streams(k=None, z=None, norm=Spec((cfg.head_dim,), jnp.bfloat16)) if kind.compresses else None
-        tokens = pk.NewTokens(
-            layer=_i32(1),
-            slots=row,
-            start=row,
-            num_new=row,
-            block_table=cache.tables.block_table,
-            kv=None,
-            entry=entry,
-            key=pk.Streams(k=None, z=None, norm=Spec((cfg.indexer_head_dim,), jnp.bfloat16)) if has_keys else None,
-            rope=f32(batch, 1, cfg.rope_dim) if kind.compresses else None,
-        )
-        rounding = pk.TokenRounding(eps=cfg.norm_eps, head_factor=0.5, kv_format=plan.kv_format)
+    for kind, formats, hca_tail in itertools.product(kinds, _formats(cfg), ("online", "ring")):
+        if hca_tail == "ring" and kind != AttentionType.HCA:
+            continue
+        cache = _cache(cfg, hca_tail=hca_tail, **formats)
         ratio = cfg.ratio(kind) if kind.compresses else None
-        step = functools.partial(pk.token_step, rounding=rounding, key_format=plan.indexer_format, ratio=ratio)
+        rows = None if cache.stack(kind).pool is None else cache.stack(kind).pool.entries.nope
+        options: dict[str, Any] = dict(key_format=cache.plan.indexer_format, ratio=ratio)
+        name, make = (
+            " ".join([kind, *formats.values(), hca_tail]),
+            functools.partial(Kernel, rows=rows, has_scratch=True),
+        )
+        if hca_tail == "online":
+            rounding = pk.TokenRounding(eps=cfg.norm_eps, head_factor=0.5, kv_format=cache.plan.kv_format)
+            step = functools.partial(pk.token_step, rounding=rounding, **options)
+            products, tokens = _of_products(cfg, cache, kind, *DECODE)
+            args = cache.stack(kind), tokens, products
+            yield make(name=f"token_step {name} {list(DECODE)}", function=step, args=args)
+        if formats is DEFAULT and kind.compresses:
+            options |= dict(kv_format=cache.plan.kv_format, eps=cfg.norm_eps)
+            update = functools.partial(pk.append_chunk, **options)
+            args = cache.stack(kind), _of_products(cfg, cache, kind, *CHUNKS[0])[1]
+            yield make(name=f"append_chunk {name} of products {list(CHUNKS[0])}", function=update, args=args)
 
-        def function(stack: Any, tokens: Any, products: Any, step: Any = step) -> Any:
-            return step(stack, tokens, products)
 
-        args = stack, tokens, _products(cfg, kind, *DECODE)
-        rows = None if stack.pool is None else stack.pool.entries.nope
-        name = " ".join(["token_step", kind, *formats.values(), f"[{batch}, 1]"])
-        yield Kernel(name=name, function=function, args=args, rows=rows, has_scratch=True)
+def _of_products(
+    cfg: d4.DSV4Config, cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int
+) -> tuple[pk.TokenProducts, pk.NewTokens]:
+    """The products of tokens, and where their streams go."""
+    products, row = _products(cfg, kind, batch, tokens), _i32(batch)
+    entry, key = _product_streams(cfg, kind, products)
+    rope = f32(batch, num_touched_blocks(tokens, cfg.ratio(kind)), cfg.rope_dim) if kind.compresses else None
+    places: dict[str, Any] = dict(
+        layer=_i32(1), slots=row, start=row, num_new=row, block_table=cache.tables.block_table
+    )
+    return products, pk.NewTokens(kv=None, entry=entry, key=key, rope=rope, **places)
+
+
+def _product_streams(cfg: d4.DSV4Config, kind: AttentionType, products: pk.TokenProducts) -> tuple[Any, Any]:
+    """The streams of entries and of keys, as columns of the product."""
+
+    def streams(ape: Any, dim: int, first: int) -> Any:
+        norm, source = Spec((dim,), jnp.bfloat16), products.compress
+        return ape and pk.ProductStreams(product=source, ape=ape, norm=norm, first=first, is_bf16=False)
+
+    entry = streams(products.entry_ape, cfg.head_dim, 0)
+    return entry, streams(products.key_ape, cfg.indexer_head_dim, 2 * products.widths[0])
 
 
 def _products(cfg: d4.DSV4Config, kind: AttentionType, batch: int, tokens: int) -> pk.TokenProducts:
@@ -396,7 +415,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_reads(cfg),
             *_queries(cfg),
             *_token_parts(cfg),
-            *_token_steps(cfg),
+            *_updates_of_products(cfg),
             *_grants(cfg),
             *product_kernels(cfg, is_flash=model == "flash"),
         ):

@@ -16,13 +16,13 @@ from dsv4jax.cache.state import StateCache
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
-from dsv4jax.layer.kernels.base import Kernels, layer_number, register
+from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register
 from dsv4jax.layer.kernels.products import token_products, token_rounding
-from dsv4jax.layer.ops import CACHE_UPDATE, GATHER_ROWS, InputProducts, NewEntries, TokenStep
+from dsv4jax.layer.ops import CACHE_UPDATE, GATHER_ROWS, InputProducts, NewEntries, StoredTokens
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.tails import num_touched_blocks
-from dsv4jax.weights.params import AttentionParams
+from dsv4jax.weights.params import AttentionParams, PoolParams
 
 
 class CacheUpdateKernels(Kernels):
@@ -58,30 +58,39 @@ class CacheUpdateKernels(Kernels):
             **self.options,
         )
 
-    def token_step(
+    def store_products(
         self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
-    ) -> TokenStep | None:
-        """Run the kernel of ``pallas_kernels.update.token_step``."""
-        plan = call.plan
-        given = token_products(products, params, plan, call.kind)
-        if pk.unsupported_token_step(call.stack.state.tail, given) is not None:
+    ) -> StoredTokens | None:
+        """Run ``pk.token_step`` for one token of each request, else ``pk.token_parts`` and ``pk.append_chunk``."""
+        plan, num_tokens = call.plan, products.positions.shape[1]
+        given, rounding = token_products(products, params, plan, call.kind), token_rounding(plan, dtype, encode=True)
+        if not given.has_aligned_streams:
             return None
         call, given, params = self.without_derivative(CACHE_UPDATE, (call, given, params))
-        entry, key = params.entry_pool, params.key_pool
-        streams = (
-            entry and pk.Streams(k=None, z=None, norm=entry.norm),
-            key and pk.Streams(k=None, z=None, norm=key.norm),
-        )
-        stack, parts = pk.token_step(
-            call.stack,
-            _new_tokens(call, 1, None, streams),
+        tokens = _new_tokens(call, num_tokens, None, _product_streams(given, params, rounding))
+        ratio = None if tokens.entry is None else call.ratio
+        options: dict[str, Any] = dict(key_format=plan.indexer_format, ratio=ratio, simulate=self.simulate)
+        if num_tokens == 1:
+            if pk.unsupported_token_step(call.stack.state.tail, given) is not None:
+                return None
+            stack, parts = pk.token_step(call.stack, tokens, given, rounding, **options)
+            return StoredTokens(stack=stack, latent=parts.latent, head_weights=parts.head_weights)
+        needed = of_chunk(products.positions >= 0)
+        parts = pk.token_parts(
             given,
-            token_rounding(plan, dtype, encode=True),
-            key_format=plan.indexer_format,
-            ratio=None if entry is None else call.ratio,
+            rounding,
+            row_spec=plan.row_spec,
+            has_streams=False,
+            reads_padding=needed is None,
             simulate=self.simulate,
         )
-        return TokenStep(stack=stack, latent=parts.latent, head_weights=parts.head_weights)
+        stack = call.stack
+        if tokens.entry is not None:
+            formats = dict(kv_format=plan.kv_format, eps=plan.cfg.norm_eps)
+            stack = pk.append_chunk(call.stack, tokens, **formats, **options)
+        return StoredTokens(
+            stack=stack, latent=parts.latent, head_weights=parts.head_weights, kv=parts.kv, encoded=parts.stored
+        )
 
     def append_swa(
         self, state: StateCache, index: jax.Array | int, kv: jax.Array, batch: Batch, plan: CachePlan
@@ -141,6 +150,21 @@ def _new_tokens(
         key=key,
         rope=rope,
     )
+
+
+def _product_streams(
+    products: pk.TokenProducts, params: AttentionParams, rounding: pk.TokenRounding
+) -> tuple[pk.ProductStreams | None, pk.ProductStreams | None]:
+    """Return the streams of both compressors, as columns of the product with their weights."""
+
+    def streams(pool: PoolParams | None, ape: jax.Array | None, first: int) -> pk.ProductStreams | None:
+        if pool is None:
+            return None
+        is_bf16 = rounding.stream_dtype == jnp.bfloat16
+        return pk.ProductStreams(product=products.compress, ape=ape, norm=pool.norm, first=first, is_bf16=is_bf16)
+
+    entry = streams(params.entry_pool, products.entry_ape, 0)
+    return entry, streams(params.key_pool, products.key_ape, 2 * products.widths[0])
 
 
 def _streams(given: Normed | None) -> pk.Streams | None:
