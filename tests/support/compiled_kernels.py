@@ -327,22 +327,21 @@ def _updates_of_products(cfg: d4.DSV4Config) -> Iterator[Kernel]:
             continue
         cache = _cache(cfg, hca_tail=hca_tail, **formats)
         ratio = cfg.ratio(kind) if kind.compresses else None
-        rows = None if cache.stack(kind).pool is None else cache.stack(kind).pool.entries.nope
+        stack = cache.stack(kind)
+        rows = None if stack.pool is None else stack.pool.entries.nope
         options: dict[str, Any] = dict(key_format=cache.plan.indexer_format, ratio=ratio)
-        name, make = (
-            " ".join([kind, *formats.values(), hca_tail]),
-            functools.partial(Kernel, rows=rows, has_scratch=True),
-        )
+        name = " ".join([kind, *formats.values(), hca_tail])
+        make = functools.partial(Kernel, rows=rows, has_scratch=True)
         if hca_tail == "online":
             rounding = pk.TokenRounding(eps=cfg.norm_eps, head_factor=0.5, kv_format=cache.plan.kv_format)
             step = functools.partial(pk.token_step, rounding=rounding, **options)
             products, tokens = _of_products(cfg, cache, kind, *DECODE)
-            args = cache.stack(kind), tokens, products
+            args = stack, tokens, products
             yield make(name=f"token_step {name} {list(DECODE)}", function=step, args=args)
         if formats is DEFAULT and kind.compresses:
             options |= dict(kv_format=cache.plan.kv_format, eps=cfg.norm_eps)
             update = functools.partial(pk.append_chunk, **options)
-            args = cache.stack(kind), _of_products(cfg, cache, kind, *CHUNKS[0])[1]
+            args = stack, _of_products(cfg, cache, kind, *CHUNKS[0])[1]
             yield make(name=f"append_chunk {name} of products {list(CHUNKS[0])}", function=update, args=args)
 
 
