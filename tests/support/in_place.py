@@ -31,8 +31,7 @@ def whole_step(params, x, cache, slots, num_new):
     """Run one forward pass, with layers unrolled."""
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     for layer in range(cache.plan.cfg.num_layers):
-        y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new)
-        x = x + y
+        x, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new, residual=x)
     return x, d4.advance(cache, slots, num_new), ok
 
 
