@@ -56,8 +56,13 @@ class Streams:
         empty_gate: float = 0.0,
     ) -> Pair:
         """Load k and z of a new token from channel ``first`` on; 0 and ``empty_gate`` where ``where`` is False."""
-        k = row.load(self.k, request.batch, token, first=first, where=where)
-        return k, row.load(self.z, request.batch, token, first=first, where=where, otherwise=empty_gate)
+        (k, of_k), (z, of_z) = self._columns
+        lead = request.batch, token
+        pair = (
+            row.load(k, *lead, first=of_k + first, where=where),
+            row.load(z, *lead, first=of_z + first, where=where, otherwise=empty_gate),
+        )
+        return self._finished(row, request, token, pair, first, where)
 
     def load_or_kept(
         self,
@@ -71,12 +76,28 @@ class Streams:
         empty_gate: float = 0.0,
     ) -> Pair:
         """Do what ``load`` does, but load what a tail has kept of a token before the call, which is below 0."""
-        (kept_k, kept_z), at, new = kept.buffers, kept.at, (request.batch, token)
         k, z = (
-            row.load_either(token < 0, (old, at), (buffer, new), first=(0, first), where=where, otherwise=otherwise)
-            for old, buffer, otherwise in ((kept_k, self.k, 0.0), (kept_z, self.z, empty_gate))
+            row.load_either(
+                token < 0,
+                (old, kept.at),
+                (new, (request.batch, token)),
+                first=(0, begin + first),
+                where=where,
+                otherwise=otherwise,
+            )
+            for old, (new, begin), otherwise in zip(kept.buffers, self._columns, (0.0, empty_gate), strict=True)
         )
-        return k, z
+        return self._finished(row, request, token, (k, z), first, where & (token >= 0))
+
+    @property
+    def _columns(self) -> tuple[tuple[Buffer, int], tuple[Buffer, int]]:
+        """The buffer of k and its first column there, and those of z."""
+        return (self.k, 0), (self.z, 0)
+
+    def _finished(self, row: Row, request: Request, token: Index, pair: Pair, first: int, where: Condition) -> Pair:
+        """Complete what was loaded from channel ``first`` on, of tokens that are new where ``where`` holds."""
+        del row, request, token, first, where
+        return pair
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -115,42 +136,9 @@ class ProductStreams(Streams):
                 f"expected streams of multiples of {VECTOR} columns, got {width} from {self.first} of {columns}"
             )
 
-    def load(
-        self,
-        row: Row,
-        request: Request,
-        token: Index,
-        *,
-        first: int = 0,
-        where: Condition = True,
-        empty_gate: float = 0.0,
-    ) -> Pair:
-        lead, begin = (self.product, request.batch, token), self.first + first
-        k = row.load(*lead, first=begin, where=where)
-        z = row.load(*lead, first=begin + self._width, where=where, otherwise=empty_gate)
-        return self._finished(row, request, token, (k, z), first, where)
-
-    def load_or_kept(
-        self,
-        row: Row,
-        request: Request,
-        token: Value,
-        kept: Kept,
-        *,
-        first: int = 0,
-        where: Condition = True,
-        empty_gate: float = 0.0,
-    ) -> Pair:
-        (kept_k, kept_z), at, begin = kept.buffers, kept.at, self.first + first
-        new = self.product, (request.batch, token)
-        k = row.load_either(token < 0, (kept_k, at), new, first=(0, begin), where=where)
-        begin += self._width
-        z = row.load_either(token < 0, (kept_z, at), new, first=(0, begin), where=where, otherwise=empty_gate)
-        return self._finished(row, request, token, (k, z), first, where & (token >= 0))
-
     @property
-    def _width(self) -> int:
-        return self.ape.shape[1]
+    def _columns(self) -> tuple[tuple[Buffer, int], tuple[Buffer, int]]:
+        return (self.product, self.first), (self.product, self.first + self.ape.shape[1])
 
     def _finished(self, row: Row, request: Request, token: Index, pair: Pair, first: int, where: Condition) -> Pair:
         """Add the bias of z where a token is new, and round both. What a tail has kept is rounded already."""
