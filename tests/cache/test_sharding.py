@@ -241,10 +241,11 @@ def test_kernels_run_under_shard_map_compiled_for_gpus():
     report = report_of("tests.support.compile_sharded", "h200")
     assert report["aliased"] == report["cache of a shard"]
     assert report["collectives"] == {"all-reduce": 3}  # one a layer
-    # The grants; parts of tokens, update, queries and attention of each layer; CSA's index queries, scores and picks.
+    # The grants; update, queries and attention of each layer; parts of tokens of HCA, whose tail is a ring; CSA's index
+    # queries, scores and picks.
     # Products of 2 to 64 rows with wide weights of medium size have a kernel, too: q_a_kv of each layer, and CSA's
     # compressors and index queries.
-    assert report["kernels"] == 1 + 4 + 7 + 4 + 5
+    assert report["kernels"] == 1 + 3 + 6 + 4 + 5
 
 
 def test_automatic_axes_take_arrays_from_anywhere():

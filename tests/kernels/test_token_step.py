@@ -45,7 +45,7 @@ CASES = [
     hca("online", 1, "f32"),
     swa(1, "fp8_tile64"),
     *(
-        dataclasses.replace(case, cfg=FLASH, batch=64, requests=70, max_context=2048)
+        dataclasses.replace(case, cfg=FLASH, requests=13, max_context=512)
         for case in (csa(1, "fp8_row", "mxfp4"), hca("online", 1, "fp8_row", **BF16_TAIL), swa(1, "fp8_row"))
     ),
 ]
@@ -171,8 +171,8 @@ CHUNKS = [
     hca("online", 5, "bf16", cfg=ODD, **BF16_TAIL),
     hca("ring", 150, "f32", cfg=LONG, max_context=500),
     *(
-        dataclasses.replace(case, cfg=FLASH, batch=12, requests=15, max_context=2048)
-        for case in (csa(512, "fp8_row", "mxfp4"), hca("online", 512, "fp8_row", **BF16_TAIL))
+        dataclasses.replace(case, cfg=FLASH, requests=13, max_context=512)
+        for case in (csa(20, "fp8_row", "mxfp4"), hca("online", 20, "fp8_row", **BF16_TAIL))
     ),
 ]
 

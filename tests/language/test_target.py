@@ -109,7 +109,7 @@ def traced_layer(backend: str | None) -> str:
 def test_a_layer_runs_without_these_kernels_where_there_are_none():
     """There backend=None uses others or XLA, and ``"pallas"`` raises an error that names the device."""
     kernels = [
-        f"name={name}\n" for name in ("cache_step", "indexer_queries", "indexer_scores", "top_k", "attention_queries")
+        f"name={name}\n" for name in ("token_step", "indexer_queries", "indexer_scores", "top_k", "attention_queries")
     ]
     with jax.sharding.use_abstract_mesh(mesh_of("9.0", "NVIDIA H200")):
         program = traced_layer(None)

@@ -21,8 +21,9 @@ CFG = d4.DSV4Config(
 
 
 @pytest.mark.parametrize("backend", ["xla", *BACKENDS])
-@pytest.mark.parametrize("num_new", [(1, 0, 1), (3, 1, 0)], ids=["decode", "chunk"])
-@pytest.mark.parametrize("weights", ["stored", "wide"])
+@pytest.mark.parametrize(
+    ("weights", "num_new"), [("stored", (1, 0, 1)), ("stored", (3, 1, 0)), ("wide", (1, 0, 1))], ids=str
+)
 def test_a_residual_is_added(weights, num_new, backend, monkeypatch):
     """Byte for byte, on padding too; in decode with stored weights by the kernel of the last product."""
     slots, tokens = ids(2, 0, 1), max(num_new)
