@@ -11,10 +11,6 @@ attention  attention over the stored window rows and entries
 scores     the score of every entry for every query, computed from the stored 4-bit keys
 selection  top-k: the positions of the largest scores
 products   products with a weight stored as FP8, of few rows and of many
-update       the whole cache update of a layer in one launch, and its steps as separate kernels
-attention    attention over the stored window rows and entries
-scores       the score of every entry for every query, computed from the stored 4-bit keys
-selection    top-k: the positions of the largest scores
 
 triton_gpu   kernels in Triton for other NVIDIA GPUs; imported only when they are used, because they need an extra
 
@@ -24,6 +20,7 @@ queries      norm, rope and rounding of queries, from matrix products to what at
 token_parts  what new tokens contribute to a layer, from the matrix products of its input
 formats      encoding and decoding of rows, a class for each number format
 rounding     rows of activations rounded to FP8, as products take them
+operand_rows  rows of bf16 in the order in which products of few rows take them
 needed       which rows of a batch with padding are computed
 rows         the arithmetic of a row: norm, rope, Hadamard transform, scales
 language     the language that kernel bodies are written in, and its two implementations
@@ -34,6 +31,7 @@ from pallas_kernels.allocation import Asked, Grants, PageSizes, grant_tokens, un
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
+from pallas_kernels.operand_rows import OperandRows
 from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.block import WeightForm
 from pallas_kernels.products.both import QueryForm, product_of_both_queries, unsupported_product_of_both_queries
@@ -42,6 +40,7 @@ from pallas_kernels.products.call import (
     product_of_indexer_queries,
     product_of_queries,
     product_pair,
+    takes_operand,
     takes_rounded,
     unsupported_product,
     unsupported_product_of_indexer_queries,
@@ -72,6 +71,7 @@ __all__ = [
     "Grants",
     "NewEntries",
     "NewTokens",
+    "OperandRows",
     "PageSizes",
     "ProductStreams",
     "QueryForm",
@@ -102,6 +102,7 @@ __all__ = [
     "product_pair",
     "reset_hca",
     "rotate_csa",
+    "takes_operand",
     "takes_rounded",
     "token_parts",
     "token_step",

@@ -25,6 +25,7 @@ from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Step, Value, select
+from pallas_kernels.operand_rows import OperandRows, store_pairs
 from pallas_kernels.rows import load_angles, norm, rope, through_bf16
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -78,7 +79,7 @@ class TokenProducts:
 class TokenParts:
     """What tokens contribute to a layer, 0 on padding. Parts that it does not have are None."""
 
-    latent: Any  # f32 or bf16 [B, T, q_lora_rank], after norm
+    latent: Any  # f32 or bf16 [B, T, q_lora_rank], or OperandRows of that shape, after norm
     kv: Any  # f32 [B, T, head_dim], after norm and rope
     stored: Any  # pytree ``nope rope scale`` [B, T, ...]: kv in the format of stored rows
     entry: tuple[Any, Any] | None  # f32 [B, T, entry width] each: k, and z with its bias
@@ -92,6 +93,7 @@ class TokenRounding:
 
     eps: float  # of the norms
     latent_dtype: Any = jnp.bfloat16  # f32 or bf16
+    latent_is_operand: bool = False  # operand rows, of bf16
     stream_dtype: Any = jnp.float32  # k and z are rounded to it, f32 or bf16, and returned as f32
     head_factor: float = 1.0  # by which head weights are multiplied
     kv_format: str | None = None  # of ``TokenParts.stored``; None: there are none
@@ -141,7 +143,7 @@ def token_parts(
         return jax.ShapeDtypeStruct((count, size), dtype)
 
     out = TokenParts(
-        latent=rows(rank, rounding.latent_dtype),
+        latent=latent_shapes(count, rank, rounding),
         kv=rows(dim),
         stored=None
         if rounding.kv_format is None
@@ -188,13 +190,25 @@ class Token:
         return self.position >= 0
 
 
+def latent_shapes(count: int, rank: int, rounding: TokenRounding) -> Any:
+    """Return the shapes of the latents of so many tokens."""
+    if rounding.latent_is_operand:
+        return OperandRows.shapes(count, rank)
+    return jax.ShapeDtypeStruct((count, rank), rounding.latent_dtype)
+
+
 def store_latent(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
     """Store a token's latent."""
     products, n = token.products, token.n
     row = Row(Team(token.machine, WARPGROUP), products.q_norm.shape[0])
     values, weight = row.load(products.q_a_kv, n, where=token.there), row.load(products.q_norm)
     normed, _ = norm(row, values, weight, rounding.eps)
-    row.store(parts.latent, row.map(lambda x: select(token.is_real, x, 0.0), normed), n)
+    latent = row.map(lambda x: select(token.is_real, x, 0.0), normed)
+    if not isinstance(parts.latent, OperandRows):
+        row.store(parts.latent, latent, n)
+        return
+    for step, values in enumerate(latent):
+        store_pairs(token.machine, parts.latent, values, n, row.channel[step], row.before(step, row.dim))
 
 
 def window_row(token: Token, rounding: TokenRounding) -> tuple[Row, Channels, Value]:
@@ -335,6 +349,8 @@ def check_products(products: TokenProducts, rounding: TokenRounding, row_spec: A
     for name, dtype in {"latent_dtype": rounding.latent_dtype, "stream_dtype": rounding.stream_dtype}.items():
         if dtype not in _FLOATS:
             raise ValueError(f"{name} must be float32 or bfloat16, got {jnp.dtype(dtype)}")
+    if rounding.latent_is_operand and rounding.latent_dtype != jnp.bfloat16:
+        raise ValueError(f"operand rows are bfloat16, got latent_dtype {jnp.dtype(rounding.latent_dtype)}")
     if (rounding.kv_format is None) != (row_spec is None):
         raise ValueError("kv_format and row_spec belong together: give both or neither")
     if rounding.kv_format is not None:

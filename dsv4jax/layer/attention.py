@@ -23,7 +23,7 @@ from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.checks import FLOATS, check_array, check_dtype, known_size
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
-from dsv4jax.layer.ops import DECODE_ATTENTION, AttentionInputs
+from dsv4jax.layer.ops import DECODE_ATTENTION, AttentionInputs, RowForm
 from dsv4jax.linear import rms_norm
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -237,7 +237,7 @@ class XLADecodeAttention(Anywhere):
     tile_bytes = 96 << 20
     gathers_picks = True
     rounds_queries = False
-    rounds_output = False
+    writes_forms = False
 
     def queries(
         self,
@@ -250,8 +250,14 @@ class XLADecodeAttention(Anywhere):
         return apply_rope(rms_norm(product, None, plan.cfg.norm_eps), positions[..., None], freqs)
 
     def attend(
-        self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any, needed: jax.Array | None = None
+        self,
+        inputs: AttentionInputs,
+        freqs: np.ndarray,
+        dtype: Any,
+        needed: jax.Array | None = None,
+        form: RowForm = "plain",
     ) -> jax.Array:
+        assert form == "plain", "other forms are for kernels"
         q = inputs.q.astype(jnp.float32)
         running = attend_window(start_at_sinks(inputs.sinks, q), q, inputs.positions, inputs.window)
         if inputs.entries is not None:

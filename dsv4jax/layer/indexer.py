@@ -7,6 +7,8 @@ Queries and keys are multiplied by a Hadamard matrix after their rope. With 4-bi
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,13 +53,13 @@ def indexer_queries(
 
 def project_queries(
     q_b: Weight,
-    q_latent: jax.Array,
+    q_latent: Any,
     positions: jax.Array,
     freqs: np.ndarray,
     plan: CachePlan,
     backend: Backend,
 ) -> jax.Array | KeyRows:
-    """Do what ``indexer_queries`` describes, with W_qb of the indexer alone."""
+    """Do what ``indexer_queries`` describes, with W_qb of the indexer alone, and latents as in ``TokenParts``."""
     cfg, kind = plan.cfg, AttentionType.CSA
     projections, scores = PROJECTIONS.of(backend, plan, kind), INDEXER_SCORES.of(backend, plan, kind)
     if scores.rounds_queries:

@@ -43,6 +43,7 @@ from dsv4jax.layer.ops import (
     TOP_K,
     InputProducts,
     Projections,
+    RowForm,
     choose_backends,
 )
 from dsv4jax.layer.tiles import map_tokens
@@ -51,7 +52,7 @@ from dsv4jax.linear import product_dtype
 from dsv4jax.plan import CachePlan, plan_of_heads
 from dsv4jax.rope import rope_frequencies
 from dsv4jax.weights.params import AttentionParams, check_params
-from dsv4jax.weights.stored import CODES, StoredWeight, is_stored
+from dsv4jax.weights.stored import StoredWeight, is_stored
 
 
 def attention_layer(
@@ -243,7 +244,7 @@ def _run_layer(
     batch, given_tokens, _ = x.shape
     projections = PROJECTIONS[_of(backends.projections)]
     # Products of many rounded rows make queries of their sums themselves.
-    keeps_sums = not projections.takes_rounded(params.q_b, batch * given_tokens)
+    keeps_sums = projections.row_form(params.q_b, batch * given_tokens) != "rounded"
     tile = min(given_tokens, query_tile(plan, kind, batch, backends, keeps_sums=keeps_sums))
     x = jnp.pad(x, ((0, 0), (0, -given_tokens % tile), (0, 0)))
     num_tokens = x.shape[1]
@@ -264,10 +265,10 @@ def _run_layer(
     tokens = Queries(latent=latent, positions=positions, head_weights=head_weights)
 
     is_one_tile, is_bf16 = num_tokens == tile, x.dtype == jnp.bfloat16
-    stays_rounded = is_one_tile and is_bf16 and projections.takes_rounded(params.o_b, batch * num_tokens)
+    result = projections.row_form(params.o_b, batch * num_tokens) if is_one_tile and is_bf16 else "plain"
 
     def attend_tile(queries: Queries) -> Any:
-        return _attend_tile(params, queries, window, entries, kind, backends, stays_rounded)
+        return _attend_tile(params, queries, window, entries, kind, backends, result)
 
     grouped = map_tokens(attend_tile, tokens, tile)
     # Make the next write into these buffers wait for this layer's reads. Otherwise XLA may schedule the write first and
@@ -317,7 +318,7 @@ class Taken:
     """New tokens whose entries are in the cache, and in decode their window rows."""
 
     call: LayerCall  # with the updated stack
-    latent: jax.Array  # as in ``TokenParts``
+    latent: Any  # as in ``TokenParts``
     head_weights: jax.Array | None
     kv: jax.Array | None = None  # window rows
     fresh: KVRows | None = None  # the same as they are stored, where they are not stored yet
@@ -381,7 +382,7 @@ def _named(backend: Backend) -> OpBackends:
 class Queries:
     """What the queries of all tokens are computed from."""
 
-    latent: jax.Array  # [B, T, q_lora_rank] after norm
+    latent: Any  # as in ``TokenParts``
     positions: jax.Array  # int32 [B, T], -1 = padding
     head_weights: jax.Array | None  # f32 [B, T, indexer_heads]; None without an indexer
 
@@ -393,11 +394,11 @@ def _attend_tile(
     entries: PooledLayer | None,
     kind: AttentionType,
     backends: OpBackends,
-    stays_rounded: bool,
+    result: RowForm,
 ) -> Any:
     """Process one tile of queries, from W_qb to W_oa: [B, tokens, o_groups * o_lora_rank], bf16 or f32.
 
-    Where W_oa takes rows that attention has rounded, and ``stays_rounded``, they are rounded rows.
+    If W_oa takes attention's output in the form ``result``, they are rows in that form.
     """
     plan, cfg = window.plan, window.plan.cfg
     latent, positions, freqs = queries.latent, queries.positions, rope_frequencies(cfg, kind)
@@ -410,14 +411,18 @@ def _attend_tile(
         visible = (positions + 1) // cfg.ratio(kind)
         picks = indexer.select_entries(key_queries, queries.head_weights, entries, visible, backend=backends)
     inputs = attention.attention_inputs(q, positions, params.sinks, window, entries, picks, kind)
-    is_bf16, rows = latent.dtype == jnp.bfloat16, positions.size
-    if attends.rounds_output and is_bf16 and projections.takes_rounded(params.o_a, rows, cfg.o_groups):
-        groups, dtype = attends.attend(inputs, freqs, CODES, needed), CODES if stays_rounded else latent.dtype
-    else:
-        groups = attends.attend(inputs, freqs, latent.dtype, needed).reshape(*positions.shape, cfg.o_groups, -1)
+    form: RowForm = "plain"
+    dtype = latent.dtype
+    if attends.writes_forms and dtype == jnp.bfloat16:
+        form = projections.row_form(params.o_a, positions.size, cfg.o_groups)
+    groups = attends.attend(inputs, freqs, dtype, needed, form)
+    if form == "plain":
+        groups = groups.reshape(*positions.shape, cfg.o_groups, -1)
         # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
         dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
-    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype, needed=needed)
+    result = result if result == form else "plain"
+    options: dict[str, Any] = dict(groups=cfg.o_groups, dtype=dtype, needed=needed, result=result)
+    projected = projections.linear(groups, params.o_a, **options)
     return projected.reshape(*positions.shape, -1) if isinstance(projected, jax.Array) else projected
 
 

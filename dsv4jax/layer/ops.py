@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,10 @@ from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.plan import CachePlan
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import Weight
+
+# How rows are handed on to a product: as arrays; or, and what they are is up to the implementation, rounded to FP8, or
+# in the order in which the product's kernel reads them.
+RowForm = Literal["plain", "rounded", "operand"]
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +42,9 @@ class InputProducts:
 class TokenParts:
     """What T new tokens contribute to a layer."""
 
-    latent: jax.Array  # [B, T, q_lora_rank], which queries are made of; in the dtype of x, after norm
+    # [B, T, q_lora_rank], which queries are made of; in the dtype of x, after norm. In the form "operand" where all
+    # products of it take that.
+    latent: Any
     rows: TokenRows  # what the cache keeps
     encoded: KVRows | None  # rows [B, T, ...]: ``rows.kv`` as it is stored, if that was asked for
     head_weights: jax.Array | None  # f32 [B, T, indexer_heads], with the indexer's scale factors; CSA only
@@ -54,6 +60,7 @@ class Projections(Implementation, Protocol):
         dtype: Any = jnp.float32,
         groups: int = 1,
         needed: jax.Array | None = None,
+        result: RowForm = "plain",
     ) -> Any:
         """Multiply x [..., in] by weight [out, in]: dtype [..., out], with sums in f32.
 
@@ -62,14 +69,14 @@ class Projections(Implementation, Protocol):
         cores. Anything else is computed in full f32. Of x [B, T, ...], ``needed`` [B, T] says which tokens' results
         anyone reads; those of the others may be anything, NaN too.
 
-        Where ``takes_rounded`` says so, x may also be rows that are rounded already, [M, groups * in], of which the
-        result is [M, out]. With dtype float8_e4m3fn that is rounded rows, too. Only this and ``DecodeAttention.attend``
-        make them, and what they are is up to the implementation.
+        x may also be rows [M, groups * in] in the form that ``row_form`` names, of which the result is [M, out]. With
+        another ``result`` than "plain" that is rows in this form, of values that were bf16. It must be the form of x.
+        Only this and ``DecodeAttention.attend`` make such rows.
         """
         ...
 
-    def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
-        """Whether ``linear`` takes so many rounded rows, for a weight whose activations are rounded."""
+    def row_form(self, weight: Weight, rows: int, groups: int = 1) -> RowForm:
+        """Return in which form ``linear`` takes so many rows of bf16 the fastest."""
         ...
 
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
@@ -87,7 +94,7 @@ class Projections(Implementation, Protocol):
         ...
 
     def queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
         """Multiply latents [B, T, q_lora_rank] by W_qb, apply norm and rope, and round: f16 [B, T, H, head_dim].
 
@@ -96,7 +103,7 @@ class Projections(Implementation, Protocol):
         ...
 
     def key_queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         """Multiply latents [B, T, q_lora_rank] by W_qb of the indexer, and do what ``IndexerScores.queries`` does.
 
@@ -106,7 +113,7 @@ class Projections(Implementation, Protocol):
 
     def query_pair(
         self,
-        latent: jax.Array,
+        latent: Any,
         weights: tuple[Weight, Weight],
         positions: jax.Array,
         freqs: np.ndarray,
@@ -159,7 +166,7 @@ class StoredTokens:
     """A layer's cache with new tokens, and what of ``TokenParts`` is not stored."""
 
     stack: LayerStack
-    latent: jax.Array
+    latent: Any
     head_weights: jax.Array | None
     kv: jax.Array | None = None  # window rows that are not stored yet, and as they will be
     encoded: KVRows | None = None
@@ -270,8 +277,8 @@ class DecodeAttention(Implementation, Protocol):
         ...
 
     @property
-    def rounds_output(self) -> bool:
-        """Whether ``attend`` gives rounded rows with dtype float8_e4m3fn, for ``Projections.linear``."""
+    def writes_forms(self) -> bool:
+        """Whether ``attend`` gives rows in another form than "plain", for ``Projections.linear``."""
         ...
 
     def queries(
@@ -288,11 +295,18 @@ class DecodeAttention(Implementation, Protocol):
         """
         ...
 
-    def attend(self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any, needed: jax.Array | None = None) -> Any:
+    def attend(
+        self,
+        inputs: AttentionInputs,
+        freqs: np.ndarray,
+        dtype: Any,
+        needed: jax.Array | None = None,
+        form: RowForm = "plain",
+    ) -> Any:
         """Compute attention and apply the inverse rope: dtype [B, T, H, head_dim], 0 on padding.
 
         ``needed`` bool [B, T] says which queries' results anyone reads, None for all; others may be anything. With
-        dtype float8_e4m3fn, if ``rounds_output``: rounded rows [B T, H head_dim].
+        another form than "plain", if it ``writes_forms``: rows [B T, H head_dim] in that form, of values in bf16.
         """
         ...
 

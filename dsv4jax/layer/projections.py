@@ -21,7 +21,7 @@ from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import TokenRows
 from dsv4jax.layer.compressor import token_streams
 from dsv4jax.layer.indexer import head_factor
-from dsv4jax.layer.ops import PROJECTIONS, InputProducts, TokenParts
+from dsv4jax.layer.ops import PROJECTIONS, InputProducts, RowForm, TokenParts
 from dsv4jax.layer.stored_products import stored_product
 from dsv4jax.linear import linear, product_dtype, rms_norm
 from dsv4jax.plan import CachePlan
@@ -40,7 +40,9 @@ class XLAProjections(Anywhere):
         dtype: Any = jnp.float32,
         groups: int = 1,
         needed: jax.Array | None = None,
+        result: RowForm = "plain",
     ) -> jax.Array:
+        assert result == "plain", "other forms are for kernels"
         if isinstance(weight, StoredWeight):
             lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
             product = stored_product(x.reshape(math.prod(lead), groups, x.shape[-1]), weight, groups).astype(dtype)
@@ -56,8 +58,8 @@ class XLAProjections(Anywhere):
             preferred_element_type=dtype if product == dtype else jnp.float32,
         ).astype(dtype)
 
-    def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
-        return False
+    def row_form(self, weight: Weight, rows: int, groups: int = 1) -> RowForm:
+        return "plain"
 
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> None:
         return None
@@ -66,18 +68,18 @@ class XLAProjections(Anywhere):
         return None
 
     def queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
         return None
 
     def key_queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         return None
 
     def query_pair(
         self,
-        latent: jax.Array,
+        latent: Any,
         weights: tuple[Weight, Weight],
         positions: jax.Array,
         freqs: np.ndarray,

@@ -28,6 +28,7 @@ from pallas_kernels.attention.wide import widen, worth_widening
 from pallas_kernels.formats import ATTENDED_FORMATS, AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
+from pallas_kernels.operand_rows import OperandRows
 from pallas_kernels.rounding import RoundedRows, round_rows
 
 # Heads per block in the kernel for few queries -> the smallest number of tiles per block with which it is used. A block
@@ -51,6 +52,7 @@ def decode_attention(
     *,
     kv_format: str,
     dtype: Any = jnp.bfloat16,
+    is_operand: bool = False,
     layout: AttentionLayout | None = None,
     simulate: bool = False,
 ) -> Any:
@@ -61,12 +63,14 @@ def decode_attention(
       kv_format: of all stored rows, a key of ``formats.ATTENDED_FORMATS``.
       dtype: of the result: bf16, f32, or float8_e4m3fn for bf16 that is then rounded (``rounding``). Rounding is a
         launch of its own where blocks share a query, on Blackwell, and where B T is no multiple of 128.
+      is_operand: give operand rows, of bf16.
       layout: which kernel, and how it divides a query's work. None means the fastest on this device, from
         ``choose_layout``.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      dtype [B, T, H, 512], or if rounded ``RoundedRows`` [B T, H 512]; 0 for queries without a position, if needed.
+      dtype [B, T, H, 512], or ``RoundedRows`` or ``OperandRows`` [B T, H 512]; 0 for queries without a position, if
+      needed.
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
@@ -87,6 +91,8 @@ def decode_attention(
         raise ValueError(f"q must be float16 or bfloat16, got {q.dtype}")
     if dtype not in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn):
         raise ValueError(f"dtype must be bfloat16, float32 or float8_e4m3fn, got {dtype}")
+    if is_operand and dtype != jnp.bfloat16:
+        raise ValueError(f"operand rows are bfloat16, got {jnp.dtype(dtype)}")
     form = ATTENDED_FORMATS[kv_format]
     check_inputs(inputs, form)
     if inputs.entries is None:
@@ -102,11 +108,17 @@ def decode_attention(
     if isinstance(layout, sm90.Layout) and layout.is_wide:
         inputs = widen(inputs, form, simulate=simulate)
     inputs = dataclasses.replace(inputs, needed=None, order=layout.order(inputs))
-    return attend(inputs, form, layout, dtype, simulate=simulate)
+    return attend(inputs, form, layout, dtype, is_operand=is_operand, simulate=simulate)
 
 
 def attend(
-    inputs: AttentionInputs, form: AttendedFormat, layout: AttentionLayout, dtype: Any, *, simulate: bool = False
+    inputs: AttentionInputs,
+    form: AttendedFormat,
+    layout: AttentionLayout,
+    dtype: Any,
+    *,
+    is_operand: bool = False,
+    simulate: bool = False,
 ) -> Any:
     """Launch the kernel of a layout, with rows that are widened where it expects them so, and queries in its order."""
     batch, tokens, heads, dim = inputs.q.shape
@@ -116,6 +128,8 @@ def attend(
         if not isinstance(layout, sm90.Layout) or layout.cluster > 1 or out.scales.shape[1] != queries:
             in_bf16 = attend(inputs, form, layout, jnp.bfloat16, simulate=simulate)
             return round_rows(in_bf16.reshape(queries, heads * dim), simulate=simulate)
+    elif is_operand:
+        out = OperandRows.shapes(queries, heads * dim)
     else:
         out = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
     if isinstance(layout, sm90.Layout):

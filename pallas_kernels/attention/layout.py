@@ -45,7 +45,8 @@ class Scratch:
 class Outputs:
     """What decode attention writes."""
 
-    out: Any  # bf16 or f32 [B, T, H, 512], or RoundedRows [B T, H 512] without clusters
+    # bf16 or f32 [B, T, H, 512], RoundedRows [B T, H 512] without clusters, or OperandRows [B T, H 512].
+    out: Any
     scratch: Scratch | None  # None if there are no clusters
 
 

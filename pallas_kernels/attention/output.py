@@ -17,6 +17,7 @@ from pallas_kernels.language.lanes import add, fold, maximum, quad_transposed
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import product_row
 from pallas_kernels.language.values import Index, Value, select
+from pallas_kernels.operand_rows import SEGMENT, OperandRows, store_product
 from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 
 _STORED = 32  # channels of a row that are stored at once
@@ -91,15 +92,15 @@ def _store(block: Block, out: Any, means: list[Value], half: Value, first: Index
     """Store the channels from ``first`` on of each warpgroup's half, with the inverse rope applied to RoPE channels.
 
     The lanes of a quad have two adjacent channels each of every eight. In bf16 they are less than a sector of device
-    memory, so quads exchange them first: of 32 channels, each lane stores eight.
+    memory, so quads exchange them first: of 32 channels, each lane stores eight. Operand rows have an order in which
+    they need not.
     """
     machine, query = block.machine, block.query
     lane, warp = machine.thread % WARP, machine.thread // WARP
     columns = len(means) * 2  # of a warp's 16 rows
     head = block.first_head + warp % 4 * 16 + lane // QUAD
     turns = _turns(block, columns, half, first)
-    is_rounded = isinstance(out, RoundedRows)
-    together = GROUP if is_rounded else _STORED
+    together = min({RoundedRows: GROUP, OperandRows: SEGMENT}.get(type(out), _STORED), columns)
     for start in range(0, columns, together):
         of_rows: tuple[list[list[Value]], ...] = [], []  # pairs of f32, of a lane's two rows
         for column in range(start, start + together, 8):
@@ -110,9 +111,12 @@ def _store(block: Block, out: Any, means: list[Value], half: Value, first: Index
                 row.append(values)
         for i, row in enumerate(of_rows):
             channel = half * HALF + (first + start)
-            if is_rounded:
+            if isinstance(out, RoundedRows):
                 group = (head + 8 * i) * (HEAD_DIM // GROUP) + channel // GROUP
                 store_group(machine, out, row, query.number, group)
+            elif isinstance(out, OperandRows):
+                words = [machine.to_bf16(*pair) for pair in row]
+                store_product(machine, out, words, query.number, (head + 8 * i) * HEAD_DIM + channel)
             elif out.dtype.itemsize == 2:
                 words = [machine.to_bf16(*pair) for pair in row]
                 channel = lane % QUAD * 8 + channel

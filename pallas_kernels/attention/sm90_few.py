@@ -25,6 +25,7 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import Condition, Value, select
+from pallas_kernels.operand_rows import OperandRows, store_pairs
 
 _ROWS = 64  # channels per product
 _PRODUCTS = HEAD_DIM // _ROWS
@@ -303,6 +304,10 @@ class _End:
                 merged[2 * n] = select(self.turns, a * cos + b * sin, a)
                 merged[2 * n + 1] = select(self.turns, b * cos - a * sin, b)
         channel = machine.rank * layout.channels + self.channel
+        if isinstance(out, OperandRows):
+            head = self.block.first_head + self.head
+            store_pairs(machine, out, merged, query.number, head * HEAD_DIM + channel, self.where)
+            return
         place = query.batch, query.token, self.block.first_head + self.head
         for n in range(0, 8, 16 // out.dtype.itemsize):
             out.store_floats(merged[n : n + 16 // out.dtype.itemsize], *place, channel + n, where=self.where)

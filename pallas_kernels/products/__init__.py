@@ -2,6 +2,7 @@
 
 both         queries of attention and of the indexer, in one launch
 call         ``product``, and which products have a kernel
+launches     how those with arguments that were checked are divided and launched
 many         the kernels for many rows, on Hopper
 heads        queries of attention, made of the sums of such a product
 keys         queries of the indexer, made of the sums of such a product

@@ -2,7 +2,7 @@
 
 A lane holds 16 adjacent bytes of each half of a chunk (``weights``). They enter the steps of a product 8 bytes of the
 operand at a time: 4 in the first half of the step's inputs and 4 in the second. So the inputs of a step are not
-adjacent ones, and rows of x are stored in that order.
+adjacent ones, and rows of x are stored in that order. Operand rows have it already.
 
 Where products round x to E4M3, those of few rows do it while they store it here. Those of many rows, which read x again
 for each tile of outputs, take rows that were rounded before (``rounding``).
@@ -17,6 +17,7 @@ from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Condition, Index, Value
+from pallas_kernels.operand_rows import OperandRows
 from pallas_kernels.products.split import Split
 from pallas_kernels.products.weights import HALVES, QUAD
 from pallas_kernels.rounding import rounded
@@ -43,6 +44,7 @@ class Activations:
 
     machine: TensorCores
     x: Buffer  # bf16 [M, inputs of all groups]
+    is_ordered: bool  # whether x are operand rows
     tiles: Tile  # a copy per chunk
     scales: Shared | None  # f32 [chunks, columns], of rows that are rounded to FP8
     columns: int  # rows of x, a multiple of 8
@@ -57,7 +59,7 @@ class Activations:
     def take(
         cls,
         machine: TensorCores,
-        x: Buffer,
+        rows: Buffer | OperandRows,
         at: tuple[Value, Value],
         *,
         columns: int,
@@ -73,7 +75,8 @@ class Activations:
         is_rounded = rounding == "fp8"
         return cls(
             machine=machine,
-            x=x,
+            x=rows.values if isinstance(rows, OperandRows) else rows,
+            is_ordered=isinstance(rows, OperandRows),
             tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=split.parts * segment),
             scales=Shared.take(machine, (split.parts * segment, columns), "f32") if is_rounded else None,
             columns=columns,
@@ -133,6 +136,9 @@ class Activations:
 
     def _put(self, tile: Tile, place: _Place, words: list[Value]) -> None:
         """Store what a lane has loaded, in words of bf16 or FP8."""
+        if self.is_ordered:
+            self.machine.store_shared(tile.unit(place.line, place.unit), words, 16, place.inside)
+            return
         # Of the words of half a chunk, each lane of a quad holds four adjacent ones. Word j of the four enters step
         # j // 2, in the first or second half of the step's inputs.
         per_half = tile.row_bytes // 4 // HALVES

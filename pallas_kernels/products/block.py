@@ -16,6 +16,7 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
+from pallas_kernels.operand_rows import OperandRows, sources_of_unit
 from pallas_kernels.products.activations import Activations
 from pallas_kernels.products.queries import PADDING, Lanes, Lines, QueryHeads
 from pallas_kernels.products.residual import LoadedResidual, Place, Residual
@@ -30,7 +31,8 @@ from pallas_kernels.products.weights import (
 )
 
 _MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
-_STREAMED = 3  # the same where x is copied chunk by chunk too: on an H200, with 64 rows, faster than 4 or 6
+# The same where x is copied chunk by chunk too, by so many warpgroups: as measured on an H200 with 64 rows.
+_STREAMED = {1: 4, 2: 4, 3: 3, 4: 3, 5: 3}
 _LEAST_STAGES = 3
 _EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 _ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
@@ -42,7 +44,7 @@ _ALIGNMENT = 1024  # of the tiles of x
 class ProductInputs:
     """The arrays of a product, or their buffers."""
 
-    x: Any  # bf16 [M, groups * inputs]
+    x: Any  # bf16 [M, groups * inputs], or OperandRows
     weight: Any  # bf16 or uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block], None for bf16
     angles: Any = None  # f32 [M, rope_dim], cosines and then sines, where the outputs become queries
@@ -118,7 +120,7 @@ class Layout:
         total = self.split.chunks
         if self.streams:
             assert self.split.parts == 1
-            stages = max(2, min(_STREAMED, total))
+            stages = max(2, min(_STREAMED[self.split.warpgroups], total))
             return stages + 1, stages
         least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(_MOST_STAGES, total))
         for segments in range(1, total + 1):
@@ -354,7 +356,7 @@ class Block:
         """Add up the sums of all parts, and store them, or with angles the queries that they become."""
         machine, layout, heads = self.machine, self.layout, self.layout.heads
         queries = None if heads is None else heads.begin(machine, self._lines, inputs.angles, out)
-        places = list(self._places(out)) if heads is None else []
+        places = list(self._places(out.values if isinstance(out, OperandRows) else out)) if heads is None else []
         residual = None if inputs.residual is None else [inputs.residual.load(place) for place in places]
         machine.wait_copies()
         machine.barrier("block" if layout.split.cluster == 1 else "cluster")  # nobody uses the arena any more
@@ -456,7 +458,11 @@ class Block:
             )
 
     def _store(
-        self, out: Buffer, eights: list[list[Value]], places: list[Place], residual: list[LoadedResidual] | None
+        self,
+        out: Buffer | OperandRows,
+        eights: list[list[Value]],
+        places: list[Place],
+        residual: list[LoadedResidual] | None,
     ) -> None:
         """Store eights of columns, added to the residual, if there is one.
 
@@ -473,9 +479,14 @@ class Block:
                 machine.store_shared(at, [machine.bits(value)], 4, True)
         machine.barrier("warpgroup")
         for number, place in enumerate(places):
-            at = place.line * _ROW_PITCH + place.unit * 4 + base
-            words = [word for i in range(0, place.count, VECTOR) for word in machine.load_shared(at + i * 4, 16)]
+            line = place.line * _ROW_PITCH + base
+            if isinstance(out, OperandRows):
+                froms = [(first, 2) for first in sources_of_unit(place.unit // place.count)]
+            else:
+                froms = [(place.unit + i, VECTOR) for i in range(0, place.count, VECTOR)]
+            words = [word for first, count in froms for word in machine.load_shared(line + first * 4, count * 4)]
             values = [machine.from_bits(word) for word in words]
             if residual is not None:
                 values = residual[number].plus(values)
-            out.store_floats(values, place.row, place.output, where=place.there)
+            to = out.values if isinstance(out, OperandRows) else out
+            to.store_floats(values, place.row, place.output, where=place.there)

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language import target
+from pallas_kernels.operand_rows import OperandRows
 from pallas_kernels.products import sm90
 from pallas_kernels.products.block import Layout, WeightForm
 from pallas_kernels.products.call import (
     HEAD_DIM,
+    check_taken,
     checked_for_queries,
-    launch_few,
-    layout_of_heads,
     unsupported_product_of_indexer_queries,
     unsupported_product_of_queries,
 )
+from pallas_kernels.products.launches import launch_few, layout_of_heads
 from pallas_kernels.products.queries import HALVES, AttentionHeads, BothHeads, IndexerHeads
 from pallas_kernels.products.split import ROWS, TILE
 
@@ -91,7 +92,7 @@ def layout_of_both(rows: int, shapes: tuple[Shape, Shape], form: QueryForm, gpu:
 
 
 def product_of_both_queries(
-    x: jax.Array,
+    x: jax.Array | OperandRows,
     first: tuple[jax.Array, jax.Array],
     second: tuple[jax.Array, jax.Array],
     form: QueryForm,
@@ -105,7 +106,7 @@ def product_of_both_queries(
     Sums of the indexer's have one part, where ``product_of_indexer_queries`` may add several.
 
     Args:
-      x: bf16 [M, inputs], at most 64 rows.
+      x: bf16 [M, inputs], at most 64 rows; or operand rows, if ``takes_operand`` says so.
       first: weight float8_e4m3fn [heads * 512, inputs] of attention's queries and its scales, as for ``product``.
       second: those of the indexer's, as many heads.
       form: of the weights and the queries.
@@ -120,18 +121,19 @@ def product_of_both_queries(
       AssertionError: (chex) a shape or dtype is wrong.
     """
     inputs, beside = (checked_for_queries(x, *weight, form.weight, angles) for weight in (first, second))
-    shapes = first[0].shape, second[0].shape
+    rows, shapes = x.shape[0], (first[0].shape, second[0].shape)
     chex.assert_rank([first[0], second[0]], 2)
-    if (reason := unsupported_product_of_both_queries(shapes, form, len(x), angles.shape[1])) is not None:
+    if (reason := unsupported_product_of_both_queries(shapes, form, rows, angles.shape[1])) is not None:
         raise ValueError(f"no kernel serves these products: {reason}")
-    layout = layout_of_both(len(x), shapes, form, target.gpu_or_first())
+    check_taken(x, shapes[0], form.weight)
+    layout = layout_of_both(rows, shapes, form, target.gpu_or_first())
     assert layout is not None
     inputs = dataclasses.replace(inputs, beside=(beside.weight, beside.scales))
-    rows = len(x) * (shapes[1][0] // form.key_dim)
+    key_rows = rows * (shapes[1][0] // form.key_dim)
     state = (
-        jax.ShapeDtypeStruct((len(x), shapes[0][0]), jnp.float16),
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), form.key_row),
+        jax.ShapeDtypeStruct((rows, shapes[0][0]), jnp.float16),
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((key_rows, *leaf.shape), leaf.dtype), form.key_row),
     )
     queries, key_queries = launch_few(layout, inputs, state, simulate=simulate)
-    of_rows = jax.tree.map(lambda leaf, row: leaf.reshape(len(x), -1, *row.shape), key_queries, form.key_row)
-    return queries.reshape(len(x), -1, HEAD_DIM), of_rows
+    of_rows = jax.tree.map(lambda leaf, row: leaf.reshape(rows, -1, *row.shape), key_queries, form.key_row)
+    return queries.reshape(rows, -1, HEAD_DIM), of_rows

@@ -20,19 +20,24 @@ from jax import lax
 
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language import target
-from pallas_kernels.language.launch import launch
 from pallas_kernels.language.values import VECTOR
-from pallas_kernels.products import keys, sm90, sm100
+from pallas_kernels.operand_rows import OperandRows
+from pallas_kernels.products import keys
 from pallas_kernels.products.block import Layout, ProductInputs, WeightForm
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
-from pallas_kernels.products.many import bf16, fp8, wide
-from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
-from pallas_kernels.products.many.tiling import OUTPUTS, Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
+from pallas_kernels.products.launches import (
+    fastest_layout,
+    launch_few,
+    launch_many,
+    launch_product,
+    layout_of_heads,
+)
+from pallas_kernels.products.many.tiling import OUTPUTS, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.products.pair import fastest_pair, launch_pair
 from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
 from pallas_kernels.products.residual import Residual, check_residual
-from pallas_kernels.products.split import ROWS, TILE, Split, fastest_split
+from pallas_kernels.products.split import ROWS, TILE
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS
 from pallas_kernels.rounding import RoundedRows, round_rows
 
@@ -40,8 +45,6 @@ ACTIVATIONS = ("bf16", "fp8")
 HEAD_DIM = 512  # outputs of a head of attention, where they become queries
 KEY_DIMS = 64, 128, 256  # outputs of a head of the indexer, where they become queries: they fit in a block
 MOST_ROWS = 128  # of x, up to which the kernel of few rows is faster than widening the weight first
-_KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
-_MANY: dict[str, Any] = {"bf16": bf16, "fp8": fp8}  # by the activations of FP8 weights
 
 
 def unsupported_product(shape: tuple[int, ...], form: WeightForm, rows: int = 1) -> str | None:
@@ -80,12 +83,13 @@ def _unsupported_many(shape: tuple[int, ...], form: WeightForm) -> str | None:
 
 
 def product(
-    x: jax.Array | RoundedRows,
+    x: jax.Array | RoundedRows | OperandRows,
     weight: jax.Array,
     scales: jax.Array | None,
     form: WeightForm,
     *,
     dtype: Any = jnp.float32,
+    is_operand: bool = False,
     needed: jax.Array | None = None,
     residual: Residual | None = None,
     simulate: bool = False,
@@ -93,13 +97,14 @@ def product(
     """Multiply rows of x by a weight [groups * outputs, inputs].
 
     Args:
-      x: bf16 [M, groups * inputs]; or rounded rows, if ``takes_rounded`` says so.
+      x: bf16 [M, groups * inputs]; or rounded rows or operand rows, if ``takes_rounded`` or ``takes_operand`` says so.
       weight: float8_e4m3fn with ``scales``, or bf16 without. FP8 codes hold no NaN.
       scales: float8_e8m0fnu [groups * outputs / block[0], inputs / block[1]], rounded up, at most 2^7. Larger ones give
         NaN.
       form: of the weight.
       dtype: of the result: f32, bf16, or float8_e4m3fn for bf16 that is then rounded (``rounding``). Rounding is a
         launch of its own where the weight's activations are bf16, up to 64 rows, and where blocks share a tile.
+      is_operand: give operand rows, of bf16. Up to 64 rows, and without a residual.
       needed: bool [M], rows whose product anyone reads; None for all. Products of others may be anything, NaN too: of
         many rows, tiles without a needed row are left out.
       residual: rows that the product is added to, after it was rounded to bf16 itself. For at most 64 rows of bf16, and
@@ -107,10 +112,10 @@ def product(
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
-      dtype [M, groups * outputs], or if rounded ``RoundedRows`` of that shape.
+      dtype [M, groups * outputs], or ``RoundedRows`` or ``OperandRows`` of that shape.
 
     Raises:
-      ValueError: no kernel serves this weight (``unsupported_product``), or none takes rounded rows or a residual.
+      ValueError: no kernel serves this weight (``unsupported_product``), or none takes such rows or a residual.
       AssertionError: (chex) a shape or dtype is wrong.
     """
     inputs = _checked(x, weight, scales, form)
@@ -122,11 +127,13 @@ def product(
         raise ValueError(f"no kernel serves this product: {reason}")
     (rows, _), (outputs, width_of_group) = x.shape, weight.shape
     gpu = target.gpu_or_first()
-    if isinstance(x, RoundedRows) and not takes_rounded(weight.shape, form, rows):
-        raise ValueError(f"no kernel takes {rows} rounded rows for a weight {weight.shape} of {form}")
+    check_taken(x, weight.shape, form)
+    if is_operand and (rows > ROWS or dtype != jnp.bfloat16 or residual is not None):
+        raise ValueError(f"operand rows are at most {ROWS} of bf16 without residual, got {rows} of {jnp.dtype(dtype)}")
     few = MOST_ROWS if form.block is None else ROWS
     if rows <= few or _unsupported_many(weight.shape, form) is not None:
-        launch_rows = functools.partial(launch_product, fastest_layout(rows, weight.shape, form, gpu), inputs)
+        layout = fastest_layout(rows, weight.shape, form, gpu)
+        launch_rows = functools.partial(launch_product, layout, inputs, is_operand=is_operand)
     else:
         tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
         launch_rows = functools.partial(launch_many, tiling, inputs, needed=needed)
@@ -140,6 +147,13 @@ def product(
 def takes_rounded(shape: tuple[int, ...], form: WeightForm, rows: int) -> bool:
     """Return whether ``product`` takes so many rounded rows for a weight of this shape [groups * outputs, inputs]."""
     return form.activations == "fp8" and rows > ROWS and unsupported_product(shape, form, MOST_ROWS + 1) is None
+
+
+def takes_operand(shape: tuple[int, ...], form: WeightForm, rows: int) -> bool:
+    """Return whether ``product`` takes so many operand rows for a weight of this shape [groups * outputs, inputs]."""
+    if form.block is None or form.activations != "bf16":
+        return False
+    return rows <= ROWS and unsupported_product(shape, form) is None
 
 
 def unsupported_product_pair(
@@ -190,20 +204,20 @@ def product_pair(
     """
     inputs = _checked(x, *first), _checked(x, *second)
     shapes, forms = (first[0].shape, second[0].shape), (first[2], second[2])
-    if (reason := unsupported_product_pair(shapes, forms, len(x))) is not None:
+    if (reason := unsupported_product_pair(shapes, forms, x.shape[0])) is not None:
         raise ValueError(f"no kernel serves these products: {reason}")
-    layouts = _layouts_of_pair(shapes, forms, len(x))
+    layouts = _layouts_of_pair(shapes, forms, x.shape[0])
     assert layouts is not None
     return launch_pair(layouts, inputs, dtype, simulate=simulate)
 
 
 def _checked(
-    x: jax.Array | RoundedRows, weight: jax.Array, scales: jax.Array | None, form: WeightForm
+    x: jax.Array | RoundedRows | OperandRows, weight: jax.Array, scales: jax.Array | None, form: WeightForm
 ) -> ProductInputs:
     """Return the arrays as kernels take them. AssertionError (chex) if a shape or dtype is wrong."""
     chex.assert_rank(weight, 2)
-    if isinstance(x, RoundedRows):
-        chex.assert_trees_all_equal_shapes_and_dtypes(x, RoundedRows.shapes(*x.shape))
+    if isinstance(x, RoundedRows | OperandRows):
+        chex.assert_trees_all_equal_shapes_and_dtypes(x, type(x).shapes(*x.shape))
     else:
         chex.assert_rank(x, 2)
         chex.assert_type(x, jnp.bfloat16)
@@ -219,17 +233,24 @@ def _checked(
     return ProductInputs(x=x, weight=weight, scales=scales)
 
 
-def _check_needed(needed: jax.Array | None, x: jax.Array | RoundedRows) -> None:
+def _check_needed(needed: jax.Array | None, x: jax.Array | RoundedRows | OperandRows) -> None:
     if needed is not None:
         chex.assert_shape(needed, x.shape[:1])
         chex.assert_type(needed, bool)
 
 
+def check_taken(x: Any, shape: tuple[int, ...], form: WeightForm) -> None:
+    """Raise ValueError if products with a weight of this shape do not take such rows."""
+    takes = {RoundedRows: takes_rounded, OperandRows: takes_operand}.get(type(x))
+    if takes is not None and not takes(shape, form, x.shape[0]):
+        raise ValueError(f"no kernel takes {x.shape[0]} rows of {type(x).__name__} for a weight {shape} of {form}")
+
+
 def checked_for_queries(
-    x: jax.Array, weight: jax.Array, scales: jax.Array | None, form: WeightForm, angles: jax.Array
+    x: jax.Array | OperandRows, weight: jax.Array, scales: jax.Array | None, form: WeightForm, angles: jax.Array
 ) -> ProductInputs:
     """Do what ``_checked`` does, with angles f32 [M, rope_dim]."""
-    chex.assert_shape(angles, (len(x), None))
+    chex.assert_shape(angles, (x.shape[0], None))
     chex.assert_type(angles, jnp.float32)
     return dataclasses.replace(_checked(x, weight, scales, form), angles=angles)
 
@@ -294,7 +315,7 @@ def _unsupported_heads(rows: int, shape: tuple[int, ...], form: WeightForm, head
 
 
 def product_of_queries(
-    x: jax.Array,
+    x: jax.Array | OperandRows,
     weight: jax.Array,
     scales: jax.Array,
     form: WeightForm,
@@ -323,23 +344,24 @@ def product_of_queries(
     """
     inputs = checked_for_queries(x, weight, scales, form, angles)
     _check_needed(needed, x)
-    reason = unsupported_product_of_queries(weight.shape, form, len(x), HEAD_DIM, angles.shape[1])
+    check_taken(x, weight.shape, form)
+    reason = unsupported_product_of_queries(weight.shape, form, x.shape[0], HEAD_DIM, angles.shape[1])
     if reason is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
     gpu = target.gpu_or_first()
-    if len(x) <= ROWS:
-        layout = layout_of_heads(len(x), weight.shape, form, AttentionHeads(dim=HEAD_DIM, eps=eps), gpu)
+    if x.shape[0] <= ROWS:
+        layout = layout_of_heads(x.shape[0], weight.shape, form, AttentionHeads(dim=HEAD_DIM, eps=eps), gpu)
         assert layout is not None
-        state = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float16)
+        state = jax.ShapeDtypeStruct((x.shape[0], len(weight)), jnp.float16)
         queries = launch_few(layout, inputs, state, simulate=simulate)
     else:
-        tiling = tiling_of_heads(len(x), *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
+        tiling = tiling_of_heads(x.shape[0], *weight.shape, form, Heads(dim=HEAD_DIM, eps=eps), gpu)
         queries = launch_many(tiling, inputs, jnp.float16, needed=needed, simulate=simulate)
-    return queries.reshape(len(x), -1, HEAD_DIM)
+    return queries.reshape(x.shape[0], -1, HEAD_DIM)
 
 
 def product_of_indexer_queries(
-    x: jax.Array,
+    x: jax.Array | OperandRows,
     weight: jax.Array,
     scales: jax.Array | None,
     form: WeightForm,
@@ -369,128 +391,20 @@ def product_of_indexer_queries(
     """
     inputs = checked_for_queries(x, weight, scales, form, angles)
     _check_needed(needed, x)
+    check_taken(x, weight.shape, form)
     key_dim = 2 * key_row.codes.shape[0]  # two codes in a byte
-    asked = weight.shape, form, len(x), key_dim, angles.shape[1], key_format
+    asked = weight.shape, form, x.shape[0], key_dim, angles.shape[1], key_format
     if (reason := unsupported_product_of_indexer_queries(*asked)) is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
     of_format, gpu = KEY_FORMATS[key_format], target.gpu_or_first()
     assert isinstance(of_format, Fp4Keys)
-    if len(x) <= ROWS:
-        layout = layout_of_heads(len(x), weight.shape, form, IndexerHeads(dim=key_dim, keys=of_format), gpu)
+    if x.shape[0] <= ROWS:
+        layout = layout_of_heads(x.shape[0], weight.shape, form, IndexerHeads(dim=key_dim, keys=of_format), gpu)
         assert layout is not None
-        rows = len(x) * (len(weight) // key_dim)
+        rows = x.shape[0] * (len(weight) // key_dim)
         state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), key_row)
         queries = launch_few(layout, inputs, state, simulate=simulate)
     else:
-        tiling = tiling_of_key_heads(len(x), *weight.shape, form, KeyHeads(keys=of_format), gpu)
+        tiling = tiling_of_key_heads(x.shape[0], *weight.shape, form, KeyHeads(keys=of_format), gpu)
         queries = launch_many(tiling, inputs, key_row=key_row, needed=needed, simulate=simulate)
-    return jax.tree.map(lambda leaf, row: leaf.reshape(len(x), -1, *row.shape), queries, key_row)
-
-
-def fastest_layout(rows: int, shape: tuple[int, ...], form: WeightForm, gpu: target.GPU) -> Layout:
-    """Return the layout that ``product`` launches for so many rows of x."""
-    kernel, (outputs, inputs) = _KERNELS[gpu.architecture], shape
-    chunk = CHUNK_BYTES if form.block is not None else CHUNK_BYTES // 2
-    tiles, columns = outputs // form.groups // TILE, min(ROWS, -(-rows // 8) * 8)
-    layout = Layout(
-        gpu=gpu,
-        split=fastest_split(tiles, form.groups, inputs // chunk, columns, kernel.MOST_WARPGROUPS, gpu),
-        form=form,
-        rows=rows,
-        columns=columns,
-        inputs=chunk,
-        operand_bytes=kernel.OPERAND_BYTES,
-    )
-    return dataclasses.replace(layout, streams=layout.should_stream(kernel.STREAMED_WARPGROUPS))
-
-
-def launch_product(layout: Layout, inputs: ProductInputs, dtype: Any, *, simulate: bool = False) -> jax.Array:
-    """Launch the kernel with a layout. ``inputs.weight`` and ``scales`` of FP8 are given as bytes."""
-    state = jax.ShapeDtypeStruct((layout.rows, inputs.weight.shape[0]), dtype)
-    return launch_few(layout, inputs, state, simulate=simulate)
-
-
-def launch_few(layout: Layout, inputs: ProductInputs, state: Any, *, simulate: bool) -> Any:
-    """Launch the kernel of few rows for results like ``state``."""
-    return launch(
-        functools.partial(_KERNELS[layout.gpu.architecture].body, layout=layout),
-        name="product" if layout.heads is None else "product_of_queries",
-        grid=layout.grid,
-        inputs=inputs,
-        state=state,
-        simulate=simulate,
-    )
-
-
-def layout_of_heads(
-    rows: int, shape: tuple[int, ...], form: WeightForm, heads: QueryHeads, gpu: target.GPU
-) -> Layout | None:
-    """Return the layout for at most 64 rows of x and outputs that are heads, or None if there are too few blocks.
-
-    Sums have the same parts as those of ``product``, as its blocks of a cluster. So the result, and whether there is
-    one, depend on the number of rows no more than they do there.
-    """
-    layout = fastest_layout(rows, shape, form, gpu)
-    kernel, split = _KERNELS[gpu.architecture], layout.split
-    parts, blocks = split.all_parts, shape[0] // (heads.blocks * heads.tiles * TILE)
-    cluster = parts * heads.blocks
-    is_possible = (parts == 1 or heads.blocks == 1) and (cluster == 1 or cluster in gpu.clusters)
-    if not is_possible or blocks * cluster <= gpu.multiprocessors // 2:
-        return None
-    split = Split(cluster=parts, parts=1, tiles=heads.tiles, blocks=blocks, chunks=shape[1] // layout.inputs // parts)
-    layout = dataclasses.replace(layout, split=split, streams=False, heads=heads)
-    return dataclasses.replace(layout, streams=layout.should_stream(kernel.STREAMED_WARPGROUPS))
-
-
-def launch_many(
-    tiling: Tiling,
-    inputs: ProductInputs,
-    dtype: Any = None,
-    key_row: Any = None,
-    *,
-    needed: jax.Array | None = None,
-    simulate: bool = False,
-) -> Any:
-    """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it.
-
-    ``key_row``, in place of a dtype, is for queries of the indexer: a pytree ``codes scale`` of
-    ``jax.ShapeDtypeStruct``, one encoded row. ``needed`` are rows, as for ``product``.
-    """
-    x, of_x = inputs.x, None
-    if tiling.is_rounded:
-        rounded = x if isinstance(x, RoundedRows) else round_rows(x, needed=needed, simulate=simulate)
-        x, of_x = rounded.codes, rounded.scales
-    many = ManyInputs(
-        x=x,
-        x_scales=of_x,
-        weight=inputs.weight,
-        scales=inputs.scales,
-        angles=inputs.angles,
-        needed=None if tiling.parts > 1 else needed_tiles(needed, tiling.tile_rows, tiling.output_tiles),
-    )
-    return launch_tiles(tiling, many, dtype, key_row, simulate=simulate)
-
-
-def launch_tiles(
-    tiling: Tiling, inputs: ManyInputs, dtype: Any = None, key_row: Any = None, *, simulate: bool = False
-) -> Any:
-    """Launch the kernel of many rows."""
-    outputs = inputs.weight.shape[0]
-    if tiling.key_heads is None:
-        name = "product_of_many" if tiling.heads is None else "product_of_queries"
-        is_rounded = dtype == jnp.float8_e4m3fn
-        shape = tiling.rows, outputs
-        state: Any = RoundedRows.shapes(*shape) if is_rounded else jax.ShapeDtypeStruct(shape, dtype)
-    else:
-        name, heads = "product_of_indexer_queries", outputs // keys.DIM
-        state = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((tiling.rows, heads * leaf.shape[0]), leaf.dtype), key_row
-        )
-    return launch(
-        functools.partial((wide if tiling.is_wide else _MANY[tiling.form.activations]).body, tiling=tiling),
-        name=name,
-        grid=tiling.grid,
-        inputs=inputs,
-        state=state,
-        simulate=simulate,
-    )
+    return jax.tree.map(lambda leaf, row: leaf.reshape(x.shape[0], -1, *row.shape), queries, key_row)

@@ -29,6 +29,7 @@ from pallas_kernels.token_parts import (
     TokenProducts,
     TokenRounding,
     check_products,
+    latent_shapes,
     store_keys_and_heads,
     store_latent,
     window_row,
@@ -125,7 +126,7 @@ def token_step(
 
     heads = products.widths[2]
     parts = TokenParts(
-        latent=jax.ShapeDtypeStruct((batch, products.q_norm.shape[0]), rounding.latent_dtype),
+        latent=latent_shapes(batch, products.q_norm.shape[0], rounding),
         kv=None,
         stored=None,
         entry=None,

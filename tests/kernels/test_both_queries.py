@@ -20,7 +20,7 @@ from pallas_kernels.language import target
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
 from pallas_kernels.products.both import layout_of_both
-from pallas_kernels.products.call import launch_few
+from pallas_kernels.products.launches import launch_few
 from tests.kernels.test_products_of_few_queries import EPS, FOR_ATTENTION, FORM, Queries
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES

@@ -19,9 +19,9 @@ from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
-from pallas_kernels.products.call import launch_many
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
+from pallas_kernels.products.launches import launch_many
 from pallas_kernels.products.many import tiles as many
 from pallas_kernels.products.many.tiles import NeededTiles, needed_tiles
 from pallas_kernels.products.many.tiling import Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads

@@ -17,8 +17,8 @@ from dsv4jax.rope import rope_frequencies
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
-from pallas_kernels.products.call import launch_many
 from pallas_kernels.products.keys import DIM, KeyHeads
+from pallas_kernels.products.launches import launch_many
 from pallas_kernels.products.many.tiling import Tiling, tiling_of_key_heads
 from tests.support.cases import first_of
 from tests.support.kernel_cases import same_bytes

@@ -16,8 +16,8 @@ from dsv4jax.layer.ops import DECODE_ATTENTION, PROJECTIONS
 from dsv4jax.rope import rope_frequencies
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
-from pallas_kernels.products.call import launch_many
 from pallas_kernels.products.heads import Heads
+from pallas_kernels.products.launches import launch_many
 from pallas_kernels.products.many.tiling import tiling_of_heads
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES

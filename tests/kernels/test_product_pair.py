@@ -11,7 +11,7 @@ import pytest
 import pallas_kernels as pk
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import Layout, ProductInputs
-from pallas_kernels.products.call import fastest_layout, launch_product
+from pallas_kernels.products.launches import fastest_layout, launch_product
 from pallas_kernels.products.pair import launch_pair
 from pallas_kernels.products.split import TILE, Split
 from tests.support.machines import HOPPER_MACHINES

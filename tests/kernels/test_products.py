@@ -9,7 +9,7 @@ import pytest
 
 import pallas_kernels as pk
 from pallas_kernels.language.target import BLACKWELL, HOPPER
-from pallas_kernels.products.call import fastest_layout
+from pallas_kernels.products.launches import fastest_layout
 from pallas_kernels.products.many.tiling import fastest_tiling
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES, MACHINES, no_gpu, requires_gpu

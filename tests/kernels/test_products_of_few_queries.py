@@ -20,7 +20,7 @@ from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language import target
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
-from pallas_kernels.products.call import fastest_layout, launch_few, launch_product, layout_of_heads
+from pallas_kernels.products.launches import fastest_layout, launch_few, launch_product, layout_of_heads
 from pallas_kernels.products.queries import AttentionHeads, IndexerHeads, QueryHeads
 from tests.support.cases import first_of
 from tests.support.kernel_cases import same_bytes

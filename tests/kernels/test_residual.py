@@ -11,7 +11,7 @@ import pytest
 
 import pallas_kernels as pk
 from pallas_kernels.language.target import BLACKWELL, HOPPER
-from pallas_kernels.products.call import fastest_layout
+from pallas_kernels.products.launches import fastest_layout
 from tests.support.cases import first_of
 from tests.support.machines import MACHINES
 from tests.support.product_cases import Product

@@ -87,7 +87,7 @@ def test_products_that_do_not_take_rounded_rows_say_so():
         (130, dataclasses.replace(case.form, block=(64, 128))),
     ):
         assert not pk.takes_rounded(weight.shape, form, rows)
-    with pytest.raises(ValueError, match="no kernel takes 64 rounded rows"):
+    with pytest.raises(ValueError, match="no kernel takes 64 rows of RoundedRows"):
         pk.product(x, weight, scales, case.form, simulate=True)
     with pytest.raises(AssertionError, match=r"\(2, 64\).*\(2, 128\)"):
         pk.product(dataclasses.replace(x, scales=x.scales[:, :64]), weight, scales, case.form, simulate=True)

@@ -13,7 +13,7 @@ import dsv4jax as d4
 from dsv4jax.layer.backend import OpBackends
 from dsv4jax.layer.kernels import base, products
 from pallas_kernels.language import target
-from pallas_kernels.products import call
+from pallas_kernels.products import launches
 from pallas_kernels.products.many import tiles as many
 from tests.support.driver import DEFAULT, ids, sequence
 from tests.support.machines import BACKENDS
@@ -74,10 +74,10 @@ def test_tiles_of_padding_reach_neither_the_output_nor_the_cache(backend, activa
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call, "needed_tiles", noted)
+        patch.setattr(launches, "needed_tiles", noted)
         some = run(*given)
         assert any(tiles)
-        patch.setattr(call, "needed_tiles", lambda *args: None)
+        patch.setattr(launches, "needed_tiles", lambda *args: None)
         jax.clear_caches()
         same(some, run(*given))
 

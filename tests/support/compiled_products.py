@@ -16,9 +16,9 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.weights.params import param_shapes
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.target import HOPPER
-from pallas_kernels.products.call import launch_tiles
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
+from pallas_kernels.products.launches import launch_tiles
 from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
 from pallas_kernels.products.many.tiling import Tiling, fastest_tiling, tiling_of_heads, tiling_of_key_heads
 from pallas_kernels.rounding import round_rows

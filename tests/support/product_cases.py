@@ -15,7 +15,7 @@ from jax import lax
 import pallas_kernels as pk
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.block import ProductInputs
-from pallas_kernels.products.call import fastest_layout, launch_many, launch_product
+from pallas_kernels.products.launches import fastest_layout, launch_many, launch_product
 from pallas_kernels.products.many.tiling import fastest_tiling
 from pallas_kernels.products.split import TILE, Split
 

@@ -63,7 +63,8 @@ class CacheUpdateKernels(Kernels):
     ) -> StoredTokens | None:
         """Run ``pk.token_step`` for one token of each request, else ``pk.token_parts`` and ``pk.append_chunk``."""
         plan, num_tokens = call.plan, products.positions.shape[1]
-        given, rounding = token_products(products, params, plan, call.kind), token_rounding(plan, dtype, encode=True)
+        given = token_products(products, params, plan, call.kind)
+        rounding = token_rounding(params, products, plan, dtype, encode=True)
         if not given.has_aligned_streams:
             return None
         call, given, params = self.without_derivative(CACHE_UPDATE, (call, given, params))

@@ -14,8 +14,8 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.call import Normed, TokenRows
 from dsv4jax.layer.indexer import head_factor
-from dsv4jax.layer.kernels.base import Kernels, of_chunk, register
-from dsv4jax.layer.ops import PROJECTIONS, InputProducts, TokenParts
+from dsv4jax.layer.kernels.base import Kernels, form_options, of_chunk, register
+from dsv4jax.layer.ops import PROJECTIONS, InputProducts, RowForm, TokenParts
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.tails import Streams
@@ -53,10 +53,12 @@ class ProjectionsKernels(Kernels):
         dtype: Any = jnp.float32,
         groups: int = 1,
         needed: jax.Array | None = None,
+        result: RowForm = "plain",
     ) -> Any:
-        options: dict[str, Any] = {"dtype": dtype, "needed": _rows(needed), "simulate": self.simulate}
-        if isinstance(x, pk.RoundedRows):
+        options = form_options(result, dtype) | {"needed": _rows(needed), "simulate": self.simulate}
+        if isinstance(x, pk.RoundedRows | pk.OperandRows):
             assert isinstance(weight, StoredWeight)
+            x = _flat(x)
             codes, scales = self.without_derivative(PROJECTIONS, (weight.codes, weight.scales))
             return pk.product(x, codes, scales, _form(weight, groups), **options)
         outputs, inputs = weight.shape
@@ -72,8 +74,13 @@ class ProjectionsKernels(Kernels):
         product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, **options)
         return product.reshape(*x.shape[:-1], outputs // groups)
 
-    def takes_rounded(self, weight: Weight, rows: int, groups: int = 1) -> bool:
-        return isinstance(weight, StoredWeight) and pk.takes_rounded(weight.shape, _form(weight, groups), rows)
+    def row_form(self, weight: Weight, rows: int, groups: int = 1) -> RowForm:
+        if not isinstance(weight, StoredWeight):
+            return "plain"
+        asked = weight.shape, _form(weight, groups), rows
+        if pk.takes_operand(*asked):
+            return "operand"
+        return "rounded" if pk.takes_rounded(*asked) else "plain"
 
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
         if isinstance(first, StoredWeight) or not isinstance(second, StoredWeight):
@@ -90,21 +97,20 @@ class ProjectionsKernels(Kernels):
 
     def linear_onto(self, residual: jax.Array, x: Any, weight: Weight, positions: jax.Array) -> jax.Array | None:
         rows, bf16 = positions.size, jnp.bfloat16
-        if not isinstance(weight, StoredWeight) or not isinstance(x, jax.Array) or rows > _FEW_ROWS:
+        if not isinstance(weight, StoredWeight) or isinstance(x, pk.RoundedRows) or rows > _FEW_ROWS:
             return None
-        if (
-            not residual.dtype == x.dtype == bf16
-            or pk.unsupported_product(weight.shape, _form(weight), rows) is not None
-        ):
+        if not residual.dtype == x.dtype == bf16:
+            return None
+        if pk.unsupported_product(weight.shape, _form(weight), rows) is not None:
             return None
         residual, x, weight = self.without_derivative(PROJECTIONS, (residual, x, weight))
         before = pk.Residual(rows=residual.reshape(rows, -1), positions=positions.reshape(rows))
-        arrays = x.reshape(rows, -1), weight.codes, weight.scales
+        arrays = _flat(x), weight.codes, weight.scales
         y = pk.product(*arrays, _form(weight), dtype=bf16, residual=before, simulate=self.simulate)
         return y.reshape(residual.shape)
 
     def queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | None:
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
@@ -113,7 +119,7 @@ class ProjectionsKernels(Kernels):
             return None
         latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
         queries = pk.product_of_queries(
-            latent.reshape(rows, -1),
+            _flat(latent),
             weight.codes,
             weight.scales,
             form,
@@ -125,7 +131,7 @@ class ProjectionsKernels(Kernels):
         return queries.reshape(*positions.shape, -1, dims[0])
 
     def key_queries(
-        self, latent: jax.Array, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> KeyRows | None:
         if not isinstance(weight, StoredWeight) or latent.dtype != jnp.bfloat16:
             return None
@@ -135,7 +141,7 @@ class ProjectionsKernels(Kernels):
             return None
         latent, weight = self.without_derivative(PROJECTIONS, (latent, weight))
         queries = pk.product_of_indexer_queries(
-            latent.reshape(rows, -1),
+            _flat(latent),
             weight.codes,
             weight.scales,
             form,
@@ -149,7 +155,7 @@ class ProjectionsKernels(Kernels):
 
     def query_pair(
         self,
-        latent: jax.Array,
+        latent: Any,
         weights: tuple[Weight, Weight],
         positions: jax.Array,
         freqs: np.ndarray,
@@ -165,7 +171,7 @@ class ProjectionsKernels(Kernels):
             return None
         latent, (first, second) = self.without_derivative(PROJECTIONS, (latent, (first, second)))
         queries = pk.product_of_both_queries(
-            latent.reshape(rows, -1),
+            _flat(latent),
             (first.codes, first.scales),
             (second.codes, second.scales),
             form,
@@ -187,7 +193,7 @@ class ProjectionsKernels(Kernels):
         products, params = self.without_derivative(PROJECTIONS, (products, params))
         entry, key = params.entry_pool, params.key_pool
         given = token_products(products, params, plan, kind)
-        rounding = token_rounding(plan, dtype, encode=encode)
+        rounding = token_rounding(params, products, plan, dtype, encode=encode)
         row_spec = plan.row_spec if encode else None
         options: dict[str, Any] = dict(reads_padding=of_chunk(products.positions >= 0) is None, simulate=self.simulate)
         parts = pk.token_parts(given, rounding, row_spec=row_spec, **options)
@@ -215,11 +221,16 @@ def token_products(
     )
 
 
-def token_rounding(plan: CachePlan, dtype: Any, *, encode: bool) -> pk.TokenRounding:
+def token_rounding(
+    params: AttentionParams, products: InputProducts, plan: CachePlan, dtype: Any, *, encode: bool
+) -> pk.TokenRounding:
     """Return how tokens of an x of ``dtype`` are rounded, and whether window rows are encoded."""
+    weights, rows = [params.q_b] + [params.index_q_b] * (params.index_q_b is not None), products.positions.size
+    takes_operand = all(isinstance(w, StoredWeight) and pk.takes_operand(w.shape, _form(w), rows) for w in weights)
     return pk.TokenRounding(
         eps=plan.cfg.norm_eps,
         latent_dtype=dtype,
+        latent_is_operand=dtype == jnp.bfloat16 and takes_operand,
         stream_dtype=plan.tail_dtype,
         head_factor=head_factor(plan),
         kv_format=plan.kv_format if encode else None,
@@ -239,6 +250,11 @@ def _rows(needed: jax.Array | None) -> jax.Array | None:
     """Do what ``of_chunk`` does, for rows of a product."""
     needed = of_chunk(needed)
     return None if needed is None else needed.reshape(-1)
+
+
+def _flat(rows: Any) -> Any:
+    """Return rows [..., width] as rows [M, width]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), rows)
 
 
 def _query_form(weight: StoredWeight, plan: CachePlan) -> pk.QueryForm:

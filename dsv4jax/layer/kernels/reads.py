@@ -12,12 +12,13 @@ import pallas_kernels as pk
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register
+from dsv4jax.layer.kernels.base import Kernels, form_options, layer_number, of_chunk, register
 from dsv4jax.layer.ops import (
     DECODE_ATTENTION,
     INDEXER_SCORES,
     TOP_K,
     AttentionInputs,
+    RowForm,
 )
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles
@@ -92,7 +93,7 @@ class DecodeAttentionKernels(Kernels):
     tile_bytes = 1 << 30
     gathers_picks = False
     rounds_queries = True
-    rounds_output = True
+    writes_forms = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         del kind
@@ -117,8 +118,13 @@ class DecodeAttentionKernels(Kernels):
         return pk.attention_queries(product, packed_angles(positions, freqs), eps=plan.cfg.norm_eps, **options)
 
     def attend(
-        self, inputs: AttentionInputs, freqs: np.ndarray, dtype: Any, needed: jax.Array | None = None
-    ) -> jax.Array | pk.RoundedRows:
+        self,
+        inputs: AttentionInputs,
+        freqs: np.ndarray,
+        dtype: Any,
+        needed: jax.Array | None = None,
+        form: RowForm = "plain",
+    ) -> Any:
         inputs = self.without_derivative(DECODE_ATTENTION, inputs)
         window, entries = inputs.window, inputs.entries
         given = pk.AttentionInputs(
@@ -138,7 +144,8 @@ class DecodeAttentionKernels(Kernels):
             layer=layer_number(window.index),
             needed=of_chunk(needed),
         )
-        return self.kernels.decode_attention(given, kv_format=window.plan.kv_format, dtype=dtype, **self.options)
+        options = form_options(form, dtype) | self.options
+        return self.kernels.decode_attention(given, kv_format=window.plan.kv_format, **options)
 
 
 register(INDEXER_SCORES, IndexerScoresKernels)

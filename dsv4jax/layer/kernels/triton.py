@@ -159,7 +159,7 @@ class TritonTopK(_OnTriton, TopKKernels):
 class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
     """Attention. XLA makes the queries."""
 
-    rounds_output = False
+    writes_forms = False
 
     def queries(
         self,

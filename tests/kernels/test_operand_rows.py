@@ -1,0 +1,207 @@
+"""Operand rows: attention and products write what ``OperandRows.of`` makes of their results, and products take them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels.attention import sm90
+from pallas_kernels.attention.call import decode_attention
+from pallas_kernels.language.target import HOPPER, gpu_or_first
+from pallas_kernels.operand_rows import OperandRows
+from tests.kernels.test_both_queries import Both
+from tests.kernels.test_products_of_few_queries import Queries
+from tests.kernels.test_token_parts import SIZES
+from tests.kernels.test_token_step import make_products, make_tokens, rounding_of
+from tests.support.attention_cases import ONE_BLOCK, Case, make
+from tests.support.cases import first_of
+from tests.support.kernel_cases import FLASH, csa, make_batch, make_stack, same_bytes
+from tests.support.machines import HOPPER_MACHINES, MACHINES
+from tests.support.product_cases import Product
+
+machines = pytest.mark.parametrize("simulate", MACHINES)
+
+
+def assert_same(found: Any, want: OperandRows) -> None:
+    assert isinstance(found, OperandRows)
+    np.testing.assert_array_equal(found.values, want.values)
+
+
+def test_each_segment_is_permuted_as_documented():
+    x = jnp.arange(2 * 192, dtype=jnp.float32).reshape(2, 192).astype(jnp.bfloat16)
+    rows = OperandRows.of(x)
+    pairs, stored = (np.asarray(a).reshape(2, 3, 32, 2) for a in (x, rows.values))
+    for quarter in range(4):
+        for pair in range(8):
+            np.testing.assert_array_equal(stored[:, :, 4 * pair + quarter], pairs[:, :, 8 * quarter + pair])
+    np.testing.assert_array_equal(rows.in_order(), x)
+    with pytest.raises(ValueError, match="multiple of 64 numbers, got 96"):
+        OperandRows.of(x[:, :96])
+
+
+# Rows that are copied chunk by chunk and rows that are stored first; rows that are not there; groups; parts of the
+# inputs in several blocks; several parts of a block, in segments.
+TAKEN = [
+    Product(rows=64, outputs=192, inputs=384),
+    Product(rows=9, outputs=128, inputs=2048),
+    Product(rows=57, outputs=64, inputs=512, groups=2),
+    Product(rows=40, outputs=64, inputs=2048, block=(32, 64)),
+    Product(rows=30, outputs=192, inputs=2048, parts=(2, 2), tiles=2),
+]
+
+
+@machines
+@pytest.mark.parametrize("case", first_of(TAKEN, count=5), ids=str)
+def test_products_of_operand_rows_have_the_same_bits(case, simulate):
+    assert pk.takes_operand((case.groups * case.outputs, case.inputs), case.form, case.rows)
+    gpu = HOPPER if simulate else gpu_or_first()
+    found = case.run(OperandRows.of(case.x), simulate=simulate, gpu=gpu)
+    np.testing.assert_array_equal(found, case.run(simulate=simulate, gpu=gpu))
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+@pytest.mark.parametrize(
+    "case",
+    first_of(
+        [
+            Both(rows=64, heads=1, inputs=512),
+            Both(rows=9, heads=2, inputs=256, key_format="nvfp4"),
+            Queries(rows=20, heads=2, inputs=256),
+            Queries(rows=64, heads=1, inputs=384, dim=128, key_format="mxfp4"),
+        ],
+        count=4,
+    ),
+    ids=str,
+)
+def test_queries_of_operand_rows_have_the_same_bits(case, simulate):
+    x = (case.alone[0] if isinstance(case, Both) else case).product.x
+
+    def queries(x: Any) -> list[np.ndarray]:
+        found = case.run(x, simulate=simulate)
+        return found[0] if isinstance(found, tuple) else found
+
+    for found, want in zip(queries(OperandRows.of(x)), queries(x), strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
+@machines
+@pytest.mark.parametrize(
+    "case",
+    first_of(
+        [
+            Product(rows=1, outputs=128, inputs=256),
+            Product(rows=13, outputs=192, inputs=640, groups=2),
+            Product(rows=64, outputs=64, inputs=2048),
+            Product(rows=9, outputs=128, inputs=512, block=None),
+            Product(rows=20, outputs=128, inputs=256, activations="fp8"),
+        ],
+        count=5,
+    ),
+    ids=str,
+)
+def test_products_write_operand_rows(case, simulate):
+    weight, scales = case.weight
+
+    def run(x: jax.Array, *, is_operand: bool) -> Any:
+        options: dict[str, Any] = dict(dtype=jnp.bfloat16, is_operand=is_operand, simulate=simulate)
+        return pk.product(x, weight, scales, case.form, **options)
+
+    run = jax.jit(run, static_argnames="is_operand")
+    assert_same(run(case.x, is_operand=True), OperandRows.of(run(case.x, is_operand=False)))
+
+
+def test_what_has_no_kernel_says_so():
+    case = Product(rows=64, outputs=128, inputs=512)
+    weight, scales = case.weight
+    x = OperandRows.of(case.x)
+    for rows, form in (
+        (65, case.form),
+        (64, pk.WeightForm(block=(128, 128), activations="fp8")),
+        (64, pk.WeightForm()),
+    ):
+        assert pk.takes_operand(weight.shape, case.form, 64)
+        assert not pk.takes_operand(weight.shape, form, rows)
+    rounded = pk.WeightForm(block=(128, 128), activations="fp8")
+    with pytest.raises(ValueError, match="no kernel takes 64 rows of OperandRows"):
+        pk.product(x, weight, scales, rounded, simulate=True)
+    wide = OperandRows(values=x.values.astype(jnp.float32))
+    with pytest.raises(AssertionError, match="float32"):
+        pk.product(wide, weight, scales, case.form, simulate=True)
+    with pytest.raises(ValueError, match=r"operand rows are at most 64 of bf16 .*, got 64 of float32"):
+        pk.product(x, weight, scales, case.form, is_operand=True, simulate=True)
+    inputs, _ = make(Case(lengths=(5,), entries=None))
+    with pytest.raises(ValueError, match="operand rows are bfloat16, got float32"):
+        pk.decode_attention(inputs, kv_format="fp8_row", dtype=jnp.float32, is_operand=True, simulate=True)
+    products = SIZES["swa"].draw(jnp.float32)
+    rounding = pk.TokenRounding(eps=1e-6, latent_dtype=jnp.float32, latent_is_operand=True)
+    with pytest.raises(ValueError, match="operand rows are bfloat16, got latent_dtype float32"):
+        pk.token_parts(products, rounding, simulate=True)
+
+
+@machines
+@pytest.mark.parametrize(
+    "case",
+    first_of(
+        [
+            # Queries that are padding; blocks that store several segments of a head, or half of one.
+            Case(lengths=(300, -1), layout=sm90.Layout(cluster=2)),
+            Case(lengths=(5, -1), tokens=4, entries=None, n_win=64, heads=128, layout=ONE_BLOCK),
+            Case(lengths=(700,), layout=sm90.Layout(cluster=4)),
+            Case(lengths=(900,), layout=sm90.Layout(cluster=8)),
+            Case(lengths=(5, -1), tokens=3, entries=None),
+        ],
+        count=5,
+    ),
+    ids=["two blocks", "one block", "four blocks", "eight blocks", "few queries"],
+)
+def test_attention_writes_operand_rows(case, simulate):
+    inputs, _ = make(case)
+
+    def attend(inputs: pk.AttentionInputs, *, is_operand: bool) -> Any:
+        options: dict[str, Any] = dict(is_operand=is_operand, layout=case.layout, simulate=simulate)
+        return decode_attention(inputs, kv_format=case.kv_format, dtype=jnp.bfloat16, **options)
+
+    attend = jax.jit(attend, static_argnames="is_operand")
+    in_order = attend(inputs, is_operand=False)
+    assert np.isfinite(np.asarray(in_order, np.float32)).all()
+    queries = in_order.shape[0] * in_order.shape[1]
+    assert_same(attend(inputs, is_operand=True), OperandRows.of(in_order.reshape(queries, -1)))
+
+
+@machines
+@pytest.mark.parametrize("size", [SIZES[name] for name in ("csa", "hca")], ids=["csa", "hca"])
+def test_latents_are_operand_rows(size, simulate):
+    products = size.draw(jnp.bfloat16)
+
+    def run(products: pk.TokenProducts, *, is_operand: bool) -> Any:
+        rounding = pk.TokenRounding(eps=1e-6, latent_is_operand=is_operand)
+        return pk.token_parts(products, rounding, simulate=simulate).latent
+
+    run = jax.jit(run, static_argnames="is_operand")
+    assert_same(run(products, is_operand=True), OperandRows.of(run(products, is_operand=False)))
+
+
+@machines
+@pytest.mark.parametrize("case", [csa(1, "fp8_row", "mxfp4", requests=13)], ids=str)
+def test_latents_of_a_step_are_operand_rows(case, simulate):
+    case = dataclasses.replace(case, cfg=FLASH, max_context=512)
+    batch = make_batch(case)
+    products = make_products(case, batch, jnp.bfloat16)
+    stack, tokens = make_stack(case, batch), make_tokens(case, batch, products)
+    options: dict[str, Any] = dict(key_format=case.indexer_format, ratio=case.ratio, simulate=simulate)
+
+    def run(stack: Any, products: pk.TokenProducts, tokens: pk.NewTokens, *, is_operand: bool) -> Any:
+        rounding = dataclasses.replace(rounding_of(case, jnp.bfloat16), latent_is_operand=is_operand)
+        return pk.token_step(stack, tokens, products, rounding, **options)
+
+    run = jax.jit(run, static_argnames="is_operand")
+    (found, parts), (want, plain) = (run(stack, products, tokens, is_operand=is_it) for is_it in (True, False))
+    assert_same(parts.latent, OperandRows.of(plain.latent))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        same_bytes("cache", np.asarray(one), np.asarray(other))
