@@ -33,6 +33,7 @@ from pallas_kernels.products.weights import (
 _MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
 # The same where x is copied chunk by chunk too, by so many warpgroups: as measured on an H200 with 64 rows.
 _STREAMED = {1: 4, 2: 4, 3: 3, 4: 3, 5: 3}
+_STREAMED_OPERAND = 32  # operand rows from which they are copied chunk by chunk
 _LEAST_STAGES = 3
 _EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 _ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
@@ -130,17 +131,17 @@ class Layout:
                     return chunks, stages
         raise AssertionError("a chunk and a few stages always fit")
 
-    def should_stream(self, most_warpgroups: int) -> bool:
+    def should_stream(self, most_warpgroups: int, *, is_operand: bool = False) -> bool:
         """Return whether x should be copied chunk by chunk, which so many warpgroups can do.
 
-        As measured on an H200 this is faster with 64 rows, and with fewer where not all of x fits.
+        As measured on an H200 this is faster with 64 rows, with 32 operand rows, and where not all of x fits.
         """
         split = self.split
         if self.form.activations != "bf16" or split.parts > 1 or split.warpgroups > most_warpgroups:
             return False
         other = dataclasses.replace(self, streams=True)
         fits = other.grid.shared_bytes + SCRATCH_BYTES <= self.gpu.shared_bytes
-        return (self.columns == ROWS or self.segment < split.chunks) and fits
+        return (self.columns >= (_STREAMED_OPERAND if is_operand else ROWS) or self.segment < split.chunks) and fits
 
     @property
     def segment(self) -> int:

@@ -54,8 +54,12 @@ def launch_product(
 
 def launch_few(layout: Layout, inputs: ProductInputs, state: Any, *, simulate: bool) -> Any:
     """Launch the kernel of few rows for results like ``state``."""
+    kernel = _KERNELS[layout.gpu.architecture]
+    if isinstance(inputs.x, OperandRows):
+        streams = layout.streams or layout.should_stream(kernel.STREAMED_WARPGROUPS, is_operand=True)
+        layout = dataclasses.replace(layout, streams=streams)
     return launch(
-        functools.partial(_KERNELS[layout.gpu.architecture].body, layout=layout),
+        functools.partial(kernel.body, layout=layout),
         name="product" if layout.heads is None else "product_of_queries",
         grid=layout.grid,
         inputs=inputs,

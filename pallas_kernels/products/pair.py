@@ -19,7 +19,7 @@ from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import negate
 from pallas_kernels.products import sm90
 from pallas_kernels.products.block import Layout, ProductInputs
-from pallas_kernels.products.split import CLUSTER_BYTES, TILE, Split
+from pallas_kernels.products.split import CLUSTER_BYTES, MORE_CLUSTERS, TILE, Split
 from pallas_kernels.products.weights import CHUNK_BYTES
 
 _SM_BYTES = 227 << 10  # shared memory of a multiprocessor that its blocks divide
@@ -40,7 +40,7 @@ def _run_at_once(layouts: tuple[Layout, ...]) -> bool:
     gpu, cluster = layouts[0].gpu, layouts[0].split.cluster
     shared = max(one.grid.shared_bytes for one in layouts) + _RESERVED
     together = min(_MOST_TOGETHER, _SM_BYTES // shared)
-    room = gpu.multiprocessors if cluster == 1 else gpu.clusters[cluster]
+    room = gpu.multiprocessors if cluster == 1 else gpu.clusters[cluster] + MORE_CLUSTERS.get(cluster, 0)
     return sum(one.grid.blocks[0] for one in layouts) <= room * together
 
 

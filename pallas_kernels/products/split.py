@@ -19,7 +19,7 @@ _CHUNK_BYTES = 128  # of an output, and as many of x for each row
 CLUSTER_BYTES = {1: 0, 2: 24 << 10, 4: 48 << 10, 8: 72 << 10}  # what a cluster takes, as much as reading so many bytes
 # Clusters that an H200 ran at once beyond those that every one runs (``GPU.clusters``). A card that lacks them runs
 # them after the others.
-_MORE_CLUSTERS = {8: 1}
+MORE_CLUSTERS = {8: 1}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def fastest_split(tiles: int, groups: int, chunks: int, columns: int, most_warpg
     def cost(split: Split, columns: int) -> int:
         room = gpu.multiprocessors
         if split.cluster > 1:
-            room = gpu.clusters[split.cluster] + _MORE_CLUSTERS.get(split.cluster, 0)
+            room = gpu.clusters[split.cluster] + MORE_CLUSTERS.get(split.cluster, 0)
         waves = -(-split.blocks * groups // room)
         read = split.parts * split.chunks * _CHUNK_BYTES * (split.tiles * TILE + columns)
         return waves * read + CLUSTER_BYTES[split.cluster]
