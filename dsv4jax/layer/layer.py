@@ -83,8 +83,8 @@ def attention_layer(
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
       model_axis: inside ``jax.shard_map``, the mesh axis over which heads are split: params are those of one shard
         (``params_specs``), and y is summed over all.
-      residual: rows like x to which y is added. The result is that of ``residual + y``, but in decode the kernel that
-        makes y adds it.
+      residual: rows like x to which y is added. The result is that of ``residual + y``, but where weights are stored as
+        FP8 the kernel that makes y adds it: in chunks in place, if the residual is not used again.
 
     Returns:
       (y in x's dtype [B, T, hidden], 0 past num_new, plus the residual; the updated cache, its lengths not yet

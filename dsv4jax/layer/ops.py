@@ -89,7 +89,8 @@ class Projections(Implementation, Protocol):
     def linear_onto(self, residual: jax.Array, x: Any, weight: Weight, positions: jax.Array) -> jax.Array | None:
         """Add what ``linear`` gives for x to a residual [B, T, out] in its dtype; on padding nothing is added.
 
-        None where this is not one kernel. Positions int32 [B, T] are below 0 on padding.
+        Of many tokens, this is done in place if nobody uses the residual afterwards. None where this is not one kernel.
+        Positions int32 [B, T] are below 0 on padding.
         """
         ...
 

@@ -107,8 +107,8 @@ def product(
       is_operand: give operand rows, of bf16. Up to 64 rows, and without a residual.
       needed: bool [M], rows whose product anyone reads; None for all. Products of others may be anything, NaN too: of
         many rows, tiles without a needed row are left out.
-      residual: rows that the product is added to, after it was rounded to bf16 itself. For at most 64 rows of bf16, and
-        a result of it.
+      residual: rows that the product is added to, after it was rounded to bf16 itself, for a result of bf16. Of more
+        than 64 rows, for FP8 weights, in place if the caller's jit donates them or does not use them again.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -136,6 +136,8 @@ def product(
         launch_rows = functools.partial(launch_product, layout, inputs, is_operand=is_operand)
     else:
         tiling = fastest_tiling(rows, outputs // form.groups, width_of_group, form, gpu)
+        if residual is not None and form.block is None:
+            raise ValueError(f"more than {ROWS} rows are added to a residual by products with FP8 weights")
         launch_rows = functools.partial(launch_many, tiling, inputs, needed=needed)
         if dtype == jnp.float8_e4m3fn and tiling.is_rounded and tiling.parts == 1:
             return launch_rows(dtype, simulate=simulate)

@@ -99,6 +99,8 @@ def launch_many(
 ) -> Any:
     """Launch the kernel of many rows with a tiling, after rounding x where the form asks for it.
 
+    The product is added to ``inputs.residual`` in place, if there is one.
+
     ``key_row``, in place of a dtype, is for queries of the indexer: a pytree ``codes scale`` of
     ``jax.ShapeDtypeStruct``, one encoded row. ``needed`` are rows, as for ``product``.
     """
@@ -112,21 +114,30 @@ def launch_many(
         weight=inputs.weight,
         scales=inputs.scales,
         angles=inputs.angles,
+        positions=None if inputs.residual is None else inputs.residual.positions,
         needed=None if tiling.parts > 1 else needed_tiles(needed, tiling.tile_rows, tiling.output_tiles),
     )
-    return launch_tiles(tiling, many, dtype, key_row, simulate=simulate)
+    rows = None if inputs.residual is None else inputs.residual.rows
+    return launch_tiles(tiling, many, dtype, key_row, onto=rows, simulate=simulate)
 
 
 def launch_tiles(
-    tiling: Tiling, inputs: ManyInputs, dtype: Any = None, key_row: Any = None, *, simulate: bool = False
+    tiling: Tiling,
+    inputs: ManyInputs,
+    dtype: Any = None,
+    key_row: Any = None,
+    *,
+    onto: jax.Array | None = None,
+    simulate: bool = False,
 ) -> Any:
-    """Launch the kernel of many rows."""
+    """Launch the kernel of many rows. With positions in its inputs, the product is added to ``onto`` in place."""
     outputs = inputs.weight.shape[0]
     if tiling.key_heads is None:
         name = "product_of_many" if tiling.heads is None else "product_of_queries"
         is_rounded = dtype == jnp.float8_e4m3fn
         shape = tiling.rows, outputs
         state: Any = RoundedRows.shapes(*shape) if is_rounded else jax.ShapeDtypeStruct(shape, dtype)
+        state = state if onto is None else onto
     else:
         name, heads = "product_of_indexer_queries", outputs // keys.DIM
         state = jax.tree.map(

@@ -1,8 +1,13 @@
-"""What a product of few rows is added to: rows of bf16, of which each lane loads what it will store."""
+"""What a product is added to: rows of bf16, of which each lane loads what it will store.
+
+A product of few rows has another array as its result. That of many rows is added in place, so that the tiles of padding
+need not be computed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -11,7 +16,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
-from pallas_kernels.products.split import ROWS
 from pallas_kernels.rows import through_bf16
 
 
@@ -47,8 +51,8 @@ class Residual:
 
 def check_residual(residual: Residual, shape: tuple[int, int], dtype: Any) -> None:
     """Raise an error if this is no residual of a product of such a shape and dtype."""
-    if shape[0] > ROWS or dtype != jnp.bfloat16:
-        raise ValueError(f"a residual is for at most {ROWS} rows of bf16, got {shape[0]} of {jnp.dtype(dtype)}")
+    if dtype != jnp.bfloat16:
+        raise ValueError(f"a residual is for a product of bf16, got {jnp.dtype(dtype)}")
     chex.assert_shape([residual.rows, residual.positions], [shape, shape[:1]])
     chex.assert_type([residual.rows, residual.positions], [jnp.bfloat16, jnp.int32])
 
@@ -64,3 +68,47 @@ class LoadedResidual:
         """Add a product, after rounding it to bf16, as a sum of two arrays of bf16 does."""
         rounded = [select(self.is_real, value, 0.0) for value in through_bf16(product)]
         return [one + other for one, other in zip(self.values, rounded, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Onto:
+    """Rows that a product of many rows is stored to, or added to if there are positions."""
+
+    rows: Buffer
+    positions: Buffer | None  # int32 [M], below 0 on padding, which stays as it is
+
+    def store(self, places: Sequence[Words]) -> None:
+        """Store what a lane has for several places. What it is added to is loaded together."""
+        if self.positions is None:
+            for place in places:
+                self.rows.store_words(place.words, place.row, place.output, where=place.where)
+            return
+        rows = {id(place.row): place for place in places}
+        positions = {
+            key: self.positions.load_int(place.row, where=place.where, otherwise=-1) for key, place in rows.items()
+        }
+        there = [positions[id(place.row)] >= 0 for place in places]
+        before = [
+            self.rows.load_words(place.row, place.output, count=2 * len(place.words), where=where)
+            for place, where in zip(places, there, strict=True)
+        ]
+        for place, where, old in zip(places, there, before, strict=True):
+            pairs = [[_halves(word) for word in words] for words in (place.words, old)]
+            machine = place.row.machine
+            added = [machine.to_bf16(a + c, b + d) for (a, b), (c, d) in zip(*pairs, strict=True)]
+            self.rows.store_words(added, place.row, place.output, where=where)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Words:
+    """Adjacent outputs of a row of a product, as words of bf16."""
+
+    words: list[Value]
+    row: Value
+    output: Value  # the first of them
+    where: Condition  # whether the row and the outputs exist
+
+
+def _halves(word: Value) -> tuple[Value, Value]:
+    machine = word.machine
+    return machine.from_bits(word << 16), machine.from_bits(word & -65536)

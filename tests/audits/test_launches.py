@@ -12,6 +12,8 @@ BESIDES_STORED_PRODUCTS = {"swa": 2, "csa": 4, "hca": 2}
 # A draft keeps the parts of its tokens, which another launch makes. What is staged is stored by one more; SWA stages no
 # entries.
 BESIDES_PRODUCTS_OF_DRAFTS = {"swa": 5, "csa": 9, "hca": 6}
+# A chunk updates the tails, and after attention the window. Products make the sum.
+BESIDES_PRODUCTS_OF_CHUNKS = {"swa": 4, "csa": 9, "hca": 6}
 # The grants of prepare_forward and of layers, angles, advance.
 ONCE = 8
 
@@ -32,6 +34,15 @@ def test_products_with_stored_weights_make_the_queries():
     assert report.pop("all kinds")["once"] <= ONCE
     for kind, found in report.items():
         assert found["layer"] - found["products"] == BESIDES_STORED_PRODUCTS[kind], kind
+
+
+@pytest.mark.slow
+def test_a_chunk_adds_its_output_in_place():
+    """No launch of a layer adds to the residual or copies it."""
+    report = report_of("tests.support.step_launches", "h200", "--weights", "stored", "--batch", "1", "--tokens", "4096")
+    report.pop("all kinds")
+    for kind, found in report.items():
+        assert found["layer"] - found["products"] == BESIDES_PRODUCTS_OF_CHUNKS[kind], kind
 
 
 @pytest.mark.slow

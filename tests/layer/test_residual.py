@@ -22,10 +22,12 @@ CFG = d4.DSV4Config(
 
 @pytest.mark.parametrize("backend", ["xla", *BACKENDS])
 @pytest.mark.parametrize(
-    ("weights", "num_new"), [("stored", (1, 0, 1)), ("stored", (3, 1, 0)), ("wide", (1, 0, 1))], ids=str
+    ("weights", "num_new"),
+    [("stored", (1, 0, 1)), ("stored", (3, 1, 0)), ("stored", (30, 1, 0)), ("wide", (1, 0, 1))],
+    ids=str,
 )
 def test_a_residual_is_added(weights, num_new, backend, monkeypatch):
-    """Byte for byte, on padding too; in decode with stored weights by the kernel of the last product."""
+    """Byte for byte, on padding too; with stored weights by the kernel of the last product."""
     slots, tokens = ids(2, 0, 1), max(num_new)
     params = d4.init_attention_params(jax.random.key(0), CFG, 0, jnp.bfloat16, weights=weights)
     x, residual = (
@@ -49,7 +51,7 @@ def test_a_residual_is_added(weights, num_new, backend, monkeypatch):
 
     jax.clear_caches()  # what was traced before is not noted
     got, of_got = jax.jit(run)(x, residual)
-    assert any(added) == (backend != "xla" and weights == "stored" and tokens * 3 <= 64)
+    assert any(added) == (backend != "xla" and weights == "stored")
 
     # Added under the same jit: between an XLA product and a sum XLA may leave out that y is rounded to bf16.
     def in_two(x: jax.Array, residual: jax.Array) -> Any:

@@ -16,6 +16,7 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.weights.params import param_shapes
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.target import HOPPER
+from pallas_kernels.operand_rows import OperandRows
 from pallas_kernels.products.heads import Heads
 from pallas_kernels.products.keys import KeyHeads
 from pallas_kernels.products.launches import launch_tiles
@@ -76,6 +77,16 @@ def _multiplications(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Kernel]:
                 function = functools.partial(multiply, form)
                 title = f"product {name} {activations} [{rows}]"
                 yield Kernel(name=title, function=function, args=(x, *weight), rows=None, reads_only=True)
+        outputs, inputs, groups = shapes["o_a"]
+        operand, weight = OperandRows.shapes(rows, groups * inputs), Spec((outputs, inputs), jnp.float8_e4m3fn)
+
+        def in_order_of_operands(x: Any, weight: Any, scales: Any, groups: int = groups) -> Any:
+            form = pk.WeightForm(block=(128, 128), groups=groups)
+            return pk.product(x, weight, scales, form, dtype=jnp.bfloat16, is_operand=True)
+
+        args = operand, weight, Spec((outputs // 128, inputs // 128), jnp.float8_e8m0fnu)
+        title = f"product o_a of operand rows [{rows}]"
+        yield Kernel(name=title, function=in_order_of_operands, args=args, rows=None, reads_only=True)
         outputs, inputs, _ = shapes["o_b"]
 
         def add(residual: Any, x: Any, weight: Any, scales: Any) -> Any:
@@ -188,6 +199,10 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
         )
         title = f"product_of_many {name} {activations} [{rows}]"
         yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
+        if name == "o_b" and rows == all_rows[-1]:
+            onto = functools.partial(_launch_onto, tiling)
+            given = Spec((rows, outputs), jnp.bfloat16), dataclasses.replace(args, positions=Spec((rows,), jnp.int32))
+            yield Kernel(name=f"{title}, onto rows", function=onto, args=given, rows=None)
         if is_rounded and name == "o_a" and tiling.parts == 1:
             function = functools.partial(launch_tiles, tiling, dtype=jnp.float8_e4m3fn)
             title += ", rounded"
@@ -224,6 +239,10 @@ def _multiplications_of_many(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Ker
         yield Kernel(name=title, function=function, args=(args,), rows=None, reads_only=True)
     x = Spec((all_rows[-1], cfg.hidden_size), jnp.bfloat16)
     yield Kernel(name="round_rows", function=round_rows, args=(x,), rows=None, reads_only=True)
+
+
+def _launch_onto(tiling: Tiling, rows: Any, inputs: ManyInputs) -> Any:
+    return launch_tiles(tiling, inputs, jnp.bfloat16, onto=rows)
 
 
 def _needed(tiling: Tiling) -> Any:

@@ -97,16 +97,17 @@ class ProjectionsKernels(Kernels):
 
     def linear_onto(self, residual: jax.Array, x: Any, weight: Weight, positions: jax.Array) -> jax.Array | None:
         rows, bf16 = positions.size, jnp.bfloat16
-        if not isinstance(weight, StoredWeight) or isinstance(x, pk.RoundedRows) or rows > _FEW_ROWS:
+        if not isinstance(weight, StoredWeight) or residual.dtype != bf16:
             return None
-        if not residual.dtype == x.dtype == bf16:
+        if not isinstance(x, pk.RoundedRows) and x.dtype != bf16:
             return None
         if pk.unsupported_product(weight.shape, _form(weight), rows) is not None:
             return None
         residual, x, weight = self.without_derivative(PROJECTIONS, (residual, x, weight))
         before = pk.Residual(rows=residual.reshape(rows, -1), positions=positions.reshape(rows))
         arrays = _flat(x), weight.codes, weight.scales
-        y = pk.product(*arrays, _form(weight), dtype=bf16, residual=before, simulate=self.simulate)
+        options: dict[str, Any] = dict(dtype=bf16, needed=_rows(positions >= 0), simulate=self.simulate)
+        y = pk.product(*arrays, _form(weight), residual=before, **options)
         return y.reshape(residual.shape)
 
     def queries(

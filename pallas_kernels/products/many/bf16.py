@@ -19,12 +19,14 @@ from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import Condition, Index, Value, select
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile, warp_rows
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
+from pallas_kernels.products.residual import Onto, Words
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
 CHUNK_CODES = CHUNK_BYTES // 2
 _OPERAND_WORDS = 8  # of half a chunk
 _WAITING_ROWS = 128  # of a tile, up to which the products with a chunk are waited for, as measured on an H200
 _HALVES, _HALF_INPUTS = 2, 32
+_AT_ONCE = 32  # sums that a lane adds to rows together
 _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
 
@@ -112,10 +114,11 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
             ring.leave(begin + (tiling.chunks - 1))
         return sums, following
 
-    for_each_tile(turns, ring, arena, scales_of, sums_of, functools.partial(store_sums, turns, out))
+    store = functools.partial(store_sums, turns, Onto(out, inputs.positions))
+    for_each_tile(turns, ring, arena, scales_of, sums_of, store)
 
 
-def store_sums(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums: list[Value]) -> None:
+def store_sums(turns: Turns, onto: Onto, turn: Value, first: Value | int, sums: list[Value]) -> None:
     """Store fours [outputs, rows of x], the first of which is number ``first`` of the tile.
 
     Every store writes whole sectors of 32 bytes.
@@ -128,7 +131,7 @@ def store_sums(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums:
     # A warp's 16 outputs exist, or none of them does.
     exists: Condition = True if tiling.outputs % tiling.tile_outputs == 0 else output < all_outputs
     column = lane % 4 * 2 + turns.row(place) + first * 8
-    if out.dtype.itemsize == 4:
+    if (out := onto.rows).dtype.itemsize == 4:
         for n, value in enumerate(sums):
             row = column + (n // 4 * 8 + n % 2)
             of_output = output + lane // 4 + n // 2 % 2 * 8
@@ -138,11 +141,14 @@ def store_sums(turns: Turns, out: Buffer, turn: Value, first: Value | int, sums:
     is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
     row = column + lane // 4 % 2
     of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
-    for n in range(0, len(sums), 4):
-        low, high = (
-            machine.to_bf16(*swapped(machine, is_odd, (sums[n + 2 * half], sums[n + 2 * half + 1]), 4))
-            for half in range(2)
-        )
-        words = swapped(machine, is_upper, (low, high), 8)
-        at = row + n // 4 * 8
-        out.store_words(list(words), at, of_output, where=exists if is_whole else exists & (at < rows))
+    for start in range(0, len(sums), _AT_ONCE):
+        places = []
+        for n in range(start, min(start + _AT_ONCE, len(sums)), 4):
+            low, high = (
+                machine.to_bf16(*swapped(machine, is_odd, (sums[n + 2 * half], sums[n + 2 * half + 1]), 4))
+                for half in range(2)
+            )
+            words = swapped(machine, is_upper, (low, high), 8)
+            at = row + n // 4 * 8
+            places.append(Words(list(words), at, of_output, exists if is_whole else exists & (at < rows)))
+        onto.store(places)

@@ -22,10 +22,12 @@ from pallas_kernels.products import keys
 from pallas_kernels.products.heads import Angles, Squares
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Place, Tiling
+from pallas_kernels.products.residual import Onto, Words
 from pallas_kernels.products.weights import scale_of
 from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 
 _ROWS = 64  # of a warpgroup
+_AT_ONCE = 16  # words that a lane adds to rows together
 
 
 def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) -> None:
@@ -106,7 +108,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_outputs // 2)
         return machine.loop(tiling.chunks, one, (zeros, of_first))
 
-    store = functools.partial(_store, turns, out)
+    store = functools.partial(_store, turns, out, inputs.positions)
     if tiling.heads is not None:
         squares = Squares.take(machine, tiling.neighbours, tiling.tile_rows, WARPGROUPS)
         store = functools.partial(_store_queries, turns, inputs.angles, squares, out)
@@ -115,7 +117,9 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
     for_each_tile(turns, ring, arena, lambda chunk: keys.packed(scales_of(chunk)), sums_of, store)
 
 
-def _store(turns: Turns, out: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
+def _store(
+    turns: Turns, out: Any, positions: Buffer | None, turn: Value, first: Value | int, sums: list[Value]
+) -> None:
     """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
     machine, place = turns.machine, turns.place(turn)
     output = place.output + first * 8
@@ -128,7 +132,7 @@ def _store(turns: Turns, out: Any, turn: Value, first: Value | int, sums: list[V
             for n, pair in enumerate(pairs):
                 out.store_floats(pair, at, output + machine.thread % 4 * 2 + n * 8, where=where)
         else:
-            _store_words(machine, out, at, output, [machine.to_bf16(*pair) for pair in pairs], where)
+            _store_words(Onto(out, positions), at, output, [machine.to_bf16(*pair) for pair in pairs], where)
 
 
 def _store_queries(
@@ -150,7 +154,7 @@ def _store_queries(
         inverse_rms = machine.inverse_sqrt(total * (1 / heads.dim) + heads.eps)
         normed = [[value * inverse_rms for value in pair] for pair in pairs]
         words = [machine.to_f16(*rope.rotate(half, n, pair)) for n, pair in enumerate(normed)]
-        _store_words(machine, out, at, place.output, words, where)
+        _store_words(Onto(out, None), at, place.output, words, where)
 
 
 def _sum_of_squares(machine: TensorCores, pairs: list[list[Value]]) -> Value:
@@ -188,13 +192,15 @@ def _rows(turns: Turns, place: Place) -> list[tuple[Value, Value, Condition]]:
     return [(in_tile, at, True if is_whole else at < tiling.rows) for in_tile, at in rows]
 
 
-def _store_words(
-    machine: TensorCores, out: Buffer, at: Value, output: Value, words: list[Value], where: Condition
-) -> None:
+def _store_words(onto: Onto, at: Value, output: Value, words: list[Value], where: Condition) -> None:
     """Store a row of a tile, each word with two adjacent outputs of each eight from ``output`` on."""
     # Two adjacent lanes have four adjacent outputs of each eight. The even one takes those of the first of two eights,
     # and the odd one those of the second.
+    machine = at.machine
     lane = machine.thread % WARP
-    for n in range(0, len(words), 2):
-        pair = swapped(machine, lane % 2 == 1, (words[n], words[n + 1]), 1)
-        out.store_words(list(pair), at, lane // 2 % 2 * 4 + lane % 2 * 8 + output + n * 8, where=where)
+    for start in range(0, len(words), _AT_ONCE):
+        places = []
+        for n in range(start, min(start + _AT_ONCE, len(words)), 2):
+            pair = swapped(machine, lane % 2 == 1, (words[n], words[n + 1]), 1)
+            places.append(Words(list(pair), at, lane // 2 % 2 * 4 + lane % 2 * 8 + output + n * 8, where))
+        onto.store(places)

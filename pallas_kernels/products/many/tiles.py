@@ -39,6 +39,7 @@ class ManyInputs:
     weight: Any  # uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block]
     angles: Any = None  # f32 [M, rope_dim], cosines and then sines, for queries
+    positions: Any = None  # int32 [M], below 0 on padding, where the product is added to rows of bf16
     needed: Any = None  # what ``needed_tiles`` returns
 
 

@@ -18,6 +18,7 @@ from pallas_kernels.language.values import Value
 from pallas_kernels.products.many.bf16 import store_sums
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Tiling
+from pallas_kernels.products.residual import Onto
 
 
 def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
@@ -51,4 +52,6 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         ring.leave(begin + (tiling.chunks - 1))
         return sums, None
 
-    for_each_tile(turns, ring, arena, lambda chunk: None, sums_of, functools.partial(store_sums, turns, out))
+    for_each_tile(
+        turns, ring, arena, lambda chunk: None, sums_of, functools.partial(store_sums, turns, Onto(out, None))
+    )
