@@ -132,7 +132,8 @@ def _store(
             for n, pair in enumerate(pairs):
                 out.store_floats(pair, at, output + machine.thread % 4 * 2 + n * 8, where=where)
         else:
-            _store_words(Onto(out, positions), at, output, [machine.to_bf16(*pair) for pair in pairs], where)
+            words = [machine.to_bf16(*pair) for pair in pairs]
+            _store_words(machine, Onto(out, positions), at, output, words, where)
 
 
 def _store_queries(
@@ -154,7 +155,7 @@ def _store_queries(
         inverse_rms = machine.inverse_sqrt(total * (1 / heads.dim) + heads.eps)
         normed = [[value * inverse_rms for value in pair] for pair in pairs]
         words = [machine.to_f16(*rope.rotate(half, n, pair)) for n, pair in enumerate(normed)]
-        _store_words(Onto(out, None), at, place.output, words, where)
+        _store_words(machine, Onto(out, None), at, place.output, words, where)
 
 
 def _sum_of_squares(machine: TensorCores, pairs: list[list[Value]]) -> Value:
@@ -192,11 +193,12 @@ def _rows(turns: Turns, place: Place) -> list[tuple[Value, Value, Condition]]:
     return [(in_tile, at, True if is_whole else at < tiling.rows) for in_tile, at in rows]
 
 
-def _store_words(onto: Onto, at: Value, output: Value, words: list[Value], where: Condition) -> None:
+def _store_words(
+    machine: TensorCores, onto: Onto, at: Value, output: Value, words: list[Value], where: Condition
+) -> None:
     """Store a row of a tile, each word with two adjacent outputs of each eight from ``output`` on."""
     # Two adjacent lanes have four adjacent outputs of each eight. The even one takes those of the first of two eights,
     # and the odd one those of the second.
-    machine = at.machine
     lane = machine.thread % WARP
     for start in range(0, len(words), _AT_ONCE):
         places = []
