@@ -83,7 +83,7 @@ class Onto:
             for place in places:
                 self.rows.store_words(place.words, place.row, place.output, where=place.where)
             return
-        rows = {id(place.row): place for place in places}
+        rows = {id(place.row): place for place in places}  # each position is loaded once
         positions = {
             key: self.positions.load_int(place.row, where=place.where, otherwise=-1) for key, place in rows.items()
         }
