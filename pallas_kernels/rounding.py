@@ -20,7 +20,7 @@ from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Index, Value
 from pallas_kernels.needed import is_needed
-from pallas_kernels.rows import from_ue8m0, power_of_two_scale
+from pallas_kernels.rows import from_bf16, from_ue8m0, power_of_two_scale
 
 GROUP = 128  # numbers of a row that share a scale
 PADDED = 128  # rows of scales are padded to a multiple of this
@@ -69,7 +69,7 @@ def rounded(machine: TensorCores, lanes: int, words: list[Value]) -> tuple[list[
     twice = (inverse >> 16) | inverse
     # Exact where the result is not subnormal, and those have the code 0.
     scaled = [machine.multiply_bf16(word, twice) for word in words]
-    values = [machine.from_bits(half) for word in scaled for half in (word << 16, word & -65536)]
+    values = [value for word in scaled for value in from_bf16(word)]
     codes = [machine.to_e4m3(values[i : i + 4]) for i in range(0, len(values), 4)]
     return codes, from_ue8m0(byte)
 

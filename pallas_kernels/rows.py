@@ -127,13 +127,19 @@ def through_bf16(values: Step) -> Step:
     for i in range(0, len(values), 2):
         machine = values[i].machine
         word = machine.to_bf16(values[i], values[i + 1])
-        rounded += [machine.from_bits(word << 16), machine.from_bits(word & -65536)]
+        rounded += from_bf16(word)
     return rounded
+
+
+def from_bf16(word: Value) -> list[Value]:
+    """Return the two f32 of a word of bf16, the one in its low half first."""
+    machine = word.machine
+    return [machine.from_bits(word << 16), machine.from_bits(word & -65536)]
 
 
 def bf16_to_f16(machine: TensorCores, word: Value, factor: Value | None = None) -> Value:
     """Convert two packed bf16 to two packed f16, after multiplying by the f32 ``factor`` if there is one."""
-    pair = [machine.from_bits(word << 16), machine.from_bits(word & -65536)]
+    pair = from_bf16(word)
     if factor is not None:
         pair = [value * factor for value in pair]
     return machine.to_f16(*pair)

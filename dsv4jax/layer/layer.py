@@ -421,8 +421,7 @@ def _attend_tile(
         # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
         dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
     result = result if result == form else "plain"
-    options: dict[str, Any] = dict(groups=cfg.o_groups, dtype=dtype, needed=needed, result=result)
-    projected = projections.linear(groups, params.o_a, **options)
+    projected = projections.linear(groups, params.o_a, groups=cfg.o_groups, dtype=dtype, needed=needed, result=result)
     return projected.reshape(*positions.shape, -1) if isinstance(projected, jax.Array) else projected
 
 

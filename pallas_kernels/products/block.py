@@ -357,7 +357,7 @@ class Block:
         """Add up the sums of all parts, and store them, or with angles the queries that they become."""
         machine, layout, heads = self.machine, self.layout, self.layout.heads
         queries = None if heads is None else heads.begin(machine, self._lines, inputs.angles, out)
-        places = list(self._places(out.values if isinstance(out, OperandRows) else out)) if heads is None else []
+        places = list(self._places(out)) if heads is None else []
         residual = None if inputs.residual is None else [inputs.residual.load(place) for place in places]
         machine.wait_copies()
         machine.barrier("block" if layout.split.cluster == 1 else "cluster")  # nobody uses the arena any more
@@ -436,7 +436,7 @@ class Block:
         machine.barrier("block")
         return lines
 
-    def _places(self, out: Buffer) -> Iterator[Place]:
+    def _places(self, out: Buffer | OperandRows) -> Iterator[Place]:
         """Yield what this lane stores of the outputs of its part, several of a row at once."""
         lane, rows = self.machine.thread % WARPGROUP, self.layout.owned * _EIGHT
         count = 16 // out.dtype.itemsize  # outputs of one store

@@ -20,7 +20,6 @@ from pallas_kernels.products import sm90
 from pallas_kernels.products.block import Layout, WeightForm
 from pallas_kernels.products.call import (
     HEAD_DIM,
-    check_taken,
     checked_for_queries,
     unsupported_product_of_indexer_queries,
     unsupported_product_of_queries,
@@ -125,7 +124,6 @@ def product_of_both_queries(
     chex.assert_rank([first[0], second[0]], 2)
     if (reason := unsupported_product_of_both_queries(shapes, form, rows, angles.shape[1])) is not None:
         raise ValueError(f"no kernel serves these products: {reason}")
-    check_taken(x, shapes[0], form.weight)
     layout = layout_of_both(rows, shapes, form, target.gpu_or_first())
     assert layout is not None
     inputs = dataclasses.replace(inputs, beside=(beside.weight, beside.scales))

@@ -127,7 +127,6 @@ def product(
         raise ValueError(f"no kernel serves this product: {reason}")
     (rows, _), (outputs, width_of_group) = x.shape, weight.shape
     gpu = target.gpu_or_first()
-    check_taken(x, weight.shape, form)
     if is_operand and (rows > ROWS or dtype != jnp.bfloat16 or residual is not None):
         raise ValueError(f"operand rows are at most {ROWS} of bf16 without residual, got {rows} of {jnp.dtype(dtype)}")
     few = MOST_ROWS if form.block is None else ROWS
@@ -216,7 +215,12 @@ def product_pair(
 def _checked(
     x: jax.Array | RoundedRows | OperandRows, weight: jax.Array, scales: jax.Array | None, form: WeightForm
 ) -> ProductInputs:
-    """Return the arrays as kernels take them. AssertionError (chex) if a shape or dtype is wrong."""
+    """Return the arrays as kernels take them.
+
+    Raises:
+      ValueError: products with such a weight take no rows of this kind.
+      AssertionError: (chex) a shape or dtype is wrong.
+    """
     chex.assert_rank(weight, 2)
     if isinstance(x, RoundedRows | OperandRows):
         chex.assert_trees_all_equal_shapes_and_dtypes(x, type(x).shapes(*x.shape))
@@ -231,6 +235,11 @@ def _checked(
         assert scales is not None, "a weight of FP8 has scales"
         chex.assert_type([weight, scales], [jnp.float8_e4m3fn, jnp.float8_e8m0fnu])
         chex.assert_shape(scales, [-(-size // by) for size, by in zip(weight.shape, form.block, strict=True)])
+    takes = {RoundedRows: takes_rounded, OperandRows: takes_operand}.get(type(x))
+    if takes is not None and not takes(weight.shape, form, x.shape[0]):
+        kind = type(x).__name__
+        raise ValueError(f"no kernel takes {x.shape[0]} rows of {kind} for a weight {weight.shape} of {form}")
+    if scales is not None:
         weight, scales = (lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in (weight, scales))
     return ProductInputs(x=x, weight=weight, scales=scales)
 
@@ -239,13 +248,6 @@ def _check_needed(needed: jax.Array | None, x: jax.Array | RoundedRows | Operand
     if needed is not None:
         chex.assert_shape(needed, x.shape[:1])
         chex.assert_type(needed, bool)
-
-
-def check_taken(x: Any, shape: tuple[int, ...], form: WeightForm) -> None:
-    """Raise ValueError if products with a weight of this shape do not take such rows."""
-    takes = {RoundedRows: takes_rounded, OperandRows: takes_operand}.get(type(x))
-    if takes is not None and not takes(shape, form, x.shape[0]):
-        raise ValueError(f"no kernel takes {x.shape[0]} rows of {type(x).__name__} for a weight {shape} of {form}")
 
 
 def checked_for_queries(
@@ -346,7 +348,6 @@ def product_of_queries(
     """
     inputs = checked_for_queries(x, weight, scales, form, angles)
     _check_needed(needed, x)
-    check_taken(x, weight.shape, form)
     reason = unsupported_product_of_queries(weight.shape, form, x.shape[0], HEAD_DIM, angles.shape[1])
     if reason is not None:
         raise ValueError(f"no kernel serves this product: {reason}")
@@ -393,7 +394,6 @@ def product_of_indexer_queries(
     """
     inputs = checked_for_queries(x, weight, scales, form, angles)
     _check_needed(needed, x)
-    check_taken(x, weight.shape, form)
     key_dim = 2 * key_row.codes.shape[0]  # two codes in a byte
     asked = weight.shape, form, x.shape[0], key_dim, angles.shape[1], key_format
     if (reason := unsupported_product_of_indexer_queries(*asked)) is not None:

@@ -7,7 +7,8 @@ need not be computed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import chex
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
-from pallas_kernels.rows import through_bf16
+from pallas_kernels.rows import from_bf16, through_bf16
+
+_TOGETHER = 8  # places for which a lane loads together what it adds to
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,8 +80,12 @@ class Onto:
     rows: Buffer
     positions: Buffer | None  # int32 [M], below 0 on padding, which stays as it is
 
-    def store(self, places: Sequence[Words]) -> None:
-        """Store what a lane has for several places. What it is added to is loaded together."""
+    def store(self, places: Iterable[Words]) -> None:
+        """Store what a lane has, some at a time."""
+        for some in itertools.batched(places, _TOGETHER):
+            self._store(some)
+
+    def _store(self, places: Sequence[Words]) -> None:
         if self.positions is None:
             for place in places:
                 self.rows.store_words(place.words, place.row, place.output, where=place.where)
@@ -89,14 +96,13 @@ class Onto:
         }
         there = [positions[id(place.row)] >= 0 for place in places]
         before = [
-            self.rows.load_words(place.row, place.output, count=2 * len(place.words), where=where)
+            self.rows.load_floats(place.row, place.output, count=2 * len(place.words), where=where)
             for place, where in zip(places, there, strict=True)
         ]
         for place, where, old in zip(places, there, before, strict=True):
-            pairs = [[_halves(word) for word in words] for words in (place.words, old)]
-            machine = place.row.machine
-            added = [machine.to_bf16(a + c, b + d) for (a, b), (c, d) in zip(*pairs, strict=True)]
-            self.rows.store_words(added, place.row, place.output, where=where)
+            product = [value for word in place.words for value in from_bf16(word)]
+            added = [a + b for a, b in zip(product, old, strict=True)]
+            self.rows.store_floats(added, place.row, place.output, where=where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -107,8 +113,3 @@ class Words:
     row: Value
     output: Value  # the first of them
     where: Condition  # whether the row and the outputs exist
-
-
-def _halves(word: Value) -> tuple[Value, Value]:
-    machine = word.machine
-    return machine.from_bits(word << 16), machine.from_bits(word & -65536)

@@ -75,12 +75,7 @@ class ProjectionsKernels(Kernels):
         return product.reshape(*x.shape[:-1], outputs // groups)
 
     def row_form(self, weight: Weight, rows: int, groups: int = 1) -> RowForm:
-        if not isinstance(weight, StoredWeight):
-            return "plain"
-        asked = weight.shape, _form(weight, groups), rows
-        if pk.takes_operand(*asked):
-            return "operand"
-        return "rounded" if pk.takes_rounded(*asked) else "plain"
+        return _row_form(weight, rows, groups)
 
     def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
         if isinstance(first, StoredWeight) or not isinstance(second, StoredWeight):
@@ -226,8 +221,8 @@ def token_rounding(
     params: AttentionParams, products: InputProducts, plan: CachePlan, dtype: Any, *, encode: bool
 ) -> pk.TokenRounding:
     """Return how tokens of an x of ``dtype`` are rounded, and whether window rows are encoded."""
-    weights, rows = [params.q_b] + [params.index_q_b] * (params.index_q_b is not None), products.positions.size
-    takes_operand = all(isinstance(w, StoredWeight) and pk.takes_operand(w.shape, _form(w), rows) for w in weights)
+    weights, rows = [w for w in (params.q_b, params.index_q_b) if w is not None], products.positions.size
+    takes_operand = all(_row_form(weight, rows) == "operand" for weight in weights)
     return pk.TokenRounding(
         eps=plan.cfg.norm_eps,
         latent_dtype=dtype,
@@ -251,6 +246,16 @@ def _rows(needed: jax.Array | None) -> jax.Array | None:
     """Do what ``of_chunk`` does, for rows of a product."""
     needed = of_chunk(needed)
     return None if needed is None else needed.reshape(-1)
+
+
+def _row_form(weight: Weight, rows: int, groups: int = 1) -> RowForm:
+    """Do what ``Projections.row_form`` describes."""
+    if not isinstance(weight, StoredWeight):
+        return "plain"
+    asked = weight.shape, _form(weight, groups), rows
+    if pk.takes_operand(*asked):
+        return "operand"
+    return "rounded" if pk.takes_rounded(*asked) else "plain"
 
 
 def _flat(rows: Any) -> Any:

@@ -26,7 +26,6 @@ CHUNK_CODES = CHUNK_BYTES // 2
 _OPERAND_WORDS = 8  # of half a chunk
 _WAITING_ROWS = 128  # of a tile, up to which the products with a chunk are waited for, as measured on an H200
 _HALVES, _HALF_INPUTS = 2, 32
-_AT_ONCE = 32  # sums that a lane adds to rows together
 _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
 
@@ -141,14 +140,14 @@ def store_sums(turns: Turns, onto: Onto, turn: Value, first: Value | int, sums: 
     is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
     row = column + lane // 4 % 2
     of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
-    for start in range(0, len(sums), _AT_ONCE):
-        places = []
-        for n in range(start, min(start + _AT_ONCE, len(sums)), 4):
-            low, high = (
-                machine.to_bf16(*swapped(machine, is_odd, (sums[n + 2 * half], sums[n + 2 * half + 1]), 4))
-                for half in range(2)
-            )
-            words = swapped(machine, is_upper, (low, high), 8)
-            at = row + n // 4 * 8
-            places.append(Words(list(words), at, of_output, exists if is_whole else exists & (at < rows)))
-        onto.store(places)
+
+    def place_of(n: int) -> Words:
+        low, high = (
+            machine.to_bf16(*swapped(machine, is_odd, (sums[n + 2 * half], sums[n + 2 * half + 1]), 4))
+            for half in range(2)
+        )
+        words = swapped(machine, is_upper, (low, high), 8)
+        at = row + n // 4 * 8
+        return Words(list(words), at, of_output, exists if is_whole else exists & (at < rows))
+
+    onto.store(place_of(n) for n in range(0, len(sums), 4))

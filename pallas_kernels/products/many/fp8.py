@@ -27,7 +27,6 @@ from pallas_kernels.products.weights import scale_of
 from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 
 _ROWS = 64  # of a warpgroup
-_AT_ONCE = 16  # words that a lane adds to rows together
 
 
 def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) -> None:
@@ -200,9 +199,9 @@ def _store_words(
     # Two adjacent lanes have four adjacent outputs of each eight. The even one takes those of the first of two eights,
     # and the odd one those of the second.
     lane = machine.thread % WARP
-    for start in range(0, len(words), _AT_ONCE):
-        places = []
-        for n in range(start, min(start + _AT_ONCE, len(words)), 2):
-            pair = swapped(machine, lane % 2 == 1, (words[n], words[n + 1]), 1)
-            places.append(Words(list(pair), at, lane // 2 % 2 * 4 + lane % 2 * 8 + output + n * 8, where))
-        onto.store(places)
+
+    def place_of(n: int) -> Words:
+        pair = swapped(machine, lane % 2 == 1, (words[n], words[n + 1]), 1)
+        return Words(list(pair), at, lane // 2 % 2 * 4 + lane % 2 * 8 + output + n * 8, where)
+
+    onto.store(place_of(n) for n in range(0, len(words), 2))
