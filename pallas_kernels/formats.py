@@ -27,6 +27,7 @@ from pallas_kernels.language.lanes import Buffer, Divisor, Row, Team, fold, maxi
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 from pallas_kernels.rows import (
+    E2M1_MAX,
     amax_bits,
     bf16_to_f16,
     from_ue8m0,
@@ -34,10 +35,9 @@ from pallas_kernels.rows import (
     magnitude_bits,
     packed_e2m1,
     power_of_two_scale,
-    to_e2m1,
 )
 
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
+E4M3_MAX = 448.0
 _EXPONENT, _FRACTION, _ONE = 0x7F800000, 0x007FFFFF, 0x3F800000  # bit masks of an f32
 MIN_AMAX = 1e-4  # lower bound on a key row's (or tile's) largest magnitude, so that the scale of a zero row is not 0
 
@@ -376,23 +376,23 @@ class Fp4Keys(KeyFormat):
         for step, channels in enumerate(values):
             channel, stored = row.channel[step], where & row.before(step, row.dim)
             bits = fold(maximum, [magnitude_bits(value) for value in channels])
-            byte, units = self.units(row.team.neighbours(maximum, bits, self.per_scale // VECTOR), channels)
+            byte, (codes,) = self.packed(row.team.neighbours(maximum, bits, self.per_scale // VECTOR), channels)
             first = stored & (channel % self.per_scale == 0)
             rows.scale.store_bytes(byte, *lead, channel // self.per_scale, count=1, where=first)
-            codes = [to_e2m1(value) for value in units]
-            packed = (codes[0] | (codes[1] << 4)) | ((codes[2] << 8) | (codes[3] << 12))
-            rows.codes.store_bytes(packed, *lead, channel >> 1, count=2, where=stored)
+            rows.codes.store_bytes(codes, *lead, channel >> 1, count=2, where=stored)
 
     def packed(self, amax: Value, values: list[Value]) -> tuple[Value, list[Value]]:
-        """Return the scale byte of a group, as ``units`` does, and words of up to eight codes of its values.
+        """Return the scale byte of a group, and words of four or eight codes of its values.
 
-        Codes are those that ``store`` makes, in fewer instructions. Those of a group with a value that is not finite
-        are 0.
+        Args:
+          amax: ``magnitude_bits`` of the group's largest value.
+          values: of the group, as many as are to be packed.
+
+        Returns:
+          The byte, and the words. The codes of a group with a value that is not finite are 0.
         """
         byte, units = self.units(amax, values)
-        if self.is_clipped:
-            units = [unit.minimum(E2M1_MAX).maximum(-E2M1_MAX) for unit in units]
-        words = [packed_e2m1(units[n : n + 8]) for n in range(0, len(units), 8)]
+        words = [packed_e2m1(units[n : n + 8], is_clipped=self.is_clipped) for n in range(0, len(units), 8)]
         return byte, [select(is_finite(amax), word, 0) for word in words]
 
     @abc.abstractmethod

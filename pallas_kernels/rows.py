@@ -13,14 +13,16 @@ both store the same bytes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 
-_INFINITY, _ONE, _SIX = 0x7F800000, 0x3F800000, 0x40C00000  # bits of f32
-_NAN, _SIGN = 0x7FFFFFFF, -(1 << 31)
+E2M1_MAX = 6.0
+_INFINITY, _NAN = 0x7F800000, 0x7FFFFFFF  # bits of f32
 
 
 def magnitude_bits(x: Value) -> Value:
@@ -29,6 +31,11 @@ def magnitude_bits(x: Value) -> Value:
     An integer maximum of these keeps NaN, and takes one instruction.
     """
     return x.machine.bits(x) & 0x7FFFFFFF
+
+
+def magnitude(x: Value) -> Value:
+    """Return |x|."""
+    return x.machine.from_bits(magnitude_bits(x))
 
 
 def is_finite(bits: Value) -> Value:
@@ -161,39 +168,33 @@ def from_ue8m0(byte: Value) -> Value:
     return byte.machine.from_bits(select(byte == 255, byte.machine.constant(_NAN, "i32"), byte << 23))
 
 
-def packed_e2m1(values: list[Value]) -> Value:
-    """Pack the E2M1 codes of up to eight f32, the first one in the low bits. They give what ``to_e2m1`` gives.
+def packed_e2m1(values: list[Value], *, is_clipped: bool) -> Value:
+    """Pack the E2M1 codes of four or eight f32, each with the sign in bit 3 and the first one in the low bits.
 
-    Takes fewer instructions than that, and expects magnitudes of at most 6. NaN gives any code.
+    Ties go to the even code. Magnitudes above 6 are expected only with ``is_clipped``, and become 6. If a value is NaN,
+    the codes of all may be anything.
     """
-    machine, word = values[0].machine, None
-    for x in reversed(values):
-        bits = machine.bits(x)
-        power = (bits & _INFINITY).maximum(_ONE)  # p, as in ``to_e2m1``
-        # The last bits of the sum are the code less what it is at p, but for multiples of 8: they are 2 more than those
-        # of |x| in units of p / 2, and p's exponent counts double.
-        total = machine.bits(machine.from_bits(magnitude_bits(x)) + machine.from_bits(power + ((22 << 23) + 2)))
-        code = total - power + (power >> 22)
-        # The code's three bits below the sign are the word's highest four bits. The word takes them in from below.
-        nibble = ((code << 28) & ~_SIGN) | (bits & _SIGN)
-        top = (nibble >> 28) & 15
-        word = top if word is None else (word << 4) | top
-    assert word is not None
-    return word
+    machine, sums = values[0].machine, []
+    for x in values:
+        size = magnitude(x).minimum(E2M1_MAX) if is_clipped else magnitude(x)
+        # With p the power of two below |x|, or 1 if that is less, codes are p / 2 apart, and begin at 0 for p = 1, at 2
+        # for p = 2 and at 4 for p = 4. A sum with 2^22 p has its last bit there, and so is rounded to a code. To begin
+        # where the codes do, it gets twice the exponent of 2^22 p, which is 298 for p = 1, as its last bits.
+        power = machine.bits((size * 2.0**22).maximum(2.0**22)) & _INFINITY
+        sums.append(machine.bits(size + machine.from_bits((power >> 22) + power)))
+    signs = [machine.bits(x) for x in values]
+    # A byte has an even code in its low half and the odd one after it in its high half.
+    ones, highest = (0x01010101, 0x80808080 - (1 << 32)) if len(values) == 8 else (0x0101, 0x8080)
+    codes = [_bytes(sums[n::2], 0) - ones * (298 & 0xFF) for n in range(2)]
+    even = (codes[0] & (ones * 7)) | ((_bytes(signs[::2], 3) >> 4) & (ones * 8))
+    odd = ((codes[1] << 4) & (ones * 0x70)) | (_bytes(signs[1::2], 3) & highest)
+    return even | odd
 
 
-def to_e2m1(x: Value) -> Value:
-    """Convert f32 to an E2M1 code with the sign in bit 3. Ties go to the even code, and values above 6 become 6.
-
-    NaN becomes 0, or with the sign 8.
-    """
-    machine = x.machine
-    bits = magnitude_bits(x)
-    # With p the power of two below |x|, or 1 if that is less, codes are p / 2 apart, and begin at 0 for p = 1, at 2
-    # for p = 2 and at 4 for p = 4. A sum with 2^22 p has its last bit there, and so is rounded to a code.
-    clipped = bits.minimum(_SIX)
-    power = clipped.maximum(_ONE) & _INFINITY
-    base = power + (22 << 23)
-    rounded = machine.bits(machine.from_bits(clipped) + machine.from_bits(base)) - base
-    code = select(bits > _INFINITY, machine.constant(0, "i32"), rounded + ((power - _ONE) >> 22))
-    return code | ((machine.bits(x) >> 28) & 8)
+def _bytes(words: list[Value], number: int) -> Value:
+    """Return the bytes of this number of two or four words as one word, whose upper half is undefined for two."""
+    machine: Any = words[0].machine
+    pairs = [
+        machine.permute_bytes(a, b, number | number + 4 << 4) for a, b in zip(words[::2], words[1::2], strict=True)
+    ]
+    return machine.permute_bytes(pairs[0], pairs[-1], 0x5410)

@@ -16,7 +16,7 @@ from pallas_kernels.formats import Fp4Keys
 from pallas_kernels.language.lanes import Team, fold, maximum, quad_transposed
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
-from pallas_kernels.rows import magnitude_bits
+from pallas_kernels.rows import magnitude
 
 DIM = 128  # outputs of a head
 _QUAD, _EIGHT = 4, 8
@@ -77,8 +77,8 @@ def store_head(
     scales, codes, of_group = [], [], heads.keys.per_scale // _EIGHT
     for first in range(0, len(pairs), of_group):
         values = [x for pair in pairs[first : first + of_group] for x in pair]
-        bits = team.neighbours(maximum, fold(maximum, [magnitude_bits(x) for x in values]), _QUAD)
-        scale, words = heads.keys.packed(bits, values)
+        amax = machine.bits(fold(maximum, [magnitude(x) for x in values]))
+        scale, words = heads.keys.packed(team.neighbours(maximum, amax, _QUAD), values)
         scales.append(scale)
         codes += words
     if of_group < VECTOR:  # words of four codes

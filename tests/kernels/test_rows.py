@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, select
-from pallas_kernels.rows import packed_e2m1, to_e2m1
+from pallas_kernels.rows import packed_e2m1
 from tests.support.lane_kernels import F32, machines, run, spec
 
 
@@ -140,29 +140,28 @@ def test_one_element_of_a_bf16_array(simulate):
 
 
 @machines
-def test_e2m1_codes_are_the_nearest_and_of_two_the_even_one(simulate):
-    """At every tie, beside it, at the ends, and at random."""
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_e2m1_codes_are_the_nearest_and_of_two_the_even_one(is_clipped, simulate):
+    """At every tie, beside it, at the ends, and at random; by fours and by eights, with signs at every place."""
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], F32)
-    ends = np.array([0.0, 1e-45, 1.0, 2.0, 4.0, 6.0, 6.5, 7.5, 3e38, np.inf, np.nan], F32)
-    some = np.random.default_rng(31).uniform(0, 7, 128).astype(F32)
+    ends = np.array([0.0, 1e-45, 1.0, 2.0, 4.0, 6.0, 6.5, 7.5, 3e38, np.inf], F32)
+    some = np.random.default_rng(31).uniform(0, 7, 133).astype(F32)
     x = np.concatenate([ties, np.nextafter(ties, F32(0)), np.nextafter(ties, F32(8)), ends, some])
     x = np.concatenate([x, -x])
     x = np.pad(x, (0, -len(x) % WARPGROUP))
+    x = np.stack([np.roll(x, 11 * n) for n in range(8)], 1)
+    limited = np.clip(x, F32(-6), F32(6))
 
-    def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+    def body(machine: Machine, inputs: Buffer, out: dict[str, Buffer]) -> None:
         lane = machine.block(0) * WARPGROUP + machine.thread
-        out.store_int(to_e2m1(inputs.load_floats(lane, count=1)[0]), lane)
+        values = [x for first in (0, 4) for x in inputs.load_floats(lane, first)]
+        out["fours"].store_int(packed_e2m1(values[:4], is_clipped=is_clipped), lane)
+        out["eights"].store_int(packed_e2m1(values, is_clipped=is_clipped), lane)
 
-    grid = (len(x) // WARPGROUP,)
-    got = run(body, jnp.asarray(x), spec((len(x),), np.int32), simulate=simulate, grid=grid)
-    known = np.where(np.isnan(x), np.copysign(F32(0), x), np.clip(x, F32(-6), F32(6)))
-    want = known.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
-    np.testing.assert_array_equal(got, want)
-
-    def packed(machine: Machine, inputs: Buffer, out: Buffer) -> None:
-        lane = machine.block(0) * WARPGROUP + machine.thread
-        (value,) = inputs.load_floats(lane, count=1)
-        out.store_int(packed_e2m1([value, machine.constant(3.0, "f32"), value]), lane)
-
-    got = run(packed, jnp.asarray(known), spec((len(x),), np.int32), simulate=simulate, grid=grid)
-    np.testing.assert_array_equal(got, want | 5 << 4 | want.astype(np.int32) << 8)
+    outs = {name: spec((len(x),), np.int32) for name in ("fours", "eights")}
+    given = jnp.asarray(x if is_clipped else limited)
+    got = run(body, given, outs, simulate=simulate, grid=(len(x) // WARPGROUP,))
+    codes = limited.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    want = (codes.astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)).sum(1, dtype=np.uint32)
+    np.testing.assert_array_equal(got["fours"], (want & 0xFFFF).view(np.int32))
+    np.testing.assert_array_equal(got["eights"], want.view(np.int32))
