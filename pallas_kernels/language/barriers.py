@@ -17,8 +17,9 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.language.machine import Scope
+from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, TileCopy
-from pallas_kernels.language.values import Condition, Index, Value
+from pallas_kernels.language.values import Condition, Index, Step, Value
 
 _BYTES = 8
 
@@ -66,6 +67,25 @@ class Barrier:
         if self.scope != "cluster":
             raise TypeError(f"a barrier of scope {self.scope!r}: write barrier.arrive()")
         self.machine.arrive_in_cluster(self.address, blocks)
+
+    def expect(self, size: Index) -> None:
+        """Arrive, as all lanes of a warp together. The phase does not end before ``size`` bytes have been sent to it.
+
+        Other blocks send them (``send_floats``), before or after that.
+        """
+        self.machine.expect(self.address, self.machine.constant(size, "i32") if isinstance(size, int) else size)
+
+    def send_floats(self, values: Step, to: Shared, *index: Index, rank: int, where: Condition = True) -> None:
+        """Store one, two or four values in an f32 array of the block with that rank in the cluster.
+
+        ``to`` and this barrier are meant in that block: their places in shared memory are the same in all blocks. Who
+        waits there for the phase that expects the values sees them. That is faster than a store with ``rank`` and a
+        barrier of the cluster, at which each lane first waits until all that it stored has arrived.
+        """
+        if to.dtype != "f32" or self.scope != "cluster":
+            raise TypeError(f"f32 and a barrier of the cluster are meant, got {to.dtype} and one of a {self.scope}")
+        words = [self.machine.bits(value) for value in values]
+        self.machine.send_shared(to.address_of(*index), words, self.address, where, rank=rank)
 
     def fill(self, *copies: TileCopy) -> None:
         """Start copies from device memory, and arrive, as all lanes of a warp together.

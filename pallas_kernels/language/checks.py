@@ -39,6 +39,12 @@ def check_copy(size: int) -> None:
         raise TypeError(f"{size} bytes at once: an asynchronous copy moves 4, 8 or 16")
 
 
+def check_send(words: Sequence[Value]) -> None:
+    """Raise TypeError if so many words cannot be sent together."""
+    if len(words) not in (1, 2, 4):
+        raise TypeError(f"{len(words)} words at once: 1, 2 or 4 are sent together")
+
+
 def check_product(a: Operand | list[Value], b: Operand, columns: int, dtype: DType) -> None:
     """Raise TypeError if a product does not support these operands."""
     if columns % 8 or not 8 <= columns <= MAX_COLUMNS:

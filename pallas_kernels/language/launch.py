@@ -194,4 +194,5 @@ def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, inputs: Any,
     state = jax.tree.map(lambda array: np.array(array, order="C"), state)
     body(machine, buffers(inputs, constant=True), buffers(state, constant=False))
     _check_shared(name, machine, shared_bytes)
+    machine.check_end()
     return state

@@ -104,6 +104,19 @@ class Machine(Arithmetic):
             not load or store anything afterwards.
         """
 
+    @abc.abstractmethod
+    def cluster_arrive(self) -> None:
+        """Arrive at a barrier of the cluster, for which ``cluster_wait`` waits. All lanes of the cluster call both.
+
+        In between, lanes can do other things. And lanes do not wait until others see what they stored, which takes long
+        in ``barrier("cluster")``. So afterwards no lane may read what a lane of another warp stored before. It may
+        overwrite what others read or stored, and use the barriers that other blocks have initialised.
+        """
+
+    @abc.abstractmethod
+    def cluster_wait(self) -> None:
+        """Wait until all lanes of the cluster have arrived by ``cluster_arrive``."""
+
     # Memory.
     @abc.abstractmethod
     def load(self, address: Value, size: int, where: Condition, *, constant: bool, otherwise: int = 0) -> list[Value]:

@@ -325,6 +325,22 @@ class TensorCores(Machine):
         """
 
     @abc.abstractmethod
+    def expect(self, barrier: Value, size: Value) -> None:
+        """Arrive at the barrier at an i32 byte offset, which also waits for so many bytes (i32) that are sent to it.
+
+        Bodies use ``Barrier.expect``.
+        """
+
+    @abc.abstractmethod
+    def send_shared(
+        self, address: Value, words: Sequence[Value], barrier: Value, where: Condition, *, rank: int
+    ) -> None:
+        """Store one, two or four i32 words in the shared memory of another block, and count them at its barrier.
+
+        ``address`` and ``barrier`` are i32 byte offsets there. Bodies use ``Barrier.send_floats``.
+        """
+
+    @abc.abstractmethod
     def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
         """Start copies, and arrive at the barrier at an i32 byte offset, which also waits for the copies.
 

@@ -226,6 +226,12 @@ class PTX(Machine):
         else:
             mgpu.utils.warpgroup_barrier()
 
+    def cluster_arrive(self) -> None:
+        self._asm("barrier.cluster.arrive.relaxed.aligned;", "", [], effects=True)
+
+    def cluster_wait(self) -> None:
+        self._asm("barrier.cluster.wait.acquire.aligned;", "", [], effects=True)
+
     def _flag(self, condition: Value) -> Value:
         return self._wrap("i32", arith.extui(_integer(32), expect("bool", condition).raw))  # inline PTX has no i1
 

@@ -10,14 +10,14 @@ from jax._src.lib.mlir.dialects import gpu, llvm  # pyright: ignore[reportPrivat
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import plugin
-from pallas_kernels.language.checks import check_copy, check_wgmma
+from pallas_kernels.language.checks import check_copy, check_send, check_wgmma
 from pallas_kernels.language.kinds import Kind
 from pallas_kernels.language.machine import WARP, Scope
 from pallas_kernels.language.ptx.lanes import PTX
 from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores, TileCopy
 from pallas_kernels.language.values import Condition, Index, Value
 
-_SWIZZLE_128 = 1 << 62
+_SWIZZLE_128 = 1 << 30  # in the high half of a descriptor of shared memory
 _E4M3_TO_F16 = """{
  .reg .b16 low, high;
  mov.b32 {low, high}, $2;
@@ -158,6 +158,27 @@ class TensorCorePTX(PTX, TensorCores):
         first = self._flag(self.thread % WARP == 0)
         self._asm("\n".join([*lines, "}"]), "r,r", [], self._shared + barrier, first, effects=True)
 
+    def expect(self, barrier: Value, size: Value) -> None:
+        text = "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; }"
+        self._asm(text, "r,r", [], self._shared + barrier, size, effects=True)
+
+    def send_shared(
+        self, address: Value, words: Sequence[Value], barrier: Value, where: Condition, *, rank: int
+    ) -> None:
+        check_send(words)
+        if where is False:
+            return
+        count = len(words)
+        remote, _ = self._shared_address(address, rank)
+        remote_barrier, _ = self._shared_address(barrier, rank)
+        registers = ", ".join(f"${1 + i}" for i in range(count))
+        vector, source = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
+        send = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+        text = f"@p {send}{vector}.b32 [$0], {source}, [${count + 1}];"
+        text = f"{{ .reg .pred p; setp.ne.s32 p, ${count + 2}, 0; {text} }}"
+        flag = self._flag(where if isinstance(where, Value) else self.constant(True, "bool"))
+        self._asm(text, ",".join(["r"] * (count + 3)), [], remote, *words, remote_barrier, flag, effects=True)
+
     def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
         lines = [
             "{ .reg .pred p; elect.sync _|p, 0xffffffff;",
@@ -193,10 +214,17 @@ class TensorCorePTX(PTX, TensorCores):
         self._asm("fence.proxy.async.shared::cta;", "", [], effects=True)
 
     def _descriptor(self, operand: Operand) -> Value:
-        """Return the i64 descriptor of an operand's first step."""
-        address = ((self._shared + operand.address) & 0x3FFFF) >> 4
-        fixed = _SWIZZLE_128 | operand.leading >> 4 << 16 | operand.stride >> 4 << 32
-        return self.widen(address) | fixed
+        """Return the low half of the descriptor of an operand's first step, an i32."""
+        return ((self._shared + operand.address) & 0x3FFFF) >> 4 | operand.leading >> 4 << 16
+
+    @staticmethod
+    def _step(name: str, low: str, operand: Operand, step: int, version: int = 0) -> list[str]:
+        """Return PTX that makes a register the descriptor of a step, given the low half of the first step's.
+
+        Only this half is added to: ptxas keeps it in uniform registers, which it does not do with a sum of 64 bits.
+        """
+        high = _SWIZZLE_128 | version | operand.stride >> 4
+        return [f"add.s32 low, {low}, {operand.steps[step] >> 4};", f"mov.b64 {name}, {{low, {high}}};"]
 
     def wgmma(
         self,
@@ -216,19 +244,19 @@ class TensorCorePTX(PTX, TensorCores):
         result = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
         first = count + held  # number of the next operand in the text
         if isinstance(a, Operand):
-            left, left_constraints = [self._descriptor(a)], ["l"]
+            left, left_constraints = [self._descriptor(a)], ["r"]
         else:
             left, left_constraints = a, ["r"] * len(a)
         right = f"${first + len(left)}"
         # One block of text, because nothing may come between the instructions of a group.
-        lines = ["{ .reg .b64 a, b; .reg .pred more;", "wgmma.fence.sync.aligned;"]
+        lines = ["{ .reg .b64 a, b; .reg .b32 low; .reg .pred more;", "wgmma.fence.sync.aligned;"]
         for step in range(steps):
             if isinstance(a, Operand):
-                lines.append(f"add.s64 a, ${first}, {a.steps[step] >> 4};")
+                lines += self._step("a", f"${first}", a, step)
                 operand = "a"
             else:
                 operand = "{" + ", ".join(f"${first + 4 * step + i}" for i in range(4)) + "}"
-            lines.append(f"add.s64 b, {right}, {b.steps[step] >> 4};")
+            lines += self._step("b", right, b, step)
             lines.append(f"setp.ne.s32 more, {int(start is not None or step > 0)}, 0;")
             flags = "1, 1"
             if dtype in HALVES:
@@ -237,7 +265,7 @@ class TensorCorePTX(PTX, TensorCores):
             lines.append(f"wgmma.mma_async.sync.aligned.{shape} {result}, {operand}, b, more, {flags};")
         lines.append("wgmma.commit_group.sync.aligned; }")
         # Early clobber, because the results' registers are written while those of a and the descriptors are still read.
-        constraints = ["=&r" if packed else "=&f"] * count + [str(i) for i in range(held)] + left_constraints + ["l"]
+        constraints = ["=&r" if packed else "=&f"] * count + [str(i) for i in range(held)] + left_constraints + ["r"]
         inputs = [*(start or []), *left, self._descriptor(b)]
         kinds: list[Kind] = ["i32" if packed else "f32"] * count
         return self._asm("\n".join(lines), ",".join(constraints), kinds, *inputs, effects=True)

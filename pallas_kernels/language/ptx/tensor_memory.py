@@ -16,7 +16,7 @@ from pallas_kernels.language.tensor_cores import DType, Operand
 from pallas_kernels.language.tensor_memory import ROWS, Accumulator, TensorMemory
 from pallas_kernels.language.values import Condition, Value
 
-_VERSION = 1 << 46  # version field of a shared memory descriptor
+_VERSION = 1 << 14  # in the high half of a descriptor of shared memory
 # The kind of an instruction, and its number for the dtype.
 _KIND = {"f16": ("f16", 0), "bf16": ("f16", 1), "e4m3": ("f8f6f4", 0), "e5m2": ("f8f6f4", 1)}
 _TRANSFER = 64  # the most columns per instruction
@@ -65,18 +65,18 @@ class TensorMemoryPTX(TensorCorePTX, TensorMemory):
         check_product(a, b, into.columns, dtype)
         sums = self.constant(int(accumulate), "i32") if isinstance(accumulate, bool) else self._flag(accumulate)
         lines = [
-            "{ .reg .b64 a, b; .reg .b32 shape; .reg .pred sums;",
+            "{ .reg .b64 a, b; .reg .b32 shape, low; .reg .pred sums;",
             f"mov.b32 shape, {instruction_descriptor(a.transposed, b.transposed, into.columns, dtype)};",
             "setp.ne.s32 sums, $3, 0;",
         ]
-        for step, (of_a, of_b) in enumerate(zip(a.steps, b.steps, strict=True)):
+        for step in range(len(a.steps)):
             if step == 1:
                 lines.append("setp.eq.s32 sums, 0, 0;")
-            lines.append(f"add.s64 a, $1, {of_a >> 4};")
-            lines.append(f"add.s64 b, $2, {of_b >> 4};")
+            for name, low, operand in (("a", "$1", a), ("b", "$2", b)):
+                lines += self._step(name, low, operand, step, _VERSION)
             lines.append(f"tcgen05.mma.cta_group::1.kind::{_KIND[dtype][0]} [$0], a, b, shape, sums;")
-        operands = [self._descriptor(operand) | _VERSION for operand in (a, b)]
-        self._asm("\n".join([*lines, "}"]), "r,l,l,r", [], self._place(into), *operands, sums, effects=True)
+        operands = [self._descriptor(operand) for operand in (a, b)]
+        self._asm("\n".join([*lines, "}"]), "r,r,r,r", [], self._place(into), *operands, sums, effects=True)
 
     def _commit(self, barrier: Value) -> None:
         text = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];"

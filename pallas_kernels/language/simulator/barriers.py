@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pallas_kernels.language.checks import check_send
 from pallas_kernels.language.machine import WARP, Scope
 from pallas_kernels.language.simulator.lanes import Simulator
 from pallas_kernels.language.simulator.memory import SimulationError
@@ -26,6 +27,17 @@ class _Copy:
     number: int  # of the barrier
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """What some lanes have sent to barriers of other blocks."""
+
+    at: np.ndarray  # byte offset in the shared memory of all blocks, for each lane
+    data: np.ndarray  # uint8 [lanes, bytes]
+    lane: np.ndarray
+    block: np.ndarray  # whose barrier it is
+    number: np.ndarray  # of the barrier
+
+
 class BarrierSimulator(Simulator):
     """The part of ``TensorCores`` that is about barriers in shared memory."""
 
@@ -40,7 +52,8 @@ class BarrierSimulator(Simulator):
         self._coming = np.zeros((blocks, shared_bytes // 8), np.int64)  # bytes of copies that a phase waits for
         self._fenced = np.zeros(blocks * shared_bytes, bool)  # bytes that tensor cores may read
         self._touched: list[np.ndarray] = []  # shared bytes accessed since the last barrier of their warps
-        self._copies: list[_Copy] = []  # that are running
+        self._copies: list[_Copy | _Sent] = []  # that are running
+        self._sent: list[tuple[int, int, np.ndarray]] = []  # block, number of a barrier, and bytes that it will show
 
     @abc.abstractmethod
     def _give_way(self, ready: Callable[[], bool]) -> None:
@@ -106,6 +119,33 @@ class BarrierSimulator(Simulator):
         self._order_warps(block[at] // self._cluster * (self._cluster * self._threads // WARP) + place, block[at])
         self._phase[block, number] += 1
         self._arrived[block, number] = False
+        if self._sent:
+            ending = set(zip(block.tolist(), number.tolist(), strict=True))
+            for _, _, sent in (one for one in self._sent if one[:2] in ending):
+                self._shared.written[sent] = self._cluster * self._threads
+            self._sent = [one for one in self._sent if one[:2] not in ending]
+
+    def expect(self, barrier: Value, size: Value) -> None:
+        warp, number = self._barrier_of(barrier)
+        self._trust(expect("i32", size), self._mask, "how many bytes are expected")
+        sizes = np.broadcast_to(size.raw, self._shape).reshape(-1, WARP)[warp, 0]
+        self._coming[warp * WARP // self._threads, number] += sizes
+        self._count(warp, number)
+
+    def send_shared(
+        self, address: Value, words: Sequence[Value], barrier: Value, where: Condition, *, rank: int
+    ) -> None:
+        check_send(words)
+        active = self._active(where)
+        if not active.any():
+            return
+        at = self._shared_offset(address, active, rank)
+        number = self._shared_offset(barrier, active, rank) % self._shared_size // 8
+        for word in words:
+            self._trust(word, active, "what is sent")
+        values = [np.broadcast_to(word.raw, self._shape)[active] for word in words]
+        data = np.ascontiguousarray(np.stack(values, -1), np.int32).view(np.uint8)
+        self._copies.append(_Sent(at, data, self._lane[active], at // self._shared_size, number))
 
     def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
         """Note copies, which are made when somebody waits for them."""
@@ -143,6 +183,9 @@ class BarrierSimulator(Simulator):
         if not self._copies:
             return False
         copy = self._copies.pop(0)
+        if isinstance(copy, _Sent):
+            self._arrive_sent(copy)
+            return True
         place = copy.at + copy.block * self._shared_size
         self._shared.write(place, UNIT, np.full(place.shape, copy.block * self._threads + copy.thread), copy.data)
         written = (place[:, None] + np.arange(UNIT)).reshape(-1)
@@ -151,6 +194,20 @@ class BarrierSimulator(Simulator):
         self._coming[copy.block, copy.number] -= copy.data.size
         self._end_phases(np.array([copy.block]), np.array([copy.number]))
         return True
+
+    def check_end(self) -> None:
+        """Raise an error if something was sent that nobody waited for: its block may have ended before it arrives."""
+        if any(isinstance(copy, _Sent) for copy in self._copies):
+            raise SimulationError("nobody waits for what was sent to a block")
+
+    def _arrive_sent(self, sent: _Sent) -> None:
+        size = sent.data.shape[1]
+        self._shared.write(sent.at, size, sent.lane, sent.data)
+        for block, number in np.unique(np.stack([sent.block, sent.number]), axis=1).T:
+            mine = (sent.block == block) & (sent.number == number)
+            self._sent.append((int(block), int(number), (sent.at[mine][:, None] + np.arange(size)).reshape(-1)))
+            self._coming[block, number] -= mine.sum() * size
+            self._end_phases(np.array([block]), np.array([number]))
 
     def _order_warps(self, arrived: np.ndarray, block: np.ndarray) -> None:
         """Order what these warps did in shared memory before what the blocks at whose barriers they are do next."""

@@ -37,6 +37,7 @@ class Simulator(NumPyArithmetic):
         self._block_numbers, self._rank = numbers, rank
         self._lane = np.arange(blocks * threads, dtype=np.int64).reshape(self._shape)
         self._gone = np.zeros(self._shape, bool)  # lanes that have left at a barrier
+        self._has_arrived = np.zeros(self._shape, bool)  # lanes that are to wait for their cluster
         self._memories: list[Memory] = []
         # The shared memory of all blocks, one after another.
         self._shared_size = shared_bytes
@@ -100,17 +101,33 @@ class Simulator(NumPyArithmetic):
         return self._wrap("i32", before)
 
     def barrier(self, scope: Scope, *, leave: Condition = False) -> None:
+        check_barrier(scope, leave)
+        self._order(scope)
+        self._gone |= self._active(leave)
+
+    def _order(self, scope: Scope, *, is_relaxed: bool = False) -> None:
+        """Order what the active lanes did before what they do next; what they stored only for others that store."""
         sizes = {"warp": WARP, "warpgroup": WARPGROUP, "block": self._threads}
         size = sizes.get(scope, self._threads * self._cluster)
-        check_barrier(scope, leave)
         groups = self._active(True).reshape(-1, size)
         if np.any(groups.any(-1) & ~groups.all(-1)):
             raise SimulationError(f"a {scope} barrier that only some of its lanes reach")
         arrived = groups.all(-1)
         for memory in itertools.chain(self._memories, [self._shared]):
             if not memory.constant:
-                memory.order(arrived, size)
-        self._gone |= self._active(leave)
+                memory.order(arrived, size, is_relaxed=is_relaxed)
+
+    def cluster_arrive(self) -> None:
+        active = self._active(True)
+        if np.any(active & self._has_arrived):
+            raise SimulationError("a lane that arrives again before it has waited for its cluster")
+        self._has_arrived |= active
+
+    def cluster_wait(self) -> None:
+        if np.any(self._active(True) & ~self._has_arrived):
+            raise SimulationError("a lane that waits for its cluster and has not arrived")
+        self._has_arrived[:] = False
+        self._order("cluster", is_relaxed=True)
 
     def _active(self, where: Condition) -> np.ndarray:
         active = super()._active(where)

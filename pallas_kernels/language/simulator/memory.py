@@ -27,6 +27,8 @@ class Memory:
             self.writer, self.high = (np.full(data.size, _NOBODY, np.int64) for _ in range(2))
             self.low = np.full(data.size, _MANY, np.int64)
             self.written, self.was_read = (np.zeros(data.size, np.int64) for _ in range(2))
+            # The same for writes that others may overwrite, but perhaps not see.
+            self.settled = self.written.copy()
             # The lowest and highest lane that has added atomically since, and over how many lanes that is ordered.
             self.add_low, self.add_high = self.low.copy(), self.high.copy()
             self.was_added = self.was_read.copy()
@@ -83,9 +85,12 @@ class Memory:
             raise SimulationError(f"{self.name}: two lanes write the same bytes")
         owner = np.broadcast_to(lanes[:, None], where.shape)
         for others, verb in zip(self.accesses(), ("wrote", "read", "added to"), strict=True):
-            if np.any(self.unordered(where, owner, *others)):
+            found = self.unordered(where, owner, *others)
+            if verb == "wrote":
+                found &= self.unordered(where, owner, self.writer, self.writer, self.settled)
+            if np.any(found):
                 raise SimulationError(f"{self.name}: a lane writes what another one {verb}")
-        self.writer[where], self.written[where] = owner, 0
+        self.writer[where], self.written[where], self.settled[where] = owner, 0, 0
         self.low[where], self.high[where] = _MANY, _NOBODY
         self.add_low[where], self.add_high[where] = _MANY, _NOBODY
         self.data[where] = data
@@ -117,9 +122,15 @@ class Memory:
         yield self.low, self.high, self.was_read
         yield self.add_low, self.add_high, self.was_added
 
-    def order(self, arrived: np.ndarray, size: int) -> None:
-        """Apply a barrier over groups of ``size`` lanes: what their lanes did is ordered before what they do next."""
-        for low, high, scope in self.accesses():
+    def order(self, arrived: np.ndarray, size: int, *, is_relaxed: bool = False) -> None:
+        """Apply a barrier over groups of ``size`` lanes: what their lanes did is ordered before what they do next.
+
+        After a relaxed one lanes may overwrite what others wrote, but need not see it.
+        """
+        writes, *others = self.accesses()
+        if is_relaxed:
+            writes = self.writer, self.writer, self.settled
+        for low, high, scope in (writes, *others):
             at = np.flatnonzero((high != _NOBODY) & (scope < size))
             group = high[at] // size
             scope[at[arrived[group] & (low[at] // size == group)]] = size
