@@ -9,6 +9,7 @@ keys         queries of the indexer, made of the sums of such a product
 sm90         the kernel for few rows on Hopper
 sm100        the kernel for few rows on Blackwell
 block        what these two share: the place of a block in the product, its memory, and its last steps
+exchange     adds up the sums of the parts of the inputs, of a block and of the blocks of a cluster
 residual     what a product of few rows is added to
 streamed     rows of x that are copied chunk by chunk: as many as a block has, or where not all of them fit
 pair         two products of few rows of the same x, in one launch

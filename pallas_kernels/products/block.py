@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
-from pallas_kernels.language.machine import WARPGROUP
+from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
 from pallas_kernels.operand_rows import OperandRows, sources_of_unit
 from pallas_kernels.products.activations import Activations
+from pallas_kernels.products.exchange import Exchange, owned_eights, part_number, received_bytes
 from pallas_kernels.products.queries import PADDING, Lanes, Lines, QueryHeads
 from pallas_kernels.products.residual import LoadedResidual, Place, Residual
 from pallas_kernels.products.split import ROWS, TILE, Split
@@ -38,6 +39,7 @@ _LEAST_STAGES = 3
 _EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 _ROW_PITCH = TILE * 4 + 16  # bytes from one row to the next, where outputs are gathered: in other banks
 _ALIGNMENT = 1024  # of the tiles of x
+_BARRIER = 16  # bytes of a barrier, with what aligns others after it
 
 
 @jax.tree_util.register_dataclass
@@ -97,18 +99,17 @@ class Layout:
     @property
     def owned(self) -> int:
         """How many eights of columns the warpgroup of each part of a tile adds up and stores."""
-        return -(-(self.columns // _EIGHT) // self.split.all_parts)
+        return owned_eights(self.split, self.columns // _EIGHT)
 
     def received_bytes(self) -> int:
         """Return the bytes of the sums of all parts that a block adds up."""
-        if self.split.all_parts == 1:
-            return 0
-        return self.split.all_parts * self.split.warpgroups * self.owned * WARPGROUP * VECTOR * 4
+        return received_bytes(self.split, self.columns // _EIGHT)
 
     def _fixed_bytes(self) -> int:
         scales = 0 if self.form.block is None else Scales.shared_bytes(self.split.warpgroups, self.split.chunks)
         queries = 0 if self.heads is None else self.heads.shared_bytes
-        return scales + queries + self.split.warpgroups * self.operand_bytes + 2 * _ALIGNMENT
+        sent = _BARRIER if self.cluster > 1 else 0
+        return scales + queries + sent + self.split.warpgroups * self.operand_bytes + 2 * _ALIGNMENT
 
     def _main_bytes(self, chunks: int, stages: int) -> int:
         """Return the bytes of x, in chunks of each part, and of stages of the weight."""
@@ -183,6 +184,7 @@ class Block:
     output: Value  # first output of the tile
     first: Value  # first input of the warpgroup's part
     part: Value  # the warpgroup's, among those of the block
+    sent: Barrier | None  # for what other blocks of the cluster send
     arena: int  # where the shared memory begins that the last steps use again
 
     @classmethod
@@ -209,6 +211,7 @@ class Block:
         of_block = rank * (split.parts * part_inputs)
         first = of_block + part * part_inputs
         output, row = (group * tiles + mine) * TILE, machine.block(1) * layout.columns
+        sent = Barrier.take(machine, 1, scope="cluster") if layout.cluster > 1 else None
         scales = None if inputs.scales is None else Scales.take(machine, split.warpgroups, split.chunks)
         place_of_x = row, group * width + of_block
         if layout.streams:
@@ -246,6 +249,7 @@ class Block:
             output=output,
             first=first,
             part=part,
+            sent=sent,
             arena=activations.tiles.offset,
         )
 
@@ -279,6 +283,7 @@ class Block:
 
             def one(i: Value, carry: Any, start: int = start, size: int = size) -> Any:
                 machine.wait_copies(pending=self.layout.stages - 2)
+                machine.barrier("warp")  # which copied what its lanes read
                 return step(i + start, self.part * size + i, (i + start) % self.layout.stages, carry)
 
             carry = machine.loop(size, one, carry)
@@ -303,18 +308,32 @@ class Block:
         return machine.loop(self.layout.split.chunks, one, carry)
 
     def _begin(self) -> None:
-        """Start to copy the first chunks, and store the scales. To be followed by a barrier of the block."""
+        """Start to copy the first chunks, store the scales, and expect what other blocks will send.
+
+        To be followed by a barrier of the block.
+        """
         chunks, loaded = self.layout.split.chunks, []
         if self.scales is not None:  # first, because they are waited for first
             assert self.stored_scales is not None
             assert self.layout.form.block is not None
             loaded = self.scales.load(self.stored_scales, self.layout.form.block, (self.output, self.first))
-        for chunk in range(self.layout.stages - 1):
-            self._copy(chunk, chunk < chunks)
+        self._copy(0, True)
         if self.scales is not None:
             self.scales.store(loaded)
-        if self.layout.cluster > self.layout.split.cluster:  # before a block writes to another one's memory
-            self.machine.barrier("cluster")
+        # After the wait for the scales, because the first chunk is there later if all are asked for at once.
+        for chunk in range(1, self.layout.stages - 1):
+            self._copy(chunk, chunk < chunks)
+        if self.sent is None:
+            return
+        machine, heads = self.machine, self.layout.heads
+        init_barriers(self.sent)
+        with machine.when(machine.thread < WARP):
+            if heads is None or heads.blocks == 1:
+                self.sent.expect(self._exchange.expected_bytes())
+            else:
+                self.sent.expect(heads.sent_bytes(self.layout.columns))
+        if self.layout.split.cluster == 1:  # where blocks share a head, ``finish`` waits for those that had not begun
+            machine.cluster_arrive()
 
     def advance(self, chunk: Value) -> None:
         """Start to copy the chunk that takes the room of the one before this."""
@@ -360,52 +379,28 @@ class Block:
         places = list(self._places(out)) if heads is None else []
         residual = None if inputs.residual is None else [inputs.residual.load(place) for place in places]
         machine.wait_copies()
-        machine.barrier("block" if layout.split.cluster == 1 else "cluster")  # nobody uses the arena any more
+        if layout.split.cluster == 1:
+            machine.barrier("block")  # nobody uses the arena any more
+        else:
+            machine.cluster_arrive()
+            machine.cluster_wait()
         eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(layout.columns // _EIGHT)]
         if layout.split.all_parts > 1:
-            eights = self._all_parts(eights)
+            eights = self._exchange.add(eights, self.part)
         if heads is None or queries is None:
             self._store(out, eights, places, residual)
             return
         lines = self._gather(eights)
-        queries.share(lines)
         if heads.blocks > 1:
-            machine.barrier("cluster")
+            assert self.sent is not None
+            machine.cluster_wait()
+            queries.share(lines, self.sent)
+            self.sent.wait(0)
         queries.make(lines)
 
     @property
-    def _number(self) -> Value:
-        """The number of this part of the inputs among those of the cluster."""
-        split = self.layout.split
-        rank = self.machine.rank if split.cluster > 1 else self.machine.constant(0, "i32")
-        return rank * split.parts + self.part
-
-    def _all_parts(self, eights: list[list[Value]]) -> list[list[Value]]:
-        """Return the sums of all parts, of the columns of this part."""
-        machine, split, owned = self.machine, self.layout.split, self.layout.owned
-        scope = "block" if split.cluster == 1 else "cluster"
-        rank, warpgroup = machine.rank if split.cluster > 1 else None, machine.thread // WARPGROUP
-        lane, number = machine.thread % WARPGROUP, self._number
-        received = Shared(machine, self.arena, (split.all_parts, split.warpgroups, owned, WARPGROUP, VECTOR), "f32")
-
-        def send(to_rank: int, *, is_mine: bool) -> None:
-            of_rank = owned * split.parts
-            for n, values in enumerate(eights[to_rank * of_rank : (to_rank + 1) * of_rank]):
-                owner = number, warpgroup - self.part + n // owned, n % owned
-                received.store_floats(values, *owner, lane, 0, rank=None if is_mine else to_rank)
-
-        # Every block begins with its successor, so that no block gets the sums of all others at once.
-        for mine in range(split.cluster):
-            with machine.when(True if rank is None else rank == mine):
-                for further in range(1, split.cluster + 1):
-                    to_rank = (mine + further) % split.cluster
-                    send(to_rank, is_mine=to_rank == mine)
-        machine.barrier(scope)
-        added = []
-        for n in range(owned):
-            parts = [received.load_floats(part, warpgroup, n, lane, 0) for part in range(split.all_parts)]
-            added.append(functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts))
-        return added
+    def _exchange(self) -> Exchange:
+        return Exchange.at(self.machine, self.layout.split, self.layout.columns // _EIGHT, self.arena, self.sent)
 
     @property
     def _lines(self) -> Lines:
@@ -440,7 +435,8 @@ class Block:
         """Yield what this lane stores of the outputs of its part, several of a row at once."""
         lane, rows = self.machine.thread % WARPGROUP, self.layout.owned * _EIGHT
         count = 16 // out.dtype.itemsize  # outputs of one store
-        per_row, first = TILE // count, self._number * rows
+        per_row = TILE // count
+        first = part_number(self.machine, self.layout.split, self.part) * rows
         for start in range(0, rows * per_row, WARPGROUP):
             n = lane + start
             inside: Condition = True if start + WARPGROUP <= rows * per_row else n < rows * per_row

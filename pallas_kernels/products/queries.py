@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_kernels.formats import Fp4Keys
+from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer, Row, Team, add, fold
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
@@ -58,8 +59,9 @@ class Lines:
         for start in range(0, self.count, teams):
             number, row = team + start, self.first + (team + start)
             inside: Condition = True if start + teams <= self.count else number < self.count
-            there = inside & self.lanes.here & (row < self.past) & (row < self.rows)
-            yield Line(number if inside is True else select(inside, number, 0), number, row, there)
+            here = inside & self.lanes.here
+            there = here & (row < self.past) & (row < self.rows)
+            yield Line(number if inside is True else select(inside, number, 0), number, row, here, there)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -69,19 +71,17 @@ class Line:
     loaded: Value  # its number, or that of another line if it does not exist
     number: Value
     row: Value  # of x
-    there: Condition  # whether there is such a row
-
-
-# Does a step of making the queries with the lines that are stored, f32 [lines, outputs and padding].
-Step = Callable[[Shared], None]
+    here: Condition  # whether it is one of the block's lines
+    there: Condition  # whether there is such a row, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Finish:
-    """How the queries are made when the lines are stored."""
+    """How the queries are made when the lines are stored, f32 [lines, outputs and padding]."""
 
-    share: Step  # gives other blocks of the cluster what they need; a barrier of the cluster follows
-    make: Step
+    # Sends all blocks of the cluster what they need, its own one too: ``sent_bytes`` of the heads to each.
+    share: Callable[[Shared, Barrier], None]
+    make: Callable[[Shared], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,11 @@ class AttentionHeads:
     def shared_bytes(self) -> int:
         return HALVES * ROWS * 4
 
+    @staticmethod
+    def sent_bytes(lines: int) -> int:
+        """Return the bytes that the blocks of a cluster send to each of them."""
+        return HALVES * lines * 4
+
     def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Buffer) -> Finish:
         """Load angles, so that they are there when the queries are made."""
         squares, row = Shared.take(machine, (HALVES, ROWS), "f32"), Row(Team(machine, WARP), self.dim // HALVES)
@@ -110,12 +115,12 @@ class AttentionHeads:
         def load(sums: Shared) -> list[Channels]:
             return [[sums.load_floats(line.loaded, channel) for channel in row.channel] for line in mine]
 
-        def share(sums: Shared) -> None:
+        def share(sums: Shared, sent: Barrier) -> None:
             for line, channels in zip(mine, load(sums), strict=True):
                 (total,) = row.team.reduce((add, fold(add, [value * value for step in channels for value in step])))
-                first = line.there & (row.team.lane == 0)
+                first = line.here & (row.team.lane == 0)
                 for rank in range(HALVES):
-                    squares.store_floats([total], machine.rank, line.number, where=first, rank=rank)
+                    sent.send_floats([total], squares, machine.rank, line.number, rank=rank, where=first)
 
         def make(sums: Shared) -> None:
             for line, channels, turns in zip(mine, load(sums), angles, strict=True):
@@ -162,6 +167,12 @@ class IndexerHeads:
     def shared_bytes(self) -> int:
         return 0
 
+    @staticmethod
+    def sent_bytes(lines: int) -> int:
+        """Return 0: a block has whole heads, and needs nothing of others."""
+        del lines
+        return 0
+
     def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Any) -> Finish:
         """Load angles, so that they are there when the queries are made."""
         row, mine = Row(Team(machine, INDEXER_LANES), self.dim), list(lines.each(INDEXER_LANES))
@@ -174,7 +185,7 @@ class IndexerHeads:
                 head = line.row * heads + lines.output // self.dim
                 self.keys.store(row, hadamard(row, values), out, head, where=line.there)
 
-        return Finish(lambda sums: None, make)
+        return Finish(lambda sums, sent: None, make)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +215,10 @@ class BothHeads:
     def shared_bytes(self) -> int:
         return self.attention.shared_bytes + ROWS // HALVES * (self.indexer.dim + PADDING) * 4
 
+    def sent_bytes(self, lines: int) -> int:
+        """Return the bytes that the blocks of a cluster send to each of them."""
+        return self.attention.sent_bytes(lines) + lines // HALVES * self.indexer.dim * 4
+
     def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Any) -> Finish:
         """Load angles, so that they are there when the queries are made."""
         queries, key_queries = out
@@ -221,20 +236,20 @@ class BothHeads:
         of_attention = self.attention.begin(machine, lines, table, queries)
         of_indexer = self.indexer.begin(machine, mine, table, key_queries)
 
-        def exchange(sums: Shared) -> None:
+        def exchange(sums: Shared, sent: Barrier) -> None:
             units = width // VECTOR
             for rank, start in itertools.product(range(HALVES), range(0, count * units, mine.lanes.count)):
                 n = mine.lanes.number + start
                 inside: Condition = True if start + mine.lanes.count <= count * units else n < count * units
                 line, channel = (n if inside is True else select(inside, n, 0)) // units, n % units * VECTOR
                 values = sums.load_floats(line + rank * count, channel + self.attention.tiles * TILE)
-                heads.store_floats(values, line, channel + machine.rank * width, where=inside, rank=rank)
+                sent.send_floats(values, heads, line, channel + machine.rank * width, rank=rank, where=inside)
 
-        def share(sums: Shared) -> None:
+        def share(sums: Shared, sent: Barrier) -> None:
             with machine.when(is_attention):
-                of_attention.share(sums)
+                of_attention.share(sums, sent)
             with machine.when(is_indexer):
-                exchange(sums)
+                exchange(sums, sent)
 
         def make(sums: Shared) -> None:
             with machine.when(is_attention):

@@ -38,14 +38,13 @@ def _staged(machine: TensorCores, block: Block) -> list[Value]:
         x = activations.tile(i)
         half_bytes = x.row_bytes // HALVES
         product, held = None if is_rounded else sums, []
+        block.advance(chunk)
         for half in range(HALVES):
             words = block.operand(chunk, stage, half)
             held.append(words)
             dtype = "e4m3" if is_rounded else "bf16"
             right = x.k_major(half * half_bytes, half_bytes)
             product = machine.wgmma(product, words, right, columns=columns, dtype=dtype)
-            if half == 0:
-                block.advance(chunk)
             if half == HALVES - 1 or not widens_beside:
                 product = machine.wgmma_wait(product)
                 machine.hold(held)  # no register of an operand is used again before

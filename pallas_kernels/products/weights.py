@@ -1,8 +1,10 @@
 """A warpgroup's tile of a weight: copying it to shared memory ahead of time, and making left operands of products.
 
-A tile is processed in chunks of 128 bytes of each row, in two halves. Each lane copies just what it will read itself,
-so that no lane waits for another one: of each half of a chunk 16 adjacent bytes of rows r and r + 8 (``product_row``),
-from 16 c on, with c the lane's place in its quad. They are what the lane contributes to several steps of a product.
+A tile is processed in chunks of 128 bytes of each row, in two halves. Of each half a lane reads 16 adjacent bytes of
+rows r and r + 8 (``product_row``), from 16 c on, with c its place in its quad. They are what it contributes to several
+steps of a product. A warp reads just what it copied itself, so that no warp waits for another one. Eight lanes copy a
+row of a chunk, and so ask for whole lines of memory. If each lane copied what it reads, it would be twice as many
+requests, which take turns with all other accesses of shared memory.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ import jax.numpy as jnp
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Index, Value
+from pallas_kernels.products.split import TILE
 
 CHUNK_BYTES, HALVES = 128, 2
 HALF_BYTES = CHUNK_BYTES // HALVES
 QUAD = 4
-_PIECE, _ROWS = 16, 2
-_PIECES = _ROWS * HALVES
-STAGE_BYTES = _PIECES * _PIECE * WARPGROUP  # a chunk of a tile
+_ROWS = TILE // (WARPGROUP // WARP)  # of a warp
+_UNIT = 16  # bytes of one access
+_UNITS = CHUNK_BYTES // _UNIT
+STAGE_BYTES = TILE * CHUNK_BYTES  # a chunk of a tile
 OPERAND_WORDS = 16  # of half a chunk that is widened, as a left operand; of a weight of bf16 half as many
 _WARPS = WARPGROUP // WARP
 
@@ -93,12 +97,16 @@ class Scales:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StoredTile:
-    """A lane's part of 64 outputs of a weight, and its room in shared memory for some chunks."""
+    """A warp's rows of 64 outputs of a weight, and their room in shared memory for some chunks.
+
+    Units of 16 bytes of odd rows change places with those of the other half, because adjacent rows that are read
+    together are then in other banks.
+    """
 
     machine: TensorCores
-    weight: Buffer  # a view in bytes that begins at this lane's first one
+    weight: Buffer  # a view in bytes that begins at what this lane copies first
     row_bytes: int
-    room: Shared  # u8 [stages, pieces, 1, 16]
+    room: Shared  # u8 [stages, rows, bytes of a chunk]
     there: Condition
 
     @classmethod
@@ -107,9 +115,10 @@ class StoredTile:
     ) -> StoredTile:
         """The tile that begins at an output and an input."""
         (row, first), size = at, weight.dtype.itemsize
+        lane, warp = machine.thread % WARP, machine.thread % WARPGROUP // WARP
         room = rooms[machine.thread // WARPGROUP]
-        room = dataclasses.replace(room, offset=machine.thread % WARPGROUP * _PIECE + room.offset)
-        address = weight.address_of((row + product_row(machine), first + machine.thread % QUAD * (_PIECE // size)))
+        room = dataclasses.replace(room, offset=warp * (_ROWS * CHUNK_BYTES) + room.offset)
+        address = weight.address_of((row + warp * _ROWS + lane // _UNITS, first + lane % _UNITS * (_UNIT // size)))
         row_bytes = weight.shape[1] * size
         shape = row_bytes // CHUNK_BYTES, CHUNK_BYTES
         view = dataclasses.replace(weight, address=address, shape=shape, dtype=jnp.dtype(jnp.uint8))
@@ -118,19 +127,29 @@ class StoredTile:
     @staticmethod
     def take_rooms(machine: TensorCores, warpgroups: int, stages: int) -> Shared:
         """Take shared memory for ``stages`` chunks of each warpgroup's tile."""
-        return Shared.take(machine, (warpgroups, stages, _PIECES, WARPGROUP, _PIECE), "u8")
+        return Shared.take(machine, (warpgroups, stages, TILE, CHUNK_BYTES), "u8")
 
     def copy(self, chunk: Index, stage: Index, where: Condition) -> None:
-        """Start to copy a chunk. To be followed by ``close_copies``."""
-        for row in range(_ROWS):
-            for half in range(HALVES):
-                source = self.weight.address_of((chunk, row * 8 * self.row_bytes + half * HALF_BYTES))
-                to = self.room.address_of(stage, row * HALVES + half, 0, 0)
-                self.machine.copy_async(to, source, where & self.there)
+        """Start to copy a chunk. To be followed by ``close_copies``.
+
+        A barrier of the warp is to be before it, so that no lane reads the stage any more, and before ``load``.
+        """
+        row, unit = self.machine.thread % WARP // _UNITS, self.machine.thread % _UNITS
+        for first in range(0, _ROWS, WARP // _UNITS):
+            source = self.weight.address_of((chunk, first * self.row_bytes))
+            to = self.room.address_of(stage, row + first, _swapped(unit, row) * _UNIT)
+            self.machine.copy_async(to, source, where & self.there)
 
     def load(self, stage: Index, half: int) -> list[list[Value]]:
         """Return this lane's bytes of both rows, four words each."""
-        return [self.room.load_words(stage, row * HALVES + half, 0, 0, count=_PIECE) for row in range(_ROWS)]
+        row, unit = self.machine.thread % WARP // QUAD, self.machine.thread % QUAD + half * QUAD
+        at = _swapped(unit, row) * _UNIT
+        return [self.room.load_words(stage, row + further, at, count=_UNIT) for further in (0, _ROWS // 2)]
+
+
+def _swapped(unit: Value, row: Value) -> Value:
+    """Return where a unit of a row is."""
+    return unit ^ row % 2 * QUAD
 
 
 def widen(machine: TensorCores, codes: list[list[Value]], factor: Value) -> list[Value]:

@@ -87,9 +87,9 @@ SPILLS_WHERE_IGNORED = {("flash indexer_scores mxfp4 [64, 1]", "sm_90a"): [8, 4,
 # takes 6 % longer.
 KNOWN_SPILLS = {
     "flash attend_to_widened csa fp8_row [1, 4096]": [8, 8, 8],
-    "flash attend_to_widened csa fp8_row [1, 4096], rounded": [24, 28, 28],
+    "flash attend_to_widened csa fp8_row [1, 4096], rounded": [16, 32, 28],
     "pro attend_to_widened csa fp8_row [1, 4096]": [8, 8, 8],
-    "pro attend_to_widened csa fp8_row [1, 4096], rounded": [48, 52, 52],
+    "pro attend_to_widened csa fp8_row [1, 4096], rounded": [40, 56, 56],
 }
 
 # A report where the CUDA plugin ignores register counts: faults that are known there, and what must not go with them.
