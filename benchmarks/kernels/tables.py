@@ -64,6 +64,7 @@ SUMMARY = {
     "CSA attention, 64 requests": "attention csa B64 64 heads 128 + 512 fp8_row",
     "CSA attention, 256 requests": "attention csa B256 64 heads 128 + 512 fp8_row",
     "HCA attention, 1 request (128 + 1,024 keys)": "attention hca B1 64 heads 128 + 1024 fp8_row",
+    "CSA attention of a 4,096-token chunk": "attention csa B1 x 4096 tokens 64 heads 128 + 512 fp8_row",
     "indexer scores, 64 requests of 32,768 entries, `mxfp4`": "indexer mxfp4 B64 x 32768",
     "top-k, 64 requests, 8,192 to 512": "topk B64 8192 to 512",
 }
@@ -83,17 +84,6 @@ def summary(results: Results) -> str:
     both = f"{insert['us'] + entry['us']:.1f} (vLLM's insert and SGLang's compressor; the indexer's key not counted)"
     rows.append(
         ("cache update of a CSA layer, 64 requests, each completes an entry", us(update), both, us(update, "xla"))
-    )
-    line = results.case("chunk of 4096 csa after 28672 stored fp8")
-    beside = results.public_beside(line["case"])
-    assert beside is not None
-    rows.append(
-        (
-            "CSA attention of a 4,096-token chunk after 28K tokens",
-            number(_part(line, CHUNK_PARTS["attention"])),
-            f"{public(beside)} (FlashMLA; its rows widened before)",
-            "-",
-        )
     )
     return table("kernel time in us | this library | public CUDA | plain JAX", rows)
 
