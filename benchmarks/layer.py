@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import re
 import statistics
@@ -33,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
+import pallas_kernels as pk
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import FLUSH_NAME, Times, flush_buffer, kernel_events, read_all, record
 from benchmarks.speculate import compile_all, decode, speculate, us_per_step
@@ -45,6 +45,7 @@ PARTS = ("products", "layers", "step", "drafts", "prefill", "mixed")
 RATIOS = {"swa": 0, "csa": 4, "hca": 128}
 LAYERS = 2, 4  # of the two programs whose difference is taken
 INPUT_NAME = "input_of_product"
+OF_INPUT = "q_a and kv", "compressors"  # products of a layer's input
 ROOM = 1024  # tokens that a request can grow by
 DRAFT = 4
 IN_A_ROW = 20  # steps that are timed together, so that what the host does first counts little
@@ -159,9 +160,20 @@ def pass_on(x: jax.Array, ticket: jax.Array) -> jax.Array:
     return launch(body, name=INPUT_NAME, grid=grid, inputs=(flat, ticket), state=shape).reshape(x.shape)
 
 
-def product_program(weights: list[Any], x: jax.Array, groups: int, dtype: Any) -> Any:
-    """A lowered program of a run of a product with each weight, with L2 flushed before it, so that weights are cold."""
-    multiply = functools.partial(PROJECTIONS.of(None, None, d4.AttentionType.SWA).linear, groups=groups, dtype=dtype)
+def product_program(weights: list[Any], x: jax.Array, groups: int, dtype: Any, *, of_layer: bool) -> Any:
+    """A lowered program of a run of a product with each weight, with L2 flushed before it, so that weights are cold.
+
+    ``of_layer`` says that ``x`` is a layer's input. What other products multiply is written by kernels, in the order in
+    which they read it. Here ``x`` is random, in whichever order.
+    """
+    projections = PROJECTIONS.of(None, None, d4.AttentionType.SWA)
+    rows = x.size // (groups * x.shape[-1])
+    is_ordered = not of_layer and projections.row_form(weights[0], rows, groups) == "operand"
+
+    def multiply(x: jax.Array, weight: Any) -> jax.Array:
+        given = pk.OperandRows(values=x.reshape(rows, -1)) if is_ordered else x
+        return projections.linear(given, weight, groups=groups, dtype=dtype)
+
     if jax.default_backend() == "cpu":
         return jax.jit(multiply).lower(x, weights[0])
 
@@ -204,7 +216,8 @@ def time_products(bench: Bench) -> None:
                 lead = (rows, 1) if groups == 1 else (rows, 1, groups)
                 x = jax.random.normal(jax.random.key(3), (*lead, weight.shape[1]), bench.dtype)
                 dtype = bench.dtype if name == "o_a" else jnp.float32
-                cases.append((name, rows, groups, copies, x, product_program(copies, x, groups, dtype)))
+                program = product_program(copies, x, groups, dtype, of_layer=name in OF_INPUT)
+                cases.append((name, rows, groups, copies, x, program))
         programs = compile_all([case[-1] for case in cases])
         for (name, rows, groups, copies, x, _), program in zip(cases, programs, strict=True):
             out, width = copies[0].shape
