@@ -1,8 +1,8 @@
 """Puts the recorded figures where they are read: python -m benchmarks.kernels report
 
-A table stands in README.md and docs/speed.md between ``<!-- report: NAME -->`` and ``<!-- end of report -->``, and is
-the one of that name in ``tables``. Pictures are the files of docs/speed/. Nothing here needs a GPU or JAX, and the same
-lines give the same bytes: a test compares them with the files.
+A table stands in one of ``PAGES`` between ``<!-- report: NAME -->`` and ``<!-- end of report -->``, and is the one of that
+name in ``tables``. Pictures are the files of docs/speed/. Nothing here needs a GPU or JAX, and the same lines give the
+same bytes: a test compares them with the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.kernels.lines import Results
 from benchmarks.kernels.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/speed.md")
+PAGES = ("README.md", "docs/speed.md", "docs/speed-limits.md")
 MARKED = re.compile(r"<!-- report: (\w+) -->\n.*?<!-- end of report -->", re.DOTALL)
 
 
