@@ -1,8 +1,8 @@
 """Puts the recorded figures where they are read: python -m benchmarks.kernels report
 
-A table stands in one of ``PAGES`` between ``<!-- report: NAME -->`` and ``<!-- end of report -->``, and is the one of that
-name in ``tables``. Pictures are the files of docs/speed/. Nothing here needs a GPU or JAX, and the same lines give the
-same bytes: a test compares them with the files.
+A table stands in one of ``PAGES`` between ``<!-- report: NAME -->`` and ``<!-- end of report -->``, and is the one of
+that name in ``tables``. Pictures are the files of docs/speed/. Nothing here needs a GPU or JAX, and the same lines give
+the same bytes: a test compares them with the files.
 """
 
 from __future__ import annotations
