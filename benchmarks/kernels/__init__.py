@@ -5,7 +5,7 @@ attention indexer topk     the kernels that read the cache
 step                       a decode step of all layers
 tune                       attention, indexer and top-k, for several ways to divide their work
 plot                       draws the picture of a file of results, as SVG
-report                     writes the tables and pictures of README.md and docs/speed.md
+report                     writes the tables and pictures of README.md and docs/
 
 ``results`` holds the recorded lines, which ``lines`` describes.
 """

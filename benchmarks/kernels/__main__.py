@@ -33,7 +33,7 @@ def main() -> None:
     plot = commands.add_parser("plot", help="draw the picture of a file of JSON lines")
     plot.add_argument("lines", type=Path)
     plot.add_argument("--out", type=Path, default=Path("out/times.svg"))
-    commands.add_parser("report", help="write the tables and pictures of README.md and docs/speed.md")
+    commands.add_parser("report", help="write the tables and pictures of README.md and docs/")
     arguments = parser.parse_args()
     dump = Path(tempfile.mkdtemp(prefix="xla_dump_"))
     if arguments.command in ("cache", "step"):

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/speed.md, made of the recorded lines. ``report`` puts them in their places."""
+"""The tables of README.md and docs/, made of the recorded lines. ``report`` puts them in their places."""
 
 from __future__ import annotations
 

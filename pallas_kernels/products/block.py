@@ -325,14 +325,15 @@ class Block:
             self._copy(chunk, chunk < chunks)
         if self.sent is None:
             return
-        machine, heads = self.machine, self.layout.heads
+        machine, heads, shares_inputs = self.machine, self.layout.heads, self.layout.split.cluster > 1
         init_barriers(self.sent)
         with machine.when(machine.thread < WARP):
-            if heads is None or heads.blocks == 1:
+            if shares_inputs:
                 self.sent.expect(self._exchange.expected_bytes())
             else:
+                assert heads is not None, "blocks of a cluster share inputs, or a head"
                 self.sent.expect(heads.sent_bytes(self.layout.columns))
-        if self.layout.split.cluster == 1:  # where blocks share a head, ``finish`` waits for those that had not begun
+        if not shares_inputs:  # ``finish`` waits for blocks that had not begun
             machine.cluster_arrive()
 
     def advance(self, chunk: Value) -> None:
@@ -379,8 +380,8 @@ class Block:
         places = list(self._places(out)) if heads is None else []
         residual = None if inputs.residual is None else [inputs.residual.load(place) for place in places]
         machine.wait_copies()
-        if layout.split.cluster == 1:
-            machine.barrier("block")  # nobody uses the arena any more
+        if layout.split.cluster == 1:  # nobody uses the arena any more
+            machine.barrier("block")
         else:
             machine.cluster_arrive()
             machine.cluster_wait()

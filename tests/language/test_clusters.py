@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Value
 from tests.support.lane_kernels import run, spec
 from tests.support.machines import HOPPER_MACHINES
@@ -86,6 +86,29 @@ def test_what_blocks_send_is_there_after_the_wait(count, early, simulate):
 def test_mistakes_with_what_is_sent_are_found(how, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         run_sums(True, **how)
+
+
+def test_products_do_not_see_what_was_sent_without_a_fence():
+    def body(machine: TensorCores, x: Any, out: Any) -> None:
+        tile, sent = Tile.take(machine, 64, 128), Barrier.take(machine, 1, scope="cluster")
+        row, zero = machine.thread % 64, machine.constant(0, "i32")
+        for unit in range(8):
+            machine.store_shared(tile.unit(row, unit), [zero] * 4, 16, machine.thread < 64)
+        machine.fence_shared()
+        init_barriers(sent)
+        with machine.when(machine.thread < WARP):
+            sent.expect(4)
+        machine.cluster_arrive()
+        machine.cluster_wait()
+        to = Shared(machine, tile.unit(zero, 0), (1,), "f32")
+        first = (machine.rank == 0) & (machine.thread == 0)
+        for rank in range(2):
+            sent.send_floats([machine.constant(1.0, "f32")], to, 0, rank=rank, where=first)
+        sent.wait(0)
+        machine.wgmma_wait(machine.wgmma(None, tile.k_major(), tile.k_major(), columns=64))
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="was not fenced since it was written"):
+        run(body, {}, spec((4,), jnp.float32), simulate=True, cluster=2, shared_bytes=16384)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ class BarrierSimulator(Simulator):
     def _arrive_sent(self, sent: _Sent) -> None:
         size = sent.data.shape[1]
         self._shared.write(sent.at, size, sent.lane, sent.data)
+        self._fenced[sent.at[:, None] + np.arange(size)] = False
         for block, number in np.unique(np.stack([sent.block, sent.number]), axis=1).T:
             mine = (sent.block == block) & (sent.number == number)
             self._sent.append((int(block), int(number), (sent.at[mine][:, None] + np.arange(size)).reshape(-1)))
