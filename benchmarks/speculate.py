@@ -36,8 +36,7 @@ def decode(
     cache, ok = d4.prepare_forward(cache, slots, one)
     x = x[:, :1]
     for layer in range(cfg.num_layers):
-        y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, one)
-        x = x + y
+        x, cache = d4.attention_layer(params[layer], x, cache, layer, slots, one, residual=x)
     return ok & jnp.isfinite(x[0, 0, 0]), d4.advance(cache, slots, one)
 
 
@@ -49,8 +48,7 @@ def speculate(
     cache, granted = d4.prepare_forward(cache, slots, num_new)
     staged = []
     for layer in range(cache.plan.cfg.num_layers):
-        y, cache, rows = d4.stage(params[layer], x, cache, layer, slots, num_new)
-        x = x + y
+        x, cache, rows = d4.stage(params[layer], x, cache, layer, slots, num_new, residual=x)
         staged.append(rows)
     cache, stored = d4.commit(cache, staged, count)
     return granted & stored & jnp.isfinite(x[0, 0, 0]), cache

@@ -348,9 +348,8 @@ class Block:
             self.activations.copy(chunk, chunk % self.layout.segment, where)
         self.machine.close_copies()
 
-    def operand(self, chunk: Value, stage: Index, half: int) -> list[Value]:
-        """Return half a chunk of the weight as a left operand."""
-        words = self.tile.load(stage, half)
+    def operand(self, chunk: Value, half: int, words: list[list[Value]]) -> list[Value]:
+        """Return half a chunk of the weight, which ``tile.load`` gave, as a left operand."""
         if self.scales is None or self.layout.form.activations == "fp8":
             return as_operand(words)
         return widen(self.machine, words, self.scales.of_half(chunk, half))

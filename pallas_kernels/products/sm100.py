@@ -82,7 +82,7 @@ def body(machine: TensorMemory, inputs: ProductInputs, out: Buffer, *, layout: L
     def rounded_step(chunk: Value, i: Value, stage: Index, sums: list[Value]) -> list[Value]:
         own.free(chunk)
         for half in range(HALVES):
-            words = block.operand(chunk, stage, half)
+            words = block.operand(chunk, half, block.tile.load(stage, half))
             own.store(chunk, words, half * len(words) // QUAD)
         block.advance(chunk)
         x = block.staged.tile(i)
@@ -96,7 +96,7 @@ def body(machine: TensorMemory, inputs: ProductInputs, out: Buffer, *, layout: L
         for half in range(HALVES):
             use = chunk * HALVES + half
             own.free(use)
-            own.store(use, block.operand(chunk, stage, half), 0)
+            own.store(use, block.operand(chunk, half, block.tile.load(stage, half)), 0)
             if half == 0:
                 block.advance(chunk)
             own.ask(use, x, half * half_bytes, half_bytes, is_rounded=False, accumulate=use > 0)

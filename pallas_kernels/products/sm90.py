@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
@@ -12,6 +13,8 @@ from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
 OPERAND_BYTES = 0  # shared memory of a warpgroup for its left operand
 MOST_WARPGROUPS = 5
 STREAMED_WARPGROUPS = 5  # the most of a block that copies x chunk by chunk, for which there are registers
+
+_MANY_COLUMNS = 32  # from which on loads were faster at once, on an H200
 
 _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a product that still runs
 
@@ -27,6 +30,18 @@ def _zeros(machine: TensorCores, layout: Layout) -> list[Value]:
     return [machine.constant(0.0, "f32")] * (layout.columns // 2)
 
 
+def _codes(block: Block, stage: Index) -> Callable[[int], list[list[Value]]]:
+    """Return what gives the codes of a half of the chunk in a stage.
+
+    Both halves are loaded at once where there are many columns and codes are widened: a load takes long beside
+    products, which read shared memory too.
+    """
+    layout = block.layout
+    if layout.columns < _MANY_COLUMNS or layout.form.block is None or layout.form.activations == "fp8":
+        return lambda half: block.tile.load(stage, half)
+    return [block.tile.load(stage, half) for half in range(HALVES)].__getitem__
+
+
 def _staged(machine: TensorCores, block: Block) -> list[Value]:
     """Return the sums of a block that stores x before it multiplies."""
     layout, activations = block.layout, block.staged
@@ -38,9 +53,10 @@ def _staged(machine: TensorCores, block: Block) -> list[Value]:
         x = activations.tile(i)
         half_bytes = x.row_bytes // HALVES
         product, held = None if is_rounded else sums, []
+        codes = _codes(block, stage)
         block.advance(chunk)
         for half in range(HALVES):
-            words = block.operand(chunk, stage, half)
+            words = block.operand(chunk, half, codes(half))
             held.append(words)
             dtype = "e4m3" if is_rounded else "bf16"
             right = x.k_major(half * half_bytes, half_bytes)
@@ -62,9 +78,9 @@ def _streamed(machine: TensorCores, block: Block) -> list[Value]:
 
     # While half a chunk is multiplied, the next half is widened, that of the next chunk too.
     def step(chunk: Value, x: Tile, stage: Index, carry: _Carry) -> _Carry:
-        (sums, held), half_bytes = carry, x.row_bytes // HALVES
+        (sums, held), half_bytes, codes = carry, x.row_bytes // HALVES, _codes(block, stage)
         for half in range(HALVES):
-            words = block.operand(chunk, stage, half)
+            words = block.operand(chunk, half, codes(half))
             right = x.k_major(half * half_bytes, half_bytes)
             sums = machine.wgmma(sums, words, right, columns=block.layout.columns, dtype="bf16")
             machine.wgmma_wait([], pending=1)

@@ -16,7 +16,7 @@ from pallas_kernels.language.lanes import Buffer, swapped
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
-from pallas_kernels.language.values import Condition, Index, Value, select
+from pallas_kernels.language.values import VECTOR, Condition, Value, select
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile, warp_rows
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.residual import Onto, Words
@@ -24,7 +24,6 @@ from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
 CHUNK_CODES = CHUNK_BYTES // 2
 _OPERAND_WORDS = 8  # of half a chunk
-_WAITING_ROWS = 128  # of a tile, up to which the products with a chunk are waited for, as measured on an H200
 _HALVES, _HALF_INPUTS = 2, 32
 _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
@@ -67,50 +66,48 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
             for half in range(scaled_halves)
         ]
 
-    def operand(stage: Index, half: int, factor: Value) -> list[Value]:
-        """Return half a chunk of the weight as a left operand."""
-        start, words = codes.address_of(stage, 0, 0) + at, []
-        for unit in range(half * _STEPS, (half + 1) * _STEPS):
-            for part in (0, 8):
-                for further in (0, 8):  # outputs
-                    place = (start ^ unit * 16) + (further * CHUNK_CODES + part)
-                    (word,) = machine.load_shared(place, 4)
-                    words.append(code_pair(machine, word, selector, factor))
-        return words
+    def load(chunk: Value) -> list[list[Value]]:
+        """Wait for a chunk, and load its codes for a left operand, those of each half."""
+        start = codes.address_of(ring.wait(chunk), 0, 0) + at
+        places = [
+            [
+                (start ^ unit * 16) + (further * CHUNK_CODES + place)
+                for unit in range(half * _STEPS, (half + 1) * _STEPS)
+                for place in (0, 8)
+                for further in (0, 8)  # outputs
+            ]
+            for half in range(_HALVES)
+        ]
+        return [[machine.load_shared(place, 4)[0] for place in of_half] for of_half in places]
 
-    # While half a chunk is multiplied, the next half is widened. With many rows that is the next chunk's, too.
-    goes_on = tiling.tile_rows > _WAITING_ROWS
-
+    # Codes are loaded a chunk ahead, because a load takes long beside products, which read shared memory too. While
+    # half a chunk is multiplied, the next half is widened, that of the next chunk too.
     def sums_of(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
-        def one(i: Value, carry: tuple[list[Value], list[list[Value]], list[Value]]) -> Any:
-            sums, held, scales = carry
-            chunk, held = i + begin, [*held]
+        def one(i: Value, carry: tuple[list[Value], list[Value], list[list[Value]], list[Value]]) -> Any:
+            sums, held, loaded, scales = carry
+            chunk = i + begin
             following = scales_of(chunk + 1)
-            stage = ring.wait(chunk)
+            tile, upcoming = x.copy(chunk % tiling.stages), loaded
             for half in range(_HALVES):
-                words = operand(stage, half, factor_of(scales[half % scaled_halves]))
-                held.append(words)
-                right = x.copy(stage).k_major(half * 64, 64)
+                factor = factor_of(scales[half % scaled_halves])
+                words = [code_pair(machine, word, selector, factor) for word in loaded[half]]
+                right = tile.k_major(half * 64, 64)
                 sums = machine.wgmma(sums, words, right, columns=tiling.tile_rows, dtype="bf16")
-                if goes_on:
-                    machine.wgmma_wait([], pending=1)
-                    machine.hold(held.pop(0))  # no register of an operand is used again before
-                if goes_on and half == 0:
+                if half == 0:
+                    upcoming = load((i + 1).minimum(tiling.chunks - 1) + begin)
+                machine.wgmma_wait([], pending=1)
+                machine.hold(held)  # no register of an operand is used again before
+                held = words
+                if half == 0:
                     ring.leave((chunk - 1).maximum(0), i > 0)
-            if goes_on:
-                return sums, held, following
-            sums = machine.wgmma_wait(sums)
-            machine.hold(held)
-            ring.leave(chunk)
-            return sums, [], following
+            return sums, held, upcoming, following
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
-        before = [[machine.constant(0, "i32")] * _OPERAND_WORDS] if goes_on else []
-        sums, held, following = machine.loop(tiling.chunks, one, (zeros, before, of_first))
-        if goes_on:
-            sums = machine.wgmma_wait(sums)
-            machine.hold(held)
-            ring.leave(begin + (tiling.chunks - 1))
+        nothing = [machine.constant(0, "i32")] * _OPERAND_WORDS
+        sums, held, _, following = machine.loop(tiling.chunks, one, (zeros, nothing, load(begin), of_first))
+        sums = machine.wgmma_wait(sums)
+        machine.hold(held)
+        ring.leave(begin + (tiling.chunks - 1))
         return sums, following
 
     store = functools.partial(store_sums, turns, Onto(out, inputs.positions))
@@ -130,24 +127,29 @@ def store_sums(turns: Turns, onto: Onto, turn: Value, first: Value | int, sums: 
     # A warp's 16 outputs exist, or none of them does.
     exists: Condition = True if tiling.outputs % tiling.tile_outputs == 0 else output < all_outputs
     column = lane % 4 * 2 + turns.row(place) + first * 8
-    if (out := onto.rows).dtype.itemsize == 4:
-        for n, value in enumerate(sums):
-            row = column + (n // 4 * 8 + n % 2)
-            of_output = output + lane // 4 + n // 2 % 2 * 8
-            out.store_floats([value], row, of_output, where=exists if is_whole else exists & (row < rows))
-        return
     # A lane has outputs r and r + 8 of two rows of x. After two exchanges it has four adjacent outputs of one.
     is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
     row = column + lane // 4 % 2
     of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
 
-    def place_of(n: int) -> Words:
-        low, high = (
-            machine.to_bf16(*swapped(machine, is_odd, (sums[n + 2 * half], sums[n + 2 * half + 1]), 4))
-            for half in range(2)
-        )
-        words = swapped(machine, is_upper, (low, high), 8)
-        at = row + n // 4 * 8
-        return Words(list(words), at, of_output, exists if is_whole else exists & (at < rows))
+    def there(at: Value) -> Condition:
+        return exists if is_whole else exists & (at < rows)
 
-    onto.store(place_of(n) for n in range(0, len(sums), 4))
+    def pairs(n: int) -> list[tuple[Value, Value]]:
+        """Return two adjacent outputs of one row, and the two that are eight further."""
+        return [swapped(machine, is_odd, (sums[at], sums[at + 1]), 4) for at in (n, n + 2)]
+
+    if (out := onto.rows).dtype.itemsize == 4:
+        # Sectors of 32 bytes are stored by eight lanes. Wider stores after exchanges took longer.
+        for n, value in enumerate(sums):
+            at = column + (n // VECTOR * 8 + n % 2)
+            out.store_floats([value], at, output + lane // 4 + n // 2 % 2 * 8, where=there(at))
+        return
+
+    def place_of(n: int) -> Words:
+        low, high = (machine.to_bf16(*pair) for pair in pairs(n))
+        words = swapped(machine, is_upper, (low, high), 8)
+        at = row + n // VECTOR * 8
+        return Words(list(words), at, of_output, there(at))
+
+    onto.store(place_of(n) for n in range(0, len(sums), VECTOR))

@@ -23,7 +23,7 @@ LANES = WARPGROUPS * WARPGROUP
 CHUNK_BYTES = 128  # of a row of x: what is in shared memory of it together
 OUTPUTS = 128  # of a tile, at least
 _SCALED_ROWS = 128  # rows of x in a tile where they are rounded to FP8: the instruction's 64 for each warpgroup
-_MOST_COLUMNS = 256  # rows of x in a tile where they are bf16: the most columns of an instruction
+_MOST_ROWS, _FEW_ROWS = (256, 192, 128), 64  # of a tile where rows are bf16: an instruction has at most 256 columns
 _ALIGNMENT = 1024
 _LEAST_STAGES, _MOST_STAGES = 3, 6
 
@@ -208,7 +208,9 @@ def fastest_tiling(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: 
     if form.activations == "fp8":
         alone = _scaled_tilings(rows, outputs, inputs, form, gpu)
     else:
-        counts = {-(-rows // most) for most in (_MOST_COLUMNS, _MOST_COLUMNS * 3 // 4, _MOST_COLUMNS // 2)}
+        counts = {-(-rows // most) for most in _MOST_ROWS}
+        if form.block is not None and rows <= 2 * _FEW_ROWS:
+            counts.add(-(-rows // _FEW_ROWS))
         if form.block is None:
             counts |= set(range(min(counts), max(counts)))
         # Some have more rows than they need, so that parts of a cluster can share their sums.
