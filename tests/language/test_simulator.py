@@ -42,6 +42,11 @@ def far_away(machine: Machine, inputs: Buffer, out: Buffer) -> None:
     out.store_int(dataclasses.replace(inputs, address=machine.widen(machine.thread)).load_int(0), machine.thread)
 
 
+def reader_meets_writer_of_more(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+    machine.store_shared(machine.thread * 16, [machine.thread] * 4, 16, machine.thread < 64)
+    machine.load_shared(machine.thread * 4, 1)
+
+
 def past_shared_memory(machine: Machine, inputs: Buffer, out: Buffer) -> None:
     machine.store_shared(machine.thread * 16, [machine.thread], 4, True)
 
@@ -169,6 +174,7 @@ FAULTS: list[tuple[Callable[..., None], str]] = [
     (writer_meets_several_readers, "a lane writes what another one read"),
     (reader_meets_writer, "a lane reads what another one writes"),
     (reader_meets_writer_in_shared_memory, "a lane reads what another one writes"),
+    (reader_meets_writer_of_more, "a lane reads what another one writes"),
     (reader_meets_writer_of_another_warpgroup, "a lane reads what another one writes"),
     (barrier_in_some_lanes, "a warpgroup barrier that only some of its lanes reach"),
     (block_barrier_in_one_warpgroup, "a block barrier that only some of its lanes reach"),
@@ -212,6 +218,22 @@ def test_the_simulator_accepts_the_same_with_barriers():
     lane = np.arange(2 * WARPGROUP) ^ 2
     want = (lane ^ WARPGROUP) * 1001000 + (lane ^ 1)
     np.testing.assert_array_equal(simulated(orderly, warpgroups=2)[: 2 * WARPGROUP], want)
+
+
+def test_lanes_may_store_to_parts_of_what_another_one_stored():
+    """Accesses get smaller, and each byte keeps who accessed it: lanes store to theirs twice without a barrier."""
+
+    def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+        lane = machine.thread
+        machine.store_shared(lane * 16, [lane] * 4, 16, lane < 16)
+        machine.barrier("block")
+        for number in (lane * 0, lane):
+            machine.store_shared(lane, [number], 1, True)
+        machine.barrier("block")
+        out.store_int(machine.load_shared(lane * 4, 4)[0], lane, where=lane < 64)
+
+    found = simulated(body, warpgroups=2)[:64].astype(np.int32).view(np.uint8)
+    np.testing.assert_array_equal(found, np.arange(256))
 
 
 def test_the_simulator_knows_which_array_a_lane_reads():

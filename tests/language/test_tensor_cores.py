@@ -1,5 +1,6 @@
 """Products, roles and barriers, on both machines."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -103,6 +104,22 @@ def test_bytes_of_e4m3(simulate):
     a, b = (rng.integers(-4, 5, (64, 128)).astype(jnp.float8_e4m3fn) for _ in range(2))
     found = product(a, b, transposed=False, simulate=simulate)
     np.testing.assert_array_equal(found, a.astype(np.float32) @ b.astype(np.float32).T)
+
+
+def test_operands_are_aligned():
+    """To the units of 16 bytes that tensor cores read."""
+
+    def body(machine: TensorCores, inputs: Any, out: Any) -> None:
+        tile = Tile.take(machine, 64, 128)
+        fill(machine, tile, inputs, 128)
+        machine.fence_shared()
+        machine.barrier("block")
+        moved = dataclasses.replace(tile, offset=tile.offset + 4)
+        machine.wgmma_wait(machine.wgmma(None, tile.k_major(), moved.k_major(), columns=8))
+
+    room = tile_bytes((64, 128))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an operand at a misaligned address"):
+        run(body, np.zeros((64, 64), np.float16), SPEC((64, 8), jnp.float32), shared_bytes=room, simulate=True)
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)

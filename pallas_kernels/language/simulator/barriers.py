@@ -50,10 +50,9 @@ class BarrierSimulator(Simulator):
         self._expected, self._phase = (np.zeros((blocks, shared_bytes // 8), np.int64) for _ in range(2))
         self._arrived = np.zeros((blocks, shared_bytes // 8, cluster * threads // WARP), bool)  # of the cluster
         self._coming = np.zeros((blocks, shared_bytes // 8), np.int64)  # bytes of copies that a phase waits for
-        self._fenced = np.zeros(blocks * shared_bytes, bool)  # bytes that tensor cores may read
-        self._touched: list[np.ndarray] = []  # shared bytes accessed since the last barrier of their warps
         self._copies: list[_Copy | _Sent] = []  # that are running
-        self._sent: list[tuple[int, int, np.ndarray]] = []  # block, number of a barrier, and bytes that it will show
+        # Block and number of a barrier, and where and how many bytes each are that it will show.
+        self._sent: list[tuple[int, int, np.ndarray, int]] = []
 
     @abc.abstractmethod
     def _give_way(self, ready: Callable[[], bool]) -> None:
@@ -121,8 +120,8 @@ class BarrierSimulator(Simulator):
         self._arrived[block, number] = False
         if self._sent:
             ending = set(zip(block.tolist(), number.tolist(), strict=True))
-            for _, _, sent in (one for one in self._sent if one[:2] in ending):
-                self._shared.written[sent] = self._cluster * self._threads
+            for _, _, at, size in (one for one in self._sent if one[:2] in ending):
+                self._shared.written[self._shared.cells(at, size)] = self._cluster * self._threads
             self._sent = [one for one in self._sent if one[:2] not in ending]
 
     def expect(self, barrier: Value, size: Value) -> None:
@@ -188,9 +187,8 @@ class BarrierSimulator(Simulator):
             return True
         place = copy.at + copy.block * self._shared_size
         self._shared.write(place, UNIT, np.full(place.shape, copy.block * self._threads + copy.thread), copy.data)
-        written = (place[:, None] + np.arange(UNIT)).reshape(-1)
-        self._fenced[written] = True
-        self._touched.append(written)
+        written = self._shared.cells(place, UNIT)
+        self._shared.fenced[written] = self._shared.touched[written] = True
         self._coming[copy.block, copy.number] -= copy.data.size
         self._end_phases(np.array([copy.block]), np.array([copy.number]))
         return True
@@ -203,10 +201,10 @@ class BarrierSimulator(Simulator):
     def _arrive_sent(self, sent: _Sent) -> None:
         size = sent.data.shape[1]
         self._shared.write(sent.at, size, sent.lane, sent.data)
-        self._fenced[sent.at[:, None] + np.arange(size)] = False
+        self._shared.fenced[self._shared.cells(sent.at, size)] = False
         for block, number in np.unique(np.stack([sent.block, sent.number]), axis=1).T:
             mine = (sent.block == block) & (sent.number == number)
-            self._sent.append((int(block), int(number), (sent.at[mine][:, None] + np.arange(size)).reshape(-1)))
+            self._sent.append((int(block), int(number), sent.at[mine], size))
             self._coming[block, number] -= mine.sum() * size
             self._end_phases(np.array([block]), np.array([number]))
 
@@ -219,8 +217,8 @@ class BarrierSimulator(Simulator):
         size = (
             self._threads if np.array_equal(arrived * WARP // self._threads, block) else self._threads * self._cluster
         )
-        touched = np.concatenate([np.empty(0, np.int64), *self._touched])
-        enough = self._threads * self._cluster  # other blocks of the cluster may access the same bytes later
+        touched = np.flatnonzero(self._shared.touched)
+        enough = self._threads * self._cluster  # other blocks of the cluster may access the same cells later
         open_ended = np.zeros(touched.size, bool)
         for low, high, scope in self._shared.accesses():
             low_lane, high_lane = low[touched], high[touched]
@@ -229,7 +227,7 @@ class BarrierSimulator(Simulator):
             inside &= came[np.where(somebody, low_lane // WARP, -1)]
             scope[touched[inside]] = np.maximum(scope[touched[inside]], size)
             open_ended |= somebody & (scope[touched] < enough)
-        self._touched = [touched[open_ended]]
+        self._shared.touched[touched[~open_ended]] = False
 
     def wait(self, barrier: Value, parity: Value, scope: Scope = "block") -> None:
         del scope

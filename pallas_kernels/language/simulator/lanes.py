@@ -19,7 +19,7 @@ from pallas_kernels.language.checks import check_access, check_barrier, check_sh
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
 from pallas_kernels.language.simulator.arithmetic import NumPyArithmetic
-from pallas_kernels.language.simulator.memory import UNWRITTEN, Memory, SimulationError
+from pallas_kernels.language.simulator.memory import UNWRITTEN, Memory, SharedMemory, SimulationError
 from pallas_kernels.language.values import Condition, Index, Value, expect
 
 SPACE = 1 << 40  # distance between the addresses of buffers; the first has this address, so that 0 is invalid
@@ -41,8 +41,7 @@ class Simulator(NumPyArithmetic):
         self._memories: list[Memory] = []
         # The shared memory of all blocks, one after another.
         self._shared_size = shared_bytes
-        data = np.full(blocks * shared_bytes, 0xFF, np.uint8)
-        self._shared = Memory("shared memory", data, constant=False, unwritten=True)
+        self._shared = SharedMemory(blocks * shared_bytes)
 
     def buffer(self, name: str, array: np.ndarray, *, constant: bool) -> Buffer:
         """Return an array in device memory. It is written in place, so pass a contiguous copy."""

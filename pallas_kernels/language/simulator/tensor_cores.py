@@ -20,11 +20,12 @@ from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
 from pallas_kernels.language.regions import Region
 from pallas_kernels.language.simulator.arithmetic import elementwise, multiply_bf16
 from pallas_kernels.language.simulator.barriers import BarrierSimulator
-from pallas_kernels.language.simulator.memory import SimulationError
+from pallas_kernels.language.simulator.memory import SimulationError, units_of
 from pallas_kernels.language.tensor_cores import (
     ATOM_BYTES,
     ATOM_ROWS,
     STEP_BYTES,
+    UNIT,
     DType,
     Operand,
     Role,
@@ -121,7 +122,6 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         self._body = self._around_roles = self.region
         self._in_roles = False
         self._met, self._meetings = np.zeros(self._shape, bool), 0  # lanes at a block barrier; number of such barriers
-        self._unfenced: list[np.ndarray] = []  # shared bytes written since the last fence
 
     @elementwise("f32")
     def exp2(self, x: Value) -> Value:
@@ -270,21 +270,20 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
 
     # Products.
     def fence_shared(self) -> None:
-        lanes, unfenced = self._active(True).reshape(-1), np.concatenate([np.empty(0, np.int64), *self._unfenced])
-        mine = lanes[self._shared.writer[unfenced]]
-        self._fenced[unfenced[mine]] = True
-        self._unfenced = [unfenced[~mine]]
+        lanes, unfenced = self._active(True).reshape(-1), np.flatnonzero(self._shared.unfenced)
+        mine = unfenced[lanes[self._shared.writer[unfenced]]]
+        self._shared.fenced[mine], self._shared.unfenced[mine] = True, False
 
     def _read_shared(self, at: np.ndarray, size: int, active: np.ndarray) -> list[Value]:
-        self._touched.append((at[:, None] + np.arange(size)).reshape(-1))
-        return super()._read_shared(at, size, active)
+        words = super()._read_shared(at, size, active)
+        self._shared.touched[self._shared.cells(at, size)] = True
+        return words
 
     def _write_shared(self, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
         super()._write_shared(at, words, size, active)
-        written = (at[:, None] + np.arange(size)).reshape(-1)
-        self._fenced[written] = False
-        self._unfenced.append(written)
-        self._touched.append(written)
+        written = self._shared.cells(at, size)
+        self._shared.fenced[written] = False
+        self._shared.unfenced[written] = self._shared.touched[written] = True
 
     def wgmma(
         self,
@@ -323,12 +322,9 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         return super().select(condition, a, b)
 
     def _multiply(self, group: _Group) -> None:
-        result = [np.zeros(self._shape, np.float32) for _ in range(group.columns // 2)]
-        if group.start is not None:
-            result = [np.array(np.broadcast_to(_value(raw), self._shape)) for raw in group.start]
-        lane = np.arange(WARPGROUP)
-        row = lane // WARP * 16 + lane % WARP // 4
-        column = lane % 4 * 2
+        sums = np.zeros((group.columns // 2, *self._shape), np.float32)
+        for i, raw in enumerate(group.start or []):
+            sums[i] = _value(raw)
         for block, first in self._warpgroups(group.active):
             lanes = slice(first, first + WARPGROUP)
             if isinstance(group.a, Operand):
@@ -338,12 +334,13 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             b = self._operand(group.b, block, first, group.columns, group.dtype)
             with np.errstate(all="ignore"):
                 product = a.astype(np.float32) @ b.astype(np.float32).T
-            for i, value in enumerate(result):
-                value[block, lanes] += product[row + i // 2 % 2 * 8, i // 4 * 8 + column + i % 2]
+            # Row: warp, value / 2 % 2, lane / 4. Column: value / 4, lane % 4, value % 2.
+            of_lanes = product.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+            sums[:, block, lanes] += of_lanes.reshape(-1, WARPGROUP)
+        group.result = list(sums)
         if group.packed:
-            pairs = [self.to_f16(*(self._wrap("f32", x) for x in result[i : i + 2])) for i in range(0, len(result), 2)]
-            result = [pair.raw for pair in pairs]
-        group.result = result
+            values = [self._wrap("f32", one) for one in sums]
+            group.result = [self.to_f16(*pair).raw for pair in zip(values[::2], values[1::2], strict=True)]
 
     def _warpgroups(self, active: np.ndarray) -> Iterator[tuple[int, int]]:
         """Yield (block, first lane) of each active warpgroup."""
@@ -355,32 +352,35 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
 
     def _operand(self, operand: Operand, block: int, lane: int, rows: int, dtype: DType) -> np.ndarray:
         """Return [rows, K] from a block's shared memory."""
-        return self._matrix(self._operand_bytes(operand, block, lane, rows), rows, dtype)
+        return self._matrix(operand, self._operand_units(operand, block, lane, rows), dtype)
 
-    def _matrix(self, at: np.ndarray, rows: int, dtype: DType) -> np.ndarray:
-        return self._shared.data[at].reshape(rows, -1).view(_NUMPY[dtype])
+    def _matrix(self, operand: Operand, at: np.ndarray, dtype: DType) -> np.ndarray:
+        matrix = units_of(self._shared.data, UNIT)[at // UNIT].reshape(len(at), -1).view(_NUMPY[dtype])
+        return matrix.T if operand.transposed else matrix
 
-    def _operand_bytes(self, operand: Operand, block: int, lane: int, rows: int) -> np.ndarray:
-        """Return the addresses of an operand's bytes, row after row."""
+    def _operand_units(self, operand: Operand, block: int, lane: int, rows: int) -> np.ndarray:
+        """Return the addresses of an operand's 16-byte units, [rows, units of K] or, if transposed, [K, units]."""
         self._trust(operand.address, self._lane == self._lane[block, lane], "the address of an operand")
         address = int(np.broadcast_to(operand.address.raw, self._shape)[block, lane])
         start = address + np.asarray(operand.steps)
         if operand.transposed:
-            k, n = np.arange(16)[:, None], np.arange(rows)[None]
+            k, n = np.arange(16)[:, None], np.arange(0, rows, UNIT // 2)[None]
             at = k // ATOM_ROWS * operand.stride + k % ATOM_ROWS * ATOM_BYTES
             at = at + n // 64 * operand.leading + n % 64 * 2
-            at = (start[:, None, None] + at).reshape(-1, rows).T[..., None] + np.arange(2)
+            at = (start[:, None, None] + at).reshape(-1, at.shape[1])
         else:
             row = np.arange(rows)[:, None]
-            at = row // ATOM_ROWS * operand.stride + row % ATOM_ROWS * ATOM_BYTES + np.arange(STEP_BYTES)
+            at = row // ATOM_ROWS * operand.stride + row % ATOM_ROWS * ATOM_BYTES + np.arange(0, STEP_BYTES, UNIT)
             at = (start[None, :, None] + at[:, None]).reshape(rows, -1)
+        if np.any(at % UNIT):
+            raise SimulationError("an operand at a misaligned address")
         at = at ^ (at >> 3 & 0x70)  # the swizzle, on addresses
         if np.any(at >= self._shared_size):
             raise SimulationError("an operand past the block's shared memory")
         at = at + block * self._shared_size
-        if self._shared.fault is not None and np.any(self._shared.fault[at]):
+        if self._shared.fault is not None and np.any(units_of(self._shared.fault, UNIT)[at // UNIT]):
             raise SimulationError("a product reads shared memory that nobody has written")
-        if not np.all(self._fenced[at]):
+        if not np.all(self._shared.fenced[self._shared.cells(at.reshape(-1), UNIT)]):
             raise SimulationError("a product reads shared memory that was not fenced since it was written")
         return at
 

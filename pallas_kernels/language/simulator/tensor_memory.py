@@ -18,7 +18,7 @@ from pallas_kernels.language.checks import check_product
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.simulator.tensor_cores import TensorCoreSimulator
-from pallas_kernels.language.tensor_cores import DType, Operand
+from pallas_kernels.language.tensor_cores import UNIT, DType, Operand
 from pallas_kernels.language.tensor_memory import MAX_COLUMNS, ROWS, Accumulator, TensorMemory
 from pallas_kernels.language.values import Condition, Index, Value, expect
 
@@ -34,7 +34,7 @@ class _Product:
     cells: tuple[np.ndarray, np.ndarray]  # rows and columns, as an index
     sums: np.ndarray  # f32 [64, columns]
     accumulate: bool
-    reads: list[np.ndarray]  # bytes of all blocks' shared memory
+    reads: list[np.ndarray]  # addresses of 16-byte units in all blocks' shared memory
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,7 +52,6 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         self._running: list[tuple[object, _Product | _Commit]] = []  # what is running, with the role that started it
         self._clock = 0
         self._seen = np.zeros(self._shape[0] * threads // WARP, np.int64)  # the time of each warp's last "after" fence
-        self._read = np.zeros(self._shared.data.size, np.int16)  # number of running products that read each byte
 
     @contextlib.contextmanager
     def tensor_memory(self, columns: int) -> Iterator[None]:
@@ -92,13 +91,13 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
     def _ask(self, into: Accumulator, a: Operand, b: Operand, dtype: DType, block: int, lane: int, add: bool) -> None:
         reads, matrices, owner = [], [], self._lane[block, lane]
         for operand, rows in ((a, ROWS), (b, into.columns)):
-            at = self._operand_bytes(operand, block, lane, rows)
-            writer, written = self._shared.writer, self._shared.written
-            if np.any(self._shared.unordered(at, owner, writer, writer, written)):
+            at = self._operand_units(operand, block, lane, rows)
+            cells = self._shared.cells(at.reshape(-1), UNIT)
+            if np.any(self._shared.unordered(cells, owner, *self._shared.accesses()[0])):
                 raise SimulationError("a product reads what a lane writes")
-            self._read[at] += 1
-            reads.append(at)
-            matrices.append(self._matrix(at, rows, dtype).astype(np.float32))
+            self._shared.reads[cells] += 1
+            reads.append(at.reshape(-1))
+            matrices.append(self._matrix(operand, at, dtype).astype(np.float32))
         row, (column, half) = np.arange(ROWS), (self._number(x, block, lane) for x in (into.column, into.half))
         cells = (row // 16 * 32 + row % 16 + 16 * half)[:, None], column + np.arange(into.columns)[None]
         self._check_cells(column, into.columns)
@@ -134,7 +133,7 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
     def _end(self, product: _Product) -> None:
         cells = (product.block, *product.cells)
         for at in product.reads:
-            self._read[at] -= 1
+            self._shared.reads[self._shared.cells(at, UNIT)] -= 1
         with np.errstate(all="ignore"):
             self._cells[cells] = self._cells[cells] + product.sums if product.accumulate else product.sums
         self._pending[cells] -= 1
@@ -142,7 +141,7 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         self._released[cells] = np.where(self._pending[cells] == 0, self._clock, _NEVER)
 
     def _write_shared(self, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
-        if self._running and np.any(self._read[at[:, None] + np.arange(size)]):
+        if self._running and np.any(self._shared.reads[self._shared.cells(at, size)]):
             raise SimulationError("shared memory is written that a product reads")
         super()._write_shared(at, words, size, active)
 
