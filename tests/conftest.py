@@ -56,9 +56,12 @@ def _cannot_run(item: pytest.Item) -> bool:
     return any(no_gpu(**mark.kwargs) is not None for mark in item.iter_markers("gpu"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = [], []
     for item in items:
+        if {item.path.parent.name, item.path.name} & set(COMPILED_AS_BY_USERS):
+            item.add_marker("optimized")
         (left_out if _cannot_run(item) else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -102,7 +105,7 @@ def _compiled_quickly(request: pytest.FixtureRequest) -> None:
 
     What a step computes when it is compiled as users compile it is checked by the rules, the recordings and the audits.
     """
-    if not {request.path.parent.name, request.path.name} & set(COMPILED_AS_BY_USERS):
+    if request.node.get_closest_marker("optimized") is None:
         request.getfixturevalue("quick_compilation")
 
 
