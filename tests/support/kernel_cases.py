@@ -177,7 +177,7 @@ def make_stack(case: Case, batch: Batch) -> LayerStack:
                 if isinstance(tail, HCAOnlineTail) and start % case.ratio == 0:  # as a reset leaves it
                     fresh = np.full_like(fresh, EMPTY_GATE if name == "peak" else 0)
                 leaf[LAYER, slot, rows] = fresh
-    return jax.tree.map(jnp.asarray, stack)
+    return jax.device_put(stack)  # jnp.asarray would compile a program for each shape
 
 
 def held_rows(tail: Any, phase: int) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def make_params(cfg: d4.DSV4Config, kind: AttentionType) -> Any:
 
     def draw(path: Any, leaf: Any) -> jax.Array:
         if jax.tree_util.keystr(path).endswith("norm"):
-            return jnp.asarray(1 + 0.1 * rng.standard_normal(leaf.shape).astype(F32))
-        return jnp.asarray(on_grid(rng, leaf.shape, 2.0**-7, 32))
+            return jax.device_put(1 + 0.1 * rng.standard_normal(leaf.shape).astype(F32))
+        return jax.device_put(on_grid(rng, leaf.shape, 2.0**-7, 32))
 
     return jax.tree_util.tree_map_with_path(draw, (shapes.compressor, shapes.indexer))
 
@@ -225,10 +225,10 @@ def store(
     case: Case, batch: Batch, stack: LayerStack, x: np.ndarray, kv: np.ndarray, backend: str, *, window: bool = True
 ) -> LayerStack:
     """Run ``update.store`` for layer ``LAYER`` under jit. The result's leaves are NumPy arrays."""
-    rows = [jnp.asarray(array) for array in (batch.block_table, batch.slots, batch.start, batch.num_new)]
-    given = jnp.asarray(kv) if window else None
+    rows = batch.block_table, batch.slots, batch.start, batch.num_new
+    given = kv if window else None
     params = make_params(case.cfg, case.kind)
-    stack = _store(params, jnp.asarray(x), given, stack, jnp.int32(LAYER), *rows, case=case, backend=backend)
+    stack = _store(params, x, given, stack, np.int32(LAYER), *rows, case=case, backend=backend)
     return jax.tree.map(np.asarray, stack)
 
 

@@ -72,19 +72,19 @@ class Product:
         x = rng.standard_normal((self.rows, self.groups * self.inputs))
         x *= 2.0 ** rng.integers(-12, 12, (self.rows, 1))
         x[-1] = 0
-        return jnp.asarray(x, jnp.bfloat16)
+        return jax.device_put(x.astype(ml_dtypes.bfloat16))  # jnp.asarray would compile a program for each shape
 
     @functools.cached_property
     def weight(self) -> tuple[jax.Array, jax.Array | None]:
         """Codes of all values but NaN, subnormal ones too, and scales."""
         rng, shape = np.random.default_rng(1), (self.groups * self.outputs, self.inputs)
         if self.block is None:
-            return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16), None
+            return jax.device_put(rng.standard_normal(shape).astype(ml_dtypes.bfloat16)), None
         codes = rng.integers(0, 256, shape, np.uint8)
         codes[codes & 0x7F == 0x7F] = 0
         scales = rng.integers(110, 134, (-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])), np.uint8)
         scales[0, 0] = 134  # the largest
-        return jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(scales.view(ml_dtypes.float8_e8m0fnu))
+        return jax.device_put((codes.view(ml_dtypes.float8_e4m3fn), scales.view(ml_dtypes.float8_e8m0fnu)))
 
     @property
     def wide(self) -> np.ndarray:

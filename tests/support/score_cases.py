@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
@@ -94,7 +93,7 @@ class Case:
             slots=self.slots,
             visible=self.visible,
         )
-        return jax.tree.map(jnp.asarray, inputs)
+        return jax.device_put(inputs)
 
     def run(self, simulate: bool, **options: Any) -> np.ndarray:
         call = functools.partial(pk.indexer_scores, key_format=self.key_format, simulate=simulate, **options)
