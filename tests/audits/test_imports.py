@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import graphlib
 from pathlib import Path
 
@@ -63,10 +64,17 @@ def imported(module: str, node: ast.AST) -> list[str]:
     return [name for name in names if name in FILES]
 
 
-TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
-IMPORTS = {
-    module: {name for node in ast.walk(tree) for name in imported(module, node)} for module, tree in TREES.items()
-}
+@functools.cache  # and not when pytest collects tests, in each of its processes
+def trees() -> dict[str, ast.Module]:
+    return {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    return {
+        module: {name for node in ast.walk(tree) for name in imported(module, node)} for module, tree in trees().items()
+    }
 
 
 def room_of(package: str, module: str) -> str:
@@ -76,14 +84,14 @@ def room_of(package: str, module: str) -> str:
 
 
 def test_the_kernels_know_nothing_of_the_library():
-    upward = {module: names for module, names in IMPORTS.items() if module.startswith("pallas_kernels")}
+    upward = {module: names for module, names in imports().items() if module.startswith("pallas_kernels")}
     assert upward
     assert not [(a, b) for a, names in upward.items() for b in names if b.split(".")[0] == "dsv4jax"]
 
 
 def test_the_library_reaches_kernels_through_their_package_and_the_table_of_gpus():
     used = {
-        b for a, names in IMPORTS.items() if a.startswith("dsv4jax") for b in names if b.startswith("pallas_kernels")
+        b for a, names in imports().items() if a.startswith("dsv4jax") for b in names if b.startswith("pallas_kernels")
     }
     kernels = {"pallas_kernels", "pallas_kernels.triton_gpu"}
     assert used <= kernels | {"pallas_kernels.language", "pallas_kernels.language.target"}
@@ -96,7 +104,7 @@ def test_rooms_import_downward(package):
     inside = {module for module in FILES if module.startswith(f"{package}.")}
     assert inside
     for module in inside:
-        for name in IMPORTS[module]:
+        for name in imports()[module]:
             if name not in inside:
                 continue
             room, other = room_of(package, module), room_of(package, name)
@@ -105,12 +113,12 @@ def test_rooms_import_downward(package):
 
 
 def test_there_is_no_circle():
-    graphlib.TopologicalSorter(IMPORTS).prepare()  # raises CycleError, which names it
+    graphlib.TopologicalSorter(imports()).prepare()  # raises CycleError, which names it
 
 
 def test_no_import_hides_in_a_function_or_behind_type_checking():
     hidden = set()
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.If):
                 hidden |= {(module, name) for inner in ast.walk(node) for name in imported(module, inner)}
@@ -141,4 +149,4 @@ def test_a_module_is_found_under_its_name(module):
 
 def test_the_audit_notices_a_circle():
     with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter(IMPORTS | {"dsv4jax.kinds": {"dsv4jax.plan"}}).prepare()
+        graphlib.TopologicalSorter(imports() | {"dsv4jax.kinds": {"dsv4jax.plan"}}).prepare()
