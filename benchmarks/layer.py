@@ -35,7 +35,7 @@ import dsv4jax as d4
 import pallas_kernels as pk
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import FLUSH_NAME, Times, flush_buffer, kernel_events, read_all, record
-from benchmarks.speculate import compile_all, decode, speculate, us_per_step
+from benchmarks.speculate import compile_all, decode, forward, speculate, us_per_step
 from dsv4jax.layer.ops import PROJECTIONS
 from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 from pallas_kernels.language.launch import launch
@@ -230,16 +230,6 @@ def time_products(bench: Bench) -> None:
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
-
-
-def forward(
-    params: list[d4.AttentionParams], x: jax.Array, cache: d4.KVCache, slots: jax.Array, num_new: jax.Array
-) -> tuple[jax.Array, d4.KVCache, jax.Array]:
-    """One decode step."""
-    cache, ok = d4.prepare_forward(cache, slots, num_new)
-    for layer, of_layer in enumerate(params):
-        x, cache = d4.attention_layer(of_layer, x, cache, layer, slots, num_new, residual=x)
-    return x, d4.advance(cache, slots, num_new), ok
 
 
 def events_of_steps(program: Any, *given: Any, rounds: int) -> list[list[tuple[str, float]]]:

@@ -28,16 +28,22 @@ OPS = (
 ROOM = 1024  # tokens that a request can grow by
 
 
+def forward(
+    params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, num_new: jax.Array
+) -> tuple[jax.Array, d4.KVCache, jax.Array]:
+    """Store new tokens of each request, with a layer's weights in ``params[layer]``. Returns x, the cache, and ok."""
+    cache, ok = d4.prepare_forward(cache, slots, num_new)
+    for layer in range(cache.plan.cfg.num_layers):
+        x, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new, residual=x)
+    return x, d4.advance(cache, slots, num_new), ok
+
+
 def decode(
     params: Any, x: jax.Array, cache: d4.KVCache, slots: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, d4.KVCache]:
-    """Decode one token of each request, with a layer's weights in ``params[layer]``. ``count`` is not used."""
-    cfg, one = cache.plan.cfg, jnp.ones_like(count)
-    cache, ok = d4.prepare_forward(cache, slots, one)
-    x = x[:, :1]
-    for layer in range(cfg.num_layers):
-        x, cache = d4.attention_layer(params[layer], x, cache, layer, slots, one, residual=x)
-    return ok & jnp.isfinite(x[0, 0, 0]), d4.advance(cache, slots, one)
+    """Decode one token of each request. ``count`` is not used."""
+    x, cache, ok = forward(params, x[:, :1], cache, slots, jnp.ones_like(count))
+    return ok & jnp.isfinite(x[0, 0, 0]), cache
 
 
 def speculate(

@@ -39,7 +39,8 @@ def _codes(block: Block, stage: Index) -> Callable[[int], list[list[Value]]]:
     layout = block.layout
     if layout.columns < _MANY_COLUMNS or layout.form.block is None or layout.form.activations == "fp8":
         return lambda half: block.tile.load(stage, half)
-    return [block.tile.load(stage, half) for half in range(HALVES)].__getitem__
+    loaded = [block.tile.load(stage, half) for half in range(HALVES)]
+    return lambda half: loaded[half]
 
 
 def _staged(machine: TensorCores, block: Block) -> list[Value]:

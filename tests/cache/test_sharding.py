@@ -167,8 +167,7 @@ def test_an_empty_cache_is_an_empty_cache_per_shard():
 
 
 @pytest.mark.slow
-@pytest.mark.optimized  # XLA's older emitter of fusions adds in another order in a program of other sizes
-@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.two_programs
 def test_each_shard_does_bit_for_bit_what_it_would_do_alone():
     """Covers ragged chunks, an idle and a padding row, and requests that leave and arrive during the run."""
     cache, outputs = served(DATA)

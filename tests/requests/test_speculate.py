@@ -49,11 +49,6 @@ PLANS = {"f32, ring": F32, "fp8_tile64, mxfp4, online": TRAINED}
 layers = tuple(range(DEEP.num_layers))
 
 
-def two_programs(test: Any) -> Any:
-    """Mark a test that compares two programs byte for byte: in them XLA's older emitter of fusions differs."""
-    return pytest.mark.slow(pytest.mark.optimized(pytest.mark.usefixtures("quick_compilation")(test)))
-
-
 @functools.partial(jax.jit, static_argnames="backend")
 def stage_all(params, x, cache, slots, num_new, *, backend=None):
     """Stage all layers on the same input. Returns ([y per layer], cache, staged)."""
@@ -135,7 +130,8 @@ def row_by_row(caches: list[Any], chosen: np.ndarray, slots: Any, tables: Any) -
     return cache
 
 
-@two_programs
+@pytest.mark.slow
+@pytest.mark.two_programs
 @pytest.mark.parametrize("name", PLANS)
 def test_a_commit_leaves_what_the_accepted_tokens_leave(name):
     """Covers every phase of ``STARTS`` with every length of draft and every number of accepted tokens."""
@@ -173,7 +169,8 @@ def assert_fed_alike(got: d4.KVCache, want: d4.KVCache, *, exact: bool) -> None:
     assert moved <= (MOVED * total if is_online else 0)
 
 
-@two_programs
+@pytest.mark.slow
+@pytest.mark.two_programs
 @pytest.mark.parametrize("name", PLANS)
 def test_a_draft_that_is_not_committed_shows_nowhere(name):
     cache, slots, x = prefilled(name)

@@ -87,7 +87,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
             sums, held, loaded, scales = carry
             chunk = i + begin
             following = scales_of(chunk + 1)
-            tile, upcoming = x.copy(chunk % tiling.stages), loaded
+            tile, upcoming = x.copy(ring.stage(chunk)), loaded
             for half in range(_HALVES):
                 factor = factor_of(scales[half % scaled_halves])
                 words = [code_pair(machine, word, selector, factor) for word in loaded[half]]
@@ -127,17 +127,9 @@ def store_sums(turns: Turns, onto: Onto, turn: Value, first: Value | int, sums: 
     # A warp's 16 outputs exist, or none of them does.
     exists: Condition = True if tiling.outputs % tiling.tile_outputs == 0 else output < all_outputs
     column = lane % 4 * 2 + turns.row(place) + first * 8
-    # A lane has outputs r and r + 8 of two rows of x. After two exchanges it has four adjacent outputs of one.
-    is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
-    row = column + lane // 4 % 2
-    of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
 
     def there(at: Value) -> Condition:
         return exists if is_whole else exists & (at < rows)
-
-    def pairs(n: int) -> list[tuple[Value, Value]]:
-        """Return two adjacent outputs of one row, and the two that are eight further."""
-        return [swapped(machine, is_odd, (sums[at], sums[at + 1]), 4) for at in (n, n + 2)]
 
     if (out := onto.rows).dtype.itemsize == 4:
         # Sectors of 32 bytes are stored by eight lanes. Wider stores after exchanges took longer.
@@ -145,9 +137,13 @@ def store_sums(turns: Turns, onto: Onto, turn: Value, first: Value | int, sums: 
             at = column + (n // VECTOR * 8 + n % 2)
             out.store_floats([value], at, output + lane // 4 + n // 2 % 2 * 8, where=there(at))
         return
+    # A lane has outputs r and r + 8 of two rows of x. After two exchanges it has four adjacent outputs of one.
+    is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
+    row = column + lane // 4 % 2
+    of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
 
     def place_of(n: int) -> Words:
-        low, high = (machine.to_bf16(*pair) for pair in pairs(n))
+        low, high = (machine.to_bf16(*swapped(machine, is_odd, (sums[at], sums[at + 1]), 4)) for at in (n, n + 2))
         words = swapped(machine, is_upper, (low, high), 8)
         at = row + n // VECTOR * 8
         return Words(list(words), at, of_output, there(at))

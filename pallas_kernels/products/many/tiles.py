@@ -203,11 +203,14 @@ class Ring:
     def stages(self) -> int:
         return self.turns.tiling.stages
 
+    def stage(self, chunk: Value) -> Value:
+        return chunk % self.stages
+
     def load(self) -> None:
         """Start the copies of all chunks, as one warp."""
 
         def one(chunk: Value, _: None) -> None:
-            stage = chunk % self.stages
+            stage = self.stage(chunk)
             self.free.copy(stage).wait((chunk // self.stages & 1) ^ 1)
             self.fill(chunk, stage, self.full.copy(stage))
 
@@ -215,13 +218,13 @@ class Ring:
 
     def wait(self, chunk: Value) -> Value:
         """Wait for a chunk, and return its stage."""
-        stage = chunk % self.stages
+        stage = self.stage(chunk)
         self.full.copy(stage).wait(chunk // self.stages & 1)
         return stage
 
     def leave(self, chunk: Value, where: Condition = True) -> None:
         """Say that this warp no longer reads a chunk."""
-        self.free.copy(chunk % self.stages).arrive(where)
+        self.free.copy(self.stage(chunk)).arrive(where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

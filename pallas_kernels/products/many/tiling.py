@@ -209,10 +209,10 @@ def fastest_tiling(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: 
         alone = _scaled_tilings(rows, outputs, inputs, form, gpu)
     else:
         counts = {-(-rows // most) for most in _MOST_ROWS}
-        if form.block is not None and rows <= 2 * _FEW_ROWS:
-            counts.add(-(-rows // _FEW_ROWS))
         if form.block is None:
             counts |= set(range(min(counts), max(counts)))
+        elif rows <= 2 * _FEW_ROWS:  # then one tile of all rows may give too few blocks
+            counts.add(-(-rows // _FEW_ROWS))
         # Some have more rows than they need, so that parts of a cluster can share their sums.
         sizes = {-(-rows // (atom * count)) * atom for count in counts for atom in (8, 16, 32, 64)}
         alone = [
