@@ -28,6 +28,7 @@ from dsv4jax.layer import attention, indexer
 from dsv4jax.rope import packed_angles, rope_frequencies
 from pallas_kernels.attention import sm90, sm90_few
 from pallas_kernels.attention.block import HEADS
+from pallas_kernels.attention.inputs import NOPE_DIM
 from pallas_kernels.attention.keys import KEYS
 from pallas_kernels.attention.layout import AttentionLayout
 from pallas_kernels.scores.sm90 import Tuning
@@ -116,19 +117,32 @@ def cases() -> list[Case]:
     return [*found, pick(batch=1, entries=262144, picks=1024)]
 
 
-def _random_bytes(key: Any, leaf: Any) -> jax.Array:
-    """Return random bytes that are finite numbers in every stored dtype."""
-    if leaf.dtype != jnp.uint8:
-        return (jax.random.normal(key, leaf.shape, jnp.float32) * 0.1).astype(leaf.dtype)
-    scales = leaf.shape[-1] < 16  # scales of 4-bit keys and of tiles: near 1 in UE8M0, small in E4M3
-    return jax.random.randint(key, leaf.shape, *((56, 72) if scales else (0, 120)), jnp.uint8)
+_CODES_SIZE = 56.0  # root of the mean square of E4M3 numbers whose codes are uniform below 120
+
+
+def _random_stored(name: str, key: Any, leaf: Any) -> jax.Array:
+    """Return a random leaf of rows whose channels are about 1 in size, like those of normalised keys.
+
+    So logits are about as large as in a model. Keys of the indexer are only finite: no time depends on them.
+    """
+    if name == "scale" and leaf.dtype == jnp.uint8:
+        of_tiles = leaf.shape[-1] == NOPE_DIM // 64  # UE8M0; those of 4-bit keys are near 1 in E4M3
+        return jax.random.randint(key, leaf.shape, *((120, 123) if of_tiles else (56, 72)), jnp.uint8)
+    if name == "scale":
+        return jax.random.uniform(key, leaf.shape, leaf.dtype, 0.9, 1.1) / _CODES_SIZE
+    if leaf.dtype == jnp.uint8:
+        code, sign = jax.random.split(key)
+        negative = jax.random.bernoulli(sign, shape=leaf.shape).astype(jnp.uint8)
+        return jax.random.randint(code, leaf.shape, 0, 120, jnp.uint8) | negative << 7
+    return jax.random.normal(key, leaf.shape, jnp.float32).astype(leaf.dtype)
 
 
 def randomise(tree: Any) -> Any:
     """Return random stored numbers of the same shapes."""
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten_with_path(tree)
     keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
-    return jax.tree.unflatten(structure, [_random_bytes(key, leaf) for key, leaf in zip(keys, leaves, strict=True)])
+    found = [_random_stored(path[-1].name, key, leaf) for key, (path, leaf) in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, found)
 
 
 def with_random_rows(cache: d4.KVCache) -> d4.KVCache:

@@ -58,7 +58,7 @@ class BlockLayout(AttentionLayout):
     def common_bytes(self) -> int:
         """Shared memory that both kernels need, without barriers."""
         tiles = (HEADS + STAGES * KEYS) * HEAD_DIM * 2
-        return tiles + staging_bytes(self.staged_loads, self.loaders) + STAGES * KEYS * 8
+        return tiles + staging_bytes(self.staged_loads, self.loaders) + STAGES * KEYS * 4
 
     def scratch(self, queries: int, groups: int) -> Scratch | None:
         if self.cluster == 1:
@@ -77,7 +77,7 @@ class Memory:
 
     keys: Tile  # [KEYS, HEAD_DIM]; copies: stages
     staging: Shared | None  # u8, from ``take_staging``; None if rows are only copied
-    factor_and_bias: Shared  # f32 [STAGES, KEYS, 2], from ``KeyLoader.store``; [STAGES, KEYS] biases if only copied
+    of_keys: Shared  # f32 [STAGES, KEYS]: factors from ``KeyLoader.store``, or biases if rows are only copied
     full: Barrier  # per stage: its keys are loaded
     free: Barrier  # per stage: all products with its keys are complete
 
@@ -185,7 +185,7 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
 
     def step(i: Value, ahead: _Ahead) -> _Ahead:
         stage = i % STAGES
-        keys, factor_and_bias = memory.keys.copy(stage), memory.factor_and_bias[stage]
+        keys, factors = memory.keys.copy(stage), memory.of_keys[stage]
         memory.free.copy(stage).wait((block.uses(stage) + i // STAGES & 1) ^ 1)
         if loader.loads_ahead:
             machine.wait_copies()
@@ -193,7 +193,7 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
             if not isinstance(row, StoredRow):
                 row = loader.load(tile(i), which, row)
                 machine.wait_copies()
-            loader.store(which, row, keys, factor_and_bias)
+            loader.store(which, row, keys, factors)
             machine.keep_order()  # with the work on both rows interleaved, there are too few registers
         machine.fence_shared()
         memory.full.copy(stage).arrive()

@@ -105,7 +105,7 @@ def copy_runs(block: Block, memory: Memory) -> None:
 
     def step(i: Value, carry: Value) -> Value:
         stage = i % STAGES
-        keys, bias = memory.keys.copy(stage * PIECES), memory.factor_and_bias[stage]
+        keys, bias = memory.keys.copy(stage * PIECES), memory.of_keys[stage]
         in_window, place = i < query.window_tiles, i * KEYS
         entry = place - query.window_tiles * KEYS
         first = select(in_window, place + _oldest(query), entry + wide.of_window)
@@ -141,7 +141,7 @@ def copy_runs(block: Block, memory: Memory) -> None:
 
 def copy_picked(block: Block, memory: Memory, stage: int) -> None:
     """Copy those of a query's tiles that have the same stage, as one warpgroup."""
-    machine, copier, bias = block.machine, _Copier(block.query), memory.factor_and_bias[stage]
+    machine, copier, bias = block.machine, _Copier(block.query), memory.of_keys[stage]
     keys, used = memory.keys.copy(stage * PIECES), block.before.seconds if stage else block.before.firsts
 
     def find(i: Index) -> list[Value]:

@@ -267,12 +267,11 @@ class KeyLoader:
             scales = self.form.load_scales(self._quad, self._address("scale", tile, row, index), there)
         return StoredRow(in_registers, words, scales, index)
 
-    def store(self, which: int, stored: StoredRow, keys: Tile, factor_and_bias: Shared) -> None:
-        """Write a loaded row as f16 into a tile of keys, and its factor and bias into f32 [KEYS, 2].
+    def store(self, which: int, stored: StoredRow, keys: Tile, factors: Shared) -> None:
+        """Write a loaded row as f16 into a tile of keys, and its factor into f32 [KEYS].
 
-        The row is the stored f16 times ``factor``, which is the fraction of its scale, in [1, 2). Only the scale's
-        power of two is applied to the codes, because that is exact in f16. ``bias`` is added to the logits: 0, or -inf
-        if there is no key.
+        The row is the stored f16 times its factor, which is the fraction of its scale, in [1, 2). Only the scale's
+        power of two is applied to the codes, because that is exact in f16. If there is no key, the factor is negative.
         """
         machine, row, staged = self.machine, self._rows[which], self._staged[which]
         scale = self.form.split_scale(self._quad, stored.scales)
@@ -292,8 +291,7 @@ class KeyLoader:
             for i, words in zip(several, waiting, strict=True):
                 self._store_units(self.form.to_f16(self._quad, words, scale, i), keys, row, i)
         factor = machine.constant(1.0, "f32") if scale.factor is None else scale.factor
-        bias = select(stored.index >= 0, machine.constant(0.0, "f32"), -math.inf)
-        factor_and_bias.store_floats([factor, bias], row, 0, where=self._quad.quarter == 0)
+        factors.store_floats([select(stored.index >= 0, factor, -1.0)], row, where=self._quad.quarter == 0)
 
     def _store_units(self, halves: list[Value], keys: Tile, row: Value, load: int) -> None:
         for part in range(len(halves) // 4):

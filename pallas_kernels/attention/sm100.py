@@ -33,7 +33,18 @@ from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.attention.output import finish_output
-from pallas_kernels.attention.softmax import QUAD, Softmax, over_quad, row_of, scale_logits
+from pallas_kernels.attention.softmax import (
+    GROWTH,
+    QUAD,
+    Softmax,
+    any_of_warp,
+    column_of,
+    load_of_keys,
+    over_quad,
+    row_of,
+    scale_logits,
+    whole,
+)
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import add, fold_tree, maximum
@@ -47,7 +58,6 @@ from pallas_kernels.language.values import Index, Value, select
 _PIECE = 16  # keys whose weights are passed at once, which is what one instruction takes
 _PIECES = KEYS // _PIECE  # pieces per tile
 _HELD = 2  # number of pieces in shared memory
-_GROWTH = 8.0  # growth of a peak, in powers of two, above which the output is rescaled
 _SCALED = 64  # columns of the output that are rescaled at once
 _MULTIPLY_REGISTERS, _LOAD_REGISTERS = 184, 136  # registers per lane
 
@@ -120,7 +130,7 @@ class _Memory(Memory):
             keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES),
             weights=Tile.take(machine, _PIECE, HEADS * 2, copies=_HELD),
             staging=take_staging(machine),
-            factor_and_bias=Shared.take(machine, (STAGES, KEYS, 2), "f32"),
+            of_keys=Shared.take(machine, (STAGES, KEYS), "f32"),
             stats=Shared.take(machine, (HEADS, 2), "f32"),
             full=Barrier.take(machine, WARPS, copies=STAGES),
             free=Barrier.take(machine, product, copies=STAGES),
@@ -205,10 +215,10 @@ def _weigh(machine: TensorMemory, block: Block, memory: _Memory, form: AttendedF
     def step(i: Value, softmax: Softmax) -> Softmax:
         memory.scored.wait(i & 1)
         machine.fence_tensor("after")
-        logits, factor_and_bias = machine.load_tensor(_LOGITS), memory.factor_and_bias[i % STAGES]
-        weights, softmax, carried, grew = _fold(machine, logits, softmax, factor_and_bias, form)
+        logits, factors = machine.load_tensor(_LOGITS), load_of_keys(machine, memory.of_keys[i % STAGES])
+        weights, softmax, carried, grew = _fold(machine, logits, softmax, factors, form)
         # The barrier of the logits also covers older products, so no product is writing to the output.
-        with machine.when(_in_warp(machine, grew) & (i > 0)):
+        with machine.when((any_of_warp(machine, grew) > 0) & (i > 0)):
             _scale_output(machine, carried)
         machine.fence_tensor("before")
         for piece in range(_PIECES):
@@ -223,21 +233,21 @@ def _weigh(machine: TensorMemory, block: Block, memory: _Memory, form: AttendedF
 
 
 def _fold(
-    machine: TensorMemory, logits: list[Value], softmax: Softmax, factor_and_bias: Shared, form: AttendedFormat
+    machine: TensorMemory, logits: list[Value], softmax: Softmax, factors: list[Value], form: AttendedFormat
 ) -> tuple[list[Value], Softmax, list[Value], Value]:
     """Add a tile's logits to the softmax.
 
     Returns:
       The weights, f32; the new softmax; the factor per row by which older sums must be scaled; whether any is not 1.
     """
-    weights, factors = scale_logits(machine, logits, factor_and_bias)
+    weights = scale_logits(machine, logits, factors)
     peaks, totals, carried = [], [], []
     grew = machine.constant(False, "bool")
     for i, (peak, total) in enumerate(zip(softmax.peak, softmax.total, strict=True)):
         row = [n for n in range(len(weights)) if row_of(n) == i]
         top = over_quad(machine, maximum, fold_tree(maximum, [weights[n] for n in row]))
-        grows = top > peak + _GROWTH
-        new = select(grows, top, peak)
+        grows = top > peak + GROWTH
+        new = select(grows, whole(top), peak)
         for n in row:
             weights[n] = machine.exp2(weights[n] - new)
         carried.append(machine.exp2(peak - new))
@@ -245,16 +255,8 @@ def _fold(
         peaks.append(new)
         grew = grew | grows
     if not form.scale_is_power_of_two:
-        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        weights = [weight * factors[column_of(n)] for n, weight in enumerate(weights)]
     return weights, Softmax(peaks, totals), carried, grew
-
-
-def _in_warp(machine: TensorMemory, condition: Value) -> Value:
-    """Return whether the condition holds in any lane of the warp. It is the same in the four lanes of a quad."""
-    some = select(condition, machine.constant(1, "i32"), 0)
-    for distance in (4, 8, 16):
-        some = some | machine.shuffle_xor(some, distance)
-    return some > 0
 
 
 def _scale_output(machine: TensorMemory, factors: list[Value]) -> None:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
 from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
-from pallas_kernels.attention.softmax import LOG2E, LOGIT_SCALE, LOWEST, row_of
+from pallas_kernels.attention.softmax import LOG2E, LOGIT_SCALE, LOWEST, bias_of, column_of, row_of
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.lanes import Op, add, fold, maximum
 from pallas_kernels.language.launch import SCRATCH_BYTES
@@ -49,7 +49,7 @@ class Layout(AttentionLayout):
     @property
     def shared_bytes(self) -> int:
         tiles = (self.heads + self.tiles * KEYS) * HEAD_DIM * 2 + self.tiles * self.heads * KEYS * 2
-        return tiles + self.tiles * (KEYS * 8 + _WARPS * self.heads * 8) + _ALIGNMENT
+        return tiles + self.tiles * (KEYS * 4 + _WARPS * self.heads * 8) + _ALIGNMENT
 
     @property
     def fits(self) -> bool:
@@ -88,7 +88,7 @@ class _Block:
         self.q = Tile.take(machine, layout.heads, HEAD_DIM * 2)
         self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=layout.tiles)
         self.weights = Tile.take(machine, layout.heads, KEYS * 2, copies=layout.tiles)
-        self.factor_and_bias = Shared.take(machine, (layout.tiles, KEYS, 2), "f32")  # from ``KeyLoader.store``
+        self.factors = Shared.take(machine, (layout.tiles, KEYS), "f32")  # from ``KeyLoader.store``
         warps = layout.tiles * _WARPS
         self.peaks, self.totals = (Shared.take(machine, (warps * layout.heads,), "f32") for _ in range(2))
 
@@ -126,9 +126,9 @@ class _Block:
         rows = [loader.load(tile, which, index) for which, index in enumerate(indices)]
         for place, where, unit in zip(places, there, words, strict=True):
             machine.store_shared(self.q.unit(place // _UNITS, place % _UNITS), unit, 16, where)
-        keys, factor_and_bias = self.keys.copy(self.warpgroup), self.factor_and_bias[self.warpgroup]
+        keys, factors = self.keys.copy(self.warpgroup), self.factors[self.warpgroup]
         for which, row in enumerate(rows):
-            loader.store(which, row, keys, factor_and_bias)
+            loader.store(which, row, keys, factors)
 
     def _weigh(self) -> list[Value]:
         """Compute the weights of the block's keys and store them in shared memory.
@@ -138,17 +138,16 @@ class _Block:
         machine, keys = self.machine, self.keys.copy(self.warpgroup)
         scaled = machine.wgmma_wait(machine.wgmma(None, keys.k_major(), self.q.k_major(), columns=self.layout.heads))
         row, factors = product_row(machine), []
-        of_keys = self.factor_and_bias.view((self.layout.tiles * KEYS, 2), "f32")
+        of_keys = self.factors.view((self.layout.tiles * KEYS,), "f32")
         for i in range(2):
-            factor, bias = of_keys.load_floats(self.warpgroup * KEYS + row + 8 * i, 0, count=2)
-            factors.append(factor)
+            factors += of_keys.load_floats(self.warpgroup * KEYS + row + 8 * i, count=1)
             for n in range(len(scaled)):
                 if row_of(n) == i:
-                    scaled[n] = machine.fma(scaled[n], factor * LOGIT_SCALE, bias)
+                    scaled[n] = machine.fma(scaled[n], factors[i] * LOGIT_SCALE, bias_of(factors[i]))
         self._leave_warps(maximum, scaled, self.peaks)
         machine.barrier("block")
         peak = [value.maximum(LOWEST) for value in self._over_warps(maximum, self.peaks)]
-        weights = [machine.exp2(value - peak[_column(n)]) for n, value in enumerate(scaled)]
+        weights = [machine.exp2(value - peak[column_of(n)]) for n, value in enumerate(scaled)]
         self._leave_warps(add, weights, self.totals)
         if not self.form.scale_is_power_of_two:
             weights = [weight * factors[row_of(n)] for n, weight in enumerate(weights)]
@@ -197,7 +196,7 @@ class _Block:
         for i, number in enumerate(self._products()):
             where = True if (i + 1) * layout.tiles <= _PRODUCTS else number < _PRODUCTS
             for n in range(0, each, 2):
-                pair = [values[i * each + n + c] * inverse[_column(n + c)] for c in range(2)]
+                pair = [values[i * each + n + c] * inverse[column_of(n + c)] for c in range(2)]
                 head, row, word = self._pair_rows(pair, n)
                 channel = number * _ROWS + row
                 place = query, group, channel // layout.channels, machine.rank
@@ -255,11 +254,6 @@ class _Block:
         word = machine.to_f16(select(odd, other, pair[0]), select(odd, pair[1], other))
         row = (product_row(machine) & -2) + n // 2 % 2 * 8
         return self.column + machine.thread // 4 % 2 + n // 4 * 8, row, word
-
-
-def _column(n: int) -> int:
-    """Return which of a lane's columns element n of a product belongs to."""
-    return n // 4 * 2 + n % 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

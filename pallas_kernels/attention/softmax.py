@@ -20,6 +20,8 @@ from pallas_kernels.language.values import Value, select
 LOG2E = 1 / math.log(2)
 LOGIT_SCALE = HEAD_DIM**-0.5 * LOG2E
 LOWEST = -1e30  # used instead of -inf, since -inf - -inf is NaN
+GROWTH = 8.0  # powers of two by which logits must exceed a peak before it is raised, and sums are rescaled
+_ROUNDS = 1.5 * 2**23  # added to an f32 and taken from it again, this leaves a whole number
 QUAD = 4  # lanes that hold a row of a product: each has two adjacent columns of every eight
 
 
@@ -28,7 +30,7 @@ QUAD = 4  # lanes that hold a row of a product: each has two adjacent columns of
 class Softmax:
     """The softmax of a lane's two rows so far."""
 
-    peak: list[Value]  # the exponent that is subtracted from logits; the same in the four lanes of a quad
+    peak: list[Value]  # is subtracted from logits, which exceed it little; the same in the four lanes of a quad
     total: list[Value]  # sum of the weights: this lane's part of it
 
     @classmethod
@@ -37,15 +39,19 @@ class Softmax:
 
         In a cluster only one block includes them.
         """
-        machine, sinks, row = block.machine, block.query.inputs.sinks, product_row(block.machine)
-        peak = [sinks.load_floats(block.first_head + row + 8 * i, count=1)[0] * LOG2E for i in range(2)]
-        peak = [value.maximum(LOWEST) for value in peak]
-        total = select(machine.thread % QUAD == 0, machine.constant(1.0, "f32"), 0.0)
+        machine, sinks = block.machine, block.query.inputs.sinks
+        row = machine.hold(product_row(machine))  # for each query anew, because there are no registers to keep it in
+        logits = [sinks.load_floats(block.first_head + row + 8 * i, count=1)[0] * LOG2E for i in range(2)]
+        logits = [logit.maximum(LOWEST) for logit in logits]
+        peak, counts = [whole(logit) for logit in logits], machine.thread % QUAD == 0
         if block.cluster > 1:
-            counts = block.rank == 0
-            peak = [select(counts, value, LOWEST) for value in peak]
-            total = select(counts, total, 0.0)
-        return cls(peak, [total, total])
+            peak = [select(block.rank == 0, value, LOWEST) for value in peak]
+            counts = counts & (block.rank == 0)
+        return cls(peak, [select(counts, machine.exp2(a - b), 0.0) for a, b in zip(logits, peak, strict=True)])
+
+    def times(self, factors: list[Value]) -> Softmax:
+        """Return this with totals that are multiplied by a factor for each row, and the peak as it is."""
+        return Softmax(self.peak, [total * factor for total, factor in zip(self.total, factors, strict=True)])
 
     def over_quads(self, machine: TensorCores) -> Softmax:
         """Return this with the sums of whole rows in each lane."""
@@ -59,44 +65,48 @@ def over_quad(machine: TensorCores, op: Op, value: Value) -> Value:
     return value
 
 
+def whole(peak: Value) -> Value:
+    """Round a peak to a whole number: then sums and weights in f16 are rescaled by powers of two, which is exact."""
+    return peak + _ROUNDS - _ROUNDS
+
+
+def any_of_warp(machine: TensorCores, condition: Value) -> Value:
+    """Return an i32: 1 if the condition holds in any lane of the warp, else 0."""
+    return machine.reduce_warp("max", select(condition, machine.constant(1, "i32"), 0))
+
+
 def row_of(n: int) -> int:
     """Return which of a lane's two rows element n of a product belongs to."""
     return n // 2 % 2
 
 
-def scale_logits(machine: TensorCores, logits: list[Value], factor_and_bias: Shared) -> tuple[list[Value], list[Value]]:
-    """Convert q . k to logits in powers of two. Also returns the factor of each logit's key.
-
-    Args:
-      logits: a product, of which a lane holds two rows.
-      factor_and_bias: f32 [keys, 2], written by ``KeyLoader.store``.
-    """
-    # A lane reads the factors and biases of its two adjacent keys of every eight in one load.
-    pairs = factor_and_bias.view((factor_and_bias.shape[0] // 8, QUAD, 4), "f32")
-    scaled, factors = [], []
-    for j in range(0, len(logits), 4):
-        a, a_bias, b, b_bias = pairs.load_floats(j // 4, machine.thread % QUAD, 0)
-        factors += [a, b, a, b]
-        for n, bias in enumerate((a_bias, b_bias, a_bias, b_bias), j):
-            scaled.append(machine.fma(logits[n], factors[n] * LOGIT_SCALE, bias))
-    return scaled, factors
+def column_of(n: int) -> int:
+    """Return which of a lane's columns element n of a product belongs to: two of every eight columns are its own."""
+    return n // 4 * 2 + n % 2
 
 
-def scale_without_factors(machine: TensorCores, logits: list[Value], biases: Shared) -> list[Value]:
-    """Convert q . k to logits in powers of two, with the biases f32 [keys] of keys whose factors are 1."""
-    pairs = biases.view((biases.shape[0] // 8, QUAD, 2), "f32")
-    scaled, scale = [], machine.constant(LOGIT_SCALE, "f32")
-    for j in range(0, len(logits), 4):
-        found = pairs.load_floats(j // 4, machine.thread % QUAD, 0, count=2)
-        scaled += [machine.fma(logits[j + n], scale, found[n % 2]) for n in range(4)]
+def load_of_keys(machine: TensorCores, numbers: Shared) -> list[Value]:
+    """Load the numbers f32 [keys] of a lane's columns."""
+    pairs = numbers.view((numbers.shape[0] // 8, QUAD, 2), "f32")
+    return [x for j in range(pairs.shape[0]) for x in pairs.load_floats(j, machine.thread % QUAD, 0, count=2)]
+
+
+def bias_of(factor: Value) -> Value:
+    """Return what is added to the logits of a key with a factor from ``KeyLoader.store``: -inf if there is no key."""
+    return select(factor >= 0.0, factor.machine.constant(0.0, "f32"), -math.inf)
+
+
+def scale_logits(machine: TensorCores, logits: list[Value], factors: list[Value]) -> list[Value]:
+    """Convert q . k to logits in powers of two, with the factors of a lane's columns."""
+    scaled = list(logits)
+    for column, factor in enumerate(factors):  # one after the other, because there are few registers
+        scale, bias = factor * LOGIT_SCALE, bias_of(factor)
+        for n in (n for n in range(len(logits)) if column_of(n) == column):
+            scaled[n] = machine.fma(logits[n], scale, bias)
     return scaled
 
 
-def load_factors(machine: TensorCores, factor_and_bias: Shared) -> list[Value]:
-    """Return the factor of each logit's key, as ``scale_logits`` does."""
-    pairs = factor_and_bias.view((factor_and_bias.shape[0] // 8, QUAD, 4), "f32")
-    factors = []
-    for j in range(pairs.shape[0]):
-        a, _, b, _ = pairs.load_floats(j, machine.thread % QUAD, 0)
-        factors += [a, b, a, b]
-    return factors
+def scale_without_factors(machine: TensorCores, logits: list[Value], biases: list[Value]) -> list[Value]:
+    """Convert q . k to logits in powers of two, with the biases of a lane's columns, where all factors are 1."""
+    scale = machine.constant(LOGIT_SCALE, "f32")
+    return [machine.fma(x, scale, biases[column_of(n)]) for n, x in enumerate(logits)]

@@ -28,7 +28,7 @@ def test_attention(simulate, case):
 
 @machines
 def test_an_output_may_be_scaled_for_every_growth(simulate, monkeypatch):
-    monkeypatch.setattr(sm100, "_GROWTH", 0.0)
+    monkeypatch.setattr(sm100, "GROWTH", 0.0)
     check(Case(lengths=(300,), layout=sm100.Layout()), simulate=simulate)
 
 
