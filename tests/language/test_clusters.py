@@ -21,19 +21,30 @@ BLOCKS = 4
 
 
 def sums_of_all(
-    machine: TensorCores, x: Any, out: Any, *, count: int, waits: bool = True, bytes_more: int = 0, early: bool = True
+    machine: TensorCores,
+    x: Any,
+    out: Any,
+    *,
+    count: int,
+    waits: bool = True,
+    bytes_more: int = 0,
+    early: bool = True,
+    warps: int = 1,
 ) -> None:
-    """Every block gets ``count`` numbers of each lane of all blocks, and adds up those of each lane, in each turn."""
+    """Every block gets ``count`` numbers of each lane of all blocks, and adds up those of each lane, in each turn.
+
+    Each of some warps expects a part of them.
+    """
     turns = x.shape[1]
     received = Shared.take(machine, (2, BLOCKS, WARPGROUP, count), "f32")
-    sent = Barrier.take(machine, 1, copies=2, scope="cluster")
+    sent = Barrier.take(machine, warps, copies=2, scope="cluster")
     init_barriers(sent)
     machine.cluster_arrive()
     machine.cluster_wait()
 
     def expect(turn: Value) -> None:
-        with machine.when(machine.thread < WARP):
-            sent.copy(turn % 2).expect(BLOCKS * WARPGROUP * count * 4 + bytes_more)
+        with machine.when(machine.thread < WARP * warps):
+            sent.copy(turn % 2).expect(BLOCKS * WARPGROUP * count * 4 // warps + bytes_more)
 
     def one(turn: Value, carry: None) -> None:
         mine = x.load_floats(machine.rank, turn, machine.thread, 0, count=count)
@@ -70,9 +81,9 @@ def run_sums(simulate: bool, count: int = 4, **how: Any) -> None:
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_what_blocks_send_is_there_after_the_wait(count, early, simulate):
-    run_sums(simulate, count, early=early)
+@pytest.mark.parametrize(("count", "warps"), [(1, 1), (2, 4), (4, 1)])
+def test_what_blocks_send_is_there_after_the_wait(count, warps, early, simulate):
+    run_sums(simulate, count, early=early, warps=warps)
 
 
 @pytest.mark.parametrize(

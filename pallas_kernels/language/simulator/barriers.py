@@ -128,7 +128,7 @@ class BarrierSimulator(Simulator):
         warp, number = self._barrier_of(barrier)
         self._trust(expect("i32", size), self._mask, "how many bytes are expected")
         sizes = np.broadcast_to(size.raw, self._shape).reshape(-1, WARP)[warp, 0]
-        self._coming[warp * WARP // self._threads, number] += sizes
+        np.add.at(self._coming, (warp * WARP // self._threads, number), sizes)
         self._count(warp, number)
 
     def send_shared(
@@ -149,7 +149,7 @@ class BarrierSimulator(Simulator):
     def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
         """Note copies, which are made when somebody waits for them."""
         warp, number = self._barrier_of(barrier)
-        self._coming[warp * WARP // self._threads, number] += sum(copy.size for copy in copies)
+        np.add.at(self._coming, (warp * WARP // self._threads, number), sum(copy.size for copy in copies))
         self._count(warp, number)
         for copy in copies:
             self._copies += [self._noted(copy, int(one), int(at)) for one, at in zip(warp, number, strict=True)]
