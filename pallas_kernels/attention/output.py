@@ -96,7 +96,7 @@ def _store(block: Block, out: Any, means: list[Value], half: Value, first: Index
     they need not.
     """
     machine, query = block.machine, block.query
-    thread = machine.hold(block.machine.thread)  # no places are known before, as there are no registers to keep them in
+    thread = machine.hold(machine.thread)  # no places are known before, as there are no registers to keep them in
     lane, warp = thread % WARP, thread // WARP
     columns = len(means) * 2  # of a warp's 16 rows
     head = block.first_head + warp % 4 * 16 + lane // QUAD

@@ -34,26 +34,26 @@ from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.attention.output import finish_output
 from pallas_kernels.attention.softmax import (
-    GROWTH,
     QUAD,
     Softmax,
     any_of_warp,
     column_of,
     load_of_keys,
     over_quad,
+    raised,
     row_of,
     scale_logits,
-    whole,
+    weigh,
 )
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.lanes import add, fold_tree, maximum
+from pallas_kernels.language.lanes import add
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import BLACKWELL, GPU
 from pallas_kernels.language.tensor_cores import Role, Tile, product_row
 from pallas_kernels.language.tensor_memory import MAX_COLUMNS, Accumulator, TensorMemory
-from pallas_kernels.language.values import Index, Value, select
+from pallas_kernels.language.values import Index, Value
 
 _PIECE = 16  # keys whose weights are passed at once, which is what one instruction takes
 _PIECES = KEYS // _PIECE  # pieces per tile
@@ -240,23 +240,15 @@ def _fold(
     Returns:
       The weights, f32; the new softmax; the factor per row by which older sums must be scaled; whether any is not 1.
     """
-    weights = scale_logits(machine, logits, factors)
-    peaks, totals, carried = [], [], []
-    grew = machine.constant(False, "bool")
-    for i, (peak, total) in enumerate(zip(softmax.peak, softmax.total, strict=True)):
-        row = [n for n in range(len(weights)) if row_of(n) == i]
-        top = over_quad(machine, maximum, fold_tree(maximum, [weights[n] for n in row]))
-        grows = top > peak + GROWTH
-        new = select(grows, whole(top), peak)
-        for n in row:
-            weights[n] = machine.exp2(weights[n] - new)
-        carried.append(machine.exp2(peak - new))
-        totals.append(machine.fma(total, carried[i], fold_tree(add, [weights[n] for n in row])))
-        peaks.append(new)
-        grew = grew | grows
+    logits = scale_logits(machine, logits, factors)
+    before, peak = softmax.peak, raised(machine, softmax.peak, logits)
+    weights, of_tile = weigh(machine, logits, peak)
+    carried = [machine.exp2(old - new) for old, new in zip(before, peak, strict=True)]
+    parts = zip(softmax.total, carried, of_tile.total, strict=True)
+    softmax = Softmax(peak, [machine.fma(total, factor, more) for total, factor, more in parts])
     if not form.scale_is_power_of_two:
         weights = [weight * factors[column_of(n)] for n, weight in enumerate(weights)]
-    return weights, Softmax(peaks, totals), carried, grew
+    return weights, softmax, carried, (before[0] != peak[0]) | (before[1] != peak[1])
 
 
 def _scale_output(machine: TensorMemory, factors: list[Value]) -> None:

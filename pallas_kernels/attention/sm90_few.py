@@ -16,7 +16,7 @@ from typing import ClassVar
 from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
 from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
-from pallas_kernels.attention.softmax import LOG2E, LOGIT_SCALE, LOWEST, bias_of, column_of, row_of
+from pallas_kernels.attention.softmax import LOG2E, LOWEST, column_of, row_of, scale_logits
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.lanes import Op, add, fold, maximum
 from pallas_kernels.language.launch import SCRATCH_BYTES
@@ -137,13 +137,9 @@ class _Block:
         """
         machine, keys = self.machine, self.keys.copy(self.warpgroup)
         scaled = machine.wgmma_wait(machine.wgmma(None, keys.k_major(), self.q.k_major(), columns=self.layout.heads))
-        row, factors = product_row(machine), []
-        of_keys = self.factors.view((self.layout.tiles * KEYS,), "f32")
-        for i in range(2):
-            factors += of_keys.load_floats(self.warpgroup * KEYS + row + 8 * i, count=1)
-            for n in range(len(scaled)):
-                if row_of(n) == i:
-                    scaled[n] = machine.fma(scaled[n], factors[i] * LOGIT_SCALE, bias_of(factors[i]))
+        row = product_row(machine)
+        factors = [self.factors.load_floats(self.warpgroup, row + 8 * i, count=1)[0] for i in range(2)]
+        scaled = scale_logits(machine, scaled, factors, row_of)
         self._leave_warps(maximum, scaled, self.peaks)
         machine.barrier("block")
         peak = [value.maximum(LOWEST) for value in self._over_warps(maximum, self.peaks)]

@@ -71,9 +71,7 @@ class HopperMemory(Memory):
 
     def k_major(self, stage: int, part: int) -> Operand:
         """Return a part of a tile's channels as K."""
-        count = self.pieces // self.parts
-        first, each = self.keys.copy(stage * self.pieces).k_major(), range(part * count, (part + 1) * count)
-        return dataclasses.replace(first, steps=tuple(n * self.keys.size + step for n in each for step in first.steps))
+        return self._part_of(self.keys.copy(stage * self.pieces), self.pieces, part)
 
     def columns(self, stage: int, first: int) -> Operand:
         """Return a tile's channels from ``first`` on as columns, with its keys as K."""
@@ -102,6 +100,10 @@ class HopperMemory(Memory):
 
     def query(self, part: int) -> Operand:
         """Return the heads of the query, [HEADS, channels], with the channels of a part of a tile."""
-        first, count = self.q.k_major(), _Q_PARTS // self.parts
+        return self._part_of(self.q, _Q_PARTS, part)
+
+    def _part_of(self, piece: Tile, pieces: int, part: int) -> Operand:
+        """Return a part of the channels as K, where adjacent pieces have some channels each."""
+        first, count = piece.k_major(), pieces // self.parts
         each = range(part * count, (part + 1) * count)
-        return dataclasses.replace(first, steps=tuple(n * self.q.size + step for n in each for step in first.steps))
+        return dataclasses.replace(first, steps=tuple(n * piece.size + step for n in each for step in first.steps))

@@ -35,21 +35,19 @@ from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.attention.output import finish_output
 from pallas_kernels.attention.sm90_memory import HopperMemory
 from pallas_kernels.attention.softmax import (
-    GROWTH,
     Softmax,
     any_of_warp,
     column_of,
     load_of_keys,
-    over_quad,
+    raised,
     row_of,
     scale_logits,
     scale_without_factors,
-    whole,
+    weigh,
 )
 from pallas_kernels.formats import AttendedFormat
-from pallas_kernels.language.lanes import add, fold_tree, maximum
 from pallas_kernels.language.tensor_cores import Operand
-from pallas_kernels.language.values import Value, select
+from pallas_kernels.language.values import Value
 
 FIRST, SECOND = 0, 1  # the multiplying warpgroups; also the stages of a pair's tiles, and the halves of the channels
 # Channels of one product. In a launch of four warpgroups, which begins with 128 registers per lane, ptxas refuses 256.
@@ -129,13 +127,10 @@ class Multiplier(abc.ABC):
         """Compute the weights of the warpgroup's own tile of a pair, relative to a peak or a higher one."""
         machine = self.machine
         logits, of_keys = self.logits(i)
-        peak = self.raised(peak, logits)
-        weights = [machine.exp2(logit - peak[row_of(n)]) for n, logit in enumerate(logits)]
-        total = [fold_tree(add, [weight for n, weight in enumerate(weights) if row_of(n) == row]) for row in range(2)]
+        weights, softmax = weigh(machine, logits, raised(machine, peak, logits))
         if not (self.memory.is_wide or self.form.scale_is_power_of_two):
             weights = [weight * of_keys[column_of(n)] for n, weight in enumerate(weights)]
-        words = [machine.to_f16(*weights[n : n + 2]) for n in range(0, len(weights), 2)]
-        return _Weights(Softmax(peak, total), words)
+        return _Weights(softmax, [machine.to_f16(*weights[n : n + 2]) for n in range(0, len(weights), 2)])
 
     def logits(self, i: Value) -> tuple[list[Value], list[Value]]:
         """Compute the logits of the warpgroup's own tile of a pair, [HEADS, KEYS], in powers of two.
@@ -151,18 +146,6 @@ class Multiplier(abc.ABC):
         of_keys = load_of_keys(self.machine, self.memory.of_keys[self.own])  # while the product runs
         scale = scale_without_factors if self.memory.is_wide else scale_logits
         return scale(self.machine, self.machine.wgmma_wait(sums), of_keys), of_keys
-
-    def raised(self, peak: list[Value], logits: list[Value]) -> list[Value]:
-        """Return the peak, or a higher one for rows whose logits exceed it by far."""
-        machine = self.machine
-        tops = [fold_tree(maximum, [logit for n, logit in enumerate(logits) if row_of(n) == row]) for row in range(2)]
-
-        def rise(_: Value, peak: list[Value]) -> list[Value]:
-            of_rows = [over_quad(machine, maximum, top) for top in tops]
-            return [select(top > old + GROWTH, whole(top), old) for top, old in zip(of_rows, peak, strict=True)]
-
-        exceeds = (tops[0] > peak[0] + GROWTH) | (tops[1] > peak[1] + GROWTH)
-        return machine.loop(any_of_warp(machine, exceeds), rise, peak)
 
     def wait_full(self, stage: int, i: Value, part: int) -> None:
         """Wait for a part of a tile of a pair."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 
 from pallas_kernels.attention.block import Block
 from pallas_kernels.attention.inputs import HEAD_DIM
-from pallas_kernels.language.lanes import Op, add
+from pallas_kernels.language.lanes import Op, add, fold_tree, maximum
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, product_row
 from pallas_kernels.language.values import Value, select
@@ -91,17 +92,17 @@ def load_of_keys(machine: TensorCores, numbers: Shared) -> list[Value]:
     return [x for j in range(pairs.shape[0]) for x in pairs.load_floats(j, machine.thread % QUAD, 0, count=2)]
 
 
-def bias_of(factor: Value) -> Value:
-    """Return what is added to the logits of a key with a factor from ``KeyLoader.store``: -inf if there is no key."""
-    return select(factor >= 0.0, factor.machine.constant(0.0, "f32"), -math.inf)
+def scale_logits(
+    machine: TensorCores, logits: list[Value], factors: list[Value], key_of: Callable[[int], int] = column_of
+) -> list[Value]:
+    """Convert q . k to logits in powers of two, with the factors of a lane's keys, from ``KeyLoader.store``.
 
-
-def scale_logits(machine: TensorCores, logits: list[Value], factors: list[Value]) -> list[Value]:
-    """Convert q . k to logits in powers of two, with the factors of a lane's columns."""
+    ``key_of`` says which of them an element of the product belongs to. The logits of a missing key are -inf.
+    """
     scaled = list(logits)
-    for column, factor in enumerate(factors):  # one after the other, because there are few registers
-        scale, bias = factor * LOGIT_SCALE, bias_of(factor)
-        for n in (n for n in range(len(logits)) if column_of(n) == column):
+    for key, factor in enumerate(factors):  # one after the other, because there are few registers
+        scale, bias = factor * LOGIT_SCALE, select(factor >= 0.0, machine.constant(0.0, "f32"), -math.inf)
+        for n in (n for n in range(len(logits)) if key_of(n) == key):
             scaled[n] = machine.fma(logits[n], scale, bias)
     return scaled
 
@@ -110,3 +111,26 @@ def scale_without_factors(machine: TensorCores, logits: list[Value], biases: lis
     """Convert q . k to logits in powers of two, with the biases of a lane's columns, where all factors are 1."""
     scale = machine.constant(LOGIT_SCALE, "f32")
     return [machine.fma(x, scale, biases[column_of(n)]) for n, x in enumerate(logits)]
+
+
+def raised(machine: TensorCores, peak: list[Value], logits: list[Value]) -> list[Value]:
+    """Return the peaks of a lane's two rows, higher ones where logits of a tile exceed them by far."""
+    tops = _over_rows(maximum, logits)
+
+    def rise(_: Value, peak: list[Value]) -> list[Value]:
+        of_rows = [over_quad(machine, maximum, top) for top in tops]
+        return [select(top > old + GROWTH, whole(top), old) for top, old in zip(of_rows, peak, strict=True)]
+
+    exceeds = (tops[0] > peak[0] + GROWTH) | (tops[1] > peak[1] + GROWTH)
+    return machine.loop(any_of_warp(machine, exceeds), rise, peak)
+
+
+def weigh(machine: TensorCores, logits: list[Value], peak: list[Value]) -> tuple[list[Value], Softmax]:
+    """Return a tile's weights relative to a peak, and the softmax of this tile alone."""
+    weights = [machine.exp2(logit - peak[row_of(n)]) for n, logit in enumerate(logits)]
+    return weights, Softmax(peak, _over_rows(add, weights))
+
+
+def _over_rows(op: Op, values: list[Value]) -> list[Value]:
+    """Reduce a lane's elements of each of its two rows."""
+    return [fold_tree(op, [value for n, value in enumerate(values) if row_of(n) == row]) for row in range(2)]
