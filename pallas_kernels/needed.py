@@ -2,6 +2,9 @@
 
 The requests of a batch [B, T] have room for as many tokens as the longest one brings. What kernels of many rows would
 compute for the others nobody reads, so they are told which rows are needed, and leave out the rest.
+
+The padding of one request comes last. So where there is only one, all rows up to the last needed one are taken as
+needed, which saves putting them in order.
 """
 
 from __future__ import annotations
@@ -15,6 +18,12 @@ from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.values import Condition, Index
 
 _ROW = 128  # numbers whose ranks are counted together
+
+
+def past_last_needed(needed: jax.Array) -> jax.Array:
+    """Return the number of rows of one request up to the last needed one, int32 [1], of bool [1, N]."""
+    past = jnp.arange(1, needed.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(needed, past, 0), axis=1)
 
 
 def needed_first(needed: jax.Array) -> tuple[jax.Array, jax.Array]:

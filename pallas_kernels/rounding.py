@@ -117,9 +117,10 @@ def store_group(
 def round_rows(x: jax.Array, *, needed: jax.Array | None = None, simulate: bool = False) -> RoundedRows:
     """Round rows of bf16 [M, width], with a width that is a multiple of 128.
 
-    ``needed`` bool [M] says which rows anyone reads, None for all; others may be anything.
+    ``needed`` bool [M] or [1, M] says which rows anyone reads, None for all; others may be anything.
     """
     rows, width = x.shape
+    needed = None if needed is None else needed.reshape(-1)
     groups, state = width // GROUP, RoundedRows.shapes(rows, width)
 
     def body(machine: TensorCores, inputs: tuple[Buffer, Buffer | None], out: RoundedRows) -> None:

@@ -9,11 +9,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Value
-from pallas_kernels.needed import needed_first
+from pallas_kernels.needed import needed_first, past_last_needed
 
 
 @jax.tree_util.register_dataclass
@@ -26,14 +25,9 @@ class QueryOrder:
 
     @classmethod
     def of(cls, needed: jax.Array) -> QueryOrder:
-        """The order for bool [B, T].
-
-        The padding of one request comes last. So all queries up to the last needed one are taken as needed there, which
-        saves the list.
-        """
+        """The order for bool [B, T]; of one request, without a list."""
         if needed.shape[0] == 1:
-            past = jnp.arange(1, needed.size + 1, dtype=jnp.int32)
-            return cls(count=jnp.max(jnp.where(needed, past, 0), axis=1), numbers=None)
+            return cls(count=past_last_needed(needed), numbers=None)
         count, numbers = needed_first(needed.reshape(-1))
         return cls(count=count.reshape(1), numbers=numbers)
 

@@ -106,7 +106,8 @@ def product(
         launch of its own where the weight's activations are bf16, up to 64 rows, and where blocks share a tile.
       is_operand: give operand rows, of bf16. Up to 64 rows, and without a residual.
       needed: bool [M], rows whose product anyone reads; None for all. Products of others may be anything, NaN too: of
-        many rows, tiles without a needed row are left out.
+        many rows, tiles without a needed row are left out. Bool [1, M] says the same of one request, whose rows up to
+        the last needed one then count as needed.
       residual: rows that the product is added to, after it was rounded to bf16 itself, for a result of bf16. Of more
         than 64 rows, for FP8 weights, in place if the caller's jit donates them or does not use them again.
       simulate: run in NumPy on the host, with checks, on any device.
@@ -246,7 +247,7 @@ def _checked(
 
 def _check_needed(needed: jax.Array | None, x: jax.Array | RoundedRows | OperandRows) -> None:
     if needed is not None:
-        chex.assert_shape(needed, x.shape[:1])
+        chex.assert_shape(needed, x.shape[:1] if needed.ndim == 1 else (1, *x.shape[:1]))
         chex.assert_type(needed, bool)
 
 

@@ -41,9 +41,11 @@ class Case:
     makes: str = "sums"  # "sums", "codes", "queries", "key queries"
     multiprocessors: int = 2
     tile_rows: int = 128
+    of_one_request: bool = False
 
     def __str__(self) -> str:
-        return f"{self.product.activations} {self.makes} of {self.ranges} by {self.multiprocessors}"
+        of = " of one request" * self.of_one_request
+        return f"{self.product.activations} {self.makes} of {self.ranges}{of} by {self.multiprocessors}"
 
     @property
     def needed(self) -> np.ndarray:
@@ -112,6 +114,11 @@ CASES = [
         ranges=((0, 9), (400, 500)),
         makes="key queries",
     ),
+    Case(
+        product=Product(rows=600, outputs=256, inputs=256, activations="fp8"), ranges=((0, 257),), of_one_request=True
+    ),
+    Case(product=Product(rows=520, outputs=128, inputs=128), ranges=((0, 9), (300, 384)), of_one_request=True),
+    Case(product=Product(rows=520, outputs=128, inputs=128), ranges=(), of_one_request=True),
 ]
 
 
@@ -119,10 +126,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_needed_rows_are_the_same_bits_and_tiles_of_others_are_left_out(case, simulate):
     needed, size = case.needed, case.tiling.tile_rows
-    assert needed_tiles(jnp.asarray(needed), size, case.tiling.output_tiles) is not None
+    given = needed[None] if case.of_one_request else needed
+    assert needed_tiles(jnp.asarray(given), size, case.tiling.output_tiles) is not None
     of_tile = np.add.reduceat(needed, np.arange(0, needed.size, size)) > 0
+    if case.of_one_request:  # then those before the last needed one are computed, too
+        of_tile = np.maximum.accumulate(of_tile[::-1])[::-1]
     computed = np.repeat(of_tile, size)[: needed.size]
-    for found, want in zip(case.run(needed, simulate=simulate), case.run(None, simulate=simulate), strict=True):
+    for found, want in zip(case.run(given, simulate=simulate), case.run(None, simulate=simulate), strict=True):
         np.testing.assert_array_equal(found[needed], want[needed])
         if simulate:  # what a kernel does not write is NaN there, or the largest whole number
             left = found[~computed]
@@ -171,7 +181,9 @@ def test_few_tiles_and_too_many_to_divide_are_all_computed():
     assert needed_tiles(None, 8, 1) is None
 
 
-@pytest.mark.parametrize("needed", [np.ones(64, bool), np.ones((65, 1), bool), np.ones(65, np.int32)])
+@pytest.mark.parametrize(
+    "needed", [np.ones(64, bool), np.ones((65, 1), bool), np.ones((2, 65), bool), np.ones(65, np.int32)]
+)
 def test_needed_rows_are_one_bool_for_each_row(needed):
     case = Product(rows=65, outputs=128, inputs=128)
     with pytest.raises(AssertionError):

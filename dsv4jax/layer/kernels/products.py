@@ -243,9 +243,9 @@ def _most_numbers(rows: int, needed: jax.Array | None) -> int:
 
 
 def _rows(needed: jax.Array | None) -> jax.Array | None:
-    """Do what ``of_chunk`` does, for rows of a product."""
+    """Do what ``of_chunk`` does, for rows of a product: bool [B T], or [1, T] of one request."""
     needed = of_chunk(needed)
-    return None if needed is None else needed.reshape(-1)
+    return needed if needed is None or needed.shape[0] == 1 else needed.reshape(-1)
 
 
 def _row_form(weight: Weight, rows: int, groups: int = 1) -> RowForm:

@@ -20,7 +20,7 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores, TileCopy
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value
-from pallas_kernels.needed import needed_first
+from pallas_kernels.needed import needed_first, past_last_needed
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, LANES, LOADERS, WARPGROUPS, Place, Tiling
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
@@ -47,7 +47,7 @@ def needed_tiles(needed: jax.Array | None, tile_rows: int, tiles_of_outputs: int
     """Return which tiles of rows are needed, as ``NeededTiles`` reads them.
 
     Args:
-      needed: bool [M], or None for all rows.
+      needed: bool [M]; bool [1, M], of one request; or None for all rows.
       tile_rows: rows of a tile.
       tiles_of_outputs: tiles that each tile of rows has.
 
@@ -61,8 +61,11 @@ def needed_tiles(needed: jax.Array | None, tile_rows: int, tiles_of_outputs: int
     divides = tiles_of_outputs < 1 << 32 - _SHIFT and tiles_of_outputs * tiles**2 < 1 << _SHIFT
     if tiles < _LEAST_TILES or not divides:
         return None
-    is_needed = jnp.pad(needed, (0, tiles * tile_rows - needed.size)).reshape(tiles, tile_rows).any(axis=1)
-    count, numbers = needed_first(is_needed)
+    if needed.ndim == 2:
+        count, numbers = -(-past_last_needed(needed)[0] // tile_rows), jnp.arange(tiles, dtype=jnp.int32)
+    else:
+        is_needed = jnp.pad(needed, (0, tiles * tile_rows - needed.size)).reshape(tiles, tile_rows).any(axis=1)
+        count, numbers = needed_first(is_needed)
     return jnp.concatenate([jnp.stack([count, (1 << _SHIFT) // jnp.maximum(count, 1) + 1]), numbers])
 
 
