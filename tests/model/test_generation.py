@@ -99,9 +99,9 @@ def test_progress_is_shown_as_it_is_made():
 
 @pytest.mark.slow
 def test_samples_have_the_models_distribution_with_drafts():
-    """2000 pairs of tokens after one prompt, against the probabilities of all pairs."""
+    """4000 pairs of tokens after one prompt, against the probabilities of all pairs."""
     params, prompt, drafts, sampling = small_model(), PROMPTS[0], 2, Sampling.of(0.8, seed=2)
-    size, samples, rows = SMALL.vocab_size, 2000, 100
+    size, samples, rows = SMALL.vocab_size, 4000, 400
     cache, slots, _ = d4.admit(caches(SMALL, size, 0).model, size)
     texts = jnp.asarray([[*prompt, token] for token in range(size)], jnp.int32)
     count = jnp.full(size, texts.shape[1], jnp.int32)

@@ -75,7 +75,6 @@ HOPPER_ONLY = {
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
-READS_OF_WINDOWS = (1, 1), (64, 1), (256, 1)  # of windows alone: the other kinds' kernels have all their code, and more
 
 
 def _i32(*shape: int) -> Any:
@@ -173,8 +172,7 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         for batch, tokens in READS if is_default else FEWER_READS:
             if options["kv_format"] in ATTENDED_FORMATS:
                 for kind in sorted({spec.attn for spec in d4.layer_schedule(cfg)}):
-                    if kind is not AttentionType.SWA or (batch, tokens) in READS_OF_WINDOWS:
-                        yield _attention(cache, kind, batch, tokens)
+                    yield _attention(cache, kind, batch, tokens)
             if options["indexer_format"] in fp4.FORMATS:
                 yield _scores(cache, batch, tokens)
         if options["kv_format"] in ATTENDED_FORMATS:
