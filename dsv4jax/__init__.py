@@ -24,8 +24,7 @@ linear    matrix product, norm and Hadamard transform
 checks    shapes and dtypes at trace time
 """
 
-import dsv4jax.layer.kernels.cache as _cache_kernels  # noqa: F401  imported to register the kernels
-import dsv4jax.layer.kernels.products as _product_kernels  # noqa: F401  the same
+import dsv4jax.layer.kernels.fused as _fused  # noqa: F401  imported to register the kernels
 import dsv4jax.layer.kernels.reads as _read_kernels  # noqa: F401  the same
 import dsv4jax.layer.kernels.triton as _triton  # noqa: F401  the same, in Triton
 import dsv4jax.serialization as _serialization  # noqa: F401  registers the pytrees with jax.export

@@ -24,7 +24,7 @@ from benchmarks.kernels.update import Case, new_rows, thunks
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.kernels.base import layer_number
-from dsv4jax.layer.ops import DECODE_ATTENTION, INDEXER_SCORES, TOP_K, AttentionInputs
+from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, INDEXER_SCORES, TOP_K, AttentionInputs
 from dsv4jax.layer.update import store
 from dsv4jax.rope import packed_angles, rope_frequencies
 
@@ -58,7 +58,7 @@ def run(
     ) -> Any:
         batch = Batch(slots=slots, start=start, num_new=one)
         call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
-        call = call.with_stack(store(call, inputs, backend))
+        call = call.with_stack(store(call, inputs, CACHE_UPDATE[backend]))
         positions, entries = start[:, None], call.entries
         visible: Any = None
         picks = None
@@ -72,8 +72,8 @@ def run(
             given = AttentionInputs(
                 q=q, positions=positions, sinks=sinks, window=window, entries=entries, picks=picks, visible=visible
             )
-            q = DECODE_ATTENTION[backend].attend(given, rope_frequencies(cfg, kind), jnp.bfloat16)
-            return lax.optimization_barrier((q, call.stack))
+            rows = DECODE_ATTENTION[backend].attend(given, rope_frequencies(cfg, kind), jnp.bfloat16)
+            return lax.optimization_barrier((rows, call.stack))
         reads = pk.AttentionInputs(
             q=q,
             window=call.stack.state.window,

@@ -22,6 +22,7 @@ from benchmarks.kernels.timing import Times, beside, ceilings, kernel_events, ke
 from dsv4jax.formats import row_bytes
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
 from dsv4jax.tails import Streams
 
@@ -181,7 +182,7 @@ def update(case: Case, backend: str, stack: Any, inputs: dict[str, Any], layer: 
     rows, table, batch = (inputs[name] for name in ("rows", "block_table", "batch"))
     kind = d4.AttentionType(case.kind)
     call = LayerCall(stack=stack, index=layer[0], block_table=table, batch=batch, kind=kind, plan=case.plan)
-    return store(call, rows, backend)
+    return store(call, rows, CACHE_UPDATE[backend])
 
 
 def run_case(case: Case, ceiling: float, backends: tuple[str, ...], *, runs: int) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def run_step(backend: str, batch: int, dump: Path, *, tokens: int, hca_tail: str
     def one_layer(stack: Any, index: jax.Array, inputs: Any, start: jax.Array, kind: d4.AttentionType) -> Any:
         batch = Batch(slots=slots, start=start, num_new=one)
         call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
-        return store(call, inputs, backend)
+        return store(call, inputs, CACHE_UPDATE[backend])
 
     def decode_loop(cache: Any, drawn: Any) -> Any:
         def step(carry: Any, _: None) -> Any:

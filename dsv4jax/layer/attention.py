@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
@@ -144,7 +145,7 @@ def decode_attention(
     picks: jax.Array | None = None,
     *,
     kind: AttentionType | str,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
     """Compute attention of new tokens over the window and compressed entries, followed by the inverse rope.
@@ -173,7 +174,9 @@ def decode_attention(
     kind, plan = AttentionType(kind), window.plan
     check_dtype("dtype", dtype, FLOATS)
     inputs = attention_inputs(q, positions, sinks, window, entries, picks, kind)
-    return DECODE_ATTENTION.of(backend, plan, kind).attend(inputs, rope_frequencies(plan.cfg, kind), dtype)
+    rows = DECODE_ATTENTION.of(backend, plan, kind).attend(inputs, rope_frequencies(plan.cfg, kind), dtype)
+    assert isinstance(rows, jax.Array), "in the plain form"
+    return rows
 
 
 def attention_inputs(
@@ -234,10 +237,19 @@ def _check_window(window: SlidingWindow, batch: int, tokens: int) -> None:
 class XLADecodeAttention(Anywhere):
     """Attention in plain JAX: the reference for the kernel."""
 
+    forms = ("plain",)
+    query_dtype = jnp.float32
     tile_bytes = 96 << 20
-    gathers_picks = True
-    rounds_queries = False
-    writes_forms = False
+
+    def token_bytes(self, plan: CachePlan, kind: AttentionType) -> int:
+        """Queries, running sum and output; with an indexer its scores, and the picked entries as rows in memory."""
+        cfg = plan.cfg
+        size = 4 * 3 * cfg.num_heads * cfg.head_dim
+        if kind.is_indexed:
+            entries = plan.max_blocks * plan.entries_per_block(kind)
+            size += 4 * (2 * entries + cfg.indexer_heads * cfg.indexer_head_dim)
+            size += 4 * min(cfg.indexer_top_k, entries) * (cfg.head_dim + cfg.num_heads)
+        return size
 
     def queries(
         self,
@@ -253,11 +265,11 @@ class XLADecodeAttention(Anywhere):
         self,
         inputs: AttentionInputs,
         freqs: np.ndarray,
-        dtype: Any,
+        dtype: DTypeLike,
         needed: jax.Array | None = None,
         form: RowForm = "plain",
     ) -> jax.Array:
-        assert form == "plain", "other forms are for kernels"
+        assert form in self.forms, "other forms are for kernels"
         q = inputs.q.astype(jnp.float32)
         running = attend_window(start_at_sinks(inputs.sinks, q), q, inputs.positions, inputs.window)
         if inputs.entries is not None:

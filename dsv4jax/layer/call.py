@@ -53,6 +53,25 @@ class TokenRows:
         return TokenRows(kv=kv, entry=cut(self.entry), key=cut(self.key))
 
 
+def without_grants(cache: KVCache, slots: jax.Array, where: jax.Array) -> KVCache:
+    """Return the cache without the grants of some rows of a batch, so that nobody counts tokens that are not stored."""
+    return dataclasses.replace(cache, tables=withdraw_grants(cache.tables, slots, where))
+
+
+def granted_batch(
+    cache: KVCache, slots: jax.Array, num_new: jax.Array, num_tokens: int | None = None
+) -> tuple[KVCache, Batch]:
+    """Determine what each row may do with what ``prepare_forward`` granted. Returns the cache and the batch.
+
+    Slots are -1 in rows that are padding, or were not granted their tokens. A row whose num_new exceeds ``num_tokens``,
+    where that is known, stores nothing, and its grant is withdrawn in the returned cache.
+    """
+    if num_tokens is not None:
+        cache = without_grants(cache, slots, num_new > num_tokens)
+    start, count = granted_tokens(cache.tables, slots, num_new)
+    return cache, Batch(slots=jnp.where(count > 0, slots, -1), start=start, num_new=count)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
@@ -75,15 +94,8 @@ class LayerCall:
         num_new: jax.Array,
         num_tokens: int,
     ) -> tuple[KVCache, LayerCall]:
-        """Determine what each row may do in a call with ``num_tokens`` tokens. Returns the cache and the call.
-
-        A row whose num_new exceeds ``num_tokens`` stores nothing. Its grant is withdrawn in the returned cache, so that
-        neither another layer nor ``advance`` counts tokens that were never stored.
-        """
-        tables = withdraw_grants(cache.tables, slots, num_new > num_tokens)
-        start, count = granted_tokens(tables, slots, num_new)
-        batch = Batch(slots=jnp.where(count > 0, slots, -1), start=start, num_new=count)
-        cache = dataclasses.replace(cache, tables=tables)
+        """Determine what each row may do in a call with ``num_tokens`` tokens, by ``granted_batch``."""
+        cache, batch = granted_batch(cache, slots, num_new, num_tokens)
         return cache, cls.of(cache, kind, index, batch)
 
     @classmethod

@@ -23,17 +23,17 @@ import jax.numpy as jnp
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.pool import ExactEntries, PooledLayer
 from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.cache.tables import granted_tokens, is_admitted, withdraw_grants
+from dsv4jax.cache.tables import is_admitted
 from dsv4jax.checks import FLOATS, check_array, check_batch, integer
 from dsv4jax.derivatives import storable
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch, read_slots
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import Anywhere, Backend, check_name
-from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.call import LayerCall, TokenRows, granted_batch, without_grants
 from dsv4jax.layer.compressor import project_tokens
 from dsv4jax.layer.gather import complete_rows, picked_rows
-from dsv4jax.layer.ops import CACHE_UPDATE
+from dsv4jax.layer.ops import CACHE_UPDATE, CacheUpdate
 from dsv4jax.layer.update import exact_entries, store
 from dsv4jax.plan import LayerCacheSchema
 from dsv4jax.weights.params import CompressorParams, IndexerParams, check_compressors
@@ -77,15 +77,28 @@ class LayerCacheHandle:
 
     cache: KVCache
     index: jax.Array  # int32 [] the layer's index in its stack
-    slots: jax.Array  # int32 [B] request of each row; -1 if it is padding, not admitted or not granted its tokens
-    start: jax.Array  # int32 [B] tokens stored before this call
-    num_new: jax.Array  # int32 [B] tokens of this call
+    batch: Batch  # of this call; a slot is -1 if its row is padding, not admitted or not granted its tokens
     kind: AttentionType = dataclasses.field(metadata={"static": True})
     schema: LayerCacheSchema = dataclasses.field(metadata={"static": True})
     backend: Backend = dataclasses.field(metadata={"static": True})
     tokens: int | None = dataclasses.field(default=None, metadata={"static": True})  # T, known after the first write
     exact_kv: jax.Array | None = None  # f32 [B, T, head_dim] rows written, before rounding: for derivatives
     exact_entries: ExactEntries | None = None  # and the entries that were completed
+
+    @property
+    def slots(self) -> jax.Array:
+        """The request of each row, int32 [B], -1 = none."""
+        return self.batch.slots
+
+    @property
+    def start(self) -> jax.Array:
+        """The tokens that each request had before this call, int32 [B]."""
+        return self.batch.start
+
+    @property
+    def num_new(self) -> jax.Array:
+        """The tokens that each row brings in this call, int32 [B]."""
+        return self.batch.num_new
 
     @property
     def num_query_heads(self) -> int:
@@ -97,8 +110,7 @@ class LayerCacheHandle:
 
     @property
     def _call(self) -> LayerCall:
-        batch = Batch(slots=self.slots, start=self.start, num_new=self.num_new)
-        return LayerCall.of(self.cache, self.kind, self.index, batch)
+        return LayerCall.of(self.cache, self.kind, self.index, self.batch)
 
     @property
     def entries(self) -> PooledLayer:
@@ -155,14 +167,10 @@ class LayerCacheHandle:
         Rows that name more become no-ops, and their grants are withdrawn.
         """
         self._check_tokens(num_tokens)
-        more = self.num_new > num_tokens
-        return dataclasses.replace(
-            self,
-            cache=dataclasses.replace(self.cache, tables=withdraw_grants(self.cache.tables, self.slots, more)),
-            slots=jnp.where(more, -1, self.slots),
-            num_new=jnp.where(more, 0, self.num_new),
-            tokens=num_tokens,
-        )
+        cache = without_grants(self.cache, self.slots, self.num_new > num_tokens)
+        slots = jnp.where(self.num_new > num_tokens, -1, self.slots)
+        batch = dataclasses.replace(self.batch.fitting(num_tokens), slots=slots)
+        return dataclasses.replace(self, cache=cache, batch=batch, tokens=num_tokens)
 
     def write_swa(self, kv: jax.Array) -> LayerCacheHandle:
         """Round key rows f32 [B, T, head_dim], which have norm and rope applied, and write them into the window."""
@@ -196,17 +204,17 @@ class LayerCacheHandle:
         check_compressors(params, indexer, self.cache.plan.cfg, self.kind)
         taking = self._taking(x.shape[1])
         rows = project_tokens(params, indexer, x, taking.start, taking.cache.plan, taking.kind, taking.backend)
-        is_plain = isinstance(CACHE_UPDATE[taking._updates_by], Anywhere)
+        is_plain = isinstance(taking._cache_update, Anywhere)
         exact = exact_entries(taking._call, rows) if is_plain else None
         return dataclasses.replace(taking._stored(rows), exact_entries=exact)
 
     @property
-    def _updates_by(self) -> str:
-        """The backend that stores what is written through the handle."""
-        return CACHE_UPDATE.choose(self.backend, self.cache.plan, self.kind)
+    def _cache_update(self) -> CacheUpdate:
+        """What stores what is written through the handle."""
+        return CACHE_UPDATE.of(self.backend, self.cache.plan, self.kind)
 
     def _stored(self, rows: TokenRows) -> LayerCacheHandle:
-        stack = store(self._call, rows, self._updates_by)
+        stack = store(self._call, rows, self._cache_update)
         return dataclasses.replace(self, cache=self.cache.with_stack(self.kind, stack))
 
     def gather_swa(self) -> tuple[jax.Array, jax.Array]:
@@ -272,15 +280,16 @@ def acquire(
     check_batch(slots=slots, num_new=num_new)
     cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # of NumPy's too, as jit takes them
     kind, index = cache.locate(layer)
-    start, count = granted_tokens(cache.tables, slots, num_new)
+    cache, batch = granted_batch(cache, slots, num_new)
     reading = is_admitted(cache.tables, slots) & (num_new == 0)
-    start = jnp.where(reading, cache.seq_lens.at[slots].get(mode="clip"), start)
+    length = cache.seq_lens.at[slots].get(mode="clip")
+    batch = dataclasses.replace(
+        batch, slots=jnp.where(reading, slots, batch.slots), start=jnp.where(reading, length, batch.start)
+    )
     return LayerCacheHandle(
         cache=cache,
         index=jnp.asarray(index, jnp.int32),
-        slots=jnp.where(reading | (count > 0), slots, -1),
-        start=start,
-        num_new=count,
+        batch=batch,
         kind=kind,
         schema=cache.plan.schema(layer),
         backend=backend,

@@ -7,19 +7,20 @@ Queries and keys are multiplied by a Hadamard matrix after their rope. With 4-bi
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import pallas_kernels as pk
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.checks import check_array, known_size
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
-from dsv4jax.layer.ops import INDEXER_SCORES, PROJECTIONS, TOP_K
+from dsv4jax.layer.ops import INDEXER_SCORES, PROJECTIONS, TOP_K, IndexerScores, Projections, TopK
 from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.linear import hadamard, linear
 from dsv4jax.plan import CachePlan
@@ -48,24 +49,22 @@ def indexer_queries(
       f32 [B, T, indexer_heads, indexer_head_dim], which the caller rounds as the keys are; or, if the backend is a
       kernel, queries already rounded by it.
     """
-    return project_queries(params.q_b, q_latent, positions, freqs, plan, backend)
+    kind = AttentionType.CSA
+    projections, scores = PROJECTIONS.of(backend, plan, kind), INDEXER_SCORES.of(backend, plan, kind)
+    return project_queries(params.q_b, q_latent, positions, freqs, plan, projections, scores)
 
 
 def project_queries(
     q_b: Weight,
-    q_latent: Any,
+    q_latent: jax.Array | pk.OperandRows,
     positions: jax.Array,
     freqs: np.ndarray,
     plan: CachePlan,
-    backend: Backend,
+    projections: Projections,
+    scores: IndexerScores,
 ) -> jax.Array | KeyRows:
-    """Do what ``indexer_queries`` describes, with W_qb of the indexer alone, and latents as in ``TokenParts``."""
-    cfg, kind = plan.cfg, AttentionType.CSA
-    projections, scores = PROJECTIONS.of(backend, plan, kind), INDEXER_SCORES.of(backend, plan, kind)
-    if scores.rounds_queries:
-        queries = projections.key_queries(q_latent, q_b, positions, freqs, plan)
-        if queries is not None:
-            return queries
+    """Do what ``indexer_queries`` describes, with W_qb of the indexer alone."""
+    cfg = plan.cfg
     # The barrier keeps this product separate from that of the main queries. XLA would otherwise concatenate the weights
     # of both, 84 MB, in every step.
     product = projections.linear(lax.optimization_barrier(q_latent), q_b, needed=positions >= 0)
@@ -149,45 +148,61 @@ def select_entries(
       int32 [B, T, k], k = min(indexer_top_k, max_entries); the visible ones ascending, then -1.
       They have no derivative.
     """
-    # Whole numbers have no derivative: without this, one would be sought through the loop over a context.
-    queries, weights, layer = lax.stop_gradient((queries, weights, layer))
-    plan, lead = layer.plan, visible.shape
-    cfg, keys = plan.cfg, plan.keys
-    heads: dict[str, int | None] = {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}
-    check_array("visible", visible, {"B": None, "T": None}, jnp.int32)
-    if isinstance(queries, KeyRows):
-        row = plan.key_spec
-        jax.tree.map(lambda x, of: check_array("queries", x, heads | {"row": of.shape[0]}, of.dtype), queries, row)
-    else:
-        check_array("queries", queries, heads | {"indexer_head_dim": cfg.indexer_head_dim}, jnp.float32)
-    check_array("weights", weights, heads, jnp.float32)
-    entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None, None]
-    if layer.max_entries <= cfg.indexer_top_k:  # all visible entries are read, so there is no need to score them
-        return jnp.where(entry < visible[..., None], entry, -1)
-    if not isinstance(queries, KeyRows) and keys.rounds_queries:
-        queries = keys.encode(queries)
-    scored, picked = INDEXER_SCORES.of(backend, plan, AttentionType.CSA), TOP_K.of(backend, plan, AttentionType.CSA)
+    return Selection.of(backend, layer.plan).pick(queries, weights, layer, visible)
 
-    def picks(given: tuple[jax.Array | KeyRows, jax.Array, jax.Array]) -> jax.Array:
-        queries, weights, visible = given
-        return picked.pick(scored.scores(queries, weights, layer, visible), visible, cfg.indexer_top_k)
 
-    batch, tokens = known_size(lead[0], plan.max_requests), known_size(lead[1], 1)
-    most = max(1, SCORE_BYTES // (4 * batch * layer.max_entries))
-    if tokens <= most:
-        return picks((queries, weights, visible))
-    size = 1 << (most.bit_length() - 1)
-    more = -tokens % size  # of tokens that see no entries
-    given = jax.tree.map(
-        lambda leaf: jnp.pad(leaf, ((0, 0), (0, more), *[(0, 0)] * (leaf.ndim - 2))), (queries, weights, visible)
-    )
-    return map_tokens(picks, given, size)[:, :tokens]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """The stage of a layer that decides which entries its queries read."""
+
+    scores: IndexerScores
+    top_k: TopK
+
+    @classmethod
+    def of(cls, backend: Backend, plan: CachePlan) -> Selection:
+        return cls(INDEXER_SCORES.of(backend, plan, AttentionType.CSA), TOP_K.of(backend, plan, AttentionType.CSA))
+
+    def pick(
+        self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
+    ) -> jax.Array:
+        """Do what ``select_entries`` describes."""
+        # Whole numbers have no derivative: without this, one would be sought through the loop over a context.
+        queries, weights, layer = lax.stop_gradient((queries, weights, layer))
+        plan, lead = layer.plan, visible.shape
+        cfg, keys = plan.cfg, plan.keys
+        heads: dict[str, int | None] = {"B": lead[0], "T": lead[1], "indexer_heads": cfg.indexer_heads}
+        check_array("visible", visible, {"B": None, "T": None}, jnp.int32)
+        if isinstance(queries, KeyRows):
+            row = plan.key_spec
+            jax.tree.map(lambda x, of: check_array("queries", x, heads | {"row": of.shape[0]}, of.dtype), queries, row)
+        else:
+            check_array("queries", queries, heads | {"indexer_head_dim": cfg.indexer_head_dim}, jnp.float32)
+        check_array("weights", weights, heads, jnp.float32)
+        entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None, None]
+        if layer.max_entries <= cfg.indexer_top_k:  # all visible entries are read, so there is no need to score them
+            return jnp.where(entry < visible[..., None], entry, -1)
+        if not isinstance(queries, KeyRows) and keys.rounds_queries:
+            queries = keys.encode(queries)
+
+        def picks(given: tuple[jax.Array | KeyRows, jax.Array, jax.Array]) -> jax.Array:
+            queries, weights, visible = given
+            scores = self.scores.scores(queries, weights, layer, visible)
+            return self.top_k.pick(scores, visible, cfg.indexer_top_k)
+
+        batch, tokens = known_size(lead[0], plan.max_requests), known_size(lead[1], 1)
+        most = max(1, SCORE_BYTES // (4 * batch * layer.max_entries))
+        if tokens <= most:
+            return picks((queries, weights, visible))
+        size = 1 << (most.bit_length() - 1)
+        more = -tokens % size  # of tokens that see no entries
+        given = jax.tree.map(
+            lambda leaf: jnp.pad(leaf, ((0, 0), (0, more), *[(0, 0)] * (leaf.ndim - 2))), (queries, weights, visible)
+        )
+        return map_tokens(picks, given, size)[:, :tokens]
 
 
 class XLAIndexerScores(Anywhere):
     """Scores in plain JAX: the reference for the kernel."""
-
-    rounds_queries = False
 
     def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> jax.Array:
         del plan

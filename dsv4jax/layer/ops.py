@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+import pallas_kernels as pk
 from dsv4jax.cache.pool import PagedPool, PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow, StateCache
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.backend import Backend, Implementation, Op, OpBackends, declare
+from dsv4jax.layer.backend import XLA, Anywhere, Backend, Implementation, Op, OpBackends, backends, declare
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.plan import CachePlan
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import Weight
 
-# How rows are handed on to a product: as arrays; or, and what they are is up to the implementation, rounded to FP8, or
-# in the order in which the product's kernel reads them.
+# How rows are handed from one product or stage to the next: as an array, rounded to FP8, or in the order in
+# which a product's kernel reads them.
+Rows = jax.Array | pk.RoundedRows | pk.OperandRows
 RowForm = Literal["plain", "rounded", "operand"]
 
 
@@ -44,7 +47,7 @@ class TokenParts:
 
     # [B, T, q_lora_rank], which queries are made of; in the dtype of x, after norm. In the form "operand" where all
     # products of it take that.
-    latent: Any
+    latent: jax.Array | pk.OperandRows
     rows: TokenRows  # what the cache keeps
     encoded: KVRows | None  # rows [B, T, ...]: ``rows.kv`` as it is stored, if that was asked for
     head_weights: jax.Array | None  # f32 [B, T, indexer_heads], with the indexer's scale factors; CSA only
@@ -55,83 +58,23 @@ class Projections(Implementation, Protocol):
 
     def linear(
         self,
-        x: Any,
+        x: jax.Array | pk.OperandRows,
         weight: Weight,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         groups: int = 1,
         needed: jax.Array | None = None,
-        result: RowForm = "plain",
-    ) -> Any:
+    ) -> jax.Array:
         """Multiply x [..., in] by weight [out, in]: dtype [..., out], with sums in f32.
 
         With ``groups``, x is [..., groups, in], the rows of the weight are divided over the groups in order, and the
-        result is [..., groups, out / groups]. x is f32 or bf16. A product of bf16 by bf16 or FP8 runs on the tensor
-        cores. Anything else is computed in full f32. Of x [B, T, ...], ``needed`` [B, T] says which tokens' results
-        anyone reads; those of the others may be anything, NaN too.
-
-        x may also be rows [M, groups * in] in the form that ``row_form`` names, of which the result is [M, out]. With
-        another ``result`` than "plain" that is rows in this form, of values that were bf16. It must be the form of x.
-        Only this and ``DecodeAttention.attend`` make such rows.
+        result is [..., groups, out / groups]. x is f32 or bf16, or latents from ``parts``. A product of bf16 by bf16 or
+        FP8 runs on the tensor cores. Anything else is computed in full f32. Of x [B, T, ...], ``needed`` [B, T] says
+        which tokens' results anyone reads; those of the others may be anything, NaN too.
         """
-        ...
-
-    def row_form(self, weight: Weight, rows: int, groups: int = 1) -> RowForm:
-        """Return in which form ``linear`` takes so many rows of bf16 the fastest."""
-        ...
-
-    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> tuple[jax.Array, jax.Array] | None:
-        """Multiply x [..., in] by two weights: f32 [..., out] of each, what ``linear`` gives.
-
-        None where this is not one kernel.
-        """
-        ...
-
-    def linear_onto(self, residual: jax.Array, x: Any, weight: Weight, positions: jax.Array) -> jax.Array | None:
-        """Add what ``linear`` gives for x to a residual [B, T, out] in its dtype; on padding nothing is added.
-
-        Of many tokens, this is done in place if nobody uses the residual afterwards. None where this is not one kernel.
-        Positions int32 [B, T] are below 0 on padding.
-        """
-        ...
-
-    def queries(
-        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
-    ) -> jax.Array | None:
-        """Multiply latents [B, T, q_lora_rank] by W_qb, apply norm and rope, and round: f16 [B, T, H, head_dim].
-
-        None where this is not one kernel. The product is then converted by ``DecodeAttention.queries``.
-        """
-        ...
-
-    def key_queries(
-        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
-    ) -> KeyRows | None:
-        """Multiply latents [B, T, q_lora_rank] by W_qb of the indexer, and do what ``IndexerScores.queries`` does.
-
-        The result is rounded in the keys' format: rows [B, T, H, ...]. None where this is not one kernel.
-        """
-        ...
-
-    def query_pair(
-        self,
-        latent: Any,
-        weights: tuple[Weight, Weight],
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-    ) -> tuple[jax.Array, KeyRows] | None:
-        """Do what ``queries`` and ``key_queries`` do with a weight each. None where this is not one kernel."""
         ...
 
     def parts(
-        self,
-        products: InputProducts,
-        params: AttentionParams,
-        plan: CachePlan,
-        kind: AttentionType,
-        dtype: Any,
-        *,
-        encode: bool,
+        self, products: InputProducts, params: AttentionParams, call: LayerCall, dtype: DTypeLike, *, encode: bool
     ) -> TokenParts:
         """Compute what new tokens contribute.
 
@@ -140,8 +83,7 @@ class Projections(Implementation, Protocol):
         Args:
           products: of x.
           params: the layer's weights.
-          plan: the cache's plan.
-          kind: of the layer.
+          call: of the layer.
           dtype: of x.
           encode: whether to encode the window rows, too.
         """
@@ -161,29 +103,8 @@ class NewEntries:
     count: jax.Array  # int32 [B] number of entries that are real, at most E
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTokens:
-    """A layer's cache with new tokens, and what of ``TokenParts`` is not stored."""
-
-    stack: LayerStack
-    latent: Any
-    head_weights: jax.Array | None
-    kv: jax.Array | None = None  # window rows that are not stored yet, and as they will be
-    encoded: KVRows | None = None
-
-
 class CacheUpdate(Implementation, Protocol):
     """Storing new tokens in a layer's cache, in one call or step by step."""
-
-    def store_products(
-        self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
-    ) -> StoredTokens | None:
-        """Do what ``Projections.parts`` of the same backend and ``store`` do, without the streams between them.
-
-        In decode window rows are stored too. None where there is no such kernel.
-        """
-        ...
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
         """Write window rows and completed entries, and update the tails, except with ``keep_tails``.
@@ -215,11 +136,6 @@ class CacheUpdate(Implementation, Protocol):
 
 class IndexerScores(Implementation, Protocol):
     """The score of every entry for every query of a CSA layer."""
-
-    @property
-    def rounds_queries(self) -> bool:
-        """Whether ``queries`` gives rows that are rounded in the keys' format, as ``Projections.key_queries`` does."""
-        ...
 
     def queries(
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
@@ -263,32 +179,26 @@ class DecodeAttention(Implementation, Protocol):
     """Attention over window and entries."""
 
     @property
+    def forms(self) -> tuple[RowForm, ...]:
+        """The forms in which ``attend`` can give its rows; "plain" is one of them."""
+        ...
+
+    @property
+    def query_dtype(self) -> DTypeLike:
+        """The dtype that ``queries`` gives."""
+        ...
+
+    @property
     def tile_bytes(self) -> int:
         """Memory for the temporaries of one tile of queries, which limits how many tokens a tile holds."""
         ...
 
-    @property
-    def gathers_picks(self) -> bool:
-        """Whether this implementation materialises each query's picked entries as rows in memory."""
-        ...
-
-    @property
-    def rounds_queries(self) -> bool:
-        """Whether ``queries`` gives f16, as ``Projections.queries`` does. The results of ``attend`` are then bf16."""
-        ...
-
-    @property
-    def writes_forms(self) -> bool:
-        """Whether ``attend`` gives rows in another form than "plain", for ``Projections.linear``."""
+    def token_bytes(self, plan: CachePlan, kind: AttentionType) -> int:
+        """Return the memory that the queries of one token take, with what attention makes of them."""
         ...
 
     def queries(
-        self,
-        product: jax.Array,
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-        needed: jax.Array | None = None,
+        self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan, needed: jax.Array | None
     ) -> jax.Array:
         """Apply norm and rope to products f32 [B, T, H, head_dim], and convert them to the dtype ``attend`` takes.
 
@@ -300,14 +210,14 @@ class DecodeAttention(Implementation, Protocol):
         self,
         inputs: AttentionInputs,
         freqs: np.ndarray,
-        dtype: Any,
+        dtype: DTypeLike,
         needed: jax.Array | None = None,
         form: RowForm = "plain",
-    ) -> Any:
+    ) -> Rows:
         """Compute attention and apply the inverse rope: dtype [B, T, H, head_dim], 0 on padding.
 
         ``needed`` bool [B, T] says which queries' results anyone reads, None for all; others may be anything. With
-        another form than "plain", if it ``writes_forms``: rows [B T, H head_dim] in that form, of values in bf16.
+        another form than "plain", which is one of ``forms``: rows [B T, H head_dim] in that form, of values in bf16.
         """
         ...
 
@@ -315,11 +225,11 @@ class DecodeAttention(Implementation, Protocol):
 class GatherRows(Implementation, Protocol):
     """Gathers of stored rows into dense ones."""
 
-    def picked(self, layer: PooledLayer, picks: jax.Array, dtype: Any) -> jax.Array:
+    def picked(self, layer: PooledLayer, picks: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Do what ``gather.gather_compressed`` describes."""
         ...
 
-    def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: Any) -> jax.Array:
+    def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Do what ``gather.gather_all_compressed`` describes."""
         ...
 
@@ -334,7 +244,25 @@ GATHER_ROWS: Op[GatherRows] = declare("gather_rows")
 
 def choose_backends(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
     """Choose a backend for each op that a layer of this kind uses. The others stay None."""
-    ops: list[Op] = [PROJECTIONS, CACHE_UPDATE, DECODE_ATTENTION]
-    if kind.is_indexed:
-        ops += [INDEXER_SCORES, TOP_K]
-    return OpBackends(**{op.name: op.choose(backend, plan, kind) for op in ops})
+    return OpBackends(**{op.name: op.choose(backend, plan, kind) for op in ops_of(kind)})
+
+
+def choose_for_any_batch(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
+    """Choose backends for a batch of symbolic size: XLA where none is named, as a kernel needs a size.
+
+    Raises:
+      ValueError: another backend is named.
+    """
+    if isinstance(backend, OpBackends):
+        backend = OpBackends(**{op: getattr(backend, op) or XLA for op in backends()})
+    chosen = choose_backends(backend or XLA, plan, kind)
+    for op in ops_of(kind):
+        if not isinstance(op[name := getattr(chosen, op.name)], Anywhere):
+            raise ValueError(f"x: a batch of symbolic size needs backend='xla', {op.name} would run {name!r}")
+    return chosen
+
+
+def ops_of(kind: AttentionType) -> tuple[Op, ...]:
+    """Return the ops that a layer of this kind uses."""
+    indexed: tuple[Op, ...] = (INDEXER_SCORES, TOP_K) if kind.is_indexed else ()
+    return PROJECTIONS, CACHE_UPDATE, DECODE_ATTENTION, *indexed

@@ -6,25 +6,23 @@ This is the XLA form of the op ``projections``: the reference for its kernels.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
+import pallas_kernels as pk
 from dsv4jax.checks import FLOATS, check_dtype, integer
 from dsv4jax.derivatives import storable
-from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
-from dsv4jax.layer.call import TokenRows
+from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.compressor import token_streams
 from dsv4jax.layer.indexer import head_factor
-from dsv4jax.layer.ops import PROJECTIONS, InputProducts, RowForm, TokenParts
+from dsv4jax.layer.ops import PROJECTIONS, InputProducts, TokenParts
 from dsv4jax.layer.stored_products import stored_product
 from dsv4jax.linear import linear, product_dtype, rms_norm
-from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import StoredWeight, Weight
@@ -35,14 +33,13 @@ class XLAProjections(Anywhere):
 
     def linear(
         self,
-        x: jax.Array,
+        x: jax.Array | pk.OperandRows,
         weight: Weight,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         groups: int = 1,
         needed: jax.Array | None = None,
-        result: RowForm = "plain",
     ) -> jax.Array:
-        assert result == "plain", "other forms are for kernels"
+        assert isinstance(x, jax.Array), "other rows are for kernels"
         if isinstance(weight, StoredWeight):
             lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
             product = stored_product(x.reshape(math.prod(lead), groups, x.shape[-1]), weight, groups).astype(dtype)
@@ -58,46 +55,11 @@ class XLAProjections(Anywhere):
             preferred_element_type=dtype if product == dtype else jnp.float32,
         ).astype(dtype)
 
-    def row_form(self, weight: Weight, rows: int, groups: int = 1) -> RowForm:
-        return "plain"
-
-    def linear_pair(self, x: jax.Array, first: Weight, second: Weight) -> None:
-        return None
-
-    def linear_onto(self, residual: jax.Array, x: Any, weight: Weight, positions: jax.Array) -> None:
-        return None
-
-    def queries(
-        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
-    ) -> jax.Array | None:
-        return None
-
-    def key_queries(
-        self, latent: Any, weight: Weight, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
-    ) -> KeyRows | None:
-        return None
-
-    def query_pair(
-        self,
-        latent: Any,
-        weights: tuple[Weight, Weight],
-        positions: jax.Array,
-        freqs: np.ndarray,
-        plan: CachePlan,
-    ) -> None:
-        return None
-
     def parts(
-        self,
-        products: InputProducts,
-        params: AttentionParams,
-        plan: CachePlan,
-        kind: AttentionType,
-        dtype: Any,
-        *,
-        encode: bool,
+        self, products: InputProducts, params: AttentionParams, call: LayerCall, dtype: DTypeLike, *, encode: bool
     ) -> TokenParts:
-        cfg, positions = plan.cfg, products.positions
+        plan, kind, positions = call.plan, call.kind, products.positions
+        cfg = plan.cfg
         latent, kv = jnp.split(products.q_a_kv, [cfg.q_lora_rank], axis=-1)
         latent = rms_norm(latent, params.q_norm, cfg.norm_eps).astype(dtype)
         kv = apply_rope(rms_norm(kv, params.kv_norm, cfg.norm_eps), positions, rope_frequencies(cfg, kind))
@@ -112,7 +74,7 @@ class XLAProjections(Anywhere):
 
 
 def project(
-    x: jax.Array, weight: Weight, dtype: Any = jnp.float32, groups: int = 1, backend: Backend = None
+    x: jax.Array, weight: Weight, dtype: DTypeLike = jnp.float32, groups: int = 1, backend: Backend = None
 ) -> jax.Array:
     """Multiply x by a weight of a layer, wide or stored, as ``attention_layer`` does; for layers of your own.
 

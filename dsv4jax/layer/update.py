@@ -15,7 +15,6 @@ is -1, its num_new is 0, or its num_new exceeds T. ``pieces`` has the same funct
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +30,10 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.compressor import finish_entries
-from dsv4jax.layer.ops import CACHE_UPDATE, InputProducts, NewEntries, StoredTokens
+from dsv4jax.layer.ops import CACHE_UPDATE, CacheUpdate, NewEntries
 from dsv4jax.linear import hadamard
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams, Tail, emptied
-from dsv4jax.weights.params import AttentionParams
 
 # These functions do not know the kind of their layer. Any kind will do to choose an implementation, because moving and
 # encoding rows is supported for all kinds if it is for the simplest.
@@ -272,18 +270,18 @@ def _new_entries(
     return NewEntries(entries=entries, keys=keys, block_table=block_table, slots=slots, first=first, count=count)
 
 
-def store(call: LayerCall, rows: TokenRows, backend: str, *, keep_tails: bool = False) -> LayerStack:
+def store(call: LayerCall, rows: TokenRows, cache_update: CacheUpdate, *, keep_tails: bool = False) -> LayerStack:
     """Write the new tokens' window rows, complete the entries that they fill, and update the tails.
 
     Args:
       rows: what the call's tokens contribute. If ``rows.kv`` is None the window is unchanged; if ``rows.entry`` is None
         tails and pool are.
-      backend: from ``CACHE_UPDATE.choose``.
+      cache_update: what writes them.
       keep_tails: write only window rows and entries, and leave the tails unchanged.
     """
     if rows.kv is None and rows.entry is None:
         return call.stack
-    return CACHE_UPDATE[backend].store(call, rows, keep_tails=keep_tails)
+    return cache_update.store(call, rows, keep_tails=keep_tails)
 
 
 def completed_entries(call: LayerCall, normed: Normed, tail: Tail) -> ExactEntries:
@@ -302,11 +300,6 @@ def exact_entries(call: LayerCall, rows: TokenRows) -> ExactEntries | None:
 
 class XLACacheUpdate(Anywhere):
     """The update in plain JAX: the reference for the kernels."""
-
-    def store_products(
-        self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
-    ) -> StoredTokens | None:
-        return None
 
     def store(self, call: LayerCall, rows: TokenRows, *, keep_tails: bool) -> LayerStack:
         stack = call.stack

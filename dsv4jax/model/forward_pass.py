@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.tables import granted_tokens
 from dsv4jax.checks import check_array, check_batch
 from dsv4jax.config import DSV4Config
 from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.call import granted_batch
 from dsv4jax.layer.layer import attention_layer
 from dsv4jax.linear import linear, rms_norm
 from dsv4jax.model.config import ModelConfig
@@ -67,9 +67,8 @@ class Tokens:
             raise ValueError("ids has no tokens: give num_new = 0 for rows that have none")
         if cache.plan.cfg != cfg:
             raise ValueError(f"the cache was planned for {cache.plan.cfg}, the model has {cfg}")
-        _, count = granted_tokens(cache.tables, slots, num_new)
-        count = jnp.where(num_new > ids.shape[1], 0, count)
-        return cls(ids=ids, real=jnp.arange(ids.shape[1])[None] < count[:, None], count=count)
+        _, batch = granted_batch(cache, slots, num_new, ids.shape[1])
+        return cls(ids=ids, real=jnp.arange(ids.shape[1])[None] < batch.num_new[:, None], count=batch.num_new)
 
 
 @functools.partial(jax.jit, static_argnames=("logits", "backend"))

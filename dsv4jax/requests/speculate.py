@@ -150,7 +150,7 @@ def commit(
         kind, index = cache.locate(one.layer)
         call = LayerCall.of(cache, kind, jnp.asarray(index, jnp.int32), batch)
         rows = TokenRows(kv=one.kv, entry=one.entry, key=one.key)
-        cache = cache.with_stack(kind, _store(call, rows, CACHE_UPDATE.choose(backend, plan, kind)))
+        cache = cache.with_stack(kind, _store(call, rows, CACHE_UPDATE.of(backend, plan, kind)))
     tables = advance_lengths(tables, slots, count)
     return dataclasses.replace(cache, tables=withdraw_grants(tables, drafting, drafting >= 0)), ok
 
@@ -174,4 +174,4 @@ def _check_staged(one: StagedLayer, tokens: dict[str, int | None], plan: CachePl
 
 
 # Jitted so that all layers of a kind are traced once.
-_store = jax.jit(store, static_argnames="backend")
+_store = jax.jit(store, static_argnames="cache_update")

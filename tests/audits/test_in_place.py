@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.layer import layer
+from dsv4jax.layer.stages.compose import Stages
 from tests.support import in_place, model_in_place
 from tests.support.compile_for_gpu import report_of
 
@@ -58,7 +58,7 @@ def test_every_update_is_in_place_compiled_for(target):
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
     """Its tiles run in a loop that reads window and pool; the window is written after it."""
-    monkeypatch.setattr(layer, "query_tile", lambda *_, **__: 8)
+    monkeypatch.setattr(Stages, "tile", lambda *_: 8)
     cfg = dataclasses.replace(in_place.CFG, compress_ratios=(4, 4))
     check("chunk in tiles", in_place.forward(tokens=36, cfg=cfg)(compile_here))
 

@@ -10,13 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dsv4jax as d4
 import pallas_kernels as pk
 from dsv4jax.formats import INDEXER_FORMATS
-from dsv4jax.layer.backend import XLA
-from dsv4jax.layer.ops import DECODE_ATTENTION, INDEXER_SCORES, PROJECTIONS
-from dsv4jax.rope import rope_frequencies
-from pallas_kernels.language import target
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
 from pallas_kernels.products.both import layout_of_both
@@ -24,7 +19,6 @@ from pallas_kernels.products.launches import launch_few
 from tests.kernels.test_products_of_few_queries import EPS, FOR_ATTENTION, FORM, Queries
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES
-from tests.support.stored import random_stored
 
 MODEL = (32768, 1024), (8192, 1024)  # weights of V4-Flash
 on_hopper = pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -183,31 +177,3 @@ def test_what_one_launch_does_not_make_is_named(change, message):
     reason = pk.unsupported_product_of_both_queries(**(sizes | change))
     assert reason is not None
     assert re.search(message, reason)
-
-
-@pytest.mark.parametrize("backend", [pytest.param("pallas_simulated", marks=pytest.mark.simulated)])
-def test_a_layer_takes_them(backend, monkeypatch):
-    """With its weights, positions and rope, where its formats and sizes are served."""
-    monkeypatch.setattr(target, "gpu_or_first", lambda: FOR_ATTENTION)
-    cfg = dataclasses.replace(d4.DSV4Config.flash(), num_heads=2, o_groups=1, indexer_heads=2)
-    plan = d4.plan_cache(cfg, max_requests=2, max_context=256, indexer_format="mxfp4")
-    freqs, positions = rope_frequencies(cfg, d4.AttentionType.CSA), jnp.array([[1000, 1001], [7, -1]], jnp.int32)
-    latent = jnp.asarray(np.random.default_rng(1).standard_normal((2, 2, 128)), jnp.bfloat16)
-    ours, reference, given = PROJECTIONS[backend], PROJECTIONS[XLA], (positions, freqs, plan)
-    q_b, index_q_b = weights = random_stored(1, (1024, 128)), random_stored(2, (256, 128))
-
-    pair = ours.query_pair(latent, weights, *given)
-    assert pair is not None
-    queries, key_queries = pair
-    product = reference.linear(latent, q_b).reshape(2, 2, 2, 512)
-    want = DECODE_ATTENTION[backend].queries(product, *given)
-    # The products' own sums are in another order, too: some 2^-20 of the largest, which are below 8.
-    np.testing.assert_allclose(np.float32(queries), np.float32(want), rtol=2.0**-10, atol=2.0**-15)
-    product, real = ours.linear(latent, index_q_b).reshape(2, 2, 2, 128), np.asarray(positions) >= 0
-    want = INDEXER_SCORES[backend].queries(product, *given)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[real], b[real]), key_queries, want)
-
-    assert ours.query_pair(latent.astype(jnp.float32), weights, *given) is None
-    assert ours.query_pair(latent, (q_b, index_q_b.widened(jnp.bfloat16)), *given) is None
-    assert ours.query_pair(latent, weights, positions, freqs, dataclasses.replace(plan, indexer_format="bf16")) is None
-    assert reference.query_pair(latent, weights, *given) is None

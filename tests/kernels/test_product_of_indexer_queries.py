@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dsv4jax as d4
 import pallas_kernels as pk
 from dsv4jax.formats import INDEXER_FORMATS, KeyRows
-from dsv4jax.layer.ops import INDEXER_SCORES, PROJECTIONS
-from dsv4jax.rope import rope_frequencies
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
@@ -24,7 +21,6 @@ from tests.support.cases import first_of
 from tests.support.kernel_cases import same_bytes
 from tests.support.machines import HOPPER_MACHINES
 from tests.support.product_cases import Product, random_angles
-from tests.support.stored import random_stored
 
 on_hopper = pytest.mark.parametrize("simulate", HOPPER_MACHINES)
 
@@ -123,28 +119,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(simulate):
     assert np.isnan(spoilt[1]).all()
     want = np.asarray(keys.decode(case.run(simulate=simulate)))
     np.testing.assert_array_equal(np.delete(spoilt, 1, 0), np.delete(want, 1, 0))
-
-
-@pytest.mark.parametrize("backend", [pytest.param("pallas_simulated", marks=pytest.mark.simulated)])
-def test_a_layer_takes_them(backend):
-    """For the sizes that the kernel serves, and with its weight, positions and rope."""
-    cfg = d4.DSV4Config.flash()
-    plan = d4.plan_cache(cfg, max_requests=1, max_context=256, indexer_format="mxfp4")
-    freqs, positions = rope_frequencies(cfg, d4.AttentionType.CSA), jnp.arange(1000, 1066, dtype=jnp.int32)[None]
-    latent = jnp.asarray(np.random.default_rng(1).standard_normal((1, 66, 128)), jnp.bfloat16)
-    weight = random_stored(1, (256, 128), activations="fp8")
-    got = PROJECTIONS[backend].key_queries(latent, weight, positions, freqs, plan)
-    assert got is not None
-    product = PROJECTIONS["xla"].linear(latent, weight).reshape(1, 66, 2, 128)
-    rotated = INDEXER_SCORES["xla"].queries(product, positions, freqs, plan)
-    assert not isinstance(rotated, KeyRows)
-    values, of_two = plan.keys.decode(got), plan.keys.decode(plan.keys.encode(rotated))
-    # The products' own sums are in another order, some 2^-20 apart, so that a value may round to the one beside it.
-    assert np.mean(np.asarray(values != of_two)) < 1e-3
-    assert PROJECTIONS[backend].key_queries(latent.astype(jnp.float32), weight, positions, freqs, plan) is None
-    wide = weight.widened(jnp.bfloat16)
-    assert PROJECTIONS[backend].key_queries(latent, wide, positions, freqs, plan) is None
-    assert PROJECTIONS["xla"].key_queries(latent, weight, positions, freqs, plan) is None
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dsv4jax as d4
 import pallas_kernels as pk
-from dsv4jax.layer.backend import XLA
-from dsv4jax.layer.ops import DECODE_ATTENTION, PROJECTIONS
-from dsv4jax.rope import rope_frequencies
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
 from pallas_kernels.products.heads import Heads
@@ -22,7 +18,6 @@ from pallas_kernels.products.many.tiling import tiling_of_heads
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES
 from tests.support.product_cases import Product, random_angles
-from tests.support.stored import random_stored
 
 EPS = 1e-6
 on_hopper = pytest.mark.parametrize("simulate", HOPPER_MACHINES)
@@ -117,29 +112,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(simulate):
     assert np.isnan(spoilt[1]).all()
     want = case.run(simulate=simulate)
     np.testing.assert_array_equal(np.delete(spoilt, 1, 0), np.delete(want, 1, 0))
-
-
-@pytest.mark.parametrize("backend", [pytest.param("pallas_simulated", marks=pytest.mark.simulated)])
-def test_a_layer_takes_them(backend):
-    """For the sizes that the kernel serves, and with its weight, positions and rope."""
-    cfg = dataclasses.replace(d4.DSV4Config.flash(), num_heads=8)
-    plan = d4.plan_cache(cfg, max_requests=1, max_context=256)
-    freqs, positions = rope_frequencies(cfg, d4.AttentionType.HCA), jnp.arange(1000, 1066, dtype=jnp.int32)[None]
-    latent = jnp.asarray(np.random.default_rng(1).standard_normal((1, 66, 128)), jnp.bfloat16)
-    weight = random_stored(1, (4096, 128), activations="fp8")
-    given = weight, positions, freqs, plan
-    got = PROJECTIONS[backend].queries(latent, *given)
-    assert got is not None
-    product = PROJECTIONS[XLA].linear(latent, weight).reshape(1, 66, 8, 512)
-    want = DECODE_ATTENTION[backend].queries(product, positions, freqs, plan)
-    assert got.shape == want.shape == (1, 66, 8, 512)
-    # The products' own sums are in another order, too: some 2^-20 of the largest, which are below 8.
-    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2.0**-10, atol=2.0**-15)
-    for other in (latent.astype(jnp.float32), latent[:, :64]):
-        at = positions[:, : other.shape[1]]
-        assert PROJECTIONS[backend].queries(other, weight, at, freqs, plan) is None
-    assert PROJECTIONS[backend].queries(latent, weight.widened(jnp.bfloat16), *given[1:]) is None
-    assert PROJECTIONS[XLA].queries(latent, *given) is None
 
 
 @pytest.mark.parametrize(

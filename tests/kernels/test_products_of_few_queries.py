@@ -10,14 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dsv4jax as d4
 import pallas_kernels as pk
 from dsv4jax.formats import INDEXER_FORMATS
-from dsv4jax.layer.backend import XLA
-from dsv4jax.layer.ops import DECODE_ATTENTION, INDEXER_SCORES, PROJECTIONS
-from dsv4jax.rope import rope_frequencies
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
-from pallas_kernels.language import target
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.block import ProductInputs
 from pallas_kernels.products.launches import fastest_layout, launch_few, launch_product, layout_of_heads
@@ -26,7 +21,6 @@ from tests.support.cases import first_of
 from tests.support.kernel_cases import same_bytes
 from tests.support.machines import HOPPER_MACHINES
 from tests.support.product_cases import Product, random_angles
-from tests.support.stored import random_stored
 
 EPS = 1e-6
 # GPUs for which a few blocks are enough. The first one's blocks do not share inputs, the other one's do.
@@ -211,39 +205,6 @@ def test_the_sizes_of_a_model_are_served():
     for rows in (1, 64):
         assert pk.unsupported_product_of_queries(attention, FORM, rows, 512, 64) is None
         assert pk.unsupported_product_of_indexer_queries(indexer, FORM, rows, 128, 64, "mxfp4") is None
-
-
-@pytest.mark.parametrize("backend", [pytest.param("pallas_simulated", marks=pytest.mark.simulated)])
-def test_a_layer_takes_them(backend, monkeypatch):
-    """With its weight, positions and rope, where its formats and sizes are served."""
-    monkeypatch.setattr(target, "gpu_or_first", lambda: FOR_ATTENTION)
-    cfg = dataclasses.replace(d4.DSV4Config.flash(), num_heads=1, o_groups=1, indexer_heads=2)
-    plan = d4.plan_cache(cfg, max_requests=2, max_context=256, indexer_format="mxfp4")
-    freqs, positions = rope_frequencies(cfg, d4.AttentionType.CSA), jnp.array([[1000, 1001], [7, -1]], jnp.int32)
-    latent = jnp.asarray(np.random.default_rng(1).standard_normal((2, 2, 128)), jnp.bfloat16)
-    ours, reference = PROJECTIONS[backend], PROJECTIONS[XLA]
-    q_b, index_q_b = random_stored(1, (512, 128)), random_stored(2, (256, 128))
-
-    got = ours.queries(latent, q_b, positions, freqs, plan)
-    assert got is not None
-    want = DECODE_ATTENTION[backend].queries(
-        reference.linear(latent, q_b).reshape(2, 2, 1, 512), positions, freqs, plan
-    )
-    assert got.shape == want.shape
-    # The products' own sums are in another order, too: some 2^-20 of the largest, which are below 8.
-    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2.0**-10, atol=2.0**-15)
-
-    keys = ours.key_queries(latent, index_q_b, positions, freqs, plan)
-    assert keys is not None
-    product = ours.linear(latent, index_q_b).reshape(2, 2, 2, 128)
-    want, real = INDEXER_SCORES[backend].queries(product, positions, freqs, plan), np.asarray(positions) >= 0
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[real], b[real]), keys, want)
-    in_bf16 = dataclasses.replace(plan, indexer_format="bf16")
-    assert ours.key_queries(latent, index_q_b, positions, freqs, in_bf16) is None
-    for method, weight in ((ours.queries, q_b), (ours.key_queries, index_q_b)):
-        assert method(latent.astype(jnp.float32), weight, positions, freqs, plan) is None
-        assert method(latent, weight.widened(jnp.bfloat16), positions, freqs, plan) is None
-    assert reference.key_queries(latent, index_q_b, positions, freqs, plan) is None
 
 
 @pytest.mark.parametrize(

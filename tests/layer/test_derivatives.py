@@ -366,7 +366,7 @@ def test_every_kernel_refuses_by_its_backends_name(backend):
             (lambda entries: GATHER_ROWS[backend].complete(pooled(entries), one, jnp.float32), entries),
         ],
         "indexer_scores": [(lambda q: INDEXER_SCORES[backend].queries(q, at, freqs, plan), keys[:, :, None])],
-        "decode_attention": [(lambda q: DECODE_ATTENTION[backend].queries(q, at, freqs, plan), rows[:, :, None])],
+        "decode_attention": [(lambda q: DECODE_ATTENTION[backend].queries(q, at, freqs, plan, None), rows[:, :, None])],
     }
     for op, some in calls.items():
         for call, x in some:

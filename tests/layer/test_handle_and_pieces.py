@@ -187,7 +187,7 @@ def test_what_a_handle_gathers_is_what_it_shows_as_bytes():
         assert handle.num_new.tolist() == [8, 4, 0, 2]
         assert (handle.num_query_heads, handle.head_dim) == (CFG.num_heads, CFG.head_dim)
         # The window, oldest first: before this call's tokens are written its newest rows are missing.
-        stored = dataclasses.replace(handle, num_new=jnp.zeros_like(num_new))
+        stored = dataclasses.replace(handle, batch=dataclasses.replace(handle.batch, num_new=jnp.zeros_like(num_new)))
         rows, positions = stored.gather_swa()
         view = stored.read_swa_view()
         decoded = np.asarray(plan.rows.decode(view.rows))
@@ -290,7 +290,7 @@ def test_a_row_without_new_tokens_reads():
     assert reader.start.tolist() == [30, 21, 0, 3]
     assert reader.num_entries.tolist() == [7, 5, 0, 0]
     writer = d4.acquire(cache, 1, slots, num_new)
-    before = dataclasses.replace(writer, num_new=jnp.zeros_like(num_new))
+    before = dataclasses.replace(writer, batch=dataclasses.replace(writer.batch, num_new=jnp.zeros_like(num_new)))
     assert_same(
         (reader.gather_swa(), reader.gather_all_compressed()), (before.gather_swa(), before.gather_all_compressed())
     )

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.layer import indexer, layer
+from dsv4jax.layer import indexer
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.kernels import reads
 from dsv4jax.layer.ops import DECODE_ATTENTION, TOP_K
 from dsv4jax.layer.reference import reference_layer
+from dsv4jax.layer.stages.compose import Stages
 from tests.support import driver
 from tests.support.cases import first_of
 from tests.support.driver import DEFAULT, TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
@@ -142,7 +143,7 @@ def test_a_chunk_in_tiles_of_queries_is_one_chunk(monkeypatch):
     """A tile of queries reads the fresh rows of earlier tiles."""
     case = SMALL, HCA, 3, TRAINED
     want = run(*case, "xla")
-    monkeypatch.setattr(layer, "query_tile", lambda *_, **__: 1)
+    monkeypatch.setattr(Stages, "tile", lambda *_: 1)
     # A mix that no other test has traced with the usual tiles.
     mix = d4.OpBackends(cache_update="xla", decode_attention="pallas_simulated")
     assert_alike(run(*case, mix), want)

@@ -10,8 +10,9 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.cache import pool as paged_pool
-from dsv4jax.layer import indexer, layer
-from dsv4jax.layer.ops import DECODE_ATTENTION
+from dsv4jax.layer import indexer
+from dsv4jax.layer.ops import DECODE_ATTENTION, choose_backends
+from dsv4jax.layer.stages.compose import Stages
 from tests.support import recorded
 from tests.support.cases import first_of
 from tests.support.driver import even_split, feed
@@ -28,7 +29,8 @@ def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, mon
     plan = d4.plan_cache(recording.cfg, max_requests=6, max_context=640, kv_format="f32", indexer_format="f32")
     batch, heads = 2, recording.cfg.num_heads
     monkeypatch.setattr(type(DECODE_ATTENTION["xla"]), "tile_bytes", 1 << 18)
-    tile = min(chunk, layer.query_tile(plan, recording.kind, batch, d4.OpBackends(decode_attention="xla")))
+    stages = Stages.of(choose_backends("xla", plan, recording.kind), plan, recording.kind)
+    tile = stages.tile(recording.params, batch, chunk)
     # Two blocks per tile of entries: five blocks make three tiles, the last one half empty.
     queries_heads = recording.cfg.indexer_heads if kind == "csa" else heads
     per_block = plan.entries_per_block(recording.kind)
@@ -45,23 +47,30 @@ def test_tiles_of_queries_and_entries_give_the_recorded_outputs(kind, chunk, mon
 
 
 @pytest.mark.parametrize(
-    ("kind", "context", "batch", "keeps_sums", "tokens"),
+    ("kind", "context", "batch", "activations", "tokens"),
     [
-        ("csa", 32768, 1, True, 4096),
-        ("hca", 1 << 20, 1, True, 4096),
-        ("swa", 1 << 20, 1, True, 4096),
-        ("csa", 1 << 20, 1, True, 4096),
-        ("csa", 32768, 8, True, 512),
-        ("csa", 32768, 8, False, 1024),
-        ("csa", 32768, 256, True, 16),
+        ("csa", 32768, 1, "bf16", 4096),
+        ("hca", 1 << 20, 1, "bf16", 4096),
+        ("swa", 1 << 20, 1, "bf16", 4096),
+        ("csa", 1 << 20, 1, "bf16", 4096),
+        ("csa", 32768, 8, "bf16", 512),
+        ("csa", 32768, 8, "fp8", 1024),  # queries are made in their product, whose sums are not in memory
+        ("csa", 32768, 256, "bf16", 16),
     ],
 )
-def test_a_chunk_of_4096_tokens_is_one_tile_of_the_kernels(kind, context, batch, keeps_sums, tokens):
+def test_a_chunk_of_4096_tokens_is_one_tile_of_the_kernels(kind, context, batch, activations, tokens):
     """And a draft of a few tokens for many requests is one, too."""
-    plan = d4.plan_cache(d4.DSV4Config.flash(), max_requests=256, max_context=context)
-    backends = d4.OpBackends(decode_attention="pallas_simulated")
-    assert layer.query_tile(plan, d4.AttentionType(kind), batch, backends, keeps_sums=keeps_sums) == tokens
-    assert layer.query_tile(plan, d4.AttentionType(kind), batch, d4.OpBackends(decode_attention="xla")) < tokens
+    cfg, kind = d4.DSV4Config.flash(), d4.AttentionType(kind)
+    plan = d4.plan_cache(cfg, max_requests=256, max_context=context)
+    layer = next(i for i, ratio in enumerate(cfg.compress_ratios) if ratio == cfg.ratio(kind))
+    init = functools.partial(d4.init_attention_params, cfg=cfg, layer=layer, weights="stored", activations=activations)
+    params = jax.eval_shape(init, jax.random.key(0))
+
+    def tile(backend: str) -> int:
+        return Stages.of(choose_backends(backend, plan, kind), plan, kind).tile(params, batch, 4096)
+
+    assert tile("pallas_simulated") == tokens
+    assert tile("xla") < tokens
 
 
 @pytest.mark.parametrize("key_format", first_of(["mxfp4", "f32"], count=2))

@@ -14,6 +14,7 @@ import dsv4jax as d4
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.compressor import project_tokens
+from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
 from tests.support import kernel_cases
 from tests.support.driver import (
@@ -377,7 +378,8 @@ def store_entries(params, x, stack, table, slots, start, num_new, *, case, backe
     plan, kind, index = case.plan, case.kind, jnp.int32(kernel_cases.LAYER)
     batch = Batch(slots=slots, start=start, num_new=num_new).fitting(case.tokens)
     call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=plan)
-    return store(call, project_tokens(params[0], params[1], x, start, plan, kind), backend, keep_tails=keep_tails)
+    rows = project_tokens(params[0], params[1], x, start, plan, kind)
+    return store(call, rows, CACHE_UPDATE[backend], keep_tails=keep_tails)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -24,6 +24,7 @@ from dsv4jax.formats import INDEXER_FORMATS
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
 from dsv4jax.pieces import (
     append_swa,
@@ -106,7 +107,7 @@ def _update(
 
     def function(stack, index, table, rows, batch):
         call = LayerCall(stack=stack, index=index, block_table=table, batch=batch, kind=kind, plan=cache.plan)
-        return store(call, rows, "pallas", keep_tails=is_draft)
+        return store(call, rows, CACHE_UPDATE["pallas"], keep_tails=is_draft)
 
     entry = streams(cfg.head_dim) if stack.pool is not None else None
     key = streams(cfg.indexer_head_dim) if is_csa else None

@@ -18,6 +18,7 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import update
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.compressor import project_tokens
+from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.tails import EMPTY_GATE, CSATail, HCAOnlineTail, HCATail
 from dsv4jax.weights.params import param_shapes
 
@@ -239,7 +240,7 @@ def _store(params: Any, x: Any, kv: Any, stack: Any, layer: Any, *rows: Any, cas
     batch = Rows(slots=slots, start=start, num_new=num_new).fitting(x.shape[1])
     call = LayerCall(stack=stack, index=layer, block_table=table, batch=batch, kind=case.kind, plan=case.plan)
     new = project_tokens(compressor, indexer, x, start, case.plan, case.kind)
-    return update.store(call, dataclasses.replace(new, kv=kv), backend)
+    return update.store(call, dataclasses.replace(new, kv=kv), CACHE_UPDATE[backend])
 
 
 # ---- what may differ ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import pallas_kernels as pk
 from dsv4jax.cache.pool import PagedPool, PooledLayer, find_entries
@@ -16,13 +17,11 @@ from dsv4jax.cache.state import StateCache
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
-from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register
-from dsv4jax.layer.kernels.products import token_products, token_rounding
-from dsv4jax.layer.ops import CACHE_UPDATE, GATHER_ROWS, InputProducts, NewEntries, StoredTokens
+from dsv4jax.layer.kernels.base import Kernels, layer_number, register
+from dsv4jax.layer.ops import CACHE_UPDATE, GATHER_ROWS, NewEntries
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.tails import num_touched_blocks
-from dsv4jax.weights.params import AttentionParams, PoolParams
 
 
 class CacheUpdateKernels(Kernels):
@@ -44,7 +43,7 @@ class CacheUpdateKernels(Kernels):
         call, rows = self.without_derivative(CACHE_UPDATE, (call, rows))
         plan, num_tokens = call.plan, rows.num_tokens
         streams = _streams(rows.entry), _streams(rows.key)
-        tokens = _new_tokens(call, num_tokens, rows.kv, streams)
+        tokens = new_tokens(call, num_tokens, rows.kv, streams)
         launch: Any = functools.partial(self.kernels.append_chunk, keep_tails=keep_tails)
         if num_tokens == 1 and not keep_tails:
             launch = self.kernels.cache_step
@@ -56,41 +55,6 @@ class CacheUpdateKernels(Kernels):
             ratio=None if rows.entry is None else call.ratio,
             eps=plan.cfg.norm_eps,
             **self.options,
-        )
-
-    def store_products(
-        self, call: LayerCall, products: InputProducts, params: AttentionParams, dtype: Any
-    ) -> StoredTokens | None:
-        """Run ``pk.token_step`` for one token of each request, else ``pk.token_parts`` and ``pk.append_chunk``."""
-        plan, num_tokens = call.plan, products.positions.shape[1]
-        given = token_products(products, params, plan, call.kind)
-        rounding = token_rounding(params, products, plan, dtype, encode=True)
-        if not given.has_aligned_streams:
-            return None
-        call, given, params = self.without_derivative(CACHE_UPDATE, (call, given, params))
-        tokens = _new_tokens(call, num_tokens, None, _product_streams(given, params, rounding))
-        ratio = None if tokens.entry is None else call.ratio
-        options: dict[str, Any] = dict(key_format=plan.indexer_format, ratio=ratio, simulate=self.simulate)
-        if num_tokens == 1:
-            if pk.unsupported_token_step(call.stack.state.tail, given) is not None:
-                return None
-            stack, parts = pk.token_step(call.stack, tokens, given, rounding, **options)
-            return StoredTokens(stack=stack, latent=parts.latent, head_weights=parts.head_weights)
-        needed = of_chunk(products.positions >= 0)
-        parts = pk.token_parts(
-            given,
-            rounding,
-            row_spec=plan.row_spec,
-            has_streams=False,
-            reads_padding=needed is None,
-            simulate=self.simulate,
-        )
-        stack = call.stack
-        if tokens.entry is not None:
-            formats = dict(kv_format=plan.kv_format, eps=plan.cfg.norm_eps)
-            stack = pk.append_chunk(call.stack, tokens, **formats, **options)
-        return StoredTokens(
-            stack=stack, latent=parts.latent, head_weights=parts.head_weights, kv=parts.kv, encoded=parts.stored
         )
 
     def append_swa(
@@ -131,7 +95,7 @@ class CacheUpdateKernels(Kernels):
         return dataclasses.replace(state, tail=pk.reset_hca(*given, simulate=self.simulate))
 
 
-def _new_tokens(
+def new_tokens(
     call: LayerCall, num_tokens: int, kv: jax.Array | None, streams: tuple[pk.Streams | None, pk.Streams | None]
 ) -> pk.NewTokens:
     """Return tokens with these window rows and streams of both compressors, and where a call's tokens go."""
@@ -153,21 +117,6 @@ def _new_tokens(
     )
 
 
-def _product_streams(
-    products: pk.TokenProducts, params: AttentionParams, rounding: pk.TokenRounding
-) -> tuple[pk.ProductStreams | None, pk.ProductStreams | None]:
-    """Return the streams of both compressors, as columns of the product with their weights."""
-
-    def streams(pool: PoolParams | None, ape: jax.Array | None, first: int) -> pk.ProductStreams | None:
-        if pool is None:
-            return None
-        is_bf16 = rounding.stream_dtype == jnp.bfloat16
-        return pk.ProductStreams(product=products.compress, ape=ape, norm=pool.norm, first=first, is_bf16=is_bf16)
-
-    entry = streams(params.entry_pool, products.entry_ape, 0)
-    return entry, streams(params.key_pool, products.key_ape, 2 * products.widths[0])
-
-
 def _streams(given: Normed | None) -> pk.Streams | None:
     return given and pk.Streams(k=given[0].k, z=given[0].z, norm=given[1])
 
@@ -178,7 +127,7 @@ class GatherRowsKernels(Kernels):
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         return CacheUpdateKernels(self.simulate).unserved(plan, kind)
 
-    def picked(self, layer: PooledLayer, picks: jax.Array, dtype: Any) -> jax.Array:
+    def picked(self, layer: PooledLayer, picks: jax.Array, dtype: DTypeLike) -> jax.Array:
         layer = self.without_derivative(GATHER_ROWS, layer)
         block, row = find_entries(layer.pool.entries, layer.block_table, layer.slots, picks)
         place = layer_number(layer.index), block.reshape(-1), row.reshape(-1)
@@ -187,7 +136,7 @@ class GatherRowsKernels(Kernels):
         )
         return flat.reshape(*block.shape, flat.shape[-1])
 
-    def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: Any) -> jax.Array:
+    def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: DTypeLike) -> jax.Array:
         layer = self.without_derivative(GATHER_ROWS, layer)
         place = layer_number(layer.index), layer.block_table, layer.slots, num_entries
         return self.kernels.gather_request_rows(

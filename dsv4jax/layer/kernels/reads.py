@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 import pallas_kernels as pk
 from dsv4jax.cache.pool import PooledLayer
@@ -19,6 +20,7 @@ from dsv4jax.layer.ops import (
     TOP_K,
     AttentionInputs,
     RowForm,
+    Rows,
 )
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles
@@ -28,8 +30,6 @@ SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the num
 
 class IndexerScoresKernels(Kernels):
     """The kernels of ``pallas_kernels.scores``, and the kernel that makes their queries."""
-
-    rounds_queries = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
@@ -91,9 +91,13 @@ class DecodeAttentionKernels(Kernels):
     # A chunk of 4096 tokens is one tile at V4-Flash's sizes. Several tiles read the heads' weights again, and their
     # slices and results are copied.
     tile_bytes = 1 << 30
-    gathers_picks = False
-    rounds_queries = True
-    writes_forms = True
+    forms: tuple[RowForm, ...] = ("plain", "rounded", "operand")
+    query_dtype = jnp.float16
+
+    def token_bytes(self, plan: CachePlan, kind: AttentionType) -> int:
+        """Queries in f16, and the result in bf16."""
+        del kind
+        return (2 + 2) * plan.cfg.num_heads * plan.cfg.head_dim
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         del kind
@@ -121,10 +125,10 @@ class DecodeAttentionKernels(Kernels):
         self,
         inputs: AttentionInputs,
         freqs: np.ndarray,
-        dtype: Any,
+        dtype: DTypeLike,
         needed: jax.Array | None = None,
         form: RowForm = "plain",
-    ) -> Any:
+    ) -> Rows:
         inputs = self.without_derivative(DECODE_ATTENTION, inputs)
         window, entries = inputs.window, inputs.entries
         given = pk.AttentionInputs(

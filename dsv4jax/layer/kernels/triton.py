@@ -128,8 +128,6 @@ class TritonGatherRows(_OnTriton, GatherRowsKernels):
 class TritonIndexerScores(_OnTriton, IndexerScoresKernels):
     """The scores. XLA makes the queries."""
 
-    rounds_queries = False
-
     def queries(  # pyright: ignore[reportIncompatibleMethodOverride]  not rounded yet
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | KeyRows:
@@ -159,7 +157,7 @@ class TritonTopK(_OnTriton, TopKKernels):
 class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
     """Attention. XLA makes the queries."""
 
-    writes_forms = False
+    forms = ("plain",)
 
     def queries(
         self,
@@ -170,7 +168,7 @@ class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
         needed: jax.Array | None = None,
     ) -> jax.Array:
         product = self.without_derivative(DECODE_ATTENTION, product)
-        return DECODE_ATTENTION[XLA].queries(product, positions, freqs, plan).astype(jnp.float16)
+        return DECODE_ATTENTION[XLA].queries(product, positions, freqs, plan, needed).astype(jnp.float16)
 
 
 CACHE_UPDATE.register(TRITON, TritonCacheUpdate(simulate=False), if_unnamed=is_default)

@@ -1,0 +1,129 @@
+"""The stage of a layer that takes its input, with kernels that fuse it.
+
+decode   both products of x in a launch, then norms, rounding and the cache update in another one
+chunks   the products, what tokens contribute, and the entries that they complete; window rows are stored last
+drafts   as in chunks, step by step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import pallas_kernels as pk
+from dsv4jax.cache.stack import LayerStack
+from dsv4jax.layer.call import LayerCall
+from dsv4jax.layer.kernels.base import of_chunk
+from dsv4jax.layer.kernels.cache import CacheUpdateKernels, new_tokens
+from dsv4jax.layer.kernels.products import flat, token_products, token_rounding, weight_form
+from dsv4jax.layer.ops import CACHE_UPDATE, PROJECTIONS, InputProducts
+from dsv4jax.layer.stages.interface import Latents, Taken
+from dsv4jax.layer.stages.steps import IntakeSteps
+from dsv4jax.weights.params import AttentionParams, PoolParams
+from dsv4jax.weights.stored import StoredWeight
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IntakeKernels:
+    """Products, what they contribute, and the cache update, in two launches for one token of each request."""
+
+    steps: IntakeSteps
+    kernels: CacheUpdateKernels
+
+    def take(self, params: AttentionParams, x: jax.Array, call: LayerCall, *, is_draft: bool) -> Taken:
+        products = self._multiply(params, x, call)
+        given = token_products(products, params, call.plan, call.kind)
+        is_token = x.shape[1] == 1
+        is_fused = given.has_aligned_streams and not is_draft
+        if is_token and pk.unsupported_token_step(call.stack.state.tail, given) is not None:
+            is_fused = False
+        if not is_fused:
+            return self.steps.take_products(params, products, call, x.dtype, is_draft=is_draft)
+        store = self._store_token if is_token else self._store_chunk
+        return store(params, products, given, call, x.dtype)
+
+    def close(self, taken: Taken, stack: LayerStack) -> LayerStack:
+        return self.steps.close(taken, stack)
+
+    def _multiply(self, params: AttentionParams, x: jax.Array, call: LayerCall) -> InputProducts:
+        """Multiply x by the weights that it feeds, in one launch where that is faster."""
+        first, second = params.compress, params.q_a_kv
+        if isinstance(first, jax.Array) and isinstance(second, StoredWeight) and x.dtype == first.dtype == jnp.bfloat16:
+            rows, forms = x.size // x.shape[-1], (pk.WeightForm(), weight_form(second))
+            if pk.unsupported_product_pair((first.shape, second.shape), forms, rows) is None:
+                x, first, second = self.kernels.without_derivative(PROJECTIONS, (x, first, second))
+                weights = (first, None, forms[0]), (second.codes, second.scales, forms[1])
+                made = pk.product_pair(flat(x), *weights, simulate=self.kernels.simulate)
+                compress, q_a_kv = (product.reshape(*x.shape[:-1], -1) for product in made)
+                positions = call.positions(x.shape[1])
+                return InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
+        return self.steps.multiply(params, x, call)
+
+    def _store_token(
+        self,
+        params: AttentionParams,
+        products: InputProducts,
+        given: pk.TokenProducts,
+        call: LayerCall,
+        dtype: DTypeLike,
+    ) -> Taken:
+        """Compute what a token of each request contributes, and store all of it, in one launch."""
+        rounding = token_rounding(params, products, call.plan, dtype, encode=True)
+        call, given, params = self.kernels.without_derivative(CACHE_UPDATE, (call, given, params))
+        tokens = new_tokens(call, 1, None, _product_streams(given, params, rounding))
+        stack, parts = pk.token_step(call.stack, tokens, given, rounding, **self._options(call, tokens))
+        return _taken(call.with_stack(stack), products, parts)
+
+    def _store_chunk(
+        self,
+        params: AttentionParams,
+        products: InputProducts,
+        given: pk.TokenProducts,
+        call: LayerCall,
+        dtype: DTypeLike,
+    ) -> Taken:
+        """Compute what tokens contribute but for the streams, and store the entries that they complete."""
+        plan = call.plan
+        rounding = token_rounding(params, products, plan, dtype, encode=True)
+        call, given, params = self.kernels.without_derivative(CACHE_UPDATE, (call, given, params))
+        tokens = new_tokens(call, products.positions.shape[1], None, _product_streams(given, params, rounding))
+        parts = pk.token_parts(
+            given,
+            rounding,
+            row_spec=plan.row_spec,
+            has_streams=False,
+            reads_padding=of_chunk(products.positions >= 0) is None,
+            simulate=self.kernels.simulate,
+        )
+        if tokens.entry is not None:
+            formats = dict(kv_format=plan.kv_format, eps=plan.cfg.norm_eps)
+            call = call.with_stack(pk.append_chunk(call.stack, tokens, **formats, **self._options(call, tokens)))
+        return dataclasses.replace(_taken(call, products, parts), kv=parts.kv, fresh=parts.stored)
+
+    def _options(self, call: LayerCall, tokens: pk.NewTokens) -> dict[str, Any]:
+        ratio = None if tokens.entry is None else call.ratio
+        return dict(key_format=call.plan.indexer_format, ratio=ratio, simulate=self.kernels.simulate)
+
+
+def _taken(call: LayerCall, products: InputProducts, parts: pk.TokenParts) -> Taken:
+    latents = Latents(rows=parts.latent, positions=products.positions, head_weights=parts.head_weights)
+    return Taken(call=call, latents=latents)
+
+
+def _product_streams(
+    products: pk.TokenProducts, params: AttentionParams, rounding: pk.TokenRounding
+) -> tuple[pk.ProductStreams | None, pk.ProductStreams | None]:
+    """Return the streams of both compressors, as columns of the product with their weights."""
+
+    def streams(pool: PoolParams | None, ape: jax.Array | None, first: int) -> pk.ProductStreams | None:
+        if pool is None:
+            return None
+        is_bf16 = rounding.stream_dtype == jnp.bfloat16
+        return pk.ProductStreams(product=products.compress, ape=ape, norm=pool.norm, first=first, is_bf16=is_bf16)
+
+    entry = streams(params.entry_pool, products.entry_ape, 0)
+    return entry, streams(params.key_pool, products.key_ape, 2 * products.widths[0])

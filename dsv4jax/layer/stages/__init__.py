@@ -1,0 +1,8 @@
+"""The five stages of an attention layer, each of which always succeeds.
+
+    x -> intake -> queries -> selection -> attention -> output -> y
+
+compose    which stages serve a layer: fused ones where their ops have one backend, else those that go step by step
+steps      the stages step by step, one op after another, in whatever backends these have
+interface  what a stage takes and gives
+"""
