@@ -5,6 +5,9 @@ One machine emits GPU code. The other, the simulator, runs the same body in NumP
 launch         one launch: a body run on a grid of blocks
 tensor_memory  operations on products whose sums are in tensor memory, on Blackwell
 tensor_cores   matrix products, and roles of warpgroups
+pipeline       stages of shared memory that some warps fill and others read
+fragment       matrices in the registers of a warpgroup, with arithmetic by row and by column
+tiles          tiles that know the dtype of their elements
 barriers       barriers in shared memory, at which warps wait for each other
 shared         arrays in a block's shared memory
 lanes          arrays in device memory, and rows spread over teams of lanes

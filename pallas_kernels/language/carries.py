@@ -1,4 +1,4 @@
-"""The pytrees of values that loops carry from one iteration to the next."""
+"""The pytrees of values that loops carry from one iteration to the next, and branches from before to after."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def flatten[Leaf](tree: Any, leaf_type: type[Leaf]) -> tuple[list[Leaf], Any]:
 
 
 def alike[Leaf](result: Any, carry: Any, leaf_type: type[Leaf]) -> list[Leaf]:
-    """Return the leaves of what a loop's body returned. Raises TypeError if its structure is not that of the carry."""
+    """Return the leaves of what a body returned. Raises TypeError if its structure is not that of the carry."""
     leaves, structure = flatten(result, leaf_type)
     if structure != jax.tree.structure(carry) or _kinds(result) != _kinds(carry):
         raise TypeError(
-            f"a loop's body returns a carry of the same structure and kinds: it got {_shown(carry)}, "
+            f"the body of a loop or branch returns a carry of the same structure and kinds: it got {_shown(carry)}, "
             f"and returned {_shown(result)}"
         )
     return leaves

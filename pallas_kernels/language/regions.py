@@ -7,23 +7,25 @@ from __future__ import annotations
 
 from typing import Literal
 
-Part = Literal["body", "when", "turn", "role"]
+Part = Literal["body", "when", "branch", "turn", "role"]
 _PLACES: dict[Part, str] = {
     "body": "in a launch",
     "when": "inside machine.when",
+    "branch": "in a branch",
     "turn": "in a turn of a loop",
     "role": "in a role",
 }
 _INSTEAD: dict[Part, str] = {
     "body": "a value is of one launch",
     "when": "use it inside, or compute both sides outside and write select(condition, a, b)",
+    "branch": "what a branch leaves behind is the carry: carry = machine.branch(condition, then, carry)",
     "turn": "what a turn leaves behind is the carry: carry = machine.loop(count, body, carry), body(i, carry) -> carry",
     "role": "leave it in shared memory, with a Barrier for the role that reads it",
 }
 
 
 class Region:
-    """A part of a body, which its values remember: the inside of a ``when``, an iteration of a loop, or a role."""
+    """A part of a body, which its values remember: the inside of a ``when`` or branch, a turn of a loop, or a role."""
 
     __slots__ = ("is_left", "outer", "part")
 

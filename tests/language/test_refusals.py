@@ -366,6 +366,22 @@ def test_the_simulator_sees_an_accumulator_that_no_turn_hands_over():
 
 
 @both_machines
+def test_a_value_ends_with_its_branch(emits):
+    def body(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+        seen = []
+
+        def then(x: Value) -> Value:
+            seen.append(x + 1)
+            return x
+
+        machine.branch(machine.thread < 4, then, machine.thread)
+        out.store_int(seen[0], machine.thread)
+
+    message = r"made in a branch is used outside of it: .* carry = machine\.branch\(condition, then, carry\)"
+    check_refused(body, message, emits=emits)
+
+
+@both_machines
 def test_a_value_ends_with_its_role(emits):
     def body(machine: TensorCores, inputs: Buffer, out: Buffer) -> None:
         found = []
@@ -437,6 +453,9 @@ WRONG_CARRIES: list[tuple[Body, str]] = [
     (lambda m, *_: m.repeat(lambda c: (c, c), m.thread), "a condition is meant, this is an i32: write x != 0"),
     (lambda m, *_: m.repeat(lambda c: (False, c), m.thread), "False is no Value"),
     (lambda m, *_: m.repeat(lambda c: (c > 1, (c,)), m.thread), r"it got i32, and returned \('i32',\)"),
+    (lambda m, *_: m.branch(m.thread, lambda c: c, m.thread), "a condition is meant, this is an i32: write x != 0"),
+    (lambda m, *_: m.branch(m.thread < 4, lambda c: [c], m.thread), r"it got i32, and returned \['i32'\]"),
+    (lambda m, *_: m.branch(m.thread < 4, lambda c: c, 5), "5 is carried or held, and is no Value"),
 ]
 
 

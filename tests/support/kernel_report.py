@@ -33,9 +33,14 @@ class Kernel:
     reads_only: bool = False
     has_scratch: bool = False  # besides the cache, which is larger
 
+    def compiled(self, target: str, *, donate: bool = True) -> Any:
+        """Compile the call for a target, with its state donated unless that is not to be."""
+        donated = {} if self.reads_only or not donate else dict(donate_argnums=0)
+        return compile_for(target, self.function, *self.args, **donated)
+
 
 @contextlib.contextmanager
-def _standard_output() -> Iterator[list[str]]:
+def standard_output() -> Iterator[list[str]]:
     """Capture what the process writes to standard output, including C++ code."""
     written: list[str] = []
 
@@ -101,9 +106,8 @@ def dump_to_standard_output() -> None:
 
 
 def report(target: str, kernel: Kernel, *, donate: bool = True) -> dict[str, Any]:
-    donated = {} if kernel.reads_only or not donate else dict(donate_argnums=0)
-    with _standard_output() as written:
-        compiled = compile_for(target, kernel.function, *kernel.args, **donated)
+    with standard_output() as written:
+        compiled = kernel.compiled(target, donate=donate)
     dump, hlo, memory = written[0], compiled.as_text() or "", memory_of(compiled)
     leaves = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kernel.args[0])]
     registers = _numbers(r"Used (\d+) registers", dump)

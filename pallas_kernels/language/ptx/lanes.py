@@ -309,6 +309,13 @@ class PTX(Machine):
         known = condition if isinstance(condition, Value) else self.constant(False, "bool")
         return mgpu.utils.when(known.raw)
 
+    def _branch(self, condition: Value, body: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+        operation = scf.IfOp(condition.raw, [value.raw.type for value in carry], has_else=True)
+        for region, result in zip(operation.regions, (body, lambda values: values), strict=True):
+            with ir.InsertionPoint(region.blocks[0]):
+                scf.yield_([value.raw for value in result(carry)])
+        return [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.results, strict=True)]
+
     def _loop(self, count: Index, body: Callable[[Value, list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
         bounds = [b if isinstance(b, Value) else self.constant(b, "i32") for b in (0, count, 1)]
         operation = scf.ForOp(bounds[0].raw, bounds[1].raw, bounds[2].raw, [value.raw for value in carry])

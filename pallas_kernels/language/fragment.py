@@ -1,0 +1,235 @@
+"""Matrices in the registers of a warpgroup, as ``wgmma`` leaves them, and numbers for their rows and columns.
+
+    Fragment    f32 [64, columns]
+    PerRow      a number for each row
+    PerColumn   a number for each column
+    product     starts a product, whose sums are a fragment
+
+Bodies compute with whole matrices, and need not know which elements a lane has:
+
+    logits = product(None, queries, keys).wait()
+    peak = logits.over_rows(maximum)
+    weights = logits.map(lambda x, top: machine.exp2(x - top), peak)
+    weights.scale_rows(weights.over_rows(add).map(machine.reciprocal)).store(out, 0, 0)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from pallas_kernels.language.lanes import Buffer, Op, fold_tree
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.tiles import LeftOperand, TypedTile
+from pallas_kernels.language.values import Condition, Index, Value
+
+QUAD = 4  # lanes that hold a row together: each has two adjacent columns of every eight
+_ROWS = 2  # of a lane, which are eight apart
+
+
+def _machine(values: Sequence[Value]) -> TensorCores:
+    machine = values[0].machine
+    assert isinstance(machine, TensorCores)
+    return machine
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PerRow:
+    """A number for each of the 64 rows of a fragment. A lane has those of its own two rows."""
+
+    values: list[Value]
+
+    @classmethod
+    def numbers(cls, machine: TensorCores) -> PerRow:
+        """Return the i32 number of each row, from 0."""
+        row = product_row(machine)
+        return cls([row, row + 8])
+
+    @classmethod
+    def load(cls, machine: TensorCores, array: Buffer | Shared, *index: Index) -> PerRow:
+        """Load 64 neighbours along the last axis of an array of floats. The last index is that of the first of them."""
+        *lead, first = index
+        return cls([array.load_floats(*lead, row + first, count=1)[0] for row in cls.numbers(machine).values])
+
+    def store(self, array: Buffer | Shared, *index: Index) -> None:
+        """Store them to 64 neighbours along the last axis of an array of f32. The last index is that of the first."""
+        machine, (*lead, first) = _machine(self.values), index
+        for row, value in zip(PerRow.numbers(machine).values, self.values, strict=True):
+            array.store_floats([value], *lead, row + first, where=machine.thread % QUAD == 0)
+
+    def map(self, function: Callable[..., Value], *others: PerRow) -> PerRow:
+        """Apply a function row by row: ``total.map(lambda a, b: a + b, other)``."""
+        return PerRow([function(*each) for each in zip(self.values, *(other.values for other in others), strict=True)])
+
+    def over_quad(self, op: Op) -> PerRow:
+        """Reduce what the lanes of a quad have of each row. All of them get the result."""
+        machine = _machine(self.values)
+
+        def reduced(value: Value) -> Value:
+            for distance in (1, 2):
+                value = op(value, machine.shuffle_xor(value, distance))
+            return value
+
+        return self.map(reduced)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PerColumn:
+    """A number for each column of a fragment. A lane has two adjacent ones of every eight."""
+
+    values: list[Value]
+
+    @classmethod
+    def numbers(cls, machine: TensorCores, columns: int) -> PerColumn:
+        """Return the i32 number of each column, from 0."""
+        first = machine.thread % QUAD * 2
+        return cls([first + (j + n) for j in range(0, columns, 8) for n in range(2)])
+
+    @classmethod
+    def load(cls, machine: TensorCores, columns: int, array: Buffer | Shared, *index: Index) -> PerColumn:
+        """Load ``columns`` neighbours along the last axis of an array of floats.
+
+        The last index is that of the first of them, a multiple of two.
+        """
+        *lead, first = index
+        pairs = [machine.thread % QUAD * 2 + j + first for j in range(0, columns, 8)]
+        return cls([value for at in pairs for value in array.load_floats(*lead, at, count=2)])
+
+    def map(self, function: Callable[..., Value], *others: PerColumn) -> PerColumn:
+        """Apply a function column by column."""
+        each = zip(self.values, *(other.values for other in others), strict=True)
+        return PerColumn([function(*values) for values in each])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Fragment:
+    """A matrix f32 [64, columns], spread over the lanes of a warpgroup. A loop can carry it.
+
+    ``values`` are a lane's columns / 2 elements in the order of ``wgmma``, which takes them as they are. While the
+    product that computes them runs, nothing but ``wait`` and another product may be called.
+    """
+
+    values: list[Value]
+
+    @classmethod
+    def zeros(cls, machine: TensorCores, columns: int) -> Fragment:
+        """Return zeros, with which a loop over products begins."""
+        return cls([machine.constant(0.0, "f32")] * (columns // 2))
+
+    @property
+    def columns(self) -> int:
+        """Number of columns."""
+        return len(self.values) * 2
+
+    def wait(self, *operands: LeftOperand, pending: int = 0) -> Fragment:
+        """Wait until at most ``pending`` newer products of the warpgroup run, of which these sums are none.
+
+        ``operands`` are those that entered the products waited for from registers. Their registers are free then.
+        """
+        machine = _machine(self.values)
+        values = machine.wgmma_wait(self.values, pending=pending)
+        for operand in operands:
+            machine.hold(operand.words)
+        return Fragment(values)
+
+    def of_row(self, n: int) -> list[Value]:
+        """Return what this lane has of the first (0) or second (1) of its two rows, in the order of the columns."""
+        return [value for i, value in enumerate(self.values) if i // 2 % _ROWS == n]
+
+    def map(self, function: Callable[..., Value], *others: Fragment | PerRow | PerColumn) -> Fragment:
+        """Apply a function element by element, with the numbers of the element's row and column.
+
+        logits.map(lambda x, peak: machine.exp2(x - peak), peak)   # ``peak`` is PerRow
+        total.map(machine.fma, scale, other)                      # total * scale + other
+        """
+
+        def number(other: Fragment | PerRow | PerColumn, n: int) -> Value:
+            if isinstance(other, PerRow):
+                return other.values[n // 2 % _ROWS]
+            return other.values[n // 4 * 2 + n % 2 if isinstance(other, PerColumn) else n]
+
+        if any(2 * len(self.values) != 4 * len(o.values) for o in others if isinstance(o, PerColumn)):
+            raise TypeError(f"numbers of other columns than a fragment's {self.columns}")
+        return Fragment([function(x, *(number(other, n) for other in others)) for n, x in enumerate(self.values)])
+
+    def scale_rows(self, factors: PerRow) -> Fragment:
+        """Multiply each row by a number."""
+        return self.map(lambda x, factor: x * factor, factors)
+
+    def lane_over_rows(self, op: Op) -> PerRow:
+        """Reduce what this lane has of each row, which ``PerRow.over_quad`` can reduce further."""
+        return PerRow([fold_tree(op, self.of_row(n)) for n in range(_ROWS)])
+
+    def over_rows(self, op: Op) -> PerRow:
+        """Reduce each row: ``logits.over_rows(maximum)``. All lanes of a quad get the result."""
+        return self.lane_over_rows(op).over_quad(op)
+
+    def warp_over_columns(self, op: Op) -> PerColumn:
+        """Reduce each column over the 16 rows of a warp. All its lanes get the result."""
+        machine, both = _machine(self.values), zip(*(self.of_row(n) for n in range(_ROWS)), strict=True)
+
+        def reduced(value: Value) -> Value:
+            for distance in (QUAD, 2 * QUAD, 4 * QUAD):
+                value = op(value, machine.shuffle_xor(value, distance))
+            return value
+
+        return PerColumn([reduced(op(*pair)) for pair in both])
+
+    def operand(self, dtype: str) -> LeftOperand:
+        """Return the matrix rounded to f16 or bf16, as the left operand of a product, with its columns as K."""
+        machine = _machine(self.values)
+        if dtype not in ("f16", "bf16"):
+            raise TypeError(f"a fragment becomes an operand of f16 or bf16, got {dtype!r}")
+        rounded = machine.to_f16 if dtype == "f16" else machine.to_bf16
+        return LeftOperand([rounded(*self.values[n : n + 2]) for n in range(0, len(self.values), 2)], dtype)
+
+    def pairs(self) -> Iterator[tuple[Value, Value, list[Value]]]:
+        """Yield (row, column, two elements) for each two adjacent elements that this lane has."""
+        machine = _machine(self.values)
+        rows, columns = PerRow.numbers(machine).values, PerColumn.numbers(machine, self.columns).values
+        for n in range(0, len(self.values), 2):
+            yield rows[n // 2 % _ROWS], columns[n // 4 * 2], self.values[n : n + 2]
+
+    def store(self, array: Buffer | Shared, *index: Index, where: PerRow | Condition = True) -> None:
+        """Store the matrix to an array of f32, or of bf16 in device memory, rounded to nearest even.
+
+        Args:
+          array: of at least two axes.
+          index: where the first element goes. Its column is even.
+          where: rows that are stored: ``where=PerRow.numbers(machine).map(lambda row: row < count)``.
+        """
+        *lead, first_row, first_column = index
+        for n, (row, column, pair) in enumerate(self.pairs()):
+            stored = where.values[n % _ROWS] if isinstance(where, PerRow) else where
+            array.store_floats(pair, *lead, row + first_row, column + first_column, where=stored)
+
+
+def product(total: Fragment | None, a: TypedTile | LeftOperand, b: TypedTile) -> Fragment:
+    """Start the product total + a b^T, as one group of instructions. None starts at zero.
+
+    Args:
+      total: f32 [64, rows of b], perhaps sums of a product that runs; or None.
+      a: [64, K].
+      b: [rows, K], at most 256 rows.
+
+    Returns:
+      The sums, which are there after ``Fragment.wait``.
+
+    Raises:
+      TypeError: the operands differ in dtype or K, or ``total`` has other columns than b has rows.
+    """
+    if a.dtype != b.dtype:
+        raise TypeError(f"a product of {a.dtype} and {b.dtype}: both operands have the same dtype")
+    if isinstance(a, TypedTile) and a.rows != 64:
+        raise TypeError(f"a left operand of {a.rows} rows: a warpgroup multiplies 64")
+    left = a.k_major() if isinstance(a, TypedTile) else a.words
+    start = None if total is None else total.values
+    machine = b.tile.machine
+    assert isinstance(machine, TensorCores)
+    return Fragment(machine.wgmma(start, left, b.k_major(), columns=b.rows, dtype=b.dtype))
