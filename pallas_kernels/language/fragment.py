@@ -4,6 +4,7 @@
     PerRow      a number for each row
     PerColumn   a number for each column
     product     starts a product, whose sums are a fragment
+    packed      starts one whose sums are f16, and as they are the left operand of the next
 
 Bodies compute with whole matrices, and need not know which elements a lane has:
 
@@ -22,7 +23,7 @@ import jax
 
 from pallas_kernels.language.lanes import Buffer, Op, fold_tree
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.tensor_cores import Operand, TensorCores, product_row
 from pallas_kernels.language.tiles import LeftOperand, TypedTile
 from pallas_kernels.language.values import Condition, Index, Value
 
@@ -224,12 +225,27 @@ def product(total: Fragment | None, a: TypedTile | LeftOperand, b: TypedTile) ->
     Raises:
       TypeError: the operands differ in dtype or K, or ``total`` has other columns than b has rows.
     """
+    machine, left = _multiplied(a, b)
+    start = None if total is None else total.values
+    return Fragment(machine.wgmma(start, left, b.k_major(), columns=b.rows, dtype=b.dtype))
+
+
+def packed(a: TypedTile | LeftOperand, b: TypedTile) -> LeftOperand:
+    """Start the product a b^T with sums in f16, rounded at every step. Operands are those of ``product``, but not bf16.
+
+    The sums, which ``LeftOperand.wait`` waits for, are the left operand of a product in f16 with its columns as K.
+    """
+    machine, left = _multiplied(a, b)
+    words = machine.wgmma(None, left, b.k_major(), columns=b.rows, dtype=b.dtype, packed=True)
+    return LeftOperand(words, "f16")
+
+
+def _multiplied(a: TypedTile | LeftOperand, b: TypedTile) -> tuple[TensorCores, Operand | list[Value]]:
+    """Return the machine of a product, and its left operand."""
     if a.dtype != b.dtype:
         raise TypeError(f"a product of {a.dtype} and {b.dtype}: both operands have the same dtype")
     if isinstance(a, TypedTile) and a.rows != 64:
         raise TypeError(f"a left operand of {a.rows} rows: a warpgroup multiplies 64")
-    left = a.k_major() if isinstance(a, TypedTile) else a.words
-    start = None if total is None else total.values
     machine = b.tile.machine
     assert isinstance(machine, TensorCores)
-    return Fragment(machine.wgmma(start, left, b.k_major(), columns=b.rows, dtype=b.dtype))
+    return machine, a.k_major() if isinstance(a, TypedTile) else a.words

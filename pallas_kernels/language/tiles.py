@@ -8,12 +8,13 @@ total = product(total, a[stage], b[stage])               # ``fragment``
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import Machine
-from pallas_kernels.language.tensor_cores import ATOM_BYTES, DType, Operand, Tile, TileCopy
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, DType, Operand, TensorCores, Tile, TileCopy
 from pallas_kernels.language.values import Index, Value
 
 ITEMSIZE: dict[DType, int] = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
@@ -27,13 +28,9 @@ _STORED_AS: dict[DType, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TypedTile:
-    """A matrix [rows, columns] of one dtype in shared memory, in the layout that tensor cores read.
+    """A matrix [rows, columns] of one dtype in shared memory, in the layout that tensor cores read."""
 
-    ``tile`` is the same memory in bytes, through which lanes store: ``machine.store_shared(a.tile.unit(row, unit),
-    words, 16, True)``.
-    """
-
-    tile: Tile
+    tile: Tile  # the same memory, in bytes
     dtype: DType
 
     @classmethod
@@ -85,6 +82,10 @@ class TypedTile:
             source=source, row=row, column=column, to=self.tile.offset, rows=self.rows, row_bytes=self.tile.row_bytes
         )
 
+    def unit(self, row: Value, unit: Index) -> Value:
+        """Return the i32 byte offset of a row's 16-byte unit, for ``store_shared`` and ``load_shared``, as ``Tile``."""
+        return self.tile.unit(row, unit)
+
     def k_major(self, first: int = 0, count: int | None = None) -> Operand:
         """Return all rows as an operand, with ``count`` columns of each from ``first`` on as K; all by default."""
         size = ITEMSIZE[self.dtype]
@@ -107,6 +108,16 @@ class LeftOperand:
 
     words: list[Value]  # packed elements, the first in the low bits
     dtype: DType = dataclasses.field(metadata=dict(static=True))
+
+    def wait(self, *, pending: int = 0) -> LeftOperand:
+        """Wait until at most ``pending`` newer products of the warpgroup run, of which none computes these words."""
+        machine = self.words[0].machine
+        assert isinstance(machine, TensorCores)
+        return LeftOperand(machine.wgmma_wait(self.words, pending=pending), self.dtype)
+
+    def map(self, function: Callable[[Value], Value]) -> LeftOperand:
+        """Apply a function word by word: ``dots.map(machine.relu_f16)``."""
+        return LeftOperand([function(word) for word in self.words], self.dtype)
 
     @classmethod
     def of_rows(cls, one: list[Value], other: list[Value], dtype: DType) -> LeftOperand:

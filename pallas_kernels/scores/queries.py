@@ -12,10 +12,10 @@ import dataclasses
 from pallas_kernels.language.lanes import fold, maximum
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import Tile
+from pallas_kernels.language.tiles import TypedTile
 from pallas_kernels.language.values import Condition, Index, Value
 from pallas_kernels.rows import magnitude_bits
-from pallas_kernels.scores.fp4 import QUARTER_BYTES, QUARTERS, Fp4
+from pallas_kernels.scores.fp4 import DIM, QUARTER_BYTES, QUARTERS, Fp4
 from pallas_kernels.scores.inputs import HEADS, ScoreInputs
 
 SUM_COLUMNS = 8  # columns of the second product
@@ -41,8 +41,8 @@ class Queries:
     def __init__(self, inputs: ScoreInputs, fp4: Fp4, warpgroups: int):
         self.machine, self.inputs, self.fp4 = fp4.machine, inputs, fp4
         self.tokens, self.lanes = inputs.visible.shape[1], warpgroups * WARPGROUP
-        self.operand = Tile.take(self.machine, HEADS, fp4.row_bytes, copies=self.tokens)
-        self.weights = Tile.take(self.machine, SUM_COLUMNS, HEADS * 2, copies=self.tokens)
+        self.operand = TypedTile.take(self.machine, HEADS, DIM, fp4.dtype, copies=self.tokens)
+        self.weights = TypedTile.take(self.machine, SUM_COLUMNS, HEADS, "f16", copies=self.tokens)
         self._scales = Shared.take(self.machine, (self.tokens,), "f32")
 
     @staticmethod
@@ -92,7 +92,7 @@ class Queries:
         """Unpack and store the operands. All lanes of the block must call this; it ends with a barrier."""
         machine, lane = self.machine, loaded.lane
         for (t, head, there), codes, scales in zip(self._quarters(lane), loaded.codes, loaded.scales, strict=True):
-            tile = self.operand.copy(t)
+            tile = self.operand[t]
             for i, word in enumerate(self.fp4.query(codes, scales)):
                 machine.store_shared(tile.unit(head, i) + self.fp4.quarter * 4, [word], 4, there)
         for (t, there), weights, scales in zip(self._tokens(lane), loaded.weights, loaded.weight_scales, strict=True):
@@ -107,7 +107,7 @@ class Queries:
 
         If a weight is not finite, the token's sums become NaN.
         """
-        machine, tile = self.machine, self.weights.copy(t)
+        machine, tile = self.machine, self.weights[t]
         weights = [w * self.fp4.query_scale(of_head) for w, of_head in zip(weights, scales, strict=True)]
         peak = machine.reduce_warp("max", fold(maximum, [magnitude_bits(w) for w in weights]))
         power = (peak & _POWER).minimum(_LARGEST_POWER)

@@ -11,14 +11,16 @@ import dataclasses
 from typing import Self
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.fragment import Fragment, PerColumn
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.target import BLACKWELL
-from pallas_kernels.language.tensor_cores import Tile, product_row
+from pallas_kernels.language.tensor_cores import product_row
 from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
+from pallas_kernels.language.tiles import TypedTile
 from pallas_kernels.language.values import Condition, Value, select
 from pallas_kernels.scores import tuning
-from pallas_kernels.scores.fp4 import Fp4
+from pallas_kernels.scores.fp4 import DIM, Fp4
 from pallas_kernels.scores.inputs import HEADS, ScoreInputs
 from pallas_kernels.scores.keys import StoredKeys
 from pallas_kernels.scores.queries import Queries
@@ -66,13 +68,13 @@ class _Own:
     machine: TensorMemory
     fp4: Fp4
     number: Value  # of the warpgroup
-    operand: Tile  # keys, in ``_COPIES`` copies
+    operand: TypedTile  # keys, in ``_COPIES`` copies
     scored: Barrier  # one per copy: its product is complete
 
     @classmethod
     def of(cls, machine: TensorMemory, fp4: Fp4, warpgroups: int) -> _Own:
         number, count = machine.thread // WARPGROUP, warpgroups * _COPIES
-        operand = Tile.take(machine, TILE_ENTRIES, fp4.row_bytes, copies=count).copy(number * _COPIES)
+        operand = TypedTile.take(machine, TILE_ENTRIES, DIM, fp4.dtype, copies=count)[number * _COPIES]
         scored = Barrier.take(machine, warps=1, copies=count)
         init_barriers(scored)
         return cls(machine, fp4, number, operand, scored.copy(number * _COPIES))
@@ -82,7 +84,7 @@ class _Own:
 
     def store(self, copy: Value, parts: list[list[Value]]) -> None:
         """Store unpacked keys. To be followed by ``meet``."""
-        machine, tile = self.machine, self.operand.copy(copy)
+        machine, tile = self.machine, self.operand[copy]
         row = product_row(machine)
         for n, part in enumerate(parts):
             for i, word in enumerate(self.fp4.finish(part)):
@@ -95,18 +97,18 @@ class _Own:
         self.machine.barrier("warpgroup")
         self.machine.fence_tensor("after")
 
-    def ask(self, use: Value, copy: Value, queries: Tile, where: Condition) -> None:
+    def ask(self, use: Value, copy: Value, queries: TypedTile, where: Condition) -> None:
         machine, is_first = self.machine, self.machine.thread % WARPGROUP // WARP == 0
         with machine.when(is_first & where), machine.one_lane():
-            operands = self.operand.copy(copy).k_major(), queries.k_major()
+            operands = self.operand[copy].k_major(), queries.k_major()
             machine.mma(self.sums(use), *operands, accumulate=False, dtype=self.fp4.dtype)
             machine.commit(self.scored.copy(use % _COPIES))
 
-    def take(self, use: Value) -> list[Value]:
-        """Wait for a product and return its values."""
+    def take(self, use: Value) -> Fragment:
+        """Wait for a product and return its sums."""
         self.scored.copy(use % _COPIES).wait(use // _COPIES & 1)
         self.machine.fence_tensor("after")
-        return self.machine.load_tensor(self.sums(use))
+        return Fragment(self.machine.load_tensor(self.sums(use)))
 
 
 _OnTheWay = tuple[list[Value], StoredKeys, Value]  # scale of a tile's rows, the next tile, the page of the one after
@@ -125,8 +127,8 @@ class _Tiles(Tiles):
         machine, queries, keys, count = own.machine, self.block.queries, self.block.keys, self.count
         tokens = queries.tokens
 
-        def operand(t: int) -> Tile:
-            return queries.operand.copy(machine.constant(t, "i32"))
+        def operand(t: int) -> TypedTile:
+            return queries.operand[machine.constant(t, "i32")]
 
         # Held, so that the addresses of the queries' operand are found for each request: kept over all requests, they
         # would take registers that the tiles need, and were spilled.
@@ -162,24 +164,24 @@ class _Tiles(Tiles):
         machine.loop(count, tile, (scale, later, pages[2]))
 
 
-def _weights(queries: Queries, t: int) -> list[Value]:
-    """Return the f32 weights of the heads that a lane holds of a product, two by two."""
+def _weights(queries: Queries, t: int) -> PerColumn:
+    """Return the f32 weights of the heads, which are the columns of a product."""
     machine, weights = queries.machine, []
-    tile, byte = queries.weights.copy(machine.constant(t, "i32")), machine.thread % 4 * 4
+    tile, byte = queries.weights[machine.constant(t, "i32")], machine.thread % 4 * 4
     for unit in range(HEADS // 8):
         high, low = (
             machine.from_f16(machine.load_shared(tile.unit(machine.constant(row, "i32"), unit) + byte, 4)[0])
             for row in range(2)
         )
         weights += [a + b for a, b in zip(high, low, strict=True)]
-    return weights
+    return PerColumn(weights)
 
 
-def _weigh(machine: TensorMemory, dots: list[Value], weights: list[Value]) -> Value:
+def _weigh(machine: TensorMemory, dots: Fragment, weights: PerColumn) -> Value:
     """Sum over heads. Even lanes get the sum of the first row, and odd lanes that of the second."""
-    sums = [machine.constant(0.0, "f32")] * 2
-    for n, dot in enumerate(dots):
-        sums[n // 2 % 2] = machine.fma(dot.maximum(0.0), weights[n // 4 * 2 + n % 2], sums[n // 2 % 2])
+    one, other = [machine.constant(0.0, "f32")] * 2
+    for a, b, weight in zip(dots.of_row(0), dots.of_row(1), weights.values, strict=True):
+        one, other = machine.fma(a.maximum(0.0), weight, one), machine.fma(b.maximum(0.0), weight, other)
     is_first = machine.thread & 1 == 0
-    total = select(is_first, sums[0], sums[1]) + machine.shuffle_xor(select(is_first, sums[1], sums[0]), 1)
+    total = select(is_first, one, other) + machine.shuffle_xor(select(is_first, other, one), 1)
     return total + machine.shuffle_xor(total, 2)

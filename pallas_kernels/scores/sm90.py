@@ -16,15 +16,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Self
 
-from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.fragment import Fragment, packed, product
+from pallas_kernels.language.lanes import Buffer, add
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.language.tensor_cores import ATOM_BYTES, TensorCores
+from pallas_kernels.language.tiles import LeftOperand
 from pallas_kernels.language.values import Index, Value, select
 from pallas_kernels.scores import tuning
 from pallas_kernels.scores.fp4 import Fp4
-from pallas_kernels.scores.inputs import HEADS, ScoreInputs
+from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.scores.keys import StoredKeys
-from pallas_kernels.scores.queries import SUM_COLUMNS, Queries
+from pallas_kernels.scores.queries import Queries
 from pallas_kernels.scores.share import Share
 from pallas_kernels.scores.tiles import Block, Tiles
 
@@ -71,7 +73,7 @@ class Tuning(tuning.Tuning):
 
 
 # The operand of a tile's product, the scale of its rows, and the product; the next tile; the page of the one after.
-_Overlap = tuple[list[Value], list[Value], list[Value], StoredKeys, Value]
+_Overlap = tuple[LeftOperand, list[Value], LeftOperand, StoredKeys, Value]
 
 
 class _Tiles(Tiles):
@@ -106,9 +108,7 @@ class _Tiles(Tiles):
                 with machine.when(True if j == 0 else n < self.count):
                     for number in range(self.block.queries.tokens):
                         t = machine.constant(number, "i32")
-                        dots = machine.wgmma_wait(self._dots(operand, t))
-                        sums = machine.wgmma_wait(self._sums(dots, t))
-                        self._put(t, n, sums, scale)
+                        self._put(t, n, self._sums(self._dots(operand, t).wait(), t).wait(), scale)
             return after
 
         start = list(zip(*self._start(stages, stages), strict=True))
@@ -131,48 +131,44 @@ class _Tiles(Tiles):
             parts = [machine.hold(row) for row in parts]
             machine.keep_order()
 
-            def token(t: Value, dots: list[Value]) -> list[Value]:
-                sums = self._sums(machine.wgmma_wait(dots), t)
+            def token(t: Value, dots: LeftOperand) -> LeftOperand:
+                sums = self._sums(dots.wait(), t)
                 dots = self._dots(operand, t + 1)
-                self._put(t, i, machine.wgmma_wait(sums, pending=1), scale)
+                self._put(t, i, sums.wait(pending=1), scale)
                 return dots
 
             # A loop, although tokens are few: each of them would otherwise have registers with addresses of its own.
             if tokens > 1:
                 dots = machine.loop(tokens - 1, token, dots)
             last = machine.constant(tokens - 1, "i32")
-            dots = machine.wgmma_wait(dots)
+            dots = dots.wait()
             machine.hold(operand)
             operand = self._operand([machine.hold(row) for row in parts])
             sums = self._sums(dots, last)
             dots = self._dots(operand, first)
-            self._put(last, i, machine.wgmma_wait(sums, pending=1), scale)
+            self._put(last, i, sums.wait(pending=1), scale)
             return operand, next_scale, dots, stored, page
 
         operand, _, dots, *_ = machine.loop(self.count, one, (operand, scale, dots, later, following))
-        machine.wgmma_wait(dots)  # of a tile that does not exist
+        dots.wait()  # of a tile that does not exist
         machine.hold(operand)
 
-    def _operand(self, parts: list[list[Value]]) -> list[Value]:
-        """Return the words of both rows in the order in which the first product takes them."""
-        one, other = (self.block.keys.fp4.finish(row) for row in parts)
-        return [word for i in range(0, len(one), 2) for word in (one[i], other[i], one[i + 1], other[i + 1])]
+    def _operand(self, parts: list[list[Value]]) -> LeftOperand:
+        """Do the last step of unpacking. Returns the left operand of the first product."""
+        fp4 = self.block.keys.fp4
+        one, other = (fp4.finish(row) for row in parts)
+        return LeftOperand.of_rows(one, other, fp4.dtype)
 
-    def _dots(self, operand: list[Value], t: Value) -> list[Value]:
-        """Start the first product for a token. Returns pairs of f16, which must be waited for."""
-        machine, dtype = self.block.machine, self.block.keys.fp4.dtype
-        heads = self.block.queries.operand.copy(t).k_major()
-        return machine.wgmma(None, operand, heads, columns=HEADS, dtype=dtype, packed=True)
+    def _dots(self, operand: LeftOperand, t: Value) -> LeftOperand:
+        """Start the first product for a token, [64 keys, 64 heads]."""
+        return packed(operand, self.block.queries.operand[t])
 
-    def _sums(self, dots: list[Value], t: Value) -> list[Value]:
-        """Start the second product, in f32."""
-        machine = self.block.machine
-        positive = [machine.relu_f16(pair) for pair in dots]
-        weights = self.block.queries.weights.copy(t).k_major()
-        return machine.wgmma(None, positive, weights, columns=SUM_COLUMNS)
+    def _sums(self, dots: LeftOperand, t: Value) -> Fragment:
+        """Start the second product, of the positive part of the first and the heads' weights."""
+        return product(None, dots.map(self.block.machine.relu_f16), self.block.queries.weights[t])
 
-    def _put(self, t: Value, i: Value, sums: list[Value], key_scale: list[Value]) -> None:
+    def _put(self, t: Value, i: Value, sums: Fragment, key_scale: list[Value]) -> None:
         # Each lane has a pair of columns for both of its rows: the sums with rounded weights, and those with
         # remainders.
         is_first = self.block.machine.thread & 1 == 0
-        self.store(t, i, select(is_first, sums[0] + sums[1], sums[2] + sums[3]), key_scale)
+        self.store(t, i, select(is_first, *sums.lane_over_rows(add).values), key_scale)

@@ -26,13 +26,18 @@ LANGUAGE = "pallas_kernels.language"
 FOR_MACHINES = {"expect"}  # what the two machines share; no body calls it
 
 
+def blocks() -> list[str]:
+    """The page's code that runs."""
+    return re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
 def imported_by_kernels() -> dict[str, set[str]]:
-    """Module of the language -> names that the modules with kernels import from it."""
+    """Module of the language -> names that the modules with kernels, or the page's own, import from it."""
     found: dict[str, set[str]] = {}
-    for path in (ROOT / "pallas_kernels").rglob("*.py"):
-        if "language" in path.relative_to(ROOT / "pallas_kernels").parts:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
+    paths = (ROOT / "pallas_kernels").rglob("*.py")
+    code = [path.read_text() for path in paths if "language" not in path.relative_to(ROOT / "pallas_kernels").parts]
+    for text in (*code, *blocks()):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.module == LANGUAGE:
                 for name in node.names:
                     found.setdefault(f"{LANGUAGE}.{name.name}", set())
@@ -122,20 +127,23 @@ def test_a_mistake_is_refused_with_this_message_and_what_stands_beside_it_is_not
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "dtype", "options"),
+    ("name", "inputs", "options"),
     [
-        ("double", (1000,), jnp.float32, {}),
-        ("row_peaks", (7, 200), jnp.float32, {}),
-        ("transpose", (45, 70), jnp.float32, {}),
-        ("histograms", (3, 1000), jnp.int32, {"bins": 200}),
-        ("peaks_and_sums", (7, 1001), jnp.float32, {}),
+        ("double", [((1000,), jnp.float32)], {}),
+        ("row_peaks", [((7, 200), jnp.float32)], {}),
+        ("transpose", [((45, 70), jnp.float32)], {}),
+        ("histograms", [((3, 1000), jnp.int32)], {"bins": 200}),
+        ("peaks_and_sums", [((7, 1001), jnp.float32)], {}),
+        ("matmul", [((100, 320), jnp.bfloat16), ((128, 320), jnp.bfloat16), ((128,), jnp.float32)], {}),
+        ("widened", [((100, 192), jnp.float16), ((64, 192), jnp.uint8), ((64,), jnp.float32)], {}),
     ],
 )
-def test_the_kernels_of_the_page_are_emitted_for_a_gpu(name, shape, dtype, options):
+def test_the_kernels_of_the_page_are_emitted_for_a_gpu(name, inputs, options):
     """What they compute is tested on the simulator, where the page's code is run."""
     kernel = jax.jit(functools.partial(page_code()[name], **options))
     with jax.sharding.use_abstract_mesh(mesh_of("9.0", "NVIDIA H200")):
-        text = kernel.trace(jax.ShapeDtypeStruct(shape, dtype)).lower(lowering_platforms=("cuda",)).as_text()
+        traced = kernel.trace(*(jax.ShapeDtypeStruct(*spec) for spec in inputs))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @mosaic_gpu\w*\(", text)) == 1
 
 
@@ -143,5 +151,5 @@ def test_the_kernels_of_the_page_are_emitted_for_a_gpu(name, shape, dtype, optio
 def page_code() -> dict[str, Any]:
     """What the page's code defines."""
     names: dict[str, Any] = {"__name__": "language.md"}
-    exec("\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)), names)
+    exec("\n".join(blocks()), names)
     return names

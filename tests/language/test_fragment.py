@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.language.fragment import Fragment, PerColumn, PerRow, product
+from pallas_kernels.language.fragment import Fragment, PerColumn, PerRow, packed, product
 from pallas_kernels.language.lanes import add, maximum
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.pipeline import Pipeline
@@ -109,6 +109,26 @@ def test_a_fragment_is_the_left_operand_of_the_next_product(simulate, dtype):
     inputs = tuple(jnp.asarray(x, wide) for x in (a, b, c))
     found = run(body, inputs, spec((64, 16), jnp.float32), shared_bytes=16384, simulate=simulate)
     np.testing.assert_array_equal(found, (a @ b.T) @ c[:, :32].T)
+
+
+@machines
+def test_sums_in_f16_are_the_left_operand_of_the_next_product(simulate):
+    """max(a b^T, 0) c^T."""
+    rng = np.random.default_rng(6)
+    a, b, c = (rng.integers(-2, 3, (rows, 64)) for rows in (64, 64, 8))
+
+    def body(machine: TensorCores, inputs: Any, out: Any) -> None:
+        tiles = [TypedTile.take(machine, x.shape[0], 64, "f16") for x in inputs]
+        use = Pipeline.take(machine, 1, consumers=4).use(machine.constant(0, "i32"))
+        with machine.when(machine.thread < WARP):
+            use.commit(*(tile.copy_from(x, 0, 0) for tile, x in zip(tiles, inputs, strict=True)))
+        use.wait()
+        positive = packed(tiles[0], tiles[1]).wait().map(machine.relu_f16)
+        product(None, positive, tiles[2]).wait(positive).store(out, 0, 0)
+
+    inputs = tuple(jnp.asarray(x, jnp.float16) for x in (a, b, c))
+    found = run(body, inputs, spec((64, 8), jnp.float32), shared_bytes=20480, simulate=simulate)
+    np.testing.assert_array_equal(found, np.maximum(a @ b.T, 0) @ c.T)  # whole numbers below 2^11 and 2^24
 
 
 @machines

@@ -2,8 +2,8 @@
 
 Writes the PTX of each kernel into a folder, and next to it ptxas' registers and spills, the bytes of its machine code
 and a hash of them. With ``--only`` and a pattern, only of the kernels whose names match. With ``--beside`` and a folder
-that was written before, it says of each kernel what became of it, and ends with 1 if any is not what it was. One target
-per process. Needs the extra ``cross``, whose ptxas it uses.
+that was written before, it says of each kernel what became of it, and ends with 1 if any takes other registers, spills
+or bytes than before. One target per process. Needs the extra ``cross``, whose ptxas it uses.
 """
 
 from __future__ import annotations
@@ -68,13 +68,15 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def compared(before: dict[str, Any], after: dict[str, Any], *, is_same_ptx: bool) -> tuple[bool, str]:
-    """Return whether a kernel is what it was, by its machine code, and that in words."""
+    """Return whether a kernel takes what it took before, and that in words."""
     if is_same_ptx:
         return True, "same PTX"
     if before["code"] == after["code"]:
         return True, "same machine code"
-    facts = [f"{fact} {before[fact]} -> {after[fact]}" for fact in ("registers", "spills", "bytes")]
-    return False, ", ".join(facts)
+    facts = "registers", "spills", "bytes"
+    if all(before[fact] == after[fact] for fact in facts):
+        return True, "same registers, spills and size"
+    return False, ", ".join(f"{fact} {before[fact]} -> {after[fact]}" for fact in facts)
 
 
 def main() -> None:

@@ -1,0 +1,53 @@
+"""How many files one opens to read a kernel, the language aside: python -m tests.audits.test_files_opened
+
+A kernel's files are its module and what that imports of ``pallas_kernels``, directly or through others.
+"""
+
+import pytest
+
+from tests.audits.test_imports import FILES, imports
+
+LANGUAGE = "pallas_kernels.language"
+# Module with the kernel's body -> the most files that it may open.
+LIMITS = {
+    "attention.sm90": 18,
+    "attention.sm90_few": 18,
+    "attention.sm100": 18,
+    "scores.sm90": 10,
+    "scores.sm100": 10,
+    "selection.call": 10,
+    "update.token_step": 14,
+    "update.batch": 14,
+    "token_parts": 10,
+    "gather": 10,
+    "queries": 10,
+}
+
+
+def files_opened(kernel: str) -> list[str]:
+    """The modules that a reader of a kernel opens, that of the kernel first."""
+    found, waiting = [], [f"pallas_kernels.{kernel}"]
+    while waiting:
+        module = waiting.pop(0)
+        if module in found or module.startswith(LANGUAGE) or module == "pallas_kernels":
+            continue
+        found.append(module)
+        waiting += sorted(imports()[module])
+    return found
+
+
+@pytest.mark.parametrize(("kernel", "most"), LIMITS.items())
+def test_a_kernel_is_read_in_few_files(kernel, most):
+    opened = files_opened(kernel)
+    assert len(opened) <= most, f"{kernel} opens {len(opened)} files: {', '.join(opened)}"
+
+
+def main() -> None:
+    for kernel in LIMITS:
+        opened = files_opened(kernel)
+        lines = sum(len(FILES[module].read_text().splitlines()) for module in opened)
+        print(f"{kernel:20} {len(opened):2} files, {lines:5} lines: {', '.join(opened)}".replace("pallas_kernels.", ""))
+
+
+if __name__ == "__main__":
+    main()
