@@ -39,7 +39,7 @@ class AttentionInputs:
     angles: Any  # f32 [B, T, 64] cosines, then sines, for the inverse rope of the output; or None
     layer: Any  # int32 [1]
     needed: Any = None  # bool [B, T], queries whose output anyone reads, which for others may be anything; None: all
-    order: Any = None  # a ``turns.QueryOrder``, in place of ``needed``
+    order: Any = None  # a ``sm90.QueryOrder``, in place of ``needed``
     wide: Any = None  # from ``wide.widen``, in place of the window, the fresh rows and the entries
 
     @property
@@ -50,6 +50,36 @@ class AttentionInputs:
         if self.picks is not None:
             return self.picks.shape[2]
         return self.block_table.shape[1] * self.entries.nope.shape[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WideRows:
+    """The workspace: the rows of each request, first those of its window, then its entries."""
+
+    rows: Any  # f16 [B * (n_win + F + entries), 512]
+    bias: Any  # f32 [B, n_win + F + entries], added to a row's logits: 0, -inf if there is no such row, or NaN
+    of_window: int = dataclasses.field(metadata=dict(static=True))  # n_win + F
+
+    @property
+    def of_request(self) -> int:
+        """Number of rows of a request."""
+        return self.bias.shape[1]
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> WideRows:
+        """Return the shapes for a call."""
+        of_window, entries = inputs.pos.shape[2], 0
+        if inputs.fresh is not None:
+            of_window += inputs.fresh.nope.shape[1]
+        if inputs.entries is not None:
+            entries = inputs.block_table.shape[1] * inputs.entries.nope.shape[2]
+        shape = inputs.slots.shape[0], of_window + entries
+        return cls(
+            rows=jax.ShapeDtypeStruct((math.prod(shape), HEAD_DIM), jnp.float16),
+            bias=jax.ShapeDtypeStruct(shape, jnp.float32),
+            of_window=of_window,
+        )
 
 
 def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:

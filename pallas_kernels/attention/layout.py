@@ -92,7 +92,7 @@ class AttentionLayout(abc.ABC):
         return inputs
 
     def order(self, inputs: AttentionInputs) -> Any:
-        """Return a ``turns.QueryOrder`` of ``inputs.needed``, or None if the kernel computes all queries."""
+        """Return a ``sm90.QueryOrder`` of ``inputs.needed``, or None if the kernel computes all queries."""
         return None
 
     @abc.abstractmethod

@@ -21,30 +21,28 @@ from pallas_kernels.attention.block import (
     CONSUMERS,
     HALF,
     HEADS,
+    QUAD,
     STAGES,
     WARPS,
     Before,
     Block,
     BlockLayout,
     Memory,
-    load_tiles,
-)
-from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
-from pallas_kernels.attention.keys import KEYS, Query, take_staging
-from pallas_kernels.attention.layout import Outputs
-from pallas_kernels.attention.output import finish_output
-from pallas_kernels.attention.softmax import (
-    QUAD,
     Softmax,
     any_of_warp,
     column_of,
+    finish_output,
     load_of_keys,
+    load_tiles,
     over_quad,
     raised,
     row_of,
     scale_logits,
     weigh,
 )
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
+from pallas_kernels.attention.keys import KEYS, Query, take_staging
+from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import add

@@ -13,10 +13,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+from pallas_kernels.attention.block import LOG2E, LOWEST, column_of, row_of, scale_logits
 from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
 from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
-from pallas_kernels.attention.softmax import LOG2E, LOWEST, column_of, row_of, scale_logits
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.lanes import Op, add, fold, maximum
 from pallas_kernels.language.launch import SCRATCH_BYTES

@@ -1,7 +1,7 @@
 """The rows that a chunk of tokens reads, widened to f16 once.
 
 In a chunk each stored row is read by hundreds of queries. Instead of converting it for each of them, ``widen`` decodes
-the rows of all requests into a workspace, from which ``copies`` copies them. For each request the workspace has the
+the rows of all requests into a workspace, from which Hopper's kernel copies them. For each request the workspace has the
 window rows of positions start - n_win .. start + F - 1, and then its entries in order.
 """
 
@@ -11,11 +11,9 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, WideRows
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.lanes import Row, Team, fold, maximum
 from pallas_kernels.language.launch import launch
@@ -28,36 +26,6 @@ MAX_BYTES = 256 << 20  # of a workspace
 READS = 32  # of each row, from which on it is widened before: so many conversions take longer than one row here
 _INFINITE = int(np.float32(65520).view(np.int32))  # the bits of the smallest magnitude that f16 makes infinite
 _WARPS = WARPGROUP // WARP
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WideRows:
-    """The workspace: the rows of each request, first those of its window, then its entries."""
-
-    rows: Any  # f16 [B * (n_win + F + entries), 512]
-    bias: Any  # f32 [B, n_win + F + entries], added to a row's logits: 0, -inf if there is no such row, or NaN
-    of_window: int = dataclasses.field(metadata=dict(static=True))  # n_win + F
-
-    @property
-    def of_request(self) -> int:
-        """Number of rows of a request."""
-        return self.bias.shape[1]
-
-    @classmethod
-    def of(cls, inputs: AttentionInputs) -> WideRows:
-        """Return the shapes for a call."""
-        of_window, entries = inputs.pos.shape[2], 0
-        if inputs.fresh is not None:
-            of_window += inputs.fresh.nope.shape[1]
-        if inputs.entries is not None:
-            entries = inputs.block_table.shape[1] * inputs.entries.nope.shape[2]
-        shape = inputs.slots.shape[0], of_window + entries
-        return cls(
-            rows=jax.ShapeDtypeStruct((math.prod(shape), HEAD_DIM), jnp.float16),
-            bias=jax.ShapeDtypeStruct(shape, jnp.float32),
-            of_window=of_window,
-        )
 
 
 def worth_widening(inputs: AttentionInputs) -> bool:

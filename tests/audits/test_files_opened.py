@@ -10,9 +10,9 @@ from tests.audits.test_imports import FILES, imports
 LANGUAGE = "pallas_kernels.language"
 # Module with the kernel's body -> the most files that it may open.
 LIMITS = {
-    "attention.sm90": 18,
-    "attention.sm90_few": 18,
-    "attention.sm100": 18,
+    "attention.sm90": 10,
+    "attention.sm90_few": 10,
+    "attention.sm100": 10,
     "scores.sm90": 10,
     "scores.sm100": 10,
     "selection.call": 10,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention import sm100, softmax
+from pallas_kernels.attention import block, sm100
 from tests.support.attention_cases import Case, check
 from tests.support.machines import BLACKWELL_MACHINES
 
@@ -28,7 +28,7 @@ def test_attention(simulate, case):
 
 @machines
 def test_an_output_may_be_scaled_for_every_growth(simulate, monkeypatch):
-    monkeypatch.setattr(softmax, "GROWTH", 0.0)
+    monkeypatch.setattr(block, "GROWTH", 0.0)
     check(Case(lengths=(300,), layout=sm100.Layout()), simulate=simulate)
 
 

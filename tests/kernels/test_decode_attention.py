@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dsv4jax import formats as xla
-from pallas_kernels.attention import call, sm90, sm90_few, sm100, softmax
+from pallas_kernels.attention import block, call, sm90, sm90_few, sm100
 from pallas_kernels.attention.call import choose_layout
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.attention.wide import widen, worth_widening
@@ -82,7 +82,7 @@ def test_rows_that_are_widened_before(simulate, case):
 )
 def test_sums_may_be_rescaled_for_every_growth(simulate, layout, entries, monkeypatch):
     """Tiles of either warpgroup then raise the peak, in an order of their own for each head."""
-    monkeypatch.setattr(softmax, "GROWTH", 0.0)
+    monkeypatch.setattr(block, "GROWTH", 0.0)
     check(Case(lengths=(300, 520, 64), entries=entries, layout=layout), simulate=simulate)
 
 

@@ -37,8 +37,9 @@ from dsv4jax.pieces import (
 )
 from dsv4jax.tails import Streams, num_touched_blocks
 from pallas_kernels.attention import call, sm90
-from pallas_kernels.attention.turns import QueryOrder
-from pallas_kernels.attention.wide import WideRows, instead_of_rows, widen
+from pallas_kernels.attention.inputs import WideRows
+from pallas_kernels.attention.sm90 import QueryOrder
+from pallas_kernels.attention.wide import instead_of_rows, widen
 from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.plugin import compiles_relocatable_code
 from pallas_kernels.scores import fp4
