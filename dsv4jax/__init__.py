@@ -43,6 +43,7 @@ from dsv4jax.layer.backend import OpBackends, backends
 from dsv4jax.layer.handle import LayerCacheHandle, acquire
 from dsv4jax.layer.layer import attention_layer, attention_layer_at
 from dsv4jax.layer.projections import project
+from dsv4jax.layer.sequence import attention
 from dsv4jax.pieces import (
     append_swa,
     append_tail,
@@ -94,6 +95,7 @@ __all__ = [
     "advance",
     "append_swa",
     "append_tail",
+    "attention",
     "attention_layer",
     "attention_layer_at",
     "backends",

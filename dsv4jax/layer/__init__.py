@@ -10,6 +10,7 @@ update           append, flush, rotate and reset, separately and all in one step
 gather           stored entries as dense rows
 indexer          which entries each query of a CSA layer reads
 attention        attention over window and entries
+sequence         the layer over whole sequences, without a cache, for training
 handle           one layer's cache in one call, for those who write their own layer
 backend          the choice of an implementation for each op
 ops              the ops, and the interface that implementations of each must have

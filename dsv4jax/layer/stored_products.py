@@ -36,7 +36,7 @@ def stored_product(x: jax.Array, weight: StoredWeight, groups: int) -> jax.Array
     anything else in full f32.
     """
     weight = refuse_derivative(
-        "a weight stored as FP8 has no derivative: differentiate by the inputs, or by weights that are 'wide'", weight
+        "a weight stored as FP8 has no derivative: differentiate by the inputs, or load weights='wide'", weight
     )
     # A batch of symbolic size may be as small as any.
     product = _of_few if known_size(x.shape[0], FEW) <= FEW else _of_many

@@ -44,6 +44,15 @@ FUNCTIONS = {
         "model_axis": None,
         "residual": None,
     },
+    "attention": {
+        "params": REQUIRED,
+        "x": REQUIRED,
+        "cfg": REQUIRED,
+        "layer": REQUIRED,
+        "lengths": None,
+        "kv_format": "f32",
+        "indexer_format": "f32",
+    },
     "attention_layer_at": {
         "params": REQUIRED,
         "x": REQUIRED,

@@ -1,0 +1,227 @@
+"""One attention layer over whole sequences, without a cache: what training needs.
+
+It is the layer that ``attention_layer`` runs on a prompt that comes in one call, with nothing kept of it. Queries are
+processed in tiles, each with the keys of its window and all entries; picks are a mask. In reverse mode a tile is
+computed again, so that no more than one tile's heads and scores are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.config import DSV4Config, layer_kind
+from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KVFormat, rounded, rounded_keys
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer import indexer
+from dsv4jax.layer.attention import attend, start_at_sinks
+from dsv4jax.layer.backend import XLA
+from dsv4jax.layer.projections import project
+from dsv4jax.layer.tiles import map_tokens
+from dsv4jax.linear import hadamard, linear, product_dtype, rms_norm
+from dsv4jax.rope import apply_rope, rope_frequencies
+from dsv4jax.weights.params import AttentionParams, PoolParams, check_params
+from dsv4jax.weights.stored import StoredWeight, Weight
+
+TILE_BYTES = 64 << 20  # of a tile's queries, logits and scores
+
+
+def attention(
+    params: AttentionParams,
+    x: jax.Array,
+    cfg: DSV4Config,
+    layer: int,
+    lengths: jax.Array | None = None,
+    kv_format: str = "f32",
+    indexer_format: str = "f32",
+) -> jax.Array:
+    """Run one attention layer over whole sequences that begin at position 0, without a cache. For training.
+
+    The result is that of ``attention_layer`` on an empty cache that takes each sequence in one call, up to the order of
+    sums. Plain JAX on every device: it can be jitted, differentiated, vmapped.
+
+    Args:
+      params: the layer's weights, f32 or bf16, or FP8 as checkpoints store them.
+      x: f32 or bf16 [B, T, hidden], already input-normed; what is past a row's length is ignored, NaN included.
+      cfg: the model's sizes.
+      layer: static number of the layer in the model.
+      lengths: int32 [B], tokens of each sequence that are real; None = all T.
+      kv_format, indexer_format: how a cache would round rows and entries, and indexer keys, as for ``plan_cache``.
+        "f32" rounds nothing. Derivatives go straight through the rounding.
+
+    Returns:
+      y in x's dtype [B, T, hidden], 0 past the lengths. Picks have no derivative, so that y's derivative by the
+      indexer's weights is 0.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: unknown layer or format, weights of another kind of layer, or a derivative by weights that are stored
+        as FP8.
+    """
+    kind = layer_kind(cfg, layer)
+    check_array("x", x, {"B": None, "T": None, "hidden_size": cfg.hidden_size}, FLOATS)
+    if lengths is not None:
+        check_array("lengths", lengths, {"B": x.shape[0]}, jnp.int32)
+    check_params(params, cfg, kind)
+    if kv_format not in KV_FORMATS:
+        raise ValueError(f"kv_format must be one of {list(KV_FORMATS)}, got {kv_format!r}")
+    if indexer_format not in INDEXER_FORMATS:
+        raise ValueError(f"indexer_format must be one of {list(INDEXER_FORMATS)}, got {indexer_format!r}")
+    if x.size == 0:
+        return x
+    if lengths is None:
+        lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
+    form = _Form(cfg=cfg, kind=kind, rows=KV_FORMATS[kv_format], keys=INDEXER_FORMATS[indexer_format])
+    return _attention(params, x, lengths, form=form)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """What is known of a layer before any number is."""
+
+    cfg: DSV4Config
+    kind: AttentionType
+    rows: KVFormat
+    keys: KeyFormat
+
+    @property
+    def freqs(self) -> np.ndarray:
+        return rope_frequencies(self.cfg, self.kind)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What the queries of a sequence may read. f32."""
+
+    rows: jax.Array  # [B, window - 1 + T, head_dim] of all tokens, after rows for those before the first
+    entries: jax.Array | None  # [B, entries, head_dim]; None if there are none
+    keys: jax.Array | None  # [B, entries, indexer_head_dim]; None if all visible entries are read
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Queries:
+    """What queries are computed from."""
+
+    latent: jax.Array  # [B, t, q_lora_rank]
+    positions: jax.Array  # int32 [B, t], the same in every row, consecutive
+    head_weights: jax.Array | None  # f32 [B, t, indexer_heads]; None if the indexer does not pick
+
+
+# Jitted so that all layers of a kind are traced once.
+@functools.partial(jax.jit, static_argnames="form")
+def _attention(params: AttentionParams, x: jax.Array, lengths: jax.Array, *, form: _Form) -> jax.Array:
+    batch, tokens, _ = x.shape
+    real = (jnp.arange(tokens, dtype=jnp.int32)[None] < lengths[:, None])[..., None]
+    x = jnp.where(real, x, jnp.zeros((), x.dtype))  # NaN in padding would reach derivatives
+    tile = _tile_size(batch, tokens, form)
+    queries, seen = _project(params, jnp.pad(x, ((0, 0), (0, -tokens % tile), (0, 0))), tokens, form)
+
+    @jax.checkpoint
+    def attend_tile(queries: _Queries) -> jax.Array:
+        return _attend_tile(params, queries, seen, form)
+
+    y = map_tokens(attend_tile, queries, tile)[:, :tokens]
+    return jnp.where(real, y, jnp.zeros((), y.dtype))
+
+
+def _tile_size(batch: int, tokens: int, form: _Form) -> int:
+    """The tokens per tile of queries: at most a window, so that few of the keys beside a tile are masked."""
+    cfg, window = form.cfg, form.cfg.sliding_window
+    entries = tokens // cfg.ratio(form.kind) if form.kind.compresses else 0
+    numbers = cfg.num_heads * (3 * cfg.head_dim + 2 * window + entries)
+    if form.kind.is_indexed:
+        numbers += cfg.indexer_heads * (cfg.indexer_head_dim + entries)
+    most = max(1, min(window, TILE_BYTES // (4 * batch * numbers)))
+    return -(-tokens // -(-tokens // most))  # tiles of one size, with as little padding as can be
+
+
+def _project(params: AttentionParams, x: jax.Array, tokens: int, form: _Form) -> tuple[_Queries, _Seen]:
+    """Multiply x [B, T, hidden], of which the first ``tokens`` are no padding, by the weights that it feeds."""
+    cfg, kind = form.cfg, form.kind
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
+    latent, kv = jnp.split(project(x, params.q_a_kv, backend=XLA), [cfg.q_lora_rank], axis=-1)
+    latent = rms_norm(latent, params.q_norm, cfg.norm_eps).astype(x.dtype)
+    kv = apply_rope(rms_norm(kv, params.kv_norm, cfg.norm_eps), positions, form.freqs)
+    rows = jnp.pad(rounded(kv, form.rows, cfg.rope_dim), ((0, 0), (cfg.sliding_window - 1, 0), (0, 0)))
+    count = tokens // cfg.ratio(kind) if kind.compresses else 0
+    entries = keys = head_weights = None
+    if count:
+        assert params.compress is not None
+        product = linear(x, params.compress)
+        entries, product = _entries(product, params.entry_pool, count, form)
+        entries = rounded(entries, form.rows, cfg.rope_dim)
+        if kind.is_indexed and count > cfg.indexer_top_k:
+            keys, head_weights = _entries(lax.stop_gradient(product), params.key_pool, count, form)
+            keys = rounded_keys(hadamard(keys), form.keys)
+            head_weights *= cfg.indexer_head_dim**-0.5 * cfg.indexer_heads**-0.5
+    queries = _Queries(latent=latent, positions=positions, head_weights=head_weights)
+    return queries, _Seen(rows=rows, entries=entries, keys=keys)
+
+
+def _entries(product: jax.Array, pool: PoolParams | None, count: int, form: _Form) -> tuple[jax.Array, jax.Array]:
+    """Take a compressor's columns off the product of x with ``compress``, f32 [B, T, rows].
+
+    Returns (the first ``count`` entries f32 [B, count, dim], not yet rounded; the other columns).
+    """
+    assert pool is not None
+    ratio = form.cfg.ratio(form.kind)
+    k, z, others = jnp.split(product, [pool.width, 2 * pool.width], axis=-1)
+    k, z = (part[:, : count * ratio].reshape(part.shape[0], count, ratio, -1) for part in (k, z))
+    z += jnp.broadcast_to(pool.ape.astype(jnp.float32)[None, None], z.shape)
+    if form.kind.overlaps:  # the first half of a token's columns goes into the next block's entry
+        (kb, ka), (zb, za) = jnp.split(k, 2, axis=-1), jnp.split(z, 2, axis=-1)
+        after = ((0, 0), (1, 0), (0, 0), (0, 0))
+        kb, zb = jnp.pad(kb[:, :-1], after), jnp.pad(zb[:, :-1], after, constant_values=-jnp.inf)
+        k, z = jnp.concatenate([kb, ka], axis=2), jnp.concatenate([zb, za], axis=2)
+    pooled = rms_norm(jnp.sum(jax.nn.softmax(z, axis=2) * k, axis=2), pool.norm, form.cfg.norm_eps)
+    return apply_rope(pooled, ratio * jnp.arange(count, dtype=jnp.int32)[None], form.freqs), others
+
+
+def _attend_tile(params: AttentionParams, queries: _Queries, seen: _Seen, form: _Form) -> jax.Array:
+    """Process one tile of queries, from W_qb to W_ob: [B, t, hidden]."""
+    cfg, latent, positions = form.cfg, queries.latent, queries.positions
+    q = project(latent, params.q_b, backend=XLA).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
+    q = apply_rope(rms_norm(q, None, cfg.norm_eps), positions[..., None], form.freqs)
+
+    first, size = positions[:, :1] - (cfg.sliding_window - 1), positions.shape[1] + cfg.sliding_window - 1
+    key = first + jnp.arange(size, dtype=jnp.int32)[None]
+    age = positions[:, :, None] - key[:, None]
+    window = lax.dynamic_slice_in_dim(seen.rows, positions[0, 0], size, axis=1)
+    in_window = (key >= 0)[:, None] & (age >= 0) & (age < cfg.sliding_window)
+    running = attend(start_at_sinks(params.sinks, q), q, window, in_window)
+    if seen.entries is not None:
+        visible = (positions + 1) // cfg.ratio(form.kind)
+        read = jnp.arange(seen.entries.shape[1], dtype=jnp.int32)[None, None] < visible[..., None]
+        if seen.keys is not None:
+            assert params.index_q_b is not None
+            read &= _picked(*lax.stop_gradient((params.index_q_b, queries, seen.keys)), visible, form)
+        running = attend(running, q, seen.entries, read)
+
+    out = apply_rope(running.output, positions[..., None], form.freqs, inverse=True).astype(latent.dtype)
+    groups = out.reshape(*positions.shape, cfg.o_groups, -1)
+    dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
+    narrow = project(groups, params.o_a, dtype, cfg.o_groups, XLA).reshape(*positions.shape, -1)
+    return project(narrow.astype(latent.dtype), params.o_b, latent.dtype, backend=XLA)
+
+
+def _picked(q_b: Weight, queries: _Queries, keys: jax.Array, visible: jax.Array, form: _Form) -> jax.Array:
+    """Which of all entries the indexer picks for the queries of a tile, bool [B, t, entries]."""
+    cfg, positions, count = form.cfg, queries.positions, keys.shape[1]
+    q = project(queries.latent, q_b, backend=XLA)
+    q = q.reshape(*positions.shape, cfg.indexer_heads, cfg.indexer_head_dim)
+    q = hadamard(apply_rope(q, positions[..., None], form.freqs))
+    q = rounded_keys(q, form.keys) if form.keys.rounds_queries else q
+    dots = jnp.einsum("bthd,bkd->bthk", q, keys, precision=lax.Precision.HIGHEST)
+    scores = jnp.einsum("bth,bthk->btk", queries.head_weights, jnp.maximum(dots, 0), precision=lax.Precision.HIGHEST)
+    picks = indexer.pick(scores, visible, cfg.indexer_top_k)
+    row, token = (of_axis[..., None] for of_axis in jnp.indices(positions.shape, dtype=jnp.int32))
+    none = jnp.zeros((*positions.shape, count), bool)
+    return none.at[row, token, jnp.where(picks < 0, count, picks)].set(True, mode="drop")
