@@ -12,14 +12,14 @@ sampling           drawing tokens, and accepting drafts
 loop               the compiled loop that generates texts
 generation         prompts in, new tokens out
 text               tokenizers and chats
-tensors            the tensors of a checkpoint: names, shapes, forms
-checkpoint         loading a model from a folder
+checkpoint         loading a model from a folder, and saving it
+partition          the weights that can be trained, and the rest
 initial            random models
 memory             the bytes of a model's weights
 """
 
 from dsv4jax.model.caches import Caches, init_caches
-from dsv4jax.model.checkpoint import load_model
+from dsv4jax.model.checkpoint.load import load_model
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.drafts import draft_forward
 from dsv4jax.model.forward_pass import Inspection, forward, inspect_forward, stage_forward
@@ -27,6 +27,7 @@ from dsv4jax.model.generation import Generated, generate
 from dsv4jax.model.initial import random_model
 from dsv4jax.model.memory import MemoryPlan, plan_memory
 from dsv4jax.model.params import ModelParams, StoredExperts
+from dsv4jax.model.partition import combine, partition
 from dsv4jax.model.routing import Picks
 from dsv4jax.model.sampling import Sampling
 from dsv4jax.model.text import Text, chat_text
@@ -43,12 +44,14 @@ __all__ = [
     "StoredExperts",
     "Text",
     "chat_text",
+    "combine",
     "draft_forward",
     "forward",
     "generate",
     "init_caches",
     "inspect_forward",
     "load_model",
+    "partition",
     "plan_memory",
     "random_model",
     "stage_forward",

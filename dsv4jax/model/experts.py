@@ -12,7 +12,9 @@ from TPUs XLA writes every row once per expert for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,31 +96,64 @@ class _Tiles:
 def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
     """The weighted sum of the picked experts' outputs, f32 [M, h], for x [M, h] and picks [M, k]."""
     tokens, per_token = picks.experts.shape
-    pairs, tile = tokens * per_token, min(tokens, TILE)
-    if pairs == 0:
+    if tokens * per_token == 0:
         return jnp.zeros(x.shape, jnp.float32)
+    tiles = _Tiles.of(picks.experts.reshape(-1), cfg.num_experts, min(tokens, TILE))
+    linear = _constant(experts.gate_up), _constant(experts.down)
+    out = _outputs(cfg, x, picks.weights.reshape(-1), linear, tiles)
+    return jnp.sum(out.reshape(tokens, per_token, -1).astype(jnp.float32), axis=1)
+
+
+def _constant(weight: ExpertWeight) -> ExpertWeight:
+    """The weight as it is. One that is stored has no derivative: asking for it is a ValueError."""
+    if not isinstance(weight, StoredExperts):
+        return weight
+    message = "experts that are stored as FP8 or FP4 have no derivative: freeze them, or load weights='wide'"
+    return lax.stop_gradient(refuse_derivative(message, weight))
+
+
+def _all_outputs(
+    cfg: ModelConfig,
+    x: jax.Array,
+    weights: jax.Array,
+    linear: tuple[ExpertWeight, ExpertWeight],
+    tiles: _Tiles,
+    *,
+    to_the_end: bool = False,
+) -> jax.Array:
+    """The weighted output of each pair's expert, in x's dtype [N, h], for x [M, h] and weights f32 [N]."""
+    # A rule of derivatives gives every argument a tangent, and these have none.
+    gate_up, down = (lax.stop_gradient(each) if isinstance(each, StoredExperts) else each for each in linear)
+    tokens, pairs = x.shape[0], weights.size
+    tile = min(tokens, TILE)
     most = min(pairs, cfg.num_experts + pairs // tile)  # tiles that there can be
     at_once = max(1, min(most, WIDE // (3 * cfg.expert_width * cfg.hidden_size)))
-    tiles = _Tiles.of(picks.experts.reshape(-1), cfg.num_experts, tile)
-    weights = picks.weights.reshape(-1)
+
+    @jax.checkpoint  # reverse mode would keep the wide copies of all experts
+    def outputs(pair: jax.Array, expert: jax.Array) -> jax.Array:
+        rows = x.at[pair // (pairs // tokens)].get(mode="fill", fill_value=0)
+        weight = weights.at[pair].get(mode="fill", fill_value=0)
+        inner = _gated(_product(rows, gate_up, expert), cfg) * weight[..., None]
+        return _product(inner.astype(x.dtype), down, expert)
 
     def multiply(step: jax.Array | int, out: jax.Array) -> jax.Array:
-        number = step * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        expert, pair = tiles.rows(number, tile)
-        rows = x.at[pair // per_token].get(mode="fill", fill_value=0)
-        weight = weights.at[pair].get(mode="fill", fill_value=0)
-        inner = _gated(_product(rows, experts.gate_up, expert), cfg) * weight[..., None]
-        return out.at[pair].set(_product(inner.astype(x.dtype), experts.down, expert), mode="drop")
+        expert, pair = tiles.rows(step * at_once + jnp.arange(at_once, dtype=jnp.int32), tile)
+        return out.at[pair].set(outputs(pair, expert), mode="drop")
 
     out = jnp.zeros((pairs, x.shape[1]), x.dtype)
     steps = math.ceil(most / at_once)
     if steps == 1:
-        out = multiply(0, out)
-    else:
-        is_stored = isinstance(experts.gate_up, StoredExperts)
-        # A number of steps that is known has derivatives, and stored weights have none anyway.
-        out = lax.fori_loop(0, (tiles.end[-1] + at_once - 1) // at_once if is_stored else steps, multiply, out)
-    return jnp.sum(out.reshape(tokens, per_token, -1).astype(jnp.float32), axis=1)
+        return multiply(0, out)
+    return lax.fori_loop(0, steps if to_the_end else (tiles.end[-1] + at_once - 1) // at_once, multiply, out)
+
+
+_outputs = jax.custom_jvp(_all_outputs, nondiff_argnums=(0,))
+
+
+@_outputs.defjvp
+def _(cfg: ModelConfig, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """Over all tiles that there can be: reverse mode must know their number."""
+    return jax.jvp(functools.partial(_all_outputs, cfg, to_the_end=True), primals, tangents)
 
 
 def _product(x: jax.Array, weight: ExpertWeight, experts: jax.Array) -> jax.Array:
@@ -129,7 +164,6 @@ def _product(x: jax.Array, weight: ExpertWeight, experts: jax.Array) -> jax.Arra
 
 
 def _stored_product(x: jax.Array, weight: StoredExperts, experts: jax.Array) -> jax.Array:
-    weight = refuse_derivative("experts that are stored as FP8 or FP4 have no derivative: load them wide", weight)
     if weight.activations == "fp8":
         x = straight_through(fp8_rounded(lax.stop_gradient(x), GROUP), x)
     return _dot(x, weight.widened(experts, x.dtype))

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.formats import E2M1_VALUES
+from dsv4jax.model.checkpoint.tensors import FP4_BLOCK
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import (
     Block,
@@ -22,7 +23,6 @@ from dsv4jax.model.params import (
     StoredExperts,
     StreamMix,
 )
-from dsv4jax.model.tensors import FP4_BLOCK
 from dsv4jax.weights.initial import init_attention_params, random_scales, random_stored
 from dsv4jax.weights.params import ALWAYS_F32
 from dsv4jax.weights.stored import Stored, Weight, join, num_blocks

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from dsv4jax.model.checkpoint.tensors import TensorSpec, model_tensors
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.tensors import TensorSpec, model_tensors
 
 GIB = 1 << 30
 DEVICES = (1, 2, 4, 8)

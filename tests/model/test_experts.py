@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -158,14 +159,18 @@ def test_derivatives_of_wide_weights_are_those_of_the_dense_sum(monkeypatch, at_
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
-def test_derivatives_by_x_go_through_stored_weights_and_those_by_the_weights_are_refused(activations):
+@pytest.mark.parametrize(("activations", "at_once"), [("bf16", 64), ("fp8", 64), ("bf16", 2)])
+def test_derivatives_by_x_go_through_stored_weights_and_those_by_the_weights_are_refused(
+    monkeypatch, activations, at_once
+):
+    """In one go, and in a loop, as large models have it."""
+    monkeypatch.setattr(module, "WIDE", at_once * 3 * CFG.expert_width * CFG.hidden_size)
     rng = np.random.default_rng(8)
     experts, picks = experts_of("stored", activations=activations), random_picks(rng, 5)
     x = jnp.asarray(rng.standard_normal((5, CFG.hidden_size)), jnp.float32)
 
     def total(x, experts):
-        return jnp.sum(mix_experts(x, picks, experts, CFG))
+        return jnp.sum(mix(x, picks, experts) ** 2)
 
     def wide(weight):
         everything = jnp.arange(CFG.num_experts, dtype=jnp.int32)
@@ -200,3 +205,14 @@ def test_no_program_widens_all_experts_at_once(monkeypatch, tokens):
     shapes = re.findall(r"(?:f32|bf16|f16)\[([\d,]+)\]", hlo)
     largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
     assert largest <= 4 * 2 * cfg.expert_width * cfg.hidden_size < 64 * cfg.expert_width * cfg.hidden_size
+
+
+def test_reverse_mode_keeps_no_wide_copy_of_all_experts(monkeypatch):
+    cfg = ModelConfig.tiny(num_experts=64, experts_per_token=4)
+    monkeypatch.setattr(module, "WIDE", 2 * 3 * cfg.expert_width * cfg.hidden_size)
+    experts = jax.eval_shape(lambda: experts_of("stored", cfg))
+    picks = jax.eval_shape(lambda: random_picks(np.random.default_rng(0), 8, cfg))
+    x = jax.ShapeDtypeStruct((8, cfg.hidden_size), jnp.float32)
+    grad = jax.jit(jax.grad(lambda x, picks, experts: jnp.sum(mix_experts(x, picks, experts, cfg) ** 2)))
+    memory: Any = grad.lower(x, picks, experts).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 3 * cfg.num_experts * cfg.expert_width * cfg.hidden_size / 2

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from dsv4jax.model import ModelConfig
-from dsv4jax.model.tensors import Place, model_tensors, place_of
+from dsv4jax.model.checkpoint.tensors import Place, model_tensors, place_of
 from tests.support.paths import DATA
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu

@@ -22,6 +22,7 @@ from jax import lax
 
 from dsv4jax.checks import FLOATS, check_dtype
 from dsv4jax.config import read_config
+from dsv4jax.model.checkpoint.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import (
     Block,
@@ -33,7 +34,6 @@ from dsv4jax.model.params import (
     StoredExperts,
     StreamMix,
 )
-from dsv4jax.model.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
 from dsv4jax.weights.files import FileTensor, block_size, file_names, read_header, read_index
 from dsv4jax.weights.load import NAMINGS, as_stored, as_wide, load_attention_params, scale_names
 from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams
