@@ -152,6 +152,26 @@ class DSV4Config:
         """
         return cls(**_fields_from_hf(read_config(source)))
 
+    def to_hf(self) -> dict[str, Any]:
+        """Return the sizes under the names of DeepSeek's ``config.json``: what ``from_hf`` reads."""
+        ours = {theirs: getattr(self, name) for name, theirs in _HF_KEYS.items()}
+        rates = {kind.hf_name: self.ratio(kind) for kind in AttentionType if kind.compresses}
+        return ours | {
+            "num_hidden_layers": self.num_layers,
+            "qk_rope_head_dim": self.rope_dim,
+            "compress_ratios": list(self.compress_ratios),
+            "compress_rates": rates,
+            "rope_theta": self.rope_theta,
+            "compress_rope_theta": self.compress_rope_theta,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": self.yarn_factor,
+                "original_max_position_embeddings": self.yarn_original_max_position,
+                "beta_fast": self.yarn_beta_fast,
+                "beta_slow": self.yarn_beta_slow,
+            },
+        }
+
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return a parsed configuration: what is given, or the content of a ``config.json``, or of the one in a folder.

@@ -20,6 +20,7 @@ memory             the bytes of a model's weights
 
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.checkpoint.load import load_model
+from dsv4jax.model.checkpoint.save import save_model
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.drafts import draft_forward
 from dsv4jax.model.forward_pass import Inspection, forward, inspect_forward, stage_forward
@@ -54,5 +55,6 @@ __all__ = [
     "partition",
     "plan_memory",
     "random_model",
+    "save_model",
     "stage_forward",
 ]

@@ -135,6 +135,20 @@ class ModelConfig:
             **sizes,
         )
 
+    def to_hf(self) -> dict[str, Any]:
+        """Return the configuration under the names of DeepSeek's ``config.json``: what ``from_hf`` reads."""
+        ends = self.stop_tokens
+        return {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            **self.attention.to_hf(),
+            **{theirs: getattr(self, name) for name, theirs in _SIZES.items()},
+            "num_hash_layers": self.num_hash_layers,
+            "swiglu_limit": self.swiglu_limit,
+            "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
+            **_FIXED,
+        }
+
 
 _SIZES = {
     "vocab_size": "vocab_size",

@@ -1,13 +1,16 @@
-"""Tensors in safetensors files: what is in them, and reading one at a time.
+"""Tensors in safetensors files: what is in them, reading and writing one at a time.
 
-A file is: 8 bytes with the length of the header | JSON header | data. It is read here, because the NumPy interface of
-the safetensors package does not support 8-bit floats; the package checks the header and the length of the file.
+A file is: 8 bytes with the length of the header | JSON header | data. It is read and written here, because the NumPy
+interface of the safetensors package does not support 8-bit floats; the package checks the header and the length of the
+file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,45 @@ class FileTensor:
         if data.size != nbytes:
             raise ValueError(f"{self.file} ends before byte {begin + nbytes}")
         return data.view(dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewTensor:
+    """A tensor to be written, which is not in memory before its turn comes."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+_NAMES = {jnp.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+def write_file(file: Path, tensors: Mapping[str, NewTensor]) -> None:
+    """Write a file of these tensors, those with the widest numbers first, so that each begins at a multiple of them.
+
+    Raises:
+      ValueError: a tensor's dtype is none of ``DTYPES``.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end, ordered = 0, sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    for name, tensor in ordered:
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"tensor {name!r} is {tensor.dtype}; known are {list(DTYPES)}")
+        first, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [first, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in ordered:
+            data = np.ascontiguousarray(tensor.make())
+            assert (data.dtype, data.shape) == (tensor.dtype, tensor.shape), name
+            stream.write(data.reshape(-1).view(np.uint8).data)
 
 
 def read_header(file: Path) -> dict[str, FileTensor]:

@@ -1,0 +1,266 @@
+"""Saving a whole model to a folder, in the names and forms of DeepSeek's checkpoints.
+
+Weights that a model holds side by side are cut apart again. On the host there is never more than one layer's attention
+or one other tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv4jax.checks import check_concrete, integer
+from dsv4jax.config import layer_schedule
+from dsv4jax.model.params import Block, DraftParams, ExpertWeight, ModelParams, StoredExperts, StreamMix, check_model
+from dsv4jax.weights.files import NewTensor, write_file
+from dsv4jax.weights.load import NAMINGS, scale_names
+from dsv4jax.weights.params import check_params
+from dsv4jax.weights.stored import StoredWeight, Weight, as_bytes, num_blocks, rows_of
+
+
+def save_model(params: ModelParams, path: str | os.PathLike[str], max_file_bytes: int = 5 << 30) -> None:
+    """Write a model to a new folder: config.json, ``*.safetensors``, and an index where there are several.
+
+    ``load_model(path)`` returns the same weights bit for bit, in the same forms: FP8 and FP4 with their scales, bf16,
+    f32. Two things are not in a checkpoint, and are options of ``load_model``: ``activations``; and another dtype than
+    float32 of what checkpoints always store as float32. A tokenizer is not saved: copy its files from the folder that
+    the model came from. A save that fails leaves nothing; one that is killed leaves ``path.partial``.
+
+    Args:
+      params: the model's weights.
+      path: the folder. There may be an empty one.
+      max_file_bytes: how large a file may become. A tensor that is larger has a file of its own.
+
+    Raises:
+      FileExistsError: the folder exists and is not empty, or another save was killed; nothing is overwritten.
+      ValueError: the weights are traced, or their FP8 blocks differ in size, where a checkpoint has one size.
+      AssertionError: (chex) a weight's shape or dtype is wrong.
+    """
+    check_concrete("save_model", params, "call it on weights that have come back")
+    integer("max_file_bytes", max_file_bytes, least=1)
+    check_model(params)
+    cfg = params.cfg
+    for block, spec in zip(params.blocks, layer_schedule(cfg.attention), strict=True):
+        check_params(block.attention, cfg.attention, spec.attn)
+    if params.drafts is not None:
+        check_params(params.drafts.block.attention, cfg.draft_attention, layer_schedule(cfg.draft_attention)[0].attn)
+    tensors = _Tensors(params)
+    folder = Path(path).absolute()
+    partial = folder.with_name(folder.name + ".partial")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty: save to a new folder")
+    if partial.exists():
+        raise FileExistsError(f"{partial} was left by a save that was killed: remove it")
+    partial.mkdir(parents=True)
+    try:
+        _write(partial, tensors.found, max_file_bytes)
+        (partial / "config.json").write_text(json.dumps(tensors.config(), indent=2) + "\n")
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+
+
+def _write(folder: Path, tensors: dict[str, NewTensor], max_file_bytes: int) -> None:
+    files: list[dict[str, NewTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > max_file_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    if len(files) == 1:
+        write_file(folder / "model.safetensors", files[0])
+        return
+    where: dict[str, str] = {}
+    for number, held in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        write_file(folder / file, held)
+        where |= dict.fromkeys(held, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+class _Tensors:
+    """The tensors of a model by DeepSeek's names."""
+
+    def __init__(self, params: ModelParams) -> None:
+        self.cfg = params.cfg
+        self.block_size = _block_size(params)
+        self.has_drafts, self.has_fp4 = params.drafts is not None, _has_fp4(params)
+        self.found: dict[str, NewTensor] = {}
+        for name, array in (
+            ("embed.weight", params.embedding),
+            ("norm.weight", params.final_norm),
+            ("head.weight", params.head),
+        ):
+            self.put(name, lambda array=array: array)
+        self.mix("hc_head", params.final_mix)
+        for layer, block in enumerate(params.blocks):
+            self.block(f"layers.{layer}.", block)
+        if params.drafts is not None:
+            self.drafts(params.drafts)
+
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        config = self.cfg.to_hf()
+        if self.has_drafts:  # DeepSeek appends the ratio of the block for drafts
+            config["compress_ratios"] += [0]
+            config["num_nextn_predict_layers"] = 1
+        if self.has_fp4:
+            config["expert_dtype"] = "fp4"
+        if self.block_size is not None:
+            block = list(self.block_size)
+            config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block}
+        return config
+
+    def put(self, name: str, get: Callable[[], Weight]) -> None:
+        """Note a weight that ``get`` returns, an array or stored."""
+        spec = jax.eval_shape(get)
+        if not isinstance(spec, StoredWeight):
+            self.found[name] = _tensor(spec, get)
+            return
+        assert self.block_size is not None
+        height, width = self.block_size
+
+        def stored() -> StoredWeight:
+            weight = get()
+            assert isinstance(weight, StoredWeight)
+            return weight
+
+        self.found[name] = _tensor(spec.codes, lambda: stored().codes)
+        scales = jax.ShapeDtypeStruct(num_blocks((spec.shape[0], spec.shape[1]), (height, width)), spec.scales.dtype)
+        self.found[scale_names(name)[0]] = _tensor(scales, lambda: _raised(name, stored(), height))
+
+    def mix(self, name: str, mix: StreamMix) -> None:
+        for part, array in (("fn", mix.weight), ("base", mix.base), ("scale", mix.scale)):
+            self.put(f"{name}_{part}", lambda array=array: array)
+
+    def block(self, prefix: str, block: Block) -> None:
+        """Note the weights of a layer."""
+        for part in jax.eval_shape(block.attention.split):
+            name = f"{prefix}attn.{NAMINGS['deepseek'][part]}"
+            self.put(name, lambda part=part: block.attention.split()[part])
+        self.mix(f"{prefix}hc_attn", block.attention_mix)
+        self.mix(f"{prefix}hc_ffn", block.experts_mix)
+        for name, array in (
+            ("attn_norm.weight", block.attention_norm),
+            ("ffn_norm.weight", block.experts_norm),
+            ("ffn.gate.weight", block.router.gate),
+            ("ffn.gate.bias", block.router.bias),
+            ("ffn.gate.tid2eid", block.router.table),
+        ):
+            if array is not None:
+                self.put(prefix + name, lambda array=array: array)
+        wide, shared = self.cfg.expert_width, f"{prefix}ffn.shared_experts."
+        gate_up, down = block.experts.shared_gate_up, block.experts.shared_down
+        self.put(f"{shared}w1.weight", lambda: rows_of(gate_up, 0, wide))
+        self.put(f"{shared}w2.weight", lambda: down)
+        self.put(f"{shared}w3.weight", lambda: rows_of(gate_up, wide, 2 * wide))
+        for expert in range(self.cfg.num_experts):
+            for weight, both, first in (
+                ("w1", block.experts.gate_up, 0),
+                ("w2", block.experts.down, None),
+                ("w3", block.experts.gate_up, wide),
+            ):
+                rows = both.shape[1] if first is None else wide
+                self.expert(f"{prefix}ffn.experts.{expert}.{weight}.weight", both, expert, first or 0, rows)
+
+    def expert(self, name: str, weight: ExpertWeight, expert: int, first: int, rows: int) -> None:
+        """Note some rows of one expert."""
+
+        def put(name: str, leaf: jax.Array, height: int) -> None:
+            """``height`` rows of the weight are one of the leaf."""
+            count, start = -(-rows // height), first // height
+            spec = jax.ShapeDtypeStruct((count, leaf.shape[2]), leaf.dtype)
+            index = np.int32(expert), np.int32(start)
+            self.found[name] = _tensor(spec, lambda: _rows_of_expert(leaf, *index, count=count))
+
+        if not isinstance(weight, StoredExperts):
+            put(name, weight, 1)
+            return
+        put(name, weight.codes, 1)
+        put(scale_names(name)[0], weight.scales, weight.block[0])
+
+    def drafts(self, drafts: DraftParams) -> None:
+        """Note the weights of the block for drafts."""
+        for name, weight in (
+            ("enorm.weight", drafts.token_norm),
+            ("hnorm.weight", drafts.stream_norm),
+            ("norm.weight", drafts.final_norm),
+            ("e_proj.weight", drafts.token_proj),
+            ("h_proj.weight", drafts.stream_proj),
+        ):
+            self.put(f"mtp.0.{name}", lambda weight=weight: weight)
+        self.mix("mtp.0.hc_head", drafts.final_mix)
+        self.block("mtp.0.", drafts.block)
+
+
+def _tensor(spec: Any, get: Callable[[], Any]) -> NewTensor:
+    """A tensor as it is in files: integers are int64, and FP4 codes, which are bytes, int8."""
+    as_in_files = {jnp.dtype(jnp.int32): np.dtype(np.int64), jnp.dtype(jnp.uint8): np.dtype(np.int8)}
+    dtype = as_in_files.get(spec.dtype, np.dtype(spec.dtype))
+
+    def make() -> np.ndarray:
+        given = np.asarray(jnp.copy(get()))  # a copy, because JAX keeps what it has brought to the host
+        return given.view(dtype) if dtype.itemsize == given.dtype.itemsize else given.astype(dtype)
+
+    return NewTensor(dtype=dtype, shape=spec.shape, make=make)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _rows_of_expert(leaf: jax.Array, expert: jax.Array, first: jax.Array, *, count: int) -> jax.Array:
+    """Rows of one expert [count, in] of a leaf [E, rows, in], cut as bytes if they are 8-bit floats."""
+    rows = as_bytes(leaf) if leaf.dtype.itemsize == 1 else leaf
+    rows = lax.dynamic_slice(rows, (expert, first, 0), (1, count, leaf.shape[2]))[0]
+    return lax.bitcast_convert_type(rows, leaf.dtype) if leaf.dtype.itemsize == 1 else rows
+
+
+def _raised(name: str, weight: StoredWeight, height: int) -> np.ndarray:
+    """The scales of a weight for blocks of ``height`` rows, where it may have lower ones since it was joined.
+
+    Raises ValueError if rows of such a block have different scales.
+    """
+    scales, times = np.asarray(weight.scales), height // weight.block[0]
+    raised = scales[::times]
+    if np.repeat(raised, times, 0)[: len(scales)].tobytes() != scales.tobytes():
+        raise ValueError(f"{name}: {weight.block[0]} rows share scales, and {height} do in the model's other weights")
+    return raised
+
+
+def _block_size(params: ModelParams) -> tuple[int, int] | None:
+    """The rows and columns per scale of a model's FP8 weights; None if it has none.
+
+    Weights that were joined may have lower blocks, of which those of the others are multiples.
+    """
+    blocks = {
+        node.block
+        for node in jax.tree.leaves(params, is_leaf=_is_stored)
+        if isinstance(node, StoredWeight) or (isinstance(node, StoredExperts) and not node.is_fp4)
+    }
+    if not blocks:
+        return None
+    height, width = max(height for height, _ in blocks), max(width for _, width in blocks)
+    if any(height % lower or width != other for lower, other in blocks):
+        raise ValueError(f"FP8 weights are stored in blocks of {sorted(blocks)}: a checkpoint has blocks of one size")
+    return height, width
+
+
+def _has_fp4(params: ModelParams) -> bool:
+    return any(isinstance(node, StoredExperts) and node.is_fp4 for node in jax.tree.leaves(params, is_leaf=_is_stored))
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, StoredWeight | StoredExperts)
