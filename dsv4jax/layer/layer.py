@@ -194,7 +194,8 @@ def _without_derivative(params: AttentionParams) -> AttentionParams:
         if not isinstance(weight, StoredWeight):
             return weight
         name = f"params{jax.tree_util.keystr(path)}"
-        message = f"{name} is stored as FP8 and has no derivative: differentiate by x, or load weights='wide'"
+        remedy = "differentiate by x or by what dsv4jax.model.partition calls trainable, or load weights='wide'"
+        message = f"{name} is stored as FP8 and has no derivative: {remedy}"
         return refuse_derivative(message, weight)
 
     return jax.tree_util.tree_map_with_path(refuse, params, is_leaf=is_stored)

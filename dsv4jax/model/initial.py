@@ -23,8 +23,7 @@ from dsv4jax.model.params import (
     StoredExperts,
     StreamMix,
 )
-from dsv4jax.weights.initial import init_attention_params, random_scales, random_stored
-from dsv4jax.weights.params import ALWAYS_F32
+from dsv4jax.weights.initial import init_attention_params, random_scales, random_stored, with_f32
 from dsv4jax.weights.stored import Stored, Weight, join, num_blocks
 
 _E2M1_VARIANCE = float(np.mean(np.square(E2M1_VALUES)))
@@ -42,17 +41,15 @@ def random_model(
     Args:
       cfg: the model's sizes.
       key: a random key.
-      weights: "stored" makes FP8 and FP4 weights as published checkpoints have them, and bfloat16 for the rest; "bf16"
-        and "f32" make all weights in one dtype, but for those that are always float32.
+      weights: "stored" makes FP8 and FP4 weights as published checkpoints have them, and bfloat16 for the rest; "bf16",
+        which is also what "wide" makes, and "f32" make all weights in one dtype, but for those that are always float32.
       activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_model``.
       drafts: whether the model has a block for drafts.
 
     Raises:
       ValueError: an option is unknown, or a size does not divide into blocks of FP4.
     """
-    if weights not in ("stored", "bf16", "f32"):
-        raise ValueError(f"weights must be 'stored', 'bf16' or 'f32', got {weights!r}")
-    stored = Stored.choose("stored" if weights == "stored" else "wide", activations)
+    stored = Stored.choose(weights, activations)
     if stored is not None and (cfg.hidden_size % FP4_BLOCK[1] or cfg.expert_width % FP4_BLOCK[1]):
         sizes = f"hidden_size={cfg.hidden_size} and expert_width={cfg.expert_width}"
         raise ValueError(f"{sizes} must be divisible by {FP4_BLOCK[1]}, the block of FP4 weights")
@@ -98,12 +95,8 @@ def _block(key: jax.Array, cfg: ModelConfig, layer: int | None, dtype: Any, stor
     sizes = cfg.draft_attention if layer is None else cfg.attention
     how = ("wide", "bf16") if stored is None else ("stored", stored.activations)
     params = init_attention_params(attention, sizes, layer or 0, dtype, *how)
-
-    def cast(path: Any, leaf: jax.Array) -> jax.Array:
-        return leaf.astype(jnp.float32) if path[-1].name in ALWAYS_F32 else leaf
-
     return Block(
-        attention=jax.tree_util.tree_map_with_path(cast, params),
+        attention=with_f32(params),
         **_around_attention(rest, cfg, cfg.picks_by_id(layer), dtype, stored),
     )
 

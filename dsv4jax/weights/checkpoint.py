@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
 
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.weights.files import block_size, read_header, tensor_files
-from dsv4jax.weights.load import NAMINGS, load_attention_params, scale_names, scale_of
-from dsv4jax.weights.params import QUANTISED, AttentionParams
+from dsv4jax.weights.load import NAMINGS, load_attention_params, scale_names
+from dsv4jax.weights.params import AttentionParams
 
 # Prefix of a layer's attention in the names of a checkpoint's tensors.
 _PREFIXES = {
@@ -25,7 +26,7 @@ def load_safetensors(
     path: str | os.PathLike[str],
     cfg: DSV4Config,
     layer: int,
-    weights: str | None = None,
+    weights: str | None = "stored",
     activations: str = "bf16",
 ) -> AttentionParams:
     """Read one layer's attention from a checkpoint folder, opening only the shards that hold it.
@@ -37,8 +38,7 @@ def load_safetensors(
       path: folder with ``*.safetensors`` and, where sharded, ``model.safetensors.index.json``.
       cfg: the model's sizes.
       layer: number of the layer in the model.
-      weights: "stored" or "wide", as for ``load_attention_params``. None = "stored" if all weights of the layer that
-        can be stored as FP8 have block scales beside them, otherwise "wide".
+      weights: "stored", "wide", "bf16" or "f32", as for ``load_attention_params``. None is an old word for "stored".
       activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_attention_params``.
 
     Raises:
@@ -46,6 +46,10 @@ def load_safetensors(
         stored (some are no power of two, or above 2^7), which ``weights="wide"`` reads.
       FileNotFoundError: the folder holds no safetensors file.
     """
+    if weights is None:
+        message = "load_safetensors: weights=None is now weights='stored', the default"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        weights = "stored"
     folder = Path(path)
     layer_kind(cfg, layer)  # raises if the model has no such layer
     where = tensor_files(folder)
@@ -66,9 +70,6 @@ def load_safetensors(
                 raw[name] = header[prefix + name].read()
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from error
-    if weights is None:
-        quantised = [name for part, name in naming.items() if part in QUANTISED and name in raw]
-        weights = "stored" if quantised and all(scale_of(name, raw) is not None for name in quantised) else "wide"
     return load_attention_params(raw, cfg, layer, prefixes[prefix], weights, activations, _block_size(folder))
 
 

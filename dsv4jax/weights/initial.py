@@ -14,8 +14,8 @@ from jax import lax
 from dsv4jax.checks import FLOATS, check_dtype
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.kinds import AttentionType
-from dsv4jax.weights.params import QUANTISED, AttentionParams, named_shapes
-from dsv4jax.weights.stored import BLOCK, CODES, SCALES, Stored, StoredWeight, num_blocks
+from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams, named_shapes
+from dsv4jax.weights.stored import BLOCK, CODES, SCALES, Stored, StoredWeight, dtype_of, num_blocks
 
 _SMALL = 1 << 18  # leaves of at most so many numbers are drawn together, however their sizes differ
 
@@ -38,8 +38,9 @@ def init_attention_params(
       cfg: the model's sizes.
       layer: number of the layer in the model.
       dtype: float32 or bfloat16, of what is not FP8.
-      weights: "wide", or "stored": the linear weights that checkpoints store as FP8 are drawn as FP8 codes and block
-        scales. No wider copy of them is made.
+      weights: "wide", the default here, because what is drawn is to be trained or tried; "stored": the linear weights
+        that checkpoints store as FP8 are drawn as FP8 codes and block scales, and no wider copy of them is made; "bf16"
+        or "f32": "wide" in this dtype, sinks and position biases in float32.
       activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_attention_params``.
       block: for stored weights, rows and columns per scale; 128 x 128 if None.
 
@@ -47,8 +48,18 @@ def init_attention_params(
       ValueError: the model has no such layer, dtype is neither float32 nor bfloat16, or an option is unknown.
     """
     check_dtype("dtype", dtype, FLOATS)
-    stored = Stored.choose(weights, activations, block)
-    return _random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype), stored)
+    stored, named = Stored.choose(weights, activations, block), dtype_of(weights)
+    params = _random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype) if named is None else named, stored)
+    return params if named is None else with_f32(params)
+
+
+def with_f32(params: AttentionParams) -> AttentionParams:
+    """The weights with those in float32 that checkpoints store so."""
+
+    def cast(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.float32) if path[-1].name in ALWAYS_F32 else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 # Jitted whole: run op by op, the layers of a model would compile some 50 programs, each in up to half a second.

@@ -11,8 +11,18 @@ import numpy as np
 
 from dsv4jax.checks import FLOATS
 from dsv4jax.config import DSV4Config, layer_kind
-from dsv4jax.weights.params import QUANTISED, AttentionParams, named_shapes
-from dsv4jax.weights.stored import CODES, SCALES, Stored, StoredWeight, check_codes, find_block, per_number, to_e8m0
+from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams, named_shapes
+from dsv4jax.weights.stored import (
+    CODES,
+    SCALES,
+    Stored,
+    StoredWeight,
+    check_codes,
+    dtype_of,
+    find_block,
+    per_number,
+    to_e8m0,
+)
 
 # Part of AttentionParams, name in DeepSeek's checkpoints, name in transformers'. Both names are relative to the layer's
 # attention module.
@@ -63,7 +73,7 @@ def load_attention_params(
     cfg: DSV4Config,
     layer: int,
     naming: str = "hf",
-    weights: str = "wide",
+    weights: str = "stored",
     activations: str = "bf16",
     block: tuple[int, int] | None = None,
 ) -> AttentionParams:
@@ -76,9 +86,10 @@ def load_attention_params(
       layer: number of the layer in the model.
       naming: "hf" (the names of transformers' modules), "deepseek", or "hf_saved" (the names in the files that
         transformers' ``save_pretrained`` writes by default).
-      weights: "stored" keeps FP8 weights as they are (``StoredWeight``): W_qa, W_kv, W_qb, W_oa, W_ob and the indexer's
-        W_qb must be FP8 then. "wide" multiplies them by their scales: to bfloat16, which holds the product exactly, if
-        the scales are E8M0, to float32 otherwise.
+      weights: "stored" keeps weights as they are: floats, and FP8 (``StoredWeight``) of W_qa and W_kv, W_qb, W_oa, W_ob
+        and the indexer's W_qb. "wide" multiplies FP8 weights by their scales: to bfloat16, which holds the product
+        exactly, if the scales are E8M0, to float32 otherwise. "bf16" and "f32" then convert all weights, but for sinks
+        and position biases, which are float32.
       activations: for stored weights, "bf16"; or "fp8", which W_oa does not have, as in DeepSeek's own inference; or
         "fp8_all" for "fp8" of W_oa too. See ``StoredWeight``.
       block: rows and columns per scale. If None, 128 x 128, or what the shapes of scales and weights say.
@@ -89,7 +100,7 @@ def load_attention_params(
     """
     if not isinstance(naming, str) or naming not in NAMINGS:
         raise ValueError(f"naming must be one of {list(NAMINGS)}, got {naming!r}")
-    stored = Stored.choose(weights, activations, block)
+    stored, dtype = Stored.choose(weights, activations, block), dtype_of(weights)
     parts: dict[str, Any] = {}
     for part, shape in named_shapes(cfg, layer_kind(cfg, layer)).items():
         name = NAMINGS[naming][part]
@@ -101,20 +112,24 @@ def load_attention_params(
         if given.shape != shape:
             raise ValueError(f"layer {layer}: tensor {name!r} has shape {given.shape}, expected {shape}")
         try:
-            if stored is not None and part in QUANTISED:
+            if stored is not None and part in QUANTISED and scale is not None:
                 parts[part] = as_stored(given, scale, stored, stored.of(part))
             else:
                 parts[part] = as_wide(given, scale, block)
+                if dtype is not None:
+                    parts[part] = parts[part].astype(jnp.float32 if part.split(".")[-1] in ALWAYS_F32 else dtype)
         except ValueError as error:
             raise ValueError(f"layer {layer}: tensor {name!r}{error}") from error
-    return jax.tree.map(jnp.asarray, AttentionParams.join(parts))
+    try:
+        return jax.tree.map(jnp.asarray, AttentionParams.join(parts))
+    except ValueError as error:
+        raise ValueError(f"layer {layer}: {error}; use weights='wide'") from error
 
 
 def as_stored(given: Any, scale: Any, stored: Stored, activations: str) -> StoredWeight:
     """Keep a weight as FP8. The message of a ValueError continues one that names the tensor."""
-    if given.dtype != CODES or scale is None:
-        beside = "has no block scales beside it" if scale is None else "is no FP8"
-        raise ValueError(f" is {given.dtype} and {beside}: weights='stored' needs {CODES} with scales; use 'wide'")
+    if given.dtype != CODES:
+        raise ValueError(f" is {given.dtype} and has block scales: weights='stored' needs {CODES}; use 'wide'")
     try:
         check_codes(given)
     except ValueError as error:
@@ -130,7 +145,8 @@ def as_wide(given: Any, scale: Any, block: tuple[int, int] | None) -> Any:
     """Multiply a tensor by its scales, if it has any. The message of a ValueError continues one that names it."""
     if scale is None:
         if given.dtype not in FLOATS:
-            raise ValueError(f" is {given.dtype}, expected float32 or bfloat16")
+            beside = f", or {CODES} with block scales beside it" if given.dtype == CODES else ""
+            raise ValueError(f" is {given.dtype}, expected float32 or bfloat16{beside}")
         return given
     try:
         block = find_block(given.shape, scale.shape, block)

@@ -257,7 +257,8 @@ def params_specs(
       layer: number of the layer in the model.
       mesh: the devices.
       axis: the mesh axis over which heads are split.
-      weights: "wide", or "stored" for weights that are FP8 with block scales. Scales are split as their codes are.
+      weights: "wide" (or "bf16" or "f32", which is the same here), the default as for ``init_attention_params``; or
+        "stored" for weights that are FP8 with block scales. Scales are split as their codes are.
       activations, block: of stored weights, as they were loaded. ``block`` is 128 x 128 if None.
 
     Raises:
@@ -287,26 +288,47 @@ def check_params(params: AttentionParams, cfg: DSV4Config, kind: AttentionType) 
       ValueError: they belong to another kind of layer, or a stored weight has an unknown ``block`` or ``activations``.
       AssertionError: (chex) an array's shape or dtype is wrong.
     """
-    _check_weights("params", params, param_shapes(cfg, kind), kind)
+    of_kinds = {kind: param_shapes(cfg, kind) for kind in AttentionType}
+    _check_weights("params", params, of_kinds, kind)
 
 
 def check_compressors(
     params: CompressorParams, indexer: IndexerParams | None, cfg: DSV4Config, kind: AttentionType
 ) -> None:
     """As ``check_params``, for the compressor and the indexer of a layer."""
-    shapes = param_shapes(cfg, kind)
-    _check_weights("params", params, shapes.compressor, kind)
-    _check_weights("indexer", indexer, shapes.indexer, kind)
+    shapes = {kind: param_shapes(cfg, kind) for kind in AttentionType}
+    _check_weights("params", params, {kind: each.compressor for kind, each in shapes.items()}, kind)
+    _check_weights("indexer", indexer, {kind: each.indexer for kind, each in shapes.items()}, kind)
 
 
-def _check_weights(name: str, weights: Any, shapes: Any, kind: AttentionType) -> None:
-    expected, tree = jax.tree_util.tree_flatten_with_path(shapes)
+def _check_weights(name: str, weights: Any, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> None:
+    """Check weights against the shapes of their kind. Those of the other kinds are for the message."""
+    expected, tree = jax.tree_util.tree_flatten_with_path(of_kinds[kind])
     leaves, found = jax.tree.flatten(weights, is_leaf=is_stored)
     if found != tree:
-        raise ValueError(f"{name}: expected the weights of a {kind.upper()} layer, {tree}; got {found}")
+        given = _said(weights, of_kinds, kind)
+        raise ValueError(f"{name}: expected the weights of a {kind.upper()} layer, got {given}")
     for (path, spec), leaf in zip(expected, leaves, strict=True):
         full = f"{name}{jax.tree_util.keystr(path)}"
         if path[-1].name in (*_WEIGHTS, "q_b"):
             check_weight(full, leaf, spec.shape)
         else:
             check_array(full, leaf, {f"axis {i}": size for i, size in enumerate(spec.shape)}, FLOATS)
+
+
+def _said(weights: Any, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> str:
+    """What weights are that have another form than those of a kind."""
+    found = jax.tree.structure(weights, is_leaf=is_stored)
+    for other, shapes in of_kinds.items():
+        if jax.tree.structure(shapes) == found:
+            return "none" if weights is None else f"those of a {other.upper()} layer"
+    if type(weights) is not type(of_kinds[kind]):
+        return f"a {type(weights).__name__}"
+
+    def paths(tree: Any) -> set[str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored)
+        return {jax.tree_util.keystr(path).removeprefix(".") for path, _ in leaves}
+
+    wanted, given = paths(of_kinds[kind]), paths(weights)
+    said = [("without", wanted - given), ("with", given - wanted)]
+    return f"{type(weights).__name__} " + " and ".join(f"{word} {sorted(names)}" for word, names in said if names)

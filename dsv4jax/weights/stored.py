@@ -27,6 +27,9 @@ CODES, SCALES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
 BLOCK = (128, 128)  # rows and columns per scale in DeepSeek's checkpoints
 ACTIVATIONS = ("bf16", "fp8")
 LAYER_ACTIVATIONS = (*ACTIVATIONS, "fp8_all")  # options of a layer: the input of no weight, of all but W_oa, or of all
+# How weights are held, everywhere: as checkpoints store them, FP8 and FP4 included; times their scales, exactly;
+# that, and then all in one dtype, but for what checkpoints always have as float32.
+WEIGHTS = ("stored", "wide", "bf16", "f32")
 _SIDES = [8, 16, 32, 64, 128, 256, 512]  # of square blocks that shapes are tried for
 _PART = 1 << 18  # codes that are looked at together on the host
 LARGEST_SCALE = 7  # exponent: the kernel adds it to a code's own in bf16 and has no room for more
@@ -98,13 +101,12 @@ class Stored:
 
     @classmethod
     def choose(cls, weights: Any, activations: Any, block: Any = None) -> Stored | None:
-        """Return how weights are stored; None for ``weights="wide"``.
+        """Return how weights are stored; None for the other words of ``WEIGHTS``.
 
         Raises:
-          ValueError: an option is unknown, or "wide" weights are asked to round activations.
+          ValueError: an option is unknown, or weights that are not stored are asked to round activations.
         """
-        if weights not in ("wide", "stored"):
-            raise ValueError(f"weights must be 'wide' or 'stored', got {weights!r}")
+        check_weights(weights)
         check_activations("activations", activations, LAYER_ACTIVATIONS)
         if block is not None:
             check_block("block", block)
@@ -229,6 +231,17 @@ def check_block(name: str, block: Any) -> None:
     """Require a pair of positive integers. ValueError otherwise."""
     if not isinstance(block, tuple) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise ValueError(f"{name} must be a pair of positive integers, rows and columns per scale; got {block!r}")
+
+
+def check_weights(weights: Any) -> None:
+    """Require one of ``WEIGHTS``. ValueError otherwise."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
+
+
+def dtype_of(weights: str) -> Any:
+    """Return the dtype that a word of ``WEIGHTS`` names; None for "stored" and "wide"."""
+    return {"bf16": jnp.dtype(jnp.bfloat16), "f32": jnp.dtype(jnp.float32)}.get(weights)
 
 
 def check_activations(name: str, activations: Any, known: tuple[str, ...] = ACTIVATIONS) -> None:

@@ -13,7 +13,9 @@ import dsv4jax as d4
 
 REQUIRED = inspect.Parameter.empty
 
-WEIGHTS = {"weights": "wide", "activations": "bf16", "block": None}  # how a layer's weights are held
+# How a layer's weights are held: as they come, and wide where they are made.
+STORED = {"weights": "stored", "activations": "bf16", "block": None}
+WIDE = {**STORED, "weights": "wide"}
 FUNCTIONS = {
     "plan_cache": {
         "cfg": REQUIRED,
@@ -30,7 +32,7 @@ FUNCTIONS = {
     "abstract_cache": {"plan": REQUIRED, "mesh": None, "axis": "data"},
     "partition_specs": {"plan": REQUIRED, "mesh": REQUIRED, "axis": "data"},
     "shardings": {"plan": REQUIRED, "mesh": REQUIRED, "axis": "data"},
-    "params_specs": {"cfg": REQUIRED, "layer": REQUIRED, "mesh": REQUIRED, "axis": "model", **WEIGHTS},
+    "params_specs": {"cfg": REQUIRED, "layer": REQUIRED, "mesh": REQUIRED, "axis": "model", **WIDE},
     "admit": {"cache": REQUIRED, "n": REQUIRED, "where": None},
     "prepare_forward": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
     "attention_layer": {
@@ -85,14 +87,14 @@ FUNCTIONS = {
         "cfg": REQUIRED,
         "layer": REQUIRED,
         "dtype": jnp.float32,
-        **WEIGHTS,
+        **WIDE,
     },
-    "load_attention_params": {"tensors": REQUIRED, "cfg": REQUIRED, "layer": REQUIRED, "naming": "hf", **WEIGHTS},
+    "load_attention_params": {"tensors": REQUIRED, "cfg": REQUIRED, "layer": REQUIRED, "naming": "hf", **STORED},
     "load_safetensors": {
         "path": REQUIRED,
         "cfg": REQUIRED,
         "layer": REQUIRED,
-        "weights": None,
+        "weights": "stored",
         "activations": "bf16",
     },
     "project": {"x": REQUIRED, "weight": REQUIRED, "dtype": jnp.float32, "groups": 1, "backend": None},

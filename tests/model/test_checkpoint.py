@@ -108,7 +108,7 @@ def test_folders_that_transformers_writes(tmp_path, file, naming):
     assert_same(params, dataclasses.replace(loaded("a", "f32"), drafts=None))
 
 
-@pytest.mark.parametrize("weights", ["stored", "f32", "bf16"])
+@pytest.mark.parametrize("weights", ["stored", "wide", "f32", "bf16"])
 @pytest.mark.parametrize("model", ["a", "q"])
 def test_every_weight_is_made_of_its_tensors(model, weights):
     """Model q has FP8 and FP4 with their scales, in the block for drafts, too."""

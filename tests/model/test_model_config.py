@@ -328,7 +328,7 @@ def test_random_weights_have_variance_1_by_in(weights):
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [
-        ({}, {"weights": "wide"}, "weights must be 'stored', 'bf16' or 'f32', got 'wide'"),
+        ({}, {"weights": "narrow"}, "weights must be one of .*, got 'narrow'"),
         ({}, {"activations": "int8"}, r"activations must be one of \['bf16', 'fp8', 'fp8_all'\], got 'int8'"),
         ({}, {"weights": "f32", "activations": "fp8"}, "activations='fp8' is for weights='stored'"),
         ({"expert_width": 24}, {}, "hidden_size=64 and expert_width=24 must be divisible by 32"),

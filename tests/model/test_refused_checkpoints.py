@@ -77,7 +77,7 @@ def refused(folder: Path, error: type[Exception] = ValueError, **options: Any) -
         (
             "q",
             lambda tensors: tensors | {"layers.1.attn.wq_b.scale": np.full((2, 1), 0.3, np.float32)},
-            "for weights='bf16' or 'f32' alone (1): layers.1.attn.wq_b.weight, "
+            "for weights='wide', 'bf16' or 'f32' alone (1): layers.1.attn.wq_b.weight, "
             "whose block scales are not all powers of two",
         ),
         ("q", lambda _: with_nvfp4_experts(), "unknown (96): layers.0.ffn.experts.0.w1.weight_scale, "),
@@ -238,7 +238,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(weights="wide"), "weights must be one of ['stored', 'bf16', 'f32'], got 'wide'"),
+        (dict(weights="narrow"), "weights must be one of ['stored', 'wide', 'bf16', 'f32'], got 'narrow'"),
         (dict(activations="int8"), "activations must be one of ['bf16', 'fp8', 'fp8_all'], got 'int8'"),
         (dict(dtype=jnp.float16), "dtype must be one of ['float32', 'bfloat16'], got 'float16'"),
         (dict(weights="f32", dtype=jnp.float32), "activations and dtype are for weights='stored', got weights='f32'"),

@@ -1,9 +1,11 @@
 """Checkpoints whose weights stay FP8: namings, blocks, scales, what is refused, and how much memory it takes."""
 
+import dataclasses
 import functools
 import json
 import re
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import dsv4jax as d4
+from dsv4jax.model import ModelConfig, load_model, random_model
 from dsv4jax.weights.load import NAMINGS, scale_names
 from dsv4jax.weights.params import QUANTISED
 from dsv4jax.weights.stored import StoredWeight, is_stored
@@ -55,7 +58,7 @@ def test_weights_with_scales_beside_them_stay_as_they_are(naming, scale):
     found = d4.load_attention_params(tensors, CSA.cfg, 0, naming, weights="stored")
     assert_same(found, STORED)
     assert_same(found, jax.jit(lambda t: d4.load_attention_params(t, CSA.cfg, 0, naming, weights="stored"))(tensors))
-    widen = functools.partial(d4.load_attention_params, cfg=CSA.cfg, layer=0, naming=naming)
+    widen = functools.partial(d4.load_attention_params, cfg=CSA.cfg, layer=0, naming=naming, weights="wide")
     for load in (widen, jax.jit(lambda tensors: widen(tensors))):
         assert_same(load(tensors), widened_params(STORED, jnp.bfloat16))
 
@@ -63,24 +66,37 @@ def test_weights_with_scales_beside_them_stay_as_they_are(naming, scale):
 @pytest.mark.parametrize("naming", PREFIXES)
 def test_a_checkpoint_with_scales_is_stored_by_default(tmp_path, naming):
     folder = saved(tmp_path, checkpoint(PARTS, naming, naming == "hf"), naming)
-    for weights in (None, "stored"):
-        assert_same(d4.load_safetensors(folder, CSA.cfg, 0, weights), STORED)
+    assert_same(d4.load_safetensors(folder, CSA.cfg, 0), STORED)
+    with pytest.deprecated_call(match="weights=None is now weights='stored'"):
+        assert_same(d4.load_safetensors(folder, CSA.cfg, 0, None), STORED)
     assert_same(d4.load_safetensors(folder, CSA.cfg, 0, weights="wide"), widened_params(STORED, jnp.bfloat16))
 
 
-def test_a_checkpoint_without_scales_is_wide_by_default_and_not_to_be_had_as_stored(tmp_path):
+def test_floats_of_a_checkpoint_without_scales_are_kept_or_converted(tmp_path):
+    """All in one dtype but for sinks and position biases, which checkpoints store as float32."""
     folder = saved(tmp_path, CSA.tensors("deepseek"))
-    assert_same(d4.load_safetensors(folder, CSA.cfg, 0), CSA.params)
-    message = r"layer 0: tensor 'wq_a\.weight' is float32 and has no block scales beside it: weights='stored' needs"
-    with pytest.raises(ValueError, match=message):
-        d4.load_safetensors(folder, CSA.cfg, 0, "stored")
+    for weights in ("stored", "wide", "f32"):
+        assert_same(d4.load_safetensors(folder, CSA.cfg, 0, weights), CSA.params)
+    narrow = d4.load_safetensors(folder, CSA.cfg, 0, "bf16").split()
+    for name, part in CSA.params.split().items():
+        is_f32 = name.endswith(("sinks", "ape"))
+        assert_same(narrow[name], part if is_f32 else jnp.asarray(part, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("weights", ["bf16", "f32"])
+def test_stored_weights_are_widened_to_one_dtype(tmp_path, weights):
+    dtype = dict(bf16=jnp.bfloat16, f32=jnp.float32)[weights]
+    found = d4.load_safetensors(saved(tmp_path, checkpoint(PARTS, "deepseek")), CSA.cfg, 0, weights)
+    for name, part in found.split().items():
+        assert part.dtype == (jnp.float32 if name.endswith(("sinks", "ape")) else dtype), name
+    assert_same(found.q_b, widened_params(STORED, dtype).q_b)
 
 
 def test_a_published_layout_is_read_as_it_is():
     """Layer 2 of a model that another program wrote in DeepSeek's layout: E4M3, E8M0 and bf16 tensors."""
     folder = DATA / "fp8"
     cfg = d4.DSV4Config.from_hf(json.loads((folder / "config.json").read_text()))
-    stored, wide = (d4.load_safetensors(folder, cfg, 2, weights) for weights in (None, "wide"))
+    stored, wide = (d4.load_safetensors(folder, cfg, 2, weights) for weights in ("stored", "wide"))
     assert_same(widened_params(stored, jnp.bfloat16), wide)
     assert isinstance(stored.q_b, StoredWeight)
     assert (stored.q_b.block, stored.q_b.shape, stored.q_b.scales.shape) == ((128, 128), (256, 128), (2, 1))
@@ -109,7 +125,7 @@ def test_blocks_of_32_are_found_by_shapes_and_by_the_configuration(tmp_path):
     assert_same(d4.load_safetensors(folder, CSA.cfg, 0), wanted)
     assert_same(d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "stored", block=(32, 32)), wanted)
     wide = widened_params(wanted, jnp.bfloat16)
-    assert_same(d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", block=(32, 32)), wide)
+    assert_same(d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "wide", block=(32, 32)), wide)
     # By shapes, W_qa [24, 64] is in blocks of 32, too: by 128 its 2 scales would be 1.
     assert_same(d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "stored"), wanted)
     for weights in ("stored", "wide"):
@@ -158,9 +174,8 @@ def test_scales_that_cannot_be_stored_are_refused_by_the_tensors_name(tmp_path, 
     tensors = checkpoint(PARTS, "deepseek")
     tensors["wo_b.scale"] = np.full(tensors["wo_b.scale"].shape, scale, np.float32)
     folder = saved(tmp_path, tensors)
-    for weights in (None, "stored"):
-        with pytest.raises(ValueError, match=rf"layer 0: tensor 'wo_b\.weight': {message}; use weights='wide'"):
-            d4.load_safetensors(folder, CSA.cfg, 0, weights)
+    with pytest.raises(ValueError, match=rf"layer 0: tensor 'wo_b\.weight': {message}; use weights='wide'"):
+        d4.load_safetensors(folder, CSA.cfg, 0)
     wide = d4.load_safetensors(folder, CSA.cfg, 0, "wide")
     assert wide.o_b.dtype == jnp.float32
     np.testing.assert_array_equal(wide.o_b, tensors["wo_b.weight"].astype(np.float32) * np.float32(scale))
@@ -178,31 +193,62 @@ def test_codes_that_are_nan_are_refused_by_the_tensors_name(tmp_path):
 def test_tensors_that_are_no_fp8_or_lack_scales_are_named():
     tensors = checkpoint(PARTS, "deepseek")
     del tensors["wo_a.scale"]
-    with pytest.raises(ValueError, match=r"layer 0: tensor 'wo_a\.weight' is float8_e4m3fn and has no block scales"):
-        d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", weights="stored")
+    with pytest.raises(ValueError, match=r"layer 0: tensor 'wo_a\.weight' is float8_e4m3fn, expected .* block scales"):
+        d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek")
     tensors = checkpoint(PARTS, "deepseek")
     tensors["indexer.wq_b.weight"] = tensors["indexer.wq_b.weight"].astype(ml_dtypes.bfloat16)
-    with pytest.raises(ValueError, match=r"tensor 'indexer\.wq_b\.weight' is bfloat16 and is no FP8: .*; use 'wide'"):
-        d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", weights="stored")
+    with pytest.raises(ValueError, match=r"tensor 'indexer\.wq_b\.weight' is bfloat16 and has block scales.* 'wide'"):
+        d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek")
 
 
-def test_options_that_there_are_not_are_refused():
-    tensors, key = CSA.tensors("hf"), jax.random.key(0)
+def test_each_weight_is_kept_as_it_is():
+    """Weights in bf16 among FP8 ones. Those that one input feeds must be alike."""
+    tensors, values = checkpoint(PARTS, "deepseek"), widened_params(STORED, jnp.bfloat16)
+
+    def load_with(name: str, part: Any) -> d4.AttentionParams:
+        others = {key: value for key, value in tensors.items() if key != f"{name}.scale"}
+        return d4.load_attention_params(others | {f"{name}.weight": part}, CSA.cfg, 0, "deepseek")
+
+    assert_same(load_with("wo_a", values.o_a), dataclasses.replace(STORED, o_a=values.o_a))
+    with pytest.raises(ValueError, match=r"layer 0: weights that one input feeds must all .*; use weights='wide'"):
+        load_with("wkv", values.kv)
+
+
+def test_options_that_there_are_not_are_refused(tmp_path):
+    """The same words and the same messages wherever weights come from."""
+    tensors, key, folder = CSA.tensors("hf"), jax.random.key(0), saved(tmp_path, CSA.tensors("deepseek"))
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices("cpu")[:2])
-    for call in (
-        lambda **options: d4.load_attention_params(tensors, CSA.cfg, 0, **options),
-        lambda **options: d4.init_attention_params(key, CSA.cfg, 0, **options),
-        lambda **options: d4.params_specs(CSA.cfg, 0, mesh, **options),
-    ):
+    words = r"weights must be one of \['stored', 'wide', 'bf16', 'f32'\], got 'narrow'"
+    calls: dict[str, Callable[..., Any]] = {
+        "tensors": lambda **options: d4.load_attention_params(tensors, CSA.cfg, 0, **options),
+        "folder": lambda **options: d4.load_safetensors(folder, CSA.cfg, 0, **options),
+        "random": lambda **options: d4.init_attention_params(key, CSA.cfg, 0, **options),
+        "shards": lambda **options: d4.params_specs(CSA.cfg, 0, mesh, **options),
+        "random model": lambda **options: random_model(ModelConfig.tiny(), key, **options),
+        "model": lambda **options: load_model(folder, **options),
+    }
+    for name, call in calls.items():
         bad: list[tuple[dict[str, Any], str]] = [
-            (dict(weights="narrow"), "weights must be 'wide' or 'stored', got 'narrow'"),
-            (dict(weights="stored", activations="fp4"), "activations must be one of .*'fp8_all'.*, got 'fp4'"),
-            (dict(activations="fp8"), "activations='fp8' is for weights='stored', got weights='wide'"),
-            (dict(weights="stored", block=128), "block must be a pair of positive integers"),
+            (dict(weights="narrow"), words),
+            (dict(activations="fp4"), "activations must be one of .*'fp8_all'.*, got 'fp4'"),
+            (dict(weights="wide", activations="fp8"), "for weights='stored', got weights='wide'"),
+            (dict(weights="f32", activations="fp8"), "for weights='stored', got weights='f32'"),
         ]
+        if name in ("tensors", "random", "shards"):
+            bad.append((dict(weights="stored", block=128), "block must be a pair of positive integers"))
         for options, message in bad:
             with pytest.raises(ValueError, match=message):
                 call(**options)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "f32"])
+def test_random_weights_are_drawn_in_one_dtype(weights):
+    dtype = dict(bf16=jnp.bfloat16, f32=jnp.float32)[weights]
+    wide = d4.init_attention_params(jax.random.key(0), CSA.cfg, 0)
+    found = d4.init_attention_params(jax.random.key(0), CSA.cfg, 0, weights=weights)
+    for name, part in found.split().items():
+        of = jnp.float32 if name.endswith(("sinks", "ape")) else dtype
+        assert_same(part, jnp.asarray(wide.split()[name], dtype).astype(of))
 
 
 @pytest.mark.parametrize(("activations", "of_o_a"), [("fp8", "bf16"), ("fp8_all", "fp8")])

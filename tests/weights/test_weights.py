@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 
 import dsv4jax as d4
 from dsv4jax.weights.initial import _random_params
-from dsv4jax.weights.params import named_shapes, param_shapes
+from dsv4jax.weights.params import check_compressors, check_params, named_shapes, param_shapes
 from dsv4jax.weights.stored import per_number
 from tests.support import recorded
 from tests.support.driver import assert_same
@@ -175,6 +176,27 @@ def test_unknown_naming_and_unknown_layer_are_refused():
             d4.load_attention_params(recording.tensors("hf"), recording.cfg, layer)
         with pytest.raises(ValueError, match=rf"layer must be in \[0, 1\), got {layer}"):
             d4.init_attention_params(jax.random.key(0), recording.cfg, layer)
+
+
+def test_weights_of_another_form_are_told_in_a_sentence():
+    cfg = d4.DSV4Config.tiny()
+    of_layers: Any = (d4.init_attention_params(jax.random.key(0), cfg, layer) for layer in range(3))
+    swa, csa, hca = of_layers
+    bare = dataclasses.replace(hca, entry_pool=None, sinks=None)
+    cases: list[Any] = [
+        (csa, d4.AttentionType.SWA, "SWA layer, got those of a CSA layer"),
+        (swa, d4.AttentionType.HCA, "HCA layer, got those of a SWA layer"),
+        ([swa, csa], d4.AttentionType.SWA, "SWA layer, got a list"),
+        (None, d4.AttentionType.SWA, "SWA layer, got a NoneType"),
+        (bare, d4.AttentionType.SWA, "SWA layer, got AttentionParams without ['sinks'] and with ['compress']"),
+    ]
+    for params, kind, said in cases:
+        with pytest.raises(ValueError, match=re.escape(f"params: expected the weights of a {said}") + "$"):
+            check_params(params, cfg, kind)
+    with pytest.raises(ValueError, match=r"params: expected the weights of a CSA layer, got none$"):
+        check_compressors(swa.compressor, None, cfg, d4.AttentionType.CSA)
+    with pytest.raises(ValueError, match=r"indexer: expected the weights of a HCA layer, got those of a CSA layer$"):
+        check_compressors(hca.compressor, csa.indexer, cfg, d4.AttentionType.HCA)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -381,7 +403,7 @@ def test_fp8_weights_are_dequantised_exactly_to_bf16(tmp_path, index):
     stored, dense = fp8_checkpoint(0)
     # Every other name in one shard: weights and their scales are apart.
     write_sharded(tmp_path, halves(in_checkpoint(stored, "deepseek", 1)), index=index)
-    params = d4.load_safetensors(tmp_path, FP8_CFG, 1)
+    params = d4.load_safetensors(tmp_path, FP8_CFG, 1, "wide")
     read = {
         "wq_a": params.q_a,
         "wq_b": params.q_b,
@@ -420,7 +442,9 @@ def test_fp8_weights_with_other_scales_become_f32(tmp_path):
     stored, _ = fp8_checkpoint(2)
     scale = np.random.default_rng(0).uniform(0.5, 1, stored["wq_b.scale"].shape).astype(np.float32)
     save_file(in_checkpoint(stored | {"wq_b.scale": scale}, "deepseek", 1), tmp_path / "model.safetensors")
-    params = d4.load_safetensors(tmp_path, FP8_CFG, 1)
+    with pytest.raises(ValueError, match=r"'wq_b\.weight': block scales are not all powers of two; use weights='wide'"):
+        d4.load_safetensors(tmp_path, FP8_CFG, 1)
+    params = d4.load_safetensors(tmp_path, FP8_CFG, 1, "wide")
     assert params.q_b.dtype == jnp.float32
     wide = stored["wq_b.weight"].astype(np.float32)
     assert_same(np.asarray(params.q_b), wide * per_number(scale, (128, 128), wide.shape))

@@ -36,20 +36,22 @@ from dsv4jax.model.params import (
 )
 from dsv4jax.weights.files import FileTensor, block_size, file_names, read_header, read_index
 from dsv4jax.weights.load import NAMINGS, as_stored, as_wide, load_attention_params, scale_names
-from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams
+from dsv4jax.weights.params import ALWAYS_F32, AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
     LAYER_ACTIVATIONS,
+    SCALES,
     Stored,
     Weight,
     check_activations,
     check_codes,
+    check_weights,
+    dtype_of,
     find_block,
     join,
     to_e8m0,
 )
 
-WEIGHTS = ("stored", "bf16", "f32")
 SHOWN = 5  # names of each kind in an error
 
 
@@ -64,15 +66,14 @@ class Form:
     @classmethod
     def choose(cls, weights: Any, activations: Any, dtype: Any) -> Form:
         """Return the form that the arguments of ``load_model`` name. ValueError if they name none."""
-        if weights not in WEIGHTS:
-            raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
+        check_weights(weights)
         check_activations("activations", activations, LAYER_ACTIVATIONS)
         if dtype is not None:
             check_dtype("dtype", dtype, FLOATS)
         if weights != "stored":
             if activations != "bf16" or dtype is not None:
                 raise ValueError(f"activations and dtype are for weights='stored', got weights={weights!r}")
-            dtype = jnp.float32 if weights == "f32" else jnp.bfloat16
+            dtype = dtype_of(weights)
         return cls(weights=weights, activations=activations, dtype=None if dtype is None else jnp.dtype(dtype))
 
     def cast(self, x: Any, form: str) -> jax.Array:
@@ -98,8 +99,9 @@ def load_model(
 
     Args:
       path: the folder.
-      weights: "stored" keeps FP8 and FP4 weights, and dtypes, as they are. "bf16" and "f32" widen all weights, which
-        is exact; what the published checkpoints store as float32 stays float32.
+      weights: "stored" keeps FP8 and FP4 weights, and dtypes, as they are. "wide" multiplies FP8 and FP4 weights by
+        their scales: to bfloat16 if that holds the product exactly, otherwise to float32. "bf16" and "f32" then convert
+        all weights, but for what the published checkpoints store as float32.
       activations: for stored weights, "bf16", or "fp8" to round the inputs of their products as DeepSeek's own
         inference does, or "fp8_all" to round also that of W_oa; see ``StoredWeight``.
       dtype: for stored weights, that of embedding, norms and other weights that checkpoints store as bfloat16; the
@@ -194,7 +196,7 @@ def _open(folder: Path, cfg: ModelConfig, form: Form, block: tuple[int, int] | N
             try:
                 to_e8m0(files[scale.name].read())
             except ValueError as error:
-                wrong.setdefault("for weights='bf16' or 'f32' alone", []).append(f"{place.name}, whose {error}")
+                wrong.setdefault("for weights='wide', 'bf16' or 'f32' alone", []).append(f"{place.name}, whose {error}")
     if unknown := sorted(set(files) - used):
         wrong["unknown"] = unknown
     if wrong:
@@ -319,16 +321,14 @@ class _Reader:
         """Place the attention weights of a layer; None means the draft block."""
         cfg = self.cfg.draft_attention if layer is None else self.cfg.attention
         raw: dict[str, np.ndarray] = {}
-        scaled: set[str] = set()
-        for part, name in NAMINGS["deepseek"].items():
+        for name in NAMINGS["deepseek"].values():
             if f"{prefix}attn.{name}" not in self.tensors.specs:
                 continue
             raw[name], scale = self._raw(f"{prefix}attn.{name}")
             if scale is not None:
                 raw[scale_names(name)[0]] = scale
-                scaled.add(part)
-        keep = self.form.weights == "stored" and scaled == {p for p in QUANTISED if NAMINGS["deepseek"][p] in raw}
-        options = ("stored", self.form.activations) if keep else ("wide", "bf16")
+        # What is float32 in published checkpoints need not be so in the file.
+        options = ("stored", self.form.activations) if self.form.weights == "stored" else ("wide", "bf16")
         try:
             params = load_attention_params(raw, cfg, layer or 0, "deepseek", *options, self.block_size)
         except ValueError as error:
@@ -428,7 +428,8 @@ class _Reader:
         )
         if self.form.weights == "stored":
             return stored
-        return stored.widened(jnp.zeros(1, jnp.int32), self.form.dtype)
+        exact = jnp.bfloat16 if scale.dtype == SCALES else jnp.float32
+        return stored.widened(jnp.zeros(1, jnp.int32), exact if self.form.dtype is None else self.form.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
