@@ -30,6 +30,7 @@ import dsv4jax.layer.kernels.triton as _triton  # noqa: F401  the same, in Trito
 import dsv4jax.serialization as _serialization  # noqa: F401  registers the pytrees with jax.export
 from dsv4jax.cache.cache import KVCache, admit, advance, memory_bytes, prepare_forward, release
 from dsv4jax.cache.create import abstract_cache, init_cache
+from dsv4jax.cache.grants import Grants, Refusal, explain_forward, prepare_rows
 from dsv4jax.cache.inspection import CacheReport, describe, verify
 from dsv4jax.cache.pool import PagedPool, PooledLayer
 from dsv4jax.cache.sharding import partition_specs, shardings
@@ -75,6 +76,7 @@ __all__ = [
     "CachePlan",
     "CacheReport",
     "DSV4Config",
+    "Grants",
     "KVCache",
     "LayerCacheHandle",
     "LayerCacheSchema",
@@ -83,6 +85,7 @@ __all__ = [
     "OpBackends",
     "PagedPool",
     "PooledLayer",
+    "Refusal",
     "SlidingWindow",
     "Snapshot",
     "StagedLayer",
@@ -104,6 +107,7 @@ __all__ = [
     "compute_block_budget",
     "decode_attention",
     "describe",
+    "explain_forward",
     "extract",
     "flush_csa",
     "flush_hca",
@@ -123,6 +127,7 @@ __all__ = [
     "partition_specs",
     "plan_cache",
     "prepare_forward",
+    "prepare_rows",
     "project",
     "release",
     "reset_hca",

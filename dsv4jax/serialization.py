@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.grants import Grants
 from dsv4jax.cache.pool import ExactEntries, PagedPool, PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow, StateCache
@@ -37,7 +38,7 @@ PYTREES: tuple[type, ...] = (
     *(AttentionParams, CompressorParams, IndexerParams, PoolParams, StoredWeight),
     *(KVCache, LayerStack, StateCache, PagedPool, Tables, KVRows, KeyRows, CSATail, HCATail, HCAOnlineTail),
     *(LayerCacheHandle, SWAView, ClassicalView, IndexerView, SlidingWindow, PooledLayer, ExactEntries, Streams),
-    *(Snapshot, StagedLayer),
+    *(Snapshot, StagedLayer, Grants),
 )
 
 # What static fields may hold besides JSON's own, by the name under which it is written.

@@ -6,6 +6,7 @@ allocation  blocks for the next tokens of a batch, by a kernel where there is on
 tables      slots, blocks and lengths, and every change to them as a pure function
 stack       layers of one kind stacked along an axis, and the stacks of all kinds
 cache       ``KVCache`` and the five calls that drive it
+grants      what a batch is granted row by row, and why a row is refused
 create      empty caches: on one device, over a mesh, or as shapes alone
 sharding    several devices: requests split over one axis of a mesh, heads over another
 inspection  reports on what a cache holds, and checks that it is consistent

@@ -144,21 +144,40 @@ def blocks_for(plan: CachePlan, length: jax.Array | int) -> Any:
     return (length // plan.min_ratio + per_block - 1) // per_block
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What each row of a batch asks for, and the blocks that it needs for that."""
+
+    asking: jax.Array  # bool [B] as ``active_rows`` says
+    legal: jax.Array  # bool [B] as ``active_rows`` says
+    fits: jax.Array  # bool [B] whether the request stays within the longest context
+    length: jax.Array  # int32 [B] tokens after the call; 0 unless the row is legal and fits
+    held: jax.Array  # int32 [B] blocks that the request holds
+    missing: jax.Array  # int32 [B] blocks that it lacks
+
+    @classmethod
+    def of(cls, tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) -> Needs:
+        """Read them from the tables, for num_new int32 [B] more tokens of slots int32 [B]."""
+        asking, legal = active_rows(tables, slots, num_new)
+        start, held = _read(tables.seq_lens, slots), _read(tables.block_lens, slots)
+        fits = num_new <= plan.max_context - start
+        length = jnp.where(legal & fits, start + num_new, 0)
+        missing = jnp.maximum(blocks_for(plan, length) - held, 0)
+        return cls(asking=asking, legal=legal, fits=fits, length=length, held=held, missing=missing)
+
+
 def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) -> tuple[Tables, jax.Array]:
     """Grant num_new int32 [B] more tokens to slots int32 [B], and allocate their blocks.
 
     Returns (tables, ok bool []).
     """
     check_one_shard(tables.num_free, "prepare_forward")
-    asking, legal = active_rows(tables, slots, num_new)
     requests, max_blocks = tables.block_table.shape
-    start, held = _read(tables.seq_lens, slots), _read(tables.block_lens, slots)
-    fits = num_new <= plan.max_context - start
-    length = jnp.where(legal & fits, start + num_new, 0)
-    missing = jnp.maximum(blocks_for(plan, length) - held, 0)
+    needs = Needs.of(tables, slots, num_new, plan)
+    legal, length, held, missing = needs.legal, needs.length, needs.held, needs.missing
     before = jnp.cumsum(missing, dtype=jnp.int32) - missing  # blocks taken by earlier rows of the batch
     taken = jnp.sum(missing, dtype=jnp.int32)
-    ok = jnp.all(~asking | (legal & fits)) & (taken <= tables.num_free[0])
+    ok = jnp.all(~needs.asking | (legal & needs.fits)) & (taken <= tables.num_free[0])
 
     slot = unique_or_dropped(slots, legal & ok, requests)
     # Row b takes its missing blocks from the top of the stack of free blocks, in order.

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4jax as d4
+from dsv4jax.cache.grants import Refusal
 from dsv4jax.cache.tables import admit_slots, advance_lengths, blocks_for, grow, init_tables, release_slots
 from tests.support.driver import CFG, ids
 
@@ -18,6 +19,8 @@ import jax  # isort: skip
 
 REQUESTS, CONTEXT, BLOCKS, BATCH = 4, 80, 9, 3
 PLAN = d4.plan_cache(CFG, max_requests=REQUESTS, max_context=CONTEXT, num_blocks=BLOCKS)
+
+CACHE = d4.init_cache(PLAN)
 
 admit_jit = jax.jit(admit_slots, static_argnums=1)
 grow_jit = jax.jit(grow, static_argnums=3)
@@ -68,6 +71,33 @@ class Model:
         self.prepared |= {slot: self.seq_lens[slot] + n for slot, n, _ in rows}
         return True
 
+    def refusals(self, slots, num_new):
+        """Return why each row is refused, and its missing blocks, where rows take blocks in order."""
+        names = [slot for slot, n in zip(slots, num_new, strict=True) if slot != -1 and n != 0]
+        left, found = self.num_free, []
+        for slot, n in zip(slots, num_new, strict=True):
+            if slot == -1 or n == 0:
+                found.append((Refusal.PADDING, 0))
+            elif n < 0:
+                found.append((Refusal.NEGATIVE, 0))
+            elif slot not in self.seq_lens:
+                found.append((Refusal.NOT_ADMITTED, 0))
+            elif names.count(slot) > 1:
+                found.append((Refusal.TWIN, 0))
+            elif self.seq_lens[slot] + n > CONTEXT:
+                found.append((Refusal.TOO_LONG, 0))
+            else:
+                missing = max(0, self.blocks(self.seq_lens[slot] + n) - self.held[slot])
+                found.append((Refusal.NO_BLOCKS if missing > left else Refusal.NONE, missing))
+                left -= missing * (missing <= left)
+        return found
+
+    def prepare_rows(self, slots, num_new):
+        granted = [reason == Refusal.NONE for reason, _ in self.refusals(slots, num_new)]
+        served = [n if grant else 0 for n, grant in zip(num_new, granted, strict=True)]
+        assert self.prepare(slots, served)
+        return granted
+
     def advance(self, slots, num_new):
         for slot, n, legal in self.legal(slots, num_new):
             if legal and self.seq_lens[slot] + n <= self.prepared[slot]:
@@ -107,7 +137,9 @@ COUNTS = st.lists(
 CALLS = st.one_of(
     st.tuples(st.just("admit"), st.lists(st.booleans(), min_size=BATCH, max_size=BATCH), st.none()),
     st.tuples(st.just("prepare"), SLOTS, COUNTS),
+    st.tuples(st.just("rows"), SLOTS, COUNTS),
     st.tuples(st.just("step"), SLOTS, COUNTS),
+    st.tuples(st.just("row by row"), st.permutations(range(REQUESTS)).map(lambda order: order[:BATCH]), COUNTS),
     st.tuples(st.just("step"), st.permutations(range(REQUESTS)).map(lambda order: order[:BATCH]), COUNTS),
     st.tuples(st.just("advance"), SLOTS, COUNTS),
     st.tuples(st.just("release"), SLOTS, st.none()),
@@ -129,14 +161,27 @@ def test_any_sequence_of_calls_does_what_the_model_does(calls):
         elif call == "advance":
             tables_after, ok, want = advance_jit(tables, ids(*rows), ids(*counts)), True, True
             model.advance(rows, counts)
+        elif call in ("rows", "row by row"):
+            want_reasons = model.refusals(rows, counts)
+            free, want = model.num_free, all(reason <= Refusal.PADDING for reason, _ in want_reasons)
+            cache = dataclasses.replace(CACHE, tables=tables)
+            grants = d4.explain_forward(cache, ids(*rows), ids(*counts))
+            assert list(zip(grants.refusal.tolist(), grants.missing_blocks.tolist(), strict=True)) == want_reasons
+            assert int(grants.free_blocks) == free
+            ok = grants.ok
+            cache, granted = d4.prepare_rows(cache, ids(*rows), ids(*counts))
+            assert granted.tolist() == model.prepare_rows(rows, counts)
+            assert grants.granted.tolist() == granted.tolist()
+            tables_after = cache.tables
+            counts = jnp.where(granted, ids(*counts), 0).tolist()
         else:
             tables_after, ok = grow_jit(tables, ids(*rows), ids(*counts), PLAN)
             want = model.prepare(rows, counts)
         assert bool(ok) == want
-        if not want:
+        if not want and call not in ("rows", "row by row"):
             assert equal(tables_after, tables)
         tables = tables_after
-        if call == "step":  # going on, granted or not
+        if call in ("step", "row by row"):  # going on, granted or not
             tables = advance_jit(tables, ids(*rows), ids(*counts))
             model.advance(rows, counts)
         check_against(tables, model)
@@ -184,6 +229,58 @@ def test_a_sequence_may_reach_the_longest_context_and_not_pass_it():
     after, ok = prepared(tables, slots, ids(1, 0, 0))
     assert not ok
     assert equal(after, tables)
+
+
+def test_rows_are_served_in_order_and_a_small_one_passes_one_that_does_not_fit():
+    cache, slots, ok = d4.admit(CACHE, BATCH)
+    assert ok
+    cache, granted = d4.prepare_rows(cache, slots, ids(64, 80, 64))  # 4 + 5 + 4 blocks of 9
+    assert granted.tolist() == [True, True, False]
+    cache = d4.release(cache, slots[1:2])
+    cache, _, _ = d4.admit(cache, 1)
+    grants = d4.explain_forward(cache, slots, ids(65, 128, 3))
+    assert grants.refusal.tolist() == [Refusal.NONE, Refusal.TOO_LONG, Refusal.NONE]
+    cache, granted = d4.prepare_rows(cache, slots[1:], ids(70, 80))
+    assert granted.tolist() == [True, False], "the first takes all five"
+    cache, granted = d4.prepare_rows(cache, slots, ids(80, -1, 3))
+    assert granted.tolist() == [False, False, True], "three tokens complete no entry"
+    grants = d4.explain_forward(cache, slots, ids(80, -1, 3))
+    assert grants.refusal.tolist() == [Refusal.NO_BLOCKS, Refusal.NEGATIVE, Refusal.NONE]
+    assert grants.missing_blocks.tolist() == [1, 0, 0]
+    assert grants.free_blocks.tolist() == 0
+    assert not grants.ok
+    assert d4.explain_forward(cache, slots, ids(0, 0, 3)).ok
+
+
+def test_rows_of_a_large_batch_are_served_as_if_one_by_one():
+    """Many rows contend for few blocks: the loop that settles them takes several turns."""
+    plan = d4.plan_cache(CFG, max_requests=64, max_context=CONTEXT, num_blocks=70)
+    cache, slots, _ = d4.admit(d4.init_cache(plan), 64)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        num_new = jnp.asarray(rng.integers(0, CONTEXT + 1, 64), jnp.int32)
+        got, granted = d4.prepare_rows(cache, slots, num_new)
+        one_by_one, each = cache, []
+        for b in range(64):
+            one_by_one, ok = d4.prepare_forward(one_by_one, slots[b : b + 1], num_new[b : b + 1])
+            each.append(bool(ok) and int(num_new[b]) > 0)
+        assert granted.tolist() == each
+        assert any(each)
+        assert not all(each)
+        assert got.tables.block_lens.tolist() == one_by_one.tables.block_lens.tolist()
+        assert got.tables.prepared.tolist() == one_by_one.tables.prepared.tolist()
+
+
+def test_grants_of_no_rows_and_of_mapped_caches():
+    none = jnp.zeros(0, jnp.int32)
+    assert d4.explain_forward(CACHE, none, none).ok
+    cache, granted = d4.prepare_rows(CACHE, none, none)
+    assert granted.shape == (0,)
+    cache, slots, _ = d4.admit(CACHE, BATCH)
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), cache)
+    wanted = jnp.stack([ids(80, 80, 1), ids(1, 2, 3)])
+    _, granted = jax.vmap(d4.prepare_rows, in_axes=(0, None, 0))(several, slots, wanted)
+    assert granted.tolist() == [[True, False, True], [True, True, True]]
 
 
 def test_a_smaller_second_grant_keeps_the_blocks_and_takes_back_the_length():

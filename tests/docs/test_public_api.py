@@ -35,6 +35,8 @@ FUNCTIONS = {
     "params_specs": {"cfg": REQUIRED, "layer": REQUIRED, "mesh": REQUIRED, "axis": "model", **WIDE},
     "admit": {"cache": REQUIRED, "n": REQUIRED, "where": None},
     "prepare_forward": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
+    "prepare_rows": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
+    "explain_forward": {"cache": REQUIRED, "slots": REQUIRED, "num_new": REQUIRED},
     "attention_layer": {
         "params": REQUIRED,
         "x": REQUIRED,
