@@ -29,6 +29,7 @@ import dsv4jax.layer.kernels.reads as _read_kernels  # noqa: F401  the same
 import dsv4jax.layer.kernels.triton as _triton  # noqa: F401  the same, in Triton
 import dsv4jax.serialization as _serialization  # noqa: F401  registers the pytrees with jax.export
 from dsv4jax.cache.cache import KVCache, admit, advance, memory_bytes, prepare_forward, release
+from dsv4jax.cache.checked import checked
 from dsv4jax.cache.create import abstract_cache, init_cache
 from dsv4jax.cache.grants import Grants, Refusal, explain_forward, prepare_rows
 from dsv4jax.cache.inspection import CacheReport, describe, verify
@@ -103,6 +104,7 @@ __all__ = [
     "attention_layer_at",
     "backends",
     "build_schema",
+    "checked",
     "commit",
     "compute_block_budget",
     "decode_attention",

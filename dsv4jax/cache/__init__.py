@@ -5,6 +5,7 @@ pool        compressed entries in blocks, found through the block table
 allocation  blocks for the next tokens of a batch, by a kernel where there is one
 tables      slots, blocks and lengths, and every change to them as a pure function
 stack       layers of one kind stacked along an axis, and the stacks of all kinds
+checked     a debug mode that raises where an ordinary program skips a row
 cache       ``KVCache`` and the five calls that drive it
 grants      what a batch is granted row by row, and why a row is refused
 create      empty caches: on one device, over a mesh, or as shapes alone

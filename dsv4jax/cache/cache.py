@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.allocation import allocate
+from dsv4jax.cache.checked import check_advance
 from dsv4jax.cache.pool import init_pool
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.state import init_state, reset_slots
@@ -120,7 +121,9 @@ def advance(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> KVCache:
       slots, num_new: int32 [B], as given to ``prepare_forward`` and the layers. Tokens that were not granted are not
         added.
     """
-    return dataclasses.replace(cache, tables=advance_lengths(cache.tables, slots, num_new))
+    tables = advance_lengths(cache.tables, slots, num_new)
+    check_advance(cache.tables, cache, slots, num_new)
+    return dataclasses.replace(cache, tables=tables)
 
 
 @jax.jit

@@ -148,6 +148,9 @@ def verify(cache: KVCache) -> list[str]:
     the length puts there. Tails: nothing is left of a former owner, or of a block that is complete. Values: what a
     request can see is finite, in every layer; a request that was fed NaN or infinity is an offender too.
 
+    A row that ran without a grant is not found: it stored nothing, so the cache is that of a program without the row.
+    ``checked`` finds it where it runs.
+
     Raises:
       ValueError: the cache has several shards, or is traced: return it from the jitted function, and check it then.
     """

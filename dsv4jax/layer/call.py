@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.checked import check_layer
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow
@@ -95,6 +96,7 @@ class LayerCall:
         num_tokens: int,
     ) -> tuple[KVCache, LayerCall]:
         """Determine what each row may do in a call with ``num_tokens`` tokens, by ``granted_batch``."""
+        check_layer(cache.tables, cache.stack(kind), index, slots, num_new, num_tokens)
         cache, batch = granted_batch(cache, slots, num_new, num_tokens)
         return cache, cls.of(cache, kind, index, batch)
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.checked import check_fitting, check_granted
 from dsv4jax.cache.pool import ExactEntries, PooledLayer
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.cache.tables import is_admitted
@@ -167,6 +168,7 @@ class LayerCacheHandle:
         Rows that name more become no-ops, and their grants are withdrawn.
         """
         self._check_tokens(num_tokens)
+        check_fitting(self.slots, self.num_new, num_tokens)
         cache = without_grants(self.cache, self.slots, self.num_new > num_tokens)
         slots = jnp.where(self.num_new > num_tokens, -1, self.slots)
         batch = dataclasses.replace(self.batch.fitting(num_tokens), slots=slots)
@@ -280,6 +282,7 @@ def acquire(
     check_batch(slots=slots, num_new=num_new)
     cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # of NumPy's too, as jit takes them
     kind, index = cache.locate(layer)
+    check_granted(cache.tables, slots, num_new)
     cache, batch = granted_batch(cache, slots, num_new)
     reading = is_admitted(cache.tables, slots) & (num_new == 0)
     length = cache.seq_lens.at[slots].get(mode="clip")

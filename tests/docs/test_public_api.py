@@ -111,6 +111,7 @@ FUNCTIONS = {
     "restore": {"path": REQUIRED, "plan": None, "device": None},
     "describe": {"cache": REQUIRED},
     "verify": {"cache": REQUIRED},
+    "checked": {"function": REQUIRED},
 }
 
 # The functions under the facade, and the argument that each updates in place.
