@@ -88,9 +88,11 @@ def check_dtype(name: str, dtype: Any, known: tuple[Any, ...]) -> None:
 
 
 def check_concrete(name: str, tree: Any, remedy: str) -> None:
-    """Require values that are known, for a call that reads them on the host. ValueError under a trace."""
+    """Require values for a call that reads them on the host. ValueError under a trace, or if they were donated."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise ValueError(f"{name} reads values on the host, so it cannot be traced by jit or grad: {remedy}")
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
+        raise ValueError(f"{name}: its arrays were donated to a jitted function and are gone: take what that returned")
 
 
 def check_one_shard(num_free: Any, name: str, *, on_host: bool = False) -> None:

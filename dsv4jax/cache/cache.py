@@ -52,6 +52,20 @@ class KVCache(Stacks):
         return kind, self.plan.layers(kind).index(int(layer))
 
 
+def check_cache(name: str, cache: Any) -> None:
+    """Require a KVCache in the call that is named.
+
+    Raises:
+      ValueError: it is something else. If that holds a cache, the message says in which field.
+    """
+    if isinstance(cache, KVCache):
+        return
+    fields = dataclasses.fields(cache) if dataclasses.is_dataclass(cache) else ()
+    holding = [f".{field.name}" for field in fields if isinstance(getattr(cache, field.name), KVCache)]
+    hint = f": give it {' or '.join(holding)}" if holding else ""
+    raise ValueError(f"{name}: expected a KVCache, got {type(cache).__name__}{hint}")
+
+
 def empty_cache(plan: CachePlan) -> KVCache:
     """Return an empty cache of one shard."""
 
@@ -78,6 +92,7 @@ def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCac
       AssertionError: (chex) ``where`` has another shape or dtype.
       ValueError: n is no integer, or negative.
     """
+    check_cache("admit", cache)
     n = integer("n", n, least=0)
     tables, slots, ok = admit_slots(cache.tables, n, where)
 
@@ -106,6 +121,7 @@ def prepare_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tup
       AssertionError: (chex) an argument's shape or dtype is wrong.
       ValueError: the cache has several shards and the call is outside ``jax.shard_map``.
     """
+    check_cache("prepare_forward", cache)
     check_batch(slots=slots, num_new=num_new)
     tables, ok = allocate(cache.tables, slots, num_new, cache.plan)
     return dataclasses.replace(cache, tables=tables), ok
@@ -121,6 +137,7 @@ def advance(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> KVCache:
       slots, num_new: int32 [B], as given to ``prepare_forward`` and the layers. Tokens that were not granted are not
         added.
     """
+    check_cache("advance", cache)
     tables = advance_lengths(cache.tables, slots, num_new)
     check_advance(cache.tables, cache, slots, num_new)
     return dataclasses.replace(cache, tables=tables)
@@ -129,6 +146,7 @@ def advance(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> KVCache:
 @jax.jit
 def release(cache: KVCache, slots: jax.Array) -> KVCache:
     """Free slots int32 [B] and their blocks. Slots that are free, repeated or negative are ignored."""
+    check_cache("release", cache)
     return dataclasses.replace(cache, tables=release_slots(cache.tables, slots))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.cache.allocation import allocate
-from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.tables import Needs, has_twin, is_admitted
 from dsv4jax.checks import check_batch, check_one_shard
 
@@ -54,6 +54,7 @@ def explain_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> Gra
     The arguments and errors are those of ``prepare_forward``. ``.ok`` of the result is what ``prepare_forward`` would
     return.
     """
+    check_cache("explain_forward", cache)
     check_batch(slots=slots, num_new=num_new)
     tables = cache.tables
     check_one_shard(tables.num_free, "explain_forward")
@@ -86,6 +87,7 @@ def prepare_rows(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tuple[
       (cache, granted bool [B]), False for rows that are refused and for those that ask for nothing.
       ``explain_forward`` of the same arguments says why.
     """
+    check_cache("prepare_rows", cache)
     granted = explain_forward(cache, slots, num_new).granted
     tables, _ = allocate(cache.tables, slots, jnp.where(granted, num_new, 0), cache.plan)
     return dataclasses.replace(cache, tables=tables), granted

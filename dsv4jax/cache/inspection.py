@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache, empty_state
 from dsv4jax.cache.tables import Tables, blocks_for
@@ -95,6 +95,7 @@ def describe(cache: KVCache) -> CacheReport:
     Raises:
       ValueError: the cache has several shards, or is traced: return ``cache.tables`` from the jitted function instead.
     """
+    check_cache("describe", cache)
     check_concrete("describe", cache, "call it on a cache that has come back, or return cache.tables from the function")
     check_one_shard(cache.tables.num_free, "describe", on_host=True)
     plan, tables = cache.plan, _on_host(cache.tables)
@@ -154,6 +155,7 @@ def verify(cache: KVCache) -> list[str]:
     Raises:
       ValueError: the cache has several shards, or is traced: return it from the jitted function, and check it then.
     """
+    check_cache("verify", cache)
     check_concrete("verify", cache, "call it on a cache that has come back, or on a copy of one between two steps")
     check_one_shard(cache.tables.num_free, "verify", on_host=True)
     plan, tables = cache.plan, _on_host(cache.tables)

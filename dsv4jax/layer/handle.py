@@ -20,7 +20,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.checked import check_fitting, check_granted
 from dsv4jax.cache.pool import ExactEntries, PooledLayer
 from dsv4jax.cache.state import SlidingWindow
@@ -278,6 +278,7 @@ def acquire(
       AssertionError: (chex) slots or num_new has another rank or dtype.
       ValueError: unknown layer or backend.
     """
+    check_cache("acquire", cache)
     check_name(backend)
     check_batch(slots=slots, num_new=num_new)
     cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # of NumPy's too, as jit takes them

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.checks import FLOATS, check_array, check_batch, integer
 from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.indexing import Batch
@@ -88,6 +88,7 @@ def attention_layer(
       ValueError: unknown layer or backend, weights of another kind of layer, heads that do not divide, or a derivative
         of a kernel.
     """
+    check_cache("attention_layer", cache)
     kind, index = cache.locate(layer)
     return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis, residual)
 
@@ -123,6 +124,7 @@ def attention_layer_at(
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
       ValueError: as for ``attention_layer``, or the index is out of range or the model has no layer of this kind.
     """
+    check_cache("attention_layer_at", cache)
     options = RunOptions(backend=backend, model_axis=model_axis)
     y, cache, _ = run_layer(params, x, cache, AttentionType(kind), index, slots, num_new, options, residual)
     return y, cache

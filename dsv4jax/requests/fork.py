@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.tables import fork_slots
 from dsv4jax.checks import check_array, check_batch
@@ -40,6 +40,7 @@ def fork(cache: KVCache, source_slot: jax.Array, target_slots: jax.Array) -> tup
       AssertionError: (chex) an argument's shape or dtype is wrong.
       ValueError: the cache has several shards and the call is outside ``jax.shard_map``.
     """
+    check_cache("fork", cache)
     check_batch(target_slots=target_slots)
     check_array("source_slot", source_slot, {"B": target_slots.shape[0]} if jnp.ndim(source_slot) else {}, jnp.int32)
     sources = jnp.broadcast_to(source_slot, target_slots.shape)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.create import abstract_cache
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, blocks_for, grow
@@ -72,6 +72,7 @@ def extract(cache: KVCache, slots: Sequence[int] | np.ndarray | jax.Array) -> Sn
       ValueError: a slot is out of range or holds no request (this includes -1, because a snapshot has no padding rows),
         the cache has several shards, or the call is under jit.
     """
+    check_cache("extract", cache)
     check_one_shard(cache.tables.num_free, "extract", on_host=True)
     check_concrete("extract", cache, "lengths decide shapes, so call it on a cache that has come back")
     rows = np.asarray(slots)
@@ -146,6 +147,7 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
         several shards and the call is outside ``jax.shard_map``.
       AssertionError: (chex) a leaf of the snapshot has another shape or dtype.
     """
+    check_cache("insert", cache)
     plan, lengths = cache.plan, snapshot.seq_lens
     if found := differing_fields(snapshot, plan, LAYOUT):
         raise ValueError("insert: snapshot and cache differ in " + "; ".join(found))

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.tables import advance_lengths, granted_tokens, is_admitted, withdraw_grants
 from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.config import layer_kind
@@ -80,6 +80,7 @@ def stage(
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
       ValueError: the layer or backend is unknown, the weights belong to another kind of layer, or x has no tokens.
     """
+    check_cache("stage", cache)
     kind, index = cache.locate(layer)
     options = RunOptions(backend=backend, model_axis=model_axis, is_draft=True)
     y, cache, draft = run_layer(params, x, cache, kind, index, slots, num_new, options, residual)
@@ -127,6 +128,7 @@ def commit(
       ValueError: ``staged`` does not hold each layer of the model once, or holds something that its kind of layer does
         not stage; or the backend is unknown.
     """
+    check_cache("commit", cache)
     plan, tables = cache.plan, cache.tables
     layers = sorted(one.layer for one in staged)
     if layers != list(range(plan.cfg.num_layers)):

@@ -206,7 +206,7 @@ def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) ->
     if expected is not None:
         names = LAYOUT + CAPACITY if "cache" in header else LAYOUT
         if found := differing_fields(plan, expected, names):
-            raise ValueError(f"{path} is of another plan: " + "; ".join(found))
+            raise ValueError(f"restore (saved against given): {path} is of another plan: " + "; ".join(found))
     return template
 
 

@@ -157,7 +157,7 @@ def test_another_plan_is_refused_field_by_field(options, cache_message, snapshot
         if message is None:
             assert_same(d4.restore(path, plan), value)
         else:
-            with pytest.raises(ValueError, match=f"{path} is of another plan: {message}"):
+            with pytest.raises(ValueError, match=rf"\(saved against given\): {path} is of another plan: {message}"):
                 d4.restore(path, plan)
     if "kv_format" in options:
         other = dataclasses.replace(plan, cfg=dataclasses.replace(CFG, norm_eps=1e-5), kv_format="f32")
