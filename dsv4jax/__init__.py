@@ -22,12 +22,16 @@ indexing  reads and writes of stacked leaves by layer, request and row
 rope      rotary positions and YaRN
 linear    matrix product, norm and Hadamard transform
 checks    shapes and dtypes at trace time
+reprs     how pytrees print
 """
+
+import importlib.metadata
 
 import dsv4jax.layer.kernels.fused as _fused  # noqa: F401  imported to register the kernels
 import dsv4jax.layer.kernels.reads as _read_kernels  # noqa: F401  the same
 import dsv4jax.layer.kernels.triton as _triton  # noqa: F401  the same, in Triton
 import dsv4jax.serialization as _serialization  # noqa: F401  registers the pytrees with jax.export
+from dsv4jax import model as model
 from dsv4jax.cache.cache import KVCache, admit, advance, memory_bytes, prepare_forward, release
 from dsv4jax.cache.checked import checked
 from dsv4jax.cache.create import abstract_cache, init_cache
@@ -70,6 +74,11 @@ from dsv4jax.weights.initial import init_attention_params
 from dsv4jax.weights.load import load_attention_params
 from dsv4jax.weights.params import AttentionParams, params_specs
 from dsv4jax.weights.stored import StoredWeight
+
+try:
+    __version__ = importlib.metadata.version("dsv4jax")
+except importlib.metadata.PackageNotFoundError:  # run from a folder, not installed
+    __version__ = "unknown"
 
 __all__ = [
     "AttentionParams",

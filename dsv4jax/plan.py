@@ -85,7 +85,7 @@ def compute_block_budget(cfg: DSV4Config, max_context: int, max_requests: int, h
     return math.ceil(max_requests * per_request * Fraction(str(headroom)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CachePlan:
     """What is known about a cache before it exists: sizes, formats and bytes. Build it with ``plan_cache``."""
 
@@ -229,6 +229,13 @@ class CachePlan:
 
     def __str__(self) -> str:
         return _table(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"CachePlan({self.max_requests} requests x {self.max_context:,} tokens, {self.num_blocks:,} blocks, "
+            f"{self.cfg.num_layers} layers, {self.kv_format}, {self.indexer_format}, "
+            f"{self.tail_dtype.name} {self.hca_tail} tails)"
+        )
 
 
 def plan_cache(

@@ -1,4 +1,4 @@
-"""The library's pytrees in functions that ``jax.export`` has serialised.
+"""The library's pytrees: how they print, and how they are written in functions that ``jax.export`` has serialised.
 
 An exported function carries the structure of its arguments and results: which pytrees they are, and the static fields
 of each. Those are written here as JSON: a plan, a configuration, a layer's number, a kind, a backend. Importing
@@ -28,6 +28,7 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import OpBackends
 from dsv4jax.layer.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
 from dsv4jax.plan import CachePlan, LayerCacheSchema
+from dsv4jax.reprs import print_compactly
 from dsv4jax.requests.snapshot import Snapshot
 from dsv4jax.requests.speculate import StagedLayer
 from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams
@@ -77,6 +78,7 @@ def _deserialize(written: bytes | bytearray) -> tuple[Any, ...]:
     return _from_json(json.loads(bytes(written)))
 
 
+print_compactly(*PYTREES)
 for _pytree in PYTREES:
     jax.export.register_pytree_node_serialization(
         _pytree,

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from dsv4jax.cache.allocation import allocate
 from dsv4jax.cache.checked import check_advance
@@ -19,15 +21,22 @@ from dsv4jax.checks import check_batch, integer
 from dsv4jax.config import layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
+from dsv4jax.reprs import compact
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class KVCache(Stacks):
     """The cache of a whole model, a frozen pytree. The stack of a kind that the model does not have is None."""
 
     tables: Tables
     plan: CachePlan = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        shown, lengths = {"plan": repr(self.plan)}, self.tables.seq_lens
+        if isinstance(lengths, jax.Array) and not isinstance(lengths, Tracer) and not lengths.is_deleted():
+            shown["seq_lens"] = np.array2string(np.asarray(lengths), threshold=16)
+        return compact(self, **shown)
 
     @property
     def seq_lens(self) -> jax.Array:

@@ -16,6 +16,7 @@ from jax import lax
 from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.formats import e2m1_values
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.reprs import print_compactly
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
@@ -143,6 +144,9 @@ class ModelParams:
     head: jax.Array  # [V, h]
     drafts: DraftParams | None  # None where the checkpoint has none
     cfg: ModelConfig = dataclasses.field(metadata={"static": True})
+
+
+print_compactly(StoredExperts, StreamMix, Router, Experts, Block, DraftParams, ModelParams)
 
 
 def check_model(params: ModelParams) -> None:

@@ -1,6 +1,7 @@
 """What the package promises: names, signatures, and an import that touches no device."""
 
 import dataclasses
+import importlib.metadata
 import inspect
 import os
 import subprocess
@@ -219,6 +220,20 @@ def test_backends_lists_ops_and_is_the_callers_own():
     assert all("xla" in names for names in ops.values()), "XLA is the reference of every op"
     ops.clear()
     assert d4.backends()
+
+
+def test_the_model_and_the_version_are_attributes(monkeypatch):
+    """Also of a folder that is on the path, but not installed."""
+    assert d4.model is sys.modules["dsv4jax.model"]
+    assert d4.__version__ == importlib.metadata.version("dsv4jax")
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", missing)
+        assert importlib.reload(d4).__version__ == "unknown"
+    assert importlib.reload(d4).__version__ != "unknown"
 
 
 def test_importing_touches_no_device():
