@@ -251,6 +251,11 @@ def plan_cache(
 ) -> CachePlan:
     """Choose the formats and capacity of a cache, and compute its shapes and bytes.
 
+    The default formats are those of the PyTorch cache that this library follows: E4M3 rows with one scale, NVFP4 keys,
+    and tails whose rows can be read. They assume nothing about the model. ``dsv4jax.model.init_caches`` has other
+    defaults, because it knows its model: the published weights were trained with ``kv_format="fp8_tile64"`` and
+    ``indexer_format="mxfp4"``, and ``hca_tail="online"`` is smaller. Give these here for layers of a published model.
+
     Args:
       cfg: the model's sizes.
       max_requests: number of slots, which is the number of requests the cache can hold at once.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 
@@ -12,6 +13,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS
+from dsv4jax.model.caches import TRAINED
 
 SWA, CSA, HCA = d4.AttentionType.SWA, d4.AttentionType.CSA, d4.AttentionType.HCA
 FLASH, PRO, TINY = d4.DSV4Config.flash(), d4.DSV4Config.pro(), d4.DSV4Config.tiny()
@@ -349,3 +351,10 @@ def test_equal_plans_are_one_static_argument():
     assert len(traces) == 1
     double(x, plan=d4.plan_cache(TINY, max_requests=2, tail_dtype=jnp.bfloat16))
     assert len(traces) == 2
+
+
+def test_both_sets_of_default_formats_are_those_that_the_docstring_of_plan_cache_explains():
+    """``plan_cache`` keeps the original's formats, and ``init_caches`` takes those of training."""
+    plan, said = d4.plan_cache(d4.DSV4Config.tiny()), inspect.getdoc(d4.plan_cache) or ""
+    assert (plan.kv_format, plan.indexer_format, plan.hca_tail) == ("fp8_row", "nvfp4", "ring")
+    assert all(f'{name}="{value}"' in said for name, value in TRAINED.items())

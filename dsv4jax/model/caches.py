@@ -15,7 +15,7 @@ from dsv4jax.model.config import ModelConfig
 from dsv4jax.plan import plan_cache
 from dsv4jax.requests.fork import fork
 
-# How the published models' rows and keys were rounded in training.
+# How the published models' rows and keys were rounded in training; ``plan_cache`` says why its own defaults differ.
 TRAINED: dict[str, Any] = {"kv_format": "fp8_tile64", "indexer_format": "mxfp4", "hca_tail": "online"}
 
 
@@ -58,7 +58,8 @@ def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: i
       max_context: tokens that a request can hold.
       drafts: the most tokens that are guessed at a time; 0 = no cache for drafts.
       formats: further arguments of ``plan_cache``. Unless given, rows, keys and tails are stored as in the models'
-        training: ``kv_format="fp8_tile64"``, ``indexer_format="mxfp4"``, ``hca_tail="online"``.
+        training, and not as ``plan_cache`` has them: ``kv_format="fp8_tile64"``, ``indexer_format="mxfp4"``,
+        ``hca_tail="online"``.
 
     Raises:
       ValueError: as ``plan_cache``.
