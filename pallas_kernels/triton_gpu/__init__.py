@@ -11,6 +11,7 @@ gather     stored rows as dense ones
 pool         the first launch of a cache update: pooling of a compressor's rows
 store        the second: window rows, finished entries, tails
 rows         the arithmetic and the formats of one row
+operands     what kernels are given: arrays by name, and the sizes that they are compiled for
 numbers      8-bit and 4-bit floats on their bits
 launch       launches through jax-triton, or in Triton's interpreter
 interpreter  kernels in Triton's interpreter, over NumPy arrays

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import triton.language as tl
@@ -30,21 +31,21 @@ def interprets(kernel: Any) -> bool:
     return isinstance(kernel, interpreter.InterpretedFunction)
 
 
-def run(kernel: Any, grid: tuple[int, ...], arrays: Sequence[np.ndarray], constants: dict[str, Any]) -> None:
+def run(
+    kernel: Any, grid: tuple[int, ...], pointers: Any, arrays: Sequence[np.ndarray], constants: dict[str, Any]
+) -> None:
     """Run a kernel, which reads and changes arrays.
 
     Args:
-      kernel: decorated with ``triton.jit``. Its arguments are pointers, of which those past the arrays are not used,
-        then constants.
+      kernel: decorated with ``triton.jit``.
       grid: blocks along each axis.
-      arrays: what the pointers point to.
+      pointers: the structure of its arguments, as a pytree of pointers.
+      arrays: what each of them points to.
       constants: by name.
     """
-    names = [name for name in kernel.arg_names if name not in constants]
-    pointers: dict[str, Any] = dict.fromkeys(names)
-    pointers |= dict(zip(names, map(_Pointer, arrays), strict=False))
+    given = jax.tree.unflatten(pointers, map(_Pointer, arrays))
     with _INTERPRETER, np.errstate(all="ignore"), _patched():
-        _OverNumPy(kernel.rewrite(), kernel.arg_names, grid)(**pointers, **constants)
+        _OverNumPy(kernel.rewrite(), kernel.arg_names, grid)(*given, **constants)
 
 
 class _Pointer:

@@ -14,7 +14,8 @@ to multiples of 2^-24. Keys of f32 and bf16 are multiplied with three TF32 produ
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -25,13 +26,43 @@ import triton.language as tl
 from pallas_kernels.triton_gpu import device
 from pallas_kernels.triton_gpu.launch import Config, launch
 from pallas_kernels.triton_gpu.numbers import e4m3_to_f16, from_ue8m0
+from pallas_kernels.triton_gpu.operands import Keys, Leaf, Paging, next_power_of_2
 
 KEY_FORMATS = ("f32", "bf16", "nvfp4", "mxfp4")
 ENTRIES = {"f32": 32, "bf16": 32, "nvfp4": 64, "mxfp4": 64}  # of a tile
 
 
+class Inputs(NamedTuple):
+    """Q queries of B requests, and where the keys are found that they are compared with."""
+
+    queries: Keys  # codes [Q, heads, dim / 2] with their scales, or f32 [Q, heads, dim]
+    weights: Leaf  # f32 [Q, heads]
+    keys: Keys  # [layers, num_blocks, per_block, ...]
+    layer: Leaf  # i32 [1]
+    block_table: Leaf  # i32 [requests, max_blocks]
+    slots: Leaf  # i32 [B]
+    visible: Leaf  # i32 [Q]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreSizes:
+    """Sizes of a call, and how its work is divided."""
+
+    tokens: int  # queries of a request
+    num_heads: int
+    dim: int
+    key_format: str
+    entries: int  # of a tile
+    tiles: int  # of a block
+
+    @property
+    def heads(self) -> int:
+        """The power of two, at least 16, that holds ``num_heads``."""
+        return max(16, next_power_of_2(self.num_heads))
+
+
 @triton.jit
-def _values(codes, scale, row, there, dim: tl.constexpr, key_format: tl.constexpr):
+def _values(given: Keys, row, there, sizes: tl.constexpr):
     """4-bit rows in f16, [rows, dim], and the factors [rows] by which these are to be multiplied; 0 where not there.
 
     All rows have their channels in the same order, which is not that of the codes. A word of eight codes becomes four
@@ -39,13 +70,14 @@ def _values(codes, scale, row, there, dim: tl.constexpr, key_format: tl.constexp
     few operations on 32 bits.
     """
     rows: tl.constexpr = row.shape[0]
-    width: tl.constexpr = 2 if key_format == "nvfp4" else 4  # words that share a scale
+    dim: tl.constexpr = sizes.dim
+    width: tl.constexpr = 2 if sizes.key_format == "nvfp4" else 4  # words that share a scale
     groups: tl.constexpr = dim // (8 * width)
     group, word = tl.arange(0, groups)[None, :], tl.arange(0, dim // 8)[None, :]
-    codes = codes.to(tl.pointer_type(tl.int32))
+    codes = given.codes.to(tl.pointer_type(tl.int32))
     words = tl.load(codes + row[:, None] * (dim // 8) + word, mask=there[:, None], other=0)
-    byte = tl.load(scale + row[:, None] * groups + group, mask=there[:, None], other=0)
-    if key_format == "nvfp4":
+    byte = tl.load(given.scale + row[:, None] * groups + group, mask=there[:, None], other=0)
+    if sizes.key_format == "nvfp4":
         step = e4m3_to_f16(byte) * 32768.0
         factor = tl.full((rows,), 128.0, tl.float32)
     else:
@@ -74,58 +106,44 @@ def _pairs(words, step, rows: tl.constexpr, dim: tl.constexpr):
 
 @triton.jit
 def indexer_scores_kernel(
-    q,  # of 4-bit formats codes [Q, heads, dim / 2], else f32 [Q, heads, dim]; Q queries of B requests
-    q_scale,
-    weights,  # f32 [Q, heads]
-    keys,  # [layers, num_blocks, per_block, ...]
-    keys_scale,
-    layer,  # i32 [1]
-    block_table,  # i32 [requests, max_blocks]
-    slots,  # i32 [B]
-    visible,  # i32 [Q]
+    inputs: Inputs,
     out,  # f32 [Q, max_blocks * per_block]
-    tokens: tl.constexpr,
-    requests: tl.constexpr,
-    num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-    max_blocks: tl.constexpr,
-    num_heads: tl.constexpr,
-    heads: tl.constexpr,  # the power of two, at least 16, that holds ``num_heads``
-    dim: tl.constexpr,
-    entries: tl.constexpr,  # of a tile
-    tiles: tl.constexpr,  # of a block
-    key_format: tl.constexpr,
+    sizes: tl.constexpr,
+    paging: tl.constexpr,
 ):
+    dim: tl.constexpr = sizes.dim
+    per_block: tl.constexpr = paging.per_block
+    most: tl.constexpr = paging.max_blocks * per_block
     query = tl.program_id(0)
-    slot = tl.load(slots + query // tokens)
-    live = (slot >= 0) & (slot < requests)
-    most: tl.constexpr = max_blocks * per_block
-    seen = tl.where(live, tl.minimum(tl.load(visible + query), most), 0)
-    first = tl.program_id(1) * tiles * entries
+    slot = tl.load(inputs.slots + query // sizes.tokens)
+    live = (slot >= 0) & (slot < paging.requests)
+    seen = tl.where(live, tl.minimum(tl.load(inputs.visible + query), most), 0)
+    first = tl.program_id(1) * sizes.tiles * sizes.entries
     if first < seen:
-        head = tl.arange(0, heads)
-        is_head = head < num_heads
-        at = query.to(tl.int64) * num_heads + head
-        weight = tl.load(weights + at, mask=is_head, other=0.0)[None, :]
-        is_packed: tl.constexpr = key_format == "nvfp4" or key_format == "mxfp4"
+        head = tl.arange(0, sizes.heads)
+        is_head = head < sizes.num_heads
+        at = query.to(tl.int64) * sizes.num_heads + head
+        weight = tl.load(inputs.weights + at, mask=is_head, other=0.0)[None, :]
+        is_packed: tl.constexpr = sizes.key_format == "nvfp4" or sizes.key_format == "mxfp4"
         if is_packed:
-            q_all, q_factor = _values(q, q_scale, at, is_head, dim, key_format)
+            q_all, q_factor = _values(inputs.queries, at, is_head, sizes)
             q_all, weight = tl.trans(q_all), weight * q_factor[None, :]
         else:
-            q_all = q + at[:, None] * dim + tl.arange(0, dim)[None, :]
+            q_all = inputs.queries.codes + at[:, None] * dim + tl.arange(0, dim)[None, :]
             q_all = tl.trans(tl.load(q_all, mask=is_head[:, None], other=0.0))
-        pool = tl.load(layer).to(tl.int64) * num_blocks * per_block
-        for begin in tl.range(first, tl.minimum(first + tiles * entries, seen), entries):
-            entry = begin + tl.arange(0, entries)
+        pool = tl.load(inputs.layer).to(tl.int64) * paging.num_blocks * per_block
+        for begin in tl.range(first, tl.minimum(first + sizes.tiles * sizes.entries, seen), sizes.entries):
+            entry = begin + tl.arange(0, sizes.entries)
             there = entry < seen
-            block = tl.load(block_table + slot * max_blocks + entry // per_block, mask=there, other=-1)
-            there = there & (block >= 0) & (block < num_blocks)
+            table = inputs.block_table + slot * paging.max_blocks
+            block = tl.load(table + entry // per_block, mask=there, other=-1)
+            there = there & (block >= 0) & (block < paging.num_blocks)
             row = pool + tl.where(there, block * per_block + entry % per_block, 0)
             if is_packed:
-                key, factor = _values(keys, keys_scale, row, there, dim, key_format)
+                key, factor = _values(inputs.keys, row, there, sizes)
                 dots = tl.dot(key, q_all)
             else:
-                key = keys + row[:, None] * dim + tl.arange(0, dim)[None, :]
+                key = inputs.keys.codes + row[:, None] * dim + tl.arange(0, dim)[None, :]
                 key = tl.load(key, mask=there[:, None], other=0.0).to(tl.float32)
                 dots = tl.dot(key, q_all, input_precision="tf32x3")
             positive = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -173,40 +191,31 @@ def indexer_scores(inputs: Any, *, key_format: str) -> jax.Array:
     sizes = dict(heads=num_heads, key_dim=dim, entries_per_block=per_block)
     if reason := unsupported_scores(key_format=key_format, **sizes):
         raise ValueError(reason)
-    q = inputs.queries.codes if is_packed else inputs.queries
-    q_scale = inputs.queries.scale if is_packed else inputs.layer
-    chex.assert_shape(q, (batch, tokens, num_heads, codes.shape[-1]))
-    chex.assert_type(q, codes.dtype if is_packed else jnp.float32)
+    queries = Keys.of(inputs.queries) if is_packed else Keys(inputs.queries, None)
+    chex.assert_shape(queries.codes, (batch, tokens, num_heads, codes.shape[-1]))
+    chex.assert_type(queries.codes, codes.dtype if is_packed else jnp.float32)
     chex.assert_type(
         [weights, inputs.layer, inputs.block_table, inputs.slots, inputs.visible], [jnp.float32] + 4 * [jnp.int32]
     )
-    (requests, max_blocks), queries = inputs.block_table.shape, batch * tokens
-    most = max_blocks * per_block
-    if not queries * most:
+    paging, count = Paging.of(codes, inputs.block_table), batch * tokens
+    most = paging.max_blocks * per_block
+    if not count * most:
         return jnp.zeros((batch, tokens, most), jnp.float32)
     entries = ENTRIES[key_format]
     all_tiles = -(-most // entries)
     # Each block loads the query's heads, so it does several tiles once each multiprocessor has the four blocks that it
     # can run at once.
-    tiles = -(-queries * all_tiles // (4 * device.multiprocessors()))
-    config = Config(
-        grid=(queries, -(-all_tiles // tiles)),
-        warps=4,
-        constants=dict(
-            tokens=tokens,
-            requests=requests,
-            num_blocks=codes.shape[1],
-            per_block=per_block,
-            max_blocks=max_blocks,
-            num_heads=num_heads,
-            heads=max(16, triton.next_power_of_2(num_heads)),
-            dim=dim,
-            entries=entries,
-            tiles=tiles,
-            key_format=key_format,
-        ),
+    tiles = -(-count * all_tiles // (4 * device.multiprocessors()))
+    sizes = ScoreSizes(tokens=tokens, num_heads=num_heads, dim=dim, key_format=key_format, entries=entries, tiles=tiles)
+    config = Config(grid=(count, -(-all_tiles // tiles)), constants=dict(sizes=sizes, paging=paging))
+    given = Inputs(
+        queries=queries,
+        weights=weights,
+        keys=Keys.of(inputs.keys) if is_packed else Keys(codes, None),
+        layer=inputs.layer,
+        block_table=inputs.block_table,
+        slots=inputs.slots,
+        visible=inputs.visible,
     )
-    scale = inputs.keys.scale if is_packed else inputs.layer
-    given = [q, q_scale, weights, codes, scale, inputs.layer, inputs.block_table, inputs.slots, inputs.visible]
     out = jax.ShapeDtypeStruct((batch, tokens, most), jnp.float32)
-    return launch(indexer_scores_kernel, config, given, [out])[0]
+    return launch(indexer_scores_kernel, config, [given], [out])[0]

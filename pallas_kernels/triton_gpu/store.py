@@ -9,332 +9,213 @@ Each block of the grid [B, units] does one thing: first the entries, then the ta
 
 # Bodies of kernels are in Triton's language, whose types a checker of Python does not know.
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_gpu.pool import request_of
+from pallas_kernels.triton_gpu.operands import Batch, Both, CSATail, Pooled, Rows, Streams, Tokens, Window
+from pallas_kernels.triton_gpu.pool import Request, request_of
 from pallas_kernels.triton_gpu.rows import hadamard, norm_and_rope, store_key, store_row
 
 
 @triton.jit
-def _window_row(
-    number,
-    place,
-    begin,
-    count,
-    kv,
-    window,  # nope, rope, scale
-    pos,
-    tokens: tl.constexpr,
-    n_win: tl.constexpr,
-    nope_dim: tl.constexpr,
-    rope_dim: tl.constexpr,
-    size: tl.constexpr,
-    kv_format: tl.constexpr,
-):
+def _store_window_row(number, request: Request, kv, window: Window, sizes: tl.constexpr, formats: tl.constexpr):
     """Store the ``number``-th of the newest rows that the window has room for."""
-    nope, rope, scale = window
-    width: tl.constexpr = tokens if tokens < n_win else n_win
-    token = count - width + number
-    stored = (count > 0) & (token >= 0)
-    channel = tl.arange(0, size)
-    row = tl.program_id(0).to(tl.int64) * tokens + token
-    y = tl.load(kv + row * (nope_dim + rope_dim) + channel, mask=stored & (channel < nope_dim + rope_dim), other=0.0)
-    at = place * n_win + (begin + token) % n_win
-    store_row(y, nope, rope, scale, at, stored, nope_dim, rope_dim, kv_format)
-    tl.store(pos + at, begin + token, mask=stored)
+    token = request.num_new - sizes.window_rows + number
+    stored = (request.num_new > 0) & (token >= 0)
+    channel = tl.arange(0, formats.size)
+    row = request.number * sizes.tokens + token
+    y = tl.load(kv + row * formats.dim + channel, mask=stored & (channel < formats.dim), other=0.0)
+    at = request.place * sizes.n_win + (request.start + token) % sizes.n_win
+    store_row(y, window.rows, at, stored, formats)
+    tl.store(window.pos + at, request.start + token, mask=stored)
 
 
 @triton.jit
-def _find(entry, slot, layer, block_table, max_blocks: tl.constexpr, num_blocks: tl.constexpr, per_block: tl.constexpr):
+def _find(entry, request: Request, batch: Batch, paging: tl.constexpr):
     """(the row of an entry in the pool of all layers, whether its block exists)."""
-    column = entry // per_block
-    block = tl.load(block_table + slot * max_blocks + column, mask=column < max_blocks, other=-1)
-    there = (block >= 0) & (block < num_blocks)
-    row = (tl.load(layer).to(tl.int64) * num_blocks + block) * per_block + entry % per_block
-    return row, there
+    column = entry // paging.per_block
+    table = batch.block_table + request.slot * paging.max_blocks
+    block = tl.load(table + column, mask=column < paging.max_blocks, other=-1)
+    there = (block >= 0) & (block < paging.num_blocks)
+    block = tl.load(batch.layer).to(tl.int64) * paging.num_blocks + block
+    return block * paging.per_block + entry % paging.per_block, there
 
 
 @triton.jit
-def _rotate(
-    place,
-    phase,
-    count,
-    streams,  # k, z
-    tails,  # ka, za, kb_next, zb_next, kb, zb
-    tokens: tl.constexpr,
-    ratio: tl.constexpr,
-    dim: tl.constexpr,
-    rows: tl.constexpr,
-    size: tl.constexpr,
+def _store_entry(
+    pooled,
+    turn,
+    tokens: Tokens,
+    rows: Rows,
+    at,
+    there,
+    eps: tl.constexpr,
+    formats: tl.constexpr,
+):
+    """Store a pooled row as row ``at`` of the pool, if ``there``."""
+    channel = tl.arange(0, formats.size)
+    y = tl.load(pooled + channel, mask=channel < formats.dim, other=0.0)
+    y = norm_and_rope(y, tokens.entry.norm, turn, formats.dim, formats.rope_dim, eps)
+    store_row(y, rows, at, there, formats)
+
+
+@triton.jit
+def _store_csa_tail(
+    request: Request, streams: Streams, tail: CSATail, sizes: tl.constexpr, dim: tl.constexpr, size: tl.constexpr
 ):
     """Write the new tokens into one tail of CSA, and its b-stream of the group before the unfinished one."""
-    k, z = streams
-    ka, za, kb_next, zb_next, kb, zb = tails
-    dtype: tl.constexpr = ka.dtype.element_ty
-    row, channel = tl.arange(0, rows)[:, None], tl.arange(0, size)[None, :]
-    inside = (row < ratio) & (channel < dim) & (count > 0)
-    batch = tl.program_id(0).to(tl.int64)
-    at = (place * ratio + row) * dim + channel
+    ratio: tl.constexpr = sizes.ratio
+    dtype: tl.constexpr = tail.ka.dtype.element_ty
+    row, channel = tl.arange(0, sizes.padded_ratio)[:, None], tl.arange(0, size)[None, :]
+    inside = (row < ratio) & (channel < dim) & (request.num_new > 0)
+    at = (request.place * ratio + row) * dim + channel
+    phase, first = request.start % ratio, request.number * sizes.tokens
+    end = phase + request.num_new
     # The group before the one of the next token. Its rows are new tokens, or come before the call.
-    group = (phase + count) // ratio
+    group = end // ratio
     token = (group - 1) * ratio + row - phase
     moved = inside & (group > 0)
-    new = (batch * tokens + token) * (2 * dim) + channel
-    old_k = tl.load(kb_next + at, mask=moved & (token < 0), other=0.0)
-    old_z = tl.load(zb_next + at, mask=moved & (token < 0), other=0.0)
-    before_k = tl.where(token < 0, old_k, tl.load(k + new, mask=moved & (token >= 0), other=0.0).to(dtype))
-    before_z = tl.where(token < 0, old_z, tl.load(z + new, mask=moved & (token >= 0), other=0.0).to(dtype))
+    new = (first + token) * (2 * dim) + channel
+    old_k = tl.load(tail.kb_next + at, mask=moved & (token < 0), other=0.0)
+    old_z = tl.load(tail.zb_next + at, mask=moved & (token < 0), other=0.0)
+    new_k = tl.load(streams.k + new, mask=moved & (token >= 0), other=0.0).to(dtype)
+    new_z = tl.load(streams.z + new, mask=moved & (token >= 0), other=0.0).to(dtype)
+    before_k, before_z = tl.where(token < 0, old_k, new_k), tl.where(token < 0, old_z, new_z)
     # The newest token that maps to each row.
-    end = phase + count
     position = end - 1 - (end - 1 - row + ratio) % ratio
     token = position - phase
     fresh = inside & (position >= 0) & (token >= 0)
-    new = (batch * tokens + token) * (2 * dim) + channel
-    k_b, z_b = tl.load(k + new, mask=fresh, other=0.0), tl.load(z + new, mask=fresh, other=0.0)
-    k_a, z_a = tl.load(k + new + dim, mask=fresh, other=0.0), tl.load(z + new + dim, mask=fresh, other=0.0)
+    new = (first + token) * (2 * dim) + channel
+    k_b, z_b = tl.load(streams.k + new, mask=fresh, other=0.0), tl.load(streams.z + new, mask=fresh, other=0.0)
+    new += dim
+    k_a, z_a = tl.load(streams.k + new, mask=fresh, other=0.0), tl.load(streams.z + new, mask=fresh, other=0.0)
     tl.debug_barrier()  # every read comes before the first write
-    tl.store(kb + at, before_k, mask=moved)
-    tl.store(zb + at, before_z, mask=moved)
-    tl.store(ka + at, k_a.to(dtype), mask=fresh)
-    tl.store(za + at, z_a.to(dtype), mask=fresh)
-    tl.store(kb_next + at, k_b.to(dtype), mask=fresh)
-    tl.store(zb_next + at, z_b.to(dtype), mask=fresh)
+    tl.store(tail.kb + at, before_k, mask=moved)
+    tl.store(tail.zb + at, before_z, mask=moved)
+    tl.store(tail.ka + at, k_a.to(dtype), mask=fresh)
+    tl.store(tail.za + at, z_a.to(dtype), mask=fresh)
+    tl.store(tail.kb_next + at, k_b.to(dtype), mask=fresh)
+    tl.store(tail.zb_next + at, z_b.to(dtype), mask=fresh)
+
+
+@triton.jit
+def _store_hca_tail(
+    number, request: Request, tokens: Tokens, pooled: Pooled, tail, sizes: tl.constexpr, formats: tl.constexpr
+):
+    """Store the running softmax, or the row of the ``number``-th of the newest tokens that a ring has room for."""
+    dim: tl.constexpr = formats.dim
+    channel = tl.arange(0, formats.size)
+    inside = channel < dim
+    if pooled.running is not None:
+        if request.num_new > 0:
+            new, at = pooled.running + request.number * 3 * dim + channel, request.place * dim + channel
+            tl.store(tail.peak + at, tl.load(new, mask=inside), mask=inside)
+            tl.store(tail.total + at, tl.load(new + dim, mask=inside), mask=inside)
+            tl.store(tail.weighted + at, tl.load(new + 2 * dim, mask=inside), mask=inside)
+    else:
+        token = request.num_new - sizes.tail_units + number
+        inside = inside & (request.num_new > 0) & (token >= 0)
+        at = (request.place * sizes.ratio + (request.start + token) % sizes.ratio) * dim + channel
+        new = (request.number * sizes.tokens + token) * dim + channel
+        dtype: tl.constexpr = tail.ka.dtype.element_ty
+        tl.store(tail.ka + at, tl.load(tokens.entry.k + new, mask=inside, other=0.0).to(dtype), mask=inside)
+        tl.store(tail.za + at, tl.load(tokens.entry.z + new, mask=inside, other=0.0).to(dtype), mask=inside)
 
 
 @triton.jit
 def cache_step_store_csa(
-    layer,  # i32 [1]
-    slots,  # i32 [B]
-    start,  # i32 [B]
-    num_new,  # i32 [B]
-    block_table,  # i32 [requests, max_blocks]
-    kv,  # f32 [B, T, dim]; not used without a window
-    pooled,  # f32 [B, groups, dim]
-    key_pooled,  # f32 [B, groups, key_dim]
-    norm,  # [dim]
-    key_norm,  # [key_dim]
-    angles,  # f32 [B, all groups, rope_dim]
-    k,  # f32 [B, T, 2 dim]
-    z,
-    key_k,  # f32 [B, T, 2 key_dim]
-    key_z,
-    window_nope,  # [layers, requests, n_win, nope_dim]
-    window_rope,
-    window_scale,
-    pos,  # i32 [layers, requests, n_win]
-    entry_nope,  # [layers, num_blocks, per_block, nope_dim]
-    entry_rope,
-    entry_scale,
-    codes,  # [layers, num_blocks, per_block, ...]
-    codes_scale,
-    ka,  # [layers, requests, ratio, dim]
-    za,
-    kb_next,
-    zb_next,
-    kb,
-    zb,
-    key_ka,  # [layers, requests, ratio, key_dim]
-    key_za,
-    key_kb_next,
-    key_zb_next,
-    key_kb,
-    key_zb,
-    _0, _1, _2, _3, _4, _5, _6, _7, _8, _9, _10, _11, _12, _13, _14, _15, _16, _17, _18, _19, _20,
-    tokens: tl.constexpr,
-    requests: tl.constexpr,
-    n_win: tl.constexpr,
-    max_blocks: tl.constexpr,
-    num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-    groups: tl.constexpr,  # that a call can complete
-    all_groups: tl.constexpr,  # that a call can touch
-    keep_tails: tl.constexpr,
-    ratio: tl.constexpr,
-    nope_dim: tl.constexpr,
-    rope_dim: tl.constexpr,
-    key_dim: tl.constexpr,
-    rows: tl.constexpr,
-    size: tl.constexpr,
-    key_size: tl.constexpr,
-    key_bits: tl.constexpr,
-    eps: tl.constexpr,
-    kv_format: tl.constexpr,
-    key_format: tl.constexpr,
-):  # fmt: skip
-    place, slot, begin, count = request_of(layer, slots, start, num_new, tokens, requests)
-    unit, phase, batch = tl.program_id(1), begin % ratio, tl.program_id(0).to(tl.int64)
-    dim: tl.constexpr = nope_dim + rope_dim
-    tail_units: tl.constexpr = 0 if keep_tails else 2
+    tokens: Tokens,
+    pooled: Both,  # f32 [B, max_entries, dim], and key_dim of keys
+    window: Window,  # None to keep it
+    pool: Both,  # Rows and Keys [layers, num_blocks, per_block, ...]
+    tails: Both,  # each a CSATail; None to keep them
+    sizes: tl.constexpr,
+    formats: tl.constexpr,
+    paging: tl.constexpr,
+):
+    groups: tl.constexpr = sizes.max_entries
+    key_dim: tl.constexpr = formats.key_dim
+    request = request_of(tokens.batch, sizes.tokens, sizes.requests)
+    unit, phase = tl.program_id(1), request.start % sizes.ratio
     if unit < 2 * groups:
         group = unit % groups
-        if group < (phase + count) // ratio:
-            row, there = _find(begin // ratio + group, slot, layer, block_table, max_blocks, num_blocks, per_block)
-            turn = angles + (batch * all_groups + group) * rope_dim
+        if group < (phase + request.num_new) // sizes.ratio:
+            at, there = _find(request.start // sizes.ratio + group, request, tokens.batch, paging)
+            turn = tokens.rope + (request.number * sizes.max_groups + group) * formats.rope_dim
+            row = request.number * groups + group
             if unit < groups:
-                channel = tl.arange(0, size)
-                y = tl.load(pooled + (batch * groups + group) * dim + channel, mask=channel < dim, other=0.0)
-                y = norm_and_rope(y, norm, turn, dim, rope_dim, eps)
-                store_row(y, entry_nope, entry_rope, entry_scale, row, there, nope_dim, rope_dim, kv_format)
+                _store_entry(pooled.entry + row * formats.dim, turn, tokens, pool.entry, at, there, sizes.eps, formats)
             else:
-                key = tl.load(key_pooled + (batch * groups + group) * key_dim + tl.arange(0, key_dim))
-                key = hadamard(norm_and_rope(key, key_norm, turn, key_dim, rope_dim, eps), key_bits)
-                store_key(key, codes, codes_scale, row, there, key_dim, key_format)
-    elif unit < 2 * groups + tail_units:
-        if unit == 2 * groups:
-            tails = (ka, za, kb_next, zb_next, kb, zb)
-            _rotate(place, phase, count, (k, z), tails, tokens, ratio, dim, rows, size)
-        else:
-            tails = (key_ka, key_za, key_kb_next, key_zb_next, key_kb, key_zb)
-            _rotate(place, phase, count, (key_k, key_z), tails, tokens, ratio, key_dim, rows, key_size)
-    else:
-        window = (window_nope, window_rope, window_scale)
-        unit -= 2 * groups + tail_units
-        _window_row(unit, place, begin, count, kv, window, pos, tokens, n_win, nope_dim, rope_dim, size, kv_format)
+                key = tl.load(pooled.key + row * key_dim + tl.arange(0, key_dim))
+                key = norm_and_rope(key, tokens.key.norm, turn, key_dim, formats.rope_dim, sizes.eps)
+                store_key(hadamard(key, formats.key_bits), pool.key, at, there, formats)
+    elif unit < 2 * groups + sizes.tail_units:
+        if sizes.tail_units > 0:
+            if unit == 2 * groups:
+                _store_csa_tail(request, tokens.entry, tails.entry, sizes, formats.dim, formats.size)
+            else:
+                _store_csa_tail(request, tokens.key, tails.key, sizes, key_dim, key_dim)
+    elif tokens.kv is not None:
+        unit -= 2 * groups + sizes.tail_units
+        _store_window_row(unit, request, tokens.kv, window, sizes, formats)
 
 
 @triton.jit
 def cache_step_store_hca(
-    layer,  # i32 [1]
-    slots,  # i32 [B]
-    start,  # i32 [B]
-    num_new,  # i32 [B]
-    block_table,  # i32 [requests, max_blocks]
-    kv,  # f32 [B, T, dim]; not used without a window
-    pooled,  # f32 [B, groups, dim]
-    norm,  # [dim]
-    angles,  # f32 [B, all groups, rope_dim]
-    k,  # f32 [B, T, dim]
-    z,
-    running,  # f32 [B, 3, dim]; of the online form
-    window_nope,  # [layers, requests, n_win, nope_dim]
-    window_rope,
-    window_scale,
-    pos,  # i32 [layers, requests, n_win]
-    entry_nope,  # [layers, num_blocks, per_block, nope_dim]
-    entry_rope,
-    entry_scale,
-    first,  # ring: ka [layers, requests, ratio, dim]. online: the peak f32 [layers, requests, dim]
-    second,  # ring: za. online: the total
-    third,  # online: the weighted sum
-    _0, _1, _2, _3, _4, _5, _6, _7, _8, _9,
-    tokens: tl.constexpr,
-    requests: tl.constexpr,
-    n_win: tl.constexpr,
-    max_blocks: tl.constexpr,
-    num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-    groups: tl.constexpr,  # of ``pooled``
-    entries: tl.constexpr,  # that a call can complete
-    all_groups: tl.constexpr,  # that a call can touch
-    tail_units: tl.constexpr,  # rows of the ring, or 1 for the online form; 0 to keep the tails
-    online: tl.constexpr,
-    ratio: tl.constexpr,
-    nope_dim: tl.constexpr,
-    rope_dim: tl.constexpr,
-    size: tl.constexpr,
-    eps: tl.constexpr,
-    kv_format: tl.constexpr,
-):  # fmt: skip
-    place, slot, begin, count = request_of(layer, slots, start, num_new, tokens, requests)
-    unit, phase, batch = tl.program_id(1), begin % ratio, tl.program_id(0).to(tl.int64)
-    dim: tl.constexpr = nope_dim + rope_dim
-    channel = tl.arange(0, size)
-    inside = channel < dim
-    if unit < entries:
-        if unit < (phase + count) // ratio:
-            row, there = _find(begin // ratio + unit, slot, layer, block_table, max_blocks, num_blocks, per_block)
-            y = tl.load(pooled + (batch * groups + unit) * dim + channel, mask=inside, other=0.0)
-            y = norm_and_rope(y, norm, angles + (batch * all_groups + unit) * rope_dim, dim, rope_dim, eps)
-            store_row(y, entry_nope, entry_rope, entry_scale, row, there, nope_dim, rope_dim, kv_format)
-    elif unit < entries + tail_units:
-        if online:
-            if count > 0:
-                at = running + batch * 3 * dim + channel
-                tl.store(first + place * dim + channel, tl.load(at, mask=inside), mask=inside)
-                tl.store(second + place * dim + channel, tl.load(at + dim, mask=inside), mask=inside)
-                tl.store(third + place * dim + channel, tl.load(at + 2 * dim, mask=inside), mask=inside)
-        else:
-            token = count - tail_units + unit - entries
-            inside = inside & (count > 0) & (token >= 0)
-            at = (place * ratio + (begin + token) % ratio) * dim + channel
-            new = (batch * tokens + token) * dim + channel
-            dtype: tl.constexpr = first.dtype.element_ty
-            tl.store(first + at, tl.load(k + new, mask=inside, other=0.0).to(dtype), mask=inside)
-            tl.store(second + at, tl.load(z + new, mask=inside, other=0.0).to(dtype), mask=inside)
-    else:
-        window = (window_nope, window_rope, window_scale)
-        unit -= entries + tail_units
-        _window_row(unit, place, begin, count, kv, window, pos, tokens, n_win, nope_dim, rope_dim, size, kv_format)
+    tokens: Tokens,
+    pooled: Pooled,
+    window: Window,  # None to keep it
+    entries: Rows,  # [layers, num_blocks, per_block, ...]
+    tail,  # a RingTail or an OnlineTail; None to keep it
+    sizes: tl.constexpr,
+    formats: tl.constexpr,
+    paging: tl.constexpr,
+):
+    most: tl.constexpr = sizes.max_entries
+    groups: tl.constexpr = most if pooled.running is None else sizes.max_groups
+    request = request_of(tokens.batch, sizes.tokens, sizes.requests)
+    unit, phase = tl.program_id(1), request.start % sizes.ratio
+    if unit < most:
+        if unit < (phase + request.num_new) // sizes.ratio:
+            at, there = _find(request.start // sizes.ratio + unit, request, tokens.batch, paging)
+            turn = tokens.rope + (request.number * sizes.max_groups + unit) * formats.rope_dim
+            row = pooled.rows + (request.number * groups + unit) * formats.dim
+            _store_entry(row, turn, tokens, entries, at, there, sizes.eps, formats)
+    elif unit < most + sizes.tail_units:
+        if sizes.tail_units > 0:
+            _store_hca_tail(unit - most, request, tokens, pooled, tail, sizes, formats)
+    elif tokens.kv is not None:
+        unit -= most + sizes.tail_units
+        _store_window_row(unit, request, tokens.kv, window, sizes, formats)
 
 
 @triton.jit
-def cache_step_window(
-    layer,  # i32 [1]
-    slots,  # i32 [B]
-    start,  # i32 [B]
-    num_new,  # i32 [B]
-    kv,  # f32 [B, T, dim]
-    nope,  # [layers, requests, n_win, nope_dim]
-    rope,
-    scale,
-    pos,  # i32 [layers, requests, n_win]
-    _0, _1, _2, _3,
-    tokens: tl.constexpr,
-    requests: tl.constexpr,
-    n_win: tl.constexpr,
-    nope_dim: tl.constexpr,
-    rope_dim: tl.constexpr,
-    size: tl.constexpr,
-    kv_format: tl.constexpr,
-):  # fmt: skip
-    place, _, begin, count = request_of(layer, slots, start, num_new, tokens, requests)
-    window = (nope, rope, scale)
-    _window_row(
-        tl.program_id(1), place, begin, count, kv, window, pos, tokens, n_win, nope_dim, rope_dim, size, kv_format
-    )
+def cache_step_window(tokens: Tokens, window: Window, sizes: tl.constexpr, formats: tl.constexpr):
+    request = request_of(tokens.batch, sizes.tokens, sizes.requests)
+    _store_window_row(tl.program_id(1), request, tokens.kv, window, sizes, formats)
 
 
 @triton.jit
 def flush_entries_kernel(
-    layer,  # i32 [1]
-    slots,  # i32 [B]
-    first,  # i32 [B]
-    counts,  # i32 [B]
-    block_table,  # i32 [requests, max_blocks]
-    rows,  # f32 [B, E, dim], after norm and rope
-    keys,  # f32 [B, E, key_dim], after norm, rope and Hadamard transform
-    nope,  # [layers, num_blocks, per_block, nope_dim]
-    rope,
-    scale,
-    codes,  # [layers, num_blocks, per_block, ...]
-    codes_scale,
-    _0, _1, _2, _3, _4,
-    entries: tl.constexpr,  # E
-    requests: tl.constexpr,
-    max_blocks: tl.constexpr,
-    num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-    nope_dim: tl.constexpr,
-    rope_dim: tl.constexpr,
-    key_dim: tl.constexpr,  # 0 without keys
-    size: tl.constexpr,
-    kv_format: tl.constexpr,
-    key_format: tl.constexpr,
-):  # fmt: skip
-    _, slot, begin, count = request_of(layer, slots, first, counts, entries, requests)
+    batch: Batch,
+    new: Both,  # f32 [B, most, dim], after norm and rope; keys too, after the Hadamard transform, or None
+    pool: Both,  # Rows and Keys [layers, num_blocks, per_block, ...]; None without keys
+    most: tl.constexpr,  # new entries of a request
+    formats: tl.constexpr,
+    paging: tl.constexpr,
+):
+    request = request_of(batch, most, paging.requests)
     number = tl.program_id(1)
-    dim: tl.constexpr = nope_dim + rope_dim
-    if number < count:
-        row, there = _find(begin + number, slot, layer, block_table, max_blocks, num_blocks, per_block)
-        at = tl.program_id(0).to(tl.int64) * entries + number
-        channel = tl.arange(0, size)
-        y = tl.load(rows + at * dim + channel, mask=channel < dim, other=0.0)
-        store_row(y, nope, rope, scale, row, there, nope_dim, rope_dim, kv_format)
-        if key_dim > 0:
-            key = tl.load(keys + at * key_dim + tl.arange(0, key_dim))
-            store_key(key, codes, codes_scale, row, there, key_dim, key_format)
+    if number < request.num_new:
+        at, there = _find(request.start + number, request, batch, paging)
+        row = request.number * most + number
+        channel = tl.arange(0, formats.size)
+        y = tl.load(new.entry + row * formats.dim + channel, mask=channel < formats.dim, other=0.0)
+        store_row(y, pool.entry, at, there, formats)
+        if new.key is not None:
+            key = tl.load(new.key + row * formats.key_dim + tl.arange(0, formats.key_dim))
+            store_key(key, pool.key, at, there, formats)

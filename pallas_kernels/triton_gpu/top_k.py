@@ -25,6 +25,7 @@ import triton.language as tl
 
 from pallas_kernels.selection.call import checked_rows
 from pallas_kernels.triton_gpu.launch import Config, launch
+from pallas_kernels.triton_gpu.operands import next_power_of_2
 
 MAX_PART = 16384  # counts of a part and its rest fit in 15 bits
 
@@ -35,6 +36,21 @@ def _ordinals(scores):
     bits = scores.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, -2147483648 - bits, bits)
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F800001, ordered)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopKSizes:
+    """Sizes of a launch."""
+
+    size: int  # of a row
+    part: int
+    rest: int  # the power of two that holds what a single part leaves of the row, or 0
+    k: int
+
+    @property
+    def places(self) -> int:
+        """The power of two that holds ``k``."""
+        return next_power_of_2(self.k)
 
 
 @triton.jit
@@ -57,39 +73,41 @@ def _counts(low, high):
 
 
 @triton.jit
-def _store(ordinal, n, low, more, before, positions, picks, ordinals, listed: tl.constexpr, is_last: tl.constexpr):
+def _store(ordinal, n, low, more, before, positions, picks, ordinals):
     """Store what is above ``low``, and of what equals it the first ``more``, behind ``before`` counts of such."""
     above, equal = ordinal > low, ordinal == low
     through = before + tl.cumsum(equal.to(tl.int32) + above.to(tl.int32) * 65536, 0)
     equals, aboves = through & 0xFFFF, through >> 16
     picked = above | (equal & (equals <= more))
     place = aboves + tl.minimum(equals, more) - 1
-    position = tl.load(positions + n, mask=picked, other=-1) if listed else n
+    position = tl.load(positions + n, mask=picked, other=-1) if positions is not None else n
     tl.store(picks + place, position, mask=picked)
-    if not is_last:
+    if ordinals is not None:
         tl.store(ordinals + place, ordinal, mask=picked)
 
 
 @triton.jit
 def top_k_kernel(
     given,  # f32 scores [R, size], or i32 [R, size] ordinals of listed scores, the lowest integer where none is
-    positions,  # i32 [R, size] of listed scores
+    positions,  # i32 [R, size] of listed scores; None: ``given`` are not listed
     visible,  # i32 [R]
     picks,  # i32 [R, parts, k] positions, then -1
-    ordinals,  # i32 [R, parts, k]; for another launch
-    size: tl.constexpr,
-    part_size: tl.constexpr,
-    rest_size: tl.constexpr,  # the power of two that holds what a single part leaves of the row, or 0
-    k: tl.constexpr,
-    places: tl.constexpr,  # the power of two that is not below ``k``
-    listed: tl.constexpr,  # whether ``given`` are lists
-    is_last: tl.constexpr,  # whether nothing follows this launch
+    ordinals,  # i32 [R, parts, k] for another launch; None if none follows
+    sizes: tl.constexpr,
 ):
+    listed: tl.constexpr = positions is not None
+    size: tl.constexpr = sizes.size
+    part_size: tl.constexpr = sizes.part
+    k: tl.constexpr = sizes.k
+    places: tl.constexpr = sizes.places
     none: tl.constexpr = -2147483648
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    given, positions = given + row * size, positions + row * size
     lists = (row * tl.num_programs(1) + part) * k
-    picks, ordinals = picks + lists, ordinals + lists
+    given, picks = given + row * size, picks + lists
+    if listed:
+        positions += row * size
+    if ordinals is not None:
+        ordinals += lists
     n = part * part_size + tl.arange(0, part_size)
     seen = tl.minimum(tl.load(visible + row), size)
     ordinal = _load(given, n, seen, size, listed)
@@ -100,8 +118,8 @@ def top_k_kernel(
         groups = tl.reshape(ordinal, (places, part_size // places), can_reorder=True)
         low = tl.maximum(low, tl.min(tl.max(groups, 1), 0))
     both = _counts(ordinal >= low, ordinal > none)
-    if rest_size > 0:
-        n_rest = part_size + tl.arange(0, rest_size)
+    if sizes.rest > 0:
+        n_rest = part_size + tl.arange(0, sizes.rest)
         rest = _load(given, n_rest, seen, size, listed)
         high = tl.maximum(high, tl.max(rest, 0))
         both += _counts(rest >= low, rest > none)
@@ -111,7 +129,7 @@ def top_k_kernel(
         first = low + step
         second = first + step
         both = _counts(ordinal >= first, ordinal >= second)
-        if rest_size > 0:
+        if sizes.rest > 0:
             both += _counts(rest >= first, rest >= second)
         reach_first, reach_second = both & 0xFFFF, both >> 16
         to_first, to_second = reach_first >= k, reach_second >= k
@@ -121,16 +139,16 @@ def top_k_kernel(
 
     # Of the ordinals equal to the k-th largest the first ones are picked.
     counts = _counts(ordinal == low, ordinal > low)
-    if rest_size > 0:
+    if sizes.rest > 0:
         more = k - ((counts + _counts(rest == low, rest > low)) >> 16)
-        _store(rest, n_rest, low, more, counts, positions, picks, ordinals, listed, is_last)
+        _store(rest, n_rest, low, more, counts, positions, picks, ordinals)
     else:
         more = k - (counts >> 16)
-    _store(ordinal, n, low, more, 0, positions, picks, ordinals, listed, is_last)
+    _store(ordinal, n, low, more, 0, positions, picks, ordinals)
     empty = tl.arange(0, places)
     is_empty = (empty >= total) & (empty < k)
     tl.store(picks + empty, tl.full((places,), -1, tl.int32), mask=is_empty)
-    if not is_last:
+    if ordinals is not None:
         tl.store(ordinals + empty, tl.full((places,), none, tl.int32), mask=is_empty)
 
 
@@ -169,30 +187,22 @@ def top_k(scores: jax.Array, visible: jax.Array, *, k: int, parts: Parts | None 
     if not rows * size:
         return jnp.full((rows, k), -1, jnp.int32)
     parts = Parts() if parts is None else parts
-    given, positions = scores, visible  # positions are not read in the first launch
+    given, positions = scores, None
     while True:
         # At least half of a list goes at every launch.
-        part_size = max(parts.size, 2 * triton.next_power_of_2(k))
-        part_size = min(part_size, max(128, triton.next_power_of_2(size)))
+        part_size = max(parts.size, 2 * next_power_of_2(k))
+        part_size = min(part_size, max(128, next_power_of_2(size)))
         # A row a little longer than a part, such as 8,192 entries and those of new tokens, is one launch, too.
         rest = max(0, size - part_size)
-        rest = max(128, triton.next_power_of_2(rest)) if 0 < rest <= part_size // 4 else 0
+        rest = max(128, next_power_of_2(rest)) if 0 < rest <= part_size // 4 else 0
         count = 1 if rest else -(-size // part_size)
         config = Config(
             grid=(rows, count),
             warps=max(1, min(parts.warps, part_size // 128)),
-            constants=dict(
-                size=size,
-                part_size=part_size,
-                rest_size=rest,
-                k=k,
-                places=triton.next_power_of_2(k),
-                listed=given is not scores,
-                is_last=count == 1,
-            ),
+            constants=dict(sizes=TopKSizes(size=size, part=part_size, rest=rest, k=k)),
         )
         lists = jax.ShapeDtypeStruct((rows, count * k), jnp.int32)
-        results = [lists, lists if count > 1 else jax.ShapeDtypeStruct((1,), jnp.int32)]
+        results = [lists, lists if count > 1 else None]
         positions, given = launch(top_k_kernel, config, [given, positions, visible], results)
         if count == 1:
             return positions

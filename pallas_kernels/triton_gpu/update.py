@@ -11,11 +11,27 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from triton import next_power_of_2
 
 from pallas_kernels.triton_gpu import pool, store
 from pallas_kernels.triton_gpu.launch import Config, launch, update
-from pallas_kernels.update.batch import NewEntries, NewTokens, Streams
+from pallas_kernels.triton_gpu.operands import (
+    Batch,
+    Both,
+    CSATail,
+    Formats,
+    Keys,
+    OnlineTail,
+    Paging,
+    Pooled,
+    RingTail,
+    Rows,
+    Streams,
+    Tokens,
+    UpdateSizes,
+    Window,
+    next_power_of_2,
+)
+from pallas_kernels.update.batch import NewEntries, NewTokens
 
 KV_FORMATS, KEY_FORMATS = ("f32", "bf16", "fp8_row", "fp8_tile64"), ("f32", "bf16", "nvfp4", "mxfp4")
 MAX_HEAD_DIM = 1024  # a block holds a row
@@ -73,27 +89,30 @@ def append_chunk(
       AssertionError: (chex) an array's shape or dtype is wrong.
       ValueError: the kernels do not support these sizes or formats.
     """
-    window, call = stack.state.window, _Call.of(stack, tokens, kv_format)
+    key_dim = 0 if tokens.key is None else tokens.key.norm.shape[0]
+    formats = _formats(stack.state.window, kv_format, key_dim, key_format)
     reason = unsupported(
         kv_format=kv_format,
         key_format=key_format,
-        nope_dim=window.nope.shape[-1],
-        rope_dim=window.rope.shape[-1],
+        nope_dim=formats.nope_dim,
+        rope_dim=formats.rope_dim,
         csa_ratio=ratio if tokens.key is not None else None,
-        key_dim=None if tokens.key is None else tokens.key.norm.shape[0],
+        key_dim=key_dim or None,
     )
     if reason is not None:
         raise ValueError(reason)
-    if not call.batch or (tokens.kv is None and tokens.entry is None):
+    batch, num_tokens = _check(tokens, formats)
+    if not batch or (tokens.kv is None and tokens.entry is None):
         return stack
+    _, requests, n_win = stack.state.pos.shape
+    sizes = UpdateSizes(tokens=num_tokens, requests=requests, n_win=n_win, eps=eps)
     if tokens.entry is None:
-        return _with_window(stack, _append_rows(stack, tokens, call))
+        return _store_swa(stack, _given(tokens), sizes, formats)
     if ratio is None or stack.state.tail is None:
         raise ValueError("tokens.entry is for layers with a compressor: this one has no tail or no ratio")
-    _check_streams(tokens.entry, call, call.dim, 1 if tokens.key is None else 2)
-    if tokens.key is None:
-        return _store_hca(stack, tokens, call, ratio, eps, keep_tails)
-    return _store_csa(stack, tokens, call, ratio, eps, keep_tails, key_format)
+    sizes = dataclasses.replace(sizes, ratio=ratio)
+    store_compressed = _store_hca if tokens.key is None else _store_csa
+    return store_compressed(stack, _given(tokens), sizes, formats, keep_tails)
 
 
 def cache_step(stack: Any, tokens: NewTokens, **options: Any) -> Any:
@@ -128,221 +147,137 @@ def flush_entries(entries_of: Any, new: NewEntries, *, kv_format: str, key_forma
       The updated pool.
     """
     rows, keys = entries_of.entries, entries_of.indexer_keys
-    batch, count, dim = new.entries.shape
-    if not batch * count:
+    batch, most, _ = new.entries.shape
+    if not batch * most:
         return entries_of
-    given = [new.layer, new.slots, new.first, new.count, new.block_table, new.entries]
-    given.append(new.layer if new.keys is None else new.keys)
-    state = [rows.nope, rows.rope, rows.scale, *((None, None) if new.keys is None else (keys.codes, keys.scale))]
+    key_dim = 0 if new.keys is None else new.keys.shape[-1]
     config = Config(
-        grid=(batch, count),
+        grid=(batch, most),
         constants=dict(
-            entries=count,
-            requests=new.block_table.shape[0],
-            **_pool_sizes(rows, new.block_table),
-            nope_dim=rows.nope.shape[-1],
-            rope_dim=rows.rope.shape[-1],
-            key_dim=0 if new.keys is None else new.keys.shape[-1],
-            size=next_power_of_2(dim),
-            kv_format=kv_format,
-            key_format=key_format,
+            most=most,
+            formats=_formats(rows, kv_format, key_dim, key_format),
+            paging=Paging.of(rows.nope, new.block_table),
         ),
     )
-    *stored, codes, scale = update(store.flush_entries_kernel, config, given, state)
-    rows = dataclasses.replace(rows, **dict(zip(("nope", "rope", "scale"), stored, strict=True)))
-    if new.keys is not None:
-        keys = dataclasses.replace(keys, codes=codes, scale=scale)
-    return dataclasses.replace(entries_of, entries=rows, indexer_keys=keys)
+    given = [Batch(new.layer, new.slots, new.first, new.count, new.block_table), Both(new.entries, new.keys)]
+    state = Both(Rows.of(rows), None if new.keys is None else Keys.of(keys))
+    (stored,) = update(store.flush_entries_kernel, config, given, [state])
+    return _with_rows(entries_of, stored)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Call:
-    """What all kernels of an update are given."""
-
-    batch: int
-    inputs: list[jax.Array]  # layer, slots, start, num_new
-    window: list[jax.Array | None]  # nope, rope, scale, pos
-    rows: int  # window rows of a request that the tokens fill; 0 without ``kv``
-    dim: int
-    sizes: dict[str, Any]  # constants of every kernel that stores
-
-    @classmethod
-    def of(cls, stack: Any, tokens: NewTokens, kv_format: str) -> _Call:
-        rows, pos = stack.state.window, stack.state.pos
-        newest = tokens.kv if tokens.kv is not None else tokens.entry and tokens.entry.k
-        assert newest is not None, "neither window rows nor entries are given"
-        batch, num_tokens = newest.shape[:2]
-        nope_dim, rope_dim, n_win = rows.nope.shape[-1], rows.rope.shape[-1], pos.shape[2]
-        dim, inputs = nope_dim + rope_dim, [tokens.layer, tokens.slots, tokens.start, tokens.num_new]
-        chex.assert_shape(inputs, [(1,), (batch,), (batch,), (batch,)])
-        chex.assert_type(inputs, jnp.int32)
-        if tokens.kv is not None:
-            chex.assert_shape(tokens.kv, (batch, num_tokens, dim))
-            chex.assert_type(tokens.kv, jnp.float32)
-        sizes = dict(
-            tokens=num_tokens,
-            requests=pos.shape[1],
-            n_win=n_win,
-            nope_dim=nope_dim,
-            rope_dim=rope_dim,
-            size=next_power_of_2(dim),
-            kv_format=kv_format,
-        )
-        return cls(
-            batch=batch,
-            inputs=inputs,
-            window=[rows.nope, rows.rope, rows.scale, pos],
-            rows=0 if tokens.kv is None else min(num_tokens, n_win),
-            dim=dim,
-            sizes=sizes,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return self.sizes["tokens"]
-
-    def touched(self, ratio: int) -> int:
-        """The largest number of groups that a request's tokens can touch."""
-        return (self.tokens + 2 * ratio - 2) // ratio
-
-    def completed(self, ratio: int) -> int:
-        """The largest number of groups that they can complete."""
-        return (self.tokens + ratio - 1) // ratio
+def _formats(rows: Any, kv_format: str, key_dim: int, key_format: str) -> Formats:
+    nope_dim, rope_dim = rows.nope.shape[-1], rows.rope.shape[-1]
+    return Formats(nope_dim=nope_dim, rope_dim=rope_dim, kv_format=kv_format, key_dim=key_dim, key_format=key_format)
 
 
-def _pool_sizes(rows: Any, block_table: jax.Array) -> dict[str, int]:
-    _, num_blocks, per_block = rows.nope.shape[:3]
-    return dict(max_blocks=block_table.shape[1], num_blocks=num_blocks, per_block=per_block)
+def _check(tokens: NewTokens, formats: Formats) -> tuple[int, int]:
+    """Check that shapes and dtypes agree. Returns B and T."""
+    newest = tokens.kv if tokens.kv is not None else tokens.entry and tokens.entry.k
+    assert newest is not None, "neither window rows nor entries are given"
+    lead = newest.shape[:2]
+    inputs = [tokens.layer, tokens.slots, tokens.start, tokens.num_new]
+    chex.assert_shape(inputs, [(1,), lead[:1], lead[:1], lead[:1]])
+    chex.assert_type(inputs, jnp.int32)
+    if tokens.kv is not None:
+        chex.assert_shape(tokens.kv, (*lead, formats.dim))
+        chex.assert_type(tokens.kv, jnp.float32)
+    count = 1 if tokens.key is None else 2
+    for streams, dim in ((tokens.entry, formats.dim), (tokens.key, formats.key_dim)):
+        if streams is not None:
+            chex.assert_shape([streams.k, streams.z], (*lead, count * dim))
+            chex.assert_type([streams.k, streams.z], jnp.float32)
+            chex.assert_shape(streams.norm, (dim,))
+    return lead
 
 
-def _check_streams(streams: Streams, call: _Call, dim: int, count: int) -> None:
-    chex.assert_shape([streams.k, streams.z], (call.batch, call.tokens, count * dim))
-    chex.assert_type([streams.k, streams.z], jnp.float32)
-    chex.assert_shape(streams.norm, (dim,))
+def _given(tokens: NewTokens) -> Tokens:
+    entry, key = (given and Streams(given.k, given.z, given.norm) for given in (tokens.entry, tokens.key))
+    batch = Batch(tokens.layer, tokens.slots, tokens.start, tokens.num_new, tokens.block_table)
+    return Tokens(batch, tokens.kv, entry, key, tokens.rope)
 
 
-def _changed(
-    kernel: Any, config: Config, inputs: list[jax.Array], leaves: list[jax.Array | None], kept: list[int]
-) -> list[jax.Array | None]:
-    """``update`` of leaves, except for those whose numbers are ``kept``. These the kernel neither reads nor writes."""
-    given = [None if i in kept else leaf for i, leaf in enumerate(leaves)]
-    updated = update(kernel, config, inputs, given)
-    return [leaf if new is None else new for leaf, new in zip(leaves, updated, strict=True)]
+def _window(stack: Any, tokens: Tokens) -> Window | None:
+    """The window that a kernel changes, if it does."""
+    return None if tokens.kv is None else Window(Rows.of(stack.state.window), stack.state.pos)
 
 
-def _with_window(stack: Any, leaves: list[Any]) -> Any:
-    nope, rope, scale, pos = leaves
-    window = dataclasses.replace(stack.state.window, nope=nope, rope=rope, scale=scale)
-    return dataclasses.replace(stack, state=dataclasses.replace(stack.state, window=window, pos=pos))
+def _with(given: Any, stored: Any) -> Any:
+    """A dataclass with the leaves of a named tuple of the same fields; as it is if there is none."""
+    return given if stored is None else dataclasses.replace(given, **stored._asdict())
 
 
-def _with_entries(stack: Any, leaves: list[Any]) -> Any:
-    nope, rope, scale = leaves
-    entries = dataclasses.replace(stack.pool.entries, nope=nope, rope=rope, scale=scale)
-    return dataclasses.replace(stack, pool=dataclasses.replace(stack.pool, entries=entries))
+def _with_window(state: Any, window: Window | None) -> Any:
+    if window is None:
+        return state
+    return dataclasses.replace(state, window=_with(state.window, window.rows), pos=window.pos)
 
 
-def _append_rows(stack: Any, tokens: NewTokens, call: _Call) -> list[Any]:
-    config = Config(grid=(call.batch, call.rows), constants=call.sizes)
-    assert tokens.kv is not None
-    return update(store.cache_step_window, config, [*call.inputs, tokens.kv], call.window)
+def _with_rows(pool_of: Any, stored: Both) -> Any:
+    """A pool with these rows, and keys if there are any."""
+    entries, keys = _with(pool_of.entries, stored.entry), _with(pool_of.indexer_keys, stored.key)
+    return dataclasses.replace(pool_of, entries=entries, indexer_keys=keys)
 
 
-def _fields(tail: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(tail)]
+def _fields(tail: Any) -> dict[str, jax.Array]:
+    return {field.name: getattr(tail, field.name) for field in dataclasses.fields(tail)}
 
 
-def _store_hca(stack: Any, tokens: NewTokens, call: _Call, ratio: int, eps: float, keep_tails: bool) -> Any:
-    entry, tail, rows = tokens.entry, stack.state.tail, stack.pool.entries
-    assert entry is not None
-    names = _fields(tail)
-    is_online = len(names) == 3
-    leaves = [getattr(tail, name) for name in names]
-    groups = call.touched(ratio) if is_online else call.completed(ratio)
-    shared = dict(groups=groups, ratio=ratio, online=is_online)
-    chunks = -(-call.dim // _POOLED_CHANNELS)
+def _f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _store_swa(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats) -> Any:
+    config = Config(grid=(len(tokens.batch.slots), sizes.window_rows), constants=dict(sizes=sizes, formats=formats))
+    (window,) = update(store.cache_step_window, config, [tokens], [_window(stack, tokens)])
+    return dataclasses.replace(stack, state=_with_window(stack.state, window))
+
+
+def _store_config(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats, entry_units: int) -> Config:
+    """How the second launch of a cache update is launched; ``entry_units`` blocks of each request store entries."""
+    window_rows = 0 if tokens.kv is None else sizes.window_rows
+    paging = Paging.of(stack.pool.entries.nope, tokens.batch.block_table)
+    return Config(
+        grid=(len(tokens.batch.slots), entry_units + sizes.tail_units + window_rows),
+        constants=dict(sizes=sizes, formats=formats, paging=paging),
+    )
+
+
+def _store_hca(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats, keep_tails: bool) -> Any:
+    state, rows, batch = stack.state, stack.pool.entries, len(tokens.batch.slots)
+    is_online = hasattr(state.tail, "peak")
+    tail = (OnlineTail if is_online else RingTail)(**_fields(state.tail))
+    groups = sizes.max_groups if is_online else sizes.max_entries
+    most_rows = min(sizes.tokens, sizes.ratio) if is_online else sizes.ratio
     pooling = Config(
-        grid=(call.batch, groups, chunks),
+        grid=(batch, groups, -(-formats.dim // _POOLED_CHANNELS)),
         constants=dict(
-            tokens=call.tokens,
-            requests=call.sizes["requests"],
-            dim=call.dim,
-            channels=_POOLED_CHANNELS,
-            rows=min(16, next_power_of_2(min(call.tokens, ratio) if is_online else ratio)),
-            **shared,
+            sizes=sizes, formats=formats, channels=_POOLED_CHANNELS, rows=min(16, next_power_of_2(most_rows))
         ),
     )
-    read = leaves if is_online else [*leaves, tokens.layer]
-    shapes = (call.batch, groups, call.dim), (call.batch, 3, call.dim)
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    pooled, running = launch(pool.cache_step_pool_hca, pooling, [*call.inputs, entry.k, entry.z, *read], results)
-    tail_units = 0 if keep_tails else 1 if is_online else min(call.tokens, ratio)
-    entries = call.completed(ratio)
-    config = Config(
-        grid=(call.batch, entries + tail_units + call.rows),
-        constants=call.sizes
-        | shared
-        | _pool_sizes(rows, tokens.block_table)
-        | dict(entries=entries, all_groups=call.touched(ratio), tail_units=tail_units, eps=eps),
-    )
-    kv = pooled if tokens.kv is None else tokens.kv  # any f32 will do where no window row is stored
-    given = [*call.inputs, tokens.block_table, kv, pooled, entry.norm, tokens.rope, entry.k, entry.z, running]
-    state = [*call.window, rows.nope, rows.rope, rows.scale, *leaves, *([] if is_online else [None])]
-    kept = [*(range(4) if tokens.kv is None else ()), *(range(7, len(state)) if keep_tails else ())]
-    stored = _changed(store.cache_step_store_hca, config, given, state, kept)
-    stack = _with_entries(_with_window(stack, stored[:4]), stored[4:7])
-    tail = dataclasses.replace(tail, **dict(zip(names, stored[7:], strict=False)))
-    return dataclasses.replace(stack, state=dataclasses.replace(stack.state, tail=tail))
+    pooled = Pooled(rows=_f32(batch, groups, formats.dim), running=_f32(batch, 3, formats.dim) if is_online else None)
+    (pooled,) = launch(pool.cache_step_pool_hca, pooling, [tokens, tail], [pooled])
+    tail_units = 1 if is_online else min(sizes.tokens, sizes.ratio)
+    sizes = dataclasses.replace(sizes, tail_units=0 if keep_tails else tail_units)
+    config = _store_config(stack, tokens, sizes, formats, sizes.max_entries)
+    leaves = [_window(stack, tokens), Rows.of(rows), None if keep_tails else tail]
+    window, entries, tail = update(store.cache_step_store_hca, config, [tokens, pooled], leaves)
+    state = dataclasses.replace(_with_window(state, window), tail=_with(state.tail, tail))
+    return dataclasses.replace(stack, state=state, pool=_with_rows(stack.pool, Both(entries, None)))
 
 
-def _store_csa(
-    stack: Any, tokens: NewTokens, call: _Call, ratio: int, eps: float, keep_tails: bool, key_format: str
-) -> Any:
-    entry, key, state, rows = tokens.entry, tokens.key, stack.state, stack.pool.entries
-    assert entry is not None
-    assert key is not None
-    key_dim = key.norm.shape[0]
-    _check_streams(key, call, key_dim, 2)
-    names = _fields(state.tail)
-    tails = [getattr(tail, name) for tail in (state.tail, state.indexer_tail) for name in names]
-    groups = call.completed(ratio)
-    shared = dict(
-        groups=groups, ratio=ratio, key_dim=key_dim, rows=next_power_of_2(ratio), key_size=next_power_of_2(key_dim)
-    )
-    pooling = Config(
-        grid=(call.batch, groups, 2),
-        constants=dict(
-            tokens=call.tokens, requests=call.sizes["requests"], dim=call.dim, size=call.sizes["size"], **shared
-        ),
-    )
-    streams = [entry.k, entry.z, key.k, key.z]
-    results = [jax.ShapeDtypeStruct((call.batch, groups, dim), jnp.float32) for dim in (call.dim, key_dim)]
-    pooled = launch(pool.cache_step_pool_csa, pooling, [*call.inputs, *streams, *tails], results)
-    config = Config(
-        grid=(call.batch, 2 * groups + (0 if keep_tails else 2) + call.rows),
-        constants=call.sizes
-        | shared
-        | _pool_sizes(rows, tokens.block_table)
-        | dict(
-            all_groups=call.touched(ratio),
-            keep_tails=keep_tails,
-            key_bits=key_dim.bit_length() - 1,
-            eps=eps,
-            key_format=key_format,
-        ),
-    )
-    kv = pooled[0] if tokens.kv is None else tokens.kv  # any f32 will do where no window row is stored
-    given = [*call.inputs, tokens.block_table, kv, *pooled, entry.norm, key.norm, tokens.rope, *streams]
-    keys = stack.pool.indexer_keys
-    leaves = [*call.window, rows.nope, rows.rope, rows.scale, keys.codes, keys.scale, *tails]
-    kept = [*(range(4) if tokens.kv is None else ()), *(range(9, len(leaves)) if keep_tails else ())]
-    stored = _changed(store.cache_step_store_csa, config, given, leaves, kept)
-    stack = _with_entries(_with_window(stack, stored[:4]), stored[4:7])
-    keys = dataclasses.replace(keys, codes=stored[7], scale=stored[8])
-    tail, indexer_tail = (
-        dataclasses.replace(tail, **dict(zip(names, stored[first : first + len(names)], strict=True)))
-        for tail, first in ((state.tail, 9), (state.indexer_tail, 9 + len(names)))
-    )
-    pool_of = dataclasses.replace(stack.pool, indexer_keys=keys)
-    state = dataclasses.replace(stack.state, tail=tail, indexer_tail=indexer_tail)
-    return dataclasses.replace(stack, state=state, pool=pool_of)
+def _store_csa(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats, keep_tails: bool) -> Any:
+    state, rows, keys = stack.state, stack.pool.entries, stack.pool.indexer_keys
+    batch, groups = len(tokens.batch.slots), sizes.max_entries
+    tails = Both(CSATail(**_fields(state.tail)), CSATail(**_fields(state.indexer_tail)))
+    pooling = Config(grid=(batch, groups, 2), constants=dict(sizes=sizes, formats=formats))
+    pooled = Both(_f32(batch, groups, formats.dim), _f32(batch, groups, formats.key_dim))
+    (pooled,) = launch(pool.cache_step_pool_csa, pooling, [tokens, tails], [pooled])
+    sizes = dataclasses.replace(sizes, tail_units=0 if keep_tails else 2)
+    config = _store_config(stack, tokens, sizes, formats, 2 * groups)
+    leaves = [_window(stack, tokens), Both(Rows.of(rows), Keys.of(keys)), None if keep_tails else tails]
+    window, stored, tails = update(store.cache_step_store_csa, config, [tokens, pooled], leaves)
+    state = _with_window(state, window)
+    if tails is not None:
+        tail, indexer_tail = _with(state.tail, tails.entry), _with(state.indexer_tail, tails.key)
+        state = dataclasses.replace(state, tail=tail, indexer_tail=indexer_tail)
+    return dataclasses.replace(stack, state=state, pool=_with_rows(stack.pool, stored))
