@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-# Bytes of shared memory that a block may have: of A100; RTX 30; L40S, RTX 40; H100; B200; RTX 50.
-SHARED_BYTES = dict(zip(CAPABILITIES, (163 << 10, 99 << 10, 99 << 10, 227 << 10, 227 << 10, 99 << 10), strict=True))
+CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1")
+# KiB of shared memory that a block may have: of A100; RTX 30; L40S, RTX 40; H100; B200; RTX 50; GB10.
+_SHARED_KIB = (163, 99, 99, 227, 227, 99, 99)
+SHARED_BYTES = {capability: kib << 10 for capability, kib in zip(CAPABILITIES, _SHARED_KIB, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,10 @@ def recorded(capability: str, calls: list[Callable[[], Any]]) -> dict[str, Launc
     def note(kernel: Any, config: Any, inputs: Any, results: Any, aliases: Any) -> list[Any]:
         del aliases
         one = Launch(kernel=kernel, config=config, dtypes=tuple(str(x.dtype) for x in (*inputs, *results)))
-        form = config.constants.get("kv_format", config.constants.get("key_format", ""))
+        forms = [
+            getattr(value, name, "") for value in config.constants.values() for name in ("kv_format", "key_format")
+        ]
+        form = next(filter(None, forms), "")
         found.setdefault(f"{kernel.__name__} {form} {len(found)}", one)
         return [jnp.zeros(result.shape, result.dtype) for result in results]
 

@@ -41,7 +41,7 @@ def compiling(monkeypatch):
 
 @pytest.mark.usefixtures("compiling")
 @requires_extra
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0"])
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0", "12.1"])
 def test_gpus_that_other_kernels_do_not_serve_run_triton(capability):
     with jax.sharding.use_abstract_mesh(mesh_of(capability, "NVIDIA")), warnings.catch_warnings():
         warnings.simplefilter("error")
