@@ -1,8 +1,8 @@
 """The rows that a chunk of tokens reads, widened to f16 once.
 
 In a chunk each stored row is read by hundreds of queries. Instead of converting it for each of them, ``widen`` decodes
-the rows of all requests into a workspace, from which Hopper's kernel copies them. For each request the workspace has the
-window rows of positions start - n_win .. start + F - 1, and then its entries in order.
+the rows of all requests into a workspace, from which Hopper's kernel copies them. For each request the workspace has
+the window rows of positions start - n_win .. start + F - 1, and then its entries in order.
 """
 
 from __future__ import annotations
