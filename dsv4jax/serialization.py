@@ -24,6 +24,7 @@ from dsv4jax.cache.state import SlidingWindow, StateCache
 from dsv4jax.cache.tables import Tables
 from dsv4jax.config import DSV4Config
 from dsv4jax.formats import KeyRows, KVRows
+from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import OpBackends
 from dsv4jax.layer.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
@@ -39,7 +40,7 @@ PYTREES: tuple[type, ...] = (
     *(AttentionParams, CompressorParams, IndexerParams, PoolParams, StoredWeight),
     *(KVCache, LayerStack, StateCache, PagedPool, Tables, KVRows, KeyRows, CSATail, HCATail, HCAOnlineTail),
     *(LayerCacheHandle, SWAView, ClassicalView, IndexerView, SlidingWindow, PooledLayer, ExactEntries, Streams),
-    *(Snapshot, StagedLayer, Grants),
+    *(Snapshot, StagedLayer, Grants, Batch),
 )
 
 # What static fields may hold besides JSON's own, by the name under which it is written.

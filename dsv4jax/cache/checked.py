@@ -44,7 +44,8 @@ def checked[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     The function must be one that jit can trace. It is compiled once more, with checks inside its loops, branches and
     maps (``jax.experimental.checkify``), and each call waits for its result. Call the checked function outside of jit,
     or give it to ``checkify`` in turn. Where it uses ``jax.shard_map``, the mesh's axes must be automatic
-    (``AxisType.Auto``), and rows and slots are counted within a shard.
+    (``AxisType.Auto``), and rows and slots are counted within a shard. Only these checks are made. ``checkify`` with
+    ``index_checks`` cannot be used on a cache: it takes a write that JAX drops, as those of padding are, for an error.
 
     Raises:
       jax.experimental.checkify.JaxRuntimeError: (a ValueError) the first mistake that a call makes.

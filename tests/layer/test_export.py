@@ -90,7 +90,7 @@ def test_a_symbolic_number_of_tokens_and_kernels_for_a_symbolic_batch_are_refuse
 
 
 def handles(cache: d4.KVCache) -> Any:
-    """What a handle hands out, and itself, before and after a write."""
+    """What a handle hands out, and itself, before and after a write; and what else calls return."""
     slots = ids(0, 1)
     handle = d4.acquire(cache, 1, slots, ids(2, 2), backend="xla")
     params, x = random_params()[1], jnp.zeros((2, 2, CFG.hidden_size))
@@ -98,7 +98,8 @@ def handles(cache: d4.KVCache) -> Any:
     written = handle.write_swa(kv).flush_compression(params.compressor, x, params.indexer)
     views = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
     staged = [d4.stage(params, x, cache, i, slots, ids(2, 2))[2] for i, params in enumerate(random_params())]
-    return handle, written, views, handle.window(kv), written.entries, staged
+    grants = d4.explain_forward(cache, slots, ids(2, 2))
+    return handle, written, views, handle.window(kv), written.entries, staged, grants
 
 
 def node_types(tree: Any) -> set[type]:
