@@ -46,20 +46,11 @@ def _find(entry, request: Request, batch: Batch, paging: tl.constexpr):
 
 
 @triton.jit
-def _store_entry(
-    pooled,
-    turn,
-    tokens: Tokens,
-    rows: Rows,
-    at,
-    there,
-    eps: tl.constexpr,
-    formats: tl.constexpr,
-):
-    """Store a pooled row as row ``at`` of the pool, if ``there``."""
+def _store_entry(pooled, norm, angles, rows: Rows, at, there, eps: tl.constexpr, formats: tl.constexpr):
+    """Apply norm and rope to a pooled row, and store it as row ``at`` of the pool, if ``there``."""
     channel = tl.arange(0, formats.size)
     y = tl.load(pooled + channel, mask=channel < formats.dim, other=0.0)
-    y = norm_and_rope(y, tokens.entry.norm, turn, formats.dim, formats.rope_dim, eps)
+    y = norm_and_rope(y, norm, angles, formats.dim, formats.rope_dim, eps)
     store_row(y, rows, at, there, formats)
 
 
@@ -145,13 +136,14 @@ def cache_step_store_csa(
         group = unit % groups
         if group < (phase + request.num_new) // sizes.ratio:
             at, there = _find(request.start // sizes.ratio + group, request, tokens.batch, paging)
-            turn = tokens.rope + (request.number * sizes.max_groups + group) * formats.rope_dim
+            angles = tokens.rope + (request.number * sizes.max_groups + group) * formats.rope_dim
             row = request.number * groups + group
             if unit < groups:
-                _store_entry(pooled.entry + row * formats.dim, turn, tokens, pool.entry, at, there, sizes.eps, formats)
+                new, norm = pooled.entry + row * formats.dim, tokens.entry.norm
+                _store_entry(new, norm, angles, pool.entry, at, there, sizes.eps, formats)
             else:
                 key = tl.load(pooled.key + row * key_dim + tl.arange(0, key_dim))
-                key = norm_and_rope(key, tokens.key.norm, turn, key_dim, formats.rope_dim, sizes.eps)
+                key = norm_and_rope(key, tokens.key.norm, angles, key_dim, formats.rope_dim, sizes.eps)
                 store_key(hadamard(key, formats.key_bits), pool.key, at, there, formats)
     elif unit < 2 * groups + sizes.tail_units:
         if sizes.tail_units > 0:
@@ -182,9 +174,9 @@ def cache_step_store_hca(
     if unit < most:
         if unit < (phase + request.num_new) // sizes.ratio:
             at, there = _find(request.start // sizes.ratio + unit, request, tokens.batch, paging)
-            turn = tokens.rope + (request.number * sizes.max_groups + unit) * formats.rope_dim
+            angles = tokens.rope + (request.number * sizes.max_groups + unit) * formats.rope_dim
             row = pooled.rows + (request.number * groups + unit) * formats.dim
-            _store_entry(row, turn, tokens, entries, at, there, sizes.eps, formats)
+            _store_entry(row, tokens.entry.norm, angles, entries, at, there, sizes.eps, formats)
     elif unit < most + sizes.tail_units:
         if sizes.tail_units > 0:
             _store_hca_tail(unit - most, request, tokens, pooled, tail, sizes, formats)
