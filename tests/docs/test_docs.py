@@ -15,6 +15,7 @@ from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEX
 from dsv4jax.model import ModelConfig, plan_memory
 from dsv4jax.weights.params import param_shapes
 from dsv4jax.weights.stored import Stored
+from tests.audits.test_compiled_kernels import KNOWN_SPILLS
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -133,6 +134,17 @@ def test_the_table_of_formats_and_ops_says_where_kernels_serve(op):
 def test_the_table_of_formats_and_ops_has_every_op():
     table = PAGES["support.md"].split("## Formats, ops and backends")[1].split("\n\n")[2]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(d4.backends())
+
+
+def test_the_page_of_what_was_checked_names_the_known_spills():
+    """No more and no fewer kernels than the audit lets spill, with the bytes that they store."""
+    (said,) = re.findall(r"On the H200 attention of (.*?)\. All others", PAGES["verification.md"])
+    expected = " and ".join(
+        f"{spills[1]} bytes in a CSA layer" if " csa " in name else f"{spills[1]} in an HCA layer"
+        for (name, _), spills in KNOWN_SPILLS.items()
+    )
+    assert said == f"256 requests with a token each, in `fp8_row`, spills {expected}"
+    assert all("fp8_row [256, 1]" in name and target == "sm_90a" for name, target in KNOWN_SPILLS)
 
 
 def test_files_that_the_pages_name_are_there():

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import dsv4jax as d4
 from tests.support.paths import ROOT
 
 PACKAGES = ("dsv4jax", "pallas_kernels")
@@ -19,6 +20,28 @@ def test_the_example_runs_and_prints_what_it_says(capsys):
     said = re.search(r"print\(cache\.seq_lens\)  # (.*)", code)
     assert said is not None
     assert capsys.readouterr().out.strip() == said.group(1)
+
+
+def test_the_first_screen_says_what_the_cache_saves():
+    """Bytes of V4-Flash's cache beside a dense one: 512 latent numbers and 64 for positions, in bf16."""
+    cfg = d4.DSV4Config.flash()
+    assert cfg.num_layers == 43
+    tokens = 2**20
+    ring, online = (
+        d4.plan_cache(cfg, 1, tokens, kv_format="fp8_tile64", indexer_format="mxfp4", hca_tail=tail)
+        for tail in ("ring", "online")
+    )
+
+    def state(plan: d4.CachePlan) -> int:
+        return sum(sum(plan.state_bytes(spec.attn).values()) for spec in d4.layer_schedule(cfg))
+
+    total = (online.bytes_per_token * tokens + state(online)) / 2**30
+    per_request = f"{state(online) / 2**20:.1f} MiB ({state(ring) / 2**20:.1f} MiB with ring tails)"
+    assert f"| {online.bytes_per_token:,.0f} | {per_request} | {total:.1f} GiB |" in README
+    for layers in (43, 61):
+        dense = (512 + 64) * 2 * layers
+        assert f"| {dense:,} | - | {dense * tokens / 2**30:.1f} GiB |" in README
+    assert len(README.splitlines()) <= 140
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
