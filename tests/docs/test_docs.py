@@ -147,6 +147,38 @@ def test_the_page_of_what_was_checked_names_the_known_spills():
     assert all("fp8_row [256, 1]" in name and target == "sm_90a" for name, target in KNOWN_SPILLS)
 
 
+# Pages in which links or code are still to be brought to the form of the others.
+UNCHANGED = {"add-kernel.md", "generation.md", "language.md", "transforms.md"}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "../README.md", "../CONTRIBUTING.md"])
+def test_links_lead_somewhere_in_the_repository_too(name):
+    """Pages are read on the site, where ``make docs`` checks all links, and as files, where these are what there is."""
+    page = (DOCS / name).read_text()
+    prose = re.sub(r"^```.*?^```|`[^`]*`", "", page, flags=re.MULTILINE | re.DOTALL)
+    if name not in UNCHANGED:
+        assert not re.findall(r"\]\[[\w.]+\]", prose), "a reference that only the site resolves: link to api/...md#name"
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", prose):
+        if target.startswith("https://"):
+            continue
+        path = (DOCS / name).parent / target if target else DOCS / name
+        assert path.exists(), f"{name} links to {target}"
+        if anchor and path.suffix == ".md":
+            text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+            titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+            names = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+            member = anchor.rpartition(".")[0]  # the pages of a class show its members
+            assert anchor in slugs or anchor in names or member in names, f"{name}: no {anchor} in {target}"
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in UNCHANGED] + ["../README.md"])
+def test_code_fits_the_column_of_the_site(name):
+    """It has room for 110 columns on a screen of 1,400 pixels. What programs print may be longer."""
+    blocks = re.findall(r"^```(?:python|py|sh)\n(.*?)^```", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > 110]
+
+
 def test_files_that_the_pages_name_are_there():
     for name, page in PAGES.items():
         for file in re.findall(r"`((?:dsv4jax|pallas_kernels|tests|docs|examples|notebooks)/[\w/]+\.\w+)`", page):
