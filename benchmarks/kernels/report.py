@@ -1,21 +1,49 @@
 """Puts the recorded figures where they are read: python -m benchmarks.kernels report
 
 A table stands in one of ``PAGES`` between ``<!-- report: NAME -->`` and ``<!-- end of report -->``, and is the one of
-that name in ``tables``. Pictures are the files of docs/speed/. Nothing here needs a GPU or JAX, and the same lines give
+that name in ``TABLES``. Pictures are the files of docs/speed/. Nothing here needs a GPU or JAX, and the same lines give
 the same bytes: a test compares them with the files.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.kernels import shares, tables
 from benchmarks.kernels.chart import draw_reads, draw_updates
 from benchmarks.kernels.lines import Results
-from benchmarks.kernels.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/speed.md", "docs/speed-limits.md")
+PAGES = ("README.md", "docs/speed.md", "docs/speed-limits.md", "docs/tried.md")
+TABLES: dict[str, Callable[[Results], str]] = {
+    make.__name__: make
+    for make in (
+        tables.summary,
+        tables.ceilings,
+        tables.update_decode,
+        tables.update_other,
+        tables.update_chunk,
+        tables.gather,
+        tables.attention,
+        tables.scores,
+        tables.topk,
+        tables.queries,
+        tables.steps,
+        tables.stored_layers,
+        tables.products,
+        tables.wide_layers,
+        tables.prefill,
+        tables.prefill_model,
+        tables.h100,
+        tables.padding,
+        tables.programs,
+        tables.public_cuda,
+        shares.layer_parts,
+        shares.bounds,
+    )
+}
 MARKED = re.compile(r"<!-- report: (\w+) -->\n.*?<!-- end of report -->", re.DOTALL)
 
 

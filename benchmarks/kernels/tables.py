@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from benchmarks.kernels.lines import Line, Results
 from dsv4jax.config import DSV4Config, layer_kind
@@ -16,15 +16,20 @@ ACTIVATIONS = {
     "fp8_all": "FP8 activations, W_oa's too",
 }
 FLASH = DSV4Config.flash()
-HAND = "†"  # of a figure noted by hand, as the pages say
-EARLIER = "*"  # of one from an earlier run
+ALL_EARLIER = "All of these are older than the last change of what they time."
+EARLIER = "*"  # of a figure that is older than the last change of what it times
 
 
 def table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
     """Markdown; the names of the columns are separated by bars."""
     columns = head.split(" | ")
+    rows = list(rows)
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    marked = {tuple(cell.endswith(EARLIER) for cell in row) for row in rows}
+    if len(marked) == 1 and any(*marked):
+        return re.sub(r"\* \|", " |", text) + f"\n\n{ALL_EARLIER}"  # a mark that all have tells nothing apart
+    return text
 
 
 def us(line: Line | None, backend: str = "pallas") -> str:
@@ -220,9 +225,9 @@ def queries(results: Results) -> str:
         ("attention_queries", "queries of attention: norm, rope, f16"),
         ("indexer_queries", "queries of the indexer: rope, Hadamard transform, FP4"),
     ):
-        few, many = (number(results.case(f"{name} B64{more}")["us"]) + HAND for more in ("", " x 4 tokens"))
+        few, many = (number(results.case(f"{name} B64{more}")["us"]) for more in ("", " x 4 tokens"))
         xla = [line for line in results.by_hand if line["case"] == f"{name} B64 xla"]
-        rows.append((words, few, many, f"{xla[0]['us']:g}{HAND}" if xla else "-"))
+        rows.append((words, few, many, f"{xla[0]['us']:g}" if xla else "-"))
     return table("kernel time in us, 64 requests | 1 token each | 4 tokens each | XLA form, 1 token", rows)
 
 
@@ -260,7 +265,7 @@ def stored_layers(results: Results) -> str:
                 _median(line),
                 spread(line["us"]),
                 f"{line['launches']:g}",
-                number(_part(line, CHUNK_PARTS["products, with rounding and widening"])),
+                number(part(line, CHUNK_PARTS["products, with rounding and widening"])),
                 public(results.public_beside(line["case"])),
             )
         )
@@ -302,7 +307,7 @@ CHUNK_PARTS = {
 }
 
 
-def _part(line: Line, names: tuple[str, ...]) -> float:
+def part(line: Line, names: tuple[str, ...]) -> float:
     """The microseconds of the kernels of a layer whose names begin so."""
     return sum(us for name, us in line["by_kernel"].items() if name.startswith(names))
 
@@ -338,7 +343,7 @@ def prefill(results: Results) -> str:
         if (before, kind) == ("126976", "swa"):  # the same as after 28K
             continue
         line = results.case(f"chunk of 4096 {kind} after {before} stored {form}")
-        parts = [_part(line, names) for names in CHUNK_PARTS.values()]
+        parts = [part(line, names) for names in CHUNK_PARTS.values()]
         shares = (number(us) if us else "-" for us in parts)
         name = f"{KINDS[kind]}, {int(before) >> 10}K before, {ACTIVATIONS[form]}"
         rows.append((name, _median(line), spread(line["us"]), *shares, f"{line['launches']:g}"))
@@ -431,27 +436,3 @@ def ceilings(results: Results) -> str:
         for words, name, of in rows
     ]
     return table("limit | measured | unit", cells)
-
-
-TABLES: dict[str, Callable[[Results], str]] = {
-    function.__name__: function
-    for function in (
-        *(summary, ceilings, update_decode, update_other, update_chunk, gather),
-        *(
-            attention,
-            scores,
-            topk,
-            queries,
-            steps,
-            stored_layers,
-            products,
-            wide_layers,
-            prefill,
-            prefill_model,
-            h100,
-            padding,
-            programs,
-        ),
-        public_cuda,
-    )
-}

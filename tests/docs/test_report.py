@@ -5,8 +5,8 @@ import re
 import pytest
 
 from benchmarks.kernels.lines import Results
-from benchmarks.kernels.report import MARKED, PAGES, files, with_tables
-from benchmarks.kernels.tables import TABLES
+from benchmarks.kernels.report import MARKED, PAGES, TABLES, files, with_tables
+from benchmarks.kernels.tables import ALL_EARLIER, table
 from tests.support.paths import ROOT
 
 RESULTS = Results.load()
@@ -20,7 +20,13 @@ def test_the_files_are_what_the_report_writes():
 
 def test_every_table_has_a_place():
     placed = [match.group(1) for name in PAGES for match in MARKED.finditer((ROOT / name).read_text())]
-    assert sorted(placed) == sorted(TABLES)
+    assert sorted(placed) == sorted([*TABLES, "summary"])  # README and the page about speed both begin with it
+
+
+def test_a_mark_that_all_rows_have_becomes_a_sentence():
+    rows = [("a", "1*"), ("b", "2*")]
+    assert table("case | us", rows) == f"| case | us |\n| --- | --- |\n| a | 1 |\n| b | 2 |\n\n{ALL_EARLIER}"
+    assert "| a | 1* |" in table("case | us", [*rows, ("c", "3")])
 
 
 def test_a_place_for_no_table_is_refused():
