@@ -3,7 +3,8 @@
 On a CPU (``--size recorded``) a tiny layer of each kind serves a ragged batch whose outputs were recorded from
 DeepSeek's published inference code, and a tiny model is loaded from a checkpoint and continues a text. On a GPU
 (``--size flash``) one layer of each kind has V4-Flash's size, and one request is compared with the library's own full
-recompute. ``--size tiny`` does the same at a size that any machine can run.
+recompute, on the CPU; then a random model with V4-Flash's first layers continues texts. ``--size tiny`` does the same
+at a size that any machine can run.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -27,9 +30,10 @@ from rich.table import Table
 
 import dsv4jax as d4
 from dsv4jax.layer.reference import reference_layer
-from dsv4jax.model import generate, init_caches, load_model
+from dsv4jax.model import Generated, ModelConfig, ModelParams, generate, init_caches, load_model, random_model
 
 RECORDINGS = Path(__file__).parents[1] / "tests" / "data"
+XLA_QUICKLY = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,24 +61,40 @@ RECORDED = {
 
 @dataclasses.dataclass(frozen=True)
 class RandomJob:
-    """Layers of random bfloat16 weights on random inputs."""
+    """Layers of random bfloat16 weights on random inputs, and a random model."""
 
     cfg: d4.DSV4Config
     prompts: tuple[int, ...]
     decode: int
     chunk: int
+    model: ModelConfig
 
 
-# Request 0 is compared. It is so short that the indexer picks every entry, so bfloat16 cannot change a pick.
+def first_layers(cfg: ModelConfig, count: int) -> ModelConfig:
+    """A model of the first layers alone."""
+    attention = dataclasses.replace(cfg.attention, compress_ratios=cfg.attention.compress_ratios[:count])
+    return dataclasses.replace(cfg, attention=attention, num_hash_layers=min(cfg.num_hash_layers, count))
+
+
+# Request 0 is compared. It is so short that the indexer picks every entry, so bfloat16 cannot change a pick, and that a
+# recompute on the CPU takes seconds. V4-Flash's first four layers have all kinds.
 RANDOM_JOBS = {
     "flash": RandomJob(
         dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(0, 4, 128)),
-        prompts=(1000, 1433, 1861, 2297, 2731, 3169, 3593, 4000),
+        prompts=(300, 1433, 1861, 2297, 2731, 3169, 3593, 4000),
         decode=64,
         chunk=1024,
+        model=first_layers(ModelConfig.flash(), 4),
     ),
-    "tiny": RandomJob(d4.DSV4Config.tiny(indexer_top_k=64), prompts=(131, 150, 190), decode=9, chunk=64),
+    "tiny": RandomJob(
+        d4.DSV4Config.tiny(indexer_top_k=64),
+        prompts=(131, 150, 190),
+        decode=9,
+        chunk=64,
+        model=first_layers(ModelConfig.tiny(), 3),
+    ),
 }
+TEXTS, PROMPT, NEW = 4, 64, 64  # that a random model continues
 # A token's rms error divided by the rms of all outputs. Activations are rounded to bfloat16 (2^-9) in several places.
 # Measured 8e-3 at the tiny size.
 RANDOM_TOLERANCE = 2e-2
@@ -170,19 +190,44 @@ def run_model(console: Console, progress: Progress) -> bool:
     progress.advance(task)
     progress.stop()
     same = sum(a == b for a, b in zip(made.tokens[0], expected.tolist(), strict=True))
-    table = Table(title="A whole model from a checkpoint, the likeliest tokens")
-    for column in ("model", "layers", "experts", "weights", "prompt", "new tokens", "equal to recorded", "tokens/s"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    cfg, speed = params.cfg, len(expected) / made.seconds
-    sizes = str(cfg.num_layers), str(cfg.num_experts), "f32", str(len(prompt)), str(len(expected))
     good = same == len(expected)
-    table.add_row("tiny", *sizes, str(same), f"{speed:,.0f}", style=None if good else "red")
-    console.print(table)
+    equal = {"equal to recorded": f"{same} of {len(expected)}"}
+    title = "A whole model from a checkpoint, the likeliest tokens"
+    console.print(model_table(title, params, [prompt.tolist()], made, equal, style=None if good else "red"))
     return good
 
 
+def model_table(
+    title: str,
+    params: ModelParams,
+    prompts: list[list[int]],
+    made: Generated,
+    more: dict[str, str],
+    style: str | None = None,
+) -> Table:
+    """One row: a model's sizes, its texts, what ``more`` says, and its speed."""
+    new = sum(map(len, made.tokens))
+    cells = {
+        "layers": f"{params.cfg.num_layers}",
+        "experts": f"{params.cfg.num_experts}",
+        "weights": f"{d4.memory_bytes(params) / 2**20:,.1f} MiB",
+        "prompts": f"{len(prompts)} of {len(prompts[0])}",
+        "new tokens": f"{new}",
+        **more,
+        "tokens/s": f"{new / made.seconds:,.0f}",
+    }
+    table = Table(title=title, caption="tokens/s with the prompts' passes, without compilation")
+    for column in cells:
+        table.add_column(column, justify="right")
+    table.add_row(*cells.values(), style=style)
+    return table
+
+
 def run_random(console: Console, progress: Progress, size: str, picture: Path) -> bool:
-    """Serve random sequences through one layer of each kind, and compare request 0 with a recompute without a cache."""
+    """Serve random sequences through one layer of each kind, and compare request 0 with a recompute without a cache.
+
+    The recompute runs on the CPU while a random model is compiled and continues texts.
+    """
     job = RANDOM_JOBS[size]
     cfg = job.cfg
     requests = [Request(prompt, prompt + job.decode) for prompt in job.prompts]
@@ -198,16 +243,24 @@ def run_random(console: Console, progress: Progress, size: str, picture: Path) -
     x = jax.random.normal(x_key, (len(requests), longest, cfg.hidden_size), jnp.bfloat16)
     task = progress.add_task(f"{size}, bfloat16", total=len(schedule(requests, len(requests), job.chunk)))
     served = serve(plan, params, x, requests, job.chunk, lambda: progress.advance(task))
+    inputs = np.asarray(x[0, : requests[0].total], np.float32)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        expected = thread.submit(recomputed, params, inputs, plan)
+        task = progress.add_task("a random model", total=1)
+        model = random_model(job.model, jax.random.key(1), drafts=False)
+        prompts = np.random.default_rng(0).integers(0, job.model.vocab_size, (TEXTS, PROMPT)).tolist()
+        made = generate(model, prompts, NEW, stop_tokens=())
+        progress.advance(task)
+        references = expected.result()
     progress.stop()
+    title = f"The first {job.model.num_layers} layers of a random model of {size} size, weights as stored"
+    console.print(model_table(title, model, prompts, made, {"ms a pass": f"{made.seconds / made.passes * 1e3:.2f}"}))
 
     table = results_table(f"One layer of each kind, {size} size, {len(requests)} requests", "recompute")
     all_good = True
     for layer, spec in enumerate(d4.layer_schedule(cfg)):
         length, ratio = requests[0].total, cfg.ratio(spec.attn)
-        reference = reference_layer(
-            params[layer], x[0, :length].astype(jnp.float32), cfg, layer, plan.kv_format, plan.indexer_format
-        )
-        want, got = np.asarray(reference.out), served.output(layer, 0)
+        want, got = references[layer], served.output(layer, 0)
         token_error = np.sqrt(np.mean((got - want) ** 2, axis=1) / np.mean(want**2))
         beyond = int(np.sum(~(token_error <= RANDOM_TOLERANCE)))
         all_good &= not beyond
@@ -231,6 +284,19 @@ def run_random(console: Console, progress: Progress, size: str, picture: Path) -
     return all_good
 
 
+def recomputed(params: Sequence[d4.AttentionParams], x: np.ndarray, plan: d4.CachePlan) -> list[np.ndarray]:
+    """The outputs f32 [T, hidden] of each layer on x f32 [T, hidden], without a cache and on the CPU."""
+    host = jax.devices("cpu")[0]
+    with jax.default_device(host):
+        outputs = [
+            reference_layer(
+                jax.device_put(weights, host), jnp.asarray(x), plan.cfg, layer, plan.kv_format, plan.indexer_format
+            )
+            for layer, weights in enumerate(params)
+        ]
+    return [np.asarray(output.out) for output in outputs]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
@@ -242,6 +308,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
     args = parser.parse_args()
     if args.device == "cpu":
+        # Nearly all the time on a CPU is compilation, which these two shorten to two fifths.
+        os.environ["XLA_FLAGS"] = f"{XLA_QUICKLY} {os.environ.get('XLA_FLAGS', '')}"
+        jax.config.update("jax_disable_most_optimizations", True)
         jax.config.update("jax_platforms", "cpu")
     else:
         logging.getLogger("jax").setLevel(logging.CRITICAL)  # plugins log long tracebacks if there is no GPU

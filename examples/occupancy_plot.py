@@ -26,7 +26,7 @@ def plot_occupancy(
     pool, which shows the owner of each block.
     """
     with mpl.rc_context({"font.size": 9, "axes.edgecolor": "#bbbbbb", "text.color": INK}):
-        figure = Figure(figsize=(5.2 * len(served), 9.6), dpi=110, layout="constrained")
+        figure = Figure(figsize=(5.2 * len(served), 9.6), dpi=150, layout="constrained")
         axes = figure.subplots(4, len(served), squeeze=False, sharex="col", height_ratios=(5, 5, 5, 4))
         for column, (kind, run) in enumerate(served.items()):
             _draw_kind(axes[:, column], kind, run, configs[kind])

@@ -54,7 +54,8 @@ def test_demo_agrees_with_the_recording(tmp_path):
         assert 0 < float(error) < float(tolerance)
         assert all(float(speed.replace(",", "")) > 0 for speed in row[8:])
     assert_picture_shows_something(tmp_path, columns=1)
-    assert re.search(r"│ tiny +│ +5 │ +8 │ +f32 │ +205 │ +64 │ +64 │", finished.stdout), "no text like the recorded one"
+    model = r"│ +5 │ +8 │ +[\d.]+ MiB │ 1 of 205 │ +64 │ +64 of 64 │ +\d+ │"
+    assert re.search(model, finished.stdout), "no text like the recorded one"
 
 
 @pytest.mark.slow
@@ -65,6 +66,8 @@ def test_full_size_job_at_tiny_size(tmp_path):
     rows = table_rows(finished.stdout)[-3:]
     assert [row[0] for row in rows] == ["SWA", "CSA", "HCA"]
     assert all(0 < float(row[5]) < float(row[6]) for row in rows)
+    texts = r"│ +3 │ +8 │ +[\d.]+ MiB │ 4 of 64 │ +256 │ +[\d.]+ │ +[\d,]+ │"
+    assert re.search(texts, finished.stdout), "no texts of a whole model"
     assert_picture_shows_something(tmp_path, columns=3)
 
 
