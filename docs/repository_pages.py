@@ -24,6 +24,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "CITATION.cff": "citation.md",
+    "benchmarks/upstream_setmaxnreg.md": "upstream_setmaxnreg.md",
     **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in sorted(ROOT.glob("notebooks/*.ipynb"))},
     **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))},
 }

@@ -5,6 +5,8 @@ Needs the extra ``dev``. ``tests/docs/test_notebooks.py`` runs them in the same 
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from PIL import Image
 
 FOLDER = Path(__file__).parent
 METADATA = {
@@ -65,10 +68,22 @@ def executed(path: Path) -> NotebookNode:
     return notebook
 
 
+def with_small_pictures(notebook: NotebookNode) -> NotebookNode:
+    """The notebook with its figures in 128 colours: that takes a third of the bytes, and looks the same."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if (png := output.get("data", {}).get("image/png")) is not None:
+                small = io.BytesIO()
+                picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+                picture.quantize(128).save(small, "PNG", optimize=True)
+                output.data["image/png"] = base64.b64encode(small.getvalue()).decode()
+    return notebook
+
+
 def main(names: Sequence[str]) -> None:
     paths = [FOLDER / f"{Path(name).stem}.ipynb" for name in names] or sorted(FOLDER.glob("*.ipynb"))
     for path in paths:
-        nbformat.write(executed(path), path)
+        nbformat.write(with_small_pictures(executed(path)), path)
         print(f"{path.name}: {path.stat().st_size:,} bytes")
 
 
