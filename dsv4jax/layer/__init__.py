@@ -1,6 +1,7 @@
 """What a layer does with its cache: it stores new tokens, picks entries, and attends to them.
 
 layer            the attention layer, for prefill, decode and mixed batches
+stages           the five stages of a layer, and which of them are fused
 call             the arguments of one call of a layer: its requests, their lengths, and what the new tokens contribute
 projections      products with the layer's weights, and what tokens contribute, in plain JAX
 stored_products  products with weights that are stored as FP8, in plain JAX
