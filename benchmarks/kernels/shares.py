@@ -37,7 +37,8 @@ def layer_parts(results: Results) -> str:
         line = results.case(case)
         taken = [part(line, names) for names in PARTS.values()]
         total = line["us"]["median"]
-        shares = (f"{number(us)} ({percent(us / total)})" if us else "-" for us in taken)
+        # With spaces at which a line does not break.
+        shares = (f"{number(us)} ({percent(us / total)})".replace(" ", "\u00a0") if us else "-" for us in taken)
         rows.append((words, number(total), *shares))
     return table(" | ".join(["us of a layer", "in all", *PARTS]), rows)
 

@@ -36,11 +36,12 @@ def test_the_first_screen_says_what_the_cache_saves():
         return sum(sum(plan.state_bytes(spec.attn).values()) for spec in d4.layer_schedule(cfg))
 
     total = (online.bytes_per_token * tokens + state(online)) / 2**30
-    per_request = f"{state(online) / 2**20:.1f} MiB ({state(ring) / 2**20:.1f} MiB with ring tails)"
-    assert f"| {online.bytes_per_token:,.0f} | {per_request} | {total:.1f} GiB |" in README
+    assert f"| {online.bytes_per_token:,.0f} | {total:.1f} GiB |" in README
+    assert f"{state(online) / 2**20:.1f} MiB a request ({state(ring) / 2**20:.1f} MiB with ring tails)" in README
     for layers in (43, 61):
         dense = (512 + 64) * 2 * layers
-        assert f"| {dense:,} | - | {dense * tokens / 2**30:.1f} GiB |" in README
+        assert f"| dense MLA, {layers} layers" in README
+        assert f"| {dense:,} | {dense * tokens / 2**30:.1f} GiB |" in README
     assert len(README.splitlines()) <= 140
 
 
