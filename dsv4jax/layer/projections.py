@@ -39,7 +39,7 @@ class XLAProjections(Anywhere):
         groups: int = 1,
         needed: jax.Array | None = None,
     ) -> jax.Array:
-        assert isinstance(x, jax.Array), "other rows are for kernels"
+        assert not isinstance(x, pk.OperandRows), "other rows are for kernels"
         if isinstance(weight, StoredWeight):
             lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
             product = stored_product(x.reshape(math.prod(lead), groups, x.shape[-1]), weight, groups).astype(dtype)

@@ -53,7 +53,7 @@ class ProjectionsKernels(Kernels):
         groups: int = 1,
         needed: jax.Array | None = None,
     ) -> jax.Array:
-        if not isinstance(x, jax.Array):
+        if isinstance(x, pk.OperandRows):
             assert isinstance(weight, StoredWeight), "only such weights take rows in another form"
             return self.product(x, weight, groups, needed=needed, dtype=dtype).reshape(*x.shape[:-1], -1)
         outputs, inputs = weight.shape
