@@ -23,7 +23,7 @@ from dsv4jax.model.checkpoint.load import load_model
 from dsv4jax.model.checkpoint.save import save_model
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.drafts import draft_forward
-from dsv4jax.model.forward_pass import Inspection, forward, inspect_forward, stage_forward
+from dsv4jax.model.forward_pass import Inspection, forward, forward_sequences, inspect_forward, stage_forward
 from dsv4jax.model.generation import Generated, generate
 from dsv4jax.model.initial import random_model
 from dsv4jax.model.memory import MemoryPlan, plan_memory
@@ -48,6 +48,7 @@ __all__ = [
     "combine",
     "draft_forward",
     "forward",
+    "forward_sequences",
     "generate",
     "init_caches",
     "inspect_forward",

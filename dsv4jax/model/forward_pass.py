@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.checks import check_array, check_batch
 from dsv4jax.config import DSV4Config
-from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.backend import XLA, Backend
 from dsv4jax.layer.call import granted_batch
 from dsv4jax.layer.layer import attention_layer
+from dsv4jax.layer.sequence import attention as attend_sequences
 from dsv4jax.linear import linear, rms_norm
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.experts import mix_experts
@@ -166,6 +167,54 @@ def inspect_forward(
     return Inspection(logits=all_logits(params, streams, tokens), streams=after, picks=picks), cache
 
 
+@functools.partial(jax.jit, static_argnames=("kv_format", "indexer_format"))
+def forward_sequences(
+    params: ModelParams,
+    ids: jax.Array,
+    lengths: jax.Array | None = None,
+    kv_format: str = "f32",
+    indexer_format: str = "f32",
+) -> jax.Array:
+    """Run the model on whole sequences that begin at position 0, without a cache. For training.
+
+    The logits are those of ``forward`` on an empty cache, up to the order of sums. Plain JAX on every device. Reverse
+    mode keeps the streams between layers and computes each layer again.
+
+    Args:
+      params: the model's weights.
+      ids: int32 [B, T]. What is past a row's length is ignored. An id outside the vocabulary gives NaN.
+      lengths: int32 [B], tokens of each sequence that are real; None = all T.
+      kv_format, indexer_format: how a cache would round what it stores; see ``dsv4jax.attention``.
+
+    Returns:
+      logits f32 [B, T, V] of the tokens after each, 0 past the lengths.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: an unknown format, or a derivative by weights that are stored as FP8 or FP4.
+    """
+    check_model(params)
+    check_array("ids", ids, {"B": None, "T": None}, jnp.int32)
+    if lengths is None:
+        lengths = jnp.full(ids.shape[:1], ids.shape[1], jnp.int32)
+    check_array("lengths", lengths, {"B": ids.shape[0]}, jnp.int32)
+    real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    tokens, cfg = Tokens(ids=ids, real=real, count=lengths), params.cfg
+
+    def attend(weights: AttentionParams, x: jax.Array, cache: None, layer: int) -> tuple[jax.Array, None]:
+        return attend_sequences(weights, x, cfg.attention, layer, lengths, kv_format, indexer_format), cache
+
+    streams = first_streams(params, tokens)
+    for layer, block in enumerate(params.blocks):
+
+        @jax.checkpoint
+        def run(block: Block, streams: jax.Array, layer: int = layer) -> jax.Array:
+            return run_block(block, streams, tokens, None, layer, attend, cfg, XLA)[0]
+
+        streams = run(block, streams)
+    return all_logits(params, streams, tokens)
+
+
 def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend:
     """Return how the layers of an ordinary pass attend: they store what is new."""
 
@@ -179,13 +228,18 @@ def _run_blocks(
     params: ModelParams, tokens: Tokens, cache: KVCache, attend: Attend, backend: Backend
 ) -> tuple[jax.Array, KVCache, list[tuple[jax.Array, Picks]]]:
     """Run all layers. Returns (streams [B, T, num_streams, hidden], cache, streams and picks of each layer)."""
-    rows = embedded(params.embedding, tokens.ids, tokens.real)
-    streams = jnp.repeat(rows[..., None, :], params.cfg.num_streams, axis=-2)
+    streams = first_streams(params, tokens)
     seen: list[tuple[jax.Array, Picks]] = []
     for layer, block in enumerate(params.blocks):
         streams, cache, picks = run_block(block, streams, tokens, cache, layer, attend, params.cfg, backend)
         seen.append((streams, picks))
     return streams, cache, seen
+
+
+def first_streams(params: ModelParams, tokens: Tokens) -> jax.Array:
+    """Return the streams before the first layer [B, T, num_streams, hidden]."""
+    rows = embedded(params.embedding, tokens.ids, tokens.real)
+    return jnp.repeat(rows[..., None, :], params.cfg.num_streams, axis=-2)
 
 
 def embedded(embedding: jax.Array, ids: jax.Array, real: jax.Array) -> jax.Array:
@@ -195,16 +249,16 @@ def embedded(embedding: jax.Array, ids: jax.Array, real: jax.Array) -> jax.Array
     return jnp.where(real[..., None], rows, jnp.zeros((), rows.dtype))
 
 
-def run_block(
+def run_block[Cache: KVCache | None](
     block: Block,
     streams: jax.Array,
     tokens: Tokens,
-    cache: KVCache,
+    cache: Cache,
     layer: int,
-    attend: Attend,
+    attend: Callable[[AttentionParams, jax.Array, Cache, int], tuple[jax.Array, Cache]],
     cfg: ModelConfig,
     backend: Backend,
-) -> tuple[jax.Array, KVCache, Picks]:
+) -> tuple[jax.Array, Cache, Picks]:
     """Run one layer on streams [B, T, num_streams, hidden]. Returns (streams, cache, the experts that were picked)."""
     x, gains = _attention_input(streams, block.attention_mix, block.attention_norm, cfg)
     y, cache = attend(block.attention, x, cache, layer)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.model import draft_forward, forward, init_caches, load_model
+from dsv4jax.model import draft_forward, forward, forward_sequences, init_caches, load_model
 from tests.support.driver import even_split, random_split
 from tests.support.models import FULL, MODEL_Q, model_a, recorded, relative_rms, run_whole, small_model
 
@@ -27,6 +27,24 @@ def test_logits_streams_and_picks_equal_the_recorded_ones():
     np.testing.assert_allclose(seen.streams[:, 0], wanted["blocks"], rtol=0, atol=TOLERANCE)
     np.testing.assert_array_equal(seen.picks.experts[:, 0], wanted["experts"])
     np.testing.assert_allclose(seen.picks.weights[:, 0], wanted["expert_weights"], rtol=0, atol=1e-5)
+
+
+def test_whole_sequences_give_the_recorded_logits_without_a_cache():
+    """The second row is the same sequence, cut, and then ids that are none."""
+    wanted, short = recorded("a"), 140
+    sequence = jnp.asarray(wanted["ids"], jnp.int32)
+    rows = jnp.stack([sequence, jnp.where(jnp.arange(sequence.size) < short, sequence, -7)])
+    logits = forward_sequences(model_a(), rows, ids(sequence.size, short))
+    for row, length in zip(np.asarray(logits), (sequence.size, short), strict=True):
+        np.testing.assert_allclose(row[:length], wanted["logits"][:length], rtol=0, atol=TOLERANCE)
+        assert not row[length:].any()
+
+
+def test_whole_sequences_are_checked():
+    with pytest.raises(AssertionError, match=r"ids: expected int32 \[B, T\], got int32\[3\]"):
+        forward_sequences(model_a(), ids(1, 2, 3))
+    with pytest.raises(AssertionError, match=r"lengths: expected int32 \[B=1\], got int32\[2\]"):
+        forward_sequences(model_a(), ids(1, 2, 3)[None], ids(1, 2))
 
 
 @pytest.mark.slow
