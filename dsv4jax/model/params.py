@@ -21,6 +21,7 @@ from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
     SCALES,
+    StoredWeight,
     Weight,
     as_bytes,
     check_activations,
@@ -71,6 +72,11 @@ class StoredExperts:
 
 
 ExpertWeight = jax.Array | StoredExperts
+
+
+def is_any_stored(node: Any) -> bool:
+    """Whether a weight is stored as FP8 or FP4, of experts too; for ``is_leaf`` of tree functions."""
+    return isinstance(node, StoredWeight | StoredExperts)
 
 
 @jax.tree_util.register_dataclass
@@ -154,9 +160,13 @@ def check_model(params: ModelParams) -> None:
 
     Raises:
       AssertionError: (chex) an array's shape or dtype is wrong.
-      ValueError: there are more or fewer layers than the configuration has, or a layer picks experts in another way.
+      ValueError: there are more or fewer layers than the configuration has, a layer picks experts in another way, or
+        these are but a part of the weights.
     """
     cfg = params.cfg
+    stored = (node for node in jax.tree.leaves(params, is_leaf=is_any_stored) if is_any_stored(node))
+    if params.embedding is None or any(node.codes is None for node in stored):
+        raise ValueError("params: one of the two trees of a partition: give combine(trainable, rest)")
     if len(params.blocks) != cfg.num_layers:
         raise ValueError(f"params.blocks: expected {cfg.num_layers} layers, got {len(params.blocks)}")
     table = {"vocabulary": cfg.vocab_size, "hidden": cfg.hidden_size}

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.model.params import StoredExperts
-from dsv4jax.weights.stored import StoredWeight
+from dsv4jax.model.params import is_any_stored
 
 
 def partition[T](params: T) -> tuple[T, T]:
@@ -27,15 +26,12 @@ def partition[T](params: T) -> tuple[T, T]:
       of integers.
     """
 
-    def is_stored(node: Any) -> bool:
-        return isinstance(node, StoredWeight | StoredExperts)
-
     def trains(node: Any) -> Any:
-        if is_stored(node):
+        if is_any_stored(node):
             return jax.tree.map(lambda _: False, node)
         return bool(jnp.issubdtype(node.dtype, jnp.floating))
 
-    which = jax.tree.map(trains, params, is_leaf=is_stored)
+    which = jax.tree.map(trains, params, is_leaf=is_any_stored)
 
     def part(wanted: bool) -> T:
         return jax.tree.map(lambda leaf, trains: leaf if trains is wanted else None, params, which)

@@ -19,7 +19,7 @@ from dsv4jax.model import (
     partition,
     random_model,
 )
-from dsv4jax.model.params import StoredExperts
+from dsv4jax.model.params import StoredExperts, is_any_stored
 from dsv4jax.weights.stored import StoredWeight
 from tests.support.driver import assert_same, ids
 from tests.support.models import FULL
@@ -27,10 +27,6 @@ from tests.support.models import FULL
 # A CSA layer, which picks experts by id, and an HCA layer, of whose blocks of 16 tokens three are complete.
 CFG = ModelConfig.tiny(attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(4, 16), hca_compression_ratio=16))
 TOKENS = 50
-
-
-def is_any_stored(node: Any) -> bool:
-    return isinstance(node, StoredWeight | StoredExperts)
 
 
 @functools.cache
@@ -119,6 +115,10 @@ def test_what_is_no_partition_is_refused():
         combine(params, rest)
     with pytest.raises(ValueError, match="combine: the two are trees of different forms"):
         combine(trainable, rest.blocks[0])
+    for half in (trainable, rest):
+        with pytest.raises(ValueError, match=r"one of the two trees of a partition: give combine\(trainable, rest\)"):
+            forward_sequences(half, tokens()[None])
+        assert "None" in repr(half)
 
 
 @pytest.mark.parametrize("through", [loss, pytest.param(loss_of_cache, marks=pytest.mark.slow)])

@@ -21,7 +21,16 @@ from jax import lax
 
 from dsv4jax.checks import check_concrete, integer
 from dsv4jax.config import layer_schedule
-from dsv4jax.model.params import Block, DraftParams, ExpertWeight, ModelParams, StoredExperts, StreamMix, check_model
+from dsv4jax.model.params import (
+    Block,
+    DraftParams,
+    ExpertWeight,
+    ModelParams,
+    StoredExperts,
+    StreamMix,
+    check_model,
+    is_any_stored,
+)
 from dsv4jax.weights.files import NewTensor, write_file
 from dsv4jax.weights.load import NAMINGS, scale_names
 from dsv4jax.weights.params import check_params
@@ -247,7 +256,7 @@ def _block_size(params: ModelParams) -> tuple[int, int] | None:
     """
     blocks = {
         node.block
-        for node in jax.tree.leaves(params, is_leaf=_is_stored)
+        for node in jax.tree.leaves(params, is_leaf=is_any_stored)
         if isinstance(node, StoredWeight) or (isinstance(node, StoredExperts) and not node.is_fp4)
     }
     if not blocks:
@@ -259,8 +268,5 @@ def _block_size(params: ModelParams) -> tuple[int, int] | None:
 
 
 def _has_fp4(params: ModelParams) -> bool:
-    return any(isinstance(node, StoredExperts) and node.is_fp4 for node in jax.tree.leaves(params, is_leaf=_is_stored))
-
-
-def _is_stored(node: Any) -> bool:
-    return isinstance(node, StoredWeight | StoredExperts)
+    nodes = jax.tree.leaves(params, is_leaf=is_any_stored)
+    return any(isinstance(node, StoredExperts) and node.is_fp4 for node in nodes)
