@@ -2,6 +2,8 @@
 
 The folder has a config.json, safetensors files and, for text, a tokenizer.json. Without one, prompts are token ids:
 ``--ids 5,17,3``. Several prompts are a batch.
+
+What is made goes to standard output, and all else to standard error; with ``--json`` standard output is JSON alone.
 """
 
 from __future__ import annotations
@@ -9,27 +11,60 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple, TextIO
 
 import jax
 
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS
-from dsv4jax.model import Caches, Generated, ModelConfig, Sampling, generate, load_model
-from dsv4jax.model.generation import caches_for, check_prompts
+from dsv4jax.model import Generated, Generator, ModelConfig, Sampling, load_model
+from dsv4jax.model.generation import caches_for, read_prompts
 from dsv4jax.model.text import Text, chat_text
 from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
 
 
+class Given(NamedTuple):
+    """A prompt on the command line."""
+
+    text: str | None = None
+    ids: list[int] | None = None
+
+    @classmethod
+    def of_ids(cls, given: str) -> Given:
+        try:
+            return cls(ids=[int(number) for number in given.split(",")])
+        except ValueError:
+            sentence = f"must be token ids with commas between them, such as 5,17,3; got {given!r}"
+            raise argparse.ArgumentTypeError(sentence) from None
+
+    def read(self, text: Text | None, chat: bool, bos: bool | None) -> list[int]:
+        """Return token ids. ``bos`` None does what the tokenizer does; a chat has such a token of its own."""
+        if self.ids is not None:
+            return self.ids
+        assert text is not None
+        assert self.text is not None
+        if chat:
+            return text.encode(chat_text([("user", self.text)]))
+        return text.encode(self.text, text.adds_bos if bos is None else bos)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dsv4jax.generate", description="Generate texts with a checkpoint.")
     parser.add_argument("checkpoint", type=Path, help="folder with config.json and safetensors files")
-    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
-    parser.add_argument("--ids", action="append", default=[], help="token ids to continue, such as 5,17,3; likewise")
+    prompt = {"dest": "prompts", "action": "append", "default": []}
+    parser.add_argument("--prompt", type=Given, help="text to continue; may be given several times", **prompt)
+    parser.add_argument("--ids", type=Given.of_ids, help="token ids to continue, such as 5,17,3; likewise", **prompt)
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says, and the model answers")
+    parser.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin texts with the token that begins a text; by default as tokenizer_config.json has it",
+    )
     parser.add_argument("--max-new", type=int, default=256, help="the most tokens to add to each prompt")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
@@ -40,14 +75,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16", help="inputs of stored weights")
     parser.add_argument("--kv-format", choices=KV_FORMATS, help="format of the cache's rows; default fp8_tile64")
     parser.add_argument("--indexer-format", choices=INDEXER_FORMATS, help="format of indexer keys; default mxfp4")
-    parser.add_argument("--json", action="store_true", help="end with a line that is a JSON object of the new tokens")
+    parser.add_argument("--json", action="store_true", help="print a JSON object of the new tokens, and nothing else")
     args = parser.parse_args(argv)
-    if not args.prompt and not args.ids:
+    if not args.prompts:
         parser.error("give at least one --prompt or --ids")
-    if args.chat and not args.prompt:
+    has_text = any(given.text is not None for given in args.prompts)
+    if args.chat and not has_text:
         parser.error("--chat is for --prompt")
+    if args.bos is not None and (args.chat or not has_text):
+        parser.error("--bos and --no-bos are for --prompt without --chat, which has a beginning of its own")
     if args.max_new < 1:
         parser.error(f"--max-new must be at least 1, got {args.max_new}")
+    if args.drafts >= args.max_new:
+        parser.error(f"--drafts must be less than --max-new {args.max_new}, got {args.drafts}")
     return args
 
 
@@ -65,53 +105,39 @@ def run(args: argparse.Namespace) -> None:
     """Do what the command's arguments say.
 
     Raises:
-      ValueError, RuntimeError, FileNotFoundError: as ``load_model`` and ``generate``; or a prompt cannot be read.
+      ValueError, RuntimeError, FileNotFoundError: as ``load_model`` and ``Generator``; or a prompt cannot be read.
     """
     cfg = ModelConfig.from_hf(args.checkpoint)
-    text = Text(args.checkpoint) if args.prompt or (args.checkpoint / "tokenizer.json").exists() else None
-    prompts = [read_ids(ids) for ids in args.ids]
-    for prompt in args.prompt:
-        assert text is not None
-        prompts.append(text.encode(chat_text([("user", prompt)]) if args.chat else prompt))
-    check_prompts(prompts, cfg.vocab_size)  # before weights are loaded, which may take minutes
+    needs_text = any(given.text is not None for given in args.prompts)
+    text = Text(args.checkpoint) if needs_text or (args.checkpoint / "tokenizer.json").exists() else None
+    # All of it is checked before weights are loaded, which may take minutes.
+    prompts = read_prompts([given.read(text, args.chat, args.bos) for given in args.prompts], cfg.vocab_size)
     sampling = Sampling.of(args.temperature, args.top_p, args.seed)
-    caches = make_caches(args, cfg, prompts)
+    caches = caches_for(cfg, prompts, args.max_new, args.drafts, **formats(args))
     with progress_bar(f"Loading {args.checkpoint.name}") as on_progress:
         params = load_model(args.checkpoint, args.weights, args.activations, on_progress=on_progress)
         jax.block_until_ready(params)
     print("Compiling, which takes minutes for a large model", file=sys.stderr)
-    printer = Printer(text, len(prompts), () if args.ignore_eos else params.cfg.stop_tokens)
-    result = generate(
-        params,
-        prompts,
-        args.max_new,
-        sampling,
-        args.drafts,
-        stop_tokens=[] if args.ignore_eos else None,
-        caches=caches,
-        on_progress=printer.on_progress,
-    )
-    printer.finish(result.tokens)
-    print(summary(result))
+    stops = () if args.ignore_eos else params.cfg.stop_tokens
+    printer = Printer(text, stops, sys.stderr if args.json else sys.stdout)
+    generator = Generator(params, drafts=args.drafts, caches=caches)
+    if len(prompts) == 1:
+        for token in generator.stream(prompts[0], args.max_new, sampling, stops):
+            printer.add(token)
+        printer.finish()
+    else:
+        printer.print_all(generator.generate(prompts, args.max_new, sampling, stops).tokens)
+    print(summary(generator.result), file=sys.stderr)
     if args.json:
-        print(json.dumps({"tokens": result.tokens}))
+        print(json.dumps({"tokens": generator.result.tokens}))
 
 
-def read_ids(given: str) -> list[int]:
-    """Return the ids of "5,17,3". ValueError if it is something else."""
-    try:
-        return [int(number) for number in given.split(",")]
-    except ValueError:
-        raise ValueError(f"--ids must be token ids with commas between them, such as 5,17,3; got {given!r}") from None
-
-
-def make_caches(args: argparse.Namespace, cfg: ModelConfig, prompts: list[list[int]]) -> Caches:
-    """Return caches in the formats that the arguments name."""
-    formats = {"kv_format": args.kv_format, "indexer_format": args.indexer_format}
+def formats(args: argparse.Namespace) -> dict[str, str]:
+    """Return the formats of the caches that the arguments name."""
+    chosen = {"kv_format": args.kv_format, "indexer_format": args.indexer_format}
     if args.weights == "f32":
-        formats = {name: chosen or "f32" for name, chosen in formats.items()}
-    formats = {name: chosen for name, chosen in formats.items() if chosen}
-    return caches_for(cfg, prompts, args.max_new, args.drafts, **formats)
+        chosen = {name: one or "f32" for name, one in chosen.items()}
+    return {name: one for name, one in chosen.items() if one}
 
 
 def summary(result: Generated) -> str:
@@ -124,10 +150,12 @@ def summary(result: Generated) -> str:
 
 
 class Printer:
-    """Prints text as it is made: of one prompt piece by piece, of several when all are complete."""
+    """Prints what is made: of one prompt token by token, of several when all are complete."""
 
-    def __init__(self, text: Text | None, prompts: int, stop_tokens: Sequence[int]) -> None:
-        self._text, self._prompts, self._stop_tokens, self._shown = text, prompts, stop_tokens, ""
+    def __init__(self, text: Text | None, stop_tokens: Sequence[int], file: TextIO) -> None:
+        self._text, self._stop_tokens, self._file = text, stop_tokens, file
+        self._tokens: list[int] = []
+        self._shown = ""
 
     def _decode(self, tokens: list[int]) -> str:
         if self._text is None:
@@ -135,24 +163,20 @@ class Printer:
         ended = bool(tokens) and tokens[-1] in self._stop_tokens
         return self._text.decode(tokens[:-1] if ended else tokens)
 
-    @property
-    def on_progress(self) -> Callable[[list[list[int]]], None] | None:
-        """What ``generate`` is to call; None for several prompts, for which leaving the loop would only cost time."""
-        return self._show if self._prompts == 1 else None
-
-    def _show(self, tokens: list[list[int]]) -> None:
+    def add(self, token: int) -> None:
         """Print what is new of a single text, but for a character of which only a part is there."""
-        made = self._decode(tokens[0]).rstrip(REPLACEMENT)
-        print(made[len(self._shown) :], end="", flush=True)
+        self._tokens.append(token)
+        made = self._decode(self._tokens).rstrip(REPLACEMENT)
+        print(made[len(self._shown) :], end="", flush=True, file=self._file)
         self._shown = made
 
-    def finish(self, tokens: list[list[int]]) -> None:
+    def finish(self) -> None:
         """Print what was not printed yet."""
-        if self._prompts == 1:
-            print(self._decode(tokens[0])[len(self._shown) :])
-            return
+        print(self._decode(self._tokens)[len(self._shown) :], file=self._file)
+
+    def print_all(self, tokens: list[list[int]]) -> None:
         for i, one in enumerate(tokens):
-            print(f"[{i}] {self._decode(one)}")
+            print(f"[{i}] {self._decode(one)}", file=self._file)
 
 
 @contextlib.contextmanager
@@ -164,12 +188,23 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     except ModuleNotFoundError:
         yield None
         return
+
+    class KeepsCursor(Console):
+        """Ctrl-C ends the process at once, and a cursor that was hidden would stay so."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
+    console = KeepsCursor(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":
+    # Ctrl-C ends the process at once, as the system does it. Python itself raises KeyboardInterrupt, but only when the
+    # main thread is back from C++, where compilation takes seconds to minutes. Where Ctrl-C is ignored, it still is.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

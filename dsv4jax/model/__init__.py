@@ -24,7 +24,7 @@ from dsv4jax.model.checkpoint.save import save_model
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.drafts import draft_forward
 from dsv4jax.model.forward_pass import Inspection, forward, forward_sequences, inspect_forward, stage_forward
-from dsv4jax.model.generation import Generated, generate
+from dsv4jax.model.generation import Generated, Generator, generate
 from dsv4jax.model.initial import random_model
 from dsv4jax.model.memory import MemoryPlan, plan_memory
 from dsv4jax.model.params import ModelParams, StoredExperts
@@ -36,6 +36,7 @@ from dsv4jax.model.text import Text, chat_text
 __all__ = [
     "Caches",
     "Generated",
+    "Generator",
     "Inspection",
     "MemoryPlan",
     "ModelConfig",

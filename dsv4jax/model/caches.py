@@ -18,6 +18,10 @@ from dsv4jax.requests.fork import fork
 # How the published models' rows and keys were rounded in training; ``plan_cache`` says why its own defaults differ.
 TRAINED: dict[str, Any] = {"kv_format": "fp8_tile64", "indexer_format": "mxfp4", "hca_tail": "online"}
 
+# In a pass. Each costs a run of the draft block and of the head, one after the other, and keeps the probabilities of
+# the whole vocabulary; and it counts only if all before it were right.
+MOST_DRAFTS = 16
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,11 @@ class Caches:
 
     model: KVCache
     drafts: KVCache | None  # None if no drafts are made
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"Caches has no {name!r}: it is two caches, of which .model is a model's KVCache", name=name
+        )
 
     def admit(self, n: int, where: jax.Array | None = None) -> tuple[Caches, jax.Array, jax.Array]:
         """Take slots for n new requests, as ``d4.admit`` does: (caches, slots int32 [n], ok bool [])."""
@@ -56,16 +65,21 @@ def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: i
       cfg: the model's sizes.
       max_requests: number of slots.
       max_context: tokens that a request can hold.
-      drafts: the most tokens that are guessed at a time; 0 = no cache for drafts.
+      drafts: the most tokens that are guessed at a time, up to ``MOST_DRAFTS``; 0 = no cache for drafts.
       formats: further arguments of ``plan_cache``. Unless given, rows, keys and tails are stored as in the models'
         training, and not as ``plan_cache`` has them: ``kv_format="fp8_tile64"``, ``indexer_format="mxfp4"``,
         ``hca_tail="online"``.
 
     Raises:
-      ValueError: as ``plan_cache``.
+      ValueError: as ``plan_cache``, or there are too many drafts.
     """
+    if integer("drafts", drafts, least=0) > MOST_DRAFTS:
+        raise ValueError(
+            f"drafts must be at most {MOST_DRAFTS}, got {drafts}: each costs a run of the draft block and of the head, "
+            "and counts only if all before it were right"
+        )
     plan = plan_cache(cfg.attention, max_requests, max_context, **(TRAINED | formats))
-    if not integer("drafts", drafts, least=0):
+    if not drafts:
         return Caches(model=init_cache(plan), drafts=None)
     # Guesses are stored past the end of the request's tokens, in a copy that is then forgotten.
     of_drafts = plan_cache(

@@ -114,11 +114,13 @@ class ModelConfig:
           ValueError: a key is missing, is of another type, or names a model of another architecture.
         """
         fields = read_config(source)
+        kind = fields.get("model_type")
+        what = "configuration" if kind in (None, "deepseek_v4") else f"configuration of a {kind!r} model"
         if missing := [key for key in (*_SIZES.values(), "num_hidden_layers") if fields.get(key) is None]:
-            raise ValueError(f"configuration lacks {missing}")
+            raise ValueError(f"{what} lacks {missing}")
         for key, value in _FIXED.items():
             if fields.get(key, value) != value:
-                raise ValueError(f"configuration has {key}={fields[key]!r}; only {value!r} is known")
+                raise ValueError(f"{what} has {key}={fields[key]!r}; only {value!r} is known")
         layers, limit, eos = fields["num_hidden_layers"], fields.get("swiglu_limit"), fields.get("eos_token_id")
         integer("num_hidden_layers", layers, 1)
         limit = 0.0 if limit is None else real("swiglu_limit", limit)

@@ -66,6 +66,8 @@ class Tokens:
         check_array("ids", ids, {"B": slots.shape[0], "T": None}, jnp.int32)
         if ids.shape[1] == 0:
             raise ValueError("ids has no tokens: give num_new = 0 for rows that have none")
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"cache must be a KVCache, such as caches.model, got {type(cache).__name__}")
         if cache.plan.cfg != cfg:
             raise ValueError(f"the cache was planned for {cache.plan.cfg}, the model has {cfg}")
         _, batch = granted_batch(cache, slots, num_new, ids.shape[1])

@@ -1,49 +1,288 @@
 """Generating texts: prompts in, new tokens out. ``loop`` has the program that does it.
 
-The loop is left now and then only to show what was made.
+The program depends on the number of rows, of tokens of context and of texts that wait, all of which are rounded up to
+powers of two; so a few programs serve all prompts. The loop is left now and then only to read what was made.
 """
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.create import init_cache
+from dsv4jax.cache.tables import blocks_for
 from dsv4jax.checks import integer
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.loop import CHUNK, Texts, begin, run
+from dsv4jax.model.loop import CHUNK, Loop, Texts, begin, run
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling
+from dsv4jax.plan import CachePlan
 
-PASSES = 8  # between two reports of progress
-# Sizes come in multiples of these, so that most calls share a compiled program.
-WIDTH = 256  # tokens of context, unless caches are given
-TEXTS = 16
-STOPS = 4  # stop tokens
-ROWS = 16  # texts that are worked on at a time, unless caches are given
+# Passes of the loop from one look at what it made to the next: of a stream, for reports of progress, otherwise.
+STREAMED, REPORTED, UNSEEN = 1, 8, 64
+# The least sizes, so that most calls share a compiled program.
+CONTEXT = 1024  # tokens of context
+TEXTS = 32  # in the queue
+STOPS = 4  # stop tokens, in multiples of it
+ROWS = 16  # texts that ``generate`` works on at a time, unless caches are given
+
+type Prompt = Sequence[int] | jax.Array | np.ndarray
+type Prompts = Sequence[Prompt] | jax.Array | np.ndarray
+type Rounds = collections.abc.Generator[list[list[int]]]  # new tokens of each prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What ``generate`` made."""
+    """What was made of prompts."""
 
     tokens: list[list[int]]  # new tokens of each prompt, a stop token included
     passes: int  # that sampled
+    stored: int  # tokens that were stored before those passes: of prompts, but for what a cache still held
     drafted: int  # drafts that the model judged
-    accepted: int  # drafts that it accepted
+    accepted: int  # drafts that became part of a text
     seconds: float  # without compilation
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """A text that a slot of the cache still holds."""
+
+    slot: int
+    tokens: np.ndarray  # int [stored]
+
+    def is_begin_of(self, prompt: np.ndarray) -> bool:
+        count = self.tokens.size
+        return count < prompt.size and np.array_equal(self.tokens, prompt[:count])
+
+
+class Generator:
+    """Caches of a model that take prompts again and again, and the compiled loop that continues them.
+
+    The texts of the last calls stay in the cache, each until its row or its blocks are needed, those first that have
+    not been used for longest. When a prompt begins with such a text, but for its last token, which is never stored,
+    only the rest of the prompt is stored: a chat that grows is not computed again.
+
+    Texts wait until there is a row and blocks for what they have. If blocks run out later on, the last texts of those
+    at work wait again, and are stored anew when there is room. What is drawn does not depend on it, but with drafts at
+    a temperature above 0, where only its distribution does not.
+
+    Generators of equal sizes share their compiled programs. Calls follow each other: one is over before the next.
+
+    Attributes:
+      rows: texts that are worked on at a time.
+      context: the most tokens of a text.
+      drafts: tokens that are guessed per pass.
+      result: what the last call made; of a stream, as far as it got.
+    """
+
+    def __init__(
+        self,
+        params: ModelParams,
+        rows: int = 1,
+        context: int = CONTEXT,
+        drafts: int = 0,
+        *,
+        caches: Caches | None = None,
+        **formats: Any,
+    ) -> None:
+        """Make empty caches. Nothing is compiled before the first prompt.
+
+        Args:
+          params: the model's weights.
+          rows: texts to work on at a time, rounded up to a power of two.
+          context: tokens that each of them can hold, rounded up to a power of two of at least ``CONTEXT``.
+          drafts: tokens to guess per pass with the model's own draft block. They change the speed, not the
+            distribution; at temperature 0 not even the tokens.
+          caches: empty caches to use, which are donated, in place of some of these sizes.
+          formats: as for ``init_caches``, which makes caches if none are given.
+
+        Raises:
+          ValueError: a size is not positive, the model or the caches cannot make so many drafts, the caches are not
+            empty, or as ``init_caches``.
+        """
+        self._params, self.drafts = params, integer("drafts", drafts, 0)
+        if self.drafts and params.drafts is None:
+            raise ValueError("this model cannot make drafts: its checkpoint holds no MTP weights")
+        if caches is None:
+            caches = caches_of(params.cfg, integer("rows", rows, 1), integer("context", context, 1), drafts, **formats)
+        elif formats:
+            raise ValueError(f"caches are given, and have formats: leave out {list(formats)}")
+        _check_caches(caches, self.drafts)
+        self._caches: Caches | None = caches
+        self._plans = caches.model.plan, caches.drafts and caches.drafts.plan
+        self._kept: list[_Kept] = []  # in the order of their last use
+        self._is_busy = False
+        self.result = Generated(tokens=[], passes=0, stored=0, drafted=0, accepted=0, seconds=0.0)
+
+    @property
+    def rows(self) -> int:
+        return self._plans[0].max_requests
+
+    @property
+    def context(self) -> int:
+        return self._plans[0].max_context
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new: int | None = None,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> collections.abc.Generator[int]:
+        """Continue a prompt, and yield each token once the pass that made it is over.
+
+        A stream that is left early, by ``break`` or ``close``, keeps what it has stored.
+
+        Args:
+          prompt: int [n], token ids.
+          max_new: the most tokens to add; as many as fit if None.
+          sampling, stop_tokens: as for ``generate``.
+
+        Raises:
+          ValueError: as ``generate``.
+          RuntimeError: an earlier stream is not over when the first token is asked for.
+        """
+        texts = read_prompts([prompt], self._params.cfg.vocab_size)
+        if max_new is None:
+            max_new = max(1, _most_tokens(self._plans[0]) - texts[0].size)
+        rounds = self._rounds(texts, max_new, sampling, stop_tokens, STREAMED)
+        return _first_texts(rounds)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new: int,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        on_progress: Callable[[list[list[int]]], None] | None = None,
+    ) -> Generated:
+        """Continue prompts, of which there may be more than rows. The arguments are those of the function ``generate``.
+
+        Raises:
+          ValueError: as the function.
+          RuntimeError: a stream is not over.
+        """
+        texts = read_prompts(prompts, self._params.cfg.vocab_size)
+        tokens: list[list[int]] = [[] for _ in texts]
+        for new in self._rounds(texts, max_new, sampling, stop_tokens, REPORTED if on_progress else UNSEEN):
+            for one, more in zip(tokens, new, strict=True):
+                one += more
+            if on_progress is not None:
+                on_progress([list(one) for one in tokens])
+        return self.result
+
+    def _rounds(
+        self,
+        prompts: list[np.ndarray],
+        max_new: int,
+        sampling: Sampling | None,
+        stop_tokens: Sequence[int] | None,
+        passes: int,
+    ) -> Rounds:
+        """Check the arguments of a call; then, so many passes at a time, yield the new tokens of each prompt."""
+        max_new = integer("max_new", max_new, 1)
+        _check_room(prompts, max_new, self._plans[0])
+        if sampling is None:
+            sampling = Sampling.of()
+        elif not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
+        stops = _stops(self._params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
+        step = functools.partial(run, self._params, chunk=min(CHUNK, self.context))
+        return self._run(prompts, max_new, lambda loop, passes: step(loop, sampling, stops, jnp.int32(passes)), passes)
+
+    def _run(self, prompts: list[np.ndarray], max_new: int, step: Callable[[Loop, int], Loop], passes: int) -> Rounds:
+        if self._is_busy:
+            raise RuntimeError("this generator's last stream is not over: exhaust it, or call its close()")
+        made: list[list[int]] = [[] for _ in prompts]
+        loop, seconds = self._begin(prompts, max_new), 0.0
+        self._is_busy = True
+        try:
+            loop = step(loop, 0)  # compiles, and does nothing
+            lengths, goes_on = loop.texts.lengths + 0, True
+            jax.block_until_ready(loop)
+            while goes_on:
+                began = time.perf_counter()
+                loop = step(loop, passes)
+                tokens, after, unfinished = _look(loop, lengths, passes * (self.drafts + 1))
+                tokens, counts, goes_on = jax.device_get((tokens, after - lengths, unfinished))
+                lengths = after
+                seconds += time.perf_counter() - began
+                new = [tokens[i, : counts[i]].tolist() for i in range(len(prompts))]
+                for one, more in zip(made, new, strict=True):
+                    one += more
+                yield new
+            if not bool(loop.ok):
+                raise RuntimeError("no text can go on, although each has room when it is alone: an error of dsv4jax")
+        finally:
+            self._is_busy = False
+            self._end(loop, prompts, made, seconds)
+
+    def _begin(self, prompts: list[np.ndarray], max_new: int) -> Loop:
+        """Return the state of the loop in which prompts wait, or go on from what the cache holds of them."""
+        caches, self._caches = self._caches or _empty(*self._plans), None  # the loop has them now
+        others, self._kept = self._kept, []
+        going_on: dict[int, _Kept] = {}
+        for i, prompt in enumerate(prompts):
+            if found := [one for one in others if one.is_begin_of(prompt)]:
+                going_on[i] = max(found, key=lambda one: one.tokens.size)
+                others.remove(going_on[i])
+        plan, held = self._plans[0], jax.device_get(caches.model.tables.block_lens)
+        blocks = sum(int(blocks_for(plan, prompt.size + max_new - 1)) for prompt in prompts)
+        gone = []
+        while others and (
+            len(prompts) + len(others) > self.rows
+            or blocks + sum(int(held[one.slot]) for one in others) > plan.num_blocks
+        ):
+            gone.append(others.pop(0).slot)
+        if gone:
+            caches = caches.release(jnp.asarray(gone + [-1] * (self.rows - len(gone)), jnp.int32))
+        self._kept = others
+        texts = _queue(prompts, max_new, self.context)
+        loop = begin(caches, texts, self._params.cfg.vocab_size, self.drafts)
+        # The last text of the queue is empty, hence complete.
+        rows = [(one.slot, i) for i, one in going_on.items()] + [(one.slot, texts.lengths.size - 1) for one in others]
+        rows += [(-1, 0)] * (self.rows - len(rows))
+        slots, text = np.asarray(rows, np.int32).T
+        return dataclasses.replace(loop, slots=jnp.asarray(slots), text=jnp.asarray(text))
+
+    def _end(self, loop: Loop, prompts: list[np.ndarray], made: list[list[int]], seconds: float) -> None:
+        """Take the caches back, and note what they hold."""
+        if loop.ok.is_deleted():  # a pass was interrupted: its caches are lost, and the next call makes new ones
+            self._kept = []
+            return
+        self._caches, lengths = loop.caches, loop.caches.model.seq_lens
+        slots, text, lengths = jax.device_get((loop.slots, loop.text, lengths))
+        held = {int(slot): int(i) for slot, i in zip(slots, text, strict=True) if slot >= 0}
+        self._kept = [one for one in self._kept if held.get(one.slot, 0) >= len(prompts)]
+        for slot, i in held.items():
+            if i < len(prompts):
+                tokens = np.concatenate([prompts[i], np.asarray(made[i], np.int64)])
+                self._kept.append(_Kept(slot, tokens[: lengths[slot]]))
+        passes, stored, drafted, accepted = jax.device_get((loop.passes, loop.stored, loop.drafted, loop.accepted))
+        self.result = Generated(
+            tokens=made,
+            passes=int(passes),
+            stored=int(stored),
+            drafted=int(drafted),
+            accepted=int(accepted),
+            seconds=seconds,
+        )
 
 
 def generate(
     params: ModelParams,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     max_new: int,
     sampling: Sampling | None = None,
     drafts: int = 0,
@@ -51,97 +290,133 @@ def generate(
     caches: Caches | None = None,
     on_progress: Callable[[list[list[int]]], None] | None = None,
 ) -> Generated:
-    """Continue prompts.
+    """Continue prompts once; a ``Generator`` does it again and again, and yields tokens as they come.
 
     Args:
       params: the model's weights.
-      prompts: token ids, at least one per prompt.
+      prompts: token ids, at least one per prompt; or int [prompts, n].
       max_new: the most tokens to add to each.
       sampling: how tokens are drawn; the likeliest if None.
-      drafts: tokens to guess per pass with the model's own draft block. They change the speed, not the distribution; at
-        temperature 0 not even the tokens.
+      drafts: tokens to guess per pass with the model's own draft block, fewer than ``max_new``. They change the speed,
+        not the distribution; at temperature 0 not even the tokens.
       stop_tokens: tokens that complete a text; the model's if None.
-      caches: empty caches to use, which are donated; of as many rows as there are prompts, up to ``ROWS``, if None.
+      caches: empty caches to use, which are donated; of a row for each prompt, up to ``ROWS``, if None.
       on_progress: called with the new tokens of each prompt so far, every few passes.
 
     Raises:
-      ValueError: a prompt is empty or holds an id outside the vocabulary, the caches are too small or not empty, or
-        drafts are asked for that the model or the caches cannot make.
-      RuntimeError: the caches' blocks ran out.
+      ValueError: a prompt is empty or holds an id outside the vocabulary, the caches are not empty or could not hold
+        one of the texts alone, or drafts are asked for that the model or the caches cannot make.
     """
     max_new, drafts = integer("max_new", max_new, 1), integer("drafts", drafts, 0)
-    check_prompts(prompts, params.cfg.vocab_size)
-    if drafts and params.drafts is None:
-        raise ValueError("this model cannot make drafts: its checkpoint holds no MTP weights")
+    texts = read_prompts(prompts, params.cfg.vocab_size)
+    if drafts >= max_new:
+        raise ValueError(f"drafts={drafts} are more than can be used: of max_new={max_new} tokens, {max_new - 1}")
     if caches is None:
-        caches = caches_for(params.cfg, prompts, max_new, drafts)
-    _check_caches(caches, max(len(prompt) for prompt in prompts) + max_new, drafts)
-    plan = caches.model.plan
-    texts = _queue(prompts, max_new, plan.max_context)
-    loop = begin(caches, texts, params.cfg.vocab_size, drafts)
-    stops = list(params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
-    stops = jnp.asarray(stops + [-1] * (STOPS - len(stops) % STOPS), jnp.int32)  # -1 is no token
-    step = functools.partial(run, chunk=min(CHUNK, plan.max_context))
-    sampling = sampling or Sampling.of()
-    passes = jnp.int32(PASSES if on_progress else np.iinfo(np.int32).max // 2)
-    loop = step(params, loop, sampling, stops, jnp.int32(0))  # compiles, and does nothing
-    jax.block_until_ready(loop)
-
-    def new_tokens() -> list[list[int]]:
-        rows, ends = jax.device_get((loop.texts.tokens, loop.texts.lengths))
-        return [rows[i, len(prompt) : ends[i]].tolist() for i, prompt in enumerate(prompts)]
-
-    began = time.perf_counter()
-    while bool(loop.unfinished):
-        loop = step(params, loop, sampling, stops, passes)
-        if on_progress is not None:
-            on_progress(new_tokens())
-    seconds = time.perf_counter() - began
-    if not bool(loop.ok):
-        raise RuntimeError("the caches ran out of blocks: give caches with more of them, or fewer prompts at a time")
-    return Generated(
-        tokens=new_tokens(),
-        passes=int(loop.passes),
-        drafted=int(loop.drafted),
-        accepted=int(loop.accepted),
-        seconds=seconds,
-    )
+        caches = caches_for(params.cfg, texts, max_new, drafts)
+    generator = Generator(params, drafts=drafts, caches=caches)
+    return generator.generate(texts, max_new, sampling, stop_tokens, on_progress)
 
 
-def caches_for(cfg: ModelConfig, prompts: Sequence[Sequence[int]], max_new: int, drafts: int, **formats: Any) -> Caches:
-    """Return empty caches in which prompts can be continued; ``formats`` as for ``init_caches``."""
-    longest = max(len(prompt) for prompt in prompts) + max_new
-    return init_caches(cfg, min(len(prompts), ROWS), -(-longest // WIDTH) * WIDTH, drafts, **formats)
+def caches_for(
+    cfg: ModelConfig, prompts: Sequence[np.ndarray], max_new: int, drafts: int = 0, **formats: Any
+) -> Caches:
+    """Return empty caches for prompts from ``read_prompts``; ``formats`` as for ``init_caches``."""
+    longest = max(prompt.size for prompt in prompts) + max_new
+    return caches_of(cfg, min(len(prompts), ROWS), longest, drafts, **formats)
 
 
-def _queue(prompts: Sequence[Sequence[int]], max_new: int, longest: int) -> Texts:
-    """The prompts as texts, in sizes that do not change with each prompt, so that neither does the program."""
-    texts = -(-len(prompts) // TEXTS) * TEXTS
+def caches_of(cfg: ModelConfig, rows: int, context: int, drafts: int, **formats: Any) -> Caches:
+    """Return empty caches of at least these sizes."""
+    return init_caches(cfg, _power_of_two(rows), _power_of_two(max(context, CONTEXT)), drafts, **formats)
+
+
+def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
+    """Return prompts as arrays int64 [n]. ValueError for those that cannot be continued, naming the first of them."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be sequences of token ids, got {prompts!r}")
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)  # at once, and not each of its rows
+    read = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, int | np.integer):
+            raise ValueError(f"prompts[{i}] is the number {prompt}, not a prompt: one prompt alone is [[5, 17, 3]]")
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # rows of several lengths
+            ids = np.asarray(None)
+        if ids.ndim == 1 and not ids.size:
+            raise ValueError(f"prompts[{i}] is empty: give at least one token")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(f"prompts[{i}] must be token ids in [0, {vocab_size}), got {prompt!r}")
+        read.append(ids.astype(np.int64))
+    if not read:
+        raise ValueError("prompts is empty: give at least one")
+    return read
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+def _queue(prompts: list[np.ndarray], max_new: int, longest: int) -> Texts:
+    """The prompts as texts, and at least one that is empty."""
+    texts = _power_of_two(max(len(prompts) + 1, TEXTS))
     tokens, lengths = np.zeros((texts, longest), np.int32), np.zeros(texts, np.int32)
     for i, prompt in enumerate(prompts):
-        lengths[i] = len(prompt)
-        tokens[i, : len(prompt)] = prompt
+        lengths[i] = prompt.size
+        tokens[i, : prompt.size] = prompt
     limits = np.where(lengths > 0, lengths + max_new, 0).astype(np.int32)
     return Texts(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths), limits=jnp.asarray(limits))
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise ValueError for prompts that cannot be continued, naming the first of them."""
-    if not prompts:
-        raise ValueError("prompts is empty: give at least one")
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompts[{i}] is empty: give at least one token")
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab_size:
-            raise ValueError(f"prompts[{i}] must be token ids in [0, {vocab_size}), got {list(prompt)}")
+def _first_texts(rounds: Rounds) -> collections.abc.Generator[int]:
+    with contextlib.closing(rounds):  # at once, when the stream is closed
+        for new in rounds:
+            yield from new[0]
 
 
-def _check_caches(caches: Caches, longest: int, drafts: int) -> None:
+@functools.partial(jax.jit, static_argnames="most")
+def _look(loop: Loop, lengths: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (up to ``most`` tokens of each text after so many int32 [texts, most], lengths, whether it goes on)."""
+    places = lengths[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
+    texts = loop.texts
+    tokens = jnp.take_along_axis(texts.tokens, jnp.minimum(places, texts.tokens.shape[1] - 1), axis=1)
+    return tokens, texts.lengths, loop.unfinished
+
+
+def _empty(model: CachePlan, drafts: CachePlan | None) -> Caches:
+    return Caches(model=init_cache(model), drafts=None if drafts is None else init_cache(drafts))
+
+
+def _stops(tokens: Sequence[int]) -> jax.Array:
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+        raise ValueError(f"stop_tokens must be token ids, got {tokens!r}")
+    stops = [integer(f"stop_tokens[{i}]", token, 0) for i, token in enumerate(tokens)]
+    return jnp.asarray(stops + [-1] * (STOPS - len(stops) % STOPS), jnp.int32)  # -1 is no token
+
+
+def _most_tokens(plan: CachePlan) -> int:
+    """The longest text that has room when it is alone."""
+    return min(plan.max_context, plan.num_blocks * plan.cfg.block_tokens) if plan.min_ratio else plan.max_context
+
+
+def _check_room(prompts: list[np.ndarray], max_new: int, plan: CachePlan) -> None:
+    """Refuse what could never be completed, however long it waits."""
+    longest = max(range(len(prompts)), key=lambda i: prompts[i].size)
+    size, most = prompts[longest].size + max_new, _most_tokens(plan)
+    if size > most:
+        what = f"prompts[{longest}] of {size - max_new} tokens and max_new={max_new} are a text of {size} tokens"
+        sizes = f"max_context={plan.max_context}, num_blocks={plan.num_blocks} of {plan.cfg.block_tokens} tokens"
+        raise ValueError(f"{what}, and the caches have room for {most} ({sizes})")
+
+
+def _check_caches(caches: Caches, drafts: int) -> None:
+    if not isinstance(caches, Caches):
+        hint = ": make both by init_caches" if isinstance(caches, KVCache) else ""
+        raise ValueError(f"caches must be Caches, of a model and its drafts, got {type(caches).__name__}{hint}")
     plan = caches.model.plan
-    if plan.max_context < longest:
-        raise ValueError(f"texts of {longest} tokens need caches with max_context >= {longest}, got {plan.max_context}")
     if bool(jnp.any(caches.model.tables.admitted)):
         raise ValueError("caches must be empty: some of their slots are taken")
-    if drafts and (caches.drafts is None or caches.drafts.plan.max_context < longest + drafts):
+    if drafts and (caches.drafts is None or caches.drafts.plan.max_context < plan.max_context + drafts):
         raise ValueError(f"caches cannot hold drafts={drafts} tokens: make them by init_caches(..., drafts={drafts})")

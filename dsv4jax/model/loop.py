@@ -1,9 +1,10 @@
 """The compiled loop that generates texts: prompts, sampling, drafts, stopping, and admission of the next prompts.
 
-Texts wait in a queue, and the batch has a row per slot of the caches. A free row admits the next text. Passes that
-store prompts feed up to ``chunk`` tokens of each row, all but a text's last token. The other passes feed that one, and
-the drafts made of it, and append what is sampled. A text that is complete releases its slot. The host is not asked on
-the way.
+Texts wait in a queue, and the batch has a row per slot of the caches. A free row admits the next text if there are
+blocks for it. Passes that store prompts feed up to ``chunk`` tokens of each row, all but a text's last token. The other
+passes feed that one, and the drafts made of it, and append what is sampled. When blocks run out, the last texts of
+those at work wait again. A complete text keeps its row, so that a longer one can go on from it, until something else
+needs the row or its blocks. The host is not asked on the way.
 
 What a row samples depends on its text's number and place alone, not on the other rows.
 """
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
+from dsv4jax.cache.tables import blocks_for
 from dsv4jax.layer.backend import Backend
 from dsv4jax.model.caches import Caches
 from dsv4jax.model.drafts import draft_forward
@@ -32,16 +34,16 @@ CHUNK = 128  # tokens of a prompt that a row stores per pass
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """A queue of texts. Those of length 0 come after all others."""
+    """A queue of texts, the first of which comes first. A text without tokens is complete."""
 
     tokens: jax.Array  # int32 [texts, longest] each prompt, then what was generated; the rest is not read
     lengths: jax.Array  # int32 [texts] tokens so far
-    limits: jax.Array  # int32 [texts] tokens at which a text is complete, at most longest
+    limits: jax.Array  # int32 [texts] tokens at which a text is complete, at most longest; a stop token lowers it
 
     @property
-    def count(self) -> jax.Array:
-        """Number of texts, int32 []."""
-        return jnp.sum(self.lengths > 0, dtype=jnp.int32)
+    def complete(self) -> jax.Array:
+        """Which texts are complete, bool [texts]."""
+        return self.lengths >= self.limits
 
 
 @jax.tree_util.register_dataclass
@@ -63,23 +65,34 @@ class Loop:
     texts: Texts
     drafts: Drafts | None  # None if no drafts are made
     slots: jax.Array  # int32 [B] slot of each row, -1 = the row is free
-    text: jax.Array  # int32 [B] text that the row works on
-    waiting: jax.Array  # int32 [] first text in the queue that no row has taken
+    text: jax.Array  # int32 [B] text that the row works on, or worked on last
     passes: jax.Array  # int32 [] that sampled
+    stored: jax.Array  # int32 [] tokens that passes before those have stored
     drafted: jax.Array  # int32 [] drafts that the model has judged
-    accepted: jax.Array  # int32 [] drafts that it accepted
-    ok: jax.Array  # bool [] False once blocks ran out for a row at work
+    accepted: jax.Array  # int32 [] drafts that became part of a text
+    ok: jax.Array  # bool [] False once no text can go on, because not even the first one has room
 
     @property
     def unfinished(self) -> jax.Array:
         """Whether there is more to do, bool []."""
-        return self.ok & (jnp.any(self.slots >= 0) | (self.waiting < self.texts.count))
+        return self.ok & ~jnp.all(self.texts.complete)
+
+    @property
+    def at_work(self) -> jax.Array:
+        """Which rows have a text that is not complete, bool [B]."""
+        return (self.slots >= 0) & ~self.texts.complete[self.text]
+
+    @property
+    def waiting(self) -> jax.Array:
+        """Which texts are not complete and have no row, bool [texts]."""
+        nowhere = self.texts.lengths.size  # a place out of range is dropped
+        return ~self.texts.complete.at[jnp.where(self.at_work, self.text, nowhere)].set(True, mode="drop")
 
     @property
     def pending(self) -> jax.Array:
-        """Number of tokens of each row's text that are not stored, int32 [B]; 0 for a free row."""
+        """Number of tokens of each text at work that are not stored, int32 [B]; 0 for other rows."""
         stored = self.caches.model.seq_lens.at[self.slots].get(mode="clip")
-        return jnp.where(self.slots >= 0, self.texts.lengths[self.text] - stored, 0)
+        return jnp.where(self.at_work, self.texts.lengths[self.text] - stored, 0)
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -108,8 +121,8 @@ def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int) -> Loo
         drafts=drafts,
         slots=jnp.full(rows, -1, jnp.int32),
         text=jnp.zeros(rows, jnp.int32),
-        waiting=jnp.int32(0),
         passes=jnp.int32(0),
+        stored=jnp.int32(0),
         drafted=jnp.int32(0),
         accepted=jnp.int32(0),
         ok=jnp.asarray(True),
@@ -155,31 +168,79 @@ def run(
         loop = lax.while_loop(
             lambda loop: loop.ok & jnp.any(loop.pending > 1),
             lambda loop: _store_prompts(way, loop, chunk),
-            _admit_waiting(loop),
+            _admit_waiting(_make_room(loop)),
         )
         return _append_tokens(way, loop)
 
     return lax.while_loop(lambda loop: loop.unfinished & (loop.passes < until), one_pass, loop)
 
 
+def _room(loop: Loop) -> tuple[jax.Array, jax.Array]:
+    """Return what the next pass asks of the blocks, and what is left for texts that wait.
+
+    Returns (blocks that each text needs in all int32 [texts], blocks that each row lacks for its text int32 [B]).
+    """
+    plan, texts = loop.caches.model.plan, loop.texts
+    drafts = 0 if loop.drafts is None else loop.drafts.tokens.shape[1]
+    # The last token of a text is never stored.
+    needed = blocks_for(plan, jnp.maximum(jnp.minimum(texts.lengths + drafts, texts.limits - 1), 0))
+    lacking = jnp.where(loop.at_work, jnp.maximum(needed[loop.text] - _held(loop), 0), 0)
+    return needed, lacking
+
+
+def _held(loop: Loop) -> jax.Array:
+    """Number of blocks that each row holds, int32 [B]."""
+    held = loop.caches.model.tables.block_lens.at[loop.slots].get(mode="clip")
+    return jnp.where(loop.slots >= 0, held, 0)
+
+
+def _admissible(loop: Loop) -> jax.Array:
+    """Return which of the waiting texts can have a row and blocks at once, bool [texts]: the first ones."""
+    needed, lacking = _room(loop)
+    waiting, free = loop.waiting, loop.caches.model.tables.num_free[0]
+    turn = jnp.cumsum(waiting, dtype=jnp.int32)
+    asked = jnp.sum(lacking) + jnp.cumsum(jnp.where(waiting, needed, 0), dtype=jnp.int32)
+    return waiting & (turn <= jnp.sum(loop.slots < 0)) & (asked <= free)
+
+
+def _make_room(loop: Loop) -> Loop:
+    """Release rows for which there are no blocks, or whose texts are complete where others wait.
+
+    A text at work stays if there are blocks for it and all before it, when those behind it give theirs up. So the
+    first one always stays. The others wait for their turn again, with the tokens that they have.
+    """
+    _, lacking = _room(loop)
+    held, at_work, free = _held(loop), loop.at_work, loop.caches.model.tables.num_free[0]
+    is_crowded = (jnp.sum(lacking) > free) | jnp.any(loop.waiting & ~_admissible(loop))
+    leaves = (loop.slots >= 0) & ~at_work & is_crowded
+    free += jnp.sum(jnp.where(leaves, held, 0))
+    not_after = (loop.text[None] <= loop.text[:, None]) & at_work[None]  # [row, other]
+    asked = jnp.sum(jnp.where(not_after, lacking[None], 0), axis=1)
+    behind = jnp.sum(jnp.where(~not_after & at_work[None], held[None], 0), axis=1)
+    leaves |= at_work & (asked > free + behind)
+    caches = loop.caches.release(jnp.where(leaves, loop.slots, -1))
+    return dataclasses.replace(loop, caches=caches, slots=jnp.where(leaves, -1, loop.slots))
+
+
 def _admit_waiting(loop: Loop) -> Loop:
-    """Give free rows the next texts of the queue."""
+    """Give free rows the next texts of the queue, as far as there are blocks for them."""
     free = loop.slots < 0
-    turn = loop.waiting + jnp.cumsum(free, dtype=jnp.int32) - 1
-    arriving = free & (turn < loop.texts.count)
+    turn = jnp.cumsum(free, dtype=jnp.int32) - 1
+    admissible = _admissible(loop)
+    arriving = free & (turn < jnp.sum(admissible))
+    texts = jnp.nonzero(admissible, size=free.size, fill_value=0)[0].astype(jnp.int32)
     caches, slots, ok = loop.caches.admit(free.size, arriving)
     drafts = loop.drafts
     if drafts is not None:
         drafts = dataclasses.replace(drafts, made=drafts.made & ~arriving)
-    return dataclasses.replace(
+    loop = dataclasses.replace(
         loop,
         caches=caches,
         drafts=drafts,
         slots=jnp.where(arriving, slots, loop.slots),
-        text=jnp.where(arriving, turn, loop.text),
-        waiting=loop.waiting + jnp.sum(arriving, dtype=jnp.int32),
-        ok=loop.ok & ok,
+        text=jnp.where(arriving, texts.at[turn].get(mode="clip"), loop.text),
     )
+    return dataclasses.replace(loop, ok=loop.ok & ok & jnp.any(loop.at_work))
 
 
 def _store_prompts(way: _Way, loop: Loop, chunk: int) -> Loop:
@@ -196,41 +257,36 @@ def _store_prompts(way: _Way, loop: Loop, chunk: int) -> Loop:
         following = loop.tokens_from(stored + 1, chunk)
         _, _, drafts = _feed_drafts(way, streams, following, caches.drafts, slots, num_new)
         caches = dataclasses.replace(caches, drafts=drafts)
-    return dataclasses.replace(loop, caches=caches, ok=loop.ok & ok)
+    return dataclasses.replace(loop, caches=caches, stored=loop.stored + jnp.sum(num_new), ok=loop.ok & ok)
 
 
 def _append_tokens(way: _Way, loop: Loop) -> Loop:
-    """Feed each row its text's last token and its drafts, append what the model makes of it, and release what is done.
+    """Feed each row at work its text's last token and its drafts, and append what the model makes of it.
 
-    Every row at work has one token that is not stored, unless blocks have run out.
+    Each of them has one token that is not stored, before and after this.
     """
-    text, slots = loop.text, loop.slots
-    length, limit = loop.texts.lengths[text], loop.texts.limits[text]
-    came_full = (slots >= 0) & (length >= limit)  # complete without a token
-    active = loop.ok & (slots >= 0) & ~came_full
-    keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(way.sampling.key, n), p))(text, length)
+    text = loop.text
+    active = loop.ok & loop.at_work
+    keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(way.sampling.key, n), p))(
+        text, loop.texts.lengths[text]
+    )
     judge_keys, guess_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
 
     made, cache, ok = (_sample if loop.drafts is None else _judge)(way, loop, active, judge_keys)
-    caches, ok = dataclasses.replace(loop.caches, model=cache), loop.ok & ok
-    texts, kept, stopped = _extended(loop.texts, text, made, way.stop_tokens)
-    done = came_full | stopped | ((kept > 0) & (length + kept >= limit))
-    drafts = loop.drafts
+    caches, drafts = dataclasses.replace(loop.caches, model=cache), loop.drafts
     if drafts is not None:
         assert caches.drafts is not None
-        count = jnp.where(done, 0, kept)
-        drafts, cache = _guess(way, drafts, made, caches.drafts, slots, count, guess_keys)
+        drafts, cache = _guess(way, drafts, made, caches.drafts, loop.slots, guess_keys)
         caches = dataclasses.replace(caches, drafts=cache)
     return dataclasses.replace(
         loop,
-        caches=caches.release(jnp.where(done, slots, -1)),
-        texts=texts,
+        caches=caches,
+        texts=_extended(loop.texts, text, made),
         drafts=drafts,
-        slots=jnp.where(done, -1, slots),
         passes=loop.passes + 1,
         drafted=loop.drafted + jnp.sum(made.judged),
         accepted=loop.accepted + jnp.sum(jnp.maximum(made.count - 1, 0)),
-        ok=ok,
+        ok=loop.ok & ok,
     )
 
 
@@ -240,6 +296,7 @@ class _Made:
 
     tokens: jax.Array  # int32 [B, m + 1] drafts that were accepted, and the token after them
     count: jax.Array  # int32 [B] how many of them are new tokens; 0 for rows that were not fed
+    stopped: jax.Array  # bool [B] whether the last one of them is a stop token
     judged: jax.Array  # int32 [B] drafts that the model has judged
     streams: jax.Array  # [B, m + 1, num_streams, hidden] of the tokens that were fed
 
@@ -254,7 +311,8 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcom
     logits, streams, cache = forward(way.params, loop.last_tokens, cache, loop.slots, num_new, backend=way.backend)
     assert logits is not None
     tokens = draw(way.sampling.probabilities(logits), keys)[:, None]
-    made = _Made(tokens=tokens, count=num_new, judged=jnp.zeros_like(num_new), streams=streams)
+    count, stopped = _until_stop(tokens, num_new, way.stop_tokens)
+    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=jnp.zeros_like(num_new), streams=streams)
     return made, advance(cache, loop.slots, num_new), ok
 
 
@@ -272,55 +330,75 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     logits, streams, cache, staged = stage_forward(way.params, given, cache, slots, num_new, way.backend)
     wanted = way.sampling.probabilities(logits)
     accepted, following = accept(wanted, drafts.probabilities, drafts.tokens, judged, keys)
-    count = jnp.where(fed, accepted + 1, 0)
-    cache, committed = commit(cache, staged, count, way.backend)
     tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     tokens = tokens.at[jnp.arange(len(slots)), accepted].set(following)
-    made = _Made(tokens=tokens, count=jnp.where(committed, count, 0), judged=judged, streams=streams)
+    count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.stop_tokens)
+    cache, committed = commit(cache, staged, count, way.backend)  # none past a stop token: the text may go on from it
+    count = jnp.where(committed, count, 0)
+    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, streams=streams)
     return made, cache, ok & committed
 
 
-def _extended(texts: Texts, text: jax.Array, made: _Made, stop_tokens: jax.Array) -> tuple[Texts, jax.Array, jax.Array]:
-    """Append new tokens to texts int32 [B], up to the first stop token.
+def _until_stop(tokens: jax.Array, count: jax.Array, stop_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cut the first ``count`` int32 [B] of tokens int32 [B, n] after the first stop token.
 
-    Returns (texts, number of tokens that were appended int32 [B], whether a stop token was bool [B]).
+    Returns (how many are left int32 [B], whether a stop token is the last of them bool [B]).
     """
-    number = jnp.arange(made.tokens.shape[1], dtype=jnp.int32)[None]
-    is_stop = jnp.any(made.tokens[..., None] == stop_tokens[None, None], -1) & (number < made.count[:, None])
+    number = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    is_stop = jnp.any(tokens[..., None] == stop_tokens[None, None], -1) & (number < count[:, None])
     stopped = jnp.any(is_stop, 1)
-    kept = jnp.where(stopped, jnp.argmax(is_stop, 1).astype(jnp.int32) + 1, made.count)
+    return jnp.where(stopped, jnp.argmax(is_stop, 1).astype(jnp.int32) + 1, count), stopped
+
+
+def _extended(texts: Texts, text: jax.Array, made: _Made) -> Texts:
+    """Append new tokens to texts int32 [B]."""
+    number = jnp.arange(made.tokens.shape[1], dtype=jnp.int32)[None]
     nowhere = texts.lengths.size  # a place out of range is dropped
-    row = jnp.where(number < kept[:, None], text[:, None], nowhere)
-    length = texts.lengths[text]
-    texts = dataclasses.replace(
-        texts,
-        tokens=texts.tokens.at[row, length[:, None] + number].set(made.tokens, mode="drop"),
-        lengths=texts.lengths.at[jnp.where(kept > 0, text, nowhere)].set(length + kept, mode="drop"),
+    row = jnp.where(number < made.count[:, None], text[:, None], nowhere)
+    before = texts.lengths[text]
+    length = before + made.count
+    grown = jnp.where(made.count > 0, text, nowhere)
+    return Texts(
+        tokens=texts.tokens.at[row, before[:, None] + number].set(made.tokens, mode="drop"),
+        lengths=texts.lengths.at[grown].set(length, mode="drop"),
+        limits=texts.limits.at[jnp.where(made.stopped, grown, nowhere)].set(length, mode="drop"),
     )
-    return texts, kept, stopped
 
 
 def _guess(
-    way: _Way, drafts: Drafts, made: _Made, cache: KVCache, slots: jax.Array, count: jax.Array, keys: jax.Array
+    way: _Way, drafts: Drafts, made: _Made, cache: KVCache, slots: jax.Array, keys: jax.Array
 ) -> tuple[Drafts, KVCache]:
-    """Store ``count`` int32 [B] new rows in the cache of the draft block, and guess at what follows each text.
+    """Store the new rows in the cache of the draft block, and guess at what follows each text.
 
-    A row of count 0 gets no guesses.
+    A row without new tokens gets no guesses.
     """
-    logits, streams, kept = _feed_drafts(way, made.streams, made.tokens, cache, slots, count)
-    row, cache, goes_on = jnp.maximum(count - 1, 0)[:, None, None], kept, count > 0
-    tokens, probabilities = [], []
-    for i in range(drafts.tokens.shape[1]):
-        if i:  # in a copy of the cache, because the rows of guesses are not kept
-            one = goes_on.astype(jnp.int32)
-            logits, streams, cache = _feed_drafts(way, streams, tokens[-1], cache, slots, one)
-            row = jnp.zeros_like(row)
-        logits = jnp.take_along_axis(logits, row, 1)
-        streams = jnp.take_along_axis(streams, row[..., None], 1)
-        probabilities.append(way.sampling.probabilities(logits))
-        of_guess = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)
-        tokens.append(draw(probabilities[-1][:, 0], of_guess)[:, None])
-    guessed = Drafts(tokens=jnp.concatenate(tokens, 1), probabilities=jnp.concatenate(probabilities, 1), made=goes_on)
+    logits, streams, kept = _feed_drafts(way, made.streams, made.tokens, cache, slots, made.count)
+    last, goes_on = jnp.maximum(made.count - 1, 0)[:, None, None], made.count > 0
+    logits = jnp.take_along_axis(logits, last, 1)
+    streams = jnp.take_along_axis(streams, last[..., None], 1)
+
+    def guess(logits: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(tokens int32 [B, 1], their probabilities f32 [B, V]) from logits f32 [B, 1, V]."""
+        probabilities = way.sampling.probabilities(logits)[:, 0]
+        return draw(probabilities, jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i))[:, None], probabilities
+
+    def further(before: tuple[jax.Array, jax.Array, KVCache], i: jax.Array):
+        tokens, streams, cache = before
+        logits, streams, cache = _feed_drafts(way, streams, tokens, cache, slots, goes_on.astype(jnp.int32))
+        tokens, probabilities = guess(logits, i)
+        return (tokens, streams, cache), (tokens[:, 0], probabilities)
+
+    tokens, probabilities = guess(logits, jnp.int32(0))
+    guessed = Drafts(tokens=tokens, probabilities=probabilities[:, None], made=goes_on)
+    if (most := drafts.tokens.shape[1]) > 1:
+        # A loop, so that the block is compiled once. It has a copy of the cache, because rows of guesses are not kept.
+        _, more = lax.scan(further, (tokens, streams, kept), jnp.arange(1, most, dtype=jnp.int32))
+        more_tokens, more_probabilities = (jnp.moveaxis(one, 0, 1) for one in more)
+        guessed = Drafts(
+            tokens=jnp.concatenate([tokens, more_tokens], 1),
+            probabilities=jnp.concatenate([guessed.probabilities, more_probabilities], 1),
+            made=goes_on,
+        )
     return guessed, kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +15,10 @@ class Text:
     """The tokenizer of a checkpoint's folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read ``tokenizer.json``.
+        """Read ``tokenizer.json``, and of ``tokenizer_config.json``, if there is one, what begins a text.
 
         Raises:
-          ValueError: the folder has none, or the package ``tokenizers`` is not installed.
+          ValueError: the folder has no tokenizer, or the package ``tokenizers`` is not installed.
         """
         file = folder / "tokenizer.json"
         if not file.exists():
@@ -27,10 +28,25 @@ class Text:
         except ModuleNotFoundError as error:
             raise ValueError('text needs the package tokenizers: pip install "dsv4jax[model]"') from error
         self._tokenizer = Tokenizer.from_file(str(file))
+        options = folder / "tokenizer_config.json"
+        options = json.loads(options.read_text()) if options.exists() else {}
+        bos = options.get("bos_token")
+        self._bos = bos["content"] if isinstance(bos, dict) else bos
+        self.adds_bos = bool(options.get("add_bos_token"))  # whether the tokenizer begins each text with such a token
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text as it is: nothing is added at its beginning or end."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        """Return the ids of a text as it is, after the token that begins a text if ``bos`` and it is not there yet.
+
+        Raises:
+          ValueError: there should be such a token, and tokenizer_config.json names none that the tokenizer has.
+        """
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not bos:
+            return ids
+        begin = None if self._bos is None else self._tokenizer.token_to_id(self._bos)
+        if begin is None:
+            raise ValueError(f"no token begins a text: tokenizer_config.json has bos_token={self._bos!r}")
+        return ids if ids[:1] == [begin] else [begin, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included. It may end in part of a character, which is U+FFFD."""

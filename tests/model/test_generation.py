@@ -1,7 +1,8 @@
-"""Texts from the compiled loop: the recorded ones, whatever the batch, the drafts and the queue."""
+"""Texts from the compiled loop: the recorded ones, whatever the batch, the drafts, the queue and the blocks."""
 
 import functools
 import itertools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.model import Caches, ModelConfig, Sampling, draft_forward, forward, generate, init_caches
+from dsv4jax.model import Caches, Generator, ModelConfig, Sampling, draft_forward, forward, generate, init_caches
+from dsv4jax.model.generation import caches_for, read_prompts
+from dsv4jax.model.loop import run
 from tests.model.test_sampling import check_counts
 from tests.support.models import FULL, SMALL, model_a, recorded, small_model
 
@@ -36,9 +39,11 @@ def test_greedy_tokens_are_the_recorded_ones_with_drafts():
 
 @functools.cache
 def greedy(rows: int, drafts: int, prompts: tuple[int, ...], max_new: int, stop_tokens: tuple[int, ...] = ()):
-    both = caches(SMALL, rows, drafts)
-    queue = [PROMPTS[i] for i in prompts]
-    return generate(small_model(), queue, max_new, drafts=drafts, stop_tokens=stop_tokens, caches=both)
+    return generator(rows, drafts).generate([PROMPTS[i] for i in prompts], max_new, stop_tokens=stop_tokens)
+
+
+def generator(rows: int, drafts: int) -> Generator:
+    return Generator(small_model(), caches=caches(SMALL, rows, drafts), drafts=drafts)
 
 
 ALL = tuple(range(len(PROMPTS)))
@@ -70,6 +75,7 @@ def test_a_stop_token_ends_a_text_also_among_accepted_drafts(drafts):
 @pytest.mark.slow
 @pytest.mark.parametrize("max_new", [1, 2, 3])
 def test_a_text_ends_at_its_limit_whatever_is_accepted(max_new):
+    """Also with more drafts than it could use."""
     whole = greedy(2, 0, ALL, 30).tokens
     assert greedy(2, 2, ALL, max_new).tokens == [tokens[:max_new] for tokens in whole]
 
@@ -84,6 +90,19 @@ def test_what_is_sampled_depends_on_the_text_and_its_place_in_the_queue_alone():
     assert first == sample(PROMPTS)
     assert first != sample(PROMPTS, seed=1)
     assert sample(PROMPTS[:2]) == first[:2]  # other neighbours
+
+
+def test_an_array_of_prompts_has_a_prompt_per_row():
+    for given in (np.asarray([[1, 2], [3, 4]]), jnp.asarray([[1, 2], [3, 4]]), [jnp.asarray([1, 2]), (3, 4)]):
+        assert [prompt.tolist() for prompt in read_prompts(given, 6)] == [[1, 2], [3, 4]]
+
+
+def test_caches_in_place_of_a_cache_are_named():
+    both, one = caches(SMALL, 1, 0), jnp.asarray([0], jnp.int32)
+    with pytest.raises(ValueError, match=r"cache must be a KVCache, such as caches\.model, got Caches"):
+        forward(small_model(), one[None], both, one, one)
+    with pytest.raises(AttributeError, match=r"Caches has no 'tables': it is two caches, of which \.model is"):
+        d4.admit(both, 1)
 
 
 @pytest.mark.slow
@@ -120,9 +139,127 @@ def test_samples_have_the_models_distribution_with_drafts():
 
 
 @pytest.mark.slow
-def test_without_enough_blocks_it_says_so():
-    with pytest.raises(RuntimeError, match="ran out of blocks"):
-        generate(small_model(), PROMPTS, 200, caches=caches(SMALL, 2, 0, num_blocks=2))
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_with_too_few_blocks_texts_wait_and_their_tokens_stay_the_same(drafts):
+    """Three blocks hold one of the texts and half of another, and each row wants two."""
+    plenty, few = greedy(2, 0, ALL, 200), caches(SMALL, 2, drafts, num_blocks=3)
+    found = generate(small_model(), PROMPTS, 200, drafts=drafts, stop_tokens=(), caches=few)
+    assert found.tokens == plenty.tokens
+    assert plenty.stored == sum(map(len, PROMPTS)) - len(PROMPTS), "all tokens but the last of each"
+    assert found.stored > plenty.stored + 100, "no text was set back"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_chat_that_grows_is_not_computed_again(drafts):
+    """Also the cache of the drafts goes on: as many of them are right as in one that was filled at once."""
+    chat, text, right = generator(2, drafts), [], 0
+    for turn, said in enumerate([PROMPTS[2], [3], [1, 2], PROMPTS[4], [5, 5]]):
+        text += said
+        answer = list(chat.stream(text, 20))
+        assert chat.result.tokens == [answer]
+        # The last token of the turn before was not stored, nor is the last one of this.
+        assert chat.result.stored == (len(said) if turn else len(said) - 1)
+        at_once = generator(2, drafts).generate([text], 20)
+        assert at_once.tokens == [answer]
+        counts = [(one.passes, one.drafted, one.accepted) for one in (chat.result, at_once)]
+        assert counts[0] == counts[1]
+        text += answer
+        right += chat.result.accepted
+    assert bool(right) == bool(drafts)
+
+
+@pytest.mark.slow
+def test_a_text_goes_on_from_a_stop_token_among_accepted_drafts():
+    """Drafts after it were accepted, too, and must not be stored."""
+    whole = greedy(2, 2, ALL, 30).tokens
+    went_on = 0
+    for stop in range(SMALL.vocab_size):
+        chat = generator(2, 2)
+        for prompt, expected in zip(PROMPTS, whole, strict=True):
+            answer = list(chat.stream(prompt, 30, stop_tokens=[stop]))
+            assert answer == expected[: len(answer)]
+            if len(answer) < 30:
+                assert list(chat.stream(prompt + answer, 30 - len(answer))) == expected[len(answer) :]
+                assert chat.result.stored == 0
+                went_on += 1
+    assert went_on > 5
+
+
+@pytest.mark.slow
+def test_conversations_that_were_not_used_for_longest_are_given_up():
+    chats, (a, b, c) = generator(2, 2), PROMPTS[2:5]
+
+    def stored(prompt: list[int]) -> int:
+        answer = list(chats.stream(prompt, 5))
+        assert answer == generator(2, 2).generate([prompt], 5).tokens[0]
+        prompt += answer
+        return chats.result.stored
+
+    a, b, c = list(a), list(b), list(c)
+    assert [stored(a), stored(b)] == [len(PROMPTS[2]) - 1, len(PROMPTS[3]) - 1]
+    assert [stored(a), stored(b), stored(a)] == [0, 0, 0]
+    assert stored(c) == len(PROMPTS[4]) - 1
+    before = len(b)
+    assert [stored(a), stored(b)] == [0, before - 1], "c took the row of b"
+    both = chats.generate([a, b, [4]], 5)
+    assert both.tokens == generator(2, 2).generate([a, b, [4]], 5).tokens
+    assert both.stored == 0
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_left_early_keeps_what_it_has():
+    chat, expected = generator(2, 2), greedy(2, 0, (2,), 30).tokens[0]
+    for number, token in enumerate(chat.stream(PROMPTS[2], 30)):
+        assert token == expected[number]
+        if number == 10:
+            break
+    made = chat.result.tokens[0]
+    assert expected[: len(made)] == made
+    assert len(made) in (11, 12, 13)
+    assert list(chat.stream(PROMPTS[2] + made, 10)) == expected[len(made) : len(made) + 10]
+    assert chat.result.stored == 0
+
+    stream = chat.stream(PROMPTS[0])
+    next(stream)
+    with pytest.raises(RuntimeError, match=r"last stream is not over: exhaust it, or call its close\(\)"):
+        next(chat.stream(PROMPTS[1]))
+    assert len(list(stream)) == LONGEST - len(PROMPTS[0]) - 1, "as many tokens as fit"
+
+
+@pytest.mark.slow
+def test_a_generator_whose_pass_was_interrupted_starts_anew(monkeypatch):
+    chat, expected = generator(2, 2), greedy(2, 0, (2,), 30).tokens[0]
+
+    def interrupted(*arguments, **options):
+        run(*arguments, **options)
+        raise KeyboardInterrupt
+
+    stream = chat.stream(PROMPTS[2], 30)
+    assert next(stream) == expected[0]
+    stream.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("dsv4jax.model.generation.run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(chat.stream(PROMPTS[0], 30))
+    assert list(chat.stream(PROMPTS[2], 30)) == expected
+
+
+@pytest.mark.slow
+def test_one_program_serves_any_prompts():
+    """Of 3 and 4 prompts, of few and many tokens, of several generators, streamed or not."""
+    params, program, formats = small_model(), cast(Any, run), FULL
+    chat = Generator(params, 3, 1000, **formats)
+    assert (chat.rows, chat.context) == (4, 1024)
+    first = chat.generate(PROMPTS[:3], 20)
+    programs = program._cache_size()
+    assert chat.generate(PROMPTS, 20).tokens[:3] == first.tokens
+    assert len(list(chat.stream(PROMPTS[2] * 20, 10, Sampling.of(0.5)))) == 10
+    again = Generator(params, 4, **formats)
+    assert again.generate([PROMPTS[0], *PROMPTS[1:3], [1]], 20, stop_tokens=[7]).tokens[:3] == first.tokens
+    assert program._cache_size() == programs
+    sizes = caches_for(params.cfg, read_prompts(PROMPTS[:3], 6), 500).model.plan
+    assert (sizes.max_requests, sizes.max_context) == (4, 1024)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +271,31 @@ def test_without_enough_blocks_it_says_so():
         (dict(prompts=[[1.5]]), r"prompts\[0\] must be token ids"),
         (dict(max_new=0), "max_new must be an integer of at least 1, got 0"),
         (dict(drafts=-1), "drafts must be an integer of at least 0, got -1"),
-        (dict(max_new=300), "texts of 303 tokens need caches with max_context >= 303, got 256"),
+        (dict(max_new=300), r"prompts\[0\] of 3 tokens and max_new=300 are a text of 303 tokens, and .* room for 256"),
+        (
+            dict(prompts=[[1], [2] * 200], max_new=100, caches=lambda: caches(SMALL, 2, 0, num_blocks=2)),
+            r"prompts\[1\] .* 256",
+        ),
+        (dict(prompts=[5, 1, 3]), r"prompts\[0\] is the number 5, not a prompt: one prompt alone is \[\[5, 17, 3\]\]"),
+        (dict(prompts=np.asarray([5, 1])), r"prompts\[0\] is the number 5"),
+        (dict(prompts=5), "prompts must be sequences of token ids, got 5"),
+        (dict(prompts="Hi"), "prompts must be sequences of token ids, got 'Hi'"),
+        (dict(prompts=[[[1], [2]]]), r"prompts\[0\] must be token ids"),
+        (dict(prompts=[[[1], [2, 3]]]), r"prompts\[0\] must be token ids"),
+        (dict(sampling=0.7), r"sampling must be a Sampling, such as Sampling.of\(temperature=0.7\), got 0.7"),
+        (dict(stop_tokens=5), "stop_tokens must be token ids, got 5"),
+        (
+            dict(caches=lambda: caches(SMALL, 1, 0).model),
+            "caches must be Caches, .* got KVCache: make both by init_caches",
+        ),
+        (dict(drafts=4), "drafts=4 are more than can be used: of max_new=4 tokens, 3"),
+        (dict(drafts=17, max_new=20, caches=lambda: None), "drafts must be at most 16, got 17"),
         (dict(drafts=3, max_new=253), r"caches cannot hold drafts=3 tokens: make them by init_caches\(..., drafts=3\)"),
     ],
 )
 def test_bad_arguments_are_named(options, message):
-    given = dict(prompts=PROMPTS[:1], max_new=4, caches=caches(SMALL, 1, 2)) | options
+    given = dict(prompts=PROMPTS[:1], max_new=4, caches=lambda: caches(SMALL, 1, 2)) | options
+    given["caches"] = given["caches"]()
     with pytest.raises(ValueError, match=message):
         generate(small_model(), **given)
 
