@@ -175,11 +175,13 @@ class Generator:
         """
         texts = read_prompts(prompts, self._params.cfg.vocab_size)
         tokens: list[list[int]] = [[] for _ in texts]
-        for new in self._rounds(texts, max_new, sampling, stop_tokens, REPORTED if on_progress else UNSEEN):
-            for one, more in zip(tokens, new, strict=True):
-                one += more
-            if on_progress is not None:
-                on_progress([list(one) for one in tokens])
+        passes = REPORTED if on_progress else UNSEEN
+        with contextlib.closing(self._rounds(texts, max_new, sampling, stop_tokens, passes)) as rounds:
+            for new in rounds:
+                for one, more in zip(tokens, new, strict=True):
+                    one += more
+                if on_progress is not None:
+                    on_progress([list(one) for one in tokens])
         return self.result
 
     def _rounds(
@@ -226,7 +228,7 @@ class Generator:
                 raise RuntimeError("no text can go on, although each has room when it is alone: an error of dsv4jax")
         finally:
             self._is_busy = False
-            self._end(loop, prompts, made, seconds)
+            self._end(loop, made, seconds)
 
     def _begin(self, prompts: list[np.ndarray], max_new: int) -> Loop:
         """Return the state of the loop in which prompts wait, or go on from what the cache holds of them."""
@@ -256,19 +258,20 @@ class Generator:
         slots, text = np.asarray(rows, np.int32).T
         return dataclasses.replace(loop, slots=jnp.asarray(slots), text=jnp.asarray(text))
 
-    def _end(self, loop: Loop, prompts: list[np.ndarray], made: list[list[int]], seconds: float) -> None:
+    def _end(self, loop: Loop, made: list[list[int]], seconds: float) -> None:
         """Take the caches back, and note what they hold."""
         if loop.ok.is_deleted():  # a pass was interrupted: its caches are lost, and the next call makes new ones
             self._kept = []
             return
-        self._caches, lengths = loop.caches, loop.caches.model.seq_lens
-        slots, text, lengths = jax.device_get((loop.slots, loop.text, lengths))
-        held = {int(slot): int(i) for slot, i in zip(slots, text, strict=True) if slot >= 0}
-        self._kept = [one for one in self._kept if held.get(one.slot, 0) >= len(prompts)]
-        for slot, i in held.items():
-            if i < len(prompts):
-                tokens = np.concatenate([prompts[i], np.asarray(made[i], np.int64)])
-                self._kept.append(_Kept(slot, tokens[: lengths[slot]]))
+        self._caches = loop.caches
+        # The tokens are read again: what an interrupted call made may not all have been seen.
+        tokens = jnp.take(loop.texts.tokens, loop.text, axis=0)
+        slots, text, tokens, lengths = jax.device_get((loop.slots, loop.text, tokens, loop.caches.model.seq_lens))
+        held = {
+            int(slot): (int(text[row]), tokens[row, : lengths[slot]]) for row, slot in enumerate(slots) if slot >= 0
+        }
+        self._kept = [one for one in self._kept if one.slot in held and held[one.slot][0] >= len(made)]
+        self._kept += [_Kept(slot, stored) for slot, (i, stored) in held.items() if i < len(made)]
         passes, stored, drafted, accepted = jax.device_get((loop.passes, loop.stored, loop.drafted, loop.accepted))
         self.result = Generated(
             tokens=made,

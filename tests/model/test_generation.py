@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.model import Caches, Generator, ModelConfig, Sampling, draft_forward, forward, generate, init_caches
+from dsv4jax.model import (
+    Caches,
+    Generator,
+    ModelConfig,
+    Sampling,
+    draft_forward,
+    forward,
+    generate,
+    generation,
+    init_caches,
+)
 from dsv4jax.model.generation import caches_for, read_prompts
 from dsv4jax.model.loop import run
 from tests.model.test_sampling import check_counts
@@ -228,21 +238,31 @@ def test_a_stream_that_is_left_early_keeps_what_it_has():
 
 
 @pytest.mark.slow
-def test_a_generator_whose_pass_was_interrupted_starts_anew(monkeypatch):
+@pytest.mark.parametrize("where", ["run", "_look"])
+def test_a_generator_whose_pass_was_interrupted_goes_on(where, monkeypatch):
+    """In a pass its caches are lost, and it starts anew; after a pass it holds tokens that nobody has seen."""
     chat, expected = generator(2, 2), greedy(2, 0, (2,), 30).tokens[0]
+    whole = getattr(generation, where)
 
     def interrupted(*arguments, **options):
-        run(*arguments, **options)
+        whole(*arguments, **options)
         raise KeyboardInterrupt
 
     stream = chat.stream(PROMPTS[2], 30)
     assert next(stream) == expected[0]
     stream.close()
     with monkeypatch.context() as patch:
-        patch.setattr("dsv4jax.model.generation.run", interrupted)
+        patch.setattr(generation, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            list(chat.stream(PROMPTS[0], 30))
-    assert list(chat.stream(PROMPTS[2], 30)) == expected
+            list(chat.stream(PROMPTS[2] + expected[:1], 29))
+    assert list(chat.stream(PROMPTS[2] + expected[:1], 29)) == expected[1:]
+
+    def stop(tokens):
+        raise KeyError(len(tokens))
+
+    with pytest.raises(KeyError) as error:  # holds the frames of the call
+        chat.generate(PROMPTS, 30, on_progress=stop)
+    assert chat.generate(PROMPTS[2:3], 30).tokens == [expected], error
 
 
 @pytest.mark.slow
