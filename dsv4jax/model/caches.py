@@ -31,11 +31,6 @@ class Caches:
     model: KVCache
     drafts: KVCache | None  # None if no drafts are made
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"Caches has no {name!r}: it is two caches, of which .model is a model's KVCache", name=name
-        )
-
     def admit(self, n: int, where: jax.Array | None = None) -> tuple[Caches, jax.Array, jax.Array]:
         """Take slots for n new requests, as ``d4.admit`` does: (caches, slots int32 [n], ok bool [])."""
         model, slots, ok = admit(self.model, n, where)

@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.checks import check_array, check_batch
 from dsv4jax.config import DSV4Config
 from dsv4jax.layer.backend import XLA, Backend
@@ -66,8 +66,7 @@ class Tokens:
         check_array("ids", ids, {"B": slots.shape[0], "T": None}, jnp.int32)
         if ids.shape[1] == 0:
             raise ValueError("ids has no tokens: give num_new = 0 for rows that have none")
-        if not isinstance(cache, KVCache):
-            raise ValueError(f"cache must be a KVCache, such as caches.model, got {type(cache).__name__}")
+        check_cache("a model's forward pass", cache)
         if cache.plan.cfg != cfg:
             raise ValueError(f"the cache was planned for {cache.plan.cfg}, the model has {cfg}")
         _, batch = granted_batch(cache, slots, num_new, ids.shape[1])
