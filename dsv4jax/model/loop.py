@@ -176,9 +176,9 @@ def run(
 
 
 def _room(loop: Loop) -> tuple[jax.Array, jax.Array]:
-    """Return what the next pass asks of the blocks, and what is left for texts that wait.
+    """Return what texts ask of the blocks, for the tokens that they have and those that the next pass stores.
 
-    Returns (blocks that each text needs in all int32 [texts], blocks that each row lacks for its text int32 [B]).
+    Returns (blocks that each text needs in all int32 [texts], blocks that each row at work still lacks int32 [B]).
     """
     plan, texts = loop.caches.model.plan, loop.texts
     drafts = 0 if loop.drafts is None else loop.drafts.tokens.shape[1]
