@@ -217,6 +217,27 @@ def test_conversations_that_were_not_used_for_longest_are_given_up():
 
 
 @pytest.mark.slow
+def test_conversations_are_given_up_when_their_blocks_are_needed():
+    """Of three blocks, a text of more than 128 tokens takes two."""
+    chats = Generator(small_model(), caches=caches(SMALL, 2, 2, num_blocks=3), drafts=2)
+    a, b = list(PROMPTS[2]), list(PROMPTS[3])
+
+    def stored(text: list[int], max_new: int) -> int:
+        """Also grows the text."""
+        expected = generator(2, 2).generate([text], max_new).tokens[0]
+        assert list(chats.stream(text, max_new)) == expected
+        text += expected
+        return chats.result.stored
+
+    assert stored(a, 150) == len(PROMPTS[2]) - 1
+    assert stored(b, 50) == len(PROMPTS[3]) - 1
+    assert [stored(a, 5), stored(b, 5)] == [0, 0], "one block and two"
+    assert stored(b, 100) == 0
+    whole = len(a)
+    assert stored(a, 5) == whole - 1, "a had to give its blocks up"
+
+
+@pytest.mark.slow
 def test_a_stream_that_is_left_early_keeps_what_it_has():
     chat, expected = generator(2, 2), greedy(2, 0, (2,), 30).tokens[0]
     for number, token in enumerate(chat.stream(PROMPTS[2], 30)):
