@@ -14,9 +14,7 @@ import dsv4jax as d4
 
 REQUIRED = inspect.Parameter.empty
 
-# How a layer's weights are held: as they come, and wide where they are made.
-STORED = {"weights": "stored", "activations": "bf16", "block": None}
-WIDE = {**STORED, "weights": "wide"}
+WIDE = {"weights": "wide", "activations": "bf16", "block": None}  # how the weights of a single layer are held
 FUNCTIONS = {
     "plan_cache": {
         "cfg": REQUIRED,
@@ -92,7 +90,7 @@ FUNCTIONS = {
         "dtype": jnp.float32,
         **WIDE,
     },
-    "load_attention_params": {"tensors": REQUIRED, "cfg": REQUIRED, "layer": REQUIRED, "naming": "hf", **STORED},
+    "load_attention_params": {"tensors": REQUIRED, "cfg": REQUIRED, "layer": REQUIRED, "naming": "hf", **WIDE},
     "load_safetensors": {
         "path": REQUIRED,
         "cfg": REQUIRED,

@@ -194,11 +194,11 @@ def test_tensors_that_are_no_fp8_or_lack_scales_are_named():
     tensors = checkpoint(PARTS, "deepseek")
     del tensors["wo_a.scale"]
     with pytest.raises(ValueError, match=r"layer 0: tensor 'wo_a\.weight' is float8_e4m3fn, expected .* block scales"):
-        d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek")
+        d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "stored")
     tensors = checkpoint(PARTS, "deepseek")
     tensors["indexer.wq_b.weight"] = tensors["indexer.wq_b.weight"].astype(ml_dtypes.bfloat16)
     with pytest.raises(ValueError, match=r"tensor 'indexer\.wq_b\.weight' is bfloat16 and has block scales.* 'wide'"):
-        d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek")
+        d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "stored")
 
 
 def test_each_weight_is_kept_as_it_is():
@@ -207,7 +207,7 @@ def test_each_weight_is_kept_as_it_is():
 
     def load_with(name: str, part: Any) -> d4.AttentionParams:
         others = {key: value for key, value in tensors.items() if key != f"{name}.scale"}
-        return d4.load_attention_params(others | {f"{name}.weight": part}, CSA.cfg, 0, "deepseek")
+        return d4.load_attention_params(others | {f"{name}.weight": part}, CSA.cfg, 0, "deepseek", "stored")
 
     assert_same(load_with("wo_a", values.o_a), dataclasses.replace(STORED, o_a=values.o_a))
     with pytest.raises(ValueError, match=r"layer 0: weights that one input feeds must all .*; use weights='wide'"):
