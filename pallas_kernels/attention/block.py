@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -24,9 +23,10 @@ from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from pallas_kernels.attention.keys import KEYS, STAGED_LOADS, KeyLoader, Query, StoredRow, staging_bytes
 from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
 from pallas_kernels.formats import AttendedFormat
-from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import Op, add, fold, fold_tree, maximum, quad_transposed
+from pallas_kernels.language.fragment import QUAD, Fragment, PerColumn, PerRow
+from pallas_kernels.language.lanes import add, fold, maximum, quad_transposed
 from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import Index, Value, select
@@ -87,8 +87,7 @@ class Memory:
     keys: Tile  # [KEYS, HEAD_DIM]; copies: stages
     staging: Shared | None  # u8, from ``take_staging``; None if rows are only copied
     of_keys: Shared  # f32 [STAGES, KEYS]: factors from ``KeyLoader.store``, or biases if rows are only copied
-    full: Barrier  # per stage: its keys are loaded
-    free: Barrier  # per stage: all products with its keys are complete
+    pipe: Pipeline  # a stage is full when its keys are loaded, and free when all products with them are complete
 
 
 @jax.tree_util.register_dataclass
@@ -195,7 +194,8 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
     def step(i: Value, ahead: _Ahead) -> _Ahead:
         stage = i % STAGES
         keys, factors = memory.keys.copy(stage), memory.of_keys[stage]
-        memory.free.copy(stage).wait((block.uses(stage) + i // STAGES & 1) ^ 1)
+        use = memory.pipe.use_of(stage, block.uses(stage) + i // STAGES)
+        use.acquire()
         if loader.loads_ahead:
             machine.wait_copies()
         for which, row in enumerate(ahead.rows):
@@ -205,7 +205,7 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
             loader.store(which, row, keys, factors)
             machine.keep_order()  # with the work on both rows interleaved, there are too few registers
         machine.fence_shared()
-        memory.full.copy(stage).arrive()
+        use.commit()
         # Issue loads in the order in which their results are needed. That also uses the addresses first that were found
         # first.
         rows = load(tile(i + 1), loader.resolve(tile(i + 1), ahead.numbers, ahead.looked_up))
@@ -226,16 +226,15 @@ LOGIT_SCALE = HEAD_DIM**-0.5 * LOG2E
 LOWEST = -1e30  # used instead of -inf, since -inf - -inf is NaN
 GROWTH = 8.0  # powers of two by which logits must exceed a peak before it is raised, and sums are rescaled
 _ROUNDS = 1.5 * 2**23  # added to an f32 and taken from it again, this leaves a whole number
-QUAD = 4  # lanes that hold a row of a product: each has two adjacent columns of every eight
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """The softmax of a lane's two rows so far."""
+    """The softmax of the rows so far."""
 
-    peak: list[Value]  # is subtracted from logits, which exceed it little; the same in the four lanes of a quad
-    total: list[Value]  # sum of the weights: this lane's part of it
+    peak: PerRow  # is subtracted from logits, which exceed it little
+    total: PerRow  # sum of the weights: this lane's part of it
 
     @classmethod
     def of_sinks(cls, block: Block) -> Softmax:
@@ -245,28 +244,21 @@ class Softmax:
         """
         machine, sinks = block.machine, block.query.inputs.sinks
         row = machine.hold(product_row(machine))  # for each query anew, because there are no registers to keep it in
-        logits = [sinks.load_floats(block.first_head + row + 8 * i, count=1)[0] * LOG2E for i in range(2)]
-        logits = [logit.maximum(LOWEST) for logit in logits]
-        peak, counts = [whole(logit) for logit in logits], machine.thread % QUAD == 0
+        logits = PerRow([sinks.load_floats(block.first_head + row + n, count=1)[0] * LOG2E for n in (0, 8)])
+        logits = logits.map(lambda logit: logit.maximum(LOWEST))
+        peak, counts = logits.map(whole), machine.thread % QUAD == 0
         if block.cluster > 1:
-            peak = [select(block.rank == 0, value, LOWEST) for value in peak]
+            peak = peak.map(lambda value: select(block.rank == 0, value, LOWEST))
             counts = counts & (block.rank == 0)
-        return cls(peak, [select(counts, machine.exp2(a - b), 0.0) for a, b in zip(logits, peak, strict=True)])
+        return cls(peak, logits.map(lambda a, b: select(counts, machine.exp2(a - b), 0.0), peak))
 
-    def times(self, factors: list[Value]) -> Softmax:
+    def times(self, factors: PerRow) -> Softmax:
         """Return this with totals that are multiplied by a factor for each row, and the peak as it is."""
-        return Softmax(self.peak, [total * factor for total, factor in zip(self.total, factors, strict=True)])
+        return Softmax(self.peak, self.total.map(lambda total, factor: total * factor, factors))
 
-    def over_quads(self, machine: TensorCores) -> Softmax:
+    def over_quads(self) -> Softmax:
         """Return this with the sums of whole rows in each lane."""
-        return Softmax(self.peak, [over_quad(machine, add, value) for value in self.total])
-
-
-def over_quad(machine: TensorCores, op: Op, value: Value) -> Value:
-    """Reduce ``value`` over the lanes that hold a row. All of them get the result."""
-    for distance in (1, 2):
-        value = op(value, machine.shuffle_xor(value, distance))
-    return value
+        return Softmax(self.peak, self.total.over_quad(add))
 
 
 def whole(peak: Value) -> Value:
@@ -274,69 +266,35 @@ def whole(peak: Value) -> Value:
     return peak + _ROUNDS - _ROUNDS
 
 
-def any_of_warp(machine: TensorCores, condition: Value) -> Value:
-    """Return an i32: 1 if the condition holds in any lane of the warp, else 0."""
-    return machine.reduce_warp("max", select(condition, machine.constant(1, "i32"), 0))
+def scale_logits(machine: TensorCores, logits: Fragment, factors: PerRow | PerColumn) -> Fragment:
+    """Convert q . k to logits in powers of two, with the factors of keys from ``KeyLoader.store``.
 
-
-def row_of(n: int) -> int:
-    """Return which of a lane's two rows element n of a product belongs to."""
-    return n // 2 % 2
-
-
-def column_of(n: int) -> int:
-    """Return which of a lane's columns element n of a product belongs to: two of every eight columns are its own."""
-    return n // 4 * 2 + n % 2
-
-
-def load_of_keys(machine: TensorCores, numbers: Shared) -> list[Value]:
-    """Load the numbers f32 [keys] of a lane's columns."""
-    pairs = numbers.view((numbers.shape[0] // 8, QUAD, 2), "f32")
-    return [x for j in range(pairs.shape[0]) for x in pairs.load_floats(j, machine.thread % QUAD, 0, count=2)]
-
-
-def scale_logits(
-    machine: TensorCores, logits: list[Value], factors: list[Value], key_of: Callable[[int], int] = column_of
-) -> list[Value]:
-    """Convert q . k to logits in powers of two, with the factors of a lane's keys, from ``KeyLoader.store``.
-
-    ``key_of`` says which of them an element of the product belongs to. The logits of a missing key are -inf.
+    The logits of a missing key are -inf.
     """
-    scaled = list(logits)
-    for key, factor in enumerate(factors):  # one after the other, because there are few registers
-        scale, bias = factor * LOGIT_SCALE, select(factor >= 0.0, machine.constant(0.0, "f32"), -math.inf)
-        for n in (n for n in range(len(logits)) if key_of(n) == key):
-            scaled[n] = machine.fma(logits[n], scale, bias)
-    return scaled
+
+    def scaled(logit: Value, factor: Value) -> Value:
+        bias = select(factor >= 0.0, machine.constant(0.0, "f32"), -math.inf)
+        return machine.fma(logit, factor * LOGIT_SCALE, bias)
+
+    return logits.map(scaled, factors)  # the compiler computes each bias once
 
 
-def scale_without_factors(machine: TensorCores, logits: list[Value], biases: list[Value]) -> list[Value]:
-    """Convert q . k to logits in powers of two, with the biases of a lane's columns, where all factors are 1."""
-    scale = machine.constant(LOGIT_SCALE, "f32")
-    return [machine.fma(x, scale, biases[column_of(n)]) for n, x in enumerate(logits)]
+def raised(machine: TensorCores, peak: PerRow, logits: Fragment) -> PerRow:
+    """Return the peaks of the rows, higher ones where logits of a tile exceed them by far."""
+    tops = logits.lane_over_rows(maximum)
+
+    def rise(peak: PerRow) -> PerRow:
+        of_rows = tops.over_quad(maximum)
+        return of_rows.map(lambda top, old: select(top > old + GROWTH, whole(top), old), peak)
+
+    one, other = tops.map(lambda top, old: top > old + GROWTH, peak).values
+    return machine.branch_warp(one | other, rise, peak)
 
 
-def raised(machine: TensorCores, peak: list[Value], logits: list[Value]) -> list[Value]:
-    """Return the peaks of a lane's two rows, higher ones where logits of a tile exceed them by far."""
-    tops = _over_rows(maximum, logits)
-
-    def rise(_: Value, peak: list[Value]) -> list[Value]:
-        of_rows = [over_quad(machine, maximum, top) for top in tops]
-        return [select(top > old + GROWTH, whole(top), old) for top, old in zip(of_rows, peak, strict=True)]
-
-    exceeds = (tops[0] > peak[0] + GROWTH) | (tops[1] > peak[1] + GROWTH)
-    return machine.loop(any_of_warp(machine, exceeds), rise, peak)
-
-
-def weigh(machine: TensorCores, logits: list[Value], peak: list[Value]) -> tuple[list[Value], Softmax]:
+def weigh(machine: TensorCores, logits: Fragment, peak: PerRow) -> tuple[Fragment, Softmax]:
     """Return a tile's weights relative to a peak, and the softmax of this tile alone."""
-    weights = [machine.exp2(logit - peak[row_of(n)]) for n, logit in enumerate(logits)]
-    return weights, Softmax(peak, _over_rows(add, weights))
-
-
-def _over_rows(op: Op, values: list[Value]) -> list[Value]:
-    """Reduce a lane's elements of each of its two rows."""
-    return [fold_tree(op, [value for n, value in enumerate(values) if row_of(n) == row]) for row in range(2)]
+    weights = logits.map(lambda logit, top: machine.exp2(logit - top), peak)
+    return weights, Softmax(peak, weights.lane_over_rows(add))
 
 
 # The output.
@@ -344,18 +302,18 @@ _STORED = 32  # channels of a row that are stored at once
 _TURNED_FROM = NOPE_DIM - HALF  # first channel with rope, within the second half
 
 
-def finish_output(block: Block, outputs: Outputs, sums: list[Value], softmax: Softmax, half: Value) -> None:
+def finish_output(block: Block, outputs: Outputs, sums: Fragment, softmax: Softmax, half: Value) -> None:
     """Divide the sums of weighted keys by the sums of weights, and store the result.
 
     Args:
+      block: the block's work on its query.
       outputs: buffers.
       sums: the warpgroup's half of the channels, not divided yet.
       softmax: with the sums of whole rows.
       half: which half of the channels.
     """
     if block.cluster == 1:
-        inverse = [block.machine.reciprocal(value) for value in softmax.total]
-        means, first = [value * inverse[row_of(n)] for n, value in enumerate(sums)], 0
+        means, first = sums.scale_rows(softmax.total.map(block.machine.reciprocal)), 0
     else:
         assert outputs.scratch is not None
         means = _merge_parts(block, outputs.scratch, sums, softmax)
@@ -363,36 +321,28 @@ def finish_output(block: Block, outputs: Outputs, sums: list[Value], softmax: So
     _store(block, outputs.out, means, half, first)
 
 
-def _merge_parts(block: Block, scratch: Scratch, sums: list[Value], softmax: Softmax) -> list[Value]:
+def _merge_parts(block: Block, scratch: Scratch, sums: Fragment, softmax: Softmax) -> Fragment:
     """Merge the parts of all blocks of a cluster. Each block returns 1 / cluster of the channels.
 
     Parts are exchanged as means, in f16, which is the precision of the weights they were computed with.
     """
-    machine, cluster, row = block.machine, block.cluster, product_row(block.machine)
+    machine, cluster, rows = block.machine, block.cluster, PerRow.numbers(block.machine).values
     rank, lane, query, group = block.rank, machine.thread, block.query.number, machine.block(1)
-    for i in range(2):
-        pair = [softmax.peak[i], softmax.total[i]]
+    for row, *pair in zip(rows, softmax.peak.values, softmax.total.values, strict=True):
         where = (lane % QUAD == 0) & (lane < WARPGROUP)
-        scratch.stats.store_floats(pair, query, group, rank, row + 8 * i, 0, where=where)
-    inverse = [machine.reciprocal(value.maximum(2.0**-126)) for value in softmax.total]  # 0 if there was no key
-    means = [value * inverse[row_of(n)] for n, value in enumerate(sums)]
-    part = len(sums) // cluster  # number of a lane's values that go to one block
-    for to in range(cluster):
-        mine = [machine.to_f16(*means[n : n + 2]) for n in range(to * part, (to + 1) * part, 2)]
-        for n in range(0, len(mine), 4):
-            scratch.parts.store_words(mine[n : n + 4], query, group, to, rank, n // 4, lane, 0)
+        scratch.stats.store_floats(pair, query, group, rank, row, 0, where=where)
+    means = sums.scale_rows(softmax.total.map(lambda x: machine.reciprocal(x.maximum(2.0**-126))))  # 0 without a key
+    for to, part in enumerate(means.parts(HALF // cluster)):
+        words = part.operand("f16").words
+        for n in range(0, len(words), 4):
+            scratch.parts.store_words(words[n : n + 4], query, group, to, rank, n // 4, lane, 0)
     machine.barrier("cluster")
-    found = [
-        [scratch.stats.load_floats(query, group, source, row + 8 * i, 0, count=2) for source in range(cluster)]
-        for i in range(2)
-    ]
-    words = [
-        [
-            word
-            for n in range(part // 8)
-            for word in scratch.parts.load_words(query, group, rank, source, n, lane, 0, count=8)
-        ]
-        for source in range(cluster)
+    sources = range(cluster)
+    found = [[scratch.stats.load_floats(query, group, source, row, 0, count=2) for source in sources] for row in rows]
+    loads = HALF // cluster // 16
+    parts = [
+        [scratch.parts.load_words(query, group, rank, source, n, lane, 0, count=8) for n in range(loads)]
+        for source in sources
     ]
     shares = []
     for pairs in found:
@@ -400,15 +350,14 @@ def _merge_parts(block: Block, scratch: Scratch, sums: list[Value], softmax: Sof
         weights = [total * machine.exp2(peak - top) for peak, total in pairs]
         inverse_sum = machine.reciprocal(fold(add, weights))
         shares.append([weight * inverse_sum for weight in weights])
-    merged = [machine.constant(0.0, "f32")] * part
-    for source in range(cluster):
-        for n, word in enumerate(words[source]):
-            for i, value in enumerate(machine.from_f16(word)):
-                merged[2 * n + i] = machine.fma(value, shares[n % 2][source], merged[2 * n + i])
+    merged = Fragment.zeros(machine, HALF // cluster)
+    for part, *share in zip(parts, *shares, strict=True):
+        halves = Fragment([half for words in part for word in words for half in machine.from_f16(word)])
+        merged = halves.map(machine.fma, PerRow(share), merged)
     return merged
 
 
-def _store(block: Block, out: Any, means: list[Value], half: Value, first: Index) -> None:
+def _store(block: Block, out: Any, means: Fragment, half: Value, first: Index) -> None:
     """Store the channels from ``first`` on of each warpgroup's half, with the inverse rope applied to RoPE channels.
 
     The lanes of a quad have two adjacent channels each of every eight. In bf16 they are less than a sector of device
@@ -418,19 +367,14 @@ def _store(block: Block, out: Any, means: list[Value], half: Value, first: Index
     machine, query = block.machine, block.query
     thread = machine.hold(machine.thread)  # no places are known before, as there are no registers to keep them in
     lane, warp = thread % WARP, thread // WARP
-    columns = len(means) * 2  # of a warp's 16 rows
     head = block.first_head + warp % 4 * 16 + lane // QUAD
-    turns = _turns(block, columns, half, first)
-    together = min({RoundedRows: GROUP, OperandRows: SEGMENT}.get(type(out), _STORED), columns)
-    for start in range(0, columns, together):
-        of_rows: tuple[list[list[Value]], ...] = [], []  # pairs of f32, of a lane's two rows
-        for column in range(start, start + together, 8):
-            pairs = [means[column // 2 : column // 2 + 2], means[column // 2 + 2 : column // 2 + 4]]
-            if column in turns:
-                pairs = turns[column].back(pairs)
-            for row, values in zip(of_rows, pairs, strict=True):
-                row.append(values)
-        for i, row in enumerate(of_rows):
+    turns = _turns(block, means.columns, half, first)
+    together = min({RoundedRows: GROUP, OperandRows: SEGMENT}.get(type(out), _STORED), means.columns)
+    for start, part in zip(range(0, means.columns, together), means.parts(together), strict=True):
+        for i in range(2):
+            values = part.of_row(i)
+            row = [values[n : n + 2] for n in range(0, len(values), 2)]
+            row = [turns[at].back(pair) if (at := start + 8 * n) in turns else pair for n, pair in enumerate(row)]
             channel = half * HALF + (first + start)
             if isinstance(out, RoundedRows):
                 group = (head + 8 * i) * (HEAD_DIM // GROUP) + channel // GROUP
@@ -456,15 +400,11 @@ class _Turn:
     cos: Value
     sin: Value
 
-    def back(self, pairs: list[list[Value]]) -> list[list[Value]]:
-        """Rotate pairs of two rows by minus the angle."""
-        return [
-            [
-                select(self.where, a * self.cos + b * self.sin, a),
-                select(self.where, b * self.cos - a * self.sin, b),
-            ]
-            for a, b in pairs
-        ]
+    def back(self, pair: list[Value]) -> list[Value]:
+        """Rotate a pair by minus the angle."""
+        a, b = pair
+        turned = a * self.cos + b * self.sin, b * self.cos - a * self.sin
+        return [select(self.where, new, old) for new, old in zip(turned, pair, strict=True)]
 
 
 def _turns(block: Block, columns: int, half: Value, first: Index) -> dict[int, _Turn]:

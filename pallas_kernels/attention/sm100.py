@@ -21,7 +21,6 @@ from pallas_kernels.attention.block import (
     CONSUMERS,
     HALF,
     HEADS,
-    QUAD,
     STAGES,
     WARPS,
     Before,
@@ -29,14 +28,9 @@ from pallas_kernels.attention.block import (
     BlockLayout,
     Memory,
     Softmax,
-    any_of_warp,
-    column_of,
     finish_output,
-    load_of_keys,
     load_tiles,
-    over_quad,
     raised,
-    row_of,
     scale_logits,
     weigh,
 )
@@ -45,13 +39,14 @@ from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.lanes import add
+from pallas_kernels.language.fragment import QUAD, Fragment, PerColumn, PerRow
 from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.pipeline import Pipeline, Use
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import BLACKWELL, GPU
 from pallas_kernels.language.tensor_cores import Role, Tile, product_row
 from pallas_kernels.language.tensor_memory import MAX_COLUMNS, Accumulator, TensorMemory
-from pallas_kernels.language.values import Index, Value
+from pallas_kernels.language.values import Index, Value, select
 
 _PIECE = 16  # keys whose weights are passed at once, which is what one instruction takes
 _PIECES = KEYS // _PIECE  # pieces per tile
@@ -81,7 +76,7 @@ class Layout(BlockLayout):
     def body(self, machine: TensorMemory, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
         memory = _Memory.take(machine)
         init_barriers(
-            *(memory.full, memory.free, memory.weighed, memory.weights_free),
+            *(memory.pipe.full, memory.pipe.free, memory.weights_pipe.full, memory.weights_pipe.free),
             *(memory.loaded_q, memory.scored, memory.done),
         )
 
@@ -114,8 +109,7 @@ class _Memory(Memory):
     q: Tile  # [HEADS, HEAD_DIM]
     weights: Tile  # [_PIECE, HEADS]; copies: pieces in shared memory
     stats: Shared  # f32 [HEADS, 2]: peak and total, at the end
-    weighed: Barrier  # per piece in shared memory: its weights are stored
-    weights_free: Barrier  # per piece in shared memory: its product is complete
+    weights_pipe: Pipeline  # a piece in shared memory is full when its weights are stored, free after its product
     loaded_q: Barrier
     scored: Barrier  # the logits are computed, and all older products are complete
     done: Barrier  # the output and the stats are complete
@@ -130,14 +124,22 @@ class _Memory(Memory):
             staging=take_staging(machine),
             of_keys=Shared.take(machine, (STAGES, KEYS), "f32"),
             stats=Shared.take(machine, (HEADS, 2), "f32"),
-            full=Barrier.take(machine, WARPS, copies=STAGES),
-            free=Barrier.take(machine, product, copies=STAGES),
-            weighed=Barrier.take(machine, WARPS, copies=_HELD),
-            weights_free=Barrier.take(machine, product, copies=_HELD),
+            pipe=Pipeline(
+                full=Barrier.take(machine, WARPS, copies=STAGES),
+                free=Barrier.take(machine, product, copies=STAGES),
+            ),
+            weights_pipe=Pipeline(
+                full=Barrier.take(machine, WARPS, copies=_HELD),
+                free=Barrier.take(machine, product, copies=_HELD),
+            ),
             loaded_q=Barrier.take(machine, CONSUMERS * WARPS),
             scored=Barrier.take(machine, product),
             done=Barrier.take(machine, WARPS + product),
         )
+
+    def use_of_piece(self, piece: int) -> Use:
+        """Return the use of shared memory by a piece of a tile. Each tile has an even number of uses."""
+        return self.weights_pipe.use_of(piece % _HELD, piece // _HELD)
 
 
 def _multiply(machine: TensorMemory, block: Block, memory: _Memory, outputs: Outputs, form: AttendedFormat) -> None:
@@ -154,9 +156,9 @@ def _multiply(machine: TensorMemory, block: Block, memory: _Memory, outputs: Out
     memory.done.wait(0)
     machine.fence_tensor("after")
     from_row = dataclasses.replace(memory.stats, offset=memory.stats.address_of(product_row(machine), 0))
-    stats = [from_row.load_floats(8 * i, 0, count=2) for i in range(2)]
-    softmax = Softmax([peak for peak, _ in stats], [total for _, total in stats])
-    finish_output(block, outputs, machine.load_tensor(_output(half)), softmax, half)
+    peak, total = zip(*(from_row.load_floats(8 * i, 0, count=2) for i in range(2)), strict=True)
+    softmax = Softmax(PerRow([*peak]), PerRow([*total]))
+    finish_output(block, outputs, Fragment(machine.load_tensor(_output(half))), softmax, half)
 
 
 def _load_queries(block: Block, memory: _Memory) -> None:
@@ -180,25 +182,25 @@ def _ask(machine: TensorMemory, memory: _Memory, tiles: Value) -> None:
     """
 
     def step(i: Value, _: None) -> None:
-        stage = i % STAGES
-        keys = memory.keys.copy(stage)
-        memory.full.copy(stage).wait(i // STAGES & 1)
+        use = memory.pipe.use(i)
+        keys = memory.keys.copy(use.stage)
+        use.wait()
         with machine.one_lane():
             machine.mma(_LOGITS, memory.q.k_major(), keys.k_major(), accumulate=False)
             machine.commit(memory.scored)
         for piece in range(_PIECES):
-            held, use = piece % _HELD, piece // _HELD  # the number of uses per tile is even
-            memory.weighed.copy(held).wait(use % 2)
+            passed = memory.use_of_piece(piece)
+            passed.wait()
             machine.fence_tensor("after")
-            weights = memory.weights.copy(machine.constant(held, "i32")).transposed(0)
+            weights = memory.weights.copy(machine.constant(piece % _HELD, "i32")).transposed(0)
             with machine.one_lane():
                 for half in range(2):
                     channels = keys.transposed(half * HALF * 2)
                     channels = dataclasses.replace(channels, steps=channels.steps[piece : piece + 1])
                     machine.mma(_output(half), weights, channels, accumulate=i > 0 if piece == 0 else True)
-                machine.commit(memory.weights_free.copy(held))
+                machine.commit(passed.free)
         with machine.one_lane():
-            machine.commit(memory.free.copy(stage))
+            machine.commit(use.free)
 
     machine.loop(tiles, step)
     with machine.one_lane():
@@ -213,26 +215,27 @@ def _weigh(machine: TensorMemory, block: Block, memory: _Memory, form: AttendedF
     def step(i: Value, softmax: Softmax) -> Softmax:
         memory.scored.wait(i & 1)
         machine.fence_tensor("after")
-        logits, factors = machine.load_tensor(_LOGITS), load_of_keys(machine, memory.of_keys[i % STAGES])
+        logits = Fragment(machine.load_tensor(_LOGITS))
+        factors = PerColumn.load(machine, KEYS, memory.of_keys, i % STAGES, 0)
         weights, softmax, carried, grew = _fold(machine, logits, softmax, factors, form)
         # The barrier of the logits also covers older products, so no product is writing to the output.
-        with machine.when((any_of_warp(machine, grew) > 0) & (i > 0)):
+        any_grew = machine.reduce_warp("max", select(grew, machine.constant(1, "i32"), 0)) > 0
+        with machine.when(any_grew & (i > 0)):
             _scale_output(machine, carried)
         machine.fence_tensor("before")
-        for piece in range(_PIECES):
-            _hand_over(machine, memory, piece, weights[_PIECE // 2 * piece : _PIECE // 2 * (piece + 1)])
+        for piece, part in enumerate(weights.parts(_PIECE)):
+            _hand_over(machine, memory, piece, part)
         return softmax
 
-    softmax, row = machine.loop(block.tiles, step, softmax), product_row(machine)
-    for i, (peak, total) in enumerate(zip(softmax.peak, softmax.total, strict=True)):
-        pair = [peak, over_quad(machine, add, total)]
-        memory.stats.store_floats(pair, row + 8 * i, 0, where=machine.thread % QUAD == 0)
+    softmax, row = machine.loop(block.tiles, step, softmax).over_quads(), product_row(machine)
+    for i, pair in enumerate(zip(softmax.peak.values, softmax.total.values, strict=True)):
+        memory.stats.store_floats([*pair], row + 8 * i, 0, where=machine.thread % QUAD == 0)
     memory.done.arrive()
 
 
 def _fold(
-    machine: TensorMemory, logits: list[Value], softmax: Softmax, factors: list[Value], form: AttendedFormat
-) -> tuple[list[Value], Softmax, list[Value], Value]:
+    machine: TensorMemory, logits: Fragment, softmax: Softmax, factors: PerColumn, form: AttendedFormat
+) -> tuple[Fragment, Softmax, PerRow, Value]:
     """Add a tile's logits to the softmax.
 
     Returns:
@@ -241,40 +244,38 @@ def _fold(
     logits = scale_logits(machine, logits, factors)
     before, peak = softmax.peak, raised(machine, softmax.peak, logits)
     weights, of_tile = weigh(machine, logits, peak)
-    carried = [machine.exp2(old - new) for old, new in zip(before, peak, strict=True)]
-    parts = zip(softmax.total, carried, of_tile.total, strict=True)
-    softmax = Softmax(peak, [machine.fma(total, factor, more) for total, factor, more in parts])
+    carried = before.map(lambda old, new: machine.exp2(old - new), peak)
+    softmax = Softmax(peak, softmax.total.map(machine.fma, carried, of_tile.total))
     if not form.scale_is_power_of_two:
-        weights = [weight * factors[column_of(n)] for n, weight in enumerate(weights)]
-    return weights, softmax, carried, (before[0] != peak[0]) | (before[1] != peak[1])
+        weights = weights.map(lambda weight, factor: weight * factor, factors)
+    one, other = before.map(lambda old, new: old != new, peak).values
+    return weights, softmax, carried, one | other
 
 
-def _scale_output(machine: TensorMemory, factors: list[Value]) -> None:
-    """Multiply the whole output by a factor for each of a lane's rows."""
+def _scale_output(machine: TensorMemory, factors: PerRow) -> None:
+    """Multiply the whole output by a factor for each row."""
 
     def part(i: Value, _: None) -> None:
         for half in range(2):
             place = _output(half).part(i * _SCALED, _SCALED)
-            values = machine.load_tensor(place)
-            machine.store_tensor(place, [value * factors[row_of(n)] for n, value in enumerate(values)])
+            machine.store_tensor(place, Fragment(machine.load_tensor(place)).scale_rows(factors).values)
 
     machine.loop(HALF // _SCALED, part)
 
 
-def _hand_over(machine: TensorMemory, memory: _Memory, piece: int, weights: list[Value]) -> None:
+def _hand_over(machine: TensorMemory, memory: _Memory, piece: int, weights: Fragment) -> None:
     """Store a piece's weights as f16 in shared memory, keys as rows, once the previous ones are used."""
-    held = piece % _HELD
-    memory.weights_free.copy(held).wait(piece // _HELD % 2 ^ 1)
-    tile = memory.weights.copy(machine.constant(held, "i32"))
+    passed = memory.use_of_piece(piece)
+    passed.acquire()
+    tile = memory.weights.copy(machine.constant(piece % _HELD, "i32"))
     lane, warp = machine.thread % WARP, machine.thread // WARP
-    for n in range(0, len(weights), 2):
-        pair = machine.to_f16(*weights[n : n + 2])
+    for n, pair in enumerate(weights.operand("f16").words):
         for i, word in enumerate((pair, pair >> 16)):
-            key = lane % QUAD * 2 + (n // 4 * 8 + i)
-            at = tile.unit(key, warp * 2 + row_of(n)) + lane // QUAD * 2
+            key = lane % QUAD * 2 + (n // 2 * 8 + i)
+            at = tile.unit(key, warp * 2 + n % 2) + lane // QUAD * 2
             machine.store_shared(at, [word], 2, True)
     machine.fence_shared()
-    memory.weighed.copy(held).arrive()
+    passed.commit()
 
 
 assert _PIECES % (2 * _HELD) == 0, "the barriers of a piece held begin each tile with the same parity"

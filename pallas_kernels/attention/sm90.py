@@ -47,7 +47,7 @@ from pallas_kernels.attention.block import (
     CONSUMERS,
     HALF,
     HEADS,
-    QUAD,
+    LOGIT_SCALE,
     STAGES,
     WARPS,
     Before,
@@ -55,15 +55,10 @@ from pallas_kernels.attention.block import (
     BlockLayout,
     Memory,
     Softmax,
-    any_of_warp,
-    column_of,
     finish_output,
-    load_of_keys,
     load_tiles,
     raised,
-    row_of,
     scale_logits,
-    scale_without_factors,
     weigh,
 )
 from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, WideRows
@@ -72,8 +67,10 @@ from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.fragment import Fragment, LeftOperand, PerColumn, PerRow
 from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.pipeline import Pipeline, Use
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import (
@@ -83,9 +80,8 @@ from pallas_kernels.language.tensor_cores import (
     Role,
     TensorCores,
     Tile,
-    TileCopy,
-    product_row,
 )
+from pallas_kernels.language.tiles import TypedTile
 from pallas_kernels.language.values import Condition, Index, Value, negate, select
 from pallas_kernels.needed import needed_first, past_last_needed
 
@@ -141,7 +137,7 @@ class Layout(BlockLayout):
 
     def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
         memory = HopperMemory.take(machine, is_wide=self.is_wide, staged_loads=self.staged_loads, loaders=self.loaders)
-        init_barriers(memory.full, memory.free, memory.loaded_q, memory.handover.given)
+        init_barriers(memory.pipe.full, memory.pipe.free, memory.loaded_q, memory.handover.given)
         queries, heads = math.prod(inputs.positions.shape), inputs.sinks.shape[0]
         at_once = self._at_once(queries, heads // HEADS)
         turns = Turns(machine=machine, order=inputs.order, queries=queries, at_once=at_once)
@@ -275,8 +271,8 @@ class Turns:
 
 
 # Shared memory.
-_Q_BYTES = 128  # of a row of the query that one copy takes
-_Q_PARTS = HEAD_DIM * 2 // _Q_BYTES
+_Q_CHANNELS = 64  # of a row of the query that one copy takes
+_Q_PARTS = HEAD_DIM // _Q_CHANNELS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -288,14 +284,14 @@ class HopperMemory(Memory):
     """
 
     is_wide: bool
-    q: Tile  # [HEADS, 64 channels]; copies: the parts of a query's channels
+    q: TypedTile  # f16 [HEADS, 64 channels]; copies: the parts of a query's channels
     loaded_q: Barrier
     handover: Handover
 
     @classmethod
     def take(cls, machine: TensorCores, *, is_wide: bool, staged_loads: int, loaders: int) -> HopperMemory:
         """Allocate the memory, for a number of loading warpgroups and of loads that each of their lanes stages."""
-        q = Tile.take(machine, HEADS, _Q_BYTES, copies=_Q_PARTS)
+        q = TypedTile.take(machine, HEADS, _Q_CHANNELS, "f16", copies=_Q_PARTS)
         if is_wide:
             keys = Tile.take(machine, KEYS, ATOM_BYTES, copies=STAGES * _PIECES)
         else:
@@ -308,8 +304,10 @@ class HopperMemory(Memory):
             staging=None if is_wide else take_staging(machine, staged_loads, loaders),
             of_keys=Shared.take(machine, (STAGES, KEYS), "f32"),
             handover=Handover.take(machine),
-            full=Barrier.take(machine, WARPS if is_wide else loaders * WARPS, copies=parts),
-            free=Barrier.take(machine, WARPS if is_wide else CONSUMERS * WARPS, copies=parts),
+            pipe=Pipeline(
+                full=Barrier.take(machine, WARPS if is_wide else loaders * WARPS, copies=parts),
+                free=Barrier.take(machine, WARPS if is_wide else CONSUMERS * WARPS, copies=parts),
+            ),
             loaded_q=Barrier.take(machine, 1),
         )
 
@@ -321,13 +319,15 @@ class HopperMemory(Memory):
     @property
     def parts(self) -> int:
         """Number of parts of a tile's channels that have barriers of their own."""
-        return self.full.copies // STAGES
+        return self.pipe.stages // STAGES
 
-    def parts_of(self, half: int) -> range:
-        """Return the parts of a tile that have one half of its channels."""
-        count = max(1, self.parts // CONSUMERS)
-        first = half * self.parts // CONSUMERS
-        return range(first, first + count)
+    def part_of_half(self, half: int) -> int:
+        """Return the part of a tile that has one half of its channels."""
+        return half * self.parts // CONSUMERS
+
+    def use(self, stage: int, part: int, number: Value) -> Use:
+        """Return the use of a part of a stage with this number."""
+        return self.pipe.use_of(stage * self.parts + part, number)
 
     def k_major(self, stage: int, part: int) -> Operand:
         """Return a part of a tile's channels as K."""
@@ -344,23 +344,12 @@ class HopperMemory(Memory):
         machine, heads = self.loaded_q.machine, inputs.sinks.shape[0]
         with machine.when(machine.thread % WARPGROUP < WARP):
             row = number * heads + machine.block(1) * HEADS
-            self.loaded_q.fill(
-                *(
-                    TileCopy(
-                        source=inputs.q,
-                        row=row,
-                        column=part * (_Q_BYTES // 2),
-                        to=self.q.copy(part).offset,
-                        rows=HEADS,
-                        row_bytes=_Q_BYTES,
-                    )
-                    for part in range(_Q_PARTS)
-                )
-            )
+            parts = range(_Q_PARTS)
+            self.loaded_q.fill(*(self.q[part].copy_from(inputs.q, row, part * _Q_CHANNELS) for part in parts))
 
     def query(self, part: int) -> Operand:
         """Return the heads of the query, [HEADS, channels], with the channels of a part of a tile."""
-        return self._part_of(self.q, _Q_PARTS, part)
+        return self._part_of(self.q.tile, _Q_PARTS, part)
 
     def _part_of(self, piece: Tile, pieces: int, part: int) -> Operand:
         """Return a part of the channels as K, where adjacent pieces have some channels each."""
@@ -392,36 +381,29 @@ class Handover:
             given=Barrier.take(machine, WARPS, copies=CONSUMERS),
         )
 
-    def give(self, source: int, of_rows: list[Value], weights: list[Value]) -> None:
-        """Give as warpgroup ``source``.
-
-        Args:
-          source: the warpgroup.
-          of_rows: a number for each of a lane's two rows, the same in the four lanes of a quad.
-          weights: words of two f16. Without them only the numbers are given.
-        """
+    def give(self, source: int, of_heads: PerRow, weights: LeftOperand | None = None) -> None:
+        """Give as warpgroup ``source``: a number for each head, and weights or the numbers alone."""
         machine = self.given.machine
-        lane, row = machine.thread % WARPGROUP, product_row(machine)
+        lane, words = machine.thread % WARPGROUP, [] if weights is None else weights.words
         machine.barrier("warp")  # one lane of a quad overwrites a number that all four have read
-        for n in range(0, len(weights), _LOAD_WORDS):
-            self.weights.store_words(weights[n : n + _LOAD_WORDS], n // _LOAD_WORDS, lane, 0)
-        for i, value in enumerate(of_rows):
-            self.of_heads.store_floats([value], row + 8 * i, where=lane % QUAD == 0)
+        for n in range(0, len(words), _LOAD_WORDS):
+            self.weights.store_words(words[n : n + _LOAD_WORDS], n // _LOAD_WORDS, lane, 0)
+        of_heads.store(self.of_heads, 0)
         self.given.copy(source).arrive()
 
     def wait(self, source: int, count: Index) -> None:
         """Wait until warpgroup ``source`` has given ``count`` + 1 times."""
         self.given.copy(source).wait(count & 1)
 
-    def found_weights(self) -> list[Value]:
+    def found_weights(self) -> LeftOperand:
         """Return the weights that were given."""
-        lane = self.given.machine.thread % WARPGROUP
-        return [word for n in range(_LOADS) for word in self.weights.load_words(n, lane, 0, count=_LOAD_WORDS)]
+        lane, loads = self.given.machine.thread % WARPGROUP, range(_LOADS)
+        words = [word for n in loads for word in self.weights.load_words(n, lane, 0, count=_LOAD_WORDS)]
+        return LeftOperand(words, "f16")
 
-    def found_of_rows(self) -> list[Value]:
-        """Return the numbers that were given for the lane's two rows."""
-        row = product_row(self.given.machine)
-        return [self.of_heads.load_floats(row + 8 * i, count=1)[0] for i in range(2)]
+    def found_of_heads(self) -> PerRow:
+        """Return the numbers that were given for the heads."""
+        return PerRow.load(self.given.machine, self.of_heads, 0)
 
 
 # Loading rows that were widened before.
@@ -494,7 +476,7 @@ class _Copier:
                 self.machine.copy_async(to + piece * keys.size, source + piece * ATOM_BYTES, number >= 0)
 
 
-def copy_runs(block: Block, memory: Memory) -> None:
+def copy_runs(block: Block, memory: HopperMemory) -> None:
     """Let the hardware copy the tiles of queries without picks, as one warpgroup.
 
     A tile's rows lie one after the other. Those that are no keys of the query have biases of -inf.
@@ -504,9 +486,9 @@ def copy_runs(block: Block, memory: Memory) -> None:
     lane = machine.thread % WARPGROUP
     row = lane // (WARPGROUP // KEYS)
 
-    def step(i: Value, carry: Value) -> Value:
+    def step(i: Value, _: None) -> None:
         stage = i % STAGES
-        keys, bias = memory.keys.copy(stage * _PIECES), memory.of_keys[stage]
+        keys, bias = TypedTile(tile=memory.keys.copy(stage * _PIECES), dtype="f16"), memory.of_keys[stage]
         in_window, place = i < query.window_tiles, i * KEYS
         entry = place - query.window_tiles * KEYS
         first = select(in_window, place + _oldest(query), entry + wide.of_window)
@@ -514,33 +496,22 @@ def copy_runs(block: Block, memory: Memory) -> None:
         end = select(in_window, machine.constant(wide.of_window, "i32"), wide.of_request)
         there = (row < count) & (first + row >= 0) & (first + row < end)
         (found,) = wide.bias.load_floats(query.batch, first + row, count=1, where=there, otherwise=-math.inf)
-        parity, fills = (block.uses(stage) + i // STAGES & 1) ^ 1, lane < WARP
+        number, fills = block.uses(stage) + i // STAGES, lane < WARP
         for part in range(_PARTS):
-            full = memory.full.copy(stage * _PARTS + part)
-            memory.free.copy(stage * _PARTS + part).wait(parity)
+            use = memory.pipe.use_of(stage * _PARTS + part, number)
+            use.acquire()
             if part == _PARTS - 1:  # both warpgroups have read the biases of the tile before
                 bias.store_floats([found], row, where=lane % (WARPGROUP // KEYS) == 0)
             with machine.when(fills):
-                full.fill(
-                    *(
-                        TileCopy(
-                            source=wide.rows,
-                            row=query.batch * wide.of_request + first.maximum(0),
-                            column=piece * (ATOM_BYTES // 2),
-                            to=keys.copy(piece).offset,
-                            rows=KEYS,
-                            row_bytes=ATOM_BYTES,
-                        )
-                        for piece in range(part * _OF_PART, (part + 1) * _OF_PART)
-                    )
-                )
-            full.arrive(negate(fills))
-        return carry
+                row_of_all = query.batch * wide.of_request + first.maximum(0)
+                pieces = range(part * _OF_PART, (part + 1) * _OF_PART)
+                use.commit(*(keys[piece].copy_from(wide.rows, row_of_all, piece * keys.columns) for piece in pieces))
+            use.commit(where=negate(fills))
 
-    machine.loop(block.tiles, step, machine.constant(0, "i32"))
+    machine.loop(block.tiles, step)
 
 
-def copy_picked(block: Block, memory: Memory, stage: int) -> None:
+def copy_picked(block: Block, memory: HopperMemory, stage: int) -> None:
     """Copy those of a query's tiles that have the same stage, as one warpgroup."""
     machine, copier, bias = block.machine, _Copier(block.query), memory.of_keys[stage]
     keys, used = memory.keys.copy(stage * _PIECES), block.before.seconds if stage else block.before.firsts
@@ -551,7 +522,7 @@ def copy_picked(block: Block, memory: Memory, stage: int) -> None:
     def step(i: Value, ahead: _Ahead) -> _Ahead:
         numbers = [select(bias == 0.0, number, -1) for number, bias in zip(ahead.numbers, ahead.biases, strict=True)]
         for part in range(_PARTS):
-            memory.free.copy(stage * _PARTS + part).wait((used + i & 1) ^ 1)
+            memory.use(stage, part, used + i).acquire()
             if part == _PARTS - 1:  # both warpgroups have read the biases of the tile before
                 copier.store_biases(ahead.biases, bias)
             copier.copy(numbers, keys, part)
@@ -560,7 +531,7 @@ def copy_picked(block: Block, memory: Memory, stage: int) -> None:
         for part in range(_PARTS):
             machine.wait_copies(pending=_PARTS - 1 - part)
             machine.fence_shared()
-            memory.full.copy(stage * _PARTS + part).arrive()
+            memory.use(stage, part, used + i).commit()
         return _Ahead(numbers=ahead.later_numbers, biases=biases, later_numbers=later_numbers)
 
     first, second = find(0), find(1)
@@ -582,7 +553,7 @@ class _Sums:
     """What a warpgroup holds between pairs."""
 
     softmax: Softmax  # the total is of the sink and of this warpgroup's own tiles
-    output: list[Value]  # [HEADS, HALF] sums of all tiles so far
+    output: Fragment  # [HEADS, HALF] sums of all tiles so far
 
 
 @jax.tree_util.register_dataclass
@@ -591,7 +562,7 @@ class _Weights:
     """A warpgroup's weights of a tile, times the factors of its keys."""
 
     softmax: Softmax  # the total is of this tile; 0 if the other warpgroup counts it
-    words: list[Value]  # pairs of f16: the left operand of a product
+    operand: LeftOperand  # f16 [HEADS, KEYS]
 
 
 class Multiplier(abc.ABC):
@@ -603,6 +574,7 @@ class Multiplier(abc.ABC):
         self.block, self.memory, self.form, self.machine = block, memory, form, block.machine
         self.before = block.before
         self.given_before = block.before.firsts + block.before.queries  # by each warpgroup
+        self.no_total = PerRow([self.machine.constant(0.0, "f32")] * 2)
 
     def run(self, outputs: Outputs, load_next: LoadNext | None) -> None:
         """Compute and store the output of the block's query."""
@@ -610,123 +582,105 @@ class Multiplier(abc.ABC):
         self.memory.loaded_q.wait(self.before.queries & 1)
         softmax = Softmax.of_sinks(self.block)
         if self.own != FIRST:  # sinks count once
-            softmax = Softmax(softmax.peak, [machine.constant(0.0, "f32")] * 2)
-        output = [machine.constant(0.0, "f32")] * (HALF // 2)
+            softmax = Softmax(softmax.peak, self.no_total)
         pairs = (tiles + 1) // 2
-        sums = machine.loop(pairs, self.pair, _Sums(softmax, output))
+        sums = machine.loop(pairs, self.pair, _Sums(softmax, Fragment.zeros(machine, HALF)))
         if load_next is not None and self.own == FIRST:
             # Both warpgroups have computed their last logits: the second one's weights came after them.
             load_next()
-        softmax = sums.softmax.over_quads(machine)
+        softmax = sums.softmax.over_quads()
         softmax = Softmax(softmax.peak, self.total_of_both(softmax.total, pairs))
-        half = machine.constant(self.own, "i32")
-        finish_output(self.block, outputs, sums.output, softmax, half)
+        finish_output(self.block, outputs, sums.output, softmax, machine.constant(self.own, "i32"))
 
     @abc.abstractmethod
     def pair(self, i: Value, sums: _Sums) -> _Sums:
         """Process the i-th pair of tiles."""
 
     @abc.abstractmethod
-    def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
+    def total_of_both(self, own: PerRow, pairs: Value) -> PerRow:
         """Return the sums of the weights of all tiles, given those of the own tiles, after all pairs."""
 
-    def seconds(self, i: Value) -> Value:
-        """Return 1 if the i-th pair has a second tile, else 0."""
-        return (self.block.tiles - i * 2 - 1).minimum(1)
+    def has_second(self, i: Value) -> Value:
+        """Return whether the i-th pair has a second tile."""
+        return self.block.tiles - i * 2 - 1 > 0
 
     def give(self, weights: _Weights) -> None:
         """Give weights to the other warpgroup."""
-        self.memory.handover.give(self.own, weights.softmax.peak, weights.words)
+        self.memory.handover.give(self.own, weights.softmax.peak, weights.operand)
 
     def found(self) -> _Weights:
         """Return the weights that the other warpgroup has given."""
-        handed, none = self.memory.handover, [self.machine.constant(0.0, "f32")] * 2
-        return _Weights(Softmax(handed.found_of_rows(), none), handed.found_weights())
+        handed = self.memory.handover
+        return _Weights(Softmax(handed.found_of_heads(), self.no_total), handed.found_weights())
 
-    def weighed(self, i: Value, peak: list[Value]) -> _Weights:
+    def weighed(self, i: Value, peak: PerRow) -> _Weights:
         """Compute the weights of the warpgroup's own tile of a pair, relative to a peak or a higher one."""
-        machine = self.machine
         logits, of_keys = self.logits(i)
-        weights, softmax = weigh(machine, logits, raised(machine, peak, logits))
+        weights, softmax = weigh(self.machine, logits, raised(self.machine, peak, logits))
         if not (self.memory.is_wide or self.form.scale_is_power_of_two):
-            weights = [weight * of_keys[column_of(n)] for n, weight in enumerate(weights)]
-        return _Weights(softmax, [machine.to_f16(*weights[n : n + 2]) for n in range(0, len(weights), 2)])
+            weights = weights.map(lambda weight, factor: weight * factor, of_keys)
+        return _Weights(softmax, weights.operand("f16"))
 
-    def logits(self, i: Value) -> tuple[list[Value], list[Value]]:
+    def logits(self, i: Value) -> tuple[Fragment, PerColumn]:
         """Compute the logits of the warpgroup's own tile of a pair, [HEADS, KEYS], in powers of two.
 
-        Also returns the factors of a lane's columns; of widened rows, which have none, the biases.
+        Also returns the factors of keys; of widened rows, which have none, what is added to their logits.
         """
-        sums = None
+        machine, values = self.machine, None
         for part in range(self.memory.parts):
-            self.wait_full(self.own, i, part)
+            self.use(self.own, i, part).wait()
             query, keys = self.memory.query(part), self.memory.k_major(self.own, part)
-            sums = self.machine.wgmma(sums, query, keys, columns=KEYS)
-        assert sums is not None
-        of_keys = load_of_keys(self.machine, self.memory.of_keys[self.own])  # while the product runs
-        scale = scale_without_factors if self.memory.is_wide else scale_logits
-        return scale(self.machine, self.machine.wgmma_wait(sums), of_keys), of_keys
+            values = machine.wgmma(values, query, keys, columns=KEYS)
+        assert values is not None
+        of_keys = PerColumn.load(machine, KEYS, self.memory.of_keys, self.own, 0)  # while the product runs
+        logits = Fragment(values).wait()
+        if not self.memory.is_wide:
+            return scale_logits(machine, logits, of_keys), of_keys
+        scale = machine.constant(LOGIT_SCALE, "f32")
+        return logits.map(lambda logit, bias: machine.fma(logit, scale, bias), of_keys), of_keys
 
-    def wait_full(self, stage: int, i: Value, part: int) -> None:
-        """Wait for a part of a tile of a pair."""
+    def use(self, stage: int, i: Value, part: int) -> Use:
+        """Return the use of a part of a stage by the tile of a pair."""
         used = self.before.firsts if stage == FIRST else self.before.seconds
-        self.memory.full.copy(stage * self.memory.parts + part).wait(used + i & 1)
+        return self.memory.use(stage, part, used + i)
 
-    def wait_half(self, stage: int, i: Value) -> None:
-        """Wait for the warpgroup's half of a tile of a pair."""
-        for part in self.memory.parts_of(self.own):
-            self.wait_full(stage, i, part)
+    def own_half(self, stage: int, i: Value) -> Use:
+        """Return the use of the part of a stage that has this warpgroup's half of the channels."""
+        return self.use(stage, i, self.memory.part_of_half(self.own))
 
     def wait_given(self, source: int, count: Value) -> None:
         """Wait until a warpgroup has given ``count`` + 1 times for this query."""
         self.memory.handover.wait(source, self.given_before + count)
 
-    def added(self, sums: _Sums, weights: _Weights, stage: int) -> _Sums:
-        """Add the weighted keys of a tile, and give the warpgroup's half of its memory back."""
+    def added(self, i: Value, sums: _Sums, weights: _Weights, stage: int) -> _Sums:
+        """Add the weighted keys of a tile of a pair, and give the warpgroup's half of its memory back."""
         sums, weights = self.with_one_peak(sums, weights)
-        output = self.finish_adding(self.start_adding(sums.output, weights.words, stage), weights.words, stage)
-        totals = zip(sums.softmax.total, weights.softmax.total, strict=True)
-        return _Sums(Softmax(sums.softmax.peak, [a + b for a, b in totals]), output)
+        machine, parts = self.machine, []
+        for n, part in enumerate(sums.output.parts(_COLUMNS)):
+            keys = self.memory.columns(stage, self.own * HALF + n * _COLUMNS)
+            parts.append(Fragment(machine.wgmma(part.values, weights.operand.words, keys, columns=_COLUMNS)))
+        output = Fragment.joined(parts).wait(weights.operand)
+        self.own_half(stage, i).release()
+        total = sums.softmax.total.map(lambda a, b: a + b, weights.softmax.total)
+        return _Sums(Softmax(sums.softmax.peak, total), output)
 
     def with_one_peak(self, sums: _Sums, weights: _Weights) -> tuple[_Sums, _Weights]:
         """Return sums and weights relative to the higher one of their peaks."""
         machine, each = self.machine, (sums.softmax.peak, weights.softmax.peak)
-        peak = [a.maximum(b) for a, b in zip(*each, strict=True)]
+        peak = each[0].map(lambda a, b: a.maximum(b), each[1])
 
-        def rescale(_: Value, state: tuple[_Sums, _Weights]) -> tuple[_Sums, _Weights]:
+        def rescale(state: tuple[_Sums, _Weights]) -> tuple[_Sums, _Weights]:
             sums, weights = state
-            before, given = ([machine.exp2(a - b) for a, b in zip(old, peak, strict=True)] for old in each)
-            output = [value * before[row_of(n)] for n, value in enumerate(sums.output)]
-            pairs = [machine.to_f16(factor, factor) for factor in given]
-            words = [machine.multiply_f16(word, pairs[n % 2]) for n, word in enumerate(weights.words)]
-            return _Sums(sums.softmax.times(before), output), _Weights(weights.softmax.times(given), words)
+            before, given = (old.map(lambda a, b: machine.exp2(a - b), peak) for old in each)
+            output = sums.output.scale_rows(before)
+            operand = weights.operand.map(
+                machine.multiply_f16, given.map(lambda factor: machine.to_f16(factor, factor))
+            )
+            return _Sums(sums.softmax.times(before), output), _Weights(weights.softmax.times(given), operand)
 
-        differs = (each[0][0] != each[1][0]) | (each[0][1] != each[1][1])
-        sums, weights = machine.loop(any_of_warp(machine, differs), rescale, (sums, weights))
+        one, other = each[0].map(lambda a, b: a != b, each[1]).values
+        sums, weights = machine.branch_warp(one | other, rescale, (sums, weights))
         return dataclasses.replace(sums, softmax=Softmax(peak, sums.softmax.total)), weights
-
-    def start_adding(self, output: list[Value], words: list[Value], stage: int) -> list[Value]:
-        """Start to add the weighted keys of a tile."""
-        sums = []
-        for n in range(0, HALF, _COLUMNS):
-            part, keys = output[n // 2 : (n + _COLUMNS) // 2], self.channels(stage, n)
-            sums += self.machine.wgmma(part, words, keys, columns=_COLUMNS)
-        return sums
-
-    def finish_adding(self, output: list[Value], words: list[Value], stage: int) -> list[Value]:
-        """Wait for the sums, and give the tile's memory back."""
-        parts, sums = self.memory.parts_of(self.own), []
-        each = len(output) // len(parts)
-        for n, part in enumerate(parts):
-            sums += self.machine.wgmma_wait(output[n * each : (n + 1) * each], pending=len(parts) - 1 - n)
-            if part == parts[-1]:
-                self.machine.hold(words)  # no register of the operand is used again before
-            self.memory.free.copy(stage * self.memory.parts + part).arrive()
-        return sums
-
-    def channels(self, stage: int, first: int) -> Operand:
-        """Return a tile's keys with the channels from ``first`` on of this warpgroup's half."""
-        return self.memory.columns(stage, self.own * HALF + first)
 
 
 class First(Multiplier):
@@ -738,21 +692,21 @@ class First(Multiplier):
         own = self.weighed(i, sums.softmax.peak)
         self.give(own)
         self.machine.keep_order()
-        sums = self.added(sums, own, FIRST)
+        sums = self.added(i, sums, own, FIRST)
         self.wait_given(SECOND, i)
 
-        def add_second(_: Value, sums: _Sums) -> _Sums:
+        def add_second(sums: _Sums) -> _Sums:
             given = self.found()
-            self.wait_half(SECOND, i)
-            return self.added(sums, given, SECOND)
+            self.own_half(SECOND, i).wait()
+            return self.added(i, sums, given, SECOND)
 
-        return self.machine.loop(self.seconds(i), add_second, sums)
+        return self.machine.branch(self.has_second(i), add_second, sums)
 
-    def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
+    def total_of_both(self, own: PerRow, pairs: Value) -> PerRow:
         handed = self.memory.handover
-        handed.give(FIRST, own, [])
+        handed.give(FIRST, own)
         self.wait_given(SECOND, pairs)
-        return [a + b for a, b in zip(own, handed.found_of_rows(), strict=True)]
+        return own.map(lambda a, b: a + b, handed.found_of_heads())
 
 
 class Second(Multiplier):
@@ -766,23 +720,23 @@ class Second(Multiplier):
         given = self.found()
         if own is not None:
             self.give(own)
-        self.wait_half(FIRST, i)
-        sums = self.added(sums, given, FIRST)
+        self.own_half(FIRST, i).wait()
+        sums = self.added(i, sums, given, FIRST)
         if own is None:
             own = self.weighed_if_there(i, sums)
             self.give(own)
-        return self.machine.loop(self.seconds(i), lambda _, sums: self.added(sums, own, SECOND), sums)
+        return self.machine.branch(self.has_second(i), lambda sums: self.added(i, sums, own, SECOND), sums)
 
     def weighed_if_there(self, i: Value, sums: _Sums) -> _Weights:
         """Return the weights of the pair's second tile. Without one they are 0, and nobody uses them."""
         machine, peak = self.machine, sums.softmax.peak
-        nothing = [machine.constant(0.0, "f32")] * 2, [machine.constant(0, "i32")] * (KEYS // 4)
-        none = _Weights(Softmax(peak, nothing[0]), nothing[1])
-        return machine.loop(self.seconds(i), lambda _, before: self.weighed(i, before.softmax.peak), none)
+        nothing = LeftOperand([machine.constant(0, "i32")] * (KEYS // 4), "f16")
+        none = _Weights(Softmax(peak, self.no_total), nothing)
+        return machine.branch(self.has_second(i), lambda before: self.weighed(i, before.softmax.peak), none)
 
-    def total_of_both(self, own: list[Value], pairs: Value) -> list[Value]:
+    def total_of_both(self, own: PerRow, pairs: Value) -> PerRow:
         handed = self.memory.handover
         self.wait_given(FIRST, pairs)
-        other = handed.found_of_rows()
-        handed.give(SECOND, own, [])
-        return [a + b for a, b in zip(own, other, strict=True)]
+        other = handed.found_of_heads()
+        handed.give(SECOND, own)
+        return own.map(lambda a, b: a + b, other)

@@ -10,14 +10,15 @@ tile, and processes them in one pass. Then each block of a cluster merges the pa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from pallas_kernels.attention.block import LOG2E, LOWEST, column_of, row_of, scale_logits
+from pallas_kernels.attention.block import LOG2E, LOWEST, scale_logits
 from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
 from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
 from pallas_kernels.formats import AttendedFormat
+from pallas_kernels.language.fragment import QUAD, Fragment, PerColumn, PerRow
 from pallas_kernels.language.lanes import Op, add, fold, maximum
 from pallas_kernels.language.launch import SCRATCH_BYTES
 from pallas_kernels.language.machine import WARP, WARPGROUP
@@ -84,13 +85,13 @@ class _Block:
         self.first_head = machine.block(1) * layout.heads
         self.lanes = layout.tiles * WARPGROUP
         self.warpgroup = machine.thread // WARPGROUP
-        self.column = machine.thread % 4 * 2  # in a product, the first of two adjacent columns that a lane holds
+        self.heads = PerColumn.numbers(machine, layout.heads)  # of the products' columns
         self.q = Tile.take(machine, layout.heads, HEAD_DIM * 2)
         self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=layout.tiles)
         self.weights = Tile.take(machine, layout.heads, KEYS * 2, copies=layout.tiles)
         self.factors = Shared.take(machine, (layout.tiles, KEYS), "f32")  # from ``KeyLoader.store``
         warps = layout.tiles * _WARPS
-        self.peaks, self.totals = (Shared.take(machine, (warps * layout.heads,), "f32") for _ in range(2))
+        self.peaks, self.totals = (Shared.take(machine, (warps, layout.heads), "f32") for _ in range(2))
 
     def run(self, outputs: Outputs) -> None:
         assert outputs.scratch is not None
@@ -103,7 +104,7 @@ class _Block:
         machine.barrier("block")
         parts = self._multiply_values()
         total = self._over_warps(add, self.totals)
-        self._leave(outputs.scratch, machine.wgmma_wait(parts), peak, total)
+        self._leave(outputs.scratch, parts.wait(), peak, total)
         ends = [self._prepare(n) for n in range(0, self.layout.heads * self.layout.channels // 8, self.lanes)]
         machine.barrier("cluster")
         for end in ends:
@@ -130,36 +131,34 @@ class _Block:
         for which, row in enumerate(rows):
             loader.store(which, row, keys, factors)
 
-    def _weigh(self) -> list[Value]:
+    def _weigh(self) -> PerColumn:
         """Compute the weights of the block's keys and store them in shared memory.
 
-        Returns the peaks of this lane's heads.
+        Returns the peaks of the heads.
         """
-        machine, keys = self.machine, self.keys.copy(self.warpgroup)
-        scaled = machine.wgmma_wait(machine.wgmma(None, keys.k_major(), self.q.k_major(), columns=self.layout.heads))
-        row = product_row(machine)
-        factors = [self.factors.load_floats(self.warpgroup, row + 8 * i, count=1)[0] for i in range(2)]
-        scaled = scale_logits(machine, scaled, factors, row_of)
-        self._leave_warps(maximum, scaled, self.peaks)
+        machine, keys, heads = self.machine, self.keys.copy(self.warpgroup), self.layout.heads
+        logits = Fragment(machine.wgmma(None, keys.k_major(), self.q.k_major(), columns=heads)).wait()
+        factors = PerRow.load(machine, self.factors, self.warpgroup, 0)
+        logits = scale_logits(machine, logits, factors)
+        self._leave_warps(logits.warp_over_columns(maximum), self.peaks)
         machine.barrier("block")
-        peak = [value.maximum(LOWEST) for value in self._over_warps(maximum, self.peaks)]
-        weights = [machine.exp2(value - peak[column_of(n)]) for n, value in enumerate(scaled)]
-        self._leave_warps(add, weights, self.totals)
+        peak = self._over_warps(maximum, self.peaks).map(lambda value: value.maximum(LOWEST))
+        weights = logits.map(lambda logit, top: machine.exp2(logit - top), peak)
+        self._leave_warps(weights.warp_over_columns(add), self.totals)
         if not self.form.scale_is_power_of_two:
-            weights = [weight * factors[row_of(n)] for n, weight in enumerate(weights)]
+            weights = weights.scale_rows(factors)
         tile = self.weights.copy(self.warpgroup)
-        for n in range(0, len(weights), 2):
-            head, key, word = self._pair_rows(weights[n : n + 2], n)
+        for head, key, word in self._pairs_of_rows(weights):
             at = tile.unit(head, key // 8) + key % 8 * 2
             machine.store_shared(at, [word], 4, True)
         return peak
 
-    def _multiply_values(self) -> list[Value]:
+    def _multiply_values(self) -> Fragment:
         """Start this warpgroup's products, of 64 channels each.
 
-        Returns the sums of one product after another. They are still being computed.
+        Returns their sums beside each other. They are still being computed.
         """
-        values = []
+        parts = []
         for number in self._products():
             offset = number.minimum(_PRODUCTS - 1) * (_ROWS * 2 * 8) + self.keys.offset
             tile = dataclasses.replace(self.keys, offset=offset)
@@ -167,8 +166,8 @@ class _Block:
             tiles = range(self.layout.tiles)
             a = dataclasses.replace(a, steps=tuple(self.keys.size * i + step for i in tiles for step in a.steps))
             b = dataclasses.replace(b, steps=tuple(self.weights.size * i + step for i in tiles for step in b.steps))
-            values += self.machine.wgmma(None, a, b, columns=self.layout.heads)
-        return values
+            parts.append(Fragment(self.machine.wgmma(None, a, b, columns=self.layout.heads)))
+        return Fragment.joined(parts)
 
     def _products(self) -> list[Value]:
         """Return the numbers of this warpgroup's products.
@@ -177,23 +176,20 @@ class _Block:
         """
         return [self.warpgroup + n for n in range(0, _PRODUCTS, self.layout.tiles)]
 
-    def _leave(self, scratch: Scratch, values: list[Value], peak: list[Value], total: list[Value]) -> None:
+    def _leave(self, scratch: Scratch, sums: Fragment, peak: PerColumn, total: PerColumn) -> None:
         """Store this block's part of the output, each share of channels for the block that merges it.
 
         Parts are means, in f16, which is the precision of the weights they were computed with.
         """
         machine, layout = self.machine, self.layout
         lane, query, group = machine.thread, machine.block(0), machine.block(1)
-        for n, pair in enumerate(zip(peak, total, strict=True)):
-            head = self.column + (n // 2 * 8 + n % 2)
-            scratch.stats.store_floats(list(pair), query, group, machine.rank, head, 0, where=lane < 4)
-        inverse = [machine.normal_reciprocal(value.maximum(2.0**-126)) for value in total]  # 0 if there was no key
-        each = layout.heads // 2
-        for i, number in enumerate(self._products()):
+        for head, *pair in zip(self.heads.values, peak.values, total.values, strict=True):
+            scratch.stats.store_floats(pair, query, group, machine.rank, head, 0, where=lane < QUAD)
+        inverse = total.map(lambda value: machine.normal_reciprocal(value.maximum(2.0**-126)))  # 0 if there was no key
+        for i, (number, part) in enumerate(zip(self._products(), sums.parts(layout.heads), strict=True)):
             where = True if (i + 1) * layout.tiles <= _PRODUCTS else number < _PRODUCTS
-            for n in range(0, each, 2):
-                pair = [values[i * each + n + c] * inverse[column_of(n + c)] for c in range(2)]
-                head, row, word = self._pair_rows(pair, n)
+            means = part.map(lambda value, factor: value * factor, inverse)
+            for head, row, word in self._pairs_of_rows(means):
                 channel = number * _ROWS + row
                 place = query, group, channel // layout.channels, machine.rank
                 scratch.parts.store_words([word], *place, head, channel % layout.channels, where=where)
@@ -217,39 +213,33 @@ class _Block:
         return _End(self, head, channel, where, turns, (sink * LOG2E).maximum(LOWEST), angles)
 
     # Reductions over the lanes that share a head.
-    def _leave_warps(self, op: Op, values: list[Value], to: Shared) -> None:
-        """Reduce a product over the rows of the warp, and store the result in f32 [warps * heads]."""
-        machine, warp = self.machine, self.machine.thread // WARP
-        for j in range(0, len(values), 4):
-            pair = [op(values[j + c], values[j + 2 + c]) for c in range(2)]
-            for distance in (4, 8, 16):
-                pair = [op(value, machine.shuffle_xor(value, distance)) for value in pair]
-            to.store_floats(pair, warp * self.layout.heads + self.column + 2 * j, where=machine.thread % WARP < 4)
+    def _leave_warps(self, of_warp: PerColumn, to: Shared) -> None:
+        """Store what a warp has reduced over its rows in f32 [warps, heads]."""
+        warp, lane = self.machine.thread // WARP, self.machine.thread % WARP
+        for n in range(0, len(of_warp.values), 2):
+            to.store_floats(of_warp.values[n : n + 2], warp, self.heads.values[n], where=lane < QUAD)
 
-    def _over_warps(self, op: Op, of_warps: Shared) -> list[Value]:
-        """Reduce f32 [warps * heads] over warps. Returns the values of this lane's heads, in order."""
-        heads, values = self.layout.heads, []
-        for j in range(0, heads, 8):
-            first = [self.column + (warp * heads + j) for warp in range(self.lanes // WARP)]
-            pairs = [of_warps.load_floats(at, count=2) for at in first]
-            values += [fold(op, [pair[c] for pair in pairs]) for c in range(2)]
-        return values
+    def _over_warps(self, op: Op, of_warps: Shared) -> PerColumn:
+        """Reduce f32 [warps, heads] over warps."""
+        warps, heads = of_warps.shape
+        first, *others = (PerColumn.load(self.machine, heads, of_warps, warp, 0) for warp in range(warps))
+        return first.map(lambda *values: fold(op, values), *others)
 
-    def _pair_rows(self, pair: list[Value], n: int) -> tuple[Value, Value, Value]:
-        """Convert two columns of a row, elements n and n + 1 of a product, to two rows of one column.
+    def _pairs_of_rows(self, fragment: Fragment) -> Iterator[tuple[Value, Value, Value]]:
+        """Yield two rows of one column for each two columns of a row that a lane has.
 
         A lane of an even row exchanges values with the lane of the next row: one gets the first column, the other the
         second.
 
-        Returns:
+        Yields:
           (column, row, pair of f16).
         """
-        machine = self.machine
-        odd = machine.thread // 4 % 2 == 1
-        other = machine.shuffle_xor(select(odd, pair[0], pair[1]), 4)
-        word = machine.to_f16(select(odd, other, pair[0]), select(odd, pair[1], other))
-        row = (product_row(machine) & -2) + n // 2 % 2 * 8
-        return self.column + machine.thread // 4 % 2 + n // 4 * 8, row, word
+        machine, row = self.machine, product_row(self.machine) & -2
+        odd = machine.thread // QUAD % 2 == 1
+        for n, (_, column, (a, b)) in enumerate(fragment.pairs()):
+            other = machine.shuffle_xor(select(odd, a, b), QUAD)
+            word = machine.to_f16(select(odd, other, a), select(odd, b, other))
+            yield column + machine.thread // QUAD % 2, row + n % 2 * 8, word
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
     Fragment    f32 [64, columns]
     PerRow      a number for each row
     PerColumn   a number for each column
+    LeftOperand [64, K] of the dtype of a product that it enters
     product     starts a product, whose sums are a fragment
     packed      starts one whose sums are f16, and as they are the left operand of the next
 
@@ -23,8 +24,8 @@ import jax
 
 from pallas_kernels.language.lanes import Buffer, Op, fold_tree
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import Operand, TensorCores, product_row
-from pallas_kernels.language.tiles import LeftOperand, TypedTile
+from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, TensorCores, product_row
+from pallas_kernels.language.tiles import TypedTile
 from pallas_kernels.language.values import Condition, Index, Value
 
 QUAD = 4  # lanes that hold a row together: each has two adjacent columns of every eight
@@ -108,6 +109,38 @@ class PerColumn:
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeftOperand:
+    """A matrix [64, K] in the registers of a warpgroup, which enters a product from the left.
+
+    A lane has words of two rows, r = ``product_row`` and r + 8. Of each step of 32 bytes of K it has four: bytes 4 c ..
+    4 c + 3 of both rows, with c = ``thread % 4``, and those 16 bytes further of both. Until the product was waited for,
+    no register of them may be used again: pass the operand to ``Fragment.wait``.
+    """
+
+    words: list[Value]  # packed elements, the first in the low bits
+    dtype: DType = dataclasses.field(metadata=dict(static=True))
+
+    def wait(self, *, pending: int = 0) -> LeftOperand:
+        """Wait until at most ``pending`` newer products of the warpgroup run, of which none computes these words."""
+        return LeftOperand(_machine(self.words).wgmma_wait(self.words, pending=pending), self.dtype)
+
+    def map(self, function: Callable[..., Value], *others: PerRow) -> LeftOperand:
+        """Apply a function word by word, with numbers of the word's row: ``dots.map(machine.relu_f16)``."""
+        numbers = ([other.values[n % _ROWS] for other in others] for n in range(len(self.words)))
+        return LeftOperand([function(word, *each) for word, each in zip(self.words, numbers, strict=True)], self.dtype)
+
+    @classmethod
+    def of_rows(cls, one: list[Value], other: list[Value], dtype: DType) -> LeftOperand:
+        """Return the operand for the words of a lane's two rows. Word i of each has bytes 16 i + 4 c .. + 3 of K.
+
+        The product does not change if K is permuted, as long as it is in the right operand too.
+        """
+        steps = range(0, len(one), 2)
+        return cls([word for i in steps for word in (one[i], other[i], one[i + 1], other[i + 1])], dtype)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
     """A matrix f32 [64, columns], spread over the lanes of a warpgroup. A loop can carry it.
@@ -123,10 +156,19 @@ class Fragment:
         """Return zeros, with which a loop over products begins."""
         return cls([machine.constant(0.0, "f32")] * (columns // 2))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Fragment]) -> Fragment:
+        """Return fragments beside each other, as one."""
+        return cls([value for part in parts for value in part.values])
+
     @property
     def columns(self) -> int:
         """Number of columns."""
         return len(self.values) * 2
+
+    def parts(self, columns: int) -> list[Fragment]:
+        """Return the fragments of each so many columns, a multiple of eight."""
+        return [Fragment(self.values[n : n + columns // 2]) for n in range(0, len(self.values), columns // 2)]
 
     def wait(self, *operands: LeftOperand, pending: int = 0) -> Fragment:
         """Wait until at most ``pending`` newer products of the warpgroup run, of which these sums are none.
@@ -173,19 +215,18 @@ class Fragment:
 
     def warp_over_columns(self, op: Op) -> PerColumn:
         """Reduce each column over the 16 rows of a warp. All its lanes get the result."""
-        machine, both = _machine(self.values), zip(*(self.of_row(n) for n in range(_ROWS)), strict=True)
-
-        def reduced(value: Value) -> Value:
+        machine, reduced = _machine(self.values), []
+        for part in self.parts(8):
+            pair = [op(a, b) for a, b in zip(part.of_row(0), part.of_row(1), strict=True)]
             for distance in (QUAD, 2 * QUAD, 4 * QUAD):
-                value = op(value, machine.shuffle_xor(value, distance))
-            return value
+                pair = [op(value, machine.shuffle_xor(value, distance)) for value in pair]
+            reduced += pair
+        return PerColumn(reduced)
 
-        return PerColumn([reduced(op(*pair)) for pair in both])
-
-    def operand(self, dtype: str) -> LeftOperand:
+    def operand(self, dtype: DType) -> LeftOperand:
         """Return the matrix rounded to f16 or bf16, as the left operand of a product, with its columns as K."""
         machine = _machine(self.values)
-        if dtype not in ("f16", "bf16"):
+        if dtype not in HALVES:
             raise TypeError(f"a fragment becomes an operand of f16 or bf16, got {dtype!r}")
         rounded = machine.to_f16 if dtype == "f16" else machine.to_bf16
         return LeftOperand([rounded(*self.values[n : n + 2]) for n in range(0, len(self.values), 2)], dtype)

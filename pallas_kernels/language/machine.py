@@ -251,7 +251,7 @@ class Machine(Arithmetic):
     def branch[Carry](self, condition: Condition, then: Callable[[Carry], Carry], carry: Carry) -> Carry:
         """Return ``then(carry)`` where the condition holds, and ``carry`` elsewhere: an ``if`` that has a result.
 
-            peak = machine.branch(exceeds, lambda peak: [whole(top) for top in tops], peak)
+            sums = machine.branch(i < count, lambda sums: [total + x for total, x in zip(sums, more)], sums)
 
         It is a branch, like ``when``. ``select`` is cheaper where both sides are a few operations.
 
@@ -266,14 +266,35 @@ class Machine(Arithmetic):
         if isinstance(condition, bool):
             return then(carry) if condition else carry
         leaves, structure = carries.flatten(carry, Value)
+        taken = self._inside_branch(then, carry)
+        return jax.tree.unflatten(structure, self._branch(expect("bool", condition), taken, leaves))
+
+    def branch_warp[Carry](self, condition: Value, then: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        """Return ``then(carry)`` in all lanes of a warp if the condition holds in any of them, else ``carry``.
+
+            peak = machine.branch_warp(top > peak, lambda peak: raised(peak), peak)
+
+        So shuffles and products of the warp's own may be inside. Arguments and errors are those of ``branch``.
+        """
+        leaves, structure = carries.flatten(carry, Value)
+        taken = self._inside_branch(then, carry)
+        flag = self.select(expect("bool", condition), self.constant(1, "i32"), self.constant(0, "i32"))
+        # A loop of at most one turn, which a compiler cannot know. As an if, attention's rescaling was spilled.
+        turns = self.reduce_warp("max", flag)
+        return jax.tree.unflatten(structure, self._loop(turns, lambda _, values: taken(values), leaves))
+
+    def _inside_branch[Carry](
+        self, then: Callable[[Carry], Carry], carry: Carry
+    ) -> Callable[[list[Value]], list[Value]]:
+        """Return the inside of a branch, as a part of the body, for the leaves of the carry."""
 
         def taken(values: list[Value]) -> list[Value]:
             outer = self.region
             with self._part("branch"):
-                result = then(jax.tree.unflatten(structure, self._made_in(self.region, values)))
-                return self._made_in(outer, carries.alike(result, carry, Value))
+                inside = jax.tree.unflatten(jax.tree.structure(carry), self._made_in(self.region, values))
+                return self._made_in(outer, carries.alike(then(inside), carry, Value))
 
-        return jax.tree.unflatten(structure, self._branch(expect("bool", condition), taken, leaves))
+        return taken
 
     def _branch(self, condition: Value, body: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
         turns = self.select(condition, self.constant(1, "i32"), self.constant(0, "i32"))

@@ -38,15 +38,17 @@ class Use:
         """Wait until all warps that read the stage have released its use before this one."""
         self.free.wait(self.parity ^ 1)
 
-    def commit(self, *copies: TileCopy) -> None:
+    def commit(self, *copies: TileCopy, where: Condition = True) -> None:
         """Start copies to the stage, or without any say that it is filled, as all lanes of a warp together.
 
-        What lanes have stored themselves must be followed by ``fence_shared`` if a product reads it.
+        What lanes have stored themselves must be followed by ``fence_shared`` if a product reads it. With ``where``,
+        the same in all lanes of a warp, only some warps say that it is filled.
         """
         if copies:
+            assert where is True, "copies are started by the warps that are in a `when`"
             self.full.fill(*copies)
         else:
-            self.full.arrive()
+            self.full.arrive(where)
 
     def wait(self) -> None:
         """Wait until the stage is filled."""
@@ -91,7 +93,7 @@ class Pipeline:
         """Return the i-th use of all, of stages in turn."""
         return self.use_of(i % self.stages, i // self.stages)
 
-    def use_of(self, stage: Index, number: Value) -> Use:
+    def use_of(self, stage: Index, number: Index) -> Use:
         """Return the use of a stage with this number among those of that stage, for stages that are not in turn."""
         return Use(stage=stage, full=self.full.copy(stage), free=self.free.copy(stage), parity=number & 1)
 

@@ -1,4 +1,4 @@
-"""Tiles that know the dtype of their elements, so that bodies count in elements, and left operands in registers.
+"""Tiles that know the dtype of their elements, so that bodies count in elements.
 
 a = TypedTile.take(machine, 64, 64, "bf16", copies=3)
 pipe.commit(i, a[stage].copy_from(x, row, column))       # ``pipeline``
@@ -8,13 +8,10 @@ total = product(total, a[stage], b[stage])               # ``fragment``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-
-import jax
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import Machine
-from pallas_kernels.language.tensor_cores import ATOM_BYTES, DType, Operand, TensorCores, Tile, TileCopy
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, DType, Operand, Tile, TileCopy
 from pallas_kernels.language.values import Index, Value
 
 ITEMSIZE: dict[DType, int] = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
@@ -94,36 +91,3 @@ class TypedTile:
     def transposed(self, first: int = 0) -> Operand:
         """Return an operand with all rows as K, whose columns are those from ``first`` on, a multiple of 64."""
         return self.tile.transposed(first * ITEMSIZE[self.dtype])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True)
-class LeftOperand:
-    """A matrix [64, K] in the registers of a warpgroup, which enters a product from the left.
-
-    A lane has words of two rows, r = ``product_row`` and r + 8. Of each step of 32 bytes of K it has four: bytes 4 c ..
-    4 c + 3 of both rows, with c = ``thread % 4``, and those 16 bytes further of both. Until the product was waited for,
-    no register of them may be used again: pass the operand to ``Fragment.wait``.
-    """
-
-    words: list[Value]  # packed elements, the first in the low bits
-    dtype: DType = dataclasses.field(metadata=dict(static=True))
-
-    def wait(self, *, pending: int = 0) -> LeftOperand:
-        """Wait until at most ``pending`` newer products of the warpgroup run, of which none computes these words."""
-        machine = self.words[0].machine
-        assert isinstance(machine, TensorCores)
-        return LeftOperand(machine.wgmma_wait(self.words, pending=pending), self.dtype)
-
-    def map(self, function: Callable[[Value], Value]) -> LeftOperand:
-        """Apply a function word by word: ``dots.map(machine.relu_f16)``."""
-        return LeftOperand([function(word) for word in self.words], self.dtype)
-
-    @classmethod
-    def of_rows(cls, one: list[Value], other: list[Value], dtype: DType) -> LeftOperand:
-        """Return the operand for the words of a lane's two rows. Word i of each has bytes 16 i + 4 c .. + 3 of K.
-
-        The product does not change if K is permuted, as long as it is in the right operand too.
-        """
-        steps = range(0, len(one), 2)
-        return cls([word for i in steps for word in (one[i], other[i], one[i + 1], other[i + 1])], dtype)

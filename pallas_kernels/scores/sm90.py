@@ -16,11 +16,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Self
 
-from pallas_kernels.language.fragment import Fragment, packed, product
+from pallas_kernels.language.fragment import Fragment, LeftOperand, packed, product
 from pallas_kernels.language.lanes import Buffer, add
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.language.tensor_cores import ATOM_BYTES, TensorCores
-from pallas_kernels.language.tiles import LeftOperand
 from pallas_kernels.language.values import Index, Value, select
 from pallas_kernels.scores import tuning
 from pallas_kernels.scores.fp4 import Fp4

@@ -46,3 +46,16 @@ def test_a_condition_that_is_known_when_the_kernel_is_built_costs_nothing(simula
 
     found = run(body, (), spec((WARPGROUP,), jnp.int32), simulate=simulate)
     np.testing.assert_array_equal(found, LANE + 1000 * known)
+
+
+@machines
+def test_a_warp_takes_a_branch_together(simulate):
+    """Lanes 5 and 70 ask, and warps 0 and 2 shuffle inside."""
+
+    def body(machine: Machine, _: Any, out: Buffer) -> None:
+        lane = machine.thread
+        asks = (lane == 5) | (lane == 70)
+        out.store_int(machine.branch_warp(asks, lambda n: machine.shuffle_xor(n, 1) + 1000, lane), lane)
+
+    found = run(body, (), spec((WARPGROUP,), jnp.int32), simulate=simulate)
+    np.testing.assert_array_equal(found, np.where(LANE // 32 % 2 == 0, (LANE ^ 1) + 1000, LANE))

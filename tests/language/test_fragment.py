@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.language.fragment import Fragment, PerColumn, PerRow, packed, product
+from pallas_kernels.language.fragment import Fragment, LeftOperand, PerColumn, PerRow, packed, product
 from pallas_kernels.language.lanes import add, maximum
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores
-from pallas_kernels.language.tiles import LeftOperand, TypedTile
+from pallas_kernels.language.tiles import TypedTile
 from pallas_kernels.language.values import Value
 from tests.support.lane_kernels import run, spec
 from tests.support.machines import HOPPER_MACHINES

@@ -455,6 +455,7 @@ WRONG_CARRIES: list[tuple[Body, str]] = [
     (lambda m, *_: m.repeat(lambda c: (c > 1, (c,)), m.thread), r"it got i32, and returned \('i32',\)"),
     (lambda m, *_: m.branch(m.thread, lambda c: c, m.thread), "a condition is meant, this is an i32: write x != 0"),
     (lambda m, *_: m.branch(m.thread < 4, lambda c: [c], m.thread), r"it got i32, and returned \['i32'\]"),
+    (lambda m, *_: m.branch_warp(m.thread, lambda c: c, m.thread), "a condition is meant, this is an i32"),
     (lambda m, *_: m.branch(m.thread < 4, lambda c: c, 5), "5 is carried or held, and is no Value"),
 ]
 
