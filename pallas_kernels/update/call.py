@@ -25,17 +25,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
+from pallas_kernels.language.lanes import Row
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
-from pallas_kernels.language.values import VECTOR
-from pallas_kernels.update.batch import Block, Call, NewTokens
+from pallas_kernels.language.values import VECTOR, Value
+from pallas_kernels.update.batch import Block, Call, Jobs, NewTokens, Split, Work
 from pallas_kernels.update.csa import CSAUpdate
+from pallas_kernels.update.hca import HCAOnlineUpdate, HCARingUpdate
 from pallas_kernels.update.tail_update import TailUpdate
-from pallas_kernels.update.tails import update_of
-from pallas_kernels.update.window import window_jobs
-from pallas_kernels.update.work import Split, Work
 
 MAX_HEAD_DIM = VECTOR * WARPGROUP
+# To add a kind of layer, write a module like ``csa`` and list its update here.
+TAIL_UPDATES: tuple[type[TailUpdate], ...] = (CSAUpdate, HCARingUpdate, HCAOnlineUpdate)
 
 
 def cache_step(
@@ -139,6 +140,45 @@ def _plan(call: Call, update: type[TailUpdate] | None, stack: Any, tokens: NewTo
     # The few jobs of a decode step ride along if a unit has several warpgroups. In a unit of their own they would delay
     # other requests.
     return Work.of(units, split, jobs, ride_along=call.num_tokens == 1 and split.parts > 1)
+
+
+def window_jobs(call: Call, tokens: NewTokens, state: Any) -> Jobs:
+    """Return the jobs for the window rows that a request's new tokens can fill, one for each row.
+
+    The newest n_win of the tokens are written to ring rows position mod n_win, each by a warp.
+    """
+    rows = min(call.num_tokens, state.pos.shape[2])
+
+    def write(block: Block, row: Row, i: Value) -> None:
+        """Write the ``i``-th of the newest rows; ``i`` is the same in all lanes of the row's team."""
+        call, request, state, kv = block.call, block.request, block.stack.state, block.tokens.kv
+        # If several tokens map to one row, only the newest is written.
+        token = request.count - rows + i
+        stored = request.live & (token >= 0)
+        # If there is only one token, its row can be loaded before the slot is known.
+        is_only = call.num_tokens == 1
+        values = row.load(kv, request.batch, 0 if is_only else token, where=is_only or stored)
+        position = request.start + token
+        lead = request.layer, request.slot, position % state.pos.shape[2]
+        with block.machine.when(stored):
+            call.kv_format.store(row, values, state.window, *lead, where=True)
+            state.pos.store_int(position, *lead, where=row.team.lane == 0)
+
+    return Jobs(count=rows, dim=tokens.kv.shape[-1], run=write)
+
+
+def update_of(tail: Any) -> type[TailUpdate]:
+    """Return the update that serves a tail, given as a pytree of arrays or buffers.
+
+    Raises:
+      ValueError: no update serves a tail with these leaves.
+    """
+    names = {jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(tail)}
+    for update in TAIL_UPDATES:
+        if names == set(update.leaves):
+            return update
+    known = " or ".join(str(update.leaves) for update in TAIL_UPDATES)
+    raise ValueError(f"a tail must have the leaves {known}, got {tuple(sorted(names))}")
 
 
 def unsupported(

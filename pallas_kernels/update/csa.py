@@ -15,10 +15,8 @@ from typing import Any
 from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
-from pallas_kernels.update.batch import Block, Call, Kept, NewTokens, Pair
-from pallas_kernels.update.entries import KeyStore
-from pallas_kernels.update.tail_update import TailUpdate
-from pallas_kernels.update.work import Jobs
+from pallas_kernels.update.batch import Block, Call, Jobs, Kept, NewTokens, Pair
+from pallas_kernels.update.tail_update import KeyStore, TailUpdate
 
 MAX_RATIO = 8  # because all rows of an entry are in registers at once
 MIN_KEY_DIM, MAX_KEY_DIM = 32, VECTOR * WARP

@@ -26,10 +26,8 @@ from pallas_kernels.language.lanes import Row, add, fold, maximum
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
-from pallas_kernels.update.batch import Block, Call, Kept, NewTokens, Pair
-from pallas_kernels.update.entries import Destination
-from pallas_kernels.update.tail_update import TailUpdate
-from pallas_kernels.update.work import Jobs, Split
+from pallas_kernels.update.batch import Block, Call, Jobs, Kept, NewTokens, Pair, Split
+from pallas_kernels.update.tail_update import Destination, TailUpdate
 
 EMPTY_GATE = -1e9  # gate of an empty slot: its weight is 0; finite, so that a softmax of empty slots alone is not NaN
 

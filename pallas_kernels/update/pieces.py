@@ -21,8 +21,7 @@ from pallas_kernels.language.lanes import Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.update.batch import NewEntries, NewTokens, Request
-from pallas_kernels.update.call import append_chunk
-from pallas_kernels.update.tails import update_of
+from pallas_kernels.update.call import append_chunk, update_of
 
 
 def append_swa(

@@ -35,9 +35,8 @@ from pallas_kernels.token_parts import (
     window_row,
 )
 from pallas_kernels.update.batch import Block, Call, NewTokens
-from pallas_kernels.update.call import check_compressors, check_tokens, unsupported_rows
+from pallas_kernels.update.call import check_compressors, check_tokens, unsupported_rows, update_of
 from pallas_kernels.update.tail_update import TailUpdate
-from pallas_kernels.update.tails import update_of
 
 
 def unsupported_token_step(tail: Any, products: TokenProducts) -> str | None:
