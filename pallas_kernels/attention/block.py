@@ -216,6 +216,8 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
     machine.loop(
         block.tiles, step, _Ahead(numbers=numbers[1], looked_up=looked_up, later_numbers=numbers[2], rows=rows)
     )
+    if loader.loads_ahead:
+        machine.wait_copies()  # of a tile that does not exist: those of the next query go to the same places
     if block.cluster > 1:  # all lanes of the cluster must arrive at the barrier in ``_merge_parts``
         machine.barrier("cluster")
 

@@ -107,7 +107,8 @@ class _Tiles(Tiles):
                 with machine.when(True if j == 0 else n < self.count):
                     for number in range(self.block.queries.tokens):
                         t = machine.constant(number, "i32")
-                        self._put(t, n, self._sums(self._dots(operand, t).wait(), t).wait(), scale)
+                        sums, _ = self._sums(self._dots(operand, t).wait(), t)
+                        self._put(t, n, sums.wait(), scale)
             return after
 
         start = list(zip(*self._start(stages, stages), strict=True))
@@ -131,9 +132,9 @@ class _Tiles(Tiles):
             machine.keep_order()
 
             def token(t: Value, dots: LeftOperand) -> LeftOperand:
-                sums = self._sums(dots.wait(), t)
+                sums, positive = self._sums(dots.wait(), t)
                 dots = self._dots(operand, t + 1)
-                self._put(t, i, sums.wait(pending=1), scale)
+                self._put(t, i, sums.wait(positive, pending=1), scale)
                 return dots
 
             # A loop, although tokens are few: each of them would otherwise have registers with addresses of its own.
@@ -143,9 +144,9 @@ class _Tiles(Tiles):
             dots = dots.wait()
             machine.hold(operand)
             operand = self._operand([machine.hold(row) for row in parts])
-            sums = self._sums(dots, last)
+            sums, positive = self._sums(dots, last)
             dots = self._dots(operand, first)
-            self._put(last, i, sums.wait(pending=1), scale)
+            self._put(last, i, sums.wait(positive, pending=1), scale)
             return operand, next_scale, dots, stored, page
 
         operand, _, dots, *_ = machine.loop(self.count, one, (operand, scale, dots, later, following))
@@ -162,9 +163,10 @@ class _Tiles(Tiles):
         """Start the first product for a token, [64 keys, 64 heads]."""
         return packed(operand, self.block.queries.operand[t])
 
-    def _sums(self, dots: LeftOperand, t: Value) -> Fragment:
-        """Start the second product, of the positive part of the first and the heads' weights."""
-        return product(None, dots.map(self.block.machine.relu_f16), self.block.queries.weights[t])
+    def _sums(self, dots: LeftOperand, t: Value) -> tuple[Fragment, LeftOperand]:
+        """Start the second product, of the positive part of the first and the heads' weights. Returns that part too."""
+        positive = dots.map(self.block.machine.relu_f16)
+        return product(None, positive, self.block.queries.weights[t]), positive
 
     def _put(self, t: Value, i: Value, sums: Fragment, key_scale: list[Value]) -> None:
         # Each lane has a pair of columns for both of its rows: the sums with rounded weights, and those with
