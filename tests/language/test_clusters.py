@@ -89,7 +89,7 @@ def test_what_blocks_send_is_there_after_the_wait(count, warps, early, simulate)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (dict(waits=False), "nobody has written|nobody waits for what was sent"),
+        (dict(waits=False), "a lane reads what a running copy writes|nobody waits for what was sent"),
         (dict(bytes_more=4), "a wait for a phase that can never end"),
         (dict(bytes_more=-4 * WARPGROUP), "a wait for a phase that can never end"),
     ],

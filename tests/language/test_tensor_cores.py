@@ -450,5 +450,5 @@ def test_copies(simulate):
     want = np.where(there[..., None], source, 0).astype(np.uint8).view(np.int32)
     np.testing.assert_array_equal(copied(True), want)
     if simulate:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="comes of shared memory that nobody has written"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a lane reads what a running copy writes: a wait for"):
             copied(False)  # nobody waits

@@ -96,7 +96,7 @@ def probe(
     [
         (dict(fills=False), "a wait for a phase that can never end"),
         (dict(offset=512), "a copy to a misaligned place"),
-        (dict(waits=False), "shared memory that nobody has written"),
+        (dict(waits=False), "a lane reads what a running copy writes: a wait for it is missing"),
     ],
 )
 def test_mistakes_are_found_by_the_simulator(fault, message):

@@ -80,14 +80,6 @@ def _if_any(fault: np.ndarray) -> np.ndarray | None:
     return fault if fault.any() else None
 
 
-def _caller() -> str:
-    """Return file:line of the kernel code that called the language."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_LANGUAGE, "<")):
-        frame = frame.f_back
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
 class NumPyArithmetic(Machine):
     """Values are arrays that broadcast to [blocks, threads]. So are their faults: numbers of reasons, 0 for none."""
 
@@ -95,15 +87,24 @@ class NumPyArithmetic(Machine):
         super().__init__()
         self._shape = blocks, threads
         self._mask = np.ones(self._shape, bool)  # lanes that are active
+        self._made = 0  # values so far
         self._reasons = {"shared memory that nobody has written": UNWRITTEN}
 
     def _wrap(self, kind: Kind, raw: Any) -> Value:
+        self._made += 1
         return Value(self, kind, np.asarray(raw, _DTYPES[kind]))
+
+    def _caller(self) -> str:
+        """Return file:line of the kernel code that called the language."""
+        frame: Any = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith((_LANGUAGE, "<")):
+            frame = frame.f_back
+        return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
 
     # Faults.
     def _reason(self, reason: str) -> int:
         """Return the number of a reason. The reason is recorded with the place in the kernel."""
-        return self._reasons.setdefault(f"{reason} ({_caller()})", len(self._reasons) + 1)
+        return self._reasons.setdefault(f"{reason} ({self._caller()})", len(self._reasons) + 1)
 
     def _suspect(self, x: Value, wrong: np.ndarray, reason: str) -> Value:
         """Return x with a fault in the active lanes where ``wrong`` is True."""

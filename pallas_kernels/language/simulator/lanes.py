@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -19,7 +18,9 @@ from pallas_kernels.language.checks import check_access, check_barrier, check_sh
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
 from pallas_kernels.language.simulator.arithmetic import NumPyArithmetic
-from pallas_kernels.language.simulator.memory import UNWRITTEN, Memory, SharedMemory, SimulationError
+from pallas_kernels.language.simulator.clocks import Clocks
+from pallas_kernels.language.simulator.memory import UNWRITTEN, DeviceMemory, SimulationError
+from pallas_kernels.language.simulator.shared import SharedMemory
 from pallas_kernels.language.values import Condition, Index, Value, expect
 
 SPACE = 1 << 40  # distance between the addresses of buffers; the first has this address, so that 0 is invalid
@@ -38,15 +39,14 @@ class Simulator(NumPyArithmetic):
         self._lane = np.arange(blocks * threads, dtype=np.int64).reshape(self._shape)
         self._gone = np.zeros(self._shape, bool)  # lanes that have left at a barrier
         self._has_arrived = np.zeros(self._shape, bool)  # lanes that are to wait for their cluster
-        self._memories: list[Memory] = []
-        # The shared memory of all blocks, one after another.
-        self._shared_size = shared_bytes
-        self._shared = SharedMemory(blocks * shared_bytes)
+        self._memories: list[DeviceMemory] = []
+        self._shared_size, self._clocks = shared_bytes, Clocks(blocks, threads, cluster)
+        self._shared = SharedMemory(blocks, shared_bytes, self._clocks)
 
     def buffer(self, name: str, array: np.ndarray, *, constant: bool) -> Buffer:
         """Return an array in device memory. It is written in place, so pass a contiguous copy."""
         data = array.reshape(-1).view(np.uint8)
-        self._memories.append(Memory(name, data, constant=constant))
+        self._memories.append(DeviceMemory(name, data, constant=constant, dtype=array.dtype.name))
         address = self.constant(len(self._memories) * SPACE, "i64")
         return Buffer(self, address, array.shape, jnp.dtype(array.dtype), constant)
 
@@ -112,15 +112,20 @@ class Simulator(NumPyArithmetic):
         if np.any(groups.any(-1) & ~groups.all(-1)):
             raise SimulationError(f"a {scope} barrier that only some of its lanes reach")
         arrived = groups.all(-1)
-        for memory in itertools.chain(self._memories, [self._shared]):
+        for memory in self._memories:
             if not memory.constant:
                 memory.order(arrived, size, is_relaxed=is_relaxed)
+        if is_relaxed:
+            self._clocks.meet_relaxed()
+        else:
+            self._clocks.meet(arrived, size)
 
     def cluster_arrive(self) -> None:
         active = self._active(True)
         if np.any(active & self._has_arrived):
             raise SimulationError("a lane that arrives again before it has waited for its cluster")
         self._has_arrived |= active
+        self._clocks.arrive_relaxed(np.flatnonzero(active.reshape(-1, WARP).any(-1)))
 
     def cluster_wait(self) -> None:
         if np.any(self._active(True) & ~self._has_arrived):
@@ -134,7 +139,7 @@ class Simulator(NumPyArithmetic):
             raise SimulationError("a lane that left at a barrier goes on")
         return active
 
-    def _locate(self, address: Value, active: np.ndarray) -> tuple[Memory, np.ndarray]:
+    def _locate(self, address: Value, active: np.ndarray) -> tuple[DeviceMemory, np.ndarray]:
         self._trust(expect("i64", address), active, "an address")
         at = np.broadcast_to(address.raw, self._shape)[active]
         numbers = np.unique(at // SPACE)
@@ -142,10 +147,19 @@ class Simulator(NumPyArithmetic):
             raise SimulationError("an address outside of all buffers")
         return self._memories[int(numbers[0]) - 1], at % SPACE
 
-    def _gather(self, memory: Memory, at: np.ndarray, size: int, active: np.ndarray) -> list[Value]:
-        data = np.zeros((*self._shape, max(size, 4)), np.uint8)
-        data[active, :size], fault = memory.read(at, size, self._lane[active])
-        words = data.view(np.int32)
+    def _arrays(self, address: Value, active: np.ndarray) -> Iterator[tuple[DeviceMemory, np.ndarray, np.ndarray]]:
+        """Yield the arrays that lanes read at once, of which each can choose its own, with places and lanes."""
+        number = np.broadcast_to(address.raw, self._shape) // SPACE
+        for one in np.unique(number[active]):
+            here = active & (number == one)
+            yield *self._locate(address, here), here
+
+    def _words(self, data: np.ndarray, fault: np.ndarray | None, active: np.ndarray) -> list[Value]:
+        """Return the words that active lanes have loaded, [lanes, bytes], with their faults."""
+        size = data.shape[1]
+        loaded = np.zeros((*self._shape, max(size, 4)), np.uint8)
+        loaded[active, :size] = data
+        words = loaded.view(np.int32)
         values = [self._wrap("i32", words[..., i]) for i in range(words.shape[-1])]
         if fault is not None:
             fault = np.where(fault == UNWRITTEN, self._reason("shared memory that nobody has written"), fault)
@@ -156,32 +170,21 @@ class Simulator(NumPyArithmetic):
                     value.fault[active] = of_word
         return values
 
-    def _scatter(self, memory: Memory, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
+    def _bytes(self, words: Sequence[Value], size: int, active: np.ndarray) -> np.ndarray:
+        """Return what active lanes store, [lanes, size]."""
         values = [np.broadcast_to(expect("i32", word).raw, self._shape)[active] for word in words]
-        data = np.ascontiguousarray(np.stack(values, -1), np.int32).view(np.uint8)[:, :size]
-        fault: np.ndarray | int = 0
-        if any(word.fault is not None for word in words):
-            if memory is not self._shared:
-                for word in words:
-                    self._trust(word, active, f"{memory.name}: what is stored")
-            faults = [np.broadcast_to(0 if word.fault is None else word.fault, self._shape)[active] for word in words]
-            fault = np.repeat(np.stack(faults, -1), max(1, size // len(words)), -1)
-        memory.write(at, size, self._lane[active], data, fault)
+        return np.ascontiguousarray(np.stack(values, -1), np.int32).view(np.uint8)[:, :size]
 
     def load(self, address: Value, size: int, where: Condition, *, constant: bool, otherwise: int = 0) -> list[Value]:
         check_access(size)
         active = self._active(where)
         if not active.any():
             return [self.constant(otherwise, "i32")] * max(1, size // 4)
-        # A load may read several arrays, because each lane can choose its own.
-        number = np.broadcast_to(address.raw, self._shape) // SPACE
         words = [np.full(self._shape, otherwise, np.int32)] * max(1, size // 4)
-        for one in np.unique(number[active]):
-            here = active & (number == one)
-            memory, at = self._locate(address, here)
+        for memory, at, here in self._arrays(address, active):
             if constant and not memory.constant:
                 raise SimulationError(f"{memory.name}: a load through the read-only cache of what the kernel may write")
-            found = self._gather(memory, at, size, here)
+            found = self._words(*memory.read(at, size, self._lane[here]), here)
             words = [np.where(here, new.raw, old) for new, old in zip(found, words, strict=True)]
         return [self._wrap("i32", word) for word in words]
 
@@ -190,7 +193,9 @@ class Simulator(NumPyArithmetic):
         active = self._active(where)
         if active.any():
             memory, at = self._locate(address, active)
-            self._scatter(memory, at, words, size, active)
+            for word in words:
+                self._trust(expect("i32", word), active, f"{memory.name}: what is stored")
+            memory.write(at, size, self._lane[active], self._bytes(words, size, active))
 
     def _shared_offset(self, address: Value, active: np.ndarray, rank: int | None = None) -> np.ndarray:
         self._trust(expect("i32", address), active, "an address")
@@ -207,7 +212,7 @@ class Simulator(NumPyArithmetic):
         active = self._active(True)
         if not active.any():
             return [self.constant(0, "i32")] * max(1, size // 4)
-        return self._read_shared(self._shared_offset(address, active), size, active)
+        return self._words(*self._shared.read(self._shared_offset(address, active), size, self._lane[active]), active)
 
     def store_shared(
         self, address: Value, words: Sequence[Value], size: int, where: Condition, *, rank: int | None = None
@@ -215,13 +220,13 @@ class Simulator(NumPyArithmetic):
         check_access(size, words)
         active = self._active(where)
         if active.any():
-            self._write_shared(self._shared_offset(address, active, rank), words, size, active)
-
-    def _read_shared(self, at: np.ndarray, size: int, active: np.ndarray) -> list[Value]:
-        return self._gather(self._shared, at, size, active)
-
-    def _write_shared(self, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
-        self._scatter(self._shared, at, words, size, active)
+            at, data = self._shared_offset(address, active, rank), self._bytes(words, size, active)
+            fault: np.ndarray | int = 0
+            if any(word.fault is not None for word in words):
+                faults = [0 if word.fault is None else word.fault for word in words]
+                faults = [np.broadcast_to(of_word, self._shape)[active] for of_word in faults]
+                fault = np.repeat(np.stack(faults, -1), max(1, size // len(words)), -1)
+            self._shared.write(at, size, self._lane[active], data, fault)
 
     def _hold(self, values: list[Value]) -> list[Value]:
         return values

@@ -1,4 +1,4 @@
-"""Bytes of memory, and which lanes accessed each of them last, from which the simulator detects races."""
+"""Bytes of memory, and which lanes accessed each byte of device memory last, from which the simulator detects races."""
 
 from __future__ import annotations
 
@@ -16,42 +16,28 @@ class SimulationError(Exception):
 
 
 class Memory:
-    """An array in device memory, or the shared memory of all blocks. In shared memory each byte can have a fault.
+    """Bytes, of which each can have a fault.
 
     Who accessed what is recorded for cells of ``grain`` bytes, the size of the smallest access so far. Accesses are
     aligned, so each has whole cells, and the records are those of the bytes.
     """
 
-    _RECORDS: tuple[str, ...] = ("writer", "written", "settled", "low", "high", "was_read")
-    _OF_ADDITIONS = ("add_low", "add_high", "was_added")
+    _records: tuple[str, ...] = ()  # names of arrays with a row for each cell
 
-    def __init__(self, name: str, data: np.ndarray, *, constant: bool, unwritten: bool = False):
-        self.name, self.data, self.constant = name, data, constant
+    def __init__(self, name: str, data: np.ndarray, *, unwritten: bool = False):
+        self.name, self.data = name, data
         self.fault = np.full(data.size, UNWRITTEN, np.int16) if unwritten else None
-        self.grain, self._records = LARGEST, self._RECORDS
-        if not constant:
-            cells = -(-data.size // LARGEST)
-            # For each cell: the last writer; the lowest and highest lane that has read since; and for both, over how
-            # many adjacent lanes a barrier has ordered the access since then (0 = none).
-            self.writer, self.high = (np.full(cells, _NOBODY, np.int64) for _ in range(2))
-            self.low = np.full(cells, _MANY, np.int64)
-            self.written, self.was_read = (np.zeros(cells, np.int64) for _ in range(2))
-            # The same for writes that others may overwrite, but perhaps not see.
-            self.settled = self.written.copy()
+        self.grain = LARGEST
 
-    def _record_additions(self) -> None:
-        """Have records of additions, which few memories have."""
-        if self._records == self._RECORDS:
-            # The lowest and highest lane that has added atomically since, and over how many lanes that is ordered.
-            self.add_low, self.add_high = np.full_like(self.low, _MANY), np.full_like(self.high, _NOBODY)
-            self.was_added = np.zeros_like(self.was_read)
-            self._records = self._RECORDS + self._OF_ADDITIONS
+    @property
+    def _cells(self) -> int:
+        return -(-self.data.size // self.grain)
 
     def cells(self, at: np.ndarray, size: int) -> np.ndarray:
         """Return the cells [accesses, cells of each] of aligned accesses, after making cells small enough."""
         if size < self.grain:
             for record in self._records:
-                setattr(self, record, np.repeat(getattr(self, record), self.grain // size))
+                setattr(self, record, _repeated(getattr(self, record), self.grain // size))
             self.grain = size
         return at[:, None] // self.grain + np.arange(size // self.grain)
 
@@ -63,78 +49,85 @@ class Memory:
         if np.any(at % size):
             raise SimulationError(f"{self.name}: an access of {size} bytes is misaligned")
 
-    def read(self, at: np.ndarray, size: int, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def _get(self, at: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return bytes [accesses, size], and their faults if there are any."""
-        self._check(at, size)
-        if not self.constant:
-            cells, owner = self.cells(at, size), lanes[:, None]
-            writes, _, *additions = self.accesses()
-            if np.any(self.unordered(cells, owner, *writes)):
-                raise SimulationError(f"{self.name}: a lane reads what another one writes")
-            if additions and np.any(self.unordered(cells, owner, *additions[0])):
-                raise SimulationError(f"{self.name}: a lane reads what another one adds to")
-            self._join(cells, owner, self.low, self.high, self.was_read)
         fault = None if self.fault is None else units_of(self.fault, size)[at // size]
         return units_of(self.data, size)[at // size], fault if fault is not None and fault.any() else None
 
-    def add(self, at: np.ndarray, lanes: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Add x to an i32 each, atomically and in the lanes' order. Returns the value before each addition."""
-        self._check(at, 4)
-        if self.fault is not None and units_of(self.fault, 4)[at // 4].any():
-            raise SimulationError(f"{self.name}: a lane adds to what nobody has written")
-        self._record_additions()
-        cells, owner = self.cells(at, 4), lanes[:, None]
-        writes, reads, _ = self.accesses()
-        for others, verb in ((writes, "wrote"), (reads, "read")):
-            if np.any(self.unordered(cells, owner, *others)):
-                raise SimulationError(f"{self.name}: a lane adds to what another one {verb}")
-        self._join(cells, owner, self.add_low, self.add_high, self.was_added)
-        words = self.data.view(np.int32)
-        before = np.empty_like(x)
+    def _put(self, at: np.ndarray, size: int, data: np.ndarray, fault: np.ndarray | int) -> None:
+        units_of(self.data, size)[at // size] = data
+        if self.fault is not None:
+            units_of(self.fault, size)[at // size] = fault
+
+    def _add(self, at: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Add x to an i32 each, in order. Returns the value before each addition."""
+        words, before = self.data.view(np.int32), np.empty_like(x)
         with np.errstate(over="ignore"):
             for i, (word, number) in enumerate(zip(at // 4, x, strict=True)):
                 before[i] = words[word]
                 words[word] += number
         return before
 
-    def write(
-        self, at: np.ndarray, size: int, lanes: np.ndarray, data: np.ndarray, fault: np.ndarray | int = 0
-    ) -> None:
-        """Write bytes [accesses, size] with their faults."""
-        self._check(at, size)
-        if self.constant:
-            raise SimulationError(f"{self.name}: a constant input is written")
+    def _refuse_twice(self, at: np.ndarray) -> None:
         in_order = np.sort(at)  # aligned accesses of one size have no byte in common, or all
         if np.any(in_order[1:] == in_order[:-1]):
             raise SimulationError(f"{self.name}: two lanes write the same bytes")
+
+
+class DeviceMemory(Memory):
+    """An array in device memory."""
+
+    def __init__(self, name: str, data: np.ndarray, *, constant: bool, dtype: str = ""):
+        super().__init__(name, data)
+        self.constant, self.dtype = constant, dtype
+        if constant:
+            return
+        self._records = ("writer", "written", "settled", "low", "high", "was_read")
+        # For each cell: the last writer; the lowest and highest lane that has read since; and for both, over how
+        # many adjacent lanes a barrier has ordered the access since then (0 = none).
+        self.writer, self.high = (np.full(self._cells, _NOBODY, np.int64) for _ in range(2))
+        self.low = np.full(self._cells, _MANY, np.int64)
+        self.written, self.was_read = (np.zeros(self._cells, np.int64) for _ in range(2))
+        # The same for writes that others may overwrite, but perhaps not see.
+        self.settled = self.written.copy()
+
+    def read(self, at: np.ndarray, size: int, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return bytes [accesses, size], and their faults if there are any."""
+        self._check(at, size)
+        if not self.constant:
+            cells, owner = self.cells(at, size), lanes[:, None]
+            if np.any(self._unordered(cells, owner, self.writer, self.writer, self.written)):
+                raise SimulationError(f"{self.name}: a lane reads what another one writes")
+            self._join(cells, owner)
+        return self._get(at, size)
+
+    def write(self, at: np.ndarray, size: int, lanes: np.ndarray, data: np.ndarray) -> None:
+        """Write bytes [accesses, size]."""
+        self._check(at, size)
+        if self.constant:
+            raise SimulationError(f"{self.name}: a constant input is written")
+        self._refuse_twice(at)
         cells, owner = self.cells(at, size), lanes[:, None]
-        for others, verb in zip(self.accesses(), ("wrote", "read", "added to"), strict=False):
-            found = self.unordered(cells, owner, *others)
-            if verb == "wrote" and found.any():
-                found &= self.unordered(cells, owner, self.writer, self.writer, self.settled)
-            if np.any(found):
-                raise SimulationError(f"{self.name}: a lane writes what another one {verb}")
+        found = self._unordered(cells, owner, self.writer, self.writer, self.written)
+        if found.any() and np.any(found & self._unordered(cells, owner, self.writer, self.writer, self.settled)):
+            raise SimulationError(f"{self.name}: a lane writes what another one wrote")
+        if np.any(self._unordered(cells, owner, self.low, self.high, self.was_read)):
+            raise SimulationError(f"{self.name}: a lane writes what another one read")
         self.writer[cells], self.written[cells], self.settled[cells] = owner, 0, 0
-        for low, high, _ in self.accesses()[1:]:
-            low[cells], high[cells] = _MANY, _NOBODY
-        units_of(self.data, size)[at // size] = data
-        if self.fault is not None:
-            units_of(self.fault, size)[at // size] = fault
+        self.low[cells], self.high[cells] = _MANY, _NOBODY
+        self._put(at, size, data, 0)
 
-    def _join(self, cells: np.ndarray, owner: np.ndarray, low: np.ndarray, high: np.ndarray, scope: np.ndarray) -> None:
-        """Record more lanes that read or add.
-
-        Earlier ones that a barrier has ordered need not be recorded any longer.
-        """
-        stale = cells[~self.unordered(cells, owner, low, high, scope)]
-        low[stale], high[stale] = _MANY, _NOBODY
-        scope[cells] = 0
+    def _join(self, cells: np.ndarray, owner: np.ndarray) -> None:
+        """Record more lanes that read. Earlier ones that a barrier has ordered need not be recorded any longer."""
+        stale = cells[~self._unordered(cells, owner, self.low, self.high, self.was_read)]
+        self.low[stale], self.high[stale] = _MANY, _NOBODY
+        self.was_read[cells] = 0
         owners = np.broadcast_to(owner, cells.shape).reshape(-1)
-        np.minimum.at(low, cells.reshape(-1), owners)
-        np.maximum.at(high, cells.reshape(-1), owners)
+        np.minimum.at(self.low, cells.reshape(-1), owners)
+        np.maximum.at(self.high, cells.reshape(-1), owners)
 
     @staticmethod
-    def unordered(cells: np.ndarray, owner: np.ndarray, low: Any, high: Any, scope: Any) -> np.ndarray:
+    def _unordered(cells: np.ndarray, owner: np.ndarray, low: Any, high: Any, scope: Any) -> np.ndarray:
         """Return whether another lane's access is ordered neither before nor after that of ``owner``."""
         low, high = low[cells], high[cells]
         others = (high != _NOBODY) & ((low != owner) | (high != owner))
@@ -144,41 +137,26 @@ class Memory:
             others &= (scope == 0) | (low // size != owner // size) | (high // size != owner // size)
         return others
 
-    def accesses(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return lowest lane, highest lane and range of ordering, for writes, for reads, and for additions if any."""
-        found = [(self.writer, self.writer, self.written), (self.low, self.high, self.was_read)]
-        if self._records != self._RECORDS:
-            found.append((self.add_low, self.add_high, self.was_added))
-        return found
-
     def order(self, arrived: np.ndarray, size: int, *, is_relaxed: bool = False) -> None:
         """Apply a barrier over groups of ``size`` lanes: what their lanes did is ordered before what they do next.
 
         After a relaxed one lanes may overwrite what others wrote, but need not see it.
         """
-        writes, *others = self.accesses()
-        if is_relaxed:
-            writes = self.writer, self.writer, self.settled
-        for low, high, scope in (writes, *others):
+        written = self.settled if is_relaxed else self.written
+        for low, high, scope in ((self.writer, self.writer, written), (self.low, self.high, self.was_read)):
             at = np.flatnonzero((high != _NOBODY) & (scope < size))
             group = high[at] // size
             scope[at[arrived[group] & (low[at] // size == group)]] = size
 
 
-class SharedMemory(Memory):
-    """Shared memory, of which tensor cores read what was fenced since it was written."""
-
-    _RECORDS = (*Memory._RECORDS, "touched", "fenced", "unfenced", "reads")
-
-    def __init__(self, size: int):
-        super().__init__("shared memory", np.full(size, 0xFF, np.uint8), constant=False, unwritten=True)
-        cells = self.writer.size
-        self.touched = np.zeros(cells, bool)  # accessed since the last barrier of the warps that did
-        self.fenced = np.zeros(cells, bool)  # tensor cores may read it
-        self.unfenced = np.zeros(cells, bool)  # stored to since the last fence of the lane that did
-        self.reads = np.zeros(cells, np.int16)  # number of running products that read it
-
-
 def units_of(array: np.ndarray, size: int) -> np.ndarray:
     """Return a view [units, size] of an array with an element for each byte, without what is past the last unit."""
     return array[: array.size // size * size].reshape(-1, size)
+
+
+def _repeated(record: np.ndarray, times: int) -> np.ndarray:
+    """Return a record with each row several times. Rows of zeros take no memory."""
+    out = np.zeros((record.shape[0] * times, *record.shape[1:]), record.dtype)
+    rows = np.flatnonzero(record if record.ndim == 1 else record.any(1))
+    out.reshape(record.shape[0], times, *record.shape[1:])[rows] = record[rows, None]
+    return out

@@ -1,7 +1,8 @@
 """The machine of ``tensor_cores`` in NumPy.
 
-At every barrier, the next warpgroup in a role to run is chosen at random, from a fixed seed. A product is computed only
-when it is waited for. If its operands are overwritten before that, the result is wrong, as it may be on a GPU.
+At every barrier, the next warpgroup in a role to run is chosen at random, and so are the copies that are complete by
+then (``barriers.SEED``). A product reads from when it is started until it is waited for, and nobody may write there in
+the meantime.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +21,9 @@ from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
 from pallas_kernels.language.regions import Region
 from pallas_kernels.language.simulator.arithmetic import elementwise, multiply_bf16
 from pallas_kernels.language.simulator.barriers import BarrierSimulator
+from pallas_kernels.language.simulator.clocks import SEES
 from pallas_kernels.language.simulator.memory import SimulationError, units_of
+from pallas_kernels.language.simulator.shared import DTYPES, Writer, number_of
 from pallas_kernels.language.tensor_cores import (
     ATOM_BYTES,
     ATOM_ROWS,
@@ -36,13 +39,25 @@ from pallas_kernels.language.values import Condition, Index, Value
 _NUMPY = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _LaneCopy:
+    """A copy that lanes have started for themselves."""
+
+    at: np.ndarray  # byte offset in the shared memory of all blocks, for each lane
+    data: np.ndarray  # uint8 [lanes, bytes]
+    lanes: np.ndarray
+    known: np.ndarray  # what the warps came after when they started it, [warps, agents]
+    dtype: int
+
+
 class _Turn:
     """A warpgroup in its role. It runs in a thread of its own, but only one of these threads runs at a time."""
 
     def __init__(self, body: Callable[[], None], mask: np.ndarray, region: Region):
         self.mask, self.region = mask, region  # as they were when it stopped running
         self.groups: list[_Group] = []  # products that are running
-        self.copies: list[list[Any]] = [[]]  # groups of copies that are running: their arguments and lanes
+        self.unheld: list[_Group] = []  # that were waited for, with operands in registers that were not held since
+        self.copies: list[list[_LaneCopy]] = [[]]  # groups of copies that are running
         self.ready: Callable[[], bool] = lambda: True
         self.done, self.error = False, None
         self._go, self._back = threading.Event(), threading.Event()
@@ -87,17 +102,20 @@ class _Group:
     columns: int
     dtype: DType
     packed: bool
-    active: np.ndarray  # bool [blocks, threads]
+    units: list[tuple[int, int, list[np.ndarray]]]  # block, first lane, and the units that each operand is read from
+    place: str  # in the kernel
     result: list[np.ndarray] | None = None
+    made: int = 0  # values that were made before it was started
+    unheld: np.ndarray | None = None  # lanes that have not held the operand's registers since the wait
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Pending:
     """A raw value that may only be read by ``wgmma_wait``: an element of a group's result, or a choice between two."""
 
-    group: _Group | None = None
-    index: int = 0
-    choice: tuple[np.ndarray, Any, Any] | None = None
+    __slots__ = ("choice", "group", "index")
+
+    def __init__(self, group: _Group | None, index: int = 0, choice: tuple[np.ndarray, Any, Any] | None = None):
+        self.group, self.index, self.choice = group, index, choice
 
     def value(self) -> np.ndarray:
         if self.choice is not None:
@@ -107,6 +125,15 @@ class _Pending:
         if self.group.result is None:
             raise SimulationError("a product is used before it was waited for")
         return self.group.result[self.index]
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        raise SimulationError(
+            "sums of a product are used that wgmma_wait has not returned: write sums = machine.wgmma_wait(sums)"
+        )
+
+    __array__ = __array_ufunc__ = __array_function__ = __getattr__ = refuse
+    __add__ = __sub__ = __mul__ = __floordiv__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = refuse
 
 
 def _value(raw: Any) -> np.ndarray:
@@ -190,21 +217,32 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
 
     def copy_async(self, to: Value, address: Value, where: Condition, *, size: int = 16) -> None:
         check_copy(size)
-        where = self._constant(where, "bool") if isinstance(where, bool) else where
-        to, address, where = self._made_in(self._body, [to, address, where])  # it may outlive the part that started it
-        self._turn.copies[-1].append((to, address, where, size, self._active(True).copy()))
+        active, chosen = self._active(True).copy(), self._active(where)
+        if not active.any():
+            return
+        at, dtype, data = self._shared_offset(to, active), 0, np.zeros((*self._shape, size), np.uint8)
+        for memory, source, here in self._arrays(address, chosen):
+            if not memory.constant:
+                raise SimulationError(f"{memory.name}: a copy of what the kernel may write")
+            data[here], _ = memory.read(source, size, self._lane[here])
+            dtype = number_of(memory.dtype)
+        self._shared.expect(at, size)
+        copy = _LaneCopy(at, data[active], self._lane[active], self._clocks.follows(), dtype)
+        self._turn.copies[-1].append(copy)
 
     def close_copies(self) -> None:
         self._turn.copies.append([])
 
     def wait_copies(self, *, pending: int = 0) -> None:
-        """Carry out copies. Until then, reads give the previous contents."""
         groups = self._turn.copies
         while len(groups) > pending + 1 or (groups[0] and not pending):
-            for to, address, where, size, active in groups[0]:
-                mask, self._mask = self._mask, active
-                self.store_shared(to, self.load(address, size, where, constant=True), size, True)
-                self._mask = mask
+            for copy in groups[0]:
+                warps = copy.lanes // WARP
+                writer = Writer(copy.lanes, self._clocks.epoch[warps], copy.known, warps)
+                self._shared.arrive(
+                    copy.at, copy.data.shape[1], writer, copy.data, dtype=copy.dtype, is_fenced=False, was_expected=True
+                )
+                self._shared.unfenced[self._shared.cells(copy.at, copy.data.shape[1])] = True
             groups[0] = []
             if len(groups) > 1:
                 groups.pop(0)
@@ -245,6 +283,8 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             raise SimulationError(f"roles for {first} of {self._threads} lanes")
         before, self._in_roles = self._turn, True
         while going := [turn for turn in turns if not turn.done]:
+            while self._random.integers(2) and self._go_on():
+                pass
             ready = [turn for turn in going if turn.ready()]
             if not ready:
                 if self._go_on():
@@ -253,6 +293,8 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             self._turn = ready[self._random.integers(len(ready))]
             self._mask, self.region = self._turn.mask, self._turn.region
             self._turn.take()
+            if self._turn.done:
+                self._check_turn(self._turn)
         self._mask, self.region, self._turn, self._in_roles = outer, self._around_roles, before, False
 
     def _give_way(self, ready: Callable[[], bool]) -> None:
@@ -274,17 +316,6 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         mine = unfenced[lanes[self._shared.writer[unfenced]]]
         self._shared.fenced[mine], self._shared.unfenced[mine] = True, False
 
-    def _read_shared(self, at: np.ndarray, size: int, active: np.ndarray) -> list[Value]:
-        words = super()._read_shared(at, size, active)
-        self._shared.touched[self._shared.cells(at, size)] = True
-        return words
-
-    def _write_shared(self, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
-        super()._write_shared(at, words, size, active)
-        written = self._shared.cells(at, size)
-        self._shared.fenced[written] = False
-        self._shared.unfenced[written] = self._shared.touched[written] = True
-
     def wgmma(
         self,
         start: list[Value] | None,
@@ -300,15 +331,33 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         for value in (*(start or []), *([] if isinstance(a, Operand) else a)):
             self._trust(value, active, "what enters a product")
         raw = None if start is None else [value.raw for value in start]
-        left = self._kept_operand(a) if isinstance(a, Operand) else [value.raw for value in a]
-        group = _Group(raw, left, self._kept_operand(b), columns, dtype, packed, active.copy())
+        left = a if isinstance(a, Operand) else [np.asarray(value.raw) for value in a]
+        units = []
+        for block, first in self._warpgroups(active):
+            known = self._clocks.known[SEES, self._warps(block, first)].min(0)
+            reads = [(b, columns), *([(a, 64)] if isinstance(a, Operand) else [])]
+            at = [self._begin_read(one, block, first, rows, dtype, known) for one, rows in reads]
+            units.append((block, first, at))
+        group = _Group(raw, left, b, columns, dtype, packed, units, self._caller())
         self._turn.groups.append(group)
         kind, count = ("i32", columns // 4) if packed else ("f32", columns // 2)
+        group.made = self._made
         return [Value(self, kind, _Pending(group, i)) for i in range(count)]
 
-    def _kept_operand(self, operand: Operand) -> Operand:
-        (address,) = self._made_in(self._body, [operand.address])
-        return dataclasses.replace(operand, address=address)
+    def _warps(self, block: int, first: int) -> np.ndarray:
+        """Return the numbers of a warpgroup's warps."""
+        return self._lane[block, first] // WARP + np.arange(WARPGROUP // WARP)
+
+    def _begin_read(
+        self, operand: Operand, block: int, lane: int, rows: int, dtype: DType, known: np.ndarray, reader: int = -1
+    ) -> np.ndarray:
+        """Note that a product begins to read an operand. Returns the addresses of its units."""
+        at = self._operand_units(operand, block, lane, rows)
+        self._shared.begin(at.reshape(-1), UNIT, known, reader)
+        held = DTYPES[self._shared.dtype[self._shared.cells(at.reshape(-1), UNIT)].max(initial=0)]
+        if held not in (DTYPES[0], np.dtype(_NUMPY[dtype]).name):
+            raise SimulationError(f"a product takes {dtype}, and its operand was written as {held}")
+        return at
 
     def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
         groups = self._turn.groups
@@ -316,27 +365,59 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             self._multiply(groups.pop(0))
         return [self._wrap(value.kind, _value(value.raw)) for value in values]
 
+    def _hold(self, values: list[Value]) -> list[Value]:
+        raw = [value.raw for value in values]
+        for group in self._turn.unheld:
+            assert isinstance(group.a, list)
+            assert group.unheld is not None
+            for first in range(0, len(raw) - len(group.a) + 1, len(group.a)):
+                same = [x == y for x, y in zip(group.a, raw[first : first + len(group.a)], strict=True)]
+                group.unheld &= ~(functools.reduce(np.logical_and, same) & self._mask)
+        self._turn.unheld = [group for group in self._turn.unheld if np.any(group.unheld)]
+        return values
+
+    def _check_turn(self, turn: _Turn) -> None:
+        """Raise an error if a product still runs when a role ends, or if registers were not held that it read."""
+        if turn.groups:
+            raise SimulationError(f"a product that nobody waits for, from {turn.groups[0].place}")
+        if turn.unheld:
+            raise SimulationError(
+                f"registers that a product reads, from {turn.unheld[0].place}, may be used again while it runs: "
+                "machine.hold(words) is to follow the wait"
+            )
+
+    def check_end(self) -> None:
+        super().check_end()
+        self._check_turn(self._turn)
+
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         if isinstance(a.raw, _Pending) or isinstance(b.raw, _Pending):  # this happens at the end of a loop's iteration
-            return Value(self, a.kind, _Pending(choice=(condition.raw, a.raw, b.raw)))
+            return Value(self, a.kind, _Pending(None, choice=(condition.raw, a.raw, b.raw)))
         return super().select(condition, a, b)
 
     def _multiply(self, group: _Group) -> None:
         sums = np.zeros((group.columns // 2, *self._shape), np.float32)
         for i, raw in enumerate(group.start or []):
             sums[i] = _value(raw)
-        for block, first in self._warpgroups(group.active):
-            lanes = slice(first, first + WARPGROUP)
+        for block, first, (of_b, *of_a) in group.units:
+            lanes, warps = slice(first, first + WARPGROUP), self._warps(block, first)
+            b = self._matrix(group.b, of_b, group.dtype)
             if isinstance(group.a, Operand):
-                a = self._operand(group.a, block, first, 64, group.dtype)
+                a = self._matrix(group.a, of_a[0], group.dtype)
             else:
                 a = self._registers(group.a, block, lanes, group.dtype)
-            b = self._operand(group.b, block, first, group.columns, group.dtype)
+            for at in (of_b, *of_a):
+                self._shared.end(at.reshape(-1), UNIT, warps)
             with np.errstate(all="ignore"):
                 product = a.astype(np.float32) @ b.astype(np.float32).T
             # Row: warp, value / 2 % 2, lane / 4. Column: value / 4, lane % 4, value % 2.
             of_lanes = product.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
             sums[:, block, lanes] += of_lanes.reshape(-1, WARPGROUP)
+        if not isinstance(group.a, Operand) and group.made != self._made:
+            group.unheld = np.zeros(self._shape, bool)
+            for block, first, _ in group.units:
+                group.unheld[block, first : first + WARPGROUP] = True
+            self._turn.unheld.append(group)
         group.result = list(sums)
         if group.packed:
             values = [self._wrap("f32", one) for one in sums]
@@ -349,10 +430,6 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             raise SimulationError("a product that only some lanes of a warpgroup ask for")
         for block, number in zip(*np.nonzero(groups.all(-1)), strict=True):
             yield int(block), int(number) * WARPGROUP
-
-    def _operand(self, operand: Operand, block: int, lane: int, rows: int, dtype: DType) -> np.ndarray:
-        """Return [rows, K] from a block's shared memory."""
-        return self._matrix(operand, self._operand_units(operand, block, lane, rows), dtype)
 
     def _matrix(self, operand: Operand, at: np.ndarray, dtype: DType) -> np.ndarray:
         matrix = units_of(self._shared.data, UNIT)[at // UNIT].reshape(len(at), -1).view(_NUMPY[dtype])
@@ -380,8 +457,6 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         at = at + block * self._shared_size
         if self._shared.fault is not None and np.any(units_of(self._shared.fault, UNIT)[at // UNIT]):
             raise SimulationError("a product reads shared memory that nobody has written")
-        if not np.all(self._shared.fenced[self._shared.cells(at.reshape(-1), UNIT)]):
-            raise SimulationError("a product reads shared memory that was not fenced since it was written")
         return at
 
     def _registers(self, words: list[Any], block: int, lanes: slice, dtype: DType) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The machine of ``tensor_memory`` in NumPy.
 
-A product completes as late as possible: only when all lanes wait and something must happen. Until then, nobody may
-write what it reads or use what it writes. When a cell is used by another warp than the last one, both fences must come
+Products complete at any time before those that wait for them go on. Until then, nobody may write what they read or use
+what they write. When a cell is used by another warp than the last one, both fences must come
 in between.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 
 from pallas_kernels.language.checks import check_product
 from pallas_kernels.language.machine import WARP
+from pallas_kernels.language.simulator.clocks import SEES
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.simulator.tensor_cores import TensorCoreSimulator
 from pallas_kernels.language.tensor_cores import UNIT, DType, Operand
@@ -35,12 +36,16 @@ class _Product:
     sums: np.ndarray  # f32 [64, columns]
     accumulate: bool
     reads: list[np.ndarray]  # addresses of 16-byte units in all blocks' shared memory
+    warp: int  # that has started it
+    number: int  # among those of this warp, from 1
 
 
 @dataclasses.dataclass(eq=False)
 class _Commit:
     warps: np.ndarray
+    blocks: np.ndarray
     barriers: np.ndarray
+    known: np.ndarray  # what these warps knew, and that their products until then are complete
 
 
 class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
@@ -51,6 +56,7 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         self._columns = 0  # columns that every block has
         self._running: list[tuple[object, _Product | _Commit]] = []  # what is running, with the role that started it
         self._clock = 0
+        self._started = np.zeros(self._shape[0] * threads // WARP, np.int32)  # products of each warp
         self._seen = np.zeros(self._shape[0] * threads // WARP, np.int64)  # the time of each warp's last "after" fence
 
     @contextlib.contextmanager
@@ -91,23 +97,20 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
     def _ask(self, into: Accumulator, a: Operand, b: Operand, dtype: DType, block: int, lane: int, add: bool) -> None:
         reads, matrices, owner = [], [], self._lane[block, lane]
         for operand, rows in ((a, ROWS), (b, into.columns)):
-            at = self._operand_units(operand, block, lane, rows)
-            cells = self._shared.cells(at.reshape(-1), UNIT)
-            if np.any(self._shared.unordered(cells, owner, *self._shared.accesses()[0])):
-                raise SimulationError("a product reads what a lane writes")
-            self._shared.reads[cells] += 1
+            at = self._begin_read(operand, block, lane, rows, dtype, self._clocks.known[SEES, owner // WARP], owner)
             reads.append(at.reshape(-1))
             matrices.append(self._matrix(operand, at, dtype).astype(np.float32))
         row, (column, half) = np.arange(ROWS), (self._number(x, block, lane) for x in (into.column, into.half))
         cells = (row // 16 * 32 + row % 16 + 16 * half)[:, None], column + np.arange(into.columns)[None]
         self._check_cells(column, into.columns)
         warp = owner // WARP
+        self._started[warp] += 1
         self._check_order((block, *cells), warp, by_product=True)
         self._pending[block, *cells] += 1
         self._user[block, *cells], self._by_product[block, *cells] = warp, True
         self._released[block, *cells] = _NEVER
         with np.errstate(all="ignore"):
-            product = _Product(block, cells, matrices[0] @ matrices[1].T, add, reads)
+            product = _Product(block, cells, matrices[0] @ matrices[1].T, add, reads, warp, int(self._started[warp]))
         self._running.append((self._turn, product))
 
     def _commit(self, barrier: Value) -> None:
@@ -115,35 +118,34 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         number = np.broadcast_to(barrier.raw, self._shape)[block, lane] // 8
         if np.any(self._expected[block, number] == 0):
             raise SimulationError("no barrier stands there")
-        self._running.append((self._turn, _Commit(self._lane[block, lane] // WARP, number)))
+        warps = self._lane[block, lane] // WARP
+        known = self._clocks.release(warps).copy()
+        known[:, np.arange(warps.size), self._clocks.of_cluster + self._clocks.own[warps]] = self._started[warps]
+        self._running.append((self._turn, _Commit(warps, block, number, known)))
 
     def _go_on(self) -> bool:
-        """Complete products up to the first commit that waits for them."""
-        turn = next((turn for turn, one in self._running if isinstance(one, _Commit)), None)
-        if turn is None:
+        """Complete a copy, or the products of a role up to the first commit that waits for them."""
+        turns = [turn for turn, one in self._running if isinstance(one, _Commit)]
+        if not turns or (self._copies and self._random.integers(2)):
             return super()._go_on()
+        turn = turns[self._random.integers(len(turns))]
         while True:
             i = next(i for i, (of, _) in enumerate(self._running) if of is turn)
             _, one = self._running.pop(i)
             if isinstance(one, _Commit):
-                self._count(one.warps, one.barriers)
+                self._count_of(one.warps, one.blocks, one.barriers, one.known)
                 return True
             self._end(one)
 
     def _end(self, product: _Product) -> None:
         cells = (product.block, *product.cells)
         for at in product.reads:
-            self._shared.reads[self._shared.cells(at, UNIT)] -= 1
+            self._shared.end(at, UNIT, np.array([product.warp]), product=product.number)
         with np.errstate(all="ignore"):
             self._cells[cells] = self._cells[cells] + product.sums if product.accumulate else product.sums
         self._pending[cells] -= 1
         self._clock += 1
         self._released[cells] = np.where(self._pending[cells] == 0, self._clock, _NEVER)
-
-    def _write_shared(self, at: np.ndarray, words: Sequence[Value], size: int, active: np.ndarray) -> None:
-        if self._running and np.any(self._shared.reads[self._shared.cells(at, size)]):
-            raise SimulationError("shared memory is written that a product reads")
-        super()._write_shared(at, words, size, active)
 
     # Cells.
     def _number(self, x: Index, block: int, lane: int) -> int:
