@@ -191,3 +191,13 @@ def test_mistakes_with_a_relaxed_barrier_are_found(mistake, message):
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         run(body, {}, spec((4,), jnp.float32), simulate=True, cluster=2, shared_bytes=1024)
+
+
+def test_a_barrier_of_another_block_is_initialised_before_it_is_used():
+    def body(machine: TensorCores, x: Any, out: Any) -> None:
+        barrier = Barrier.take(machine, 8, scope="cluster")
+        init_barriers(barrier)  # and the cluster does not meet
+        barrier.arrive_in_cluster(2)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a barrier of another block that may not be initialised"):
+        run(body, {}, spec((4,), jnp.float32), simulate=True, cluster=2, shared_bytes=64)

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.language.checks import check_send
 from pallas_kernels.language.machine import WARP, Scope
+from pallas_kernels.language.simulator.clocks import FOLLOWS
 from pallas_kernels.language.simulator.lanes import Simulator
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.simulator.shared import Writer, number_of
@@ -46,6 +47,7 @@ class BarrierSimulator(Simulator):
         self._arrived = np.zeros((blocks, shared_bytes // 8, cluster * threads // WARP), bool)  # of the cluster
         self._coming = np.zeros((blocks, shared_bytes // 8), np.int64)  # bytes of copies that a phase waits for
         self._barriers = np.full(shared_bytes // 8, -1)  # their numbers in ``Clocks``
+        self._initialised = np.zeros((blocks, shared_bytes // 8), np.int32)  # in which epoch of the block's first warp
         self._copies: list[_Copy] = []  # that are running
 
     @abc.abstractmethod
@@ -58,6 +60,7 @@ class BarrierSimulator(Simulator):
                 raise SimulationError("a misaligned barrier")
             self._expected[:, address // 8] = count
             self._barriers[address // 8] = self._barriers.max() + 1
+            self._initialised[:, address // 8] = self._clocks.epoch[:: self._clocks.of_block]
         self._clocks.add_barriers(len(counts))
         self.barrier("block")
 
@@ -106,11 +109,18 @@ class BarrierSimulator(Simulator):
         if not warp.size:
             return
         place = self._clocks.own[warp]
+        self._check_initialised(warp, block, number)
         if np.any(self._arrived[block, number, place]):
             raise SimulationError("a warp arrives twice in one phase")
         self._arrived[block, number, place] = True
         self._clocks.arrive(known, block, self._barriers[number])
         self._end_phases(block, number)
+
+    def _check_initialised(self, warp: np.ndarray, block: np.ndarray, number: np.ndarray) -> None:
+        """Raise an error if warps use barriers of other blocks that these may not have initialised yet."""
+        first = self._clocks.own[block * self._clocks.of_block]
+        if np.any(self._clocks.known[FOLLOWS, warp, first] < self._initialised[block, number]):
+            raise SimulationError("a barrier of another block that may not be initialised: the cluster must meet")
 
     def _end_phases(self, block: np.ndarray, number: np.ndarray) -> None:
         """End the phases of these barriers that wait for nothing any more."""
@@ -143,6 +153,7 @@ class BarrierSimulator(Simulator):
         values = [np.broadcast_to(word.raw, self._shape)[active] for word in words]
         data = np.ascontiguousarray(np.stack(values, -1), np.int32).view(np.uint8)
         known, warps = self._clocks.follows(), self._lane[active] // WARP
+        self._check_initialised(warps, at // self._shared_size, number)
         self._begin(_Copy(at, data, at // self._shared_size, number, known, warps, 0, True))
 
     def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
