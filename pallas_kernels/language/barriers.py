@@ -100,7 +100,12 @@ class Barrier:
 
         Before the first phase has ended, a wait for parity 1 returns at once. Thus a role that waits for room which is
         free at the start begins with parity 1.
+
+        Raises:
+          ValueError: an int that is not 0 or 1. The simulator raises SimulationError for such an i32.
         """
+        if isinstance(parity, int) and parity not in (0, 1):
+            raise ValueError(f"a phase has the parity 0 or 1, got {parity}: write barrier.wait(count & 1)")
         parity = self.machine.constant(parity, "i32") if isinstance(parity, int) else parity
         self.machine.wait(self.address, parity, self.scope)
 

@@ -8,7 +8,14 @@ from pallas_kernels.language.machine import WARP, Scope
 from pallas_kernels.language.tensor_cores import HALVES, DType, Operand
 from pallas_kernels.language.values import Condition, Value, expect
 
+REDUCTIONS = ("add", "max", "min")  # of an i32 over a warp
 MAX_COLUMNS = 256  # columns of a product
+
+
+def check_reduction(op: str) -> None:
+    """Raise ValueError if a warp cannot reduce by this operation in one instruction."""
+    if op not in REDUCTIONS:
+        raise ValueError(f"a warp reduces by one of {', '.join(map(repr, REDUCTIONS))}, got {op!r}")
 
 
 def check_shuffle(x: Value, distance: int) -> None:

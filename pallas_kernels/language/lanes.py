@@ -292,7 +292,9 @@ class Team:
         machine, warps = self.machine, self.size // WARP
         warp = self.lane // WARP
         results = []
+        before = machine.shared_bytes
         rooms = [Shared.take(machine, (warps,), "i32") for _ in terms]
+        machine.scratch_bytes += machine.shared_bytes - before
         for room, x in zip(rooms, partial, strict=True):
             room.store_int(machine.bits(x) if x.kind == "f32" else x, warp, where=self.lane % WARP == 0)
         machine.barrier("warpgroup")

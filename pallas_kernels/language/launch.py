@@ -135,7 +135,7 @@ def launch(
                 jax.tree.unflatten(inputs_tree, buffers[: len(operands)]),
                 jax.tree.unflatten(state_tree, _in_place(order, buffers[len(operands) :])),
             )
-            _check_shared(name, machine, shared_bytes)
+            _check_shared(name, machine, grid)
             if machine.changes_registers and gpu is target.HOPPER:
                 plugin.warn_if_slow(name)
 
@@ -169,9 +169,12 @@ def _in_place(order: list[int], leaves: list[Any]) -> list[Any]:
     return [placed[i] for i in range(len(leaves))]
 
 
-def _check_shared(name: str, machine: Machine, available: int) -> None:
-    if machine.shared_bytes > available:
-        raise ValueError(f"{name} takes {machine.shared_bytes} bytes of shared memory, its launch has {available}")
+def _check_shared(name: str, machine: Machine, grid: Grid) -> None:
+    taken, scratch = machine.shared_bytes - machine.scratch_bytes, machine.scratch_bytes
+    if taken > -(-grid.shared_bytes // 16) * 16:
+        raise ValueError(f"{name} takes {taken} bytes of shared memory, its Grid has shared_bytes={grid.shared_bytes}")
+    if scratch > (most := grid.reduces * SCRATCH_BYTES):
+        raise ValueError(f"{name} takes {scratch} bytes of shared memory for reductions, a launch has {most}")
 
 
 def _uninitialised(leaf: Any) -> jax.Array:
@@ -193,6 +196,6 @@ def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, inputs: Any,
     inputs = jax.tree.map(lambda array: np.array(array, order="C"), inputs)
     state = jax.tree.map(lambda array: np.array(array, order="C"), state)
     body(machine, buffers(inputs, constant=True), buffers(state, constant=False))
-    _check_shared(name, machine, shared_bytes)
+    _check_shared(name, machine, grid)
     machine.check_end()
     return state

@@ -37,6 +37,7 @@ class Machine(Arithmetic):
     def __init__(self) -> None:
         super().__init__()
         self.shared_bytes = 0  # shared memory taken so far
+        self.scratch_bytes = 0  # of that, for reductions of ``lanes.Team``
 
     def take_shared(self, size: int, alignment: int = 16) -> int:
         """Return the byte offset of ``size`` unused bytes of shared memory. ``shared.Shared.take`` makes an array.
@@ -164,7 +165,9 @@ class Machine(Arithmetic):
     def hold[Tree](self, values: Tree) -> Tree:
         """Return the same values, any pytree of them, which are used only after everything issued so far.
 
-        Without it, a compiler may wait for values that are being loaded before it issues the next loads.
+        Without it, a compiler may wait for values that are being loaded before it issues the next loads. It may also
+        use registers again that a product still reads: where words are an operand of ``wgmma``, hold them after the
+        wait for the product. The simulator raises SimulationError where that is missing.
         """
         leaves, structure = carries.flatten(values, Value)
         return jax.tree.unflatten(structure, self._hold(leaves))

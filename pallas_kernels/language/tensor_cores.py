@@ -157,7 +157,7 @@ class TileCopy:
 
     source: Buffer  # [rows, columns], an argument of the launch
     row: Index  # the first
-    column: Index  # the first
+    column: Index  # the first, counted in elements
     to: Index  # byte offset in shared memory, a multiple of 1024, or with ``swizzle`` 0 of 128
     rows: int  # at most 256
     row_bytes: int  # a multiple of 16, of at most 256 elements
@@ -173,6 +173,8 @@ class TileCopy:
             raise ValueError(f"a copy has at most 256 rows and 256 columns, of 16 bytes each, got {self.rows, columns}")
         if len(self.source.shape) != 2 or self.source.shape[1] * self.source.dtype.itemsize % UNIT:
             raise ValueError(f"an array of two axes is meant, with rows of 16 bytes each, got {self.source.shape}")
+        if isinstance(self.column, int) and not 0 <= self.column < self.source.shape[1]:
+            raise ValueError(f"a copy from column {self.column} of {self.source.shape[1]}: a column counts elements")
 
     @property
     def size(self) -> int:
@@ -381,7 +383,7 @@ class TensorCores(Machine):
         Args:
           start: the result of an earlier product of the same shape, or None.
           a: [64, K] in shared memory; or in registers, as four words per K step: of rows r and r + 8 the K bytes 4 (t %
-            4) .. 4 (t % 4) + 3, then of both rows those 16 bytes further.
+            4) .. 4 (t % 4) + 3, then of both rows those 16 bytes further. Hold these words after the wait (``hold``).
           b: [columns, K] in shared memory.
           columns: a multiple of 8, at most 256.
           dtype: of both operands. Only those of 16 bits may be transposed.

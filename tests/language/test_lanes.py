@@ -304,7 +304,7 @@ def test_shared_memory_belongs_to_a_block(size, where, simulate):
         simulate=simulate,
         grid=(blocks,),
         warpgroups=2,
-        shared_bytes=threads * size,
+        shared_bytes=16 + threads * size,
     )
     lane = np.arange(threads)
     storing = {"all": lane >= 0, "none": lane < 0, "some": lane % 3 == 0}[where]

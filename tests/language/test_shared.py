@@ -95,7 +95,7 @@ def test_additions_in_an_array(simulate):
         machine.barrier("block")
         out.store_int(counters.load_int(lane), lane, where=lane < 4)
 
-    out = run(body, {}, spec((4,), np.int32), simulate=simulate)
+    out = run(body, {}, spec((4,), np.int32), simulate=simulate, shared_bytes=16)
     lane = np.arange(64, 128)
     np.testing.assert_array_equal(out, [100 * i + lane[lane % 4 == i].sum() for i in range(4)])
 

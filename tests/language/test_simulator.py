@@ -182,7 +182,7 @@ FAULTS: list[tuple[Callable[..., None], str]] = [
     (write_to_an_input, "a constant input is written"),
     (cached_load_of_state, "read-only cache of what the kernel may write"),
     *((body, "a lane that left at a barrier goes on") for body in LEAVERS),
-    (too_much_shared_memory, "takes 1040 bytes of shared memory, its launch has 1024"),
+    (too_much_shared_memory, "1040 bytes of shared memory are taken so far, and the launch has 1024"),
 ]
 
 

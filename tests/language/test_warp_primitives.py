@@ -74,7 +74,7 @@ def test_additions_in_shared_memory(where, simulate):
 
     shape = spec(numbers.shape, np.int32)
     state = {"before": shape, "after": shape}
-    out = run(body, jnp.asarray(numbers), state, simulate=simulate, grid=(blocks,), warpgroups=2)
+    out = run(body, jnp.asarray(numbers), state, simulate=simulate, grid=(blocks,), warpgroups=2, shared_bytes=32)
 
     lane = np.arange(threads)
     adds = {"all": lane >= 0, "some": lane % 3 == 1}.get(where, lane < 0)
@@ -108,7 +108,7 @@ def test_blocks_of_a_cluster_add_in_the_shared_memory_of_one(simulate):
                 out.store_int(total, block, cluster * WARPGROUP)
 
     shape = 3, cluster * WARPGROUP + 1
-    out = run(body, {}, np.full(shape, -1, np.int32), simulate=simulate, grid=(3,), cluster=cluster)
+    out = run(body, {}, np.full(shape, -1, np.int32), simulate=simulate, grid=(3,), cluster=cluster, shared_bytes=16)
     who = np.add.outer(np.arange(cluster) * 1000, np.arange(WARPGROUP)).ravel()
     for block in range(3):
         np.testing.assert_array_equal(np.sort(out[block, :-1]), who)

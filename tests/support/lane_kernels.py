@@ -116,7 +116,8 @@ def elementwise(
 
     inputs = [jnp.asarray(x) for x in padded]
     state = [spec(padded[0].shape, dtype)] * outputs
-    out = run(body, inputs, state, simulate=simulate, grid=(len(padded[0]) // WARPGROUP,))
+    grid = (len(padded[0]) // WARPGROUP,)
+    out = run(body, inputs, state, simulate=simulate, grid=grid, shared_bytes=4 * WARPGROUP)
     return [x[:size] for x in out]
 
 

@@ -17,7 +17,7 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.language.checks import check_access, check_barrier, check_shuffle
+from pallas_kernels.language.checks import check_access, check_barrier, check_reduction, check_shuffle
 from pallas_kernels.language.kinds import Kind
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import Machine, Scope
@@ -195,6 +195,7 @@ class PTX(Machine):
         return self._asm(text, f"={register},{register}", [x.kind], x, effects=True)[0]
 
     def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
+        check_reduction(op)
         return self._asm(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r", ["i32"], x, effects=True)[0]
 
     def leading_zeros(self, x: Value) -> Value:

@@ -80,6 +80,31 @@ def _if_any(fault: np.ndarray) -> np.ndarray | None:
     return fault if fault.any() else None
 
 
+class Word(Value):
+    """An i32 of which is known what it holds: the name of a NumPy dtype."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, value: Value, dtype: str):
+        super().__init__(value.machine, value.kind, value.raw, value.fault)
+        self.dtype = dtype
+
+
+def typed(dtype: str) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    """Decorate an operation that returns a word of this dtype."""
+
+    def decorate(word: Callable[..., Value]) -> Callable[..., Value]:
+        return functools.wraps(word)(lambda *operands: Word(word(*operands), dtype))
+
+    return decorate
+
+
+def dtype_of(words: Sequence[Value]) -> str:
+    """Return the dtype of words that are known to have the same one, else an empty string."""
+    dtypes = {word.dtype if isinstance(word, Word) else "" for word in words}
+    return dtypes.pop() if len(dtypes) == 1 else ""
+
+
 class NumPyArithmetic(Machine):
     """Values are arrays that broadcast to [blocks, threads]. So are their faults: numbers of reasons, 0 for none."""
 
@@ -218,6 +243,7 @@ class NumPyArithmetic(Machine):
     def population_count(self, x: Value) -> Value:
         return self._wrap("i32", np.bitwise_count(x.raw.view(np.uint32)))
 
+    @typed("float8_e4m3fn")
     def to_e4m3(self, values: Step) -> Value:
         return self._to_e4m3(*values)
 
@@ -234,6 +260,7 @@ class NumPyArithmetic(Machine):
         codes = np.ascontiguousarray(word.raw)[..., None].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return [self._wrap("f32", codes[..., i]) for i in range(4)]
 
+    @typed("bfloat16")
     @elementwise("f32", "f32")
     def to_bf16(self, low: Value, high: Value) -> Value:
         pair = np.stack(np.broadcast_arrays(low.raw, high.raw), -1)

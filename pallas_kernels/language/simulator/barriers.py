@@ -187,7 +187,7 @@ class BarrierSimulator(Simulator):
             raise SimulationError(f"a copy to a misaligned place {to}")
         (rows, columns), first = copy.source.shape, int(offset[0])
         if not 0 <= column < columns:
-            raise SimulationError(f"a copy from column {column} of {columns}: a column is the number of an element")
+            raise SimulationError(f"a copy from column {column} of {columns}: a column counts elements")
         source = memory.data[first : first + rows * columns * itemsize].reshape(rows, columns * itemsize)
         part = source[row : row + copy.rows, column * itemsize : column * itemsize + copy.row_bytes]
         data = np.zeros((copy.rows, copy.row_bytes), np.uint8)

@@ -14,13 +14,13 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.language.checks import check_access, check_barrier, check_shuffle
+from pallas_kernels.language.checks import check_access, check_barrier, check_reduction, check_shuffle
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
-from pallas_kernels.language.simulator.arithmetic import NumPyArithmetic
+from pallas_kernels.language.simulator.arithmetic import NumPyArithmetic, Word, dtype_of
 from pallas_kernels.language.simulator.clocks import Clocks
 from pallas_kernels.language.simulator.memory import UNWRITTEN, DeviceMemory, SimulationError
-from pallas_kernels.language.simulator.shared import SharedMemory
+from pallas_kernels.language.simulator.shared import SharedMemory, number_of
 from pallas_kernels.language.values import Condition, Index, Value, expect
 
 SPACE = 1 << 40  # distance between the addresses of buffers; the first has this address, so that 0 is invalid
@@ -42,6 +42,14 @@ class Simulator(NumPyArithmetic):
         self._memories: list[DeviceMemory] = []
         self._shared_size, self._clocks = shared_bytes, Clocks(blocks, threads, cluster)
         self._shared = SharedMemory(blocks, shared_bytes, self._clocks)
+
+    def take_shared(self, size: int, alignment: int = 16) -> int:
+        offset = super().take_shared(size, alignment)
+        if self.shared_bytes > self._shared_size:
+            raise ValueError(
+                f"{self.shared_bytes} bytes of shared memory are taken so far, and the launch has {self._shared_size}"
+            )
+        return offset
 
     def buffer(self, name: str, array: np.ndarray, *, constant: bool) -> Buffer:
         """Return an array in device memory. It is written in place, so pass a contiguous copy."""
@@ -83,6 +91,7 @@ class Simulator(NumPyArithmetic):
         return np.broadcast_to(array, self._shape).reshape(-1, WARP)
 
     def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
+        check_reduction(op)
         reduced = _OF_WARP[op].reduce(self._of_warps(expect("i32", x).raw), -1, np.int32)
         value = self._wrap("i32", np.repeat(reduced, WARP).reshape(self._shape))
         if x.fault is not None:
@@ -181,12 +190,15 @@ class Simulator(NumPyArithmetic):
         if not active.any():
             return [self.constant(otherwise, "i32")] * max(1, size // 4)
         words = [np.full(self._shape, otherwise, np.int32)] * max(1, size // 4)
+        dtypes = set()
         for memory, at, here in self._arrays(address, active):
+            dtypes.add(memory.dtype)
             if constant and not memory.constant:
                 raise SimulationError(f"{memory.name}: a load through the read-only cache of what the kernel may write")
             found = self._words(*memory.read(at, size, self._lane[here]), here)
             words = [np.where(here, new.raw, old) for new, old in zip(found, words, strict=True)]
-        return [self._wrap("i32", word) for word in words]
+        values = [self._wrap("i32", word) for word in words]
+        return [Word(value, *dtypes) for value in values] if len(dtypes) == 1 else values
 
     def store(self, address: Value, words: Sequence[Value], size: int, where: Condition) -> None:
         check_access(size, words)
@@ -226,7 +238,7 @@ class Simulator(NumPyArithmetic):
                 faults = [0 if word.fault is None else word.fault for word in words]
                 faults = [np.broadcast_to(of_word, self._shape)[active] for of_word in faults]
                 fault = np.repeat(np.stack(faults, -1), max(1, size // len(words)), -1)
-            self._shared.write(at, size, self._lane[active], data, fault)
+            self._shared.write(at, size, self._lane[active], data, fault, number_of(dtype_of(words)))
 
     def _hold(self, values: list[Value]) -> list[Value]:
         return values
@@ -241,9 +253,10 @@ class Simulator(NumPyArithmetic):
         if isinstance(count, Value):
             self._trust(count, self._mask, "the count of a loop")
         counts = np.broadcast_to(count.raw if isinstance(count, Value) else np.asarray(count), self._shape)
-        taken = self.shared_bytes
+        taken = self.shared_bytes, self.scratch_bytes
         for i in range(int(counts[self._mask].max(initial=0))):
-            self.shared_bytes = taken  # a compiled loop has only one body, so all iterations use the same shared memory
+            # A compiled loop has only one body, so all iterations use the same shared memory.
+            self.shared_bytes, self.scratch_bytes = taken
             going = self._wrap("bool", i < counts)
             with self._when(going):
                 new = body(self._constant(i, "i32"), carry)
@@ -251,9 +264,9 @@ class Simulator(NumPyArithmetic):
         return carry
 
     def _repeat(self, body: Callable[[list[Value]], tuple[Value, list[Value]]], carry: list[Value]) -> list[Value]:
-        taken, going = self.shared_bytes, self._wrap("bool", np.ones(self._shape, np.bool_))
+        taken, going = (self.shared_bytes, self.scratch_bytes), self._wrap("bool", np.ones(self._shape, np.bool_))
         while (going.raw & self._mask).any():
-            self.shared_bytes = taken
+            self.shared_bytes, self.scratch_bytes = taken
             with self._when(going):
                 again, new = body(carry)
                 self._trust(again, self._mask, "the end of a loop")

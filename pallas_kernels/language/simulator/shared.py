@@ -14,7 +14,7 @@ from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.simulator.clocks import FOLLOWS, SEES, Clocks
 from pallas_kernels.language.simulator.memory import Memory, SimulationError
 
-DTYPES = ("unknown", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # of what memory holds, by number
+DTYPES = ("", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # of what memory holds, by number
 _LANE_BITS = 6  # of a record of reads, for the lane that has read
 _SEVERAL = WARP  # stands there for several lanes
 

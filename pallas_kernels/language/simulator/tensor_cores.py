@@ -19,7 +19,7 @@ import numpy as np
 from pallas_kernels.language.checks import check_copy, check_wgmma
 from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
 from pallas_kernels.language.regions import Region
-from pallas_kernels.language.simulator.arithmetic import elementwise, multiply_bf16
+from pallas_kernels.language.simulator.arithmetic import dtype_of, elementwise, multiply_bf16, typed
 from pallas_kernels.language.simulator.barriers import BarrierSimulator
 from pallas_kernels.language.simulator.clocks import SEES
 from pallas_kernels.language.simulator.memory import SimulationError, units_of
@@ -163,6 +163,7 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         is_normal = (magnitude >= np.finfo(np.float32).tiny) & (magnitude < np.inf)
         return self._wrap("f32", np.where(is_normal, inverse, np.nan))
 
+    @typed("float16")
     @elementwise("f32", "f32")
     def to_f16(self, low: Value, high: Value) -> Value:
         pair = np.stack(np.broadcast_arrays(low.raw, high.raw), -1)
@@ -180,6 +181,7 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         words = np.ascontiguousarray(codes).view(np.int32)
         return self._wrap("i32", words[..., 0]), self._wrap("i32", words[..., 1])
 
+    @typed("float16")
     @elementwise("i32", "i32")
     def multiply_f16(self, a: Value, b: Value) -> Value:
         halves = [np.ascontiguousarray(x.raw)[..., None].view(np.float16) for x in (a, b)]
@@ -187,11 +189,13 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             product = np.ascontiguousarray(halves[0] * halves[1])
         return self._wrap("i32", product.view(np.int32)[..., 0])
 
+    @typed("bfloat16")
     @elementwise("i32", "i32")
     def multiply_bf16(self, a: Value, b: Value) -> Value:
         halves = [np.ascontiguousarray(x.raw)[..., None].view(np.uint16) for x in (a, b)]
         return self._wrap("i32", multiply_bf16(*halves).view(np.int32)[..., 0])
 
+    @typed("float16")
     @elementwise("i32")
     def relu_f16(self, x: Value) -> Value:
         halves = np.ascontiguousarray(x.raw)[..., None].view(np.float16)
@@ -330,6 +334,8 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         active = self._active(True)
         for value in (*(start or []), *([] if isinstance(a, Operand) else a)):
             self._trust(value, active, "what enters a product")
+        if not isinstance(a, Operand):
+            self._check_dtype(dtype, dtype_of(a))
         raw = None if start is None else [value.raw for value in start]
         left = a if isinstance(a, Operand) else [np.asarray(value.raw) for value in a]
         units = []
@@ -354,10 +360,13 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         """Note that a product begins to read an operand. Returns the addresses of its units."""
         at = self._operand_units(operand, block, lane, rows)
         self._shared.begin(at.reshape(-1), UNIT, known, reader)
-        held = DTYPES[self._shared.dtype[self._shared.cells(at.reshape(-1), UNIT)].max(initial=0)]
-        if held not in (DTYPES[0], np.dtype(_NUMPY[dtype]).name):
-            raise SimulationError(f"a product takes {dtype}, and its operand was written as {held}")
+        self._check_dtype(dtype, DTYPES[self._shared.dtype[self._shared.cells(at.reshape(-1), UNIT)].max(initial=0)])
         return at
+
+    @staticmethod
+    def _check_dtype(dtype: DType, written: str) -> None:
+        if written not in ("", np.dtype(_NUMPY[dtype]).name):
+            raise SimulationError(f"a product of {dtype} has an operand that was written as {written}")
 
     def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
         groups = self._turn.groups
