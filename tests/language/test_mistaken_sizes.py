@@ -110,9 +110,7 @@ def test_far_too_little_shared_memory_is_a_value_error():
         Tile.take(machine, 64, 128)
         init_barriers(Barrier.take(machine, 4))
 
-    with pytest.raises(
-        WRONG, match="8192 bytes of shared memory are taken so far, and the launch has 2048"
-    ):
+    with pytest.raises(WRONG, match="8192 bytes of shared memory are taken so far, and the launch has 2048"):
         attempt(body, (), shared_bytes=1024)
 
 
@@ -138,3 +136,18 @@ def test_codes_and_halves_are_told_apart():
     source = np.zeros((64, 128), ml_dtypes.float8_e4m3fn)
     with pytest.raises(WRONG, match="a product of e5m2 has an operand that was written as float8_e4m3fn"):
         attempt(body, source, shared_bytes=64 * 128)
+
+
+def test_bytes_may_be_any_float():
+    """Of an array of uint8 the simulator does not know what its bytes are, in a tile or in registers."""
+
+    def body(machine: TensorCores, source: Any, out: Any) -> None:
+        tile = Tile.take(machine, 64, 128)
+        fill(machine, tile, source, WARPGROUP)
+        words = source.load_words(machine.thread % 64, 0, count=16)
+        machine.fence_shared()
+        machine.barrier("block")
+        for left in (tile.k_major(), words * 4):
+            machine.wgmma_wait(machine.wgmma(None, left, tile.k_major(), columns=64, dtype="e4m3"))
+
+    attempt(body, np.zeros((64, 128), np.uint8), shared_bytes=64 * 128)

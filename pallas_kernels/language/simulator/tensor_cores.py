@@ -335,7 +335,7 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         for value in (*(start or []), *([] if isinstance(a, Operand) else a)):
             self._trust(value, active, "what enters a product")
         if not isinstance(a, Operand):
-            self._check_dtype(dtype, dtype_of(a))
+            self._check_dtype(dtype, number_of(dtype_of(a)))
         raw = None if start is None else [value.raw for value in start]
         left = a if isinstance(a, Operand) else [np.asarray(value.raw) for value in a]
         units = []
@@ -360,13 +360,14 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         """Note that a product begins to read an operand. Returns the addresses of its units."""
         at = self._operand_units(operand, block, lane, rows)
         self._shared.begin(at.reshape(-1), UNIT, known, reader)
-        self._check_dtype(dtype, DTYPES[self._shared.dtype[self._shared.cells(at.reshape(-1), UNIT)].max(initial=0)])
+        self._check_dtype(dtype, int(self._shared.dtype[self._shared.cells(at.reshape(-1), UNIT)].max(initial=0)))
         return at
 
     @staticmethod
-    def _check_dtype(dtype: DType, written: str) -> None:
-        if written not in ("", np.dtype(_NUMPY[dtype]).name):
-            raise SimulationError(f"a product of {dtype} has an operand that was written as {written}")
+    def _check_dtype(dtype: DType, written: int) -> None:
+        """Raise an error if an operand is known to have been written as another dtype, given by its number."""
+        if written not in (0, number_of(np.dtype(_NUMPY[dtype]).name)):
+            raise SimulationError(f"a product of {dtype} has an operand that was written as {DTYPES[written]}")
 
     def wgmma_wait(self, values: list[Value], *, pending: int = 0) -> list[Value]:
         groups = self._turn.groups
