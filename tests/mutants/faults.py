@@ -30,7 +30,7 @@ class Mutant(TensorMemorySimulator):
 
     def __init__(self, *sizes: Any):
         super().__init__(*sizes)
-        self._taken: list[tuple[int, int]] = []  # offset and copies of barriers
+        self._arrays_of_barriers: list[tuple[int, int]] = []  # offset and copies of barriers
 
     def _caller(self) -> str:
         frame: Any = sys._getframe(1)
@@ -45,7 +45,7 @@ class Mutant(TensorMemorySimulator):
     def take_shared(self, size: int, alignment: int = 16) -> int:
         offset = super().take_shared(size, alignment)
         if alignment == _BARRIER_ALIGNMENT:
-            self._taken.append((offset, size // _BARRIER_ALIGNMENT))
+            self._arrays_of_barriers.append((offset, size // _BARRIER_ALIGNMENT))
         return offset
 
     def is_meant(self, key: Any) -> bool:
@@ -56,7 +56,9 @@ class Mutant(TensorMemorySimulator):
     def barriers_at(self, address: Value) -> int:
         """Return the number of the barriers among all that were taken."""
         at = int(np.broadcast_to(address.raw, self._shape)[self._mask].min(initial=1 << 30))
-        return next((n for n, (first, copies) in enumerate(self._taken) if first <= at < first + 8 * copies), -1)
+        return next(
+            (n for n, (first, copies) in enumerate(self._arrays_of_barriers) if first <= at < first + 8 * copies), -1
+        )
 
 
 class WrongParity(Mutant):
