@@ -87,6 +87,7 @@ def test_a_kernel_without_faults_passes_in_any_order(kernel):
         assert result(kernel, TensorMemorySimulator, seed).tobytes() == want.tobytes()
 
 
+@pytest.mark.slow
 def test_the_command_prints_each_fault():
     shown = subprocess.run(
         [sys.executable, "-m", "tests.mutants", FIRST], capture_output=True, text=True, check=True
