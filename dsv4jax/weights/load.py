@@ -87,8 +87,8 @@ def load_attention_params(
       naming: "hf" (the names of transformers' modules), "deepseek", or "hf_saved" (the names in the files that
         transformers' ``save_pretrained`` writes by default).
       weights: "stored" keeps weights as they are: floats, and FP8 (``StoredWeight``) of W_qa and W_kv, W_qb, W_oa, W_ob
-        and the indexer's W_qb. "wide", the default of what makes a single layer of arrays, multiplies FP8 weights by
-        their scales: to bfloat16, which holds the product exactly, if the scales are E8M0, to float32 otherwise. "bf16" and "f32" then convert all weights, but for sinks
+        and the indexer's W_qb. "wide" multiplies FP8 weights by their scales: to bfloat16, which holds the product
+        exactly, if the scales are E8M0, to float32 otherwise. "bf16" and "f32" then convert all weights, but for sinks
         and position biases, which are float32.
       activations: for stored weights, "bf16"; or "fp8", which W_oa does not have, as in DeepSeek's own inference; or
         "fp8_all" for "fp8" of W_oa too. See ``StoredWeight``.
