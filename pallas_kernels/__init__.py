@@ -16,40 +16,27 @@ triton_gpu   kernels in Triton for other NVIDIA GPUs; imported only when they ar
 
 allocation   pages for the next tokens of a batch
 gather       stored rows as dense ones
-queries      norm, rope and rounding of queries, from matrix products to what attention and scores take
 token_parts  what new tokens contribute to a layer, from the matrix products of its input
 formats      encoding and decoding of rows, a class for each number format
-rounding     rows of activations rounded to FP8, as products take them
-operand_rows  rows of bf16 in the order in which products of few rows take them
+activations  rows of activations, which products multiply: a class for each way in which they are stored
 needed       which rows of a batch with padding are computed
 rows         the arithmetic of a row: norm, rope, Hadamard transform, scales
 language     the language that kernel bodies are written in, and its two implementations
 plugin       the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
 """
 
+from pallas_kernels.activations import OperandRows, RoundedRows
 from pallas_kernels.allocation import Asked, Grants, PageSizes, grant_tokens, unsupported_grants
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
-from pallas_kernels.operand_rows import OperandRows
 from pallas_kernels.plugin import SlowKernelsWarning
-from pallas_kernels.products.block import WeightForm
-from pallas_kernels.products.both import QueryForm, product_of_both_queries, unsupported_product_of_both_queries
-from pallas_kernels.products.call import (
-    product,
-    product_of_indexer_queries,
-    product_of_queries,
-    product_pair,
-    takes_operand,
-    takes_rounded,
-    unsupported_product,
-    unsupported_product_of_indexer_queries,
-    unsupported_product_of_queries,
-    unsupported_product_pair,
-)
-from pallas_kernels.products.residual import Residual
-from pallas_kernels.queries import attention_queries, indexer_queries
-from pallas_kernels.rounding import RoundedRows
+from pallas_kernels.products.epilogues.attention import AttentionQueries, attention_queries
+from pallas_kernels.products.epilogues.indexer import IndexerQueries, indexer_queries
+from pallas_kernels.products.epilogues.store import AddTo, Store
+from pallas_kernels.products.plan import Plan, plan, rows_taken
+from pallas_kernels.products.problem import Epilogue, Needed, Problem, RowsSpec, Unsupported, WeightSpec
+from pallas_kernels.products.run import run
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.selection.call import top_k, unsupported_top_k
@@ -66,24 +53,32 @@ from pallas_kernels.update.pieces import append_swa, flush_entries, reset_hca, r
 from pallas_kernels.update.token_step import token_step, unsupported_token_step
 
 __all__ = [
+    "AddTo",
     "Asked",
     "AttentionInputs",
+    "AttentionQueries",
+    "Epilogue",
     "Grants",
+    "IndexerQueries",
+    "Needed",
     "NewEntries",
     "NewTokens",
     "OperandRows",
     "PageSizes",
+    "Plan",
+    "Problem",
     "ProductStreams",
-    "QueryForm",
-    "Residual",
     "RoundedRows",
+    "RowsSpec",
     "ScoreInputs",
     "SlowKernelsWarning",
+    "Store",
     "Streams",
     "TokenParts",
     "TokenProducts",
     "TokenRounding",
-    "WeightForm",
+    "Unsupported",
+    "WeightSpec",
     "append_chunk",
     "append_swa",
     "attention_queries",
@@ -95,26 +90,17 @@ __all__ = [
     "grant_tokens",
     "indexer_queries",
     "indexer_scores",
-    "product",
-    "product_of_both_queries",
-    "product_of_indexer_queries",
-    "product_of_queries",
-    "product_pair",
+    "plan",
     "reset_hca",
     "rotate_csa",
-    "takes_operand",
-    "takes_rounded",
+    "rows_taken",
+    "run",
     "token_parts",
     "token_step",
     "top_k",
     "unsupported",
     "unsupported_attention",
     "unsupported_grants",
-    "unsupported_product",
-    "unsupported_product_of_both_queries",
-    "unsupported_product_of_indexer_queries",
-    "unsupported_product_of_queries",
-    "unsupported_product_pair",
     "unsupported_scores",
     "unsupported_token_parts",
     "unsupported_token_step",

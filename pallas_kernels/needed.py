@@ -14,9 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.values import Condition, Index
-
 _ROW = 128  # numbers whose ranks are counted together
 
 
@@ -48,8 +45,3 @@ def _before(counts: jax.Array) -> jax.Array:
     size = counts.shape[-1]
     earlier = jnp.tri(size, k=-1, dtype=bool).reshape(*(1,) * (counts.ndim - 1), size, size)
     return jnp.where(earlier, counts[..., None, :], 0).sum(-1, dtype=jnp.int32)
-
-
-def is_needed(needed: Buffer | None, row: Index, there: Condition) -> Condition:
-    """Return whether a row is there and needed, in a kernel: ``needed`` is bool [N], or None where all are."""
-    return there if needed is None else there & (needed.load_bytes(row, count=1, where=there) > 0)

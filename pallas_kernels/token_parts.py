@@ -20,12 +20,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import OperandRows
 from pallas_kernels.formats import KV_FORMATS
 from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Step, Value, select
-from pallas_kernels.operand_rows import OperandRows, store_pairs
 from pallas_kernels.rows import load_angles, norm, rope, through_bf16
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -208,7 +208,7 @@ def store_latent(token: Token, parts: TokenParts, rounding: TokenRounding) -> No
         row.store(parts.latent, latent, n)
         return
     for step, values in enumerate(latent):
-        store_pairs(token.machine, parts.latent, values, n, row.channel[step], row.before(step, row.dim))
+        parts.latent.store_line(values, n, row.channel[step], row.before(step, row.dim))
 
 
 def window_row(token: Token, rounding: TokenRounding) -> tuple[Row, Channels, Value]:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from pallas_kernels.activations import GROUP, SEGMENT, OperandRows, RoundedRows
 from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from pallas_kernels.attention.keys import KEYS, STAGED_LOADS, KeyLoader, Query, StoredRow, staging_bytes
 from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
@@ -30,8 +31,6 @@ from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import Index, Value, select
-from pallas_kernels.operand_rows import SEGMENT, OperandRows, store_product
-from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 
 HEADS = 64
 STAGES = 2  # one tile of keys is multiplied while the next is loaded
@@ -380,10 +379,10 @@ def _store(block: Block, out: Any, means: Fragment, half: Value, first: Index) -
             channel = half * HALF + (first + start)
             if isinstance(out, RoundedRows):
                 group = (head + 8 * i) * (HEAD_DIM // GROUP) + channel // GROUP
-                store_group(machine, out, row, query.number, group)
+                out.store_group(machine, row, query.number, group)
             elif isinstance(out, OperandRows):
                 words = [machine.to_bf16(*pair) for pair in row]
-                store_product(machine, out, words, query.number, (head + 8 * i) * HEAD_DIM + channel)
+                out.store_product(machine, words, query.number, (head + 8 * i) * HEAD_DIM + channel)
             elif out.dtype.itemsize == 2:
                 words = [machine.to_bf16(*pair) for pair in row]
                 channel = lane % QUAD * 8 + channel

@@ -19,6 +19,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import OperandRows, RoundedRows, round_rows
 from pallas_kernels.attention import sm90, sm90_few, sm100
 from pallas_kernels.attention.block import HEADS
 from pallas_kernels.attention.inputs import NOPE_DIM, ROPE_DIM, AttentionInputs, check_inputs
@@ -28,8 +29,6 @@ from pallas_kernels.attention.wide import widen, worth_widening
 from pallas_kernels.formats import ATTENDED_FORMATS, AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
-from pallas_kernels.operand_rows import OperandRows
-from pallas_kernels.rounding import RoundedRows, round_rows
 
 # Heads per block in the kernel for few queries -> the smallest number of tiles per block with which it is used. A block
 # has a warpgroup per tile; with fewer, this kernel was slower than the one for many queries.

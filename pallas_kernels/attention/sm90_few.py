@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from pallas_kernels.activations import OperandRows
 from pallas_kernels.attention.block import LOG2E, LOWEST, scale_logits
 from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
@@ -26,7 +27,6 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import Condition, Value, select
-from pallas_kernels.operand_rows import OperandRows, store_pairs
 
 _ROWS = 64  # channels per product
 _PRODUCTS = HEAD_DIM // _ROWS
@@ -286,7 +286,7 @@ class _End:
         channel = machine.rank * layout.channels + self.channel
         if isinstance(out, OperandRows):
             head = self.block.first_head + self.head
-            store_pairs(machine, out, merged, query.number, head * HEAD_DIM + channel, self.where)
+            out.store_line(merged, query.number, head * HEAD_DIM + channel, self.where)
             return
         place = query.batch, query.token, self.block.first_head + self.head
         for n in range(0, 8, 16 // out.dtype.itemsize):

@@ -19,8 +19,9 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Index, Value
-from pallas_kernels.products.split import TILE
 
+TILE = 64  # outputs of a warpgroup
+ROWS = 64  # the most rows of x in a block that multiplies such tiles
 CHUNK_BYTES, HALVES = 128, 2
 HALF_BYTES = CHUNK_BYTES // HALVES
 QUAD = 4

@@ -23,8 +23,16 @@ KERNELS = (
     "update.pieces",
     "token_parts",
     "gather",
-    "queries",
-    "rounding",
+    "products.few.sm90",
+    "products.few.sm100",
+    "products.many.fp8",
+    "products.many.bf16",
+    "products.many.wide",
+    "products.epilogues.attention",
+    "products.epilogues.indexer",
+    "products.epilogues.both",
+    "products.epilogues.store",
+    "activations",
     "allocation",
 )
 

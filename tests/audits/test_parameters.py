@@ -18,8 +18,6 @@ TAKE_MANY = {
     "dsv4jax.layer.update.flush_hca",
     "dsv4jax.plan.plan_cache",
     "dsv4jax.requests.speculate.stage",
-    "pallas_kernels.products.call.product",
-    "pallas_kernels.products.call.product_of_indexer_queries",
 }
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels.activations import round_rows
 from pallas_kernels.attention import sm90, sm90_few
 from pallas_kernels.attention.layout import AttentionLayout
 from pallas_kernels.attention.sm90 import QueryOrder
-from pallas_kernels.rounding import round_rows
 from tests.support.attention_cases import Case, make, run
 from tests.support.cases import first_of
 from tests.support.machines import MACHINES

@@ -1,4 +1,4 @@
-"""Operand rows: attention and products write what ``OperandRows.of`` makes of their results, and products take them."""
+"""Operand rows: attention and latents are written as ``OperandRows.of`` makes them of their results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels.activations import OperandRows
 from pallas_kernels.attention import sm90
 from pallas_kernels.attention.call import decode_attention
-from pallas_kernels.language.target import HOPPER, gpu_or_first
-from pallas_kernels.operand_rows import OperandRows
-from tests.kernels.test_both_queries import Both
-from tests.kernels.test_products_of_few_queries import Queries
 from tests.kernels.test_token_parts import SIZES
 from tests.kernels.test_token_step import make_products, make_tokens, rounding_of
 from tests.support.attention_cases import ONE_BLOCK, Case, make
 from tests.support.cases import first_of
 from tests.support.kernel_cases import FLASH, csa, make_batch, make_stack, same_bytes
-from tests.support.machines import HOPPER_MACHINES, MACHINES
-from tests.support.product_cases import Product
+from tests.support.machines import MACHINES
 
 machines = pytest.mark.parametrize("simulate", MACHINES)
 
@@ -45,96 +41,7 @@ def test_each_segment_is_permuted_as_documented():
         OperandRows.of(x[:, :96])
 
 
-# Rows that are copied chunk by chunk and rows that are stored first; rows that are not there; groups; parts of the
-# inputs in several blocks; several parts of a block, in segments.
-TAKEN = [
-    Product(rows=64, outputs=192, inputs=384),
-    Product(rows=9, outputs=128, inputs=2048),
-    Product(rows=57, outputs=64, inputs=512, groups=2),
-    Product(rows=40, outputs=64, inputs=2048, block=(32, 64)),
-    Product(rows=30, outputs=192, inputs=2048, parts=(2, 2), tiles=2),
-]
-
-
-@machines
-@pytest.mark.parametrize("case", first_of(TAKEN, count=5), ids=str)
-def test_products_of_operand_rows_have_the_same_bits(case, simulate):
-    assert pk.takes_operand((case.groups * case.outputs, case.inputs), case.form, case.rows)
-    gpu = HOPPER if simulate else gpu_or_first()
-    found = case.run(OperandRows.of(case.x), simulate=simulate, gpu=gpu)
-    np.testing.assert_array_equal(found, case.run(simulate=simulate, gpu=gpu))
-
-
-@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
-@pytest.mark.parametrize(
-    "case",
-    first_of(
-        [
-            Both(rows=64, heads=1, inputs=512),
-            Both(rows=9, heads=2, inputs=256, key_format="nvfp4"),
-            Queries(rows=20, heads=2, inputs=256),
-            Queries(rows=64, heads=1, inputs=384, dim=128, key_format="mxfp4"),
-        ],
-        count=4,
-    ),
-    ids=str,
-)
-def test_queries_of_operand_rows_have_the_same_bits(case, simulate):
-    x = (case.alone[0] if isinstance(case, Both) else case).product.x
-
-    def queries(x: Any) -> list[np.ndarray]:
-        found = case.run(x, simulate=simulate)
-        return found[0] if isinstance(found, tuple) else found
-
-    for found, want in zip(queries(OperandRows.of(x)), queries(x), strict=True):
-        np.testing.assert_array_equal(found, want)
-
-
-@machines
-@pytest.mark.parametrize(
-    "case",
-    first_of(
-        [
-            Product(rows=1, outputs=128, inputs=256),
-            Product(rows=13, outputs=192, inputs=640, groups=2),
-            Product(rows=64, outputs=64, inputs=2048),
-            Product(rows=9, outputs=128, inputs=512, block=None),
-            Product(rows=20, outputs=128, inputs=256, activations="fp8"),
-        ],
-        count=5,
-    ),
-    ids=str,
-)
-def test_products_write_operand_rows(case, simulate):
-    weight, scales = case.weight
-
-    def run(x: jax.Array, *, is_operand: bool) -> Any:
-        options: dict[str, Any] = dict(dtype=jnp.bfloat16, is_operand=is_operand, simulate=simulate)
-        return pk.product(x, weight, scales, case.form, **options)
-
-    run = jax.jit(run, static_argnames="is_operand")
-    assert_same(run(case.x, is_operand=True), OperandRows.of(run(case.x, is_operand=False)))
-
-
-def test_what_has_no_kernel_says_so():
-    case = Product(rows=64, outputs=128, inputs=512)
-    weight, scales = case.weight
-    x = OperandRows.of(case.x)
-    for rows, form in (
-        (65, case.form),
-        (64, pk.WeightForm(block=(128, 128), activations="fp8")),
-        (64, pk.WeightForm()),
-    ):
-        assert pk.takes_operand(weight.shape, case.form, 64)
-        assert not pk.takes_operand(weight.shape, form, rows)
-    rounded = pk.WeightForm(block=(128, 128), activations="fp8")
-    with pytest.raises(ValueError, match="no kernel takes 64 rows of OperandRows"):
-        pk.product(x, weight, scales, rounded, simulate=True)
-    wide = OperandRows(values=x.values.astype(jnp.float32))
-    with pytest.raises(AssertionError, match="float32"):
-        pk.product(wide, weight, scales, case.form, simulate=True)
-    with pytest.raises(ValueError, match=r"operand rows are at most 64 of bf16 .*, got 64 of float32"):
-        pk.product(x, weight, scales, case.form, is_operand=True, simulate=True)
+def test_operand_rows_are_of_bf16():
     inputs, _ = make(Case(lengths=(5,), entries=None))
     with pytest.raises(ValueError, match="operand rows are bfloat16, got float32"):
         pk.decode_attention(inputs, kv_format="fp8_row", dtype=jnp.float32, is_operand=True, simulate=True)

@@ -1,6 +1,13 @@
-"""Products with stored weights: exact but for the order of sums, whatever the split, and the same for a row alone."""
+"""Products with stored weights: sums that are exact but for their order, whatever the split, and what is made of them.
+
+What an epilogue makes of sums, and what rows of another class give, is compared bit for bit with the sums of plain rows
+in bf16. Queries are in ``test_product_queries``, and which plans problems get in ``test_product_plans``.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +15,25 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows, RoundedRows, round_rows
+from pallas_kernels.language.launch import launch
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.target import BLACKWELL, HOPPER
-from pallas_kernels.products.launches import fastest_layout
-from pallas_kernels.products.many.tiling import fastest_tiling
+from pallas_kernels.products.few.launch import Pair, fastest_layout, pair_of
+from pallas_kernels.products.many import tiles as many
+from pallas_kernels.products.many.launch import Many as ManyLaunch
+from pallas_kernels.products.many.tiles import NeededTiles, needed_tiles
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES, MACHINES, no_gpu, requires_gpu
-from tests.support.product_cases import Many, Product
+from tests.support.product_cases import Many, Product, any_plan
 
 machines = pytest.mark.parametrize("simulate", MACHINES)
+on_hopper = pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+
+
+def here() -> Any:
+    return BLACKWELL if no_gpu(10) is None else HOPPER
+
 
 # Few and many rows; more rows, inputs and outputs than a block holds; outputs that do not fill the last block; an
 # odd number of chunks.
@@ -85,43 +103,19 @@ MANY = [
 @machines
 @pytest.mark.parametrize("case", first_of(STREAMED[:1] + SHAPES + PARTS + FORMS + STREAMED[1:], count=9), ids=str)
 def test_products_are_exact_but_for_the_order_of_sums(case, simulate):
-    case.check(case.run(simulate=simulate, gpu=HOPPER if simulate else _here()), simulate=simulate)
+    case.check(case.run(simulate=simulate, gpu=HOPPER if simulate else here()), simulate=simulate)
 
 
-@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+@on_hopper
 @pytest.mark.parametrize("case", first_of(MANY, count=8), ids=str)
 def test_products_of_many_rows_are_exact_but_for_the_order_of_sums(case, simulate):
     case.check(case.run(simulate=simulate, gpu=HOPPER), simulate=simulate)
-
-
-@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Product(rows=65, outputs=128, inputs=128),
-        Product(rows=65, outputs=128, inputs=128, activations="fp8"),
-        Product(rows=129, outputs=128, inputs=128),
-        Product(rows=129, outputs=64, inputs=64, block=None),
-    ],
-    ids=str,
-)
-def test_the_public_function_takes_many_rows(case, simulate):
-    rows, activations = case.rows, case.activations
-    weight, scales = case.weight
-    assert pk.unsupported_product(weight.shape, case.form, rows) is None
-    program = jax.jit(lambda x: pk.product(x, weight, scales, case.form, simulate=simulate))
-    assert ("round_rows" in program.lower(case.x).as_text()) == (activations == "fp8" and not simulate)
-    case.check(np.asarray(program(case.x)), simulate=simulate)
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("case", first_of(PARTS[:3] + FORMS + SHAPES, count=5), ids=str)
 def test_products_of_the_blackwell_kernel(case):
     case.check(case.run(simulate=True, gpu=BLACKWELL), simulate=True)
-
-
-def _here():
-    return BLACKWELL if no_gpu(10) is None else HOPPER
 
 
 # The simulator's sums are NumPy's, whose order depends on the number of rows.
@@ -138,12 +132,12 @@ def _here():
 )
 def test_a_row_has_the_same_sums_alone_and_in_a_batch(case):
     """Bit for bit, whatever the split that its number of rows gets, and whether x is copied chunk by chunk."""
-    all_rows = case.run(simulate=False, gpu=_here())
+    all_rows = case.run(simulate=False, gpu=here())
     for first, count in ((0, 1), (5, 8), (40, 17)):
         few = dataclasses.replace(case, rows=count, parts=None)
         if case.parts is not None:  # the same parts, in one block
             few = dataclasses.replace(few, parts=case.parts[::-1], streams=False)
-        found = few.run(case.x[first : first + count], simulate=False, gpu=_here())
+        found = few.run(case.x[first : first + count], simulate=False, gpu=here())
         np.testing.assert_array_equal(found, all_rows[first : first + count])
 
 
@@ -153,55 +147,11 @@ def test_a_row_has_the_same_sums_alone_and_in_a_batch(case):
     "size", [dict(rows=9, outputs=64), dict(rows=66, outputs=128, many=Many())], ids=["few", "many"]
 )
 def test_other_rows_do_not_matter(size, activations, simulate):
-    case, gpu = Product(inputs=256, activations=activations, **size), HOPPER if simulate else _here()
+    case, gpu = Product(inputs=256, activations=activations, **size), HOPPER if simulate else here()
     others = case.x.at[1:].set(jnp.nan)
     found, want = (case.run(x, simulate=simulate, gpu=gpu) for x in (others, case.x))
     np.testing.assert_array_equal(found[0], want[0])
     assert np.isnan(found[1:]).all()
-
-
-@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
-@pytest.mark.parametrize("inputs", [128, 896, 1024, 4096, 7168])
-@pytest.mark.parametrize("outputs", [64, 1536, 32768])
-def test_the_parts_of_a_sum_do_not_depend_on_the_rows(outputs, inputs, gpu):
-    form = pk.WeightForm(block=(128, 128))
-    layouts = [fastest_layout(rows, (outputs, inputs), form, gpu) for rows in range(1, 65)]
-    assert {layout.split.all_parts for layout in layouts} == {layouts[0].split.all_parts}
-    for layout in layouts:
-        split = layout.split
-        assert split.chunks * split.all_parts * 128 == inputs
-        assert split.blocks * split.tiles * 64 >= outputs
-        assert layout.grid.shared_bytes <= gpu.shared_bytes
-
-
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
-@pytest.mark.parametrize("rows", [65, 128, 256, 300, 4096, 5000])
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "groups"),
-    [(128, 128, 1), (1536, 4096, 1), (32768, 1024, 1), (1024, 4096, 8), (4096, 8192, 1)],
-)
-def test_tilings_cover_a_product_once(outputs, inputs, groups, rows, activations):
-    form = pk.WeightForm(block=(128, 128), groups=groups, activations=activations)
-    tiling = fastest_tiling(rows, outputs, inputs, form, HOPPER)
-    assert 0 <= tiling.row_tiles * tiling.tile_rows - rows < tiling.tile_rows
-    assert tiling.tiles * tiling.tile_outputs == tiling.row_tiles * groups * outputs
-    assert tiling.chunks * tiling.chunk * tiling.parts == inputs
-    assert tiling.is_possible
-    assert tiling.blocks <= tiling.room
-    assert tiling.grid.shared_bytes + 1024 <= HOPPER.shared_bytes
-    assert tiling.stages >= 3
-
-
-@pytest.mark.parametrize("rows", [65, 300, 4096, 8192])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (1024, 4096), (2624, 4096)])
-def test_tilings_of_wide_weights_cover_a_product(outputs, inputs, rows):
-    """The last tile may have more outputs than there are."""
-    tiling = fastest_tiling(rows, outputs, inputs, pk.WeightForm(), HOPPER)
-    assert 0 <= tiling.row_tiles * tiling.tile_rows - rows < tiling.tile_rows
-    assert 0 <= tiling.output_tiles * tiling.tile_outputs - outputs < tiling.tile_outputs
-    assert tiling.chunks * tiling.chunk * tiling.parts == inputs
-    assert tiling.grid.shared_bytes + 1024 <= HOPPER.shared_bytes
-    assert tiling.stages >= 3
 
 
 # The simulator's sums are NumPy's.
@@ -221,10 +171,9 @@ def test_a_row_has_the_same_sums_among_any_many_rows(form):
 @pytest.mark.parametrize("rows", [2, 65])
 def test_scales_that_the_kernel_cannot_hold_give_nan(rows, simulate):
     case = Product(rows=rows, outputs=128, inputs=128)
-    weight, scales = case.weight
-    assert scales is not None
+    weight, scales = case.arrays
     too_large = jnp.full(scales.shape, 2.0**8, jnp.float32).astype(scales.dtype)
-    found = pk.product(case.x, weight, too_large, case.form, simulate=simulate)
+    (found,) = pk.run(any_plan(case.problem()), case.x, [(weight, too_large)], simulate=simulate)
     assert np.isnan(np.asarray(found)[0]).all()
 
 
@@ -232,58 +181,330 @@ def test_scales_that_the_kernel_cannot_hold_give_nan(rows, simulate):
 @pytest.mark.parametrize("rows", [3, 67])
 def test_rounded_rows_that_are_not_finite_give_nan_alone(rows, simulate):
     case = Product(rows=rows, outputs=128, inputs=256, activations="fp8")
-    weight, scales = case.weight
     x = case.x.at[0, 3].set(jnp.nan).at[1, 200].set(jnp.inf)
-    found = np.asarray(pk.product(x, weight, scales, case.form, simulate=simulate))
+    found = case.run(x, simulate=simulate, gpu=HOPPER if simulate else here())
     assert np.isnan(found[:2]).all()
     assert np.isfinite(found[2:]).all()
     assert not found[-1].any()  # a row of zeros
 
 
-@pytest.mark.parametrize(
-    ("form", "shape", "message"),
-    [
-        (dict(block=(128, 128)), (96, 128), r"a multiple of 64 outputs and 128 inputs, got \(96, 128\)"),
-        (dict(block=(128, 128), groups=2), (192, 128), "each of 2 groups"),
-        (dict(block=(128, 128)), (64, 192), "128 inputs"),
-        (dict(), (64, 96), "64 inputs"),
-        (dict(block=(8, 128)), (64, 128), r"multiples of 16 x 32 with activations='bf16', got \(8, 128\)"),
-        (dict(block=(32, 32), activations="fp8"), (64, 128), "multiples of 16 x 128 with activations='fp8'"),
-        (dict(activations="fp8"), (64, 128), "only for FP8 weights"),
-        (dict(block=(128, 128), activations="int8"), (64, 128), "must be one of"),
-    ],
-)
-def test_weights_that_no_kernel_serves_are_named(form, shape, message):
-    form = pk.WeightForm(**form)
-    reason = pk.unsupported_product(shape, form)
-    assert reason is not None
-    weight, scales = jax.ShapeDtypeStruct(shape, jnp.bfloat16), None
-    if form.block is not None:
-        weight = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
-        blocks = tuple(-(-size // by) for size, by in zip(shape, form.block, strict=True))
-        scales = jax.ShapeDtypeStruct(blocks, jnp.float8_e8m0fnu)
-    x = jax.ShapeDtypeStruct((2, form.groups * shape[1]), jnp.bfloat16)
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda x, weight, scales: pk.product(x, weight, scales, form, simulate=True), x, weight, scales)
+# ---- what is made of sums, and of which rows ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("form", "shape", "message"),
-    [
-        (dict(groups=2), (384, 128), "a multiple of 128 outputs"),
-        (dict(block=(128, 128)), (192, 128), "a multiple of 128 outputs"),
-        (dict(block=(64, 128), activations="fp8"), (128, 128), "multiple of 128 outputs with activations='fp8'"),
-    ],
-)
-def test_weights_that_only_the_kernel_of_few_rows_serves_are_named(form, shape, message):
-    form = pk.WeightForm(**form)
-    assert pk.unsupported_product(shape, form, 128) is None
-    reason = pk.unsupported_product(shape, form, 129)
-    assert reason is not None
-    assert message in reason
+def residual_of(case: Product) -> tuple[jax.Array, jax.Array]:
+    """Rows of all magnitudes, of which the second and every seventh are padding, and their positions."""
+    rng = np.random.default_rng(5)
+    rows = rng.standard_normal((case.rows, case.groups * case.outputs)) * 2.0 ** rng.integers(-12, 12, (case.rows, 1))
+    positions = rng.integers(0, 1 << 20, case.rows)
+    positions[1::7] = -1
+    return jnp.asarray(rows, jnp.bfloat16), jnp.asarray(positions, jnp.int32)
 
 
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
-def test_the_kernel_of_many_rows_serves_any_number_of_them(activations):
-    form = pk.WeightForm(block=(128, 128), activations=activations)
-    assert pk.unsupported_product((128, 128), form, 1 << 20) is None
+def same(found: Any, want: Any) -> None:
+    """Compare rows of any class bit for bit."""
+    assert type(found) is type(want)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Made:
+    """What is made of a product's sums, and of which rows of x."""
+
+    product: Product
+    kind: type[ActivationRows] = PlainRows  # of the result
+    of: type[ActivationRows] = PlainRows  # of x
+    added: bool = False  # to a residual; x's rows of padding are then NaN
+
+    def __str__(self) -> str:
+        made = "added" if self.added else self.kind.__name__
+        return f"{made} of {self.of.__name__}: {self.product}"
+
+    @property
+    def gpu(self) -> Any:
+        return HOPPER if RoundedRows in (self.kind, self.of) else here()
+
+    def found(self, *, simulate: bool) -> Any:
+        case, extras, needed = self.product, (), pk.Needed.ALL
+        x: Any = case.x
+        made: pk.Epilogue = pk.Store(dtype=jnp.bfloat16, kind=self.kind)
+        if self.added:
+            extras, needed, made = (*residual_of(case), self.is_real), pk.Needed.MASK, pk.AddTo()
+            x = self.padded
+        if self.of is RoundedRows:
+            x = round_rows(x, simulate=simulate)
+        if self.of is OperandRows:
+            x = OperandRows.of(x)
+        plan = case.plan(case.problem(made, self.of, needed), self.gpu)
+        return case.made(plan, x, *extras, simulate=simulate)
+
+    @property
+    def is_real(self) -> jax.Array:
+        return residual_of(self.product)[1] >= 0
+
+    @property
+    def padded(self) -> jax.Array:
+        return jnp.where(self.is_real[:, None], self.product.x, jnp.nan)
+
+    def expected(self, *, simulate: bool) -> Any:
+        """The same made of the sums of plain rows, stored in bf16."""
+        case, x, needed = self.product, self.product.x, pk.Needed.ALL
+        extras = ()
+        if self.added:
+            x, extras, needed = self.padded, (self.is_real,), pk.Needed.MASK
+        problem = case.problem(pk.Store(dtype=jnp.bfloat16), needed=needed)
+        sums = case.made(case.plan(problem, self.gpu), x, *extras, simulate=simulate)
+        if self.added:
+            kept = jnp.where(self.is_real[:, None], sums, jnp.zeros((), jnp.bfloat16))
+            return jax.jit(lambda: residual_of(case)[0] + kept)()
+        if self.kind is RoundedRows:
+            return round_rows(sums, simulate=simulate)
+        return OperandRows.of(sums) if self.kind is OperandRows else sums
+
+
+# Added: one row; rows and outputs that do not fill the last stores; as many as a block has, with x copied chunk by
+# chunk; FP8 activations; groups; parts of the inputs in several blocks, as the output projection of a layer has them;
+# then more rows, which are added to in place: tiles that rows do not fill, blocks that share a tile, rounded rows.
+ADDED = [
+    Product(rows=1, outputs=128, inputs=256),
+    Product(rows=17, outputs=192, inputs=384, activations="fp8"),
+    Product(rows=64, outputs=128, inputs=512, groups=2),
+    Product(rows=40, outputs=64, inputs=256, block=None),
+    Product(rows=9, outputs=128, inputs=2048),
+    Product(rows=150, outputs=256, inputs=128, activations="fp8"),
+    Product(rows=130, outputs=128, inputs=512),
+    Product(rows=80, outputs=128, inputs=1024, activations="fp8"),
+    Product(rows=600, outputs=128, inputs=128, activations="fp8"),
+    Product(rows=600, outputs=128, inputs=128),
+]
+# Rounded: more rows than a tile has, and two groups of a tile's outputs; parts that add their sums; what its kernel
+# does not round itself.
+ROUNDED = [
+    Product(rows=130, outputs=256, inputs=256, activations="fp8"),
+    Product(rows=70, outputs=128, inputs=1024, groups=2, activations="fp8"),
+    Product(rows=67, outputs=128, inputs=128, activations="bf16"),
+    Product(rows=3, outputs=128, inputs=128, activations="fp8"),
+]
+WRITTEN = [
+    Product(rows=1, outputs=128, inputs=256),
+    Product(rows=13, outputs=192, inputs=640, groups=2),
+    Product(rows=64, outputs=64, inputs=2048),
+    Product(rows=9, outputs=128, inputs=512, block=None),
+    Product(rows=20, outputs=128, inputs=256, activations="fp8"),
+]
+# Operand rows that are copied chunk by chunk and that are stored first; rows that are not there; groups; parts of the
+# inputs in several blocks; several parts of a block, in segments.
+TAKEN = [
+    Product(rows=64, outputs=192, inputs=384),
+    Product(rows=9, outputs=128, inputs=2048),
+    Product(rows=57, outputs=64, inputs=512, groups=2),
+    Product(rows=40, outputs=64, inputs=2048, block=(32, 64)),
+    Product(rows=30, outputs=192, inputs=2048, parts=(2, 2), tiles=2),
+]
+MADE = [
+    *(Made(product=product, added=True) for product in ADDED),
+    *(Made(product=product, kind=OperandRows) for product in WRITTEN),
+    *(Made(product=product, of=OperandRows) for product in TAKEN),
+]
+MADE_ON_HOPPER = [
+    *(Made(product=product, kind=RoundedRows) for product in ROUNDED),
+    Made(product=Product(rows=130, outputs=128, inputs=256, groups=2, activations="fp8"), of=RoundedRows),
+]
+
+
+@machines
+@pytest.mark.parametrize("case", MADE, ids=str)
+def test_what_is_made_is_made_of_the_sums(case, simulate):
+    same(case.found(simulate=simulate), case.expected(simulate=simulate))
+
+
+@on_hopper
+@pytest.mark.parametrize("case", MADE_ON_HOPPER, ids=str)
+def test_what_is_made_of_many_rows_is_made_of_the_sums(case, simulate):
+    same(case.found(simulate=simulate), case.expected(simulate=simulate))
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+def test_a_case_has_parts_in_several_blocks(gpu):
+    case = ADDED[4]
+    rows = pk.RowsSpec(count=case.rows, width=case.inputs)
+    assert fastest_layout(rows, case.spec, pk.AddTo(), gpu).split.cluster > 1
+
+
+# ---- two products in one launch -------------------------------------------------------------------------------------
+
+
+@on_hopper
+@pytest.mark.parametrize(("cluster", "parts", "tiles"), [(1, 2, 1), (2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize(("rows", "activations"), [(1, "bf16"), (19, "fp8"), (64, "bf16")])
+def test_a_pair_is_two_products(rows, activations, cluster, parts, tiles, simulate):
+    """Bit for bit, with the same split in a launch each."""
+    split: dict[str, Any] = dict(parts=(cluster, parts), tiles=tiles)
+    products = (
+        Product(rows=rows, outputs=192, inputs=512, block=None, **split),
+        Product(rows=rows, outputs=128, inputs=512, activations=activations, **split),
+    )
+    own = tuple(fastest_layout(product.problem().rows, product.spec, pk.Store(), HOPPER) for product in products)
+    problem = pk.Problem(
+        rows=products[0].problem().rows,
+        weights=tuple(product.spec for product in products),
+        epilogues=(pk.Store(), pk.Store()),
+    )
+    kernel = Pair(layouts=pair_of((own[0], own[1]), cluster=cluster, parts=parts, tiles=tiles))
+    plan, x = pk.Plan(problem=problem, gpu=HOPPER, kernel=kernel), products[0].x
+    arrays = [product.arrays for product in products]
+    found = jax.jit(lambda x, arrays: pk.run(plan, x, arrays, simulate=simulate))(x, arrays)
+    for product, result in zip(products, found, strict=True):
+        np.testing.assert_array_equal(result, product.run(x, simulate=simulate))
+
+
+@pytest.mark.gpu(major=9)
+@pytest.mark.parametrize("outputs", [1024, 2624])  # of V4-Flash's compressors; CSA's fill no tile of scales
+@pytest.mark.parametrize("rows", [1, 8, 33, 64])
+def test_pairs_of_a_model(rows, outputs):
+    first = Product(rows=rows, outputs=outputs, inputs=4096, block=None)
+    second = Product(rows=rows, outputs=1536, inputs=4096)
+    problem = dataclasses.replace(
+        first.problem(), weights=(first.spec, second.spec), epilogues=(pk.Store(), pk.Store())
+    )
+    plan, arrays = pk.plan(problem), [first.arrays, second.arrays]
+    assert isinstance(plan, pk.Plan)
+    found = jax.jit(lambda x, arrays: pk.run(plan, x, arrays))(first.x, arrays)
+    for product, result in zip((first, second), found, strict=True):
+        np.testing.assert_array_equal(result, product.run(first.x, simulate=False))
+
+
+# ---- rows of which only some are needed -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Some:
+    """A product of many rows, and which of them are needed: ranges."""
+
+    product: Product
+    ranges: tuple[tuple[int, int], ...]
+    epilogue: pk.Epilogue = dataclasses.field(default_factory=pk.Store)
+    which: pk.Needed = pk.Needed.MASK
+
+    def __str__(self) -> str:
+        return f"{self.which.value} {self.ranges}, {type(self.epilogue).__name__}: {self.product}"
+
+    @property
+    def needed(self) -> np.ndarray:
+        needed = np.zeros(self.product.rows, bool)
+        for first, past in self.ranges:
+            needed[first:past] = True
+        return needed
+
+    def run(self, which: pk.Needed, *extras: jax.Array, simulate: bool) -> list[np.ndarray]:
+        """Return the arrays of the result, with an axis of rows in front."""
+        case, rows = self.product, self.product.rows
+        problem = case.problem(self.epilogue, needed=which)
+        given = {pk.Needed.ALL: (), pk.Needed.MASK: (self.needed,), pk.Needed.PREFIX: (self.needed[None],)}[which]
+        found = case.made(case.plan(problem), case.x, *extras, *given, simulate=simulate)
+        return [np.asarray(leaf if leaf.shape[0] == rows else leaf.T[:rows]) for leaf in jax.tree.leaves(found)]
+
+
+def many_of(multiprocessors: int = 2, tile_rows: int = 128) -> Many:
+    return Many(parts=1, tile_rows=tile_rows, multiprocessors=multiprocessors)
+
+
+# Requests of which one is short and one is empty; needed rows in the last tile, which is not full; fewer tiles than
+# blocks, so that some compute none; one row of many; all of them; none.
+SOME = [
+    Some(
+        product=Product(rows=600, outputs=256, inputs=256, activations="fp8", many=many_of()),
+        ranges=((0, 128), (300, 301)),
+    ),
+    Some(
+        product=Product(rows=600, outputs=256, inputs=256, activations="fp8", many=many_of()),
+        ranges=((599, 600),),
+        epilogue=pk.Store(kind=RoundedRows),
+    ),
+    Some(product=Product(rows=520, outputs=128, inputs=128, many=many_of()), ranges=((0, 1), (257, 300), (513, 514))),
+    Some(
+        product=Product(rows=520, outputs=192, inputs=128, block=None, many=many_of()),
+        ranges=((0, 1), (257, 300), (513, 514)),
+    ),
+    Some(product=Product(rows=700, outputs=128, inputs=128, groups=2, many=many_of(2, 64)), ranges=((0, 700),)),
+    Some(product=Product(rows=520, outputs=128, inputs=128, many=many_of(3)), ranges=()),
+    Some(product=Product(rows=520, outputs=128, inputs=256, many=many_of(8)), ranges=((130, 131),)),
+    Some(
+        product=Product(rows=600, outputs=256, inputs=256, activations="fp8", many=many_of()),
+        ranges=((0, 257),),
+        which=pk.Needed.PREFIX,
+    ),
+    Some(
+        product=Product(rows=520, outputs=128, inputs=128, many=many_of()),
+        ranges=((0, 9), (300, 384)),
+        which=pk.Needed.PREFIX,
+    ),
+    Some(product=Product(rows=520, outputs=128, inputs=128, many=many_of()), ranges=(), which=pk.Needed.PREFIX),
+]
+
+
+def check_some(case: Some, *extras: jax.Array, simulate: bool) -> None:
+    """Needed rows are the same bits, and tiles without any are left out. ``extras`` are those of the epilogue."""
+    kernel = case.product.plan(case.product.problem(case.epilogue)).kernel
+    assert isinstance(kernel, ManyLaunch)
+    needed, size = case.needed, kernel.tiling.tile_rows
+    given = jnp.asarray(needed[None] if case.which is pk.Needed.PREFIX else needed)
+    assert needed_tiles(given, case.which, size, kernel.tiling.output_tiles) is not None
+    of_tile = np.add.reduceat(needed, np.arange(0, needed.size, size)) > 0
+    if case.which is pk.Needed.PREFIX:  # then those before the last needed one are computed, too
+        of_tile = np.maximum.accumulate(of_tile[::-1])[::-1]
+    computed = np.repeat(of_tile, size)[: needed.size]
+    some, everything = (case.run(which, *extras, simulate=simulate) for which in (case.which, pk.Needed.ALL))
+    for found, want in zip(some, everything, strict=True):
+        np.testing.assert_array_equal(found[needed], want[needed])
+        if simulate:  # what a kernel does not write is NaN there, or the largest whole number
+            left = found[~computed]
+            assert np.all(np.isnan(left) if left.dtype.kind == "f" else left == np.iinfo(left.dtype).max)
+
+
+@on_hopper
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_needed_rows_are_the_same_bits_and_tiles_of_others_are_left_out(case, simulate):
+    check_some(case, simulate=simulate)
+
+
+@machines
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(("tiles", "tiles_of_outputs"), [(4, 1), (5, 256), (128, 255), (90, 512), (64, 1023), (700, 8)])
+def test_tiles_are_divided_exactly(tiles, tiles_of_outputs, keeps, simulate):
+    """At the ends of the numbers that ``needed_tiles`` accepts, whole multiples and the numbers beside them."""
+    rng = np.random.default_rng(tiles)
+    for count in sorted({1, 2, tiles // 2, tiles - 1, tiles}):
+        needed = np.zeros(tiles, bool)
+        needed[rng.choice(tiles, count, replace=False)] = True
+        array = needed_tiles(jnp.asarray(needed), pk.Needed.MASK, 1, tiles_of_outputs)
+        assert array is not None
+        multiples = rng.integers(1, tiles_of_outputs + 1, 40) * count
+        numbers = np.concatenate([multiples - 1, np.minimum(multiples, tiles_of_outputs * count - 1), [0]])
+        numbers = np.resize(numbers, WARPGROUP).astype(np.int32)
+
+        def body(machine: Any, inputs: Any, out: Any) -> None:
+            of_rows = NeededTiles.of(inputs[1], keeps=keeps)
+            number = inputs[0].load_int(machine.thread)
+            quotient = of_rows.divide(number)
+            out.store_int(quotient, 0, machine.thread)
+            out.store_int(of_rows.tile(number, quotient), 1, machine.thread)
+
+        out = jax.ShapeDtypeStruct((2, WARPGROUP), jnp.int32)
+        found = launch(
+            body, name="divide", grid=(1,), inputs=(jnp.asarray(numbers), array), state=out, simulate=simulate
+        )
+        want = numbers // count, np.flatnonzero(needed)[numbers % count]
+        np.testing.assert_array_equal(found, want)
+
+
+def test_few_tiles_and_too_many_to_divide_are_all_computed():
+    def is_used(tiles: int, tiles_of_outputs: int) -> bool:
+        return needed_tiles(jnp.ones(tiles * 8, bool), pk.Needed.MASK, 8, tiles_of_outputs) is not None
+
+    assert not is_used(many._LEAST_TILES - 1, 1)
+    assert is_used(many._LEAST_TILES, 1)
+    assert is_used(90, 512)
+    assert not is_used(91, 512)  # 512 * 91^2 > 2^22
+    assert not is_used(4, 1024)

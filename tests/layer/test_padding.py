@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.layer.backend import OpBackends
-from dsv4jax.layer.kernels import base, products
+from dsv4jax.layer.kernels import base
 from pallas_kernels.language import target
-from pallas_kernels.products import launches
+from pallas_kernels.products import plan
+from pallas_kernels.products.many import launch
 from pallas_kernels.products.many import tiles as many
 from tests.support.driver import DEFAULT, ids, sequence
 from tests.support.machines import BACKENDS
@@ -25,7 +27,7 @@ SIZES = dict(hidden_size=128, q_lora_rank=128, o_lora_rank=128, o_groups=1, inde
 def few_rows(monkeypatch):
     """So few rows and queries are many."""
     monkeypatch.setattr(many, "_LEAST_TILES", 2)
-    monkeypatch.setattr(products, "_MANY_ROWS", 65)
+    monkeypatch.setattr(plan, "THRESHOLDS", dataclasses.replace(plan.THRESHOLDS, many_rows=65))
     monkeypatch.setattr(base, "_FEW_TOKENS", 1)
     monkeypatch.setattr(target, "multiprocessors", lambda: 2)
 
@@ -68,16 +70,16 @@ def test_tiles_of_padding_reach_neither_the_output_nor_the_cache(backend, activa
     given: Any = ops, activations, (65, 1, 0), 2
     tiles = []
 
-    def noted(rows: jax.Array | None, *args: int) -> jax.Array | None:
+    def noted(rows: jax.Array, *args: Any) -> jax.Array | None:
         found = many.needed_tiles(rows, *args)
         tiles.append(found is not None)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "needed_tiles", noted)
+        patch.setattr(launch, "needed_tiles", noted)
         some = run(*given)
         assert any(tiles)
-        patch.setattr(launches, "needed_tiles", lambda *args: None)
+        patch.setattr(launch, "needed_tiles", lambda *args: None)
         jax.clear_caches()
         same(some, run(*given))
 

@@ -36,13 +36,13 @@ def test_a_residual_is_added(weights, num_new, backend, monkeypatch):
     ops = OpBackends(projections=backend, cache_update="xla", decode_attention="xla", indexer_scores="xla", top_k="xla")
     empty = d4.init_cache(d4.plan_cache(CFG, max_requests=3, max_context=256, **DEFAULT))
     cache, _, _ = d4.admit(empty, 3)
-    added, product = [], pk.product
+    added, solve = [], pk.run
 
-    def noted(*args: Any, residual: Any = None, **options: Any) -> Any:
-        added.append(residual is not None)
-        return product(*args, residual=residual, **options)
+    def noted(plan: pk.Plan, *args: Any, **options: Any) -> Any:
+        added.append(isinstance(plan.problem.epilogues[0], pk.AddTo))
+        return solve(plan, *args, **options)
 
-    monkeypatch.setattr(pk, "product", noted)
+    monkeypatch.setattr(pk, "run", noted)
 
     def run(x: jax.Array, residual: jax.Array | None) -> Any:
         count = ids(*num_new)

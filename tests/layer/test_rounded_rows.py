@@ -1,5 +1,6 @@
 """Layers whose weights all take rounded inputs: kernels hand rounded rows on, and agree with XLA."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,8 +10,8 @@ import pytest
 
 import dsv4jax as d4
 import pallas_kernels as pk
-from pallas_kernels import rounding
-from pallas_kernels.products import call
+from pallas_kernels import activations as rows
+from pallas_kernels.products import plan
 from tests.support.driver import DEFAULT, ids, sequence
 from tests.support.machines import requires_gpu
 
@@ -21,8 +22,8 @@ CFG = d4.DSV4Config(hidden_size=128, q_lora_rank=128, o_lora_rank=128, compress_
 @pytest.fixture
 def few_rows(monkeypatch):
     """What takes 128 rows or more than 64 otherwise takes 8."""
-    monkeypatch.setattr(rounding, "PADDED", 8)
-    monkeypatch.setattr(call, "ROWS", 4)
+    monkeypatch.setattr(rows, "PADDED", 8)
+    monkeypatch.setattr(plan, "THRESHOLDS", dataclasses.replace(plan.THRESHOLDS, few_rows=4))
 
 
 def layer_and_inputs(backend: str, activations: str) -> tuple[Any, Any]:
@@ -43,18 +44,19 @@ def layer_and_inputs(backend: str, activations: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8", "fp8_all"])
 def test_rounded_rows_go_from_attention_to_the_last_product(activations, few_rows, monkeypatch):
-    given, product = [], pk.product
+    given, run = [], pk.run
 
-    def noted(x: Any, *args: Any, dtype: Any = jnp.float32, **options: Any) -> Any:
-        given.append((isinstance(x, pk.RoundedRows), jnp.dtype(dtype)))
-        return product(x, *args, dtype=dtype, **options)
+    def noted(plan: pk.Plan, *args: Any, **options: Any) -> Any:
+        made = plan.problem.epilogues[0]
+        given.append((plan.problem.rows.kind is pk.RoundedRows, getattr(made, "kind", None)))
+        return run(plan, *args, **options)
 
-    monkeypatch.setattr(pk, "product", noted)
+    monkeypatch.setattr(pk, "run", noted)
     layer, args = layer_and_inputs("pallas_simulated", activations)
     out = jax.eval_shape(layer, *args)
     assert (out.shape, out.dtype) == ((2, 4, CFG.hidden_size), jnp.bfloat16)
-    rounded = [(True, jnp.dtype(jnp.float8_e4m3fn)), (True, jnp.dtype(jnp.bfloat16))]
-    plain = [(False, jnp.dtype(jnp.bfloat16))] * 2
+    rounded = [(True, pk.RoundedRows), (True, rows.PlainRows)]
+    plain = [(False, rows.PlainRows)] * 2
     assert given[-2:] == (rounded if activations == "fp8_all" else plain)  # of W_oa and W_ob
     assert not any(is_rounded for is_rounded, _ in given[:-2])
 

@@ -66,18 +66,15 @@ class Case:
 
 @pytest.fixture
 def launched(monkeypatch) -> set[str]:
-    """The functions of products that have been called since."""
+    """What products have made since: the names of their epilogues, of each launch."""
     names: set[str] = set()
+    solve = pk.run
 
-    def recorded(name, function):
-        def call(*args, **kwargs):
-            names.add(name)
-            return function(*args, **kwargs)
+    def recorded(plan: pk.Plan, *args, **options):
+        names.add(" and ".join(type(made).__name__ for made in plan.problem.epilogues))
+        return solve(plan, *args, **options)
 
-        return call
-
-    for name in ("product", "product_of_queries", "product_of_indexer_queries", "product_of_both_queries"):
-        monkeypatch.setattr(pk, name, recorded(name, getattr(pk, name)))
+    monkeypatch.setattr(pk, "run", recorded)
     return names
 
 
@@ -85,16 +82,16 @@ def launched(monkeypatch) -> set[str]:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        pytest.param(Case(batch=2, tokens=2), {"product_of_both_queries"}, id="both in one launch"),
-        pytest.param(Case(kind=HCA, tokens=3), {"product_of_queries"}, id="attention's of few rows"),
+        pytest.param(Case(batch=2, tokens=2), {"AttentionQueries and IndexerQueries"}, id="both in one launch"),
+        pytest.param(Case(kind=HCA, tokens=3), {"AttentionQueries"}, id="attention's of few rows"),
         pytest.param(
             Case(tokens=66, activations="fp8", heads=8),
-            {"product_of_queries", "product_of_indexer_queries"},
+            {"AttentionQueries", "IndexerQueries"},
             id="a launch each of many rounded rows",
         ),
-        pytest.param(Case(tokens=66), {"product"}, id="many rows of bf16"),
+        pytest.param(Case(tokens=66), {"Store"}, id="many rows of bf16"),
         pytest.param(Case(tokens=2, dtype="float32"), set(), id="latents of f32"),
-        pytest.param(Case(tokens=2, is_wide=True), {"product"}, id="wide weights"),
+        pytest.param(Case(tokens=2, is_wide=True), {"Store"}, id="wide weights"),
     ],
 )
 def test_queries_are_those_of_the_steps(case, expected, launched, monkeypatch):

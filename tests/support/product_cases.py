@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import lax
 
 import pallas_kernels as pk
+from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.target import GPU, HOPPER
-from pallas_kernels.products.block import ProductInputs
-from pallas_kernels.products.launches import fastest_layout, launch_many, launch_product
-from pallas_kernels.products.many.tiling import fastest_tiling
-from pallas_kernels.products.split import TILE, Split
+from pallas_kernels.products.few.launch import Few, fastest_layout
+from pallas_kernels.products.few.layout import Split
+from pallas_kernels.products.many import launch
+from pallas_kernels.products.many.tiling import Tiling, fastest_tiling, tiling_of_heads
+from pallas_kernels.products.weights import TILE
 
 GROUP = 128  # inputs that share a scale where activations are rounded
 
@@ -31,6 +32,17 @@ class Many:
     tile_outputs: int = 0
     stages: int = 0
     multiprocessors: int = 0  # of the GPU
+
+    def tiling(self, problem: pk.Problem, gpu: GPU) -> Tiling:
+        (weight,), (made,), rows = problem.weights, problem.epilogues, problem.rows.count
+        if count := self.multiprocessors:
+            clusters = gpu.clusters | {2: -(-count // 2)}
+            gpu = dataclasses.replace(gpu, multiprocessors=count, clusters=clusters)
+        makes_heads = isinstance(made, pk.AttentionQueries | pk.IndexerQueries)
+        found = (tiling_of_heads if makes_heads else fastest_tiling)(rows, weight, made, gpu)
+        given = dict(parts=self.parts, tile_rows=self.tile_rows, tile_outputs=self.tile_outputs, stages=self.stages)
+        found = dataclasses.replace(found, **{name: value for name, value in given.items() if value})
+        return found if self.stages else found.with_most_stages()
 
     def __str__(self) -> str:
         given = {name: value for name, value in dataclasses.asdict(self).items() if value}
@@ -62,8 +74,42 @@ class Product:
         return f"{self.rows} rows {groups}{self.inputs} to {self.outputs} {stored} {self.activations}{how}"
 
     @property
-    def form(self) -> pk.WeightForm:
-        return pk.WeightForm(block=self.block, groups=self.groups, activations=self.activations)
+    def spec(self) -> pk.WeightSpec:
+        shape = self.groups * self.outputs, self.inputs
+        return pk.WeightSpec(shape=shape, block=self.block, groups=self.groups, activations=self.activations)
+
+    def problem(
+        self,
+        epilogue: pk.Epilogue | None = None,
+        kind: type[ActivationRows] = PlainRows,
+        needed: pk.Needed = pk.Needed.ALL,
+    ) -> pk.Problem:
+        """The product as a problem; of which sums are stored, if nothing else is made of them."""
+        rows = pk.RowsSpec(count=self.rows, width=self.groups * self.inputs, kind=kind)
+        made = pk.Store(dtype=self.dtype) if epilogue is None else epilogue
+        return pk.Problem(rows=rows, weights=(self.spec,), epilogues=(made,), needed=needed)
+
+    def plan(self, problem: pk.Problem | None = None, gpu: GPU = HOPPER) -> pk.Plan:
+        """The plan of the product with what the case replaces, also where another program is faster."""
+        problem = self.problem() if problem is None else problem
+        if self.many is not None:
+            tiling = self.many.tiling(problem, gpu)
+            return pk.Plan(problem=problem, gpu=gpu, kernel=launch.Many(tiling=tiling, which=problem.needed))
+        if self.parts is None:
+            return any_plan(problem, gpu)
+        (made,), (cluster, parts) = problem.epilogues, self.parts
+        layout = fastest_layout(problem.rows, self.spec, made, gpu)
+        chunks = self.inputs // layout.inputs // (cluster * parts)
+        blocks = -(-(self.outputs // TILE) // self.tiles)
+        split = Split(cluster=cluster, parts=parts, tiles=self.tiles, blocks=blocks, chunks=chunks)
+        layout = dataclasses.replace(layout, split=split, streams=self.streams)
+        return pk.Plan(problem=problem, gpu=gpu, kernel=Few(layout=layout))
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The weight as ``run`` takes it."""
+        weight, scales = self.weight
+        return (weight,) if scales is None else (weight, scales)
 
     @functools.cached_property
     def x(self) -> jax.Array:
@@ -111,31 +157,21 @@ class Product:
 
         return multiply(x, self.wide), multiply(np.abs(x), np.abs(self.wide))
 
-    def run(self, x: jax.Array | None = None, *, simulate: bool, gpu: GPU = HOPPER) -> np.ndarray:
-        """Run the kernel of a GPU, which must be this machine's own if it is not simulated. ``x`` replaces its own."""
-        weight, scales = self.weight
-        if scales is not None:
-            weight, scales = (lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in (weight, scales))
-        inputs = ProductInputs(x=self.x if x is None else x, weight=weight, scales=scales)
-        launch = functools.partial(self._launch(gpu), dtype=self.dtype, simulate=simulate)
-        return np.asarray(jax.jit(launch)(inputs).astype(jnp.float32))
+    def made(self, plan: pk.Plan, x: Any, *extras: Any, simulate: bool) -> Any:
+        """Run a plan of the product, in a program of its own."""
 
-    def _launch(self, gpu: GPU) -> Any:
-        if self.many is not None:
-            changes = {name: value for name, value in dataclasses.asdict(self.many).items() if value}
-            if (count := changes.pop("multiprocessors", 0)) > 0:
-                gpu = dataclasses.replace(gpu, multiprocessors=count)
-            tiling = fastest_tiling(self.rows, self.outputs, self.inputs, self.form, gpu)
-            tiling = dataclasses.replace(tiling, **changes)
-            return functools.partial(launch_many, tiling if self.many.stages else tiling.with_most_stages())
-        layout = fastest_layout(self.rows, (self.groups * self.outputs, self.inputs), self.form, gpu)
-        if self.parts is not None:
-            cluster, parts = self.parts
-            chunks = self.inputs // layout.inputs // (cluster * parts)
-            blocks = -(-(self.outputs // TILE) // self.tiles)
-            split = Split(cluster=cluster, parts=parts, tiles=self.tiles, blocks=blocks, chunks=chunks)
-            layout = dataclasses.replace(layout, split=split, streams=self.streams)
-        return functools.partial(launch_product, layout)
+        def run(x: Any, arrays: Any, *extras: Any) -> Any:
+            (found,) = pk.run(plan, x, [arrays], *extras, simulate=simulate)
+            return found
+
+        return jax.jit(run)(x, self.arrays, *extras)
+
+    def run(self, x: Any = None, *, simulate: bool, gpu: GPU = HOPPER) -> np.ndarray:
+        """Run the kernel of a GPU, which must be this machine's own if it is not simulated. ``x`` replaces its own."""
+        x = self.x if x is None else x
+        kind = type(x) if isinstance(x, ActivationRows) else PlainRows
+        plan = self.plan(self.problem(kind=kind), gpu)
+        return np.asarray(self.made(plan, x, simulate=simulate).astype(jnp.float32))
 
     def check(self, found: np.ndarray, *, simulate: bool) -> None:
         """Check a result.
@@ -157,3 +193,11 @@ def random_angles(rows: int, rope_dim: int) -> np.ndarray:
     """Cosines and then sines, as products that make queries take them: f32 [rows, rope_dim]."""
     turns = np.random.default_rng(0).uniform(0, 2 * np.pi, (rows, rope_dim // 2))
     return np.concatenate([np.cos(turns), np.sin(turns)], 1, dtype=np.float32)
+
+
+def any_plan(problem: pk.Problem, gpu: GPU = HOPPER) -> pk.Plan:
+    """The plan of a problem that has one, be it slower than another program."""
+    found = pk.plan(problem, gpu)
+    plan = found.plan if isinstance(found, pk.Unsupported) else found
+    assert isinstance(plan, pk.Plan), found
+    return plan

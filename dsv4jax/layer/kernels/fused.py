@@ -13,7 +13,7 @@ from dsv4jax.layer.stages.compose import FUSED, FusedStages
 for _name, _simulate in ((PALLAS, False), (SIMULATED, True)):
     _products, _update = ProjectionsKernels(_simulate), CacheUpdateKernels(_simulate)
     FUSED[_name] = FusedStages(
-        intake=functools.partial(IntakeKernels, kernels=_update),
-        queries=functools.partial(QueryKernels, kernels=_products),
+        intake=functools.partial(IntakeKernels, products=_products, kernels=_update),
+        queries=functools.partial(QueryKernels, products=_products),
         output=functools.partial(OutputKernels, _products),
     )

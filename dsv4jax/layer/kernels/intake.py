@@ -19,12 +19,11 @@ from dsv4jax.cache.stack import LayerStack
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.kernels.base import of_chunk
 from dsv4jax.layer.kernels.cache import CacheUpdateKernels, new_tokens
-from dsv4jax.layer.kernels.products import flat, token_products, token_rounding, weight_form
-from dsv4jax.layer.ops import CACHE_UPDATE, PROJECTIONS, InputProducts
+from dsv4jax.layer.kernels.products import ProjectionsKernels, token_products, token_rounding
+from dsv4jax.layer.ops import CACHE_UPDATE, InputProducts
 from dsv4jax.layer.stages.interface import Latents, Taken
 from dsv4jax.layer.stages.steps import IntakeSteps
 from dsv4jax.weights.params import AttentionParams, PoolParams
-from dsv4jax.weights.stored import StoredWeight
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +31,7 @@ class IntakeKernels:
     """Products, what they contribute, and the cache update, in two launches for one token of each request."""
 
     steps: IntakeSteps
+    products: ProjectionsKernels
     kernels: CacheUpdateKernels
 
     def take(self, params: AttentionParams, x: jax.Array, call: LayerCall, *, is_draft: bool) -> Taken:
@@ -51,17 +51,16 @@ class IntakeKernels:
 
     def _multiply(self, params: AttentionParams, x: jax.Array, call: LayerCall) -> InputProducts:
         """Multiply x by the weights that it feeds, in one launch where that is faster."""
-        first, second = params.compress, params.q_a_kv
-        if isinstance(first, jax.Array) and isinstance(second, StoredWeight) and x.dtype == first.dtype == jnp.bfloat16:
-            rows, forms = x.size // x.shape[-1], (pk.WeightForm(), weight_form(second))
-            if pk.unsupported_product_pair((first.shape, second.shape), forms, rows) is None:
-                x, first, second = self.kernels.without_derivative(PROJECTIONS, (x, first, second))
-                weights = (first, None, forms[0]), (second.codes, second.scales, forms[1])
-                made = pk.product_pair(flat(x), *weights, simulate=self.kernels.simulate)
-                compress, q_a_kv = (product.reshape(*x.shape[:-1], -1) for product in made)
-                positions = call.positions(x.shape[1])
-                return InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
-        return self.steps.multiply(params, x, call)
+        if params.compress is None:
+            return self.steps.multiply(params, x, call)
+        weights = params.compress, params.q_a_kv
+        plan = self.products.plan(x, weights, (pk.Store(), pk.Store()))
+        if isinstance(plan, pk.Unsupported):
+            return self.steps.multiply(params, x, call)
+        made = self.products.run(plan, x, weights)
+        compress, q_a_kv = (product.reshape(*x.shape[:-1], -1) for product in made)
+        positions = call.positions(x.shape[1])
+        return InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
 
     def _store_token(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -21,19 +22,14 @@ from dsv4jax.tails import Streams
 from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 
-_FEW_ROWS = 64  # up to which products have the kernel of few rows
-_SOME_ROWS = 128  # up to which it serves a wide weight, too
-_MANY_ROWS = 1024  # from which those with a wide weight have a kernel that leaves out padding
-# Numbers of a bf16 weight up to which its kernel is faster than XLA on an H200: for one row, and for 2 to 64, where XLA
-# takes two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
-_SMALL_WEIGHT, _MEDIUM_WEIGHT = 1 << 22, 1 << 24
+_OTHERS = pk.OperandRows, pk.RoundedRows  # rows in another form than an array
+_FORMS: dict[type, RowForm] = {pk.OperandRows: "operand", pk.RoundedRows: "rounded"}
 
 
 class ProjectionsKernels(Kernels):
     """The kernels of ``pallas_kernels.products`` and ``pallas_kernels.token_parts``.
 
-    XLA computes what has no kernel, or is faster without: products of f32, with larger wide weights, and of many tokens
-    where ``pk.unsupported_product`` says so.
+    XLA computes what has no kernel, or is faster without: where ``pk.plan`` says so.
     """
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
@@ -53,33 +49,48 @@ class ProjectionsKernels(Kernels):
         groups: int = 1,
         needed: jax.Array | None = None,
     ) -> jax.Array:
-        if isinstance(x, pk.OperandRows):
-            assert isinstance(weight, StoredWeight), "only such weights take rows in another form"
-            return self.product(x, weight, groups, needed=needed, dtype=dtype).reshape(*x.shape[:-1], -1)
-        outputs, inputs = weight.shape
-        rows = x.size // (groups * inputs)
-        if isinstance(weight, StoredWeight):
-            form, arrays, is_served = weight_form(weight, groups), (weight.codes, weight.scales), True
-        else:
-            form, arrays = pk.WeightForm(groups=groups), (weight, None)
-            is_served = weight.dtype == jnp.bfloat16 and outputs * inputs <= _most_numbers(rows, of_chunk(needed))
-        if not is_served or x.dtype != jnp.bfloat16 or pk.unsupported_product(weight.shape, form, rows) is not None:
+        plan = self.plan(x, (weight,), (pk.Store(dtype=dtype),), groups, needed=needed)
+        if isinstance(plan, pk.Unsupported):
+            assert not isinstance(x, _OTHERS), "rows in another form have a kernel"
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
-        x, arrays = self.without_derivative(PROJECTIONS, (x, arrays))
-        options: dict[str, Any] = dict(dtype=dtype, needed=needed_rows(needed), simulate=self.simulate)
-        product = pk.product(x.reshape(rows, groups * inputs), *arrays, form, **options)
-        return product.reshape(*x.shape[:-1], outputs // groups)
+        (product,) = self.run(plan, x, (weight,), needed=needed)
+        return product.reshape(*x.shape[:-1], weight.shape[0] // groups)
 
-    def product(
-        self, x: Rows, weight: StoredWeight, groups: int = 1, *, needed: jax.Array | None = None, **options: Any
-    ) -> Any:
-        """Multiply rows [..., groups * in] of any form by a stored weight, for which there is a kernel: [M, out].
+    def plan(
+        self,
+        x: Rows,
+        weights: tuple[Weight, ...],
+        epilogues: tuple[pk.Epilogue, ...],
+        groups: int = 1,
+        *,
+        needed: jax.Array | None = None,
+    ) -> pk.Plan | pk.Unsupported:
+        """Return how kernels multiply rows [..., groups * in] by weights, of which bool [B, T] are needed."""
+        specs = tuple(weight_spec(weight, groups) for weight in weights)
+        width = groups * specs[0].inputs
+        form: dict[str, Any] = {"kind": type(x)} if isinstance(x, _OTHERS) else {"dtype": x.dtype}
+        rows = pk.RowsSpec(count=math.prod(x.shape) // width, width=width, **form)
+        problem = pk.Problem(rows=rows, weights=specs, epilogues=epilogues, needed=which_are_needed(needed))
+        return pk.plan(problem)
 
-        ``options`` are those of ``pk.product``.
-        """
-        x, codes, scales = self.without_derivative(PROJECTIONS, (x, weight.codes, weight.scales))
-        options |= {"needed": needed_rows(needed), "simulate": self.simulate}
-        return pk.product(flat(x), codes, scales, weight_form(weight, groups), **options)
+    def run(
+        self,
+        plan: pk.Plan | pk.Unsupported,
+        x: Rows,
+        weights: tuple[Weight, ...],
+        *extras: jax.Array,
+        needed: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
+        """Do what a plan of these says: rows are [M, ...]. ``extras`` are [M, ...], too."""
+        if isinstance(plan, pk.Unsupported):
+            raise ValueError(f"no kernel serves this product: {plan.reason}")
+        x, arrays = self.without_derivative(PROJECTIONS, (x, tuple(map(weight_arrays, weights))))
+        width = plan.problem.rows.width
+        x = flat(x) if isinstance(x, _OTHERS) else x.reshape(-1, width)
+        needed = of_chunk(needed)
+        if needed is not None:
+            extras = *extras, needed if needed.shape[0] == 1 else needed.reshape(-1)
+        return pk.run(plan, x, arrays, *extras, simulate=self.simulate)
 
     def parts(
         self, products: InputProducts, params: AttentionParams, call: LayerCall, dtype: DTypeLike, *, encode: bool
@@ -132,29 +143,20 @@ def token_rounding(
     )
 
 
-def _most_numbers(rows: int, needed: jax.Array | None) -> int:
-    """Return how large a weight of bf16 may be for a product of so many rows to be a kernel's, and not XLA's."""
-    if rows >= _MANY_ROWS and needed is not None and needed.shape[0] > 1:
-        return _MEDIUM_WEIGHT
-    if rows > _SOME_ROWS:
-        return 0
-    return _MEDIUM_WEIGHT if 1 < rows <= _FEW_ROWS else _SMALL_WEIGHT
-
-
-def needed_rows(needed: jax.Array | None) -> jax.Array | None:
-    """Do what ``of_chunk`` does, for rows of a product: bool [B T], or [1, T] of one request."""
+def which_are_needed(needed: jax.Array | None) -> pk.Needed:
+    """Return which rows a product is told are needed, as ``of_chunk`` says: of one request, or of several."""
     needed = of_chunk(needed)
-    return needed if needed is None or needed.shape[0] == 1 else needed.reshape(-1)
+    if needed is None:
+        return pk.Needed.ALL
+    return pk.Needed.PREFIX if needed.shape[0] == 1 else pk.Needed.MASK
 
 
 def row_form(weight: Weight, rows: int, groups: int = 1) -> RowForm:
     """Return in which form a product takes so many rows of bf16 the fastest."""
-    if not isinstance(weight, StoredWeight):
-        return "plain"
-    asked = weight.shape, weight_form(weight, groups), rows
-    if pk.takes_operand(*asked):
-        return "operand"
-    return "rounded" if pk.takes_rounded(*asked) else "plain"
+    spec = weight_spec(weight, groups)
+    given = pk.RowsSpec(count=rows, width=groups * spec.inputs)
+    taken = pk.rows_taken(pk.Problem(rows=given, weights=(spec,), epilogues=(pk.Store(),)))
+    return _FORMS.get(taken.kind, "plain")
 
 
 def flat[T: Rows](rows: T) -> T:
@@ -162,9 +164,19 @@ def flat[T: Rows](rows: T) -> T:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), rows)
 
 
-def weight_form(weight: StoredWeight, groups: int = 1) -> pk.WeightForm:
-    """Return how a stored weight is described to the kernels."""
-    return pk.WeightForm(groups=groups, block=weight.block, activations=weight.activations)
+def weight_spec(weight: Weight, groups: int = 1) -> pk.WeightSpec:
+    """Return how a weight is described to the kernels."""
+    outputs, inputs = weight.shape
+    if isinstance(weight, StoredWeight):
+        form: dict[str, Any] = dict(block=weight.block, activations=weight.activations)
+    else:
+        form = dict(dtype=weight.dtype)
+    return pk.WeightSpec(shape=(outputs, inputs), groups=groups, **form)
+
+
+def weight_arrays(weight: Weight) -> tuple[jax.Array, ...]:
+    """Return the arrays of a weight, as kernels take them."""
+    return (weight.codes, weight.scales) if isinstance(weight, StoredWeight) else (weight,)
 
 
 register(PROJECTIONS, ProjectionsKernels)

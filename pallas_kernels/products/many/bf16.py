@@ -12,14 +12,13 @@ import functools
 from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import Buffer, swapped
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
-from pallas_kernels.language.values import VECTOR, Condition, Value, select
+from pallas_kernels.language.values import Condition, Value, select
+from pallas_kernels.products.epilogues.faces import ColumnSums
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile, warp_rows
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
-from pallas_kernels.products.residual import Onto, Words
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
 CHUNK_CODES = CHUNK_BYTES // 2
@@ -29,7 +28,7 @@ _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
 
 
-def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tiling) -> None:
+def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     codes = Shared(
@@ -48,7 +47,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         barrier.fill(*turns.copies(inputs, of_chunk, turns.row(of_chunk[0]), to))
 
     ring = Ring.take(turns, fill)
-    block = tiling.form.block
+    block = tiling.weight.block
     assert block is not None
     row, first_row = product_row(machine) + machine.thread // WARPGROUP * 64, warp_rows(machine)
     # Adjacent lanes load the same word, of which each has two codes.
@@ -110,19 +109,15 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Buffer, *, tiling: Tilin
         ring.leave(begin + (tiling.chunks - 1))
         return sums, following
 
-    store = functools.partial(store_sums, turns, Onto(out, inputs.positions))
-    for_each_tile(turns, ring, arena, scales_of, sums_of, store)
+    for_each_tile(turns, ring, arena, scales_of, sums_of, functools.partial(store_columns, turns, inputs.extras, out))
 
 
-def store_sums(turns: Turns, onto: Onto, turn: Value, first: Value | int, sums: list[Value]) -> None:
-    """Store fours [outputs, rows of x], the first of which is number ``first`` of the tile.
-
-    Every store writes whole sectors of 32 bytes.
-    """
+def store_columns(turns: Turns, extras: Any, out: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
+    """Give the epilogue fours [outputs, rows of x], the first of which is number ``first`` of the tile."""
     machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
     lane = machine.thread % WARP
     output = place.output + warp_rows(machine)
-    rows, all_outputs = tiling.rows, tiling.form.groups * tiling.outputs
+    rows, all_outputs = tiling.rows, tiling.weight.groups * tiling.outputs
     is_whole = rows % tiling.tile_rows == 0
     # A warp's 16 outputs exist, or none of them does.
     exists: Condition = True if tiling.outputs % tiling.tile_outputs == 0 else output < all_outputs
@@ -131,21 +126,5 @@ def store_sums(turns: Turns, onto: Onto, turn: Value, first: Value | int, sums: 
     def there(at: Value) -> Condition:
         return exists if is_whole else exists & (at < rows)
 
-    if (out := onto.rows).dtype.itemsize == 4:
-        # Sectors of 32 bytes are stored by eight lanes. Wider stores after exchanges took longer.
-        for n, value in enumerate(sums):
-            at = column + (n // VECTOR * 8 + n % 2)
-            out.store_floats([value], at, output + lane // 4 + n // 2 % 2 * 8, where=there(at))
-        return
-    # A lane has outputs r and r + 8 of two rows of x. After two exchanges it has four adjacent outputs of one.
-    is_odd, is_upper = lane // 4 % 2 == 1, lane // 8 % 2 == 1
-    row = column + lane // 4 % 2
-    of_output = lane // 16 * 4 + select(is_upper, machine.constant(8, "i32"), 0) + output
-
-    def place_of(n: int) -> Words:
-        low, high = (machine.to_bf16(*swapped(machine, is_odd, (sums[at], sums[at + 1]), 4)) for at in (n, n + 2))
-        words = swapped(machine, is_upper, (low, high), 8)
-        at = row + n // VECTOR * 8
-        return Words(list(words), at, of_output, there(at))
-
-    onto.store(place_of(n) for n in range(0, len(sums), VECTOR))
+    columns = ColumnSums(machine=machine, output=output, column=column, there=there, sums=sums)
+    tiling.epilogue.many_columns(columns, extras, out)

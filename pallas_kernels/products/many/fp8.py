@@ -13,18 +13,15 @@ import functools
 from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import Buffer, Team, add, fold, swapped
-from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.lanes import fold
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
 from pallas_kernels.language.values import Condition, Value
-from pallas_kernels.products import keys
-from pallas_kernels.products.heads import Angles, Squares
+from pallas_kernels.products.epilogues.faces import RowSums
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
-from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Place, Tiling
-from pallas_kernels.products.residual import Onto, Words
+from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
-from pallas_kernels.rounding import GROUP, RoundedRows, store_group
 
 _ROWS = 64  # of a warpgroup
 
@@ -39,8 +36,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
         (tiling.stages, tiling.tile_rows),
         "f32",
     )
-    is_f32 = isinstance(out, Buffer) and out.dtype.itemsize == 4
-    turns = Turns.of(machine, tiling, inputs.needed, keeps=not is_f32)
+    turns = Turns.of(machine, tiling, inputs.needed, keeps=tiling.epilogue.keeps_needed)
     assert isinstance(x.offset, int)
     arena, parts = x.offset, tiling.tile_outputs // OUTPUTS
 
@@ -61,7 +57,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
         barrier.fill(of_x, of_scales, of_weight)
 
     ring = Ring.take(turns, fill)
-    block = tiling.form.block
+    block = tiling.weight.block
     assert block is not None
 
     def scales_of(chunk: Value) -> list[Value]:
@@ -102,106 +98,36 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
                 ]
                 if part < parts - 1:  # beside these sums there are no registers for another product
                     machine.keep_order()
-            return added, keys.packed(following)
+            return added, _packed(following)
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_outputs // 2)
         return machine.loop(tiling.chunks, one, (zeros, of_first))
 
-    store = functools.partial(_store, turns, out, inputs.positions)
-    if tiling.heads is not None:
-        squares = Squares.take(machine, tiling.neighbours, tiling.tile_rows, WARPGROUPS)
-        store = functools.partial(_store_queries, turns, inputs.angles, squares, out)
-    if tiling.key_heads is not None:
-        store = functools.partial(_store_keys, turns, inputs.angles, out)
-    for_each_tile(turns, ring, arena, lambda chunk: keys.packed(scales_of(chunk)), sums_of, store)
+    begun = tiling.epilogue.begin_many(machine, tiling.tile_shape, inputs.extras)
+    store = functools.partial(_store, turns, inputs.extras, out, begun)
+    for_each_tile(turns, ring, arena, lambda chunk: _packed(scales_of(chunk)), sums_of, store)
 
 
-def _store(
-    turns: Turns, out: Any, positions: Buffer | None, turn: Value, first: Value | int, sums: list[Value]
-) -> None:
-    """Store fours, the first of which is number ``first`` of the tile. Every store writes whole sectors of 32 bytes."""
-    machine, place = turns.machine, turns.place(turn)
+def _packed(bytes: list[Value]) -> Value:
+    """Return up to four bytes in a word, the first in its low bits."""
+    return fold(lambda a, b: a | b, [byte << 8 * i if i else byte for i, byte in enumerate(bytes)])
+
+
+def _store(turns: Turns, extras: Any, out: Any, begun: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
+    """Give the epilogue fours [rows of x, outputs], the first of which is number ``first`` of the tile."""
+    place = turns.place(turn)
     output = place.output + first * 8
-    for half, (_, at, where) in enumerate(_rows(turns, place)):
-        pairs = [sums[n : n + 2] for n in range(2 * half, len(sums), 4)]
-        if isinstance(out, RoundedRows):
-            for n in range(0, len(pairs), GROUP // 8):
-                store_group(machine, out, pairs[n : n + GROUP // 8], at, (output + n * 8) // GROUP, where)
-        elif out.dtype.itemsize == 4:
-            for n, pair in enumerate(pairs):
-                out.store_floats(pair, at, output + machine.thread % 4 * 2 + n * 8, where=where)
-        else:
-            words = [machine.to_bf16(*pair) for pair in pairs]
-            _store_words(machine, Onto(out, positions), at, output, words, where)
-
-
-def _store_queries(
-    turns: Turns, angles: Buffer, squares: Squares, out: Buffer, turn: Value, first: Value | int, sums: list[Value]
-) -> None:
-    """Store a tile of queries: the sums, normed over their heads, rotated and rounded to f16."""
-    del first  # a block has all fours of its tile
-    machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
-    heads = tiling.heads
-    assert heads is not None
-    rows = _rows(turns, place)
-    last = machine.rank == tiling.neighbours - 1
-    rope = Angles.load(machine, angles, [row[1:] for row in rows], tiling.fours, last)
-    halves = [[sums[n : n + 2] for n in range(2 * half, len(sums), 4)] for half in range(2)]
-    of_lane = [_sum_of_squares(machine, pairs) for pairs in halves]
-    of_tile = [Team(machine, 4).reduce((add, total))[0] for total in of_lane]
-    totals = squares.totals(turn, [in_tile for in_tile, *_ in rows], of_tile)
-    for half, (pairs, total, (_, at, where)) in enumerate(zip(halves, totals, rows, strict=True)):
-        inverse_rms = machine.inverse_sqrt(total * (1 / heads.dim) + heads.eps)
-        normed = [[value * inverse_rms for value in pair] for pair in pairs]
-        words = [machine.to_f16(*rope.rotate(half, n, pair)) for n, pair in enumerate(normed)]
-        _store_words(machine, Onto(out, None), at, place.output, words, where)
-
-
-def _sum_of_squares(machine: TensorCores, pairs: list[list[Value]]) -> Value:
-    sums = [machine.constant(0.0, "f32")] * 2
-    for pair in pairs:
-        sums = [machine.fma(value, value, total) for value, total in zip(pair, sums, strict=True)]
-    return fold(add, sums)
-
-
-def _store_keys(turns: Turns, angles: Buffer, out: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
-    """Store a tile of the indexer's queries, of which each 128 outputs are a head."""
-    del first  # a block has all fours of its tile
-    machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
-    heads = tiling.key_heads
-    assert heads is not None
-    rows, fours = _rows(turns, place), keys.DIM // 8
-    rope = Angles.load(machine, angles, [row[1:] for row in rows], fours, True)
-    for half, (_, at, where) in enumerate(rows):
-        for head in range(tiling.tile_outputs // keys.DIM):
-            of_head = sums[head * keys.DIM // 2 : (head + 1) * keys.DIM // 2]
-            pairs = [of_head[n : n + 2] for n in range(2 * half, len(of_head), 4)]
-            turned = keys.hadamard(machine, [rope.rotate(half, n, pair) for n, pair in enumerate(pairs)])
-            keys.store_head(machine, heads, turned, out, (at, place.output // keys.DIM + head), where)
+    of_rows = RowSums(machine=turns.machine, turn=turn, rows=_rows(turns, place), output=output, sums=sums)
+    turns.tiling.epilogue.many_rows(of_rows, extras, out, begun)
 
 
 def _rows(turns: Turns, place: Place) -> list[tuple[Value, Value, Condition]]:
     """Return a lane's two rows: their numbers in the tile and in x, and whether they exist."""
     machine, tiling = turns.machine, turns.tiling
     row = product_row(machine) + machine.thread // WARPGROUP * _ROWS
-    if tiling.heads is not None or tiling.key_heads is not None or turns.needed is not None:
+    if not tiling.epilogue.keeps_rows or turns.needed is not None:
         row = machine.hold(row)  # no register is free to keep what follows from it from tile to tile
     is_whole = tiling.rows % tiling.tile_rows == 0
     first = turns.row(place)
     rows = [(at, at + first) for at in (row, row + 8)]
     return [(in_tile, at, True if is_whole else at < tiling.rows) for in_tile, at in rows]
-
-
-def _store_words(
-    machine: TensorCores, onto: Onto, at: Value, output: Value, words: list[Value], where: Condition
-) -> None:
-    """Store a row of a tile, each word with two adjacent outputs of each eight from ``output`` on."""
-    # Two adjacent lanes have four adjacent outputs of each eight. The even one takes those of the first of two eights,
-    # and the odd one those of the second.
-    lane = machine.thread % WARP
-
-    def place_of(n: int) -> Words:
-        pair = swapped(machine, lane % 2 == 1, (words[n], words[n + 1]), 1)
-        return Words(list(pair), at, lane // 2 % 2 * 4 + lane % 2 * 8 + output + n * 8, where)
-
-    onto.store(place_of(n) for n in range(0, len(words), 2))

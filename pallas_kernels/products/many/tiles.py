@@ -22,6 +22,7 @@ from pallas_kernels.language.tensor_cores import Role, TensorCores, TileCopy
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value
 from pallas_kernels.needed import needed_first, past_last_needed
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, LANES, LOADERS, WARPGROUPS, Place, Tiling
+from pallas_kernels.products.problem import Needed
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
 _HEADER = 2  # numbers before the tiles, in what ``needed_tiles`` returns
@@ -38,16 +39,16 @@ class ManyInputs:
     x_scales: Any  # f32 [groups * inputs / 128, M rounded up to 128] of rounded rows, else None
     weight: Any  # uint8 [groups * outputs, inputs]
     scales: Any  # uint8 [groups * outputs / block, inputs / block]
-    angles: Any = None  # f32 [M, rope_dim], cosines and then sines, for queries
-    positions: Any = None  # int32 [M], below 0 on padding, where the product is added to rows of bf16
+    extras: dict[str, Any]  # what the epilogue takes beside the sums
     needed: Any = None  # what ``needed_tiles`` returns
 
 
-def needed_tiles(needed: jax.Array | None, tile_rows: int, tiles_of_outputs: int) -> jax.Array | None:
+def needed_tiles(needed: jax.Array, which: Needed, tile_rows: int, tiles_of_outputs: int) -> jax.Array | None:
     """Return which tiles of rows are needed, as ``NeededTiles`` reads them.
 
     Args:
-      needed: bool [M]; bool [1, M], of one request; or None for all rows.
+      needed: the rows, bool.
+      which: whether all rows up to the last needed one are, or those alone that ``needed`` says.
       tile_rows: rows of a tile.
       tiles_of_outputs: tiles that each tile of rows has.
 
@@ -55,13 +56,11 @@ def needed_tiles(needed: jax.Array | None, tile_rows: int, tiles_of_outputs: int
       int32 [2 + tiles of rows]: how many are needed, what to divide by that with, and the tiles, those that are needed
       first. None where all are to be computed, because there are few, or too many to divide like that.
     """
-    if needed is None:
-        return None
     tiles = -(-needed.size // tile_rows)
     divides = tiles_of_outputs < 1 << 32 - _SHIFT and tiles_of_outputs * tiles**2 < 1 << _SHIFT
     if tiles < _LEAST_TILES or not divides:
         return None
-    if needed.ndim == 2:
+    if which is Needed.PREFIX:
         count, numbers = -(-past_last_needed(needed)[0] // tile_rows), jnp.arange(tiles, dtype=jnp.int32)
     else:
         is_needed = jnp.pad(needed, (0, tiles * tile_rows - needed.size)).reshape(tiles, tile_rows).any(axis=1)
@@ -138,7 +137,7 @@ class Turns:
 
     def exists(self, place: Place) -> Value:
         """Return whether there is such a place. Past a block's last tile it may be any: nobody uses what is there."""
-        return place.output < self.tiling.form.groups * self.tiling.outputs
+        return place.output < self.tiling.weight.groups * self.tiling.outputs
 
     def row(self, place: Place) -> Value:
         """Return the first row of x of a tile."""

@@ -14,9 +14,8 @@ from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.values import Value
-from pallas_kernels.products.block import WeightForm
-from pallas_kernels.products.heads import Heads, Squares
-from pallas_kernels.products.keys import KeyHeads
+from pallas_kernels.products.epilogues.faces import TileShape
+from pallas_kernels.products.problem import Epilogue, WeightSpec
 
 WARPGROUPS, LOADERS = 2, 1  # that multiply, and of which a warp starts copies
 LANES = WARPGROUPS * WARPGROUP
@@ -33,25 +32,32 @@ class Tiling:
     """The tiles of a product, and the blocks of its launch."""
 
     gpu: GPU
-    form: WeightForm
+    weight: WeightSpec
+    epilogue: Epilogue
     rows: int  # of x
-    outputs: int  # of a group
-    inputs: int  # of a group
     tile_rows: int
     tile_outputs: int
     parts: int = 1  # blocks that share a tile
     stages: int = 4  # chunks in shared memory
-    heads: Heads | None = None  # what outputs are, where they become queries of attention
-    key_heads: KeyHeads | None = None  # what outputs are, where they become queries of the indexer
+
+    @property
+    def outputs(self) -> int:
+        """Of a group."""
+        return self.weight.outputs
+
+    @property
+    def inputs(self) -> int:
+        """Of a group."""
+        return self.weight.inputs
 
     @property
     def is_rounded(self) -> bool:
-        return self.form.activations == "fp8"
+        return self.weight.activations == "fp8"
 
     @property
     def is_wide(self) -> bool:
         """Whether the weight is bf16."""
-        return self.form.block is None
+        return self.weight.block is None
 
     @property
     def chunk(self) -> int:
@@ -80,12 +86,16 @@ class Tiling:
     @property
     def neighbours(self) -> int:
         """Blocks of a cluster that have adjacent tiles."""
-        return 1 if self.heads is None else self.heads.dim // self.tile_outputs
+        return self.epilogue.neighbours(self.tile_outputs)
+
+    @property
+    def tile_shape(self) -> TileShape:
+        return TileShape(neighbours=self.neighbours, rows=self.tile_rows, warpgroups=WARPGROUPS)
 
     @property
     def output_tiles(self) -> int:
         """Tiles, or groups of neighbours, of the same rows."""
-        return self.form.groups * self._tiles_of_group
+        return self.weight.groups * self._tiles_of_group
 
     @property
     def _tiles_of_group(self) -> int:
@@ -117,8 +127,8 @@ class Tiling:
 
     def _shared(self, stages: int) -> int:
         exchanged = 0 if self.parts == 1 else self.tile_rows * self.tile_outputs * 4
-        squares = 0 if self.heads is None else Squares.shared_bytes(self.neighbours, self.tile_rows, WARPGROUPS)
-        return max(stages * self.stage_bytes, exchanged) + 2 * 8 * (stages + 1) + 2 * _ALIGNMENT + squares
+        epilogue = self.epilogue.shared_bytes_of_many(self.tile_shape)
+        return max(stages * self.stage_bytes, exchanged) + 2 * 8 * (stages + 1) + 2 * _ALIGNMENT + epilogue
 
     @property
     def grid(self) -> Grid:
@@ -180,43 +190,40 @@ class Place:
 
 
 @functools.cache
-def tiling_of_heads(rows: int, outputs: int, inputs: int, form: WeightForm, heads: Heads, gpu: GPU) -> Tiling:
-    """Return the tiling of a product with rows that are rounded to FP8, whose outputs are heads of 512."""
-    tilings = _scaled_tilings(rows, outputs, inputs, form, gpu)
-    return dataclasses.replace(tilings[0], heads=heads).with_most_stages()
+def tiling_of_heads(rows: int, weight: WeightSpec, epilogue: Epilogue, gpu: GPU) -> Tiling:
+    """Return the tiling of a product with rows that are rounded to FP8, whose outputs are heads.
+
+    Where the blocks of a cluster share heads, tiles are the largest. The others are of one part.
+    """
+    tilings = _scaled_tilings(rows, weight, epilogue, gpu)
+    shares = tilings[0].neighbours > 1
+    return (tilings[0] if shares else min(tilings, key=Tiling.cost)).with_most_stages()
 
 
-@functools.cache
-def tiling_of_key_heads(rows: int, outputs: int, inputs: int, form: WeightForm, heads: KeyHeads, gpu: GPU) -> Tiling:
-    """Return the tiling of a product with rows that are rounded to FP8, whose outputs are heads of the indexer."""
-    tilings = _scaled_tilings(rows, outputs, inputs, form, gpu)
-    return dataclasses.replace(min(tilings, key=Tiling.cost), key_heads=heads).with_most_stages()
-
-
-def _scaled_tilings(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: GPU) -> list[Tiling]:
+def _scaled_tilings(rows: int, weight: WeightSpec, epilogue: Epilogue, gpu: GPU) -> list[Tiling]:
     """Return the tilings of one part with rows that are rounded to FP8, those of large tiles first."""
     return [
-        Tiling(gpu=gpu, form=form, rows=rows, outputs=outputs, inputs=inputs, tile_rows=_SCALED_ROWS, tile_outputs=size)
+        Tiling(gpu=gpu, weight=weight, epilogue=epilogue, rows=rows, tile_rows=_SCALED_ROWS, tile_outputs=size)
         for size in (2 * OUTPUTS, OUTPUTS)
-        if outputs % size == 0
+        if weight.outputs % size == 0
     ]
 
 
 @functools.cache
-def fastest_tiling(rows: int, outputs: int, inputs: int, form: WeightForm, gpu: GPU) -> Tiling:
-    """Return the tiling that is expected to be the fastest for a weight of so many outputs and inputs of a group."""
-    if form.activations == "fp8":
-        alone = _scaled_tilings(rows, outputs, inputs, form, gpu)
+def fastest_tiling(rows: int, weight: WeightSpec, epilogue: Epilogue, gpu: GPU) -> Tiling:
+    """Return the tiling of a product whose sums are stored that is expected to be the fastest."""
+    if weight.activations == "fp8":
+        alone = _scaled_tilings(rows, weight, epilogue, gpu)
     else:
         counts = {-(-rows // most) for most in _MOST_ROWS}
-        if form.block is None:
+        if weight.block is None:
             counts |= set(range(min(counts), max(counts)))
         elif rows <= 2 * _FEW_ROWS:  # then one tile of all rows may give too few blocks
             counts.add(-(-rows // _FEW_ROWS))
         # Some have more rows than they need, so that parts of a cluster can share their sums.
         sizes = {-(-rows // (atom * count)) * atom for count in counts for atom in (8, 16, 32, 64)}
         alone = [
-            Tiling(gpu=gpu, form=form, rows=rows, outputs=outputs, inputs=inputs, tile_rows=size, tile_outputs=OUTPUTS)
+            Tiling(gpu=gpu, weight=weight, epilogue=epilogue, rows=rows, tile_rows=size, tile_outputs=OUTPUTS)
             for size in sorted(sizes)
         ]
     in_parts = [dataclasses.replace(tiling, parts=parts) for tiling in alone for parts in sorted(gpu.clusters)]

@@ -7,7 +7,8 @@ from typing import Any
 
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Index, Value
-from pallas_kernels.products.block import Block, Layout, ProductInputs
+from pallas_kernels.products.few.block import Block, FewInputs
+from pallas_kernels.products.few.layout import Layout
 from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
 
 OPERAND_BYTES = 0  # shared memory of a warpgroup for its left operand
@@ -19,7 +20,7 @@ _MANY_COLUMNS = 32  # from which on loads were faster at once, on an H200
 _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a product that still runs
 
 
-def body(machine: TensorCores, inputs: ProductInputs, out: Any, *, layout: Layout) -> None:
+def body(machine: TensorCores, inputs: FewInputs, out: Any, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     block = Block.of(machine, inputs, layout)
     sums = _streamed(machine, block) if layout.streams else _staged(machine, block)
@@ -37,7 +38,7 @@ def _codes(block: Block, stage: Index) -> Callable[[int], list[list[Value]]]:
     products, which read shared memory too.
     """
     layout = block.layout
-    if layout.columns < _MANY_COLUMNS or layout.form.block is None or layout.form.activations == "fp8":
+    if layout.columns < _MANY_COLUMNS or layout.weight.block is None or layout.weight.activations == "fp8":
         return lambda half: block.tile.load(stage, half)
     loaded = [block.tile.load(stage, half) for half in range(HALVES)]
     return lambda half: loaded[half]
@@ -46,7 +47,7 @@ def _codes(block: Block, stage: Index) -> Callable[[int], list[list[Value]]]:
 def _staged(machine: TensorCores, block: Block) -> list[Value]:
     """Return the sums of a block that stores x before it multiplies."""
     layout, activations = block.layout, block.staged
-    is_rounded, columns = layout.form.activations == "fp8", layout.columns
+    is_rounded, columns = layout.weight.activations == "fp8", layout.columns
     # While one half of a chunk is multiplied, the other is widened, if there are registers for both.
     widens_beside = layout.split.warpgroups <= 4 or columns <= 32
 

@@ -4,24 +4,26 @@ A lane holds 16 adjacent bytes of each half of a chunk (``weights``). They enter
 operand at a time: 4 in the first half of the step's inputs and 4 in the second. So the inputs of a step are not
 adjacent ones, and rows of x are stored in that order. Operand rows have it already.
 
+A block stores several chunks of x before it multiplies (``StagedRows``), or copies chunk by chunk beside the weight
+(``StreamedRows``): operand rows 16 bytes at a time, and others in words of 4 bytes, because adjacent ones belong to
+different units of 16. A warp writes each of its words to another bank of shared memory.
+
 Where products round x to E4M3, those of few rows do it while they store it here. Those of many rows, which read x again
-for each tile of outputs, take rows that were rounded before (``rounding``).
+for each tile of outputs, take rows that were rounded before.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.activations import OperandRows, PlainRows, rounded
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Condition, Index, Value
-from pallas_kernels.operand_rows import OperandRows
-from pallas_kernels.products.split import Split
-from pallas_kernels.products.weights import HALVES, QUAD
-from pallas_kernels.rounding import rounded
 
+_ROWS = 8  # after which a tile's units are permuted in the same way again
+_MOST_LANES = 512  # that copy chunk by chunk
 LOADED = 8  # bf16 that a lane loads at once
 # Loads that are in flight together: of a block, and of a lane; of that, the share where rounding takes registers too.
 # Beside the sums there are fewer registers for them in blocks of many lanes.
@@ -39,12 +41,11 @@ class _Place:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Activations:
+class StagedRows:
     """Some rows of x for some chunks of the inputs: a tile [columns, inputs of a chunk] for each."""
 
     machine: TensorCores
-    x: Buffer  # bf16 [M, inputs of all groups]
-    is_ordered: bool  # whether x are operand rows
+    x: PlainRows | OperandRows  # bf16 [M, inputs of all groups]
     tiles: Tile  # a copy per chunk
     scales: Shared | None  # f32 [chunks, columns], of rows that are rounded to FP8
     columns: int  # rows of x, a multiple of 8
@@ -59,31 +60,31 @@ class Activations:
     def take(
         cls,
         machine: TensorCores,
-        rows: Buffer | OperandRows,
+        x: PlainRows | OperandRows,
         at: tuple[Value, Value],
         *,
-        columns: int,
-        inputs: int,
+        tile: tuple[int, int],
         segment: int,
-        split: Split,
+        parts: tuple[int, int],
+        warpgroups: int,
         rounding: str,
-    ) -> Activations:
+    ) -> StagedRows:
         """Take shared memory for ``segment`` chunks of each part of a block's inputs.
 
-        ``at`` is the first row and the first input.
+        ``at`` is the first row and the first input, ``tile`` the rows and the inputs of a chunk, and ``parts`` how many
+        there are, and the chunks of each.
         """
-        is_rounded = rounding == "fp8"
+        (columns, inputs), is_rounded, (count, chunks) = tile, rounding == "fp8", parts
         return cls(
             machine=machine,
-            x=rows.values if isinstance(rows, OperandRows) else rows,
-            is_ordered=isinstance(rows, OperandRows),
-            tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=split.parts * segment),
-            scales=Shared.take(machine, (split.parts * segment, columns), "f32") if is_rounded else None,
+            x=x,
+            tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=count * segment),
+            scales=Shared.take(machine, (count * segment, columns), "f32") if is_rounded else None,
             columns=columns,
             inputs=inputs,
-            parts=split.parts,
-            part_inputs=split.chunks * inputs,
-            lanes=split.warpgroups * WARPGROUP,
+            parts=count,
+            part_inputs=chunks * inputs,
+            lanes=warpgroups * WARPGROUP,
             row=at[0],
             first=at[1],
         )
@@ -116,10 +117,10 @@ class Activations:
                 part, chunk = place.chunk // chunks, place.chunk % chunks
                 at = self.first + part * self.part_inputs + (chunk + start) * self.inputs + place.unit * LOADED
                 where = place.inside & (line < self.x.shape[0])
-                loaded.append(self.x.load_words(line, at, count=LOADED, where=where))
+                loaded.append(self.x.values.load_words(line, at, count=LOADED, where=where))
             for place, words in zip(places, loaded, strict=True):
                 codes = words if self.scales is None else self._rounded(words, self.scales[place.chunk], place)
-                self._put(self.tiles.copy(place.chunk), place, codes)
+                self.x.put(self.tiles.copy(place.chunk), place.line, place.unit, codes, place.inside)
 
         self.machine.loop(rounds, some)
         self.machine.fence_shared()
@@ -134,20 +135,6 @@ class Activations:
         unit = n % together + part % (units // together) * together
         return _Place(n // together % self.columns, unit, part // (units // together), inside)
 
-    def _put(self, tile: Tile, place: _Place, words: list[Value]) -> None:
-        """Store what a lane has loaded, in words of bf16 or FP8."""
-        if self.is_ordered:
-            self.machine.store_shared(tile.unit(place.line, place.unit), words, 16, place.inside)
-            return
-        # Of the words of half a chunk, each lane of a quad holds four adjacent ones. Word j of the four enters step
-        # j // 2, in the first or second half of the step's inputs.
-        per_half = tile.row_bytes // 4 // HALVES
-        of_lane = per_half // QUAD
-        for e, word in enumerate(words):
-            number = place.unit * len(words) + e
-            half, lane, j = number // per_half, number % per_half // of_lane, number % of_lane
-            self.machine.store_shared(tile.unit(place.line, half * of_lane + j) + lane * 4, [word], 4, place.inside)
-
     def _rounded(self, words: list[Value], scales: Shared, place: _Place) -> list[Value]:
         """Round to E4M3 with a scale per row and chunk, which is stored."""
         codes, scale = rounded(self.machine, self.inputs // LOADED, words)
@@ -157,3 +144,72 @@ class Activations:
     def tile(self, number: Index) -> Tile:
         """Return the tile of a chunk, by its number among those of all parts that are stored."""
         return self.tiles.copy(number)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StreamedRows:
+    """Some rows of x for some chunks of a block's inputs: a tile [columns, inputs of a chunk] for each."""
+
+    machine: TensorCores
+    tiles: Tile  # a copy per slot
+    size: int  # bytes that a lane copies at once
+    lanes: int  # that copy
+    together: int  # rows that they copy at once
+    columns: int  # rows of x in the block
+    of_row: int  # bytes of a row of all of x
+    total: int  # rows of all of x
+    row: Value  # this lane's first row of x
+    address: Value  # of what it copies of that row
+    to: tuple[Value, ...]  # where that goes in the first slot; then the same of its next rows, up to eight
+
+    @classmethod
+    def take(
+        cls,
+        machine: TensorCores,
+        rows: PlainRows | OperandRows,
+        at: tuple[Value, Value],
+        *,
+        tile: tuple[int, int],
+        slots: int,
+        warpgroups: int,
+    ) -> StreamedRows:
+        """Take shared memory for ``slots`` chunks. Arguments are as for ``StagedRows``."""
+        columns, inputs = tile
+        x, size = rows.values, rows.copied_bytes
+        tiles = Tile.take(machine, columns, inputs * x.dtype.itemsize, copies=slots)
+        of_row = tiles.row_bytes // size  # lanes that copy a row
+        lanes = 1 << min(warpgroups * WARPGROUP, _MOST_LANES).bit_length() - 1
+        while columns % (lanes // of_row):
+            lanes //= 2
+        line, number, together = machine.thread // of_row, machine.thread % of_row, lanes // of_row
+        lines = [line + further for further in range(0, _ROWS, together)]
+        return cls(
+            machine=machine,
+            tiles=tiles,
+            size=size,
+            lanes=lanes,
+            together=together,
+            columns=columns,
+            of_row=x.shape[1] * x.dtype.itemsize,
+            total=x.shape[0],
+            row=at[0] + line,
+            address=x.address_of((at[0] + line, at[1])) + machine.widen(number * size),
+            to=tuple(rows.place(tiles, line, number) for line in lines),
+        )
+
+    def copy(self, chunk: Index, slot: Index, where: Value | bool) -> None:
+        """Start to copy a chunk to a slot. To be followed by ``close_copies``."""
+        machine, tile = self.machine, self.tiles
+        number = machine.constant(chunk, "i32") if isinstance(chunk, int) else chunk
+        address = self.address + machine.widen(number) * tile.row_bytes
+        to = [offset + slot * tile.size for offset in self.to]
+        with machine.when(machine.thread < self.lanes):
+            for n, first in enumerate(range(0, self.columns, self.together)):
+                atoms = first // _ROWS * _ROWS
+                there = where if self.total % self.columns == 0 else where & (self.row + first < self.total)
+                source = address + first * self.of_row
+                machine.copy_async(to[n % len(to)] + atoms * tile.row_bytes, source, there, size=self.size)
+
+    def tile(self, slot: Index) -> Tile:
+        """Return the tile in a slot."""
+        return self.tiles.copy(slot)

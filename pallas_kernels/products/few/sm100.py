@@ -10,9 +10,9 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import Tile, product_row
 from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
 from pallas_kernels.language.values import Index, Value
-from pallas_kernels.products.block import Block, Layout, ProductInputs
-from pallas_kernels.products.split import ROWS, TILE
-from pallas_kernels.products.weights import CHUNK_BYTES, HALVES, QUAD
+from pallas_kernels.products.few.block import Block, FewInputs
+from pallas_kernels.products.few.layout import Layout
+from pallas_kernels.products.weights import CHUNK_BYTES, HALVES, QUAD, ROWS, TILE
 
 _COPIES = 2  # of the operand: one is multiplied while the other is written
 OPERAND_BYTES = _COPIES * TILE * CHUNK_BYTES + _COPIES * 8 + 1024  # shared memory of a warpgroup for it
@@ -73,11 +73,11 @@ class _Own:
         return self.machine.load_tensor(self.sums.part(8 * n, 8))
 
 
-def body(machine: TensorMemory, inputs: ProductInputs, out: Buffer, *, layout: Layout) -> None:
+def body(machine: TensorMemory, inputs: FewInputs, out: Buffer, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     own = _Own.take(machine, layout)
     block = Block.of(machine, inputs, layout)
-    is_rounded = layout.form.activations == "fp8"
+    is_rounded = layout.weight.activations == "fp8"
 
     def rounded_step(chunk: Value, i: Value, stage: Index, sums: list[Value]) -> list[Value]:
         own.free(chunk)

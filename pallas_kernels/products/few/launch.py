@@ -1,0 +1,213 @@
+"""Which layout a product of few rows gets, and its launch: of one weight, of two side by side, or of two one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+from pallas_kernels.language import target
+from pallas_kernels.language.launch import Grid, launch
+from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import negate
+from pallas_kernels.products.epilogues.both import BothQueries
+from pallas_kernels.products.epilogues.store import Store
+from pallas_kernels.products.few import sm90, sm100
+from pallas_kernels.products.few.block import FewInputs
+from pallas_kernels.products.few.layout import CLUSTER_BYTES, MORE_CLUSTERS, Layout, Split, fastest_split
+from pallas_kernels.products.problem import Epilogue, RowsSpec, Unsupported, WeightSpec
+from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, TILE
+
+_KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
+_SM_BYTES = 227 << 10  # shared memory of a multiprocessor that its blocks divide
+_RESERVED = 2 << 10  # of it, for each block: by the card, and for reductions
+_MOST_TOGETHER = 2  # blocks on a multiprocessor, for whose registers there is room
+_LAUNCH_BYTES = 100 << 10  # what a launch takes, as much as reading so many bytes by a block, as measured on an H200
+
+Weight = tuple[Any, ...]  # a weight's array, or its codes and scales, as bytes
+
+
+def fastest_layout(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: target.GPU) -> Layout:
+    """Return the layout of a launch of its own, of which sums are stored."""
+    kernel = _KERNELS[gpu.architecture]
+    chunk = CHUNK_BYTES if weight.block is not None else CHUNK_BYTES // 2
+    tiles, columns = weight.outputs // TILE, min(ROWS, -(-rows.count // 8) * 8)
+    split = fastest_split(tiles, weight.groups, weight.inputs // chunk, columns, kernel.MOST_WARPGROUPS, gpu)
+    layout = Layout(
+        gpu=gpu,
+        split=split,
+        weight=weight,
+        epilogue=epilogue,
+        rows=rows.count,
+        columns=columns,
+        inputs=chunk,
+        operand_bytes=kernel.OPERAND_BYTES,
+        kind=rows.kind,
+    )
+    return layout.streamed(kernel.STREAMED_WARPGROUPS)
+
+
+def layout_of_heads(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: target.GPU) -> Layout | Unsupported:
+    """Return the layout for at most 64 rows of x and outputs that are heads, of which a block has whole tiles.
+
+    Sums have the same parts as those that are stored, as its blocks of a cluster. So the result, and whether there is
+    one, depend on the number of rows no more than they do there.
+    """
+    if gpu.architecture != "sm90":
+        return Unsupported(kind="no kernel", reason="the GPU is no Hopper")
+    layout = fastest_layout(rows, weight, Store(), gpu)
+    tiles, parts = epilogue.tiles, layout.split.all_parts
+    assert tiles is not None
+    blocks, cluster = weight.outputs // (epilogue.blocks * tiles * TILE), parts * epilogue.blocks
+    is_possible = (parts == 1 or epilogue.blocks == 1) and (cluster == 1 or cluster in gpu.clusters)
+    if not is_possible or blocks * cluster <= gpu.multiprocessors // 2:
+        reason = f"a weight of this shape, {weight.shape}, gives too few blocks of whole heads"
+        return Unsupported(kind="slower", reason=reason)
+    chunks = weight.inputs // layout.inputs // parts
+    split = Split(cluster=parts, parts=1, tiles=tiles, blocks=blocks, chunks=chunks)
+    return dataclasses.replace(layout, split=split, epilogue=epilogue).streamed(sm90.STREAMED_WARPGROUPS)
+
+
+def layout_of_both(rows: RowsSpec, weight: WeightSpec, both: BothQueries, gpu: target.GPU) -> Layout | Unsupported:
+    """Return the layout of attention's product, whose weight this is, with a tile of the indexer in each block."""
+    alone = layout_of_heads(rows, weight, both.attention, gpu)
+    if isinstance(alone, Unsupported):
+        return alone
+    if both.tiles > sm90.MOST_WARPGROUPS:
+        reason = f"blocks have at most {sm90.MOST_WARPGROUPS} tiles, both need {both.tiles}"
+        return Unsupported(kind="no kernel", reason=reason)
+    split = dataclasses.replace(alone.split, tiles=both.tiles)
+    return dataclasses.replace(alone, split=split, epilogue=both).streamed(sm90.STREAMED_WARPGROUPS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Few:
+    """A launch of one product, or with ``BothQueries`` of two whose tiles are side by side in a block."""
+
+    layout: Layout
+
+    def launch(
+        self, x: Any, weights: list[Weight], extras: dict[str, Any], needed: Any, *, simulate: bool
+    ) -> list[Any]:
+        """Return what is made. All rows are computed, needed or not."""
+        layout, epilogue = self.layout, self.layout.epilogue
+        made = launch(
+            functools.partial(_KERNELS[layout.gpu.architecture].body, layout=layout),
+            name=epilogue.name,
+            grid=layout.grid,
+            inputs=_inputs(x, weights[0], extras, beside=weights[1] if epilogue.beside else None),
+            state=epilogue.state(layout.rows, layout.weight.shape[0]),
+            simulate=simulate,
+        )
+        finished = epilogue.finished(made, layout.rows)
+        return list(finished) if epilogue.beside else [finished]
+
+
+def _inputs(x: Any, weight: Weight, extras: dict[str, Any], beside: Weight | None = None) -> FewInputs:
+    codes, scales = (*weight, None)[:2]
+    return FewInputs(x=x, weight=codes, scales=scales, extras=extras, beside=beside)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A launch of two products with weights of different kinds: its first blocks compute one, and the others the other.
+
+    A layer multiplies its input by a stored weight and by one of bf16. Each alone is too small to use the whole card
+    for long, so that most of its time is the beginning and the end of a launch. Sums have the same parts as in launches
+    of their own.
+    """
+
+    layouts: tuple[Layout, Layout]
+
+    def launch(
+        self, x: Any, weights: list[Weight], extras: dict[str, Any], needed: Any, *, simulate: bool
+    ) -> list[Any]:
+        """Return what is made. All rows are computed, needed or not."""
+        grids = [layout.grid for layout in self.layouts]
+        made = launch(
+            functools.partial(_pair_body, layouts=self.layouts),
+            name="products",
+            grid=Grid(
+                blocks=(sum(grid.blocks[0] for grid in grids), grids[0].blocks[1]),
+                warpgroups=grids[0].warpgroups,
+                cluster=grids[0].cluster,
+                shared_bytes=max(grid.shared_bytes for grid in grids),
+            ),
+            inputs=tuple(_inputs(x, weight, extras) for weight in weights),
+            state=tuple(layout.epilogue.state(layout.rows, layout.weight.shape[0]) for layout in self.layouts),
+            simulate=simulate,
+        )
+        return [layout.epilogue.finished(one, layout.rows) for layout, one in zip(self.layouts, made, strict=True)]
+
+
+def _pair_body(machine: TensorCores, inputs: Any, out: Any, *, layouts: tuple[Layout, Layout]) -> None:
+    is_first = machine.block(0) < layouts[1].first_block
+    taken = most = machine.shared_bytes
+    for layout, given, result, mine in zip(layouts, inputs, out, (is_first, negate(is_first)), strict=True):
+        machine.shared_bytes = taken  # a block computes one of the products
+        with machine.when(mine):
+            sm90.body(machine, given, result, layout=layout)
+        most = max(most, machine.shared_bytes)
+    machine.shared_bytes = most
+
+
+def fastest_pair(
+    rows: RowsSpec, weights: tuple[WeightSpec, WeightSpec], epilogues: tuple[Epilogue, Epilogue], gpu: target.GPU
+) -> Pair | Unsupported:
+    """Return one launch for two products, the first of which is the larger one, if it is expected to be the faster."""
+    first, second = own = tuple(
+        fastest_layout(rows, weight, epilogue, gpu) for weight, epilogue in zip(weights, epilogues, strict=True)
+    )
+    shapes = weights[0].shape, weights[1].shape
+    slower = Unsupported(kind="slower", reason=f"one launch of both, {shapes}, is not expected to be faster than two")
+    if gpu.architecture != "sm90":
+        return Unsupported(kind="no kernel", reason="the GPU is no Hopper")
+    parts = first.split.all_parts
+    if parts != second.split.all_parts or weights[0].groups > 1 or weights[1].groups > 1 or first.grid.blocks[1] > 1:
+        return slower
+    sizes = [size for size in CLUSTER_BYTES if parts % size == 0 and (size == 1 or size in gpu.clusters)]
+    best, least = None, sum(_cost((one,)) for one in own) + _LAUNCH_BYTES
+    for cluster, tiles in itertools.product(sizes, range(1, sm90.MOST_WARPGROUPS + 1)):
+        of_block = parts // cluster
+        if tiles * of_block > sm90.MOST_WARPGROUPS:
+            continue
+        pair = pair_of((first, second), cluster=cluster, parts=of_block, tiles=tiles)
+        if _run_at_once(pair) and _cost(pair) < least:
+            best, least = pair, _cost(pair)
+    return slower if best is None else Pair(layouts=best)
+
+
+def pair_of(own: tuple[Layout, Layout], *, cluster: int, parts: int, tiles: int) -> tuple[Layout, Layout]:
+    """Return the layouts of one launch of two products, whose blocks have so many tiles and parts."""
+    one, other = (
+        dataclasses.replace(
+            layout,
+            split=Split(
+                cluster=cluster,
+                parts=parts,
+                tiles=tiles,
+                blocks=-(-layout.weight.outputs // (tiles * TILE)),
+                chunks=layout.weight.inputs // layout.inputs // (cluster * parts),
+            ),
+            streams=False,
+        )
+        for layout in own
+    )
+    return one, dataclasses.replace(other, first_block=one.grid.blocks[0])
+
+
+def _cost(layouts: tuple[Layout, ...]) -> int:
+    """What a launch of these takes, as the bytes that one multiprocessor reads; as in ``layout.fastest_split``."""
+    gpu, blocks = layouts[0].gpu, sum(one.grid.blocks[0] * one.grid.cluster for one in layouts)
+    waves = -(-blocks // gpu.multiprocessors)
+    read = (one.split.parts * one.split.chunks * (one.split.tiles * TILE + one.columns) for one in layouts)
+    return waves * max(read) * CHUNK_BYTES + CLUSTER_BYTES[layouts[0].split.cluster]
+
+
+def _run_at_once(layouts: tuple[Layout, ...]) -> bool:
+    gpu, cluster = layouts[0].gpu, layouts[0].split.cluster
+    shared = max(one.grid.shared_bytes for one in layouts) + _RESERVED
+    together = min(_MOST_TOGETHER, _SM_BYTES // shared)
+    room = gpu.multiprocessors if cluster == 1 else gpu.clusters[cluster] + MORE_CLUSTERS.get(cluster, 0)
+    return sum(one.grid.blocks[0] for one in layouts) <= room * together
