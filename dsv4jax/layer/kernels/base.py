@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -27,35 +28,48 @@ def layer_number(index: jax.Array | int) -> jax.Array:
     return jnp.asarray(index, jnp.int32).reshape(1)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The kernels of one backend."""
+
+    backend: str
+    load: Callable[[], ModuleType]  # the module that has their functions, which may be an extra
+    unsupported: Callable[[], str | None]  # why they do not run on the device that is compiled for, or None
+    missing: Callable[[], str | None] = lambda: None  # what the module needs that is not installed, or None
+    options: tuple[tuple[str, bool], ...] = ()  # what their functions are told beside their arguments
+
+
+ON_GPU = Family(backend=PALLAS, load=lambda: pk, unsupported=target.unsupported, options=(("simulate", False),))
+ON_SIMULATOR = Family(backend=SIMULATED, load=lambda: pk, unsupported=lambda: None, options=(("simulate", True),))
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernels(abc.ABC):
-    """The kernels of one op, on a GPU or simulated."""
+    """The kernels of one op, of one family."""
 
-    simulate: bool
-
-    @property
-    def backend(self) -> str:
-        return SIMULATED if self.simulate else PALLAS
+    family: Family
 
     @property
     def kernels(self) -> Any:
         """The module that has the kernels."""
-        return pk
+        return self.family.load()
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, bool]:
         """What its functions are told beside their arguments."""
-        return {"simulate": self.simulate}
+        return dict(self.family.options)
 
     def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
-        reason = None if plan is None else self.unserved(plan, kind)
-        return reason if reason is not None or self.simulate else target.unsupported()
+        reason = self.family.missing()
+        if reason is None and plan is not None:
+            reason = self.unserved(plan, kind)
+        return self.family.unsupported() if reason is None else reason
 
     def without_derivative[T](self, op: Op, tree: T) -> T:
         """The tree as it is; differentiating by any part of it is a ValueError."""
         return refuse_derivative(
-            f"backend={self.backend!r} cannot serve a derivative of {op.name}: kernels have none. Differentiate with "
-            f"backend='xla'",
+            f"backend={self.family.backend!r} cannot serve a derivative of {op.name}: kernels have none. "
+            "Differentiate with backend='xla'",
             tree,
         )
 
@@ -79,7 +93,7 @@ def of_chunk(needed: jax.Array | None) -> jax.Array | None:
     return None if needed is None or needed.shape[1] <= _FEW_TOKENS else needed
 
 
-def register(op: Op, make: Callable[[bool], Any]) -> None:
-    """Register ``make(simulate)`` for an op: on a GPU and simulated."""
-    for name, simulate in ((PALLAS, False), (SIMULATED, True)):
-        op.register(name, make(simulate))
+def register(op: Op, make: Callable[[Family], Any]) -> None:
+    """Register what is made of a family for an op: on a GPU and simulated."""
+    for family in (ON_GPU, ON_SIMULATOR):
+        op.register(family.backend, make(family))

@@ -86,13 +86,13 @@ class CacheUpdateKernels(Kernels):
     ) -> StateCache:
         state = self.without_derivative(CACHE_UPDATE, state)
         given = [state.tail, state.indexer_tail], layer_number(index), slots, complete.astype(jnp.int32)
-        tail, indexer_tail = pk.rotate_csa(*given, simulate=self.simulate)
+        tail, indexer_tail = pk.rotate_csa(*given, **self.options)
         return dataclasses.replace(state, tail=tail, indexer_tail=indexer_tail)
 
     def reset_hca(self, state: StateCache, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> StateCache:
         state = self.without_derivative(CACHE_UPDATE, state)
         given = state.tail, layer_number(index), slots, complete.astype(jnp.int32)
-        return dataclasses.replace(state, tail=pk.reset_hca(*given, simulate=self.simulate))
+        return dataclasses.replace(state, tail=pk.reset_hca(*given, **self.options))
 
 
 def new_tokens(
@@ -125,7 +125,7 @@ class GatherRowsKernels(Kernels):
     """The kernels of ``pallas_kernels.gather``."""
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        return CacheUpdateKernels(self.simulate).unserved(plan, kind)
+        return CacheUpdateKernels(self.family).unserved(plan, kind)
 
     def picked(self, layer: PooledLayer, picks: jax.Array, dtype: DTypeLike) -> jax.Array:
         layer = self.without_derivative(GATHER_ROWS, layer)

@@ -96,7 +96,7 @@ class IntakeKernels:
             row_spec=plan.row_spec,
             has_streams=False,
             reads_padding=of_chunk(products.positions >= 0) is None,
-            simulate=self.kernels.simulate,
+            **self.kernels.options,
         )
         if tokens.entry is not None:
             formats = dict(kv_format=plan.kv_format, eps=plan.cfg.norm_eps)
@@ -105,7 +105,7 @@ class IntakeKernels:
 
     def _options(self, call: LayerCall, tokens: pk.NewTokens) -> dict[str, Any]:
         ratio = None if tokens.entry is None else call.ratio
-        return dict(key_format=call.plan.indexer_format, ratio=ratio, simulate=self.kernels.simulate)
+        return dict(key_format=call.plan.indexer_format, ratio=ratio, **self.kernels.options)
 
 
 def _taken(call: LayerCall, products: InputProducts, parts: pk.TokenParts) -> Taken:

@@ -90,7 +90,7 @@ class ProjectionsKernels(Kernels):
         needed = of_chunk(needed)
         if needed is not None:
             extras = *extras, needed if needed.shape[0] == 1 else needed.reshape(-1)
-        return pk.run(plan, x, arrays, *extras, simulate=self.simulate)
+        return pk.run(plan, x, arrays, *extras, **self.options)
 
     def parts(
         self, products: InputProducts, params: AttentionParams, call: LayerCall, dtype: DTypeLike, *, encode: bool
@@ -101,8 +101,8 @@ class ProjectionsKernels(Kernels):
         given = token_products(products, params, plan, kind)
         rounding = token_rounding(params, products, plan, dtype, encode=encode)
         row_spec = plan.row_spec if encode else None
-        options: dict[str, Any] = dict(reads_padding=of_chunk(products.positions >= 0) is None, simulate=self.simulate)
-        parts = pk.token_parts(given, rounding, row_spec=row_spec, **options)
+        reads_padding = of_chunk(products.positions >= 0) is None
+        parts = pk.token_parts(given, rounding, row_spec=row_spec, reads_padding=reads_padding, **self.options)
 
         def normed(streams: Any, pool: PoolParams | None) -> Normed | None:
             return pool and (Streams(k=streams[0], z=streams[1], overlap=kind.overlaps), pool.norm)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,11 +38,13 @@ class IndexerScoresKernels(Kernels):
             entries_per_block=plan.entries_per_block(kind),
         )
 
-    def queries(self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan) -> KeyRows:
+    def queries(
+        self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
+    ) -> jax.Array | KeyRows:
         product = self.without_derivative(INDEXER_SCORES, product)
         angles, row = packed_angles(positions, freqs), plan.keys.row(product.shape[-1])
-        options: dict[str, Any] = dict(needed=of_chunk(positions >= 0), simulate=self.simulate)
-        return pk.indexer_queries(product, angles, row, key_format=plan.indexer_format, **options)
+        needed, key_format = of_chunk(positions >= 0), plan.indexer_format
+        return pk.indexer_queries(product, angles, row, key_format=key_format, needed=needed, **self.options)
 
     def scores(
         self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
@@ -118,8 +118,8 @@ class DecodeAttentionKernels(Kernels):
         needed: jax.Array | None = None,
     ) -> jax.Array:
         product = self.without_derivative(DECODE_ATTENTION, product)
-        options: dict[str, Any] = dict(needed=of_chunk(needed), simulate=self.simulate)
-        return pk.attention_queries(product, packed_angles(positions, freqs), eps=plan.cfg.norm_eps, **options)
+        angles, eps = packed_angles(positions, freqs), plan.cfg.norm_eps
+        return pk.attention_queries(product, angles, eps=eps, needed=of_chunk(needed), **self.options)
 
     def attend(
         self,

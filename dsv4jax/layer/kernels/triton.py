@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,8 @@ import pallas_kernels as pk
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import StateCache
 from dsv4jax.formats import KeyRows
-from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import TRITON, XLA
-from dsv4jax.layer.kernels.base import layer_number
+from dsv4jax.layer.kernels.base import Family, layer_number
 from dsv4jax.layer.kernels.cache import CacheUpdateKernels, GatherRowsKernels
 from dsv4jax.layer.kernels.reads import DecodeAttentionKernels, IndexerScoresKernels, TopKKernels
 from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, TOP_K
@@ -84,29 +83,21 @@ def is_default() -> bool:
     return False
 
 
-class _OnTriton:
-    """What all classes of this module have in the place of what those of ``kernels`` have."""
+def _load() -> ModuleType:
+    from pallas_kernels import triton_gpu  # its modules import Triton
 
-    backend = TRITON
-
-    unserved: Any  # each class has that of its op
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {}
-
-    @property
-    def kernels(self) -> Any:
-        from pallas_kernels import triton_gpu  # its modules import Triton
-
-        return triton_gpu
-
-    def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
-        reason = _missing() or (None if _is_interpreted() else _unsupported_device())
-        return self.unserved(plan, kind) if reason is None and plan is not None else reason
+    return triton_gpu
 
 
-class TritonCacheUpdate(_OnTriton, CacheUpdateKernels):
+IN_TRITON = Family(
+    backend=TRITON,
+    load=_load,
+    missing=_missing,
+    unsupported=lambda: None if _is_interpreted() else _unsupported_device(),
+)
+
+
+class TritonCacheUpdate(CacheUpdateKernels):
     """The cache update in two launches, or one for SWA."""
 
     def rotate_csa(
@@ -118,17 +109,10 @@ class TritonCacheUpdate(_OnTriton, CacheUpdateKernels):
         return CACHE_UPDATE[XLA].reset_hca(state, index, slots, complete)
 
 
-class TritonGatherRows(_OnTriton, GatherRowsKernels):
-    """Both gathers."""
-
-    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        return CACHE_UPDATE[TRITON].unsupported(plan, kind)
-
-
-class TritonIndexerScores(_OnTriton, IndexerScoresKernels):
+class TritonIndexerScores(IndexerScoresKernels):
     """The scores. XLA makes the queries."""
 
-    def queries(  # pyright: ignore[reportIncompatibleMethodOverride]  not rounded yet
+    def queries(
         self, product: jax.Array, positions: jax.Array, freqs: np.ndarray, plan: CachePlan
     ) -> jax.Array | KeyRows:
         product = self.without_derivative(INDEXER_SCORES, product)
@@ -150,11 +134,7 @@ class TritonIndexerScores(_OnTriton, IndexerScoresKernels):
         return self.kernels.indexer_scores(inputs, key_format=layer.plan.indexer_format)
 
 
-class TritonTopK(_OnTriton, TopKKernels):
-    """The picks."""
-
-
-class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
+class TritonDecodeAttention(DecodeAttentionKernels):
     """Attention. XLA makes the queries."""
 
     forms = ("plain",)
@@ -171,8 +151,8 @@ class TritonDecodeAttention(_OnTriton, DecodeAttentionKernels):
         return DECODE_ATTENTION[XLA].queries(product, positions, freqs, plan, needed).astype(jnp.float16)
 
 
-CACHE_UPDATE.register(TRITON, TritonCacheUpdate(simulate=False), if_unnamed=is_default)
-GATHER_ROWS.register(TRITON, TritonGatherRows(simulate=False), if_unnamed=is_default)
-INDEXER_SCORES.register(TRITON, TritonIndexerScores(simulate=False), if_unnamed=is_default)
-TOP_K.register(TRITON, TritonTopK(simulate=False), if_unnamed=is_default)
-DECODE_ATTENTION.register(TRITON, TritonDecodeAttention(simulate=False), if_unnamed=is_default)
+CACHE_UPDATE.register(TRITON, TritonCacheUpdate(IN_TRITON), if_unnamed=is_default)
+GATHER_ROWS.register(TRITON, GatherRowsKernels(IN_TRITON), if_unnamed=is_default)
+INDEXER_SCORES.register(TRITON, TritonIndexerScores(IN_TRITON), if_unnamed=is_default)
+TOP_K.register(TRITON, TopKKernels(IN_TRITON), if_unnamed=is_default)
+DECODE_ATTENTION.register(TRITON, TritonDecodeAttention(IN_TRITON), if_unnamed=is_default)
