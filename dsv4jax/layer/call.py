@@ -54,6 +54,9 @@ class TokenRows:
         return TokenRows(kv=kv, entry=cut(self.entry), key=cut(self.key))
 
 
+Draft = tuple[Batch, TokenRows]  # the batch of a draft, and what its tokens contribute
+
+
 def without_grants(cache: KVCache, slots: jax.Array, where: jax.Array) -> KVCache:
     """Return the cache without the grants of some rows of a batch, so that nobody counts tokens that are not stored."""
     return dataclasses.replace(cache, tables=withdraw_grants(cache.tables, slots, where))

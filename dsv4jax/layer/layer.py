@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +25,16 @@ from jax.core import Tracer
 
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.checks import FLOATS, check_array, check_batch, integer
-from dsv4jax.derivatives import refuse_derivative
-from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.attention import attention_inputs
 from dsv4jax.layer.backend import Backend, OpBackends, check_name
-from dsv4jax.layer.call import LayerCall, TokenRows
+from dsv4jax.layer.call import Draft, LayerCall
 from dsv4jax.layer.ops import Rows, choose_backends, choose_for_any_batch
 from dsv4jax.layer.stages.compose import Stages
 from dsv4jax.layer.stages.interface import Ending, Latents
 from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.plan import plan_of_heads
-from dsv4jax.rope import rope_frequencies
-from dsv4jax.weights.params import AttentionParams, check_params
-from dsv4jax.weights.stored import StoredWeight, is_stored
+from dsv4jax.weights.params import AttentionParams, check_params, frozen_where_stored
 
 
 def attention_layer(
@@ -139,9 +134,6 @@ class RunOptions:
     is_draft: bool = False  # do not change windows and tails, and return what ``commit`` needs
 
 
-Draft = tuple[Batch, TokenRows]  # the batch of a draft, and what its tokens contribute
-
-
 def run_layer(
     params: AttentionParams,
     x: jax.Array,
@@ -185,22 +177,8 @@ def run_layer(
         return jnp.zeros_like(x) if residual is None else jnp.asarray(residual), cache, None
     options = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
     index = jnp.asarray(index, jnp.int32)
-    params = _without_derivative(params)
+    params = frozen_where_stored(params)
     return _run_layer(params, x, residual, cache, index, slots, num_new, kind=kind, options=options)
-
-
-def _without_derivative(params: AttentionParams) -> AttentionParams:
-    """The weights as they are; differentiating by one that is stored as FP8 is a ValueError that names it."""
-
-    def refuse(path: Any, weight: Any) -> Any:
-        if not isinstance(weight, StoredWeight):
-            return weight
-        name = f"params{jax.tree_util.keystr(path)}"
-        remedy = "differentiate by x or by what dsv4jax.model.partition calls trainable, or load weights='wide'"
-        message = f"{name} is stored as FP8 and has no derivative: {remedy}"
-        return refuse_derivative(message, weight)
-
-    return jax.tree_util.tree_map_with_path(refuse, params, is_leaf=is_stored)
 
 
 # Jitted so that all layers of a kind are traced once. It donates nothing.
@@ -234,8 +212,7 @@ def _run_layer(
         q, keys = stages.queries.make(params, latents)
         picks, positions = stages.pick(keys, latents, entries), latents.positions
         inputs = attention_inputs(q, positions, params.sinks, window, entries, picks, kind)
-        form, freqs = stages.output.takes(params, latents), rope_frequencies(plan.cfg, kind)
-        rows = stages.attention.attend(inputs, freqs, latents.rows.dtype, positions >= 0, form)
+        rows = stages.attend(inputs, latents, stages.output.takes(params, latents))
         return stages.output.narrow(params, rows, positions, tokens)
 
     rows = map_tokens(narrow, taken.latents, tile)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.config import DSV4Config, layer_kind
+from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import axis_size, split_heads
 from dsv4jax.weights.stored import (
@@ -332,3 +333,17 @@ def _said(weights: Any, of_kinds: Mapping[AttentionType, Any], kind: AttentionTy
     wanted, given = paths(of_kinds[kind]), paths(weights)
     said = [("without", wanted - given), ("with", given - wanted)]
     return f"{type(weights).__name__} " + " and ".join(f"{word} {sorted(names)}" for word, names in said if names)
+
+
+def frozen_where_stored(params: AttentionParams) -> AttentionParams:
+    """The weights as they are; differentiating by one that is stored as FP8 is a ValueError that names it."""
+
+    def refuse(path: Any, weight: Any) -> Any:
+        if not isinstance(weight, StoredWeight):
+            return weight
+        name = f"params{jax.tree_util.keystr(path)}"
+        remedy = "differentiate by x or by what dsv4jax.model.partition calls trainable, or load weights='wide'"
+        message = f"{name} is stored as FP8 and has no derivative: {remedy}"
+        return refuse_derivative(message, weight)
+
+    return jax.tree_util.tree_map_with_path(refuse, params, is_leaf=is_stored)

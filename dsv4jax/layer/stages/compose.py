@@ -13,10 +13,19 @@ from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import OpBackends
 from dsv4jax.layer.indexer import Selection
-from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, PROJECTIONS, DecodeAttention, RowForm
+from dsv4jax.layer.ops import (
+    CACHE_UPDATE,
+    DECODE_ATTENTION,
+    PROJECTIONS,
+    AttentionInputs,
+    DecodeAttention,
+    RowForm,
+    Rows,
+)
 from dsv4jax.layer.stages.interface import Intake, Latents, Output, QueryStage
 from dsv4jax.layer.stages.steps import IntakeSteps, OutputSteps, QuerySteps
 from dsv4jax.plan import CachePlan
+from dsv4jax.rope import rope_frequencies
 from dsv4jax.weights.params import AttentionParams
 
 
@@ -78,6 +87,11 @@ class Stages:
             return None
         visible = (latents.positions + 1) // self.plan.cfg.ratio(self.kind)
         return self.selection.pick(keys, latents.head_weights, entries, visible)
+
+    def attend(self, inputs: AttentionInputs, latents: Latents, form: RowForm) -> Rows:
+        """Return rows in a form that attention can give, of values in the dtype of the latents; 0 on padding."""
+        freqs, needed = rope_frequencies(self.plan.cfg, self.kind), latents.positions >= 0
+        return self.attention.attend(inputs, freqs, latents.rows.dtype, needed, form)
 
     def tile(self, params: AttentionParams, batch: int, tokens: int) -> int:
         """Return the tokens of a tile of queries, of ``tokens`` for each of ``batch`` requests.
