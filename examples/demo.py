@@ -33,7 +33,6 @@ from dsv4jax.layer.reference import reference_layer
 from dsv4jax.model import Generated, ModelConfig, ModelParams, generate, init_caches, load_model, random_model
 
 RECORDINGS = Path(__file__).parents[1] / "tests" / "data"
-XLA_UNTUNED = "--xla_gpu_autotune_level=0"
 XLA_QUICKLY = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
@@ -314,8 +313,6 @@ def main() -> int:
         jax.config.update("jax_disable_most_optimizations", True)
         jax.config.update("jax_platforms", "cpu")
     else:
-        # XLA would try several ways of each product, which takes longer here than all that they save.
-        os.environ["XLA_FLAGS"] = f"{XLA_UNTUNED} {os.environ.get('XLA_FLAGS', '')}"
         logging.getLogger("jax").setLevel(logging.CRITICAL)  # plugins log long tracebacks if there is no GPU
         try:
             jax.devices("gpu")
