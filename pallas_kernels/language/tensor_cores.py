@@ -170,9 +170,10 @@ class TileCopy:
             raise ValueError("a copy is made of an input of the launch, not of what the kernel may write")
         columns = self.row_bytes // self.source.dtype.itemsize
         if self.row_bytes % UNIT or not (1 <= self.rows <= 256 and columns <= 256):
-            raise ValueError(f"a copy has at most 256 rows and 256 columns, of 16 bytes each, got {self.rows, columns}")
+            sizes = f"{self.rows} rows of {self.row_bytes} bytes, {columns} columns"
+            raise ValueError(f"a copy has at most 256 rows and 256 columns, in whole times 16 bytes a row, got {sizes}")
         if len(self.source.shape) != 2 or self.source.shape[1] * self.source.dtype.itemsize % UNIT:
-            raise ValueError(f"an array of two axes is meant, with rows of 16 bytes each, got {self.source.shape}")
+            raise ValueError(f"an array of two axes is meant, in whole times 16 bytes a row, got {self.source.shape}")
         if isinstance(self.column, int) and not 0 <= self.column < self.source.shape[1]:
             raise ValueError(f"a copy from column {self.column} of {self.source.shape[1]}: a column counts elements")
 

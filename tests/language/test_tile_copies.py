@@ -136,7 +136,7 @@ def test_rows_of_the_source_are_whole_units():
     def body(machine: TensorCores, source: Any, out: Any) -> None:
         TileCopy(source=source, row=0, column=0, to=0, rows=8, row_bytes=128)
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="rows of 16 bytes each"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="whole times 16 bytes a row"):
         run(
             functools.partial(body),
             jnp.zeros((8, 130), jnp.uint8),
