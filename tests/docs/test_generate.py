@@ -208,7 +208,9 @@ def test_ctrl_c_ends_it_at_once_while_it_compiles():
     """The signal is set first, because a process in the background may be started to ignore it, and so are its own."""
     program = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     program += "runpy.run_module('dsv4jax.generate', run_name='__main__', alter_sys=True)"
-    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
+    # On the CPU everywhere: a GPU takes its time to let go of a process that is killed.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     with subprocess.Popen(
         [sys.executable, "-c", program, str(MODEL), "--ids", "5,17,3"],
         env=environment,
