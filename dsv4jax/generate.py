@@ -23,7 +23,7 @@ from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS
 from dsv4jax.model import Generated, Generator, ModelConfig, Sampling, load_model
 from dsv4jax.model.generation import caches_for, read_prompts
 from dsv4jax.model.text import Text, chat_text
-from dsv4jax.weights.stored import LAYER_ACTIVATIONS
+from dsv4jax.weights.stored import LAYER_ACTIVATIONS, WEIGHTS
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
 
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the model guesses ahead per pass")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of a text")
-    parser.add_argument("--weights", choices=("stored", "bf16", "f32"), default="stored", help="how to hold weights")
+    parser.add_argument("--weights", choices=WEIGHTS, default="stored", help="how to hold weights")
     parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16", help="inputs of stored weights")
     parser.add_argument("--kv-format", choices=KV_FORMATS, help="format of the cache's rows; default fp8_tile64")
     parser.add_argument("--indexer-format", choices=INDEXER_FORMATS, help="format of indexer keys; default mxfp4")

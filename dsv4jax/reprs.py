@@ -15,6 +15,8 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 PAGE, WIDTH = 60, 116  # lines and columns
 _DEEPEST = 12
@@ -38,6 +40,16 @@ def compact(tree: Any, **shown: str) -> str:
         if text.count("\n") < PAGE:
             break
     return text
+
+
+def values_of(**arrays: Any) -> dict[str, str]:
+    """Return the values of small arrays as text, for ``compact`` to show; nothing of those that have none at hand."""
+    known = {
+        name: array
+        for name, array in arrays.items()
+        if isinstance(array, jax.Array) and not isinstance(array, Tracer) and not array.is_deleted()
+    }
+    return {name: np.array2string(np.asarray(array), threshold=16) for name, array in known.items()}
 
 
 def _format(value: Any, depth: int, width: int, shown: dict[str, str] | None = None) -> str:

@@ -92,6 +92,8 @@ def test_small_pytrees_print_on_a_line():
     assert pool is not None
     assert repr(pool.indexer_keys) == "KeyRows(codes=f32[1,14,4,128], scale=None)"
     grants = d4.explain_forward(cache, ids(0), ids(0))
+    assert repr(grants) == "Grants(refusal=[1], missing_blocks=[0], free_blocks=14)"  # what one asks it for
+    grants = jax.eval_shape(d4.explain_forward, cache, ids(0), ids(0))
     assert repr(grants) == "Grants(refusal=i32[1], missing_blocks=i32[1], free_blocks=i32[])"
     assert compact({"a": np.zeros(3, np.int8), "b": (1, 2)}) == "{'a': i8[3], 'b': (1, 2)}"
     assert compact((jnp.zeros(2, jnp.bfloat16), jnp.ones(2, jnp.bfloat16))) == "{0, 1: bf16[2]}"

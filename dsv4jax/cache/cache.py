@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from dsv4jax.cache.allocation import allocate
 from dsv4jax.cache.checked import check_advance
@@ -21,7 +19,7 @@ from dsv4jax.checks import check_batch, integer
 from dsv4jax.config import layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
-from dsv4jax.reprs import compact
+from dsv4jax.reprs import compact, values_of
 
 
 @jax.tree_util.register_dataclass
@@ -33,10 +31,8 @@ class KVCache(Stacks):
     plan: CachePlan = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        shown, lengths = {"plan": repr(self.plan)}, self.tables.seq_lens
-        if isinstance(lengths, jax.Array) and not isinstance(lengths, Tracer) and not lengths.is_deleted():
-            shown["seq_lens"] = np.array2string(np.asarray(lengths), threshold=16)
-        return compact(self, **shown)
+        lengths = values_of(seq_lens=self.tables.seq_lens)
+        return compact(self, plan=repr(self.plan), **lengths)
 
     @property
     def seq_lens(self) -> jax.Array:

@@ -13,6 +13,7 @@ from dsv4jax.cache.allocation import allocate
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.tables import Needs, has_twin, is_admitted
 from dsv4jax.checks import check_batch, check_one_shard
+from dsv4jax.reprs import compact, values_of
 
 
 class Refusal(enum.IntEnum):
@@ -28,13 +29,18 @@ class Refusal(enum.IntEnum):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Grants:
     """What ``prepare_rows`` grants each row of a batch."""
 
     refusal: jax.Array  # int32 [B] a ``Refusal``; 0 if the row is granted its tokens
     missing_blocks: jax.Array  # int32 [B] blocks that the row must be given; 0 where it is refused for another reason
     free_blocks: jax.Array  # int32 [] blocks that are free before the call
+
+    def __repr__(self) -> str:
+        return compact(
+            self, **values_of(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        )
 
     @property
     def granted(self) -> jax.Array:

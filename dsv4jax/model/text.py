@@ -14,12 +14,13 @@ THINK, END_THINK = "<think>", "</think>"
 class Text:
     """The tokenizer of a checkpoint's folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str | Path) -> None:
         """Read ``tokenizer.json``, and of ``tokenizer_config.json``, if there is one, what begins a text.
 
         Raises:
           ValueError: the folder has no tokenizer, or the package ``tokenizers`` is not installed.
         """
+        folder = Path(folder)
         file = folder / "tokenizer.json"
         if not file.exists():
             raise ValueError(f"{folder} has no tokenizer.json, so that prompts must be token ids")

@@ -342,7 +342,7 @@ def test_a_folder_of_another_model_is_named(tmp_path, capsys):
         (["--ids", "5", "--no-bos"], "--bos and --no-bos are for --prompt"),
         (["--ids", "5", "--chat"], "--chat is for --prompt"),
         (["--ids", "5", "--max-new", "0"], "--max-new must be at least 1, got 0"),
-        (["--ids", "5", "--weights", "wide"], "argument --weights: invalid choice: 'wide'"),
+        (["--ids", "5", "--weights", "narrow"], "argument --weights: invalid choice: 'narrow'"),
     ],
 )
 def test_arguments_that_do_not_fit_show_the_usage(arguments, message, capsys):
