@@ -147,17 +147,12 @@ def test_the_page_of_what_was_checked_names_the_known_spills():
     assert all("fp8_row [256, 1]" in name and target == "sm_90a" for name, target in KNOWN_SPILLS)
 
 
-# Pages in which links or code are still to be brought to the form of the others.
-UNCHANGED = {"add-kernel.md", "generation.md", "language.md", "training.md", "transforms.md"}
-
-
 @pytest.mark.parametrize("name", [*PAGES, "../README.md", "../CONTRIBUTING.md"])
 def test_links_lead_somewhere_in_the_repository_too(name):
     """Pages are read on the site, where ``make docs`` checks all links, and as files, where these are what there is."""
     page = (DOCS / name).read_text()
     prose = re.sub(r"^```.*?^```|`[^`]*`", "", page, flags=re.MULTILINE | re.DOTALL)
-    if name not in UNCHANGED:
-        assert not re.findall(r"\]\[[\w.]+\]", prose), "a reference that only the site resolves: link to api/...md#name"
+    assert not re.findall(r"\]\[[\w.]+\]", prose), "a reference that only the site resolves: link to api/...md#name"
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", prose):
         if target.startswith("https://"):
             continue
@@ -172,7 +167,7 @@ def test_links_lead_somewhere_in_the_repository_too(name):
             assert anchor in slugs or anchor in names or member in names, f"{name}: no {anchor} in {target}"
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name not in UNCHANGED] + ["../README.md"])
+@pytest.mark.parametrize("name", [*PAGES, "../README.md"])
 def test_code_fits_the_column_of_the_site(name):
     """It has room for 110 columns on a screen of 1,400 pixels. What programs print may be longer."""
     blocks = re.findall(r"^```(?:python|py|sh)\n(.*?)^```", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
