@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 import pallas_kernels as pk
 from dsv4jax.cache.stack import LayerStack
@@ -35,16 +34,18 @@ class IntakeKernels:
     kernels: CacheUpdateKernels
 
     def take(self, params: AttentionParams, x: jax.Array, call: LayerCall, *, is_draft: bool) -> Taken:
-        products = self._multiply(params, x, call)
-        given = token_products(products, params, call.plan, call.kind)
-        is_token = x.shape[1] == 1
+        plan, products, num_tokens = call.plan, self._multiply(params, x, call), x.shape[1]
+        given = token_products(products, params, plan, call.kind)
         is_fused = given.has_aligned_streams and not is_draft
-        if is_token and pk.unsupported_token_step(call.stack.state.tail, given) is not None:
+        if num_tokens == 1 and pk.unsupported_token_step(call.stack.state.tail, given) is not None:
             is_fused = False
         if not is_fused:
             return self.steps.take_products(params, products, call, x.dtype, is_draft=is_draft)
-        store = self._store_token if is_token else self._store_chunk
-        return store(params, products, given, call, x.dtype)
+        rounding = token_rounding(params, products, plan, x.dtype, encode=True)
+        call, given, params = self.kernels.without_derivative(CACHE_UPDATE, (call, given, params))
+        tokens = new_tokens(call, num_tokens, None, _product_streams(given, params, rounding))
+        store = self._store_token if num_tokens == 1 else self._store_chunk
+        return store(call, tokens, given, rounding)
 
     def close(self, taken: Taken, stack: LayerStack) -> LayerStack:
         return self.steps.close(taken, stack)
@@ -63,54 +64,37 @@ class IntakeKernels:
         return InputProducts(q_a_kv=q_a_kv, compress=compress, start=call.batch.start, positions=positions)
 
     def _store_token(
-        self,
-        params: AttentionParams,
-        products: InputProducts,
-        given: pk.TokenProducts,
-        call: LayerCall,
-        dtype: DTypeLike,
+        self, call: LayerCall, tokens: pk.NewTokens, given: pk.TokenProducts, rounding: pk.TokenRounding
     ) -> Taken:
         """Compute what a token of each request contributes, and store all of it, in one launch."""
-        rounding = token_rounding(params, products, call.plan, dtype, encode=True)
-        call, given, params = self.kernels.without_derivative(CACHE_UPDATE, (call, given, params))
-        tokens = new_tokens(call, 1, None, _product_streams(given, params, rounding))
         stack, parts = pk.token_step(call.stack, tokens, given, rounding, **self._options(call, tokens))
-        return _taken(call.with_stack(stack), products, parts)
+        return Taken(call=call.with_stack(stack), latents=_latents(given, parts))
 
     def _store_chunk(
-        self,
-        params: AttentionParams,
-        products: InputProducts,
-        given: pk.TokenProducts,
-        call: LayerCall,
-        dtype: DTypeLike,
+        self, call: LayerCall, tokens: pk.NewTokens, given: pk.TokenProducts, rounding: pk.TokenRounding
     ) -> Taken:
         """Compute what tokens contribute but for the streams, and store the entries that they complete."""
-        plan = call.plan
-        rounding = token_rounding(params, products, plan, dtype, encode=True)
-        call, given, params = self.kernels.without_derivative(CACHE_UPDATE, (call, given, params))
-        tokens = new_tokens(call, products.positions.shape[1], None, _product_streams(given, params, rounding))
+        plan, stack = call.plan, call.stack
         parts = pk.token_parts(
             given,
             rounding,
             row_spec=plan.row_spec,
             has_streams=False,
-            reads_padding=of_chunk(products.positions >= 0) is None,
+            reads_padding=of_chunk(given.positions >= 0) is None,
             **self.kernels.options,
         )
         if tokens.entry is not None:
             formats = dict(kv_format=plan.kv_format, eps=plan.cfg.norm_eps)
-            call = call.with_stack(pk.append_chunk(call.stack, tokens, **formats, **self._options(call, tokens)))
-        return dataclasses.replace(_taken(call, products, parts), kv=parts.kv, fresh=parts.stored)
+            stack = pk.append_chunk(stack, tokens, **formats, **self._options(call, tokens))
+        return Taken(call=call.with_stack(stack), latents=_latents(given, parts), kv=parts.kv, fresh=parts.stored)
 
     def _options(self, call: LayerCall, tokens: pk.NewTokens) -> dict[str, Any]:
         ratio = None if tokens.entry is None else call.ratio
         return dict(key_format=call.plan.indexer_format, ratio=ratio, **self.kernels.options)
 
 
-def _taken(call: LayerCall, products: InputProducts, parts: pk.TokenParts) -> Taken:
-    latents = Latents(rows=parts.latent, positions=products.positions, head_weights=parts.head_weights)
-    return Taken(call=call, latents=latents)
+def _latents(given: pk.TokenProducts, parts: pk.TokenParts) -> Latents:
+    return Latents(rows=parts.latent, positions=given.positions, head_weights=parts.head_weights)
 
 
 def _product_streams(
