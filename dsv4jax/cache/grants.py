@@ -38,9 +38,8 @@ class Grants:
     free_blocks: jax.Array  # int32 [] blocks that are free before the call
 
     def __repr__(self) -> str:
-        return compact(
-            self, **values_of(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        )
+        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return compact(self, **values_of(**arrays))
 
     @property
     def granted(self) -> jax.Array:

@@ -237,11 +237,6 @@ def param_shapes(cfg: DSV4Config, kind: AttentionType, stored: Stored | None = N
     return jax.eval_shape(AttentionParams.join, parts)
 
 
-def layer_shapes(cfg: DSV4Config, layer: int) -> AttentionParams:
-    """Return ``param_shapes`` for layer number ``layer``. Raises ValueError if the model has no such layer."""
-    return param_shapes(cfg, layer_kind(cfg, layer))
-
-
 def params_specs(
     cfg: DSV4Config,
     layer: int,

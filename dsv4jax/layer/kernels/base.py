@@ -15,9 +15,7 @@ import pallas_kernels as pk
 from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import PALLAS, SIMULATED, Op
-from dsv4jax.layer.ops import RowForm
 from dsv4jax.plan import CachePlan
-from dsv4jax.weights.stored import CODES
 from pallas_kernels.language import target
 
 _FEW_TOKENS = 8  # of a request, up to which nobody looks for padding
@@ -76,13 +74,6 @@ class Kernels(abc.ABC):
     @abc.abstractmethod
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         """Return why no kernel serves a plan's formats and sizes, or None if one does."""
-
-
-def form_options(form: RowForm, dtype: Any) -> dict[str, Any]:
-    """Return how kernels are told to give rows in a form, or in the plain one as ``dtype``."""
-    if form == "plain":
-        return {"dtype": dtype}
-    return {"dtype": CODES} if form == "rounded" else {"dtype": jnp.bfloat16, "is_operand": True}
 
 
 def of_chunk(needed: jax.Array | None) -> jax.Array | None:

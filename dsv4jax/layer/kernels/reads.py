@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import pallas_kernels as pk
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.kernels.base import Kernels, form_options, layer_number, of_chunk, register
+from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register
 from dsv4jax.layer.ops import (
     DECODE_ATTENTION,
     INDEXER_SCORES,
@@ -22,6 +24,7 @@ from dsv4jax.layer.ops import (
 )
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles
+from dsv4jax.weights.stored import CODES
 
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
@@ -148,8 +151,15 @@ class DecodeAttentionKernels(Kernels):
             layer=layer_number(window.index),
             needed=of_chunk(needed),
         )
-        options = form_options(form, dtype) | self.options
+        options = _form_options(form, dtype) | self.options
         return self.kernels.decode_attention(given, kv_format=window.plan.kv_format, **options)
+
+
+def _form_options(form: RowForm, dtype: DTypeLike) -> dict[str, Any]:
+    """Return how kernels are told to give rows in a form, or in the plain one as ``dtype``."""
+    if form == "plain":
+        return {"dtype": dtype}
+    return {"dtype": CODES} if form == "rounded" else {"dtype": jnp.bfloat16, "is_operand": True}
 
 
 register(INDEXER_SCORES, IndexerScoresKernels)
