@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 
@@ -19,7 +21,18 @@ def allocate(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePl
     is_served = isinstance(rows, int) and pk.unsupported_grants(rows=rows) is None and tables.block_refs.size
     if not is_served or target.unsupported() is not None:
         return grow(tables, slots, num_new, plan)
-    return grow_by_kernel(tables, slots, num_new, plan)
+
+    @jax.custom_batching.custom_vmap
+    def granted(tables: Tables, slots: jax.Array, num_new: jax.Array) -> tuple[Tables, jax.Array]:
+        return grow_by_kernel(tables, slots, num_new, plan)
+
+    @granted.def_vmap
+    def _(axis_size: int, is_mapped: Any, *args: Any) -> Any:  # kernels cannot be mapped
+        axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(is_mapped))
+        result = jax.vmap(functools.partial(grow, plan=plan), in_axes=axes, axis_size=axis_size)(*args)
+        return result, jax.tree.map(lambda _: True, result)
+
+    return granted(tables, slots, num_new)
 
 
 def grow_by_kernel(

@@ -79,7 +79,8 @@ def launch(
 
     Raises:
       ValueError: there are no kernels for the target (``target.unsupported``) and it is not simulated, the launch asks
-        for more shared memory than a block can have, or the body takes more than the launch has.
+        for more shared memory than a block can have, the body takes more than the launch has, or ``jax.vmap`` maps
+        over an array of the launch.
       TypeError: the body misuses the language. In the simulator this is the text of a JaxRuntimeError, as is
         SimulationError.
     """
@@ -87,6 +88,8 @@ def launch(
         grid = Grid(blocks=grid)
     operands, inputs_tree = jax.tree.flatten(inputs)
     state_leaves, state_tree = jax.tree.flatten(state)
+    operands, state_leaves = _never_mapped(name, operands, state_leaves)
+    inputs, state = jax.tree.unflatten(inputs_tree, operands), jax.tree.unflatten(state_tree, state_leaves)
     if not any(leaf.size for leaf in state_leaves):
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if _is_result(leaf) else leaf, state)
     shared_bytes = -(-(grid.shared_bytes + grid.reduces * SCRATCH_BYTES) // 16) * 16
@@ -157,6 +160,27 @@ def launch(
     )(*operands, *refs)
     updated = [jax.freeze(ref) for ref in refs]
     return jax.tree.unflatten(state_tree, _in_place(order, [*updated, *(found if results else ())]))
+
+
+def _never_mapped(name: str, operands: list[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the arrays of a launch as they are; mapping one by ``jax.vmap`` is a ValueError.
+
+    Without it, a launch would run once, on arrays that have an axis more than its body knows.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def same(arrays: list[Any]) -> list[Any]:
+        return arrays
+
+    @same.def_vmap
+    def _(axis_size: int, is_mapped: Any, arrays: Any) -> Any:
+        del axis_size, is_mapped, arrays
+        raise ValueError(f"{name} is a kernel, which jax.vmap cannot map: use jax.lax.map, or backend='xla'")
+
+    is_array = [not _is_result(leaf) for leaf in state]
+    arrays = iter(same([*operands, *(leaf for leaf, given in zip(state, is_array, strict=True) if given)]))
+    operands = [next(arrays) for _ in operands]
+    return operands, [next(arrays) if given else leaf for leaf, given in zip(state, is_array, strict=True)]
 
 
 def _is_result(leaf: Any) -> bool:

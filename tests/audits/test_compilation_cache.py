@@ -1,4 +1,4 @@
-"""A program is lowered to the same text in every process, so that the persistent compilation cache finds it."""
+"""What programs are lowered to: the same text in every process, so that the persistent compilation cache finds it."""
 
 import pytest
 
@@ -34,3 +34,9 @@ def test_layers_of_all_kinds_share_the_kernel_of_their_queries(reports):
     """
     assert reports[0]["launches"] == 3 + 6 + 4 + 1
     assert reports[0]["kernels"] == 3 + 6 + 4 + 1 - 2
+
+
+def test_kernels_are_never_mapped(reports):
+    """A launch that is mapped would run once, on arrays with an axis more than its body knows."""
+    assert not reports[0]["mapped grants"]  # XLA computes them
+    assert "token_step is a kernel, which jax.vmap cannot map" in reports[0]["mapped layer"]
