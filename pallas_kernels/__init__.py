@@ -12,6 +12,8 @@ scores     the score of every entry for every query, computed from the stored 4-
 selection  top-k: the positions of the largest scores
 products   products with a weight stored as FP8, of few rows and of many
 
+router     the router of a mixture of experts
+
 triton_gpu   kernels in Triton for other NVIDIA GPUs; imported only when they are used, because they need an extra
 
 allocation   pages for the next tokens of a batch

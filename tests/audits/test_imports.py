@@ -20,6 +20,7 @@ ROOMS = {
         "scores",
         "selection",
         "products",
+        "router",
         "",
         "language",
         "plugin",

@@ -1,0 +1,75 @@
+"""Pairs of a token and an expert, sorted by expert and cut into tiles: what the experts' products go through.
+
+The pair of a token's pick has the number token * k + place, with k picks a token. A tile is up to ``rows`` pairs of one
+expert, adjacent among the sorted pairs. Experts without tokens are in no tile, and padding, whose expert is the number
+of no expert, is in none either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_LARGEST = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedTiles:
+    """P pairs of a token and an expert in up to T tiles, or what describes them, or their buffers."""
+
+    pairs: Any  # int32 [P] the numbers of pairs, sorted by expert, those of one expert ascending; padding comes last
+    tiles: Any  # int32 [T, 3] of each tile the expert, its first place in ``pairs``, and its pairs, 1 to ``rows``
+    count: Any  # int32 [1] how many tiles there are; ``tiles`` from there on has no meaning
+    rows: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def shapes(cls, pairs: int, num_experts: int, rows: int) -> RoutedTiles:
+        """Return the shapes for so many pairs, with room for the most tiles that they can need."""
+        most = min(pairs, num_experts + pairs // rows)
+        return cls(
+            pairs=jax.ShapeDtypeStruct((pairs,), jnp.int32),
+            tiles=jax.ShapeDtypeStruct((most, 3), jnp.int32),
+            count=jax.ShapeDtypeStruct((1,), jnp.int32),
+            rows=rows,
+        )
+
+
+def tile_rows(tokens: int, picks: int, experts: int) -> int:
+    """Return how many pairs a tile holds: 8, 16, 32, 64 or 128.
+
+    Most experts should need one tile, because each tile widens the expert's weights again. If tokens pick at random,
+    an expert has ``mean`` pairs give or take the root of that.
+    """
+    mean = tokens * picks / experts
+    likely = min(tokens, mean + 1.5 * math.sqrt(mean))
+    return next((rows for rows in (8, 16, 32, 64) if rows >= likely), _LARGEST)
+
+
+def routed_tiles(experts: jax.Array, num_experts: int, rows: int) -> RoutedTiles:
+    """Return the pairs of experts int32 [M, k] in tiles of up to ``rows``. This is the reference, in plain JAX.
+
+    Args:
+      experts: the numbers of the picked experts. One that is not below ``num_experts`` is padding.
+      num_experts: how many experts there are.
+      rows: the most pairs of a tile.
+    """
+    picked = experts.reshape(-1)
+    shapes = RoutedTiles.shapes(picked.size, num_experts, rows)
+    in_expert = jnp.zeros(num_experts, jnp.int32).at[picked].add(1, mode="drop")
+    in_tiles = (in_expert + rows - 1) // rows
+    end, first = jnp.cumsum(in_tiles), jnp.cumsum(in_expert) - in_expert
+    number = jnp.arange(shapes.tiles.shape[0], dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(end, number, side="right").astype(jnp.int32), num_experts - 1)
+    before = (number - (end - in_tiles)[expert]) * rows  # pairs of the expert in its earlier tiles
+    tiles = jnp.stack([expert, first[expert] + before, jnp.minimum(in_expert[expert] - before, rows)], axis=-1)
+    return RoutedTiles(
+        pairs=jnp.argsort(jnp.minimum(picked, num_experts), stable=True).astype(jnp.int32),
+        tiles=jnp.where(number[:, None] < end[-1], tiles, 0),
+        count=end[-1:],
+        rows=rows,
+    )
