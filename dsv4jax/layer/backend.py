@@ -17,15 +17,22 @@ no other backend is tried. ``OpBackends`` names a backend for each op.
     decode_attention  attention over window and entries
     gather_rows       stored rows as dense ones
 
-To add a backend for an op, write a class with the methods of the op's protocol in ``ops`` and register it, for example
-with ``ops.TOP_K.register("mine", MyTopK())``.
+and those of a whole model, around attention:
+
+    router             which experts each token goes to
+    experts            the outputs of those experts, and of the shared one
+    hyper_connections  what stands between two sublayers
+    head               logits
+
+To add a backend for an op, write a class with the methods of the op's protocol in ``ops``, of layers or of models, and
+register it, for example with ``ops.TOP_K.register("mine", MyTopK())``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
@@ -33,8 +40,16 @@ from dsv4jax.plan import CachePlan
 XLA, PALLAS, SIMULATED, TRITON = "xla", "pallas", "pallas_simulated", "triton"
 
 
-class Implementation(Protocol):
+class Choosable(Protocol):
     """The method that implementations of all ops share."""
+
+    def unsupported(self, *args: Any, **kwargs: Any) -> str | None:
+        """Return why this implementation cannot serve what an op is chosen for on the target device, or None."""
+        ...
+
+
+class Implementation(Protocol):
+    """The method that implementations of all ops of a layer share."""
 
     def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
         """Return why this implementation cannot serve a plan's layers of a kind on the target device, or None.
@@ -46,14 +61,14 @@ class Implementation(Protocol):
 
 
 class Anywhere:
-    """Base class of implementations in plain JAX, which serve every plan on any device."""
+    """Base class of implementations in plain JAX, which serve everything on any device."""
 
-    def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
-        del plan, kind
+    def unsupported(self, *args: Any, **kwargs: Any) -> str | None:
+        del args, kwargs
         return None
 
 
-class Op[T: Implementation]:
+class Op[T: Choosable]:
     """An op and its implementations, by backend name."""
 
     def __init__(self, name: str):
@@ -86,8 +101,12 @@ class Op[T: Implementation]:
     def backends(self) -> tuple[str, ...]:
         return tuple(self._implementations)
 
-    def choose(self, backend: Backend, plan: CachePlan | None, kind: AttentionType) -> str:
-        """Return the name of the backend that serves this op for a plan's layers of a kind.
+    def choose(self, backend: Backend, *served: Any) -> str:
+        """Return the name of the backend that serves this op.
+
+        Args:
+          backend: the caller's.
+          served: what the op's ``unsupported`` takes: a plan and a kind of layer; in a model sizes, weights and dtype.
 
         Raises:
           ValueError: the name is unknown, or the named backend cannot serve; the message says why.
@@ -96,18 +115,18 @@ class Op[T: Implementation]:
         name = getattr(backend, self.name) if isinstance(backend, OpBackends) else backend
         if name is None:
             for candidate, is_wanted in self._candidates.items():
-                if is_wanted() and self._implementations[candidate].unsupported(plan, kind) is None:
+                if is_wanted() and self._implementations[candidate].unsupported(*served) is None:
                     return candidate
             return XLA
         if name not in self._implementations:  # the name belongs to other ops
             return XLA
-        if (reason := self._implementations[name].unsupported(plan, kind)) is not None:
+        if (reason := self._implementations[name].unsupported(*served)) is not None:
             raise ValueError(f"backend={name!r} cannot serve {self.name}: {reason}")
         return name
 
-    def of(self, backend: Backend, plan: CachePlan | None, kind: AttentionType) -> T:
+    def of(self, backend: Backend, *served: Any) -> T:
         """Return the implementation that ``choose`` names."""
-        return self._implementations[self.choose(backend, plan, kind)]
+        return self._implementations[self.choose(backend, *served)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +145,10 @@ class OpBackends:
     top_k: str | None = None
     decode_attention: str | None = None
     gather_rows: str | None = None
+    router: str | None = None
+    experts: str | None = None
+    hyper_connections: str | None = None
+    head: str | None = None
 
     def __post_init__(self) -> None:
         for op, names in backends().items():

@@ -2,9 +2,9 @@
 
 config             the sizes of a model
 params             its weights, as frozen pytrees
-hyper_connections  the residual streams, mixed around each sublayer
-routing            which experts each token goes to
-experts            their products
+ops                the ops that have several implementations, and what they hand to one another
+plain              these ops in plain JAX: experts, router, hyper-connections, head
+kernels            their implementations that call ``pallas_kernels``
 forward_pass       the forward pass over the cache
 drafts             guesses at the next tokens, by the model's extra block
 caches             the model's cache and that of its drafts
@@ -18,6 +18,10 @@ initial            random models
 memory             the bytes of a model's weights
 """
 
+import dsv4jax.model.plain.experts as _experts  # noqa: F401  imported to register it
+import dsv4jax.model.plain.head as _head  # noqa: F401  the same
+import dsv4jax.model.plain.hyper_connections as _hyper_connections  # noqa: F401  the same
+import dsv4jax.model.plain.router as _router  # noqa: F401  the same
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.checkpoint.load import load_model
 from dsv4jax.model.checkpoint.save import save_model
@@ -27,9 +31,9 @@ from dsv4jax.model.forward_pass import Inspection, forward, forward_sequences, i
 from dsv4jax.model.generation import Generated, Generator, generate
 from dsv4jax.model.initial import random_model
 from dsv4jax.model.memory import MemoryPlan, plan_memory
+from dsv4jax.model.ops import Picks
 from dsv4jax.model.params import ModelParams, StoredExperts
 from dsv4jax.model.partition import combine, partition
-from dsv4jax.model.routing import Picks
 from dsv4jax.model.sampling import Sampling
 from dsv4jax.model.text import Text, chat_text
 

@@ -17,7 +17,7 @@ from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.projections import project
 from dsv4jax.linear import rms_norm
-from dsv4jax.model.forward_pass import Tokens, attention, embedded, head_logits, run_block
+from dsv4jax.model.forward_pass import Tokens, Way, all_logits, attention, embedded, run_blocks
 from dsv4jax.model.params import ModelParams
 
 
@@ -66,8 +66,7 @@ def draft_forward(
     given = project(token, drafts.token_proj, dtype, backend=backend).astype(jnp.float32)
     kept = project(old, drafts.stream_proj, dtype, backend=backend).astype(jnp.float32)
 
-    attend = attention(slots, num_new, backend)
+    way = Way(tokens=tokens, attend=attention(slots, num_new, backend), cfg=cfg, backend=backend)
     streams = (given[..., None, :] + kept).astype(dtype)
-    streams, cache, _ = run_block(drafts.block, streams, tokens, cache, 0, attend, cfg, backend)
-    logits = head_logits(streams, drafts.final_mix, drafts.final_norm, params.head, cfg)
-    return jnp.where(tokens.real[..., None], logits, 0.0), streams, cache
+    ran = run_blocks((drafts.block,), drafts.final_mix, drafts.final_norm, streams, cache, way)
+    return all_logits(ran.x, params.head, way), ran.streams, ran.cache

@@ -1,16 +1,23 @@
 """The model's forward pass over the cache: embedding, layers, head.
 
-streams = embedding of the ids, in every stream
-per layer:  x, gains = mix_in(streams);  streams = mix_out(attention(norm(x)), streams, gains)
-            x, gains = mix_in(streams);  streams = mix_out(experts(norm(x), ids), streams, gains)
-logits  = norm(collapse(streams)) W_head
+    streams            = embedding of the ids, in every stream
+    x, gains           = begin(streams)
+    per layer:
+    y                  = attention(x)
+    streams, x, gains  = between(y, streams, gains)
+    y                  = experts(x, picks(x, ids))
+    streams, x, gains  = between(y, streams, gains)     after the last layer: streams, x = end(y, streams, gains)
+    logits             = x W_head
+
+Each x is a weighted sum of the streams after the norm of the sublayer that takes it. What stands between two sublayers
+is one step, so that it can be one kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -23,17 +30,27 @@ from dsv4jax.layer.backend import XLA, Backend
 from dsv4jax.layer.call import granted_batch
 from dsv4jax.layer.layer import attention_layer
 from dsv4jax.layer.sequence import attention as attend_sequences
-from dsv4jax.linear import linear, rms_norm
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.experts import mix_experts
-from dsv4jax.model.hyper_connections import Gains, collapse, mix_in, mix_out
-from dsv4jax.model.params import Block, ModelParams, StreamMix, check_model
-from dsv4jax.model.routing import Picks, pick_experts
+from dsv4jax.model.ops import (
+    EXPERTS,
+    HEAD,
+    HYPER_CONNECTIONS,
+    ROUTER,
+    ExpertOutputs,
+    ExpertsOp,
+    Gains,
+    HyperConnectionsOp,
+    Picks,
+    RouterOp,
+    SublayerOutput,
+)
+from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix, check_model
+from dsv4jax.model.plain.hyper_connections import head_input, mix_out
 from dsv4jax.requests.speculate import StagedLayer, stage
 from dsv4jax.weights.params import AttentionParams
 
 Logits = Literal["last", "all", "none"]
-Attend = Callable[[AttentionParams, jax.Array, KVCache, int], tuple[jax.Array, KVCache]]
+type Attend[Cache: KVCache | None] = Callable[[AttentionParams, jax.Array, Cache, int], tuple[jax.Array, Cache]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +124,9 @@ def forward(
       ValueError: the cache is for another model, there are no tokens, ``logits`` or the backend is unknown.
     """
     tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-    streams, cache, _ = _run_blocks(params, tokens, cache, attention(slots, num_new, backend), backend)
-    return read_logits(params, streams, tokens, logits), streams, cache
+    way = Way(tokens=tokens, attend=attention(slots, num_new, backend), cfg=params.cfg, backend=backend)
+    ran = run_model(params, cache, way)
+    return read_logits(ran.x, params.head, logits, way), ran.streams, ran.cache
 
 
 @functools.partial(jax.jit, static_argnames="backend")
@@ -138,8 +156,9 @@ def stage_forward(
         staged.append(rows)
         return y, cache
 
-    streams, cache, _ = _run_blocks(params, tokens, cache, attend, backend)
-    return all_logits(params, streams, tokens), streams, cache, tuple(staged)
+    way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend)
+    ran = run_model(params, cache, way)
+    return all_logits(ran.x, params.head, way), ran.streams, ran.cache, tuple(staged)
 
 
 @jax.tree_util.register_dataclass
@@ -163,9 +182,10 @@ def inspect_forward(
 ) -> tuple[Inspection, KVCache]:
     """Run ``forward`` and return all logits, the streams after every layer, and the experts that it picked."""
     tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-    streams, cache, seen = _run_blocks(params, tokens, cache, attention(slots, num_new, backend), backend)
-    after, picks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
-    return Inspection(logits=all_logits(params, streams, tokens), streams=after, picks=picks), cache
+    way = Way(tokens=tokens, attend=attention(slots, num_new, backend), cfg=params.cfg, backend=backend)
+    ran = run_model(params, cache, way)
+    after, picks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ran.seen)
+    return Inspection(logits=all_logits(ran.x, params.head, way), streams=after, picks=picks), ran.cache
 
 
 @functools.partial(jax.jit, static_argnames=("kv_format", "indexer_format"))
@@ -200,23 +220,27 @@ def forward_sequences(
         lengths = jnp.full(ids.shape[:1], ids.shape[1], jnp.int32)
     check_array("lengths", lengths, {"B": ids.shape[0]}, jnp.int32)
     real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    tokens, cfg = Tokens(ids=ids, real=real, count=lengths), params.cfg
+    cfg = params.cfg
 
     def attend(weights: AttentionParams, x: jax.Array, cache: None, layer: int) -> tuple[jax.Array, None]:
         return attend_sequences(weights, x, cfg.attention, layer, lengths, kv_format, indexer_format), cache
 
-    streams = first_streams(params, tokens)
+    way = Way(tokens=Tokens(ids=ids, real=real, count=lengths), attend=attend, cfg=cfg, backend=XLA)
+    streams = first_streams(params, way.tokens)
     for layer, block in enumerate(params.blocks):
 
         @jax.checkpoint
         def run(block: Block, streams: jax.Array, layer: int = layer) -> jax.Array:
-            return run_block(block, streams, tokens, None, layer, attend, cfg, XLA)[0]
+            x, gains = way.begin(streams, block)
+            y, _ = way.attend(block.attention, x, None, layer)
+            streams, x, gains = way.between(y, streams, gains, block.experts_mix, block.experts_norm)
+            return mix_out(way.experts(x, block)[0], streams, gains)
 
         streams = run(block, streams)
-    return all_logits(params, streams, tokens)
+    return all_logits(head_input(streams, params.final_mix, params.final_norm, cfg), params.head, way)
 
 
-def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend:
+def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend[KVCache]:
     """Return how the layers of an ordinary pass attend: they store what is new."""
 
     def attend(weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int) -> tuple[jax.Array, KVCache]:
@@ -225,16 +249,132 @@ def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend:
     return attend
 
 
-def _run_blocks(
-    params: ModelParams, tokens: Tokens, cache: KVCache, attend: Attend, backend: Backend
-) -> tuple[jax.Array, KVCache, list[tuple[jax.Array, Picks]]]:
-    """Run all layers. Returns (streams [B, T, num_streams, hidden], cache, streams and picks of each layer)."""
-    streams = first_streams(params, tokens)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Way[Cache: KVCache | None]:
+    """What stays the same in all layers of a forward pass."""
+
+    tokens: Tokens
+    attend: Attend[Cache]
+    cfg: ModelConfig
+    backend: Backend
+
+    def begin(self, streams: jax.Array, block: Block) -> tuple[jax.Array, Gains]:
+        """Return (x of a layer's attention, gains) from streams [B, T, num_streams, hidden]."""
+        mix = block.attention_mix
+        return _begin(streams, mix, block.attention_norm, op=self._connections(mix, streams), cfg=self.cfg)
+
+    def between(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Gains]:
+        """Return (streams with a sublayer's output y, x of the next one, gains)."""
+        return _between(y, streams, gains, mix, norm, op=self._connections(mix, streams), cfg=self.cfg)
+
+    def end(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (streams with the last sublayer's output y, x of the head)."""
+        return _end(y, streams, gains, mix, norm, op=self._connections(mix, streams), cfg=self.cfg)
+
+    def experts(self, x: jax.Array, block: Block) -> tuple[ExpertOutputs, Picks]:
+        """Return what a layer's experts make of x, and which they are."""
+        router = ROUTER.of(self.backend, self.cfg, block.router, x.dtype)
+        picks = _pick(x, self.tokens.ids, self.tokens.real, block.router, op=router, cfg=self.cfg)
+        experts = EXPERTS.of(self.backend, self.cfg, block.experts, x.dtype)
+        return _mix(x, picks, block.experts, op=experts, cfg=self.cfg, backend=self.backend), picks
+
+    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+        """Return logits f32 [..., V] of x [..., hidden]."""
+        return HEAD.of(self.backend, self.cfg, head, x.dtype).logits(x, head)
+
+    def _connections(self, mix: StreamMix, streams: jax.Array) -> HyperConnectionsOp:
+        return HYPER_CONNECTIONS.of(self.backend, self.cfg, mix, streams.dtype)
+
+
+# Jitted so that they are traced once for all layers.
+@functools.partial(jax.jit, static_argnames=("op", "cfg"))
+def _begin(
+    streams: jax.Array, mix: StreamMix, norm: jax.Array, *, op: HyperConnectionsOp, cfg: ModelConfig
+) -> tuple[jax.Array, Gains]:
+    return op.begin(streams, mix, norm, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg"))
+def _between(
+    y: SublayerOutput,
+    streams: jax.Array,
+    gains: Gains,
+    mix: StreamMix,
+    norm: jax.Array,
+    *,
+    op: HyperConnectionsOp,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, jax.Array, Gains]:
+    return op.between(y, streams, gains, mix, norm, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg"))
+def _end(
+    y: SublayerOutput,
+    streams: jax.Array,
+    gains: Gains,
+    mix: StreamMix,
+    norm: jax.Array,
+    *,
+    op: HyperConnectionsOp,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    return op.end(y, streams, gains, mix, norm, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg"))
+def _pick(x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, *, op: RouterOp, cfg: ModelConfig) -> Picks:
+    return op.pick(x, ids, real, router, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg", "backend"))
+def _mix(
+    x: jax.Array, picks: Picks, experts: Experts, *, op: ExpertsOp, cfg: ModelConfig, backend: Backend
+) -> ExpertOutputs:
+    return op.mix(x, picks, experts, cfg, backend)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What layers have made."""
+
+    streams: jax.Array  # [B, T, num_streams, hidden] after the last layer
+    x: jax.Array  # [B, T, hidden] of the head
+    cache: KVCache
+    seen: list[tuple[jax.Array, Picks]]  # the streams after each layer, and its picks
+
+
+def run_model(params: ModelParams, cache: KVCache, way: Way[KVCache]) -> Ran:
+    """Run all layers of a model on a pass's tokens."""
+    return run_blocks(params.blocks, params.final_mix, params.final_norm, first_streams(params, way.tokens), cache, way)
+
+
+def run_blocks(
+    blocks: Sequence[Block],
+    final_mix: StreamMix,
+    final_norm: jax.Array,
+    streams: jax.Array,
+    cache: KVCache,
+    way: Way[KVCache],
+) -> Ran:
+    """Run layers, of which the last is followed by a head with this mix and norm, on streams."""
+    x, gains = way.begin(streams, blocks[0])
     seen: list[tuple[jax.Array, Picks]] = []
-    for layer, block in enumerate(params.blocks):
-        streams, cache, picks = run_block(block, streams, tokens, cache, layer, attend, params.cfg, backend)
+    for layer, block in enumerate(blocks):
+        y, cache = way.attend(block.attention, x, cache, layer)
+        streams, x, gains = way.between(y, streams, gains, block.experts_mix, block.experts_norm)
+        outputs, picks = way.experts(x, block)
+        if layer + 1 < len(blocks):
+            following = blocks[layer + 1]
+            streams, x, gains = way.between(outputs, streams, gains, following.attention_mix, following.attention_norm)
+        else:
+            streams, x = way.end(outputs, streams, gains, final_mix, final_norm)
         seen.append((streams, picks))
-    return streams, cache, seen
+    return Ran(streams=streams, x=x, cache=cache, seen=seen)
 
 
 def first_streams(params: ModelParams, tokens: Tokens) -> jax.Array:
@@ -250,70 +390,19 @@ def embedded(embedding: jax.Array, ids: jax.Array, real: jax.Array) -> jax.Array
     return jnp.where(real[..., None], rows, jnp.zeros((), rows.dtype))
 
 
-def run_block[Cache: KVCache | None](
-    block: Block,
-    streams: jax.Array,
-    tokens: Tokens,
-    cache: Cache,
-    layer: int,
-    attend: Callable[[AttentionParams, jax.Array, Cache, int], tuple[jax.Array, Cache]],
-    cfg: ModelConfig,
-    backend: Backend,
-) -> tuple[jax.Array, Cache, Picks]:
-    """Run one layer on streams [B, T, num_streams, hidden]. Returns (streams, cache, the experts that were picked)."""
-    x, gains = _attention_input(streams, block.attention_mix, block.attention_norm, cfg)
-    y, cache = attend(block.attention, x, cache, layer)
-    streams, picks = _after_attention(block, y, streams, gains, tokens.ids, tokens.real, cfg=cfg, backend=backend)
-    return streams, cache, picks
-
-
-# Jitted so that they are traced once for all layers.
-@functools.partial(jax.jit, static_argnames="cfg")
-def _attention_input(streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
-    x, gains = mix_in(streams, mix, cfg)
-    return rms_norm(x, norm, cfg.norm_eps).astype(x.dtype), gains
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "backend"))
-def _after_attention(
-    block: Block,
-    y: jax.Array,
-    streams: jax.Array,
-    gains: Gains,
-    ids: jax.Array,
-    real: jax.Array,
-    *,
-    cfg: ModelConfig,
-    backend: Backend,
-) -> tuple[jax.Array, Picks]:
-    streams = mix_out(y, streams, gains)
-    x, gains = mix_in(streams, block.experts_mix, cfg)
-    x = rms_norm(x, block.experts_norm, cfg.norm_eps).astype(x.dtype)
-    picks = pick_experts(x, ids, real, block.router, cfg)
-    return mix_out(mix_experts(x, picks, block.experts, cfg, backend), streams, gains), picks
-
-
-def read_logits(params: ModelParams, streams: jax.Array, tokens: Tokens, which: Logits) -> jax.Array | None:
+def read_logits(x: jax.Array, head: jax.Array, which: Logits, way: Way) -> jax.Array | None:
     """Return logits f32 of the "last" tokens [B, V], of "all" [B, T, V], or None for "none"."""
     if which == "none":
         return None
     if which == "all":
-        return all_logits(params, streams, tokens)
+        return all_logits(x, head, way)
     if which != "last":
         raise ValueError(f"logits must be 'last', 'all' or 'none', got {which!r}")
-    last = jnp.maximum(tokens.count - 1, 0)[:, None, None, None]
-    row = jnp.take_along_axis(streams, last, axis=1)[:, 0]
-    logits = head_logits(row, params.final_mix, params.final_norm, params.head, params.cfg)
-    return jnp.where(tokens.count[:, None] > 0, logits, 0.0)
+    count = way.tokens.count
+    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where(count[:, None] > 0, way.logits(last, head), 0.0)
 
 
-def all_logits(params: ModelParams, streams: jax.Array, tokens: Tokens) -> jax.Array:
+def all_logits(x: jax.Array, head: jax.Array, way: Way) -> jax.Array:
     """Return the logits of all tokens, f32 [B, T, V]."""
-    logits = head_logits(streams, params.final_mix, params.final_norm, params.head, params.cfg)
-    return jnp.where(tokens.real[..., None], logits, 0.0)
-
-
-def head_logits(streams: jax.Array, mix: StreamMix, norm: jax.Array, head: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Return logits f32 [..., V] of streams [..., num_streams, hidden]."""
-    x = collapse(streams, mix, cfg)
-    return linear(rms_norm(x, norm, cfg.norm_eps).astype(x.dtype), head)
+    return jnp.where(way.tokens.real[..., None], way.logits(x, head), 0.0)

@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 
 from dsv4jax.model import ModelConfig, Picks, random_model
-from dsv4jax.model import experts as module
-from dsv4jax.model.experts import mix_experts
+from dsv4jax.model.ops import EXPERTS
 from dsv4jax.model.params import Experts, StoredExperts
+from dsv4jax.model.plain import experts as module
 from tests.support.cases import first_of
 from tests.support.models import relative_rms
 
 CFG = ModelConfig.tiny(num_experts=8, experts_per_token=3)
+
+
+def mix_experts(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
+    return EXPERTS["xla"].mix(x, picks, experts, cfg).sum()
 
 
 def experts_of(weights: str, cfg: ModelConfig = CFG, **options: str) -> Experts:

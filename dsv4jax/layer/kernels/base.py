@@ -42,8 +42,8 @@ ON_SIMULATOR = Family(backend=SIMULATED, load=lambda: pk, unsupported=lambda: No
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels(abc.ABC):
-    """The kernels of one op, of one family."""
+class OfFamily(abc.ABC):
+    """What calls the kernels of one op, of one family."""
 
     family: Family
 
@@ -57,12 +57,6 @@ class Kernels(abc.ABC):
         """What its functions are told beside their arguments."""
         return dict(self.family.options)
 
-    def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
-        reason = self.family.missing()
-        if reason is None and plan is not None:
-            reason = self.unserved(plan, kind)
-        return self.family.unsupported() if reason is None else reason
-
     def without_derivative[T](self, op: Op, tree: T) -> T:
         """The tree as it is; differentiating by any part of it is a ValueError."""
         return refuse_derivative(
@@ -70,6 +64,16 @@ class Kernels(abc.ABC):
             "Differentiate with backend='xla'",
             tree,
         )
+
+
+class Kernels(OfFamily):
+    """The kernels of one op of a layer, of one family."""
+
+    def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
+        reason = self.family.missing()
+        if reason is None and plan is not None:
+            reason = self.unserved(plan, kind)
+        return self.family.unsupported() if reason is None else reason
 
     @abc.abstractmethod
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:

@@ -22,34 +22,32 @@ from jax import lax
 
 from dsv4jax.derivatives import refuse_derivative, straight_through
 from dsv4jax.formats import fp8_rounded
-from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.projections import project
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
 from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts
-from dsv4jax.model.routing import Picks
 
 TILE = 128  # tokens of one expert that are multiplied at once
 WIDE = 1 << 28  # numbers of experts' weights that are wide at a time
 GROUP = 128  # inputs that are rounded to FP8 with one scale
 
 
-def mix_experts(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None) -> jax.Array:
-    """Return the weighted sum of the picked experts' outputs and the shared one's, in x's dtype.
+class XLAExperts(Anywhere):
+    """The experts in plain JAX. The shared one's products are the op ``projections``."""
 
-    The sum is f32, in the order of the experts' numbers. Rows of padding give what the shared expert gives.
-
-    Args:
-      x: f32 or bf16 [..., h].
-      picks: of experts, [..., k].
-      experts: the weights.
-      cfg: the model's sizes.
-      backend: of the shared expert's products; see ``project``.
-    """
-    rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, picks))
-    routed = _routed(rows, flat, experts, cfg)
-    inner = _gated(project(x, experts.shared_gate_up, x.dtype, backend=backend), cfg).astype(x.dtype)
-    shared = project(inner, experts.shared_down, x.dtype, backend=backend)
-    return (routed.reshape(x.shape) + shared.astype(jnp.float32)).astype(x.dtype)
+    def mix(
+        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
+    ) -> ExpertOutputs:
+        rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, picks))
+        routed = _routed(rows, flat, experts, cfg)
+        inner = _gated(project(x, experts.shared_gate_up, x.dtype, backend=backend), cfg).astype(x.dtype)
+        return ExpertOutputs(
+            routed=routed.reshape(*picks.experts.shape, x.shape[-1]),
+            shared=project(inner, experts.shared_down, x.dtype, backend=backend),
+            experts=picks.experts,
+            num_experts=cfg.num_experts,
+        )
 
 
 def _gated(product: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -94,14 +92,13 @@ class _Tiles:
 
 
 def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
-    """The weighted sum of the picked experts' outputs, f32 [M, h], for x [M, h] and picks [M, k]."""
+    """The weighted outputs of the picked experts, in x's dtype [M k, h], for x [M, h] and picks [M, k]."""
     tokens, per_token = picks.experts.shape
     if tokens * per_token == 0:
-        return jnp.zeros(x.shape, jnp.float32)
+        return jnp.zeros((tokens * per_token, x.shape[1]), x.dtype)
     tiles = _Tiles.of(picks.experts.reshape(-1), cfg.num_experts, min(tokens, TILE))
     linear = _constant(experts.gate_up), _constant(experts.down)
-    out = _outputs(cfg, x, picks.weights.reshape(-1), linear, tiles)
-    return jnp.sum(out.reshape(tokens, per_token, -1).astype(jnp.float32), axis=1)
+    return _outputs(cfg, x, picks.weights.reshape(-1), linear, tiles)
 
 
 def _constant(weight: ExpertWeight) -> ExpertWeight:
@@ -174,3 +171,6 @@ def _dot(x: jax.Array, weights: jax.Array) -> jax.Array:
         "gti,goi->gto", x, weights, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     return product.astype(x.dtype)
+
+
+EXPERTS.register(XLA, XLAExperts())

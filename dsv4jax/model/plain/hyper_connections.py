@@ -12,24 +12,35 @@ All of this is f32; streams are in the dtype of the model.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.linear import linear
+from dsv4jax.layer.backend import XLA, Anywhere
+from dsv4jax.linear import linear, rms_norm
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, SublayerOutput
 from dsv4jax.model.params import StreamMix
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gains:
-    """How a sublayer's output and the old streams make the new streams."""
+class XLAHyperConnections(Anywhere):
+    """Hyper-connections in plain JAX."""
 
-    post: jax.Array  # f32 [..., n] share of the output in each new stream
-    carry: jax.Array  # f32 [..., n, n] share of old stream j in new stream l; not symmetric
+    def begin(self, streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
+        x, gains = mix_in(streams, mix, cfg)
+        return _normed(x, norm, cfg), gains
+
+    def between(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
+    ) -> tuple[jax.Array, jax.Array, Gains]:
+        streams = mix_out(y, streams, gains)
+        return streams, *self.begin(streams, mix, norm, cfg)
+
+    def end(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
+    ) -> tuple[jax.Array, jax.Array]:
+        streams = mix_out(y, streams, gains)
+        return streams, head_input(streams, mix, norm, cfg)
 
 
 def mix_in(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
@@ -53,24 +64,26 @@ def mix_in(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> tuple[jax.Ar
     return _sum(streams, jax.nn.sigmoid(pre * scale[0] + _like(base[0], pre)) + cfg.hyper_eps), gains
 
 
-def mix_out(y: jax.Array, streams: jax.Array, gains: Gains) -> jax.Array:
+def mix_out(y: SublayerOutput, streams: jax.Array, gains: Gains) -> jax.Array:
     """Return the streams [..., n, hidden] after a sublayer whose output is y [..., hidden]."""
+    y = y.sum() if isinstance(y, ExpertOutputs) else y
     given = gains.post[..., None] * y.astype(jnp.float32)[..., None, :]
     kept = jnp.sum(gains.carry[..., None] * streams.astype(jnp.float32)[..., None, :], -3)
     return (given + kept).astype(streams.dtype)
 
 
-def collapse(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:
-    """Return the sum of the streams [..., hidden] that the final norm takes.
+def head_input(streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Return the sum of streams [..., n, hidden] that the head takes, after its norm, in their dtype [..., hidden].
 
     Args:
       streams: [..., n, hidden].
       mix: with the weights of n numbers per token.
+      norm: [hidden].
       cfg: the model's sizes.
     """
     numbers = _numbers(streams, mix, cfg)
     weights = jax.nn.sigmoid(numbers * mix.scale.astype(jnp.float32)[0] + _like(mix.base, numbers)) + cfg.hyper_eps
-    return _sum(streams, weights)
+    return _normed(_sum(streams, weights), norm, cfg)
 
 
 def _numbers(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:
@@ -89,6 +102,10 @@ def _sum(streams: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None] * streams.astype(jnp.float32), -2).astype(streams.dtype)
 
 
+def _normed(x: jax.Array, norm: jax.Array, cfg: ModelConfig) -> jax.Array:
+    return rms_norm(x, norm, cfg.norm_eps).astype(x.dtype)
+
+
 def _sinkhorn(matrix: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Divide positive matrices [..., n, n] by their column sums, then by row and column sums in turn.
 
@@ -103,3 +120,6 @@ def _sinkhorn(matrix: jax.Array, cfg: ModelConfig) -> jax.Array:
     old, new = matrix.ndim - 2, matrix.ndim - 1
     matrix = divided(matrix, old)
     return lax.fori_loop(0, cfg.sinkhorn_iterations - 1, lambda _, matrix: divided(divided(matrix, new), old), matrix)
+
+
+HYPER_CONNECTIONS.register(XLA, XLAHyperConnections())

@@ -1,0 +1,23 @@
+"""What all implementations of the model's ops that call ``pallas_kernels`` have in common."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from dsv4jax.layer.kernels.base import OfFamily
+from dsv4jax.model.config import ModelConfig
+
+
+class ModelKernels(OfFamily):
+    """The kernels of one op of a model, of one family. ``dsv4jax.layer.kernels.base.register`` registers them."""
+
+    def unsupported(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
+        reason = self.family.missing()
+        if reason is None:
+            reason = self.unserved(cfg, weights, dtype)
+        return self.family.unsupported() if reason is None else reason
+
+    @abc.abstractmethod
+    def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
+        """Return why no kernel serves these weights, or None if one does; for the arguments see ``ModelOp``."""

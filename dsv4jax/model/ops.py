@@ -1,0 +1,146 @@
+"""The model's ops that have several implementations: the interface of each, and what they hand to one another.
+
+Around attention, whose ops are in ``dsv4jax.layer.ops``:
+
+    router             which experts each token goes to
+    experts            the outputs of those experts, and of the shared one
+    hyper_connections  what stands between two sublayers: their sum into the streams, and the next one's input
+    head               logits
+
+All of them take tokens in any number of leading axes. What they return for padding may be anything finite, except
+where it says otherwise. A token's result does not depend on the other tokens, nor on how many there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.layer.backend import Backend, Op, declare
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.params import Experts, Router, StreamMix
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Picks:
+    """The experts of each token, in ascending order of their numbers. Padding has the number of no expert."""
+
+    experts: jax.Array  # int32 [..., k]; num_experts on padding
+    weights: jax.Array  # f32 [..., k]; 0 on padding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOutputs:
+    """What the experts of each token give, not yet summed."""
+
+    routed: jax.Array  # [..., k, h] of each pick, times its weight, in the order of ``Picks``; anything on padding
+    shared: jax.Array  # [..., h] of the shared expert, in the dtype of ``routed``
+    experts: jax.Array  # int32 [..., k] of the picks; num_experts on padding
+    num_experts: int = dataclasses.field(metadata={"static": True})
+
+    def sum(self) -> jax.Array:
+        """Return the sum [..., h] in their dtype: f32, in order, the shared one last. Padding has the shared one's."""
+        is_pick = (self.experts < self.num_experts)[..., None]
+        routed = jnp.where(is_pick, self.routed, jnp.zeros((), self.routed.dtype))
+        total = jnp.sum(routed.astype(jnp.float32), axis=-2)
+        return (total + self.shared.astype(jnp.float32)).astype(self.routed.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gains:
+    """How a sublayer's output and the old streams make the new streams."""
+
+    post: jax.Array  # f32 [..., n] share of the output in each new stream
+    carry: jax.Array  # f32 [..., n, n] share of old stream j in new stream l; not symmetric
+
+
+SublayerOutput = jax.Array | ExpertOutputs  # of attention [..., h], or of experts
+
+
+class ModelOp(Protocol):
+    """The method that implementations of all of these ops share."""
+
+    def unsupported(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
+        """Return why this implementation cannot serve these weights of a model on the target device, or None.
+
+        Args:
+          cfg: the model's sizes.
+          weights: those that the op's methods take: a Router, Experts, StreamMix, or the head [V, h].
+          dtype: of x and the streams.
+        """
+        ...
+
+
+class RouterOp(ModelOp, Protocol):
+    """Which experts each token goes to."""
+
+    def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
+        """Pick experts.
+
+        Args:
+          x: [..., h], after the norm.
+          ids: int32 [...] the tokens.
+          real: bool [...], False on padding.
+          router: the layer's weights for this.
+          cfg: the model's sizes.
+        """
+        ...
+
+
+class ExpertsOp(ModelOp, Protocol):
+    """The outputs of experts."""
+
+    def mix(
+        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
+    ) -> ExpertOutputs:
+        """Return what the picked experts and the shared one make of x [..., h], in x's dtype.
+
+        ``backend`` is that of products which the implementation leaves to ``project``.
+        """
+        ...
+
+
+class HyperConnectionsOp(ModelOp, Protocol):
+    """What stands between two sublayers. Streams are [..., n, h]; x [..., h] is after the norm, in their dtype."""
+
+    def begin(self, streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
+        """Return (x of the first sublayer, gains)."""
+        ...
+
+    def between(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
+    ) -> tuple[jax.Array, jax.Array, Gains]:
+        """Return (streams with a sublayer's output y, x of the next sublayer, gains).
+
+        ``gains`` are those of the sublayer that is over; ``mix`` and ``norm`` are the next one's.
+        """
+        ...
+
+    def end(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (streams with the last sublayer's output y, x of the head). Both are 0 on padding whose input is 0.
+
+        ``mix`` and ``norm`` are those of the model's end.
+        """
+        ...
+
+
+class HeadOp(ModelOp, Protocol):
+    """Logits."""
+
+    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+        """Multiply x [..., h], after the norm, by head [V, h]: f32 [..., V]."""
+        ...
+
+
+ROUTER: Op[RouterOp] = declare("router")
+EXPERTS: Op[ExpertsOp] = declare("experts")
+HYPER_CONNECTIONS: Op[HyperConnectionsOp] = declare("hyper_connections")
+HEAD: Op[HeadOp] = declare("head")
