@@ -63,7 +63,7 @@ def main() -> None:
 
     cfg = d4.DSV4Config.tiny() if options.tiny else d4.DSV4Config.flash()
     cache, sources, targets = build(cfg)
-    plan, size = cache.plan, d4.memory_bytes(cache)
+    plan, size = cache.plan, d4.cache.tree_bytes(cache)
     times: dict[int, list[float]] = {length: [] for length in LENGTHS}
     for round_number in range(options.rounds + 1):
         for length, source in zip(LENGTHS, sources, strict=True):

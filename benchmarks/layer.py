@@ -222,7 +222,7 @@ def time_products(bench: Bench) -> None:
         programs = compile_all([case[-1] for case in cases])
         for (name, rows, groups, copies, x, _), program in zip(cases, programs, strict=True):
             out, width = copies[0].shape
-            times, size = product_times(program, x, copies), d4.memory_bytes(copies[0])
+            times, size = product_times(program, x, copies), d4.cache.tree_bytes(copies[0])
             shape = f"{f'{groups} x ' if groups > 1 else ''}{width} -> {out // groups}"
             text = f"{times.median:8.2f} us [{times.low:.2f}, {times.high:.2f}] in {times.kernels:g} launches"
             text += f", {size / times.median / 1e6:.2f} TB/s of weights"
@@ -257,7 +257,7 @@ def time_layers(bench: Bench) -> None:
             if all_params is None:
                 longest = bench.with_layers([ratio] * max(LAYERS))
                 all_params = [form.params(longest, layer, bench.dtype) for layer in range(max(LAYERS))]
-            batch, cache = bench.batch(cfg, requests, 1), d4.abstract_cache(bench.plan(cfg, requests))
+            batch, cache = bench.batch(cfg, requests, 1), d4.cache.abstract_cache(bench.plan(cfg, requests))
             x, slots, count = _spec(batch)
             lowered.append(jax.jit(forward).lower(_spec(all_params[:layers]), x, cache, slots, count))
         assert all_params is not None
@@ -328,7 +328,7 @@ class Whole:
 
     @property
     def weight_bytes(self) -> int:
-        return d4.memory_bytes(self.params)
+        return d4.cache.tree_bytes(self.params)
 
     def time(self, name: str, steps: int) -> float:
         """Microseconds per step, over several in a row."""

@@ -44,7 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     cfg = config(options.layers, is_tiny=options.tiny)
     params = jax.block_until_ready(random_model(cfg, jax.random.key(0), activations=options.activations))
-    size = d4.memory_bytes(params)
+    size = d4.cache.tree_bytes(params)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {cfg.num_layers} layers, {size / 1e9:.1f} GB")
     rng = np.random.default_rng(0)
     for requests in map(int, options.requests.split(",")):

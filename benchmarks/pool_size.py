@@ -75,7 +75,7 @@ def main() -> None:
         low, high = np.percentile(samples, [10, 90])
         medians[blocks] = statistics.median(samples)
         print(
-            f"{blocks:>6} blocks, cache {d4.memory_bytes(cache) / 2**20:>8.1f} MiB: "
+            f"{blocks:>6} blocks, cache {d4.cache.tree_bytes(cache) / 2**20:>8.1f} MiB: "
             f"{medians[blocks] * 1e6:8.1f} us (10-90 %: {low * 1e6:.1f} to {high * 1e6:.1f}), "
             f"temporaries {memory.temp_size_in_bytes if memory else -1:,} B"
         )

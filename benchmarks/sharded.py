@@ -77,7 +77,7 @@ class Server:
         requests, tokens = load.requests * len(devices), load.context + load.steps * calls
         per_request = -(-tokens // load.cfg.block_tokens)
         plan = d4.plan_cache(load.cfg, requests, tokens, num_blocks=requests * per_request)
-        specs = d4.partition_specs(plan, mesh)
+        specs = d4.sharding.partition_specs(plan, mesh)
         over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
         filled = over(functools.partial(fill, load=load), in_specs=(specs,), out_specs=(specs, rows))
         self.cache, self.slots = jax.jit(filled, donate_argnums=0)(d4.init_cache(plan, mesh))

@@ -90,7 +90,7 @@ class Programs:
 
     def __init__(self, plan: d4.CachePlan, context: int, tokens: int, dtype: Any):
         cfg = plan.cfg
-        schedule = d4.layer_schedule(cfg)
+        schedule = d4.config.layer_schedule(cfg)
         first = {spec.attn: spec.layer_idx for spec in reversed(schedule)}
         params = {kind: d4.init_attention_params(jax.random.key(i), cfg, i, dtype) for kind, i in first.items()}
         self.params = [params[spec.attn] for spec in schedule]

@@ -24,6 +24,8 @@ from jax import lax
 from dsv4jax.checks import check_array
 from dsv4jax.formats import KVRows
 
+__all__ = ["from_flashmla_pages", "to_flashmla_pages"]
+
 NOPE_DIM, ROPE_DIM, TILES = 448, 64, 7
 DATA_BYTES = NOPE_DIM + 2 * ROPE_DIM  # 576 per row
 SCALE_BYTES = TILES + 1  # 8 per row, of which the last is padding

@@ -16,6 +16,21 @@ import jax
 from dsv4jax.cache import state
 from dsv4jax.layer import attention, gather, indexer, update
 
+__all__ = [
+    "append_swa",
+    "append_tail",
+    "decode_attention",
+    "flush_csa",
+    "flush_hca",
+    "gather_all_compressed",
+    "gather_compressed",
+    "gather_swa",
+    "reset_hca",
+    "reset_slots",
+    "rotate_csa",
+    "select_entries",
+]
+
 
 class Piece[**P, R](Protocol):
     """A jitted function with the signature of the function that it wraps."""

@@ -210,7 +210,7 @@ def model_table(
     cells = {
         "layers": f"{params.cfg.num_layers}",
         "experts": f"{params.cfg.num_experts}",
-        "weights": f"{d4.memory_bytes(params) / 2**20:,.1f} MiB",
+        "weights": f"{d4.cache.tree_bytes(params) / 2**20:,.1f} MiB",
         "prompts": f"{len(prompts)} of {len(prompts[0])}",
         "new tokens": f"{new}",
         **more,
@@ -258,7 +258,7 @@ def run_random(console: Console, progress: Progress, size: str, picture: Path) -
 
     table = results_table(f"One layer of each kind, {size} size, {len(requests)} requests", "recompute")
     all_good = True
-    for layer, spec in enumerate(d4.layer_schedule(cfg)):
+    for layer, spec in enumerate(d4.config.layer_schedule(cfg)):
         length, ratio = requests[0].total, cfg.ratio(spec.attn)
         want, got = references[layer], served.output(layer, 0)
         token_error = np.sqrt(np.mean((got - want) ** 2, axis=1) / np.mean(want**2))
@@ -279,7 +279,7 @@ def run_random(console: Console, progress: Progress, size: str, picture: Path) -
     table.caption = "errors of request 0, relative; tokens/s over all requests and three layers, without compilation"
     console.print(table)
     plot_occupancy(
-        {spec.attn: served for spec in d4.layer_schedule(cfg)}, dict.fromkeys(d4.AttentionType, cfg), picture
+        {spec.attn: served for spec in d4.config.layer_schedule(cfg)}, dict.fromkeys(d4.AttentionType, cfg), picture
     )
     return all_good
 

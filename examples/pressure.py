@@ -82,7 +82,7 @@ def run_pass(params: Params, x: jax.Array, total: jax.Array, server: Server) -> 
     slots, request = server.slots, server.request
     start = jnp.where(slots >= 0, server.cache.seq_lens.at[slots].get(mode="clip"), 0)
     wanted = jnp.where(slots >= 0, jnp.minimum(total.at[request].get(mode="clip") - start, CHUNK), 0)
-    cache, granted = d4.prepare_rows(server.cache, slots, wanted)
+    cache, granted = d4.cache.prepare_rows(server.cache, slots, wanted)
     num_new = jnp.where(granted, wanted, 0)
 
     token = start[:, None] + jnp.arange(CHUNK)[None]

@@ -110,7 +110,7 @@ def test_pro_differs_from_flash_in_the_published_sizes_alone():
     ids=["flash", "pro", "tiny"],
 )
 def test_schedule_of_the_presets(cfg, counts, first, last):
-    schedule = d4.layer_schedule(cfg)
+    schedule = d4.config.layer_schedule(cfg)
     kinds = [spec.attn for spec in schedule]
     assert [spec.layer_idx for spec in schedule] == list(range(cfg.num_layers))
     assert {kind: kinds.count(kind) for kind in d4.AttentionType} == counts

@@ -109,12 +109,12 @@ def test_bytes_equal_the_sum_over_the_leaves(model):
             num_blocks=5,
         )
         label = f"{kv} {keys} {tail} {np.dtype(dtype).name}"
-        assert d4.memory_bytes(d4.abstract_cache(plan)) == plan.memory_bytes(), label
+        assert d4.cache.tree_bytes(d4.cache.abstract_cache(plan)) == plan.memory_bytes(), label
         one_more = dataclasses.replace(plan, max_requests=4)
-        grown = d4.memory_bytes(d4.abstract_cache(one_more)) - plan.memory_bytes()
+        grown = d4.cache.tree_bytes(d4.cache.abstract_cache(one_more)) - plan.memory_bytes()
         assert grown == plan.bytes_per_request, label
         longer = dataclasses.replace(plan, num_blocks=6)
-        grown = d4.memory_bytes(d4.abstract_cache(longer)) - plan.memory_bytes()
+        grown = d4.cache.tree_bytes(d4.cache.abstract_cache(longer)) - plan.memory_bytes()
         # A block also has an entry in the free list and a count of readers.
         assert grown == plan.bytes_per_token * plan.cfg.block_tokens + 8, label
 
@@ -122,9 +122,11 @@ def test_bytes_equal_the_sum_over_the_leaves(model):
 def test_bytes_of_a_real_cache():
     plan = d4.plan_cache(TINY, max_requests=3, max_context=300, kv_format="fp8_tile64", indexer_format="mxfp4")
     cache = d4.init_cache(plan)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == plan.memory_bytes() == d4.memory_bytes(cache)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == plan.memory_bytes() == d4.cache.tree_bytes(cache)
     described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), cache)
-    assert described == jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), d4.abstract_cache(plan))
+    assert described == jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), d4.cache.abstract_cache(plan)
+    )
 
 
 @pytest.mark.parametrize("cfg", [FLASH, PRO], ids=["flash", "pro"])
@@ -132,7 +134,7 @@ def test_a_cache_has_few_leaves(cfg):
     """Each leaf costs host time in every call. Because of stacking there are only 80 for 61 layers."""
     for kv, keys, tail in itertools.product(KV_FORMATS, INDEXER_FORMATS, ("ring", "online")):
         plan = d4.plan_cache(cfg, kv_format=kv, indexer_format=keys, hca_tail=tail)
-        assert len(jax.tree.leaves(d4.abstract_cache(plan))) <= 80, (kv, keys, tail)
+        assert len(jax.tree.leaves(d4.cache.abstract_cache(plan))) <= 80, (kv, keys, tail)
 
 
 # ---- block budget
@@ -153,20 +155,20 @@ def test_a_cache_has_few_leaves(cfg):
     ],
 )
 def test_block_budget_by_hand(context, requests, headroom, blocks):
-    assert d4.compute_block_budget(FLASH, context, requests, headroom) == blocks
+    assert d4.porting.compute_block_budget(FLASH, context, requests, headroom) == blocks
     plan = d4.plan_cache(FLASH, max_requests=requests, max_context=context, headroom=headroom)
     assert plan.num_blocks == blocks
     assert plan.max_blocks == -(-context // 128)
 
 
 def test_headroom_is_a_tenth_by_default():
-    assert d4.compute_block_budget(FLASH, 128, 10) == 11
+    assert d4.porting.compute_block_budget(FLASH, 128, 10) == 11
     assert d4.plan_cache(FLASH, max_requests=10, max_context=128).num_blocks == 11
 
 
 def test_a_model_without_compression_needs_no_blocks():
     cfg = MODELS["swa alone"]
-    assert d4.compute_block_budget(cfg, 1 << 20, 100, 1.1) == 0
+    assert d4.porting.compute_block_budget(cfg, 1 << 20, 100, 1.1) == 0
     plan = d4.plan_cache(cfg)
     assert plan.num_blocks == 1  # keeps the tables' arrays non-empty
     assert (plan.bytes_per_token, plan.min_ratio) == (0, 0)
@@ -175,7 +177,7 @@ def test_a_model_without_compression_needs_no_blocks():
 def test_fewer_blocks_than_the_budget_are_legal():
     plan = d4.plan_cache(TINY, max_requests=4, max_context=1024, num_blocks=1)
     assert (plan.num_blocks, plan.max_blocks) == (1, 8)
-    assert d4.abstract_cache(plan).tables.block_refs.shape == (1,)
+    assert d4.cache.abstract_cache(plan).tables.block_refs.shape == (1,)
 
 
 # ---- what a plan refuses
@@ -226,7 +228,7 @@ def test_formats_refuse_sizes_they_cannot_hold_when_planned():
 @pytest.mark.parametrize("layer", [-1, 43])
 def test_schemas_of_layers_that_do_not_exist_are_refused(layer):
     with pytest.raises(ValueError, match=rf"layer must be in \[0, 43\), got {layer}"):
-        d4.build_schema(FLASH, layer)
+        d4.porting.build_schema(FLASH, layer)
 
 
 # ---- largest context
@@ -284,16 +286,18 @@ def test_schemas_of_flash_by_hand():
     heavy = window_only | {"compression_ratio": 128, "entries_per_block": 1, "tail_buffer_size_a": 128}
     plan = d4.plan_cache(FLASH)
     for layer, kind, sizes in [(0, SWA, window_only), (2, CSA, sparse), (3, HCA, heavy), (42, CSA, sparse)]:
-        want = d4.LayerCacheSchema(layer_idx=layer, attn_type=kind, **common, **sizes)
-        assert d4.build_schema(FLASH, layer) == want
+        want = d4.porting.LayerCacheSchema(layer_idx=layer, attn_type=kind, **common, **sizes)
+        assert d4.porting.build_schema(FLASH, layer) == want
         assert plan.schema(layer) == want
 
 
 @pytest.mark.parametrize("cfg", [FLASH, PRO], ids=["flash", "pro"])
 def test_layers_of_a_kind_agree_with_schedule_and_schemas(cfg):
     plan = d4.plan_cache(cfg)
-    schedule = d4.layer_schedule(cfg)
-    assert [spec.attn for spec in schedule] == [d4.build_schema(cfg, i).attn_type for i in range(cfg.num_layers)]
+    schedule = d4.config.layer_schedule(cfg)
+    assert [spec.attn for spec in schedule] == [
+        d4.porting.build_schema(cfg, i).attn_type for i in range(cfg.num_layers)
+    ]
     for kind in d4.AttentionType:
         assert plan.layers(kind) == tuple(spec.layer_idx for spec in schedule if spec.attn == kind)
     assert sorted(itertools.chain(*(plan.layers(kind) for kind in d4.AttentionType))) == list(range(cfg.num_layers))

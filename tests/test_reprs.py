@@ -52,14 +52,14 @@ def test_whatever_stands_in_for_a_cache_prints():
     assert lines(cache) == abstract, "a donated one"
     assert "nope=None" in repr(jax.tree.map(lambda leaf: None, cache))
     assert "pos=3" in repr(jax.tree.map(lambda leaf: 3, cache))
-    specs = d4.partition_specs(d4.plan_cache(FLASH), jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    specs = d4.sharding.partition_specs(d4.plan_cache(FLASH), jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
     assert "pos=P(None, 'data')" in repr(specs)
 
 
 @pytest.mark.parametrize("cfg", [FLASH, d4.DSV4Config.pro()], ids=["flash", "pro"])
 @pytest.mark.parametrize("hca_tail", ["ring", "online"])
 def test_a_whole_cache_fits_on_a_page(cfg, hca_tail):
-    cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=1024, hca_tail=hca_tail))
+    cache = d4.cache.abstract_cache(d4.plan_cache(cfg, max_requests=1024, hca_tail=hca_tail))
     assert "(3 arrays)" not in "\n".join(lines(cache)), "no part is left out"
     assert len(repr(cache)) < 3000
 
@@ -91,9 +91,9 @@ def test_small_pytrees_print_on_a_line():
     pool = cache.stack("csa").pool
     assert pool is not None
     assert repr(pool.indexer_keys) == "KeyRows(codes=f32[1,14,4,128], scale=None)"
-    grants = d4.explain_forward(cache, ids(0), ids(0))
+    grants = d4.cache.explain_forward(cache, ids(0), ids(0))
     assert repr(grants) == "Grants(refusal=[1], missing_blocks=[0], free_blocks=14)"  # what one asks it for
-    grants = jax.eval_shape(d4.explain_forward, cache, ids(0), ids(0))
+    grants = jax.eval_shape(d4.cache.explain_forward, cache, ids(0), ids(0))
     assert repr(grants) == "Grants(refusal=i32[1], missing_blocks=i32[1], free_blocks=i32[])"
     assert compact({"a": np.zeros(3, np.int8), "b": (1, 2)}) == "{'a': i8[3], 'b': (1, 2)}"
     assert compact((jnp.zeros(2, jnp.bfloat16), jnp.ones(2, jnp.bfloat16))) == "{0, 1: bf16[2]}"

@@ -42,7 +42,7 @@ def run(
     slots, one = jnp.asarray(rng.permutation(batch), jnp.int32), jnp.ones(batch, jnp.int32)
     cache = long_cache(plan, context)
     begin, table = cache.seq_lens[slots], jnp.copy(cache.tables.block_table)  # the cache is donated, the table is not
-    kinds = [str(spec.attn) for spec in d4.layer_schedule(cfg)]
+    kinds = [str(spec.attn) for spec in d4.config.layer_schedule(cfg)]
     cases = [Case(model="flash", kind=kind, batch=batch) for kind in kinds]
     streams = [new_rows(case, seed=layer) for layer, case in enumerate(cases)]
     heads = batch, 1, cfg.indexer_heads

@@ -218,7 +218,9 @@ def run_gather(ceiling: float, backends: tuple[str, ...], count: int = 8192) -> 
                     _: Any, inputs: Any, layer: jax.Array, what: str = what, backend: str = backend, plan: Any = plan
                 ) -> Any:
                     pool, table, slots, argument = inputs
-                    function = d4.gather_all_compressed if what.startswith("all") else d4.gather_compressed
+                    function = (
+                        d4.pieces.gather_all_compressed if what.startswith("all") else d4.pieces.gather_compressed
+                    )
                     options = dict(plan=plan, dtype=jnp.bfloat16, backend=backend)
                     return function(pool, layer[0], table, slots, argument, **options)
 
@@ -240,7 +242,7 @@ def run_step(backend: str, batch: int, dump: Path, *, tokens: int, hca_tail: str
     cache = d4.init_cache(plan)
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.permutation(plan.num_blocks)[: batch * plan.max_blocks].reshape(batch, -1), jnp.int32)
-    cases = [Case(model="flash", kind=str(spec.attn), batch=batch) for spec in d4.layer_schedule(cfg)]
+    cases = [Case(model="flash", kind=str(spec.attn), batch=batch) for spec in d4.config.layer_schedule(cfg)]
     drawn = [new_rows(case, seed=layer) for layer, case in enumerate(cases)]
     begin = jnp.asarray(1024 + rng.permutation(max(batch, 128))[:batch] % 128, jnp.int32)
     slots, one = jnp.asarray(rng.permutation(batch), jnp.int32), jnp.ones(batch, jnp.int32)

@@ -13,3 +13,26 @@ sharding    several devices: requests split over one axis of a mesh, heads over 
 inspection  reports on what a cache holds, and checks that it is consistent
 plots       pictures of which request holds which block
 """
+
+from dsv4jax.cache.cache import tree_bytes
+from dsv4jax.cache.create import abstract_cache
+from dsv4jax.cache.grants import Grants, Refusal, explain_forward, prepare_rows
+from dsv4jax.cache.inspection import CacheReport
+from dsv4jax.cache.pool import PooledLayer
+from dsv4jax.cache.stack import LayerStack
+from dsv4jax.cache.state import SlidingWindow
+from dsv4jax.cache.tables import Tables
+
+__all__ = [
+    "CacheReport",
+    "Grants",
+    "LayerStack",
+    "PooledLayer",
+    "Refusal",
+    "SlidingWindow",
+    "Tables",
+    "abstract_cache",
+    "explain_forward",
+    "prepare_rows",
+    "tree_bytes",
+]

@@ -155,6 +155,6 @@ def release(cache: KVCache, slots: jax.Array) -> KVCache:
     return dataclasses.replace(cache, tables=release_slots(cache.tables, slots))
 
 
-def memory_bytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
     """Return the bytes of a pytree's leaves."""
     return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

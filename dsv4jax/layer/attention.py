@@ -24,8 +24,8 @@ from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.checks import FLOATS, check_array, check_dtype, known_size
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
+from dsv4jax.layer.dense import rms_norm
 from dsv4jax.layer.ops import DECODE_ATTENTION, AttentionInputs, RowForm
-from dsv4jax.linear import rms_norm
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
 

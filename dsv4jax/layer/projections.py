@@ -19,10 +19,10 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.compressor import token_streams
+from dsv4jax.layer.dense import product_dtype, rms_norm, wide_product
 from dsv4jax.layer.indexer import head_factor
 from dsv4jax.layer.ops import PROJECTIONS, InputProducts, TokenParts
 from dsv4jax.layer.stored_products import stored_product
-from dsv4jax.linear import linear, product_dtype, rms_norm
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import StoredWeight, Weight
@@ -45,7 +45,7 @@ class XLAProjections(Anywhere):
             product = stored_product(x.reshape(math.prod(lead), groups, x.shape[-1]), weight, groups).astype(dtype)
             return product.reshape(*x.shape[:-1], weight.shape[0] // groups)
         if groups == 1:
-            return linear(x, weight).astype(dtype)
+            return wide_product(x, weight).astype(dtype)
         product = product_dtype(x, weight)
         return jnp.einsum(
             "...gi,goi->...go",
@@ -73,7 +73,7 @@ class XLAProjections(Anywhere):
         return TokenParts(latent=latent, rows=rows, encoded=encoded, head_weights=head_weights)
 
 
-def project(
+def linear(
     x: jax.Array, weight: Weight, dtype: DTypeLike = jnp.float32, groups: int = 1, backend: Backend = None
 ) -> jax.Array:
     """Multiply x by a weight of a layer, wide or stored, as ``attention_layer`` does; for layers of your own.

@@ -22,9 +22,9 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import indexer
 from dsv4jax.layer.attention import attend, start_at_sinks
 from dsv4jax.layer.backend import XLA
-from dsv4jax.layer.projections import project
+from dsv4jax.layer.dense import hadamard, product_dtype, rms_norm, wide_product
+from dsv4jax.layer.projections import linear
 from dsv4jax.layer.tiles import map_tokens
-from dsv4jax.linear import hadamard, linear, product_dtype, rms_norm
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.params import AttentionParams, PoolParams, check_params
 from dsv4jax.weights.stored import StoredWeight, Weight
@@ -147,7 +147,7 @@ def _project(params: AttentionParams, x: jax.Array, tokens: int, form: _Form) ->
     """Multiply x [B, T, hidden], of which the first ``tokens`` are no padding, by the weights that it feeds."""
     cfg, kind = form.cfg, form.kind
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
-    latent, kv = jnp.split(project(x, params.q_a_kv, backend=XLA), [cfg.q_lora_rank], axis=-1)
+    latent, kv = jnp.split(linear(x, params.q_a_kv, backend=XLA), [cfg.q_lora_rank], axis=-1)
     latent = rms_norm(latent, params.q_norm, cfg.norm_eps).astype(x.dtype)
     kv = apply_rope(rms_norm(kv, params.kv_norm, cfg.norm_eps), positions, form.freqs)
     rows = jnp.pad(rounded(kv, form.rows, cfg.rope_dim), ((0, 0), (cfg.sliding_window - 1, 0), (0, 0)))
@@ -155,7 +155,7 @@ def _project(params: AttentionParams, x: jax.Array, tokens: int, form: _Form) ->
     entries = keys = head_weights = None
     if count:
         assert params.compress is not None
-        product = linear(x, params.compress)
+        product = wide_product(x, params.compress)
         entries, product = _entries(product, params.entry_pool, count, form)
         entries = rounded(entries, form.rows, cfg.rope_dim)
         if kind.is_indexed and count > cfg.indexer_top_k:
@@ -188,7 +188,7 @@ def _entries(product: jax.Array, pool: PoolParams | None, count: int, form: _For
 def _attend_tile(params: AttentionParams, queries: _Queries, seen: _Seen, form: _Form) -> jax.Array:
     """Process one tile of queries, from W_qb to W_ob: [B, t, hidden]."""
     cfg, latent, positions = form.cfg, queries.latent, queries.positions
-    q = project(latent, params.q_b, backend=XLA).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
+    q = linear(latent, params.q_b, backend=XLA).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
     q = apply_rope(rms_norm(q, None, cfg.norm_eps), positions[..., None], form.freqs)
 
     first, size = positions[:, :1] - (cfg.sliding_window - 1), positions.shape[1] + cfg.sliding_window - 1
@@ -208,14 +208,14 @@ def _attend_tile(params: AttentionParams, queries: _Queries, seen: _Seen, form: 
     out = apply_rope(running.output, positions[..., None], form.freqs, inverse=True).astype(latent.dtype)
     groups = out.reshape(*positions.shape, cfg.o_groups, -1)
     dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
-    narrow = project(groups, params.o_a, dtype, cfg.o_groups, XLA).reshape(*positions.shape, -1)
-    return project(narrow.astype(latent.dtype), params.o_b, latent.dtype, backend=XLA)
+    narrow = linear(groups, params.o_a, dtype, cfg.o_groups, XLA).reshape(*positions.shape, -1)
+    return linear(narrow.astype(latent.dtype), params.o_b, latent.dtype, backend=XLA)
 
 
 def _picked(q_b: Weight, queries: _Queries, keys: jax.Array, visible: jax.Array, form: _Form) -> jax.Array:
     """Which of all entries the indexer picks for the queries of a tile, bool [B, t, entries]."""
     cfg, positions, count = form.cfg, queries.positions, keys.shape[1]
-    q = project(queries.latent, q_b, backend=XLA)
+    q = linear(queries.latent, q_b, backend=XLA)
     q = q.reshape(*positions.shape, cfg.indexer_heads, cfg.indexer_head_dim)
     q = hadamard(apply_rope(q, positions[..., None], form.freqs))
     q = rounded_keys(q, form.keys) if form.keys.rounds_queries else q

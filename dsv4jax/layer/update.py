@@ -30,8 +30,8 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.compressor import finish_entries
+from dsv4jax.layer.dense import hadamard
 from dsv4jax.layer.ops import CACHE_UPDATE, CacheUpdate, NewEntries
-from dsv4jax.linear import hadamard
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams, Tail, emptied
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.layer.backend import Backend
-from dsv4jax.layer.projections import project
-from dsv4jax.linear import rms_norm
+from dsv4jax.layer.dense import rms_norm
+from dsv4jax.layer.projections import linear
 from dsv4jax.model.forward_pass import Tokens, Way, all_logits, attention, embedded, run_blocks
 from dsv4jax.model.params import ModelParams
 
@@ -63,8 +63,8 @@ def draft_forward(
     old = rms_norm(streams, drafts.stream_norm, cfg.norm_eps).astype(streams.dtype)
     old = jnp.where(tokens.real[..., None, None], old, jnp.zeros((), old.dtype))
     dtype = streams.dtype
-    given = project(token, drafts.token_proj, dtype, backend=backend).astype(jnp.float32)
-    kept = project(old, drafts.stream_proj, dtype, backend=backend).astype(jnp.float32)
+    given = linear(token, drafts.token_proj, dtype, backend=backend).astype(jnp.float32)
+    kept = linear(old, drafts.stream_proj, dtype, backend=backend).astype(jnp.float32)
 
     way = Way(tokens=tokens, attend=attention(slots, num_new, backend), cfg=cfg, backend=backend)
     streams = (given[..., None, :] + kept).astype(dtype)

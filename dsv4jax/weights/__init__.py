@@ -7,3 +7,8 @@ load        a layer's tensors under the names that they have in checkpoints
 files       tensors in safetensors files
 checkpoint  reading one layer's tensors from a folder of safetensors files
 """
+
+from dsv4jax.weights.checkpoint import load_safetensors
+from dsv4jax.weights.stored import StoredWeight
+
+__all__ = ["StoredWeight", "load_safetensors"]

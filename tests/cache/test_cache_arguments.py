@@ -25,8 +25,8 @@ ONE, X = ids(0), jnp.zeros((1, 1, CFG.hidden_size))
 CALLS: dict[str, Any] = {
     "admit": lambda cache: d4.admit(cache, 1),
     "prepare_forward": lambda cache: d4.prepare_forward(cache, ONE, ONE),
-    "prepare_rows": lambda cache: d4.prepare_rows(cache, ONE, ONE),
-    "explain_forward": lambda cache: d4.explain_forward(cache, ONE, ONE),
+    "prepare_rows": lambda cache: d4.cache.prepare_rows(cache, ONE, ONE),
+    "explain_forward": lambda cache: d4.cache.explain_forward(cache, ONE, ONE),
     "attention_layer": lambda cache: d4.attention_layer(random_params()[0], X, cache, 0, ONE, ONE),
     "attention_layer_at": lambda cache: d4.attention_layer_at(random_params()[0], X, cache, "swa", 0, ONE, ONE),
     "advance": lambda cache: d4.advance(cache, ONE, ONE),

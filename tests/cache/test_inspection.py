@@ -33,7 +33,7 @@ from tests.support.driver import (
 
 
 @functools.cache
-def served(name: str = "f32", seed: int = 0) -> tuple[tuple[d4.KVCache, ...], d4.Tables]:
+def served(name: str = "f32", seed: int = 0) -> tuple[tuple[d4.KVCache, ...], d4.cache.Tables]:
     """Return caches between the steps of a random schedule of requests, and the tables after each step."""
     rng = np.random.default_rng(seed)
     cache = d4.init_cache(small_plan(**FORMATS[name]))
@@ -335,7 +335,7 @@ def test_the_report_is_plan_arithmetic():
     assert report.slots[4].live_bytes == 0
     assert (report.free_slots, report.free_blocks) == (1, BLOCKS - 7)
     assert sum(row.reserved_bytes for row in report.kinds) + plan.table_bytes == plan.memory_bytes()
-    assert plan.memory_bytes() == d4.memory_bytes(cache)
+    assert plan.memory_bytes() == d4.cache.tree_bytes(cache)
     # A table row's bytes are counted to the slot and to no kind.
     in_slots = sum(row.live_bytes for row in report.slots)
     assert in_slots - sum(row.live_bytes for row in report.kinds) == 4 * (4 * plan.max_blocks + 3 * 4 + 1)

@@ -43,7 +43,7 @@ def over(mesh, function, inputs, outputs, params=(), plan=PLAN):
 
     With a model axis, JAX's types check that all its shards hold the same cache.
     """
-    specs = d4.partition_specs(plan, mesh)
+    specs = d4.sharding.partition_specs(plan, mesh)
     mapped = jax.shard_map(
         function,
         mesh=mesh,
@@ -74,7 +74,7 @@ def release(cache, slots):
 
 
 def weight_specs(mesh):
-    return tuple(d4.params_specs(CFG, layer, mesh) if "model" in mesh.shape else P() for layer in LAYERS)
+    return tuple(d4.sharding.params_specs(CFG, layer, mesh) if "model" in mesh.shape else P() for layer in LAYERS)
 
 
 def over_heads(mesh, plan=PLAN):
@@ -105,7 +105,7 @@ def shard(cache: d4.KVCache, number: int) -> d4.KVCache:
     def part(leaf, spec):
         return np.split(np.asarray(leaf), SHARDS, axis=tuple(spec).index("data"))[number]
 
-    return dataclasses.replace(jax.tree.map(part, cache, d4.partition_specs(PLAN, DATA)), plan=LOCAL)
+    return dataclasses.replace(jax.tree.map(part, cache, d4.sharding.partition_specs(PLAN, DATA)), plan=LOCAL)
 
 
 MOVING = np.array([0, 1, 0, 0, 1, 1, 1, 0], bool)  # which rows change their request: of some shards one, both or none
@@ -163,7 +163,7 @@ def test_an_empty_cache_is_an_empty_cache_per_shard():
     cache = d4.init_cache(PLAN, BOTH)
     for number in range(SHARDS):
         assert_same(shard(cache, number), d4.init_cache(LOCAL))
-    assert_lies_as(cache, d4.abstract_cache(PLAN, BOTH))
+    assert_lies_as(cache, d4.cache.abstract_cache(PLAN, BOTH))
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_a_shard_without_blocks_left_does_not_disturb_the_others():
 def program(mesh, step, plan, tokens):
     """Return (what a compiled step allocates, its HLO)."""
     batch = np.zeros((ALL, tokens, CFG.hidden_size), np.float32), np.zeros(ALL, np.int32), np.zeros(ALL, np.int32)
-    params, cache = place(mesh, random_params(), weight_specs(mesh)), d4.abstract_cache(plan, mesh)
+    params, cache = place(mesh, random_params(), weight_specs(mesh)), d4.cache.abstract_cache(plan, mesh)
     compiled = step.lower(params, cache, *place(mesh, batch)).compile()
     return memory_of(compiled), compiled.as_text() or ""
 
@@ -232,7 +232,7 @@ def test_a_step_copies_no_part_of_the_cache():
     plan = plan_of(num_blocks=SHARDS << 20)
     memory, text = program(BOTH, over_heads(BOTH, plan), plan, tokens=1)
     assert memory.alias_size_in_bytes == shard_plan(plan, BOTH, "data").memory_bytes()
-    pools = jax.tree.leaves([d4.abstract_cache(plan).stack(kind).pool for kind in ("csa", "hca")])
+    pools = jax.tree.leaves([d4.cache.abstract_cache(plan).stack(kind).pool for kind in ("csa", "hca")])
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in pools) // SHARDS
     assert copied_bytes(text) + memory.temp_size_in_bytes < smallest
 
@@ -251,13 +251,13 @@ def test_kernels_run_under_shard_map_compiled_for_gpus():
 
 def test_automatic_axes_take_arrays_from_anywhere():
     mesh = jax.make_mesh((SHARDS,), ("shards",), (AxisType.Auto,), devices=DEVICES[:SHARDS])
-    specs = d4.partition_specs(PLAN, mesh, "shards")
+    specs = d4.sharding.partition_specs(PLAN, mesh, "shards")
     take = jax.shard_map(
         lambda c, n: admit(c, n)[::2], mesh=mesh, in_specs=(specs, P("shards")), out_specs=(P("shards"), specs)
     )
     slots, cache = jax.jit(take)(d4.init_cache(PLAN, mesh, "shards"), np.ones(ALL, bool))
     assert slots.tolist() == [0, 1] * SHARDS
-    assert_lies_as(cache, d4.abstract_cache(PLAN, mesh, "shards"))
+    assert_lies_as(cache, d4.cache.abstract_cache(PLAN, mesh, "shards"))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_automatic_axes_take_arrays_from_anywhere():
     ],
 )
 def test_a_plan_that_does_not_divide_is_refused(options, axis, message):
-    for function in (d4.init_cache, d4.abstract_cache, d4.partition_specs, d4.shardings):
+    for function in (d4.init_cache, d4.cache.abstract_cache, d4.sharding.partition_specs, d4.sharding.shardings):
         with pytest.raises(ValueError, match=message):
             function(plan_of(**options), DATA, axis)
 
@@ -285,11 +285,11 @@ def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(
         ValueError, match=r"o_groups=2, of 4 heads, must be divisible by the 4 shards of mesh axis 'data'"
     ):
-        d4.params_specs(CFG, 0, DATA, "data")
+        d4.sharding.params_specs(CFG, 0, DATA, "data")
     with pytest.raises(ValueError, match="the mesh has no axis 'model'"):
-        d4.params_specs(CFG, 0, DATA)
+        d4.sharding.params_specs(CFG, 0, DATA)
     with pytest.raises(ValueError, match=r"layer must be in \[0, 3\)"):
-        d4.params_specs(CFG, 3, BOTH)
+        d4.sharding.params_specs(CFG, 3, BOTH)
 
 
 def test_weights_of_all_heads_are_refused_where_a_shard_of_them_belongs():
@@ -298,7 +298,7 @@ def test_weights_of_all_heads_are_refused_where_a_shard_of_them_belongs():
     with pytest.raises(
         AssertionError, match=r"params.q_b: expected .* \[axis 0=272, axis 1=24\], got float32\[544, 24\]"
     ):
-        step.lower(random_params(), d4.abstract_cache(PLAN, BOTH), *place(BOTH, batch))
+        step.lower(random_params(), d4.cache.abstract_cache(PLAN, BOTH), *place(BOTH, batch))
 
 
 def test_kernels_that_cannot_serve_so_few_heads_say_so():
@@ -306,7 +306,7 @@ def test_kernels_that_cannot_serve_so_few_heads_say_so():
     plan = d4.plan_cache(cfg, max_requests=ALL, max_context=128, num_blocks=SHARDS)
     row = jax.ShapeDtypeStruct((ALL,), jnp.int32, sharding=NamedSharding(BOTH, SPLIT))
     x = jax.ShapeDtypeStruct((ALL, 1, cfg.hidden_size), jnp.float32, sharding=NamedSharding(BOTH, SPLIT))
-    specs, backend = d4.params_specs(cfg, 0, BOTH), d4.OpBackends(decode_attention="pallas")
+    specs, backend = d4.sharding.params_specs(cfg, 0, BOTH), d4.OpBackends(decode_attention="pallas")
 
     def layer(params, cache, x, slots, num_new):
         return d4.attention_layer(params, x, cache, 0, slots, num_new, backend=backend, model_axis="model")
@@ -317,7 +317,7 @@ def test_kernels_that_cannot_serve_so_few_heads_say_so():
         specs,
     )
     with pytest.raises(ValueError, match="cannot serve decode_attention: num_heads must be a multiple of 64, got 32"):
-        over(BOTH, layer, 3, 1, (specs,), plan).lower(params, d4.abstract_cache(plan, BOTH), x, row, row)
+        over(BOTH, layer, 3, 1, (specs,), plan).lower(params, d4.cache.abstract_cache(plan, BOTH), x, row, row)
 
 
 def test_a_cache_of_several_shards_is_refused_outside_of_shard_map():

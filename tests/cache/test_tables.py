@@ -165,11 +165,11 @@ def test_any_sequence_of_calls_does_what_the_model_does(calls):
             want_reasons = model.refusals(rows, counts)
             free, want = model.num_free, all(reason <= Refusal.PADDING for reason, _ in want_reasons)
             cache = dataclasses.replace(CACHE, tables=tables)
-            grants = d4.explain_forward(cache, ids(*rows), ids(*counts))
+            grants = d4.cache.explain_forward(cache, ids(*rows), ids(*counts))
             assert list(zip(grants.refusal.tolist(), grants.missing_blocks.tolist(), strict=True)) == want_reasons
             assert int(grants.free_blocks) == free
             ok = grants.ok
-            cache, granted = d4.prepare_rows(cache, ids(*rows), ids(*counts))
+            cache, granted = d4.cache.prepare_rows(cache, ids(*rows), ids(*counts))
             assert granted.tolist() == model.prepare_rows(rows, counts)
             assert grants.granted.tolist() == granted.tolist()
             tables_after = cache.tables
@@ -234,22 +234,22 @@ def test_a_sequence_may_reach_the_longest_context_and_not_pass_it():
 def test_rows_are_served_in_order_and_a_small_one_passes_one_that_does_not_fit():
     cache, slots, ok = d4.admit(CACHE, BATCH)
     assert ok
-    cache, granted = d4.prepare_rows(cache, slots, ids(64, 80, 64))  # 4 + 5 + 4 blocks of 9
+    cache, granted = d4.cache.prepare_rows(cache, slots, ids(64, 80, 64))  # 4 + 5 + 4 blocks of 9
     assert granted.tolist() == [True, True, False]
     cache = d4.release(cache, slots[1:2])
     cache, _, _ = d4.admit(cache, 1)
-    grants = d4.explain_forward(cache, slots, ids(65, 128, 3))
+    grants = d4.cache.explain_forward(cache, slots, ids(65, 128, 3))
     assert grants.refusal.tolist() == [Refusal.NONE, Refusal.TOO_LONG, Refusal.NONE]
-    cache, granted = d4.prepare_rows(cache, slots[1:], ids(70, 80))
+    cache, granted = d4.cache.prepare_rows(cache, slots[1:], ids(70, 80))
     assert granted.tolist() == [True, False], "the first takes all five"
-    cache, granted = d4.prepare_rows(cache, slots, ids(80, -1, 3))
+    cache, granted = d4.cache.prepare_rows(cache, slots, ids(80, -1, 3))
     assert granted.tolist() == [False, False, True], "three tokens complete no entry"
-    grants = d4.explain_forward(cache, slots, ids(80, -1, 3))
+    grants = d4.cache.explain_forward(cache, slots, ids(80, -1, 3))
     assert grants.refusal.tolist() == [Refusal.NO_BLOCKS, Refusal.NEGATIVE, Refusal.NONE]
     assert grants.missing_blocks.tolist() == [1, 0, 0]
     assert grants.free_blocks.tolist() == 0
     assert not grants.ok
-    assert d4.explain_forward(cache, slots, ids(0, 0, 3)).ok
+    assert d4.cache.explain_forward(cache, slots, ids(0, 0, 3)).ok
 
 
 def test_rows_of_a_large_batch_are_served_as_if_one_by_one():
@@ -259,7 +259,7 @@ def test_rows_of_a_large_batch_are_served_as_if_one_by_one():
     rng = np.random.default_rng(0)
     for _ in range(5):
         num_new = jnp.asarray(rng.integers(0, CONTEXT + 1, 64), jnp.int32)
-        got, granted = d4.prepare_rows(cache, slots, num_new)
+        got, granted = d4.cache.prepare_rows(cache, slots, num_new)
         one_by_one, each = cache, []
         for b in range(64):
             one_by_one, ok = d4.prepare_forward(one_by_one, slots[b : b + 1], num_new[b : b + 1])
@@ -273,13 +273,13 @@ def test_rows_of_a_large_batch_are_served_as_if_one_by_one():
 
 def test_grants_of_no_rows_and_of_mapped_caches():
     none = jnp.zeros(0, jnp.int32)
-    assert d4.explain_forward(CACHE, none, none).ok
-    cache, granted = d4.prepare_rows(CACHE, none, none)
+    assert d4.cache.explain_forward(CACHE, none, none).ok
+    cache, granted = d4.cache.prepare_rows(CACHE, none, none)
     assert granted.shape == (0,)
     cache, slots, _ = d4.admit(CACHE, BATCH)
     several = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), cache)
     wanted = jnp.stack([ids(80, 80, 1), ids(1, 2, 3)])
-    _, granted = jax.vmap(d4.prepare_rows, in_axes=(0, None, 0))(several, slots, wanted)
+    _, granted = jax.vmap(d4.cache.prepare_rows, in_axes=(0, None, 0))(several, slots, wanted)
     assert granted.tolist() == [[True, False, True], [True, True, True]]
 
 

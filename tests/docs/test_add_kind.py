@@ -30,7 +30,7 @@ from dsv4jax.layer.reference import reference_layer
 assert d4.__file__.startswith(sys.argv[1]), d4.__file__
 sizes = dict(num_heads=64, o_groups=2, head_dim=512, rope_dim=64, indexer_head_dim=128)  # those that have kernels
 cfg = d4.DSV4Config.tiny(compress_ratios=(0, 4, 8, 16), hca_compression_ratio=16, **sizes)
-assert d4.layer_schedule(cfg)[2].attn == "mca"
+assert d4.config.layer_schedule(cfg)[2].attn == "mca"
 params = d4.init_attention_params(jax.random.key(0), cfg, 2, "float32")
 x = jax.random.normal(jax.random.key(1), (37, cfg.hidden_size))
 # XLA sums f32 in another order. Kernels multiply f16, of 2^-11 relative error, in several products in a row.

@@ -33,7 +33,7 @@ def test_the_first_screen_says_what_the_cache_saves():
     )
 
     def state(plan: d4.CachePlan) -> int:
-        return sum(sum(plan.state_bytes(spec.attn).values()) for spec in d4.layer_schedule(cfg))
+        return sum(sum(plan.state_bytes(spec.attn).values()) for spec in d4.config.layer_schedule(cfg))
 
     total = (online.bytes_per_token * tokens + state(online)) / 2**30
     assert f"| {online.bytes_per_token:,.0f} | {total:.1f} GiB |" in README

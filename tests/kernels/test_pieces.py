@@ -63,7 +63,7 @@ def test_append_swa(tokens, kv_format, cfg, backend):
     kv = kv.at[BAD, 0, 3].set(jnp.nan)  # its row is NaN in both
     rows = rows_of(batch)
     got, want = (
-        d4.append_swa(give(state), LAYER, kv, *rows, plan=case.plan, backend=name) for name in (backend, "xla")
+        d4.pieces.append_swa(give(state), LAYER, kv, *rows, plan=case.plan, backend=name) for name in (backend, "xla")
     )
     assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(state))
 
@@ -109,7 +109,7 @@ def test_flush(case, backend):
     count[[5, 6, BAD]] = 0, 6, 5  # nothing; more than there are; the bad ones too
     given = [jnp.asarray(entries)] + ([jnp.asarray(keys)] if case.kind == CSA else [])
     where = [jnp.asarray(x, jnp.int32) for x in (batch.block_table, batch.slots, first, count)]
-    flush = d4.flush_csa if case.kind == CSA else d4.flush_hca
+    flush = d4.pieces.flush_csa if case.kind == CSA else d4.pieces.flush_hca
     got, want = (flush(give(pool), LAYER, *given, *where, plan=case.plan, backend=name) for name in (backend, "xla"))
     assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(pool))
 
@@ -139,8 +139,8 @@ def test_rotate_and_reset(tail, tail_dtype, cfg, backend):
     def call(state: Any, name: str) -> Any:
         slots = jnp.asarray(batch.slots)
         if tail == "csa":
-            return d4.rotate_csa(state, LAYER, slots, complete, backend=name)
-        return d4.reset_hca(state, LAYER, slots, complete, plan=case.plan, backend=name)
+            return d4.pieces.rotate_csa(state, LAYER, slots, complete, backend=name)
+        return d4.pieces.reset_hca(state, LAYER, slots, complete, plan=case.plan, backend=name)
 
     assert_same_leaves(call(give(state), backend), call(give(state), "xla"), state)
 
@@ -166,10 +166,10 @@ def test_gathering_nothing_gives_nothing(backend):
     batch, pool = make_batch(case), jax.tree.map(jnp.asarray, readable_pool(case))
     table, slots = jnp.asarray(batch.block_table), jnp.asarray(batch.slots)
     picks = jnp.zeros((case.batch, 0), jnp.int32)
-    rows = d4.gather_compressed(pool, LAYER, table, slots, picks, plan=case.plan, backend=backend)
+    rows = d4.pieces.gather_compressed(pool, LAYER, table, slots, picks, plan=case.plan, backend=backend)
     assert rows.shape == (case.batch, 0, ODD.head_dim)
     none = jnp.zeros(0, jnp.int32)
-    rows = d4.gather_all_compressed(pool, LAYER, table, none, none, plan=case.plan, backend=backend)
+    rows = d4.pieces.gather_all_compressed(pool, LAYER, table, none, none, plan=case.plan, backend=backend)
     assert rows.shape == (0, case.plan.max_blocks * case.plan.entries_per_block(CSA), ODD.head_dim)
 
 
@@ -189,11 +189,13 @@ def test_gathering_gives_what_the_xla_form_gives(kv_format, cfg, dtype, backend)
     held[[0, 1, 2]] = 0, 1, capacity
     options: dict[str, Any] = dict(plan=plan, dtype=dtype)
     chosen = [
-        d4.gather_compressed(pool, LAYER, table, slots, jnp.asarray(picks), backend=name, **options)
+        d4.pieces.gather_compressed(pool, LAYER, table, slots, jnp.asarray(picks), backend=name, **options)
         for name in (backend, "xla")
     ]
     everything = [
-        d4.gather_all_compressed(pool, LAYER, table, slots, jnp.asarray(held, jnp.int32), backend=name, **options)
+        d4.pieces.gather_all_compressed(
+            pool, LAYER, table, slots, jnp.asarray(held, jnp.int32), backend=name, **options
+        )
         for name in (backend, "xla")
     ]
     for got, want in (chosen, everything):

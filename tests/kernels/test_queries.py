@@ -15,8 +15,8 @@ import dsv4jax as d4
 import pallas_kernels as pk
 from dsv4jax.formats import INDEXER_FORMATS, KeyRows
 from dsv4jax.layer.attention import attention_queries
+from dsv4jax.layer.dense import hadamard
 from dsv4jax.layer.ops import INDEXER_SCORES
-from dsv4jax.linear import hadamard
 from dsv4jax.rope import apply_rope, packed_angles, rope_frequencies
 from tests.support.driver import ids
 from tests.support.kernel_cases import same_bytes
@@ -168,10 +168,10 @@ def test_readers_take_queries_that_are_rounded_already(key_format):
     entries = dataclasses.replace(handle.entries, pool=dataclasses.replace(pool, indexer_keys=stored))
     queries, weights = draw(2, tokens, heads, cfg.indexer_head_dim), draw(2, tokens, heads)
     visible = jnp.full((2, tokens), 9, jnp.int32)
-    select = functools.partial(d4.select_entries, weights=weights, layer=entries, visible=visible, backend="xla")
+    select = functools.partial(d4.pieces.select_entries, weights=weights, layer=entries, visible=visible, backend="xla")
     np.testing.assert_array_equal(select(keys.encode(queries)), select(queries))
 
     q = draw(2, tokens, cfg.num_heads, cfg.head_dim).astype(jnp.float16)
     rest = handle.positions(tokens), jnp.zeros(cfg.num_heads), handle.window(draw(2, tokens, cfg.head_dim)), entries
-    attend = functools.partial(d4.decode_attention, kind="csa", backend="xla")
+    attend = functools.partial(d4.pieces.decode_attention, kind="csa", backend="xla")
     np.testing.assert_array_equal(attend(q, *rest), attend(q.astype(jnp.float32), *rest))

@@ -15,7 +15,7 @@ import pytest
 import dsv4jax as d4
 import pallas_kernels as pk
 from dsv4jax.formats import KV_FORMATS
-from dsv4jax.linear import rms_norm
+from dsv4jax.layer.dense import rms_norm
 from dsv4jax.rope import apply_rope, packed_angles, rope_frequencies
 from tests.support.kernel_cases import same_bytes
 from tests.support.machines import MACHINES

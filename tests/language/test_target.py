@@ -98,7 +98,7 @@ def test_the_simulator_needs_no_gpu():
 def traced_layer(backend: str | None) -> str:
     """Return the jaxpr of one decode step of a CSA layer of V4-Flash."""
     cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(4,))
-    cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=2, max_context=4096))
+    cache = d4.cache.abstract_cache(d4.plan_cache(cfg, max_requests=2, max_context=4096))
     params, row = param_shapes(cfg, d4.AttentionType.CSA), spec((2,), np.int32)
     function = functools.partial(d4.attention_layer, layer=0, backend=backend)
     x = spec((2, 1, cfg.hidden_size), np.float32)

@@ -104,7 +104,7 @@ def test_a_malformed_batch_is_an_error_that_names_it(filled, slots, num_new, mes
     ]
     if message.startswith("slots"):
         calls.append(lambda: d4.release(cache, slots))
-        calls.append(lambda: d4.reset_slots(cache.swa.state, slots, plan=cache.plan, kind=d4.AttentionType.SWA))
+        calls.append(lambda: d4.pieces.reset_slots(cache.swa.state, slots, plan=cache.plan, kind=d4.AttentionType.SWA))
     for call in calls:
         with pytest.raises((AssertionError, TypeError)) as error:
             call()
@@ -185,57 +185,57 @@ def test_malformed_rows_are_errors_in_every_piece(filled):
     swa, csa, hca = cache.swa, cache.csa, cache.hca
     for call, message in (
         (
-            lambda: d4.append_swa(swa.state, 0, rows[..., 1:], slots, zero, zero, plan=plan),
+            lambda: d4.pieces.append_swa(swa.state, 0, rows[..., 1:], slots, zero, zero, plan=plan),
             "kv: expected float32 [B=4, T, head_dim=136], got float32[4, 2, 135]",
         ),
         (
-            lambda: d4.append_swa(swa.state, 0, rows.astype(jnp.bfloat16), slots, zero, zero, plan=plan),
+            lambda: d4.pieces.append_swa(swa.state, 0, rows.astype(jnp.bfloat16), slots, zero, zero, plan=plan),
             "kv: expected float32 [B=4, T, head_dim=136], got bfloat16[4, 2, 136]",
         ),
         (
-            lambda: d4.append_swa(swa.state, 0, rows, slots, zero[1:], zero, plan=plan),
+            lambda: d4.pieces.append_swa(swa.state, 0, rows, slots, zero[1:], zero, plan=plan),
             "start: expected int32 [B=4], got int32[3]",
         ),
         (
-            lambda: d4.flush_hca(hca.pool, 0, rows[0], table, slots, zero, zero, plan=plan),
+            lambda: d4.pieces.flush_hca(hca.pool, 0, rows[0], table, slots, zero, zero, plan=plan),
             "entries: expected float32 [B=4, E, dim=136], got float32[2, 136]",
         ),
         (
-            lambda: d4.flush_csa(csa.pool, 0, rows, rows, table, slots, zero, zero, plan=plan),
+            lambda: d4.pieces.flush_csa(csa.pool, 0, rows, rows, table, slots, zero, zero, plan=plan),
             "indexer_entries: expected float32 [B=4, E=2, dim=128], got float32[4, 2, 136]",
         ),
         (
-            lambda: d4.flush_csa(csa.pool, 0, rows[:, :1], keys, table, slots, zero, zero, plan=plan),
+            lambda: d4.pieces.flush_csa(csa.pool, 0, rows[:, :1], keys, table, slots, zero, zero, plan=plan),
             "indexer_entries: expected float32 [B=4, E=1, dim=128], got float32[4, 2, 128]",
         ),
         (
-            lambda: d4.flush_csa(
+            lambda: d4.pieces.flush_csa(
                 csa.pool, 0, rows[..., 1:], keys, table, slots, zero, zero, plan=plan, backend="pallas_simulated"
             ),
             "entries: expected float32 [B=4, E, dim=136], got float32[4, 2, 135]",
         ),
         (
-            lambda: d4.flush_csa(csa.pool, 0, rows, keys, table, slots, zero, zero[1:], plan=plan),
+            lambda: d4.pieces.flush_csa(csa.pool, 0, rows, keys, table, slots, zero, zero[1:], plan=plan),
             "count: expected int32 [B=4], got int32[3]",
         ),
         (
-            lambda: d4.rotate_csa(csa.state, 0, slots, zero),
+            lambda: d4.pieces.rotate_csa(csa.state, 0, slots, zero),
             "complete: expected bool [B=4], got int32[4]",
         ),
         (
-            lambda: d4.reset_hca(hca.state, 0, slots, jnp.ones(3, jnp.bool), plan=plan),
+            lambda: d4.pieces.reset_hca(hca.state, 0, slots, jnp.ones(3, jnp.bool), plan=plan),
             "complete: expected bool [B=4], got bool[3]",
         ),
         (
-            lambda: d4.gather_swa(swa.state, 0, slots, zero.astype(jnp.float32), plan=plan),
+            lambda: d4.pieces.gather_swa(swa.state, 0, slots, zero.astype(jnp.float32), plan=plan),
             "seq_lens: expected int32 [B=4], got float32[4]",
         ),
         (
-            lambda: d4.gather_compressed(csa.pool, 0, table[0], slots, zero, plan=plan),
+            lambda: d4.pieces.gather_compressed(csa.pool, 0, table[0], slots, zero, plan=plan),
             "block_table: expected int32 [requests, max_blocks], got int32[5]",
         ),
         (
-            lambda: d4.gather_all_compressed(csa.pool, 0, table, slots, zero[1:], plan=plan),
+            lambda: d4.pieces.gather_all_compressed(csa.pool, 0, table, slots, zero[1:], plan=plan),
             "num_entries: expected int32 [B=4], got int32[3]",
         ),
     ):
@@ -247,7 +247,7 @@ def test_picks_that_are_no_whole_numbers_or_of_another_batch_are_an_error(filled
     cache, slots = filled
     for picks in (jnp.zeros((BATCH, 2), jnp.float32), jnp.zeros((BATCH - 1, 2), jnp.int32)):
         with pytest.raises(AssertionError, match="picks"):
-            d4.gather_compressed(cache.csa.pool, 0, cache.tables.block_table, slots, picks, plan=cache.plan)
+            d4.pieces.gather_compressed(cache.csa.pool, 0, cache.tables.block_table, slots, picks, plan=cache.plan)
 
 
 # ---- bad data -------------------------------------------------------------------------------------------------------
@@ -326,10 +326,12 @@ def test_pieces_and_handles_leave_alone_a_row_that_names_more_than_there_is(fill
     cache, _ = d4.prepare_forward(cache, slots, ids(TOKENS + 1, 0, TOKENS + 2, 0))
     kv = jnp.ones((BATCH, TOKENS, CFG.head_dim), jnp.float32)
     start = cache.seq_lens[slots]
-    after = d4.append_swa.__wrapped__(cache.swa.state, 0, kv, slots, start, counts, plan=plan)
+    after = d4.pieces.append_swa.__wrapped__(cache.swa.state, 0, kv, slots, start, counts, plan=plan)
     assert_same(after, cache.swa.state)
     pool = cache.hca.pool
-    after = d4.flush_hca.__wrapped__(pool, 0, kv, cache.tables.block_table, slots, start // 16, counts, plan=plan)
+    after = d4.pieces.flush_hca.__wrapped__(
+        pool, 0, kv, cache.tables.block_table, slots, start // 16, counts, plan=plan
+    )
     assert_same(after, pool)
     for layer, params in enumerate(random_params()):
         handle = d4.acquire(cache, layer, slots, counts)
@@ -379,7 +381,7 @@ def test_unknown_layers_kinds_and_backends_are_errors(filled):
         for call in (
             lambda layer=layer: d4.attention_layer(params, x, cache, layer, slots, counts),
             lambda layer=layer: d4.acquire(cache, layer, slots, counts),
-            lambda layer=layer: d4.build_schema(CFG, layer),
+            lambda layer=layer: d4.porting.build_schema(CFG, layer),
         ):
             with pytest.raises(ValueError, match=re.escape(f"layer must be in [0, 3), got {layer}")):
                 call()

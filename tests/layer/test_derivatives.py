@@ -14,9 +14,9 @@ from dsv4jax.cache import pool
 from dsv4jax.cache.tables import grow
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, rounded, rounded_keys
 from dsv4jax.layer import attention
+from dsv4jax.layer.dense import rms_norm, wide_product
 from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, NewEntries
 from dsv4jax.layer.reference import reference_layer
-from dsv4jax.linear import linear, rms_norm
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.params import param_shapes
 from tests.support.cases import first_of
@@ -220,13 +220,15 @@ def test_a_piece_that_stores_has_a_derivative_in_floats_and_refuses_one_in_bytes
     kv = jnp.asarray(sequence(1, 3, CFG.head_dim))[None]
 
     def windows(kv):
-        stored = d4.append_swa.__wrapped__(state, 0, kv, slots, ids(0), ids(3), plan=plan, backend="xla")
-        return jnp.sum(d4.gather_swa(stored, 0, slots, ids(3), plan=plan)[0])
+        stored = d4.pieces.append_swa.__wrapped__(state, 0, kv, slots, ids(0), ids(3), plan=plan, backend="xla")
+        return jnp.sum(d4.pieces.gather_swa(stored, 0, slots, ids(3), plan=plan)[0])
 
     def first_entry(kv):
         place = cache.tables.block_table, slots
-        stored = d4.flush_hca.__wrapped__(entries, 0, kv[:, :1], *place, ids(0), ids(1), plan=plan, backend="xla")
-        return jnp.sum(d4.gather_compressed(stored, 0, *place, ids(0)[:, None], plan=plan, backend="xla"))
+        stored = d4.pieces.flush_hca.__wrapped__(
+            entries, 0, kv[:, :1], *place, ids(0), ids(1), plan=plan, backend="xla"
+        )
+        return jnp.sum(d4.pieces.gather_compressed(stored, 0, *place, ids(0)[:, None], plan=plan, backend="xla"))
 
     for call, stored in ((windows, 3), (first_entry, 1)):
         if options is F32:
@@ -256,17 +258,19 @@ def test_a_layer_on_a_handle_has_the_gradient_of_attention_layer(count, options)
         handle = d4.acquire(cache, layer, slots, ids(count), backend="xla")
         at = handle.positions(count)
         handle = handle.flush_compression(params.compressor, x)
-        kv = apply_rope(rms_norm(linear(x, params.kv), params.kv_norm, CFG.norm_eps), at, freqs)
+        kv = apply_rope(rms_norm(wide_product(x, params.kv), params.kv_norm, CFG.norm_eps), at, freqs)
         if count == 1:
             handle = handle.write_swa(kv)
         window = handle.window() if count == 1 else handle.window(kv)
-        latent = rms_norm(linear(x, params.q_a), params.q_norm, CFG.norm_eps)
-        q = linear(latent, params.q_b).reshape(1, count, CFG.num_heads, CFG.head_dim)
+        latent = rms_norm(wide_product(x, params.q_a), params.q_norm, CFG.norm_eps)
+        q = wide_product(latent, params.q_b).reshape(1, count, CFG.num_heads, CFG.head_dim)
         q = attention.attention_queries(q, at, freqs, cache.plan)
-        out = d4.decode_attention(q, at, params.sinks, window, handle.entries, kind="hca", backend="xla")
+        out = d4.pieces.decode_attention(q, at, params.sinks, window, handle.entries, kind="hca", backend="xla")
         groups = out.reshape(1, count, CFG.o_groups, -1)
         o_a = params.o_a.reshape(CFG.o_groups, CFG.o_lora_rank, -1)
-        y = linear(jnp.einsum("btgi,goi->btgo", groups, o_a, precision="highest").reshape(1, count, -1), params.o_b)
+        y = wide_product(
+            jnp.einsum("btgi,goi->btgo", groups, o_a, precision="highest").reshape(1, count, -1), params.o_b
+        )
         handle = handle if count == 1 else handle.write_swa(kv)
         return y, jnp.sum(handle.gather_swa()[0]) + jnp.sum(handle.gather_all_compressed())
 
@@ -315,14 +319,14 @@ def test_simulated_kernels_refuse_to_be_differentiated(layer):
         hidden_size=64, q_lora_rank=32, o_lora_rank=8, compress_ratios=(0, 4, 128)
     )  # as kernels take it
     plan = d4.plan_cache(cfg, max_requests=1, max_context=4096)
-    params = param_shapes(cfg, d4.layer_schedule(cfg)[layer].attn)
+    params = param_shapes(cfg, d4.config.layer_schedule(cfg)[layer].attn)
     row, x = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, 4, cfg.hidden_size), jnp.float32)
 
     def loss(x, params, cache, slots, num_new):
         y, _ = d4.attention_layer(params, x, cache, layer, slots, num_new, backend="pallas_simulated")
         return jnp.sum(y)
 
-    arguments = params, d4.abstract_cache(plan), row, row
+    arguments = params, d4.cache.abstract_cache(plan), row, row
     assert jax.eval_shape(loss, x, *arguments).shape == ()
     message = r"backend='pallas_simulated' cannot serve a derivative of \w+: kernels have none.*backend='xla'"
     with pytest.raises(ValueError, match=message):

@@ -74,7 +74,7 @@ def test_a_step_of_any_batch_is_exported_written_read_and_called():
 
 
 def test_a_symbolic_number_of_tokens_and_kernels_for_a_symbolic_batch_are_refused():
-    cache = d4.abstract_cache(small_plan(**DEFAULT))
+    cache = d4.cache.abstract_cache(small_plan(**DEFAULT))
 
     def export(tokens: Any, backend: Any) -> None:
         def run(x, cache, slots, num_new):
@@ -98,7 +98,7 @@ def handles(cache: d4.KVCache) -> Any:
     written = handle.write_swa(kv).flush_compression(params.compressor, x, params.indexer)
     views = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
     staged = [d4.stage(params, x, cache, i, slots, ids(2, 2))[2] for i, params in enumerate(random_params())]
-    grants = d4.explain_forward(cache, slots, ids(2, 2))
+    grants = d4.cache.explain_forward(cache, slots, ids(2, 2))
     return handle, written, views, handle.window(kv), written.entries, staged, grants
 
 
@@ -119,9 +119,9 @@ def test_every_pytree_keeps_its_structure_and_static_fields_when_written_and_rea
     trees: list[Any] = [random_params(), csa.compressor, csa.indexer]
     trees += [param_shapes(CFG, kind, Stored(activations="fp8")) for kind in d4.AttentionType]
     for options in (F32, DEFAULT, TRAINED, BF16_TAILS):
-        cache = d4.abstract_cache(small_plan(**options))
+        cache = d4.cache.abstract_cache(small_plan(**options))
         trees += [cache, abstract_snapshot(cache.plan, 2, 1)]
-    trees.append(jax.eval_shape(handles, d4.abstract_cache(small_plan())))
+    trees.append(jax.eval_shape(handles, d4.cache.abstract_cache(small_plan())))
     for tree in trees:
         exported = rewritten(jax.export.export(jax.jit(lambda tree: tree))(tree))
         (given,), _ = jax.tree.unflatten(exported.in_tree, [0] * exported.in_tree.num_leaves)

@@ -14,7 +14,7 @@ import dsv4jax as d4
 from dsv4jax.indexing import read_slots
 from dsv4jax.layer import indexer
 from dsv4jax.layer.compressor import finish_entries, project_streams
-from dsv4jax.linear import hadamard, linear, rms_norm
+from dsv4jax.layer.dense import hadamard, rms_norm, wide_product
 from dsv4jax.rope import apply_rope, rope_frequencies
 from tests.support.cases import first_of
 from tests.support.driver import (
@@ -66,7 +66,7 @@ def pointers(tree):
 
 def key_rows(params, x, start, kind):
     positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    rows = rms_norm(linear(x, params.kv), params.kv_norm, CFG.norm_eps)
+    rows = rms_norm(wide_product(x, params.kv), params.kv_norm, CFG.norm_eps)
     return apply_rope(rows, positions, rope_frequencies(CFG, kind))
 
 
@@ -84,7 +84,7 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
     kind, index = cache.locate(layer)
     stack = give(cache.stack(kind))
     start = jnp.where(slots >= 0, tables.seq_lens[slots], 0)
-    state = d4.append_swa(stack.state, index, key_rows(params, x, start, kind), slots, start, num_new, plan=plan)
+    state = d4.pieces.append_swa(stack.state, index, key_rows(params, x, start, kind), slots, start, num_new, plan=plan)
     pool, ratio = stack.pool, CFG.ratio(kind)
     if kind == "swa":
         return dataclasses.replace(stack, state=state)
@@ -101,14 +101,14 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
         keys = key_tail.pool(key_streams, phase, num_new, ratio)
         keys = hadamard(finish_entries(keys, key_params.norm, first, d4.AttentionType.CSA, CFG))
         entries = finish_entries(entries, params.compressor.norm, first, d4.AttentionType.CSA, CFG)
-        pool = d4.flush_csa(pool, index, entries, keys, tables.block_table, slots, first, count, plan=plan)
-        state = d4.append_tail(state, index, streams, key_streams, slots, start, num_new, plan=plan)
-        state = d4.rotate_csa(state, index, slots, full)
+        pool = d4.pieces.flush_csa(pool, index, entries, keys, tables.block_table, slots, first, count, plan=plan)
+        state = d4.pieces.append_tail(state, index, streams, key_streams, slots, start, num_new, plan=plan)
+        state = d4.pieces.rotate_csa(state, index, slots, full)
     else:
         entries = tail.pool(streams, phase, num_new, ratio)
         entries = finish_entries(entries, params.compressor.norm, first, kind, CFG)
-        pool = d4.flush_hca(pool, index, entries, tables.block_table, slots, first, count, plan=plan)
-        state = d4.append_tail(state, index, streams, None, slots, start, num_new, plan=plan)
+        pool = d4.pieces.flush_hca(pool, index, entries, tables.block_table, slots, first, count, plan=plan)
+        state = d4.pieces.append_tail(state, index, streams, None, slots, start, num_new, plan=plan)
     return dataclasses.replace(stack, state=state, pool=pool)
 
 
@@ -143,8 +143,8 @@ def test_the_pieces_leave_the_bytes_of_the_layer(layer, layer_result):
 def outputs_through_the_handle(params, handle, x):
     """Return the layer's output and cache, from a handle that has not written anything yet."""
     tokens, (freqs, eps) = x.shape[1], (rope_frequencies(CFG, handle.kind), CFG.norm_eps)
-    positions, q_latent = handle.positions(tokens), rms_norm(linear(x, params.q_a), params.q_norm, eps)
-    q = linear(q_latent, params.q_b).reshape(*positions.shape, CFG.num_heads, CFG.head_dim)
+    positions, q_latent = handle.positions(tokens), rms_norm(wide_product(x, params.q_a), params.q_norm, eps)
+    q = wide_product(q_latent, params.q_b).reshape(*positions.shape, CFG.num_heads, CFG.head_dim)
     q = apply_rope(rms_norm(q, None, eps), positions[..., None], freqs)
     kv = key_rows(params, x, handle.start, handle.kind)
     entries = picks = None
@@ -154,13 +154,13 @@ def outputs_through_the_handle(params, handle, x):
     if params.indexer is not None:
         queries = indexer.indexer_queries(params.indexer, q_latent, positions, freqs, handle.cache.plan)
         weights = indexer.head_weights(params.indexer, x, handle.cache.plan)
-        picks = d4.select_entries(queries, weights, handle.entries, handle.visible(tokens))
+        picks = d4.pieces.select_entries(queries, weights, handle.entries, handle.visible(tokens))
     window = handle.write_swa(kv).window() if tokens == 1 else handle.window(kv)
-    out = d4.decode_attention(q, positions, params.sinks, window, entries, picks, kind=handle.kind)
+    out = d4.pieces.decode_attention(q, positions, params.sinks, window, entries, picks, kind=handle.kind)
     groups = out.reshape(*positions.shape, CFG.o_groups, -1)
     weight = params.o_a.reshape(CFG.o_groups, CFG.o_lora_rank, -1)
     projected = jnp.einsum("btgi,goi->btgo", groups, weight, precision=lax.Precision.HIGHEST)
-    return linear(projected.reshape(*positions.shape, -1), params.o_b), handle.write_swa(kv).cache
+    return wide_product(projected.reshape(*positions.shape, -1), params.o_b), handle.write_swa(kv).cache
 
 
 @pytest.mark.parametrize("tokens", first_of([TOKENS, 1]))
@@ -280,7 +280,7 @@ def test_decode_attention_refuses_what_is_of_another_batch_or_layer():
     )
     for change, message in changes:
         with pytest.raises((AssertionError, ValueError), match=message):
-            d4.decode_attention(q, csa.positions(TOKENS), **(given | change))
+            d4.pieces.decode_attention(q, csa.positions(TOKENS), **(given | change))
 
 
 def test_a_row_without_new_tokens_reads():
@@ -321,20 +321,26 @@ def pieces(online=False):
     first, count = ids(7, 5, 0, 0), ids(2, 1, 0, 0)
     c, h, s = cache.csa, cache.hca, cache.swa
     return {
-        "append_swa": (s.state, lambda t, z: d4.append_swa(t, 0, kv, z, start, num_new, plan=plan)),
-        "append_tail of CSA": (c.state, lambda t, z: d4.append_tail(t, 0, main, key, z, start, num_new, plan=plan)),
-        "append_tail of HCA": (h.state, lambda t, z: d4.append_tail(t, 0, one, None, z, start, num_new, plan=plan)),
-        "rotate_csa": (c.state, lambda t, z: d4.rotate_csa(t, 0, z, full)),
-        "reset_hca": (h.state, lambda t, z: d4.reset_hca(t, 0, z, full, plan=plan)),
+        "append_swa": (s.state, lambda t, z: d4.pieces.append_swa(t, 0, kv, z, start, num_new, plan=plan)),
+        "append_tail of CSA": (
+            c.state,
+            lambda t, z: d4.pieces.append_tail(t, 0, main, key, z, start, num_new, plan=plan),
+        ),
+        "append_tail of HCA": (
+            h.state,
+            lambda t, z: d4.pieces.append_tail(t, 0, one, None, z, start, num_new, plan=plan),
+        ),
+        "rotate_csa": (c.state, lambda t, z: d4.pieces.rotate_csa(t, 0, z, full)),
+        "reset_hca": (h.state, lambda t, z: d4.pieces.reset_hca(t, 0, z, full, plan=plan)),
         "flush_csa": (
             c.pool,
-            lambda t, z: d4.flush_csa(t, 0, kv[:, :2], keys, table, z, first, count, plan=plan),
+            lambda t, z: d4.pieces.flush_csa(t, 0, kv[:, :2], keys, table, z, first, count, plan=plan),
         ),
         "flush_hca": (
             h.pool,
-            lambda t, z: d4.flush_hca(t, 0, kv[:, :2], table, z, ids(2, 1, 0, 0), ids(1, 1, 0, 0), plan=plan),
+            lambda t, z: d4.pieces.flush_hca(t, 0, kv[:, :2], table, z, ids(2, 1, 0, 0), ids(1, 1, 0, 0), plan=plan),
         ),
-        "reset_slots": (c.state, lambda t, z: d4.reset_slots(t, z, plan=plan, kind=d4.AttentionType.CSA)),
+        "reset_slots": (c.state, lambda t, z: d4.pieces.reset_slots(t, z, plan=plan, kind=d4.AttentionType.CSA)),
     }
 
 
@@ -370,11 +376,18 @@ def test_the_function_under_the_jit_leaves_its_input_alive():
     cache, slots, _, _ = started()
     state = give(cache.csa.state)
     kept = jax.tree.map(np.asarray, state)
-    undonated = d4.reset_slots.__wrapped__(state, slots, plan=cache.plan, kind=d4.AttentionType.CSA)
+    undonated = d4.pieces.reset_slots.__wrapped__(state, slots, plan=cache.plan, kind=d4.AttentionType.CSA)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert_same(state, kept)
-    assert_same(d4.reset_slots(state, slots, plan=cache.plan, kind=d4.AttentionType.CSA), undonated)
-    for piece in (d4.append_swa, d4.append_tail, d4.flush_csa, d4.flush_hca, d4.rotate_csa, d4.reset_hca):
+    assert_same(d4.pieces.reset_slots(state, slots, plan=cache.plan, kind=d4.AttentionType.CSA), undonated)
+    for piece in (
+        d4.pieces.append_swa,
+        d4.pieces.append_tail,
+        d4.pieces.flush_csa,
+        d4.pieces.flush_hca,
+        d4.pieces.rotate_csa,
+        d4.pieces.reset_hca,
+    ):
         assert callable(piece.__wrapped__)
 
 
@@ -382,9 +395,9 @@ def test_rotate_and_reset_refuse_the_state_of_another_kind():
     cache, slots, _, _ = started()
     full = jnp.ones(BATCH, jnp.bool)
     with pytest.raises(ValueError, match="rotate_csa: expected the state of CSA layers"):
-        d4.rotate_csa(cache.hca.state, 0, slots, full)
+        d4.pieces.rotate_csa(cache.hca.state, 0, slots, full)
     with pytest.raises(ValueError, match="reset_hca: expected the state of HCA layers"):
-        d4.reset_hca(cache.csa.state, 0, slots, full, plan=cache.plan)
+        d4.pieces.reset_hca(cache.csa.state, 0, slots, full, plan=cache.plan)
 
 
 # ---- a scan over layers ---------------------------------------------------------------------------------------------

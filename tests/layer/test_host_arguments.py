@@ -61,7 +61,9 @@ def test_a_plan_keeps_ints_so_that_small_dtypes_do_not_overflow():
     assert plan == wanted
     assert [type(count) for count in (plan.max_requests, plan.max_context, plan.num_blocks)] == [int] * 3
     assert plan.memory_bytes() == wanted.memory_bytes()
-    assert d4.compute_block_budget(CFG, numpy.int8(100), numpy.uint8(200)) == d4.compute_block_budget(CFG, 100, 200)
+    assert d4.porting.compute_block_budget(CFG, numpy.int8(100), numpy.uint8(200)) == d4.porting.compute_block_budget(
+        CFG, 100, 200
+    )
     assert plan.largest_context(numpy.int64(1 << 20), numpy.uint8(2)) == plan.largest_context(1 << 20, 2)
 
 
@@ -72,7 +74,7 @@ def test_layer_numbers_of_numpy_are_kept_as_ints():
     assert type(handle.schema.layer_idx) is int
     _, _, staged = d4.stage(random_params()[1], inputs(), cache, numpy.uint8(1), slots, counts())
     assert type(staged.layer) is int
-    assert type(d4.build_schema(CFG, numpy.int32(2)).layer_idx) is int
+    assert type(d4.porting.build_schema(CFG, numpy.int32(2)).layer_idx) is int
 
 
 # ---- an error names its argument ------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ def calls() -> dict[str, tuple[Any, str]]:
         "layer": (lambda: d4.attention_layer(params[0], x, cache, any_type(0.5), slots, counts()), layer),
         "stage": (lambda: d4.stage(params[0], x, cache, any_type(0.5), slots, counts()), layer),
         "acquire": (lambda: d4.acquire(cache, any_type(0.5), slots, counts()), layer),
-        "schema": (lambda: d4.build_schema(CFG, any_type(0.5)), layer),
+        "schema": (lambda: d4.porting.build_schema(CFG, any_type(0.5)), layer),
         "init": (lambda: d4.init_attention_params(key, CFG, any_type(0.5)), layer),
         "load": (lambda: d4.load_attention_params({}, CFG, any_type(0.5)), layer),
         "traced layer": (
@@ -121,13 +123,16 @@ def calls() -> dict[str, tuple[Any, str]]:
             lambda: handle.flush_compression(any_type(None), x, csa.indexer),
             "params: expected the weights of a CSA layer",
         ),
-        "dtype of rows": (lambda: d4.gather_compressed(*entries, at, plan=plan, dtype=jnp.int8), f"{dtypes} 'int8'"),
+        "dtype of rows": (
+            lambda: d4.pieces.gather_compressed(*entries, at, plan=plan, dtype=jnp.int8),
+            f"{dtypes} 'int8'",
+        ),
         "dtype of all rows": (
-            lambda: d4.gather_all_compressed(*entries, slots, plan=plan, dtype="f4x"),
+            lambda: d4.pieces.gather_all_compressed(*entries, slots, plan=plan, dtype="f4x"),
             f"{dtypes} 'f4x'",
         ),
         "dtype of attention": (
-            lambda: d4.decode_attention(q, at, jnp.zeros(CFG.num_heads), window, kind="swa", dtype=jnp.int32),
+            lambda: d4.pieces.decode_attention(q, at, jnp.zeros(CFG.num_heads), window, kind="swa", dtype=jnp.int32),
             f"{dtypes} 'int32'",
         ),
         "dtype of weights": (lambda: d4.init_attention_params(key, CFG, 0, "half"), f"{dtypes} 'float16'"),
@@ -152,7 +157,7 @@ def calls() -> dict[str, tuple[Any, str]]:
         ),
         "kv_format": (lambda: d4.plan_cache(CFG, kv_format=any_type(["f32"])), "kv_format must be one of ['f32', "),
         "budget": (
-            lambda: d4.compute_block_budget(CFG, -5, 2),
+            lambda: d4.porting.compute_block_budget(CFG, -5, 2),
             "max_context must be an integer of at least 0, got -5",
         ),
         "requests": (lambda: plan.largest_context(1 << 30, any_type(1.5)), "max_requests must be an integer, got 1.5"),
@@ -179,7 +184,7 @@ def test_calls_that_read_a_cache_on_the_host_say_so_under_jit(tmp_path: Path):
         "describe": d4.describe,
         "verify": d4.verify,
         "extract": lambda cache: d4.extract(cache, slots),
-        "save": lambda cache: d4.save(tmp_path / "cache", cache),
+        "save": lambda cache: d4.requests.save(tmp_path / "cache", cache),
     }.items():
         if name == "save":
             pytest.importorskip("orbax.checkpoint")

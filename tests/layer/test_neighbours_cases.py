@@ -86,7 +86,7 @@ def entries(cache, kind, slots):
     """Return the entries of the kind's layer, f32 [B, all, dim], and how many each request has completed."""
     counts = cache.seq_lens[slots] // CFG.ratio(kind)
     pool = cache.stack(kind).pool
-    rows = d4.gather_all_compressed(pool, 0, cache.tables.block_table, slots, counts, plan=cache.plan)
+    rows = d4.pieces.gather_all_compressed(pool, 0, cache.tables.block_table, slots, counts, plan=cache.plan)
     return np.asarray(rows), counts.tolist()
 
 
@@ -271,11 +271,11 @@ def test_case_7_bad_scores_of_one_row_give_no_pick_out_of_range_and_none_to_othe
     visible = cache.seq_lens[slots][:, None] // 4
     assert visible[:, 0].tolist() == [8, 2, 0, 10]
 
-    want = np.asarray(d4.select_entries(jnp.asarray(queries), jnp.asarray(weights), layer, visible))
+    want = np.asarray(d4.pieces.select_entries(jnp.asarray(queries), jnp.asarray(weights), layer, visible))
     for bad in (np.nan, np.inf, -np.inf):
         spoilt = weights.copy()
         spoilt[0] = bad  # scores NaN, or +-inf and NaN where relu gives 0
-        got = np.asarray(d4.select_entries(jnp.asarray(queries), jnp.asarray(spoilt), layer, visible))
+        got = np.asarray(d4.pieces.select_entries(jnp.asarray(queries), jnp.asarray(spoilt), layer, visible))
         np.testing.assert_array_equal(got[1:], want[1:])
         # Fewer entries than picks: all of them are picked, each once, whatever their scores; -inf does not lose to
         # what is not there.
@@ -313,7 +313,7 @@ def test_case_8_a_pool_of_more_than_two_to_the_31_elements():
             assert ok
             outputs.append(np.asarray(y)[0])
         assert cache.tables.block_table[slots[0]].tolist() == [num_blocks - 1, 0]
-        rows = d4.gather_all_compressed(cache.csa.pool, 0, cache.tables.block_table, slots, ids(50), plan=plan)
+        rows = d4.pieces.gather_all_compressed(cache.csa.pool, 0, cache.tables.block_table, slots, ids(50), plan=plan)
         return np.concatenate(outputs), np.asarray(rows), cache
 
     small, small_rows, _ = run(3)
@@ -408,7 +408,7 @@ def test_case_12_window_and_pool_are_each_as_large_as_what_they_hold():
         stack = cache.stack(kind)
         assert stack.pool.entries.nope.shape == (1, BLOCKS, per_block, CFG.head_dim - CFG.rope_dim)
         assert stack.state.window.nope.shape == (1, plan.max_requests, CFG.sliding_window, CFG.head_dim - CFG.rope_dim)
-    assert d4.memory_bytes(cache) == plan.memory_bytes()
+    assert d4.cache.tree_bytes(cache) == plan.memory_bytes()
 
 
 @pytest.mark.parametrize("options", THREE_FORMATS.values(), ids=THREE_FORMATS)

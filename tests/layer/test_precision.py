@@ -45,7 +45,7 @@ def test_every_fp32_product_asks_for_fp32(layer):
 
     Tests on a CPU cannot notice.
     """
-    cache = d4.abstract_cache(small_plan())
+    cache = d4.cache.abstract_cache(small_plan())
     row, x = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2, TOKENS, CFG.hidden_size), jnp.float32)
     traced = jax.jit(d4.attention_layer, static_argnums=3).trace(random_params()[layer], x, cache, layer, row, row)
 
@@ -75,7 +75,9 @@ def test_ring_and_online_tails_agree():
         cache, slots, _ = d4.admit(d4.init_cache(plan), 1)
         outputs[tail], cache = feed({0: recording.params}, [recording.x], cache, slots, [even_split(400, 50)])
         outputs[tail].append(
-            d4.gather_all_compressed(cache.stack("hca").pool, 0, cache.tables.block_table, slots, ids(3), plan=plan)
+            d4.pieces.gather_all_compressed(
+                cache.stack("hca").pool, 0, cache.tables.block_table, slots, ids(3), plan=plan
+            )
         )
     # The same sums with another grouping: entries of magnitude 3 differ by a few units in the last place.
     for ring, online in zip(outputs["ring"], outputs["online"], strict=True):

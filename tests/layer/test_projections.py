@@ -72,7 +72,7 @@ def test_products_are_exact_but_for_the_order_of_f32_sums(case, dtype):
     for tokens in (1, stored_products.FEW, stored_products.FEW + 1):
         x = inputs(tokens, tokens, groups, shape[1], dtype)
         rows = x[:, None] if groups > 1 else x
-        found = jax.jit(lambda x: d4.project(x, weight, groups=groups))(rows)
+        found = jax.jit(lambda x: d4.linear(x, weight, groups=groups))(rows)
         assert found.shape == (*rows.shape[:-1], shape[0] // groups)
         assert_close(found.reshape(tokens, groups, -1), exact(np.asarray(x), weight, groups))
 
@@ -81,10 +81,10 @@ def test_products_are_exact_but_for_the_order_of_f32_sums(case, dtype):
 def test_wide_weights_take_the_same_calls(groups):
     weight = random_stored(2, (512, WIDTH)).widened(jnp.bfloat16)
     x = inputs(0, 3, groups, WIDTH, "bfloat16")
-    found = d4.project(x if groups > 1 else x[:, 0], weight, groups=groups).reshape(3, groups, -1)
+    found = d4.linear(x if groups > 1 else x[:, 0], weight, groups=groups).reshape(3, groups, -1)
     wanted = np.einsum("mgi,goi->mgo", np.float64(x), np.asarray(weight).astype(np.float64).reshape(groups, -1, WIDTH))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=F32_SUMS * WIDTH * float(jnp.max(jnp.abs(weight))) * 4)
-    narrow = d4.project(x if groups > 1 else x[:, 0], weight, jnp.bfloat16, groups)
+    narrow = d4.linear(x if groups > 1 else x[:, 0], weight, jnp.bfloat16, groups)
     assert_same(narrow.reshape(found.shape), found.astype(jnp.bfloat16))
 
 
@@ -94,7 +94,7 @@ def test_rows_that_are_nan_stay_by_themselves():
         weight = StoredWeight(codes=weight.codes, scales=weight.scales, activations=activations)
         x = inputs(0, 4, 1, WIDTH, "bfloat16")[:, 0]
         bad = x.at[1, 7].set(jnp.nan).at[2, 9].set(jnp.inf)
-        clean, dirty = d4.project(x, weight), d4.project(bad, weight)
+        clean, dirty = d4.linear(x, weight), d4.linear(bad, weight)
         assert_same(clean[jnp.array([0, 3])], dirty[jnp.array([0, 3])])
         assert not np.isfinite(dirty[1]).any()
         assert not np.isfinite(dirty[2]).any()
@@ -125,7 +125,7 @@ def test_activations_are_rounded_by_groups_of_128(case, dtype):
         x[0] *= 2.0**-20  # below 1e-4
         wanted = exact(rounded_inputs(x.astype(np.float32)), weight, groups)
         rows = jnp.asarray(x) if groups > 1 else jnp.asarray(x[:, 0])
-        found = jax.jit(lambda rows: d4.project(rows, weight, groups=groups))(rows)
+        found = jax.jit(lambda rows: d4.linear(rows, weight, groups=groups))(rows)
         on_gpu = no_gpu() is None and dtype == "bfloat16"
         assert_close(found.reshape(tokens, groups, -1), wanted, TENSOR_CORE_SUMS if on_gpu else F32_SUMS)
 
@@ -137,14 +137,14 @@ def test_a_power_of_two_times_448_is_not_scaled_down_further():
     for exponent in (-10, 0, 9):
         x = np.full((1, 128), 2.0**exponent, np.float32)
         x[0, 0] *= 448
-        assert_same(d4.project(jnp.asarray(x), weight), jnp.asarray(x))  # both are codes times 2^exponent
+        assert_same(d4.linear(jnp.asarray(x), weight), jnp.asarray(x))  # both are codes times 2^exponent
 
 
 def test_rounding_activations_costs_what_the_page_says():
     """The relative error of a product, by norm, of normally distributed inputs: docs/support.md gives it."""
     weight, x = random_stored(5, (512, WIDTH)), inputs(0, 64, 1, WIDTH, "bfloat16")[:, 0]
     rounds = StoredWeight(codes=weight.codes, scales=weight.scales, activations="fp8")
-    plain, rounded = (np.asarray(d4.project(x, one)) for one in (weight, rounds))
+    plain, rounded = (np.asarray(d4.linear(x, one)) for one in (weight, rounds))
     error = np.linalg.norm(rounded - plain) / np.linalg.norm(plain)
     # E4M3 rounds a number by at most 2^-4 of its size; the mean over a binade of the squares is 2.6 % of its size.
     assert 0.015 < error < 0.035
@@ -158,7 +158,7 @@ LARGE = (4096, 1024)  # a weight of 4 MiB in FP8
 def temporaries(weight: Any, tokens: int, dtype: Any) -> tuple[int, str]:
     """(bytes of temporaries, HLO) of a product with a weight that is an argument."""
     x = jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype)
-    compiled = jax.jit(lambda x, weight: d4.project(x, weight, backend="xla")).lower(x, weight).compile()
+    compiled = jax.jit(lambda x, weight: d4.linear(x, weight, backend="xla")).lower(x, weight).compile()
     return memory_of(compiled).temp_size_in_bytes, compiled.as_text() or ""
 
 
@@ -197,7 +197,7 @@ def test_the_derivative_by_x_is_that_of_the_exact_product(tokens, activations):
     weight = random_stored(6, (512, WIDTH), activations=activations)
     x, direction = (jnp.asarray(inputs(seed, tokens, 4, WIDTH, "float32")) for seed in (0, 1))
     by_y = np.random.default_rng(2).standard_normal((tokens, 4, 128), np.float32)
-    product = jax.jit(lambda x: d4.project(x, weight, groups=4))
+    product = jax.jit(lambda x: d4.linear(x, weight, groups=4))
     (back,) = jax.vjp(product, x)[1](jnp.asarray(by_y))
     wide = values_of(weight).reshape(4, 128, WIDTH)
     scale = np.einsum("mgo,goi->mgi", np.abs(by_y), np.abs(wide))
@@ -215,14 +215,14 @@ def test_the_derivative_by_x_is_that_of_the_exact_product(tokens, activations):
 def test_wide_weights_have_a_kernel_where_it_is_faster(rows, outputs, has_kernel):
     x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((outputs, 4096), jnp.bfloat16)
-    project = functools.partial(d4.project, backend="pallas_simulated")
+    project = functools.partial(d4.linear, backend="pallas_simulated")
     assert ("pure_callback" in str(jax.make_jaxpr(project)(x, weight))) == has_kernel
 
 
 def test_a_derivative_by_a_stored_weight_is_refused():
     weight = random_stored(7, (128, 128))
     with pytest.raises(ValueError, match="a weight stored as FP8 has no derivative: differentiate by the inputs"):
-        jax.grad(lambda weight: jnp.sum(d4.project(jnp.ones((2, 128)), weight)))(weight)
+        jax.grad(lambda weight: jnp.sum(d4.linear(jnp.ones((2, 128)), weight)))(weight)
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ def test_a_derivative_by_a_stored_weight_is_refused():
 def test_what_does_not_fit_is_refused(shape, options, message):
     for weight in (random_stored(0, (256, 128)), jnp.ones((256, 128))):
         with pytest.raises(ValueError, match=message):
-            d4.project(jnp.ones(shape), weight, **options)
+            d4.linear(jnp.ones(shape), weight, **options)
 
 
 def test_inputs_of_other_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"x\.dtype must be one of .*, got 'int32'"):
-        d4.project(jnp.ones((2, 128), jnp.int32), jnp.ones((256, 128)))
+        d4.linear(jnp.ones((2, 128), jnp.int32), jnp.ones((256, 128)))

@@ -180,7 +180,9 @@ def test_picks_are_the_largest_scores_by_kernel_or_not_in_any_mix(size, backend)
     picks_of_same_scores = []
     for scores, top_k in itertools.product((backend, "xla"), repeat=2):
         mix = d4.OpBackends(indexer_scores=scores, top_k=top_k)
-        picks = np.asarray(d4.select_entries(jnp.asarray(queries), jnp.asarray(weights), entries, visible, backend=mix))
+        picks = np.asarray(
+            d4.pieces.select_entries(jnp.asarray(queries), jnp.asarray(weights), entries, visible, backend=mix)
+        )
         for b, t in np.ndindex(seen.shape):
             picked = np.isin(np.arange(entries.max_entries), picks[b, t])
             assert picked.sum() == min(seen[b, t], cfg.indexer_top_k), mix
@@ -254,7 +256,7 @@ def test_chunks_and_decode_steps_give_the_full_recompute(options):
 )
 def test_a_named_backend_refuses_what_its_kernels_do_not_serve(op, change, options, reason):
     cfg = dataclasses.replace(CFG, **change)
-    cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=1, max_context=512, **options))
+    cache = d4.cache.abstract_cache(d4.plan_cache(cfg, max_requests=1, max_context=512, **options))
     x, row = jax.ShapeDtypeStruct((1, 1, cfg.hidden_size), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def run(backend: Backend) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.layer import indexer
+from dsv4jax.layer.dense import rms_norm, wide_product
 from dsv4jax.layer.reference import reference_layer
-from dsv4jax.linear import linear, rms_norm
 from dsv4jax.rope import rope_frequencies
 from tests.support import recorded
 from tests.support.cases import first_of
@@ -65,7 +65,7 @@ def stored_entries(cache, kind, slots, lengths):
     """Return the decoded entries of each row."""
     ratio = cache.plan.cfg.ratio(kind)
     counts = [length // ratio for length in lengths]
-    rows = d4.gather_all_compressed(
+    rows = d4.pieces.gather_all_compressed(
         cache.stack(kind).pool, 0, cache.tables.block_table, slots, ids(*counts), plan=cache.plan
     )
     rows = np.asarray(rows)
@@ -118,7 +118,7 @@ def picks_from(cache, slots, recording):
     @jax.jit
     def picks(x, pool, slots):
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-        q_latent = rms_norm(linear(x, params.q_a), params.q_norm, cfg.norm_eps)
+        q_latent = rms_norm(wide_product(x, params.q_a), params.q_norm, cfg.norm_eps)
         queries = indexer.indexer_queries(
             params.indexer, q_latent, positions, rope_frequencies(cfg, d4.AttentionType.CSA), plan
         )

@@ -195,7 +195,7 @@ def test_shards_of_stored_weights_sum_up_to_the_whole(layer):
         return d4.attention_layer(params, x, cache, layer, slots, ids(6, 6), backend="xla", model_axis=axis)[0]
 
     params = d4.init_attention_params(jax.random.key(layer), cfg, layer, weights="stored", block=block)
-    specs: Any = d4.params_specs(cfg, layer, mesh, weights="stored", block=block)
+    specs: Any = d4.sharding.params_specs(cfg, layer, mesh, weights="stored", block=block)
     assert jax.tree.structure(specs) == jax.tree.structure(params)
     split = P("model")
     assert (specs.q_b.codes, specs.q_b.scales, specs.o_a.scales, specs.sinks) == (split,) * 4
@@ -228,7 +228,7 @@ def test_derivatives_by_x_are_those_of_widened_weights_and_by_stored_ones_are_re
 @pytest.mark.slow
 def test_a_step_of_stored_weights_can_be_exported():
     params = param_shapes(CFG, d4.AttentionType.CSA, Stored())
-    cache = d4.abstract_cache(small_plan(**F32))
+    cache = d4.cache.abstract_cache(small_plan(**F32))
 
     def step(params, x, cache, slots, num_new):
         return d4.attention_layer(params, x, cache, 1, slots, num_new, backend="xla")

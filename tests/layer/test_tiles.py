@@ -98,7 +98,7 @@ def test_scores_of_many_tokens_are_picked_from_group_by_group(key_format, monkey
 
     def select(score_bytes: int) -> tuple[np.ndarray, int]:
         monkeypatch.setattr(indexer, "SCORE_BYTES", score_bytes)
-        call = jax.jit(functools.partial(d4.select_entries.__wrapped__, backend="xla"))
+        call = jax.jit(functools.partial(d4.pieces.select_entries.__wrapped__, backend="xla"))
         program = call.lower(queries, weights, entries, visible)
         return np.asarray(program.compile()(queries, weights, entries, visible)), program.as_text().count("while")
 

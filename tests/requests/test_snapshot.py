@@ -249,17 +249,17 @@ def test_another_layout_is_refused_by_name(options, message):
     plan = small_plan()
     other = d4.plan_cache(**(dict(cfg=CFG, kv_format="f32", indexer_format="f32") | options))
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(d4.insert, d4.abstract_cache(other), abstract_snapshot(plan, 1, 1))
+        jax.eval_shape(d4.insert, d4.cache.abstract_cache(other), abstract_snapshot(plan, 1, 1))
 
 
 def test_extract_cannot_be_traced_and_says_so():
     with pytest.raises(ValueError, match="extract reads values on the host, so it cannot be traced by jit"):
-        jax.eval_shape(lambda cache: d4.extract(cache, [0]), d4.abstract_cache(small_plan()))
+        jax.eval_shape(lambda cache: d4.extract(cache, [0]), d4.cache.abstract_cache(small_plan()))
 
 
 def test_a_snapshot_of_another_shape_is_refused():
     plan = small_plan()
-    snapshot, cache = abstract_snapshot(plan, 2, 1), d4.abstract_cache(plan)
+    snapshot, cache = abstract_snapshot(plan, 2, 1), d4.cache.abstract_cache(plan)
     shorter = dataclasses.replace(snapshot, seq_lens=jax.ShapeDtypeStruct((1,), jnp.int32))
     with pytest.raises(AssertionError, match="shapes"):
         jax.eval_shape(d4.insert, cache, shorter)

@@ -29,7 +29,10 @@ def main(target: str) -> None:
     mesh, described = meshes(target, (2, 2), ("data", "model"))
     cfg = dataclasses.replace(d4.DSV4Config.pro(), compress_ratios=(0, 4, 128))
     plan = d4.plan_cache(cfg, max_requests=8, max_context=8192)
-    weights, specs = [d4.params_specs(cfg, layer, mesh) for layer in range(3)], d4.partition_specs(plan, mesh)
+    weights, specs = (
+        [d4.sharding.params_specs(cfg, layer, mesh) for layer in range(3)],
+        d4.sharding.partition_specs(plan, mesh),
+    )
     rows = P("data")
 
     @functools.partial(
@@ -51,10 +54,10 @@ def main(target: str) -> None:
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    shapes = [param_shapes(cfg, layer.attn) for layer in d4.layer_schedule(cfg)]
+    shapes = [param_shapes(cfg, layer.attn) for layer in d4.config.layer_schedule(cfg)]
     params = jax.tree.map(lambda leaf, spec: array(leaf.shape, jnp.bfloat16, spec), shapes, weights)
     x, row = array((8, 1, cfg.hidden_size), jnp.bfloat16, rows), array((8,), jnp.int32, rows)
-    cache = d4.abstract_cache(plan, mesh)
+    cache = d4.cache.abstract_cache(plan, mesh)
     with jax.sharding.use_abstract_mesh(described):
         program = jax.jit(step, donate_argnums=2).lower(params, x, cache, row, row).compile()
     text = program.as_text()

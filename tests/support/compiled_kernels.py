@@ -94,7 +94,7 @@ GATHERS = gather_compressed, gather_all_compressed
 def _cache(cfg: d4.DSV4Config, **options: Any) -> d4.KVCache:
     num_blocks = NUM_BLOCKS // CHANNEL_BYTES.get(options.get("kv_format", ""), 1)
     plan = d4.plan_cache(cfg, max_requests=256, max_context=131072, num_blocks=num_blocks, **options)
-    return d4.abstract_cache(plan)
+    return d4.cache.abstract_cache(plan)
 
 
 def _update(
@@ -125,7 +125,7 @@ def _formats(cfg: d4.DSV4Config) -> tuple[dict[str, str], ...]:
 
 
 def _updates(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    kinds = [kind for kind in AttentionType if kind in {spec.attn for spec in d4.layer_schedule(cfg)}]
+    kinds = [kind for kind in AttentionType if kind in {spec.attn for spec in d4.config.layer_schedule(cfg)}]
     variants = [(kind, formats) for kind in kinds for formats in _formats(cfg)]
     variants.append((AttentionType.HCA, DEFAULT | dict(hca_tail="online")))
     for kind, options in variants:
@@ -173,7 +173,7 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         is_default = options is DEFAULT and cfg is MODELS["flash"]
         for batch, tokens in READS if is_default else FEWER_READS:
             if options["kv_format"] in ATTENDED_FORMATS:
-                for kind in sorted({spec.attn for spec in d4.layer_schedule(cfg)}):
+                for kind in sorted({spec.attn for spec in d4.config.layer_schedule(cfg)}):
                     yield _attention(cache, kind, batch, tokens)
             if options["indexer_format"] in fp4.FORMATS:
                 yield _scores(cache, batch, tokens)
@@ -303,7 +303,7 @@ def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the kernel that splits the products of new tokens, for a decode step, a draft and a chunk of each kind."""
     for formats in _formats(cfg):
         plan = _cache(cfg, **formats).plan
-        for kind in sorted({spec.attn for spec in d4.layer_schedule(cfg)}):
+        for kind in sorted({spec.attn for spec in d4.config.layer_schedule(cfg)}):
             for batch, tokens in (DECODE, DRAFT, CHUNKS[0]) if formats is DEFAULT else (DRAFT,):
                 is_decode = tokens == 1
                 rounding = pk.TokenRounding(
@@ -323,7 +323,7 @@ def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 def _updates_of_products(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the updates that load the streams of tokens from their product: a decode step and a chunk of each kind."""
-    kinds = sorted({spec.attn for spec in d4.layer_schedule(cfg)})
+    kinds = sorted({spec.attn for spec in d4.config.layer_schedule(cfg)})
     for kind, formats, hca_tail in itertools.product(kinds, _formats(cfg), ("online", "ring")):
         if hca_tail == "ring" and kind != AttentionType.HCA:
             continue

@@ -58,7 +58,8 @@ def random_params(cfg: d4.DSV4Config = CFG, seed: int = 0) -> tuple[Any, ...]:
 
     with jax.ensure_compile_time_eval():  # arrays, not tracers, even if a function that is being traced asks first
         return tuple(
-            jax.tree_util.tree_map_with_path(draw, param_shapes(cfg, spec.attn)) for spec in d4.layer_schedule(cfg)
+            jax.tree_util.tree_map_with_path(draw, param_shapes(cfg, spec.attn))
+            for spec in d4.config.layer_schedule(cfg)
         )
 
 

@@ -69,7 +69,7 @@ def table_entries(blocks: int) -> int:
 
 
 def abstract_params(cfg: d4.DSV4Config):
-    return [param_shapes(cfg, spec.attn) for spec in d4.layer_schedule(cfg)]
+    return [param_shapes(cfg, spec.attn) for spec in d4.config.layer_schedule(cfg)]
 
 
 def batch_specs(tokens: int, hidden: int = CFG.hidden_size):
@@ -115,7 +115,11 @@ def audit(compile_program, make_program) -> dict[str, int]:
 def forward(function=whole_step, tokens=1, cfg=CFG, **options):
     def make(blocks: int):
         x, slots, num_new = batch_specs(tokens)
-        return function, (abstract_params(cfg), x, d4.abstract_cache(_plan(blocks, cfg, **options)), slots, num_new), 2
+        return (
+            function,
+            (abstract_params(cfg), x, d4.cache.abstract_cache(_plan(blocks, cfg, **options)), slots, num_new),
+            2,
+        )
 
     return functools.partial(audit, make_program=make)
 
@@ -123,7 +127,7 @@ def forward(function=whole_step, tokens=1, cfg=CFG, **options):
 def bookkeeping(function):
     def make(blocks: int):
         _, slots, num_new = batch_specs(1)
-        return function, (d4.abstract_cache(_plan(blocks)), slots, num_new), 0
+        return function, (d4.cache.abstract_cache(_plan(blocks)), slots, num_new), 0
 
     return functools.partial(audit, make_program=make)
 
@@ -143,16 +147,16 @@ def _scan_over_layers(params, x, cache, slots, num_new):
 
 def _flush(blocks: int):
     plan = _plan(blocks)
-    cache = d4.abstract_cache(plan)
+    cache = d4.cache.abstract_cache(plan)
     row = Spec((BATCH,), jnp.int32)
     entries, keys = (Spec((BATCH, 3, dim), jnp.float32) for dim in (CFG.head_dim, CFG.indexer_head_dim))
     args = (cache.stack("csa").pool, Spec((), jnp.int32), entries, keys, cache.tables.block_table, row, row, row)
-    return functools.partial(d4.flush_csa.__wrapped__, plan=plan), args, 0
+    return functools.partial(d4.pieces.flush_csa.__wrapped__, plan=plan), args, 0
 
 
 def _insert(blocks: int):
     plan = _plan(blocks)
-    return d4.insert, (d4.abstract_cache(plan), abstract_snapshot(plan, BATCH, blocks=4)), 0
+    return d4.insert, (d4.cache.abstract_cache(plan), abstract_snapshot(plan, BATCH, blocks=4)), 0
 
 
 # For a GPU, only what touches the pool is audited. Other bookkeeping is audited on the CPU only.
@@ -195,7 +199,7 @@ def grants(layers: int):
             found.append(granted_tokens(tables, slots, num_new))
         return tables, found
 
-    return ask, (d4.abstract_cache(_plan(SMALL)).tables, slots, num_new)
+    return ask, (d4.cache.abstract_cache(_plan(SMALL)).tables, slots, num_new)
 
 
 PREFILL_LIMIT = 1 << 30  # bytes of temporaries
@@ -204,7 +208,7 @@ PREFILL_LIMIT = 1 << 30  # bytes of temporaries
 def flash_prefill(layer: int, dtype):
     """Prefill a chunk of 4,096 tokens of one request at V4-Flash sizes, in a cache planned for 128K of context."""
     cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(0, 4, 128))
-    cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=2, max_context=131072))
+    cache = d4.cache.abstract_cache(d4.plan_cache(cfg, max_requests=2, max_context=131072))
     params = jax.tree.map(lambda leaf: Spec(leaf.shape, dtype), abstract_params(cfg)[layer])
     row = Spec((1,), jnp.int32)
 
@@ -217,7 +221,7 @@ def flash_prefill(layer: int, dtype):
 def pro_scan():
     """Run one decode step of V4-Pro: [HCA, HCA], then 29 x (CSA, HCA), then CSA, as two scans and a layer."""
     cfg = d4.DSV4Config.pro()
-    cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=BATCH, max_context=8192))
+    cache = d4.cache.abstract_cache(d4.plan_cache(cfg, max_requests=BATCH, max_context=8192))
 
     def stacked(kind, layers):
         shapes = param_shapes(cfg, kind)

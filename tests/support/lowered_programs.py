@@ -20,7 +20,7 @@ def main(target: str) -> None:
     from tests.support import in_place
 
     cfg, (x, slots, num_new) = in_place.PUBLISHED, in_place.batch_specs(1)
-    cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=8, max_context=4096))
+    cache = d4.cache.abstract_cache(d4.plan_cache(cfg, max_requests=8, max_context=4096))
 
     def lowered(function, *given) -> str:
         jax.clear_caches()  # so that kernels are made anew

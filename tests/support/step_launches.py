@@ -97,7 +97,7 @@ def step_of(kinds: tuple[str, ...], options: argparse.Namespace):
     row = jax.ShapeDtypeStruct((options.batch,), jnp.int32)
     x = jax.ShapeDtypeStruct((options.batch, options.tokens, cfg.hidden_size), jnp.bfloat16)
     step = speculative_step if options.draft else whole_step
-    return step, (list(map(weights, range(len(kinds)))), x, d4.abstract_cache(plan), row, row)
+    return step, (list(map(weights, range(len(kinds)))), x, d4.cache.abstract_cache(plan), row, row)
 
 
 def main() -> None:

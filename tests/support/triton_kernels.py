@@ -99,8 +99,8 @@ def steps(cfg: Any, batch: int, tokens: int, **formats: Any) -> Callable[[], Any
     from dsv4jax.weights.params import param_shapes
 
     plan = d4.plan_cache(cfg, max_requests=256, max_context=131072, **formats)
-    params = [param_shapes(cfg, spec.attn) for spec in d4.layer_schedule(cfg)]
-    cache = d4.abstract_cache(plan)
+    params = [param_shapes(cfg, spec.attn) for spec in d4.config.layer_schedule(cfg)]
+    cache = d4.cache.abstract_cache(plan)
     x = jax.ShapeDtypeStruct((batch, tokens, cfg.hidden_size), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
 

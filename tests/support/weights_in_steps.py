@@ -26,7 +26,7 @@ def decode_step(cfg: d4.DSV4Config, kind: str, weights: str, batch: int, dtype: 
     cfg = dataclasses.replace(cfg, compress_ratios=({"swa": 0, "csa": 4, "hca": 128}[kind],))
     shapes = param_shapes(cfg, d4.AttentionType(kind), Stored() if weights == "stored" else None)
     params = jax.tree.map(lambda leaf: Spec(leaf.shape, dtype if leaf.dtype == jnp.float32 else leaf.dtype), shapes)
-    cache = d4.abstract_cache(d4.plan_cache(cfg, max_requests=batch, max_context=2048))
+    cache = d4.cache.abstract_cache(d4.plan_cache(cfg, max_requests=batch, max_context=2048))
     row = Spec((batch,), jnp.int32)
 
     def step(params, x, cache, slots, num_new):

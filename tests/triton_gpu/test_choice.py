@@ -143,7 +143,7 @@ def test_a_derivative_is_refused():
     def total(rope: jax.Array) -> jax.Array:
         given = d4.PagedPool(entries=dataclasses.replace(entries, rope=rope), indexer_keys=None)
         picks = jnp.zeros((1, 1), jnp.int32)
-        return d4.gather_compressed(given, *place, picks, plan=PLAN, backend="triton").sum()
+        return d4.pieces.gather_compressed(given, *place, picks, plan=PLAN, backend="triton").sum()
 
     derivative = jax.grad(total)
     with pytest.raises(ValueError, match="backend='triton' cannot serve a derivative of gather_rows"):

@@ -24,7 +24,7 @@ def rows_through(kv_format: str, values: np.ndarray) -> tuple[np.ndarray, np.nda
     table = jnp.arange(plan.max_blocks, dtype=jnp.int32)[None]
     zero, count = jnp.zeros(1, jnp.int32), jnp.asarray([len(values)], jnp.int32)
     stored = [
-        d4.flush_hca(
+        d4.pieces.flush_hca(
             jax.tree.map(jnp.copy, pool), 0, jnp.asarray(entries), table, zero, zero, count, plan=plan, backend=name
         )
         for name in ("triton", "xla")
@@ -63,6 +63,6 @@ def test_every_code_is_decoded_as_in_xla():
         indexer_keys=None,
     )
     place = entries, 0, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.int32)
-    got, want = (np.asarray(d4.gather_compressed(*place, plan=plan, backend=name)) for name in ("triton", "xla"))
+    got, want = (np.asarray(d4.pieces.gather_compressed(*place, plan=plan, backend=name)) for name in ("triton", "xla"))
     np.testing.assert_array_equal(got, want)
     assert np.isnan(want).sum() == 2

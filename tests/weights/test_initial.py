@@ -25,7 +25,7 @@ LARGE = d4.DSV4Config.tiny(hidden_size=1024, q_lora_rank=512, o_lora_rank=512)
 def test_stored_weights_have_the_form_of_their_kind(layer, block):
     cfg = d4.DSV4Config.tiny()
     params = d4.init_attention_params(KEY, cfg, layer, jnp.bfloat16, "stored", block=block)
-    wanted = param_shapes(cfg, d4.layer_schedule(cfg)[layer].attn, Stored(block=block))
+    wanted = param_shapes(cfg, d4.config.layer_schedule(cfg)[layer].attn, Stored(block=block))
     assert jax.tree.structure(params) == jax.tree.structure(wanted)
     for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         assert leaf.shape == spec.shape

@@ -66,18 +66,18 @@ def test_weights_with_scales_beside_them_stay_as_they_are(naming, scale):
 @pytest.mark.parametrize("naming", PREFIXES)
 def test_a_checkpoint_with_scales_is_stored_by_default(tmp_path, naming):
     folder = saved(tmp_path, checkpoint(PARTS, naming, naming == "hf"), naming)
-    assert_same(d4.load_safetensors(folder, CSA.cfg, 0), STORED)
+    assert_same(d4.weights.load_safetensors(folder, CSA.cfg, 0), STORED)
     with pytest.deprecated_call(match="weights=None is now weights='stored'"):
-        assert_same(d4.load_safetensors(folder, CSA.cfg, 0, None), STORED)
-    assert_same(d4.load_safetensors(folder, CSA.cfg, 0, weights="wide"), widened_params(STORED, jnp.bfloat16))
+        assert_same(d4.weights.load_safetensors(folder, CSA.cfg, 0, None), STORED)
+    assert_same(d4.weights.load_safetensors(folder, CSA.cfg, 0, weights="wide"), widened_params(STORED, jnp.bfloat16))
 
 
 def test_floats_of_a_checkpoint_without_scales_are_kept_or_converted(tmp_path):
     """All in one dtype but for sinks and position biases, which checkpoints store as float32."""
     folder = saved(tmp_path, CSA.tensors("deepseek"))
     for weights in ("stored", "wide", "f32"):
-        assert_same(d4.load_safetensors(folder, CSA.cfg, 0, weights), CSA.params)
-    narrow = d4.load_safetensors(folder, CSA.cfg, 0, "bf16").split()
+        assert_same(d4.weights.load_safetensors(folder, CSA.cfg, 0, weights), CSA.params)
+    narrow = d4.weights.load_safetensors(folder, CSA.cfg, 0, "bf16").split()
     for name, part in CSA.params.split().items():
         is_f32 = name.endswith(("sinks", "ape"))
         assert_same(narrow[name], part if is_f32 else jnp.asarray(part, jnp.bfloat16))
@@ -86,7 +86,7 @@ def test_floats_of_a_checkpoint_without_scales_are_kept_or_converted(tmp_path):
 @pytest.mark.parametrize("weights", ["bf16", "f32"])
 def test_stored_weights_are_widened_to_one_dtype(tmp_path, weights):
     dtype = dict(bf16=jnp.bfloat16, f32=jnp.float32)[weights]
-    found = d4.load_safetensors(saved(tmp_path, checkpoint(PARTS, "deepseek")), CSA.cfg, 0, weights)
+    found = d4.weights.load_safetensors(saved(tmp_path, checkpoint(PARTS, "deepseek")), CSA.cfg, 0, weights)
     for name, part in found.split().items():
         assert part.dtype == (jnp.float32 if name.endswith(("sinks", "ape")) else dtype), name
     assert_same(found.q_b, widened_params(STORED, dtype).q_b)
@@ -96,7 +96,7 @@ def test_a_published_layout_is_read_as_it_is():
     """Layer 2 of a model that another program wrote in DeepSeek's layout: E4M3, E8M0 and bf16 tensors."""
     folder = DATA / "fp8"
     cfg = d4.DSV4Config.from_hf(json.loads((folder / "config.json").read_text()))
-    stored, wide = (d4.load_safetensors(folder, cfg, 2, weights) for weights in ("stored", "wide"))
+    stored, wide = (d4.weights.load_safetensors(folder, cfg, 2, weights) for weights in ("stored", "wide"))
     assert_same(widened_params(stored, jnp.bfloat16), wide)
     assert isinstance(stored.q_b, StoredWeight)
     assert (stored.q_b.block, stored.q_b.shape, stored.q_b.scales.shape) == ((128, 128), (256, 128), (2, 1))
@@ -122,7 +122,7 @@ def test_blocks_of_32_are_found_by_shapes_and_by_the_configuration(tmp_path):
     parts = stored_parts(CSA.params, (32, 32))
     tensors, wanted = checkpoint(parts, "deepseek"), d4.AttentionParams.join(parts)
     folder = saved(tmp_path, tensors, quantization_config=dict(weight_block_size=[32, 32]))
-    assert_same(d4.load_safetensors(folder, CSA.cfg, 0), wanted)
+    assert_same(d4.weights.load_safetensors(folder, CSA.cfg, 0), wanted)
     assert_same(d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "stored", block=(32, 32)), wanted)
     wide = widened_params(wanted, jnp.bfloat16)
     assert_same(d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "wide", block=(32, 32)), wide)
@@ -141,17 +141,17 @@ def test_the_configuration_decides_where_shapes_do_not(tmp_path):
     assert tensors["wkv.scale"].shape == (1, 1)
     folder = saved(tmp_path, tensors)
     saved(tmp_path, tensors, quantization_config=dict(weight_block_size=[64, 64]))
-    assert_same(d4.load_safetensors(folder, cfg, 0), params)
+    assert_same(d4.weights.load_safetensors(folder, cfg, 0), params)
     saved(tmp_path, tensors, quantization_config=dict(weight_block_size=[128, 128]))
     with pytest.raises(ValueError, match=r"do not fit a weight .* in blocks of 128 x 128"):
-        d4.load_safetensors(folder, cfg, 0)
+        d4.weights.load_safetensors(folder, cfg, 0)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"quantization_config": null}', '{"quantization_config": {}}'])
 def test_a_configuration_that_does_not_say_is_no_error(tmp_path, text):
     folder = saved(tmp_path, checkpoint(PARTS, "deepseek"))
     (folder / "config.json").write_text(text)
-    assert_same(d4.load_safetensors(folder, CSA.cfg, 0), STORED)
+    assert_same(d4.weights.load_safetensors(folder, CSA.cfg, 0), STORED)
 
 
 # ---- scales
@@ -160,7 +160,7 @@ def test_a_configuration_that_does_not_say_is_no_error(tmp_path, text):
 def test_f32_scales_that_are_powers_of_two_are_stored_exactly(tmp_path):
     tensors = checkpoint(PARTS, "hf", 1)
     f32 = {name: value.astype(np.float32) if "scale" in name else value for name, value in tensors.items()}
-    assert_same(d4.load_safetensors(saved(tmp_path, f32, "hf"), CSA.cfg, 0), STORED)
+    assert_same(d4.weights.load_safetensors(saved(tmp_path, f32, "hf"), CSA.cfg, 0), STORED)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_scales_that_cannot_be_stored_are_refused_by_the_tensors_name(tmp_path, 
     tensors["wo_b.scale"] = np.full(tensors["wo_b.scale"].shape, scale, np.float32)
     folder = saved(tmp_path, tensors)
     with pytest.raises(ValueError, match=rf"layer 0: tensor 'wo_b\.weight': {message}; use weights='wide'"):
-        d4.load_safetensors(folder, CSA.cfg, 0)
-    wide = d4.load_safetensors(folder, CSA.cfg, 0, "wide")
+        d4.weights.load_safetensors(folder, CSA.cfg, 0)
+    wide = d4.weights.load_safetensors(folder, CSA.cfg, 0, "wide")
     assert wide.o_b.dtype == jnp.float32
     np.testing.assert_array_equal(wide.o_b, tensors["wo_b.weight"].astype(np.float32) * np.float32(scale))
 
@@ -187,7 +187,7 @@ def test_codes_that_are_nan_are_refused_by_the_tensors_name(tmp_path):
     tensors[name] = tensors[name].copy()
     tensors[name][1, 2] = np.nan
     with pytest.raises(ValueError, match=f"{re.escape(name)}.*1 of its FP8 codes are NaN"):
-        d4.load_safetensors(saved(tmp_path, tensors, "hf"), CSA.cfg, 0)
+        d4.weights.load_safetensors(saved(tmp_path, tensors, "hf"), CSA.cfg, 0)
 
 
 def test_tensors_that_are_no_fp8_or_lack_scales_are_named():
@@ -221,9 +221,9 @@ def test_options_that_there_are_not_are_refused(tmp_path):
     words = r"weights must be one of \['stored', 'wide', 'bf16', 'f32'\], got 'narrow'"
     calls: dict[str, Callable[..., Any]] = {
         "tensors": lambda **options: d4.load_attention_params(tensors, CSA.cfg, 0, **options),
-        "folder": lambda **options: d4.load_safetensors(folder, CSA.cfg, 0, **options),
+        "folder": lambda **options: d4.weights.load_safetensors(folder, CSA.cfg, 0, **options),
         "random": lambda **options: d4.init_attention_params(key, CSA.cfg, 0, **options),
-        "shards": lambda **options: d4.params_specs(CSA.cfg, 0, mesh, **options),
+        "shards": lambda **options: d4.sharding.params_specs(CSA.cfg, 0, mesh, **options),
         "random model": lambda **options: random_model(ModelConfig.tiny(), key, **options),
         "model": lambda **options: load_model(folder, **options),
     }
@@ -259,7 +259,7 @@ def test_fp8_activations_are_those_of_all_weights_or_of_all_but_w_oa(tmp_path, l
     if load == "tensors":
         params = d4.load_attention_params(tensors, CSA.cfg, 0, "deepseek", "stored", activations)
     elif load == "folder":
-        params = d4.load_safetensors(saved(tmp_path, tensors), CSA.cfg, 0, activations=activations)
+        params = d4.weights.load_safetensors(saved(tmp_path, tensors), CSA.cfg, 0, activations=activations)
     else:
         params = d4.init_attention_params(jax.random.key(0), CSA.cfg, 0, weights="stored", activations=activations)
     found = {name: part.activations for name, part in params.split().items() if isinstance(part, StoredWeight)}
@@ -274,11 +274,11 @@ def test_no_wider_copy_of_a_weight_exists_on_the_host(tmp_path):
     params = d4.init_attention_params(jax.random.key(0), cfg, 0, jnp.bfloat16, "stored")
     folder = saved(tmp_path, checkpoint(params.split(), "deepseek"))
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(params, is_leaf=is_stored))
-    d4.load_safetensors(folder, cfg, 0)  # what is imported and compiled on first use is not counted
+    d4.weights.load_safetensors(folder, cfg, 0)  # what is imported and compiled on first use is not counted
 
     def peak(weights: str) -> int:
         tracemalloc.start()
-        jax.block_until_ready(jax.tree.leaves(d4.load_safetensors(folder, cfg, 0, weights)))
+        jax.block_until_ready(jax.tree.leaves(d4.weights.load_safetensors(folder, cfg, 0, weights)))
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return found
@@ -296,15 +296,15 @@ def test_shards_that_cut_a_block_are_named():
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices("cpu")[:2])
     message = r"q_b: a shard of mesh axis 'model' would have 272 of 544 rows, which cuts blocks of 128"
     with pytest.raises(ValueError, match=message):
-        d4.params_specs(cfg, 0, mesh, weights="stored")
+        d4.sharding.params_specs(cfg, 0, mesh, weights="stored")
     cfg = d4.DSV4Config.tiny(o_lora_rank=100)
     message = r"o_a: a shard of mesh axis 'model' would have 100 of 200 rows, which cuts blocks of 16"
     with pytest.raises(ValueError, match=message):
-        d4.params_specs(cfg, 0, mesh, weights="stored", block=(16, 16))
+        d4.sharding.params_specs(cfg, 0, mesh, weights="stored", block=(16, 16))
     with pytest.raises(ValueError, match=r"o_b: a shard .* would have 100 of 200 columns, which cuts blocks of 16"):
-        d4.params_specs(cfg, 0, mesh, weights="stored", block=(4, 16))
+        d4.sharding.params_specs(cfg, 0, mesh, weights="stored", block=(4, 16))
     one = jax.make_mesh((1,), ("model",), devices=jax.devices("cpu")[:1])
-    specs: Any = d4.params_specs(cfg, 0, one, weights="stored", activations="fp8")
+    specs: Any = d4.sharding.params_specs(cfg, 0, one, weights="stored", activations="fp8")
     assert specs.q_a_kv.codes == specs.q_a_kv.scales == specs.q_norm == P()
     assert jax.tree.structure(specs) == jax.tree.structure(
         d4.init_attention_params(jax.random.key(0), cfg, 0, weights="stored", activations="fp8")
@@ -315,5 +315,5 @@ def test_published_models_split_into_whole_blocks():
     for cfg, most in ((d4.DSV4Config.flash(), 8), (d4.DSV4Config.pro(), 8)):
         mesh = jax.make_mesh((most,), ("model",), devices=jax.devices("cpu")[:most])
         for layer in (0, 2, 3):
-            specs: Any = d4.params_specs(cfg, layer, mesh, weights="stored")
+            specs: Any = d4.sharding.params_specs(cfg, layer, mesh, weights="stored")
             assert specs.q_a_kv.block == (128, 128)

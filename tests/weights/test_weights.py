@@ -203,7 +203,7 @@ def test_weights_of_another_form_are_told_in_a_sentence():
 def test_random_parameters_have_the_shapes_of_loaded_ones(layer):
     cfg = d4.DSV4Config.tiny()
     params = d4.init_attention_params(jax.random.key(0), cfg, layer)
-    kind = d4.layer_schedule(cfg)[layer].attn
+    kind = d4.config.layer_schedule(cfg)[layer].attn
     assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(
         lambda leaf: leaf.shape, param_shapes(cfg, kind)
     )
@@ -228,7 +228,7 @@ def drawn_one_by_one(key: jax.Array, cfg: d4.DSV4Config, kind: d4.AttentionType)
 def test_random_parameters_are_what_each_leaf_would_draw_alone(dtype):
     """Leaves of similar size are drawn together, as rows of the longest one; here a layer has two such groups."""
     cfg, key = d4.DSV4Config.tiny(hidden_size=2048), jax.random.key(3)
-    for layer, spec in enumerate(d4.layer_schedule(cfg)):
+    for layer, spec in enumerate(d4.config.layer_schedule(cfg)):
         params = d4.init_attention_params(key, cfg, layer, dtype)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
         # In f32 XLA may round a product and a sum once, or scale by one factor in place of two: two units in the last
@@ -264,8 +264,8 @@ def test_a_layer_is_read_from_a_sharded_checkpoint(tmp_path, naming, index):
     tensors["model.layers.1.attn_norm.weight"] = np.ones(3, np.float32)
     write_sharded(tmp_path, halves(tensors), index=index)
     for layer, kind in enumerate(KINDS):
-        assert_same(d4.load_safetensors(tmp_path, cfg, layer), recorded.load(kind).params)
-    assert_same(d4.load_safetensors(str(tmp_path), cfg, 1), recorded.load("csa").params)
+        assert_same(d4.weights.load_safetensors(tmp_path, cfg, layer), recorded.load(kind).params)
+    assert_same(d4.weights.load_safetensors(str(tmp_path), cfg, 1), recorded.load("csa").params)
 
 
 def test_layer_1_is_not_taken_for_layer_11(tmp_path):
@@ -276,14 +276,14 @@ def test_layer_1_is_not_taken_for_layer_11(tmp_path):
         in_checkpoint(other, "deepseek", 11) | in_checkpoint(recording.tensors("deepseek"), "deepseek", 1),
         tmp_path / "model.safetensors",
     )
-    assert_same(d4.load_safetensors(tmp_path, cfg, 1), recording.params)
+    assert_same(d4.weights.load_safetensors(tmp_path, cfg, 1), recording.params)
 
 
 def test_bf16_tensors_stay_bf16(tmp_path):
     recording = recorded.load("hca")
     tensors = {name: value.astype(ml_dtypes.bfloat16) for name, value in recording.tensors("hf").items()}
     save_file(in_checkpoint(tensors, "hf", 0), tmp_path / "model.safetensors")
-    params = d4.load_safetensors(tmp_path, recording.cfg, 0)
+    params = d4.weights.load_safetensors(tmp_path, recording.cfg, 0)
     assert_same(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), recording.params))
 
 
@@ -296,9 +296,9 @@ def test_only_the_shards_that_hold_the_layer_are_opened(tmp_path, damage):
         files[0].unlink()
     else:
         files[0].write_bytes(b"not a checkpoint")
-    assert_same(d4.load_safetensors(tmp_path, cfg, 1), recorded.load("csa").params)
+    assert_same(d4.weights.load_safetensors(tmp_path, cfg, 1), recorded.load("csa").params)
     with pytest.raises(ValueError, match=f"layer 0: cannot read .*{files[0].name}"):
-        d4.load_safetensors(tmp_path, cfg, 0)
+        d4.weights.load_safetensors(tmp_path, cfg, 0)
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
@@ -310,7 +310,7 @@ def test_a_truncated_file_is_named(tmp_path, index):
     for length in (len(whole) - 1, 30, 5, 0):
         file.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=f"cannot read .*{file.name}"):
-            d4.load_safetensors(tmp_path, recording.cfg, 0)
+            d4.weights.load_safetensors(tmp_path, recording.cfg, 0)
 
 
 def test_missing_and_misshapen_tensors_of_a_checkpoint_are_named(tmp_path):
@@ -320,10 +320,10 @@ def test_missing_and_misshapen_tensors_of_a_checkpoint_are_named(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({other: value for other, value in tensors.items() if other != name}, file)
     with pytest.raises(ValueError, match=r"layer 0: tensor 'indexer\.compressor\.ape' is missing"):
-        d4.load_safetensors(tmp_path, recording.cfg, 0)
+        d4.weights.load_safetensors(tmp_path, recording.cfg, 0)
     save_file(tensors | {name: np.ones((4, 255), np.float32)}, file)
     with pytest.raises(ValueError, match=r"'indexer\.compressor\.ape' has shape \(4, 255\), expected \(4, 256\)"):
-        d4.load_safetensors(tmp_path, recording.cfg, 0)
+        d4.weights.load_safetensors(tmp_path, recording.cfg, 0)
 
 
 def test_a_tensor_that_the_index_promises_and_the_shard_lacks_is_named(tmp_path):
@@ -332,26 +332,26 @@ def test_a_tensor_that_the_index_promises_and_the_shard_lacks_is_named(tmp_path)
     (file,) = write_sharded(tmp_path, [tensors], index=True)
     save_file({name: value for name, value in tensors.items() if not name.endswith("sinks")}, file)
     with pytest.raises(ValueError, match=rf"cannot read .*{file.name}.*model\.layers\.0\.self_attn\.sinks"):
-        d4.load_safetensors(tmp_path, recording.cfg, 0)
+        d4.weights.load_safetensors(tmp_path, recording.cfg, 0)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "{", '{"weight_map": 3}'])
 def test_an_index_without_a_map_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors\.index\.json: expected JSON"):
-        d4.load_safetensors(tmp_path, d4.DSV4Config.tiny(), 0)
+        d4.weights.load_safetensors(tmp_path, d4.DSV4Config.tiny(), 0)
 
 
 def test_folders_without_the_layer_or_without_any_checkpoint_are_refused(tmp_path):
     recording = recorded.load("swa")
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in"):
-        d4.load_safetensors(tmp_path, recording.cfg, 0)
+        d4.weights.load_safetensors(tmp_path, recording.cfg, 0)
     save_file(in_checkpoint(recording.tensors("hf"), "hf", 0), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"layer must be in \[0, 1\), got 7"):
-        d4.load_safetensors(tmp_path, recording.cfg, 7)
+        d4.weights.load_safetensors(tmp_path, recording.cfg, 7)
     deeper = dataclasses.replace(recording.cfg, compress_ratios=(0,) * 8)
     with pytest.raises(ValueError, match=r"holds no tensors of layer 7: looked for .*layers\.7\.attn\."):
-        d4.load_safetensors(tmp_path, deeper, 7)
+        d4.weights.load_safetensors(tmp_path, deeper, 7)
 
 
 # ---- DeepSeek's FP8 linear weights
@@ -403,7 +403,7 @@ def test_fp8_weights_are_dequantised_exactly_to_bf16(tmp_path, index):
     stored, dense = fp8_checkpoint(0)
     # Every other name in one shard: weights and their scales are apart.
     write_sharded(tmp_path, halves(in_checkpoint(stored, "deepseek", 1)), index=index)
-    params = d4.load_safetensors(tmp_path, FP8_CFG, 1, "wide")
+    params = d4.weights.load_safetensors(tmp_path, FP8_CFG, 1, "wide")
     read = {
         "wq_a": params.q_a,
         "wq_b": params.q_b,
@@ -430,11 +430,11 @@ def test_fp8_weights_without_a_scale_or_with_a_misshapen_one_are_named(tmp_path)
     assert scale.shape == (5, 2)
     save_file(in_checkpoint(stored, "deepseek", 1), file)
     with pytest.raises(ValueError, match=r"layer 1: tensor 'wq_b\.weight' is float8_e4m3fn"):
-        d4.load_safetensors(tmp_path, FP8_CFG, 1)
+        d4.weights.load_safetensors(tmp_path, FP8_CFG, 1)
     for wrong in (scale[:4], scale[:, :1], scale.reshape(2, 5)):
         save_file(in_checkpoint(stored | {"wq_b.scale": np.ascontiguousarray(wrong)}, "deepseek", 1), file)
         with pytest.raises(ValueError, match=r"layer 1: tensor 'wq_b\.weight': block scales of shape"):
-            d4.load_safetensors(tmp_path, FP8_CFG, 1)
+            d4.weights.load_safetensors(tmp_path, FP8_CFG, 1)
 
 
 def test_fp8_weights_with_other_scales_become_f32(tmp_path):
@@ -443,8 +443,8 @@ def test_fp8_weights_with_other_scales_become_f32(tmp_path):
     scale = np.random.default_rng(0).uniform(0.5, 1, stored["wq_b.scale"].shape).astype(np.float32)
     save_file(in_checkpoint(stored | {"wq_b.scale": scale}, "deepseek", 1), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"'wq_b\.weight': block scales are not all powers of two; use weights='wide'"):
-        d4.load_safetensors(tmp_path, FP8_CFG, 1)
-    params = d4.load_safetensors(tmp_path, FP8_CFG, 1, "wide")
+        d4.weights.load_safetensors(tmp_path, FP8_CFG, 1)
+    params = d4.weights.load_safetensors(tmp_path, FP8_CFG, 1, "wide")
     assert params.q_b.dtype == jnp.float32
     wide = stored["wq_b.weight"].astype(np.float32)
     assert_same(np.asarray(params.q_b), wide * per_number(scale, (128, 128), wide.shape))

@@ -17,11 +17,11 @@ from dsv4jax.derivatives import storable
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import LayerCall
+from dsv4jax.layer.dense import product_dtype
 from dsv4jax.layer.indexer import project_queries
 from dsv4jax.layer.ops import CacheUpdate, DecodeAttention, IndexerScores, InputProducts, Projections, RowForm, Rows
 from dsv4jax.layer.stages.interface import Ending, Latents, Queries, Taken
 from dsv4jax.layer.update import exact_entries, store
-from dsv4jax.linear import product_dtype
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import rope_frequencies
 from dsv4jax.weights.params import AttentionParams

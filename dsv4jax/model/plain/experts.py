@@ -23,7 +23,7 @@ from jax import lax
 from dsv4jax.derivatives import refuse_derivative, straight_through
 from dsv4jax.formats import fp8_rounded
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
-from dsv4jax.layer.projections import project
+from dsv4jax.layer.projections import linear
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
 from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts
@@ -41,10 +41,10 @@ class XLAExperts(Anywhere):
     ) -> ExpertOutputs:
         rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, picks))
         routed = _routed(rows, flat, experts, cfg)
-        inner = _gated(project(x, experts.shared_gate_up, x.dtype, backend=backend), cfg).astype(x.dtype)
+        inner = _gated(linear(x, experts.shared_gate_up, x.dtype, backend=backend), cfg).astype(x.dtype)
         return ExpertOutputs(
             routed=routed.reshape(*picks.experts.shape, x.shape[-1]),
-            shared=project(inner, experts.shared_down, x.dtype, backend=backend),
+            shared=linear(inner, experts.shared_down, x.dtype, backend=backend),
             experts=picks.experts,
             num_experts=cfg.num_experts,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from dsv4jax.layer.backend import XLA, Anywhere
-from dsv4jax.linear import linear
+from dsv4jax.layer.dense import wide_product
 from dsv4jax.model.ops import HEAD
 
 
@@ -13,7 +13,7 @@ class XLAHead(Anywhere):
     """Logits in plain JAX."""
 
     def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
-        return linear(x, head)
+        return wide_product(x, head)
 
 
 HEAD.register(XLA, XLAHead())

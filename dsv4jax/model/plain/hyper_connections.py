@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.layer.backend import XLA, Anywhere
-from dsv4jax.linear import linear, rms_norm
+from dsv4jax.layer.dense import rms_norm, wide_product
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, SublayerOutput
 from dsv4jax.model.params import StreamMix
@@ -90,7 +90,7 @@ def _numbers(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:
     """The numbers that mixing weights are made of, f32 [..., rows of mix.weight]. One rms is over all streams."""
     flat = streams.reshape(*streams.shape[:-2], -1).astype(jnp.float32)
     inverse_rms = lax.rsqrt(jnp.mean(flat * flat, -1, keepdims=True) + cfg.norm_eps)
-    return linear(flat, mix.weight.astype(jnp.float32)) * inverse_rms
+    return wide_product(flat, mix.weight.astype(jnp.float32)) * inverse_rms
 
 
 def _like(vector: jax.Array, x: jax.Array) -> jax.Array:

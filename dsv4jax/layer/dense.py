@@ -14,7 +14,7 @@ def product_dtype(x: jax.Array, weight: jax.Array) -> Any:
     return x.dtype if x.dtype == weight.dtype else jnp.float32
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+def wide_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply x [..., in] by weight [out, in]: f32 [..., out].
 
     A product of bf16 by bf16 runs on the tensor cores and accumulates in f32. Anything else is computed in full f32,
