@@ -32,7 +32,7 @@ def build(blocks: int, full_size: bool, backend: str | None):
         num_new = jnp.ones(BATCH, jnp.int32)
         cache, ok = d4.prepare_forward(cache, slots, num_new)
         for layer in range(cfg.num_layers):
-            y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new, backend)
+            y, cache = d4.attention_layer(params[layer], x, cache, layer, slots, num_new, backend=backend)
             x = x + y
         return ok, d4.advance(cache, slots, num_new)
 

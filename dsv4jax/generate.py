@@ -50,7 +50,7 @@ class Given(NamedTuple):
         assert self.text is not None
         if chat:
             return text.encode(chat_text([("user", self.text)]))
-        return text.encode(self.text, text.adds_bos if bos is None else bos)
+        return text.encode(self.text, bos=text.adds_bos if bos is None else bos)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -247,7 +247,7 @@ def run_random(console: Console, progress: Progress, size: str, picture: Path) -
     with ThreadPoolExecutor(max_workers=1) as thread:
         expected = thread.submit(recomputed, params, inputs, plan)
         task = progress.add_task("a random model", total=1)
-        model = random_model(job.model, jax.random.key(1), drafts=False)
+        model = random_model(job.model, jax.random.key(1), drafts=0)
         prompts = np.random.default_rng(0).integers(0, job.model.vocab_size, (TEXTS, PROMPT)).tolist()
         made = generate(model, prompts, NEW, stop_tokens=())
         progress.advance(task)

@@ -264,7 +264,7 @@ class LayerCacheHandle:
 
 
 def acquire(
-    cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array, backend: Backend = None
+    cache: KVCache, layer: int, slots: jax.Array, num_new: jax.Array, *, backend: Backend = None
 ) -> LayerCacheHandle:
     """A handle on one layer for this call's batch.
 

@@ -44,6 +44,7 @@ def attention_layer(
     layer: int,
     slots: jax.Array,
     num_new: jax.Array,
+    *,
     backend: Backend = None,
     model_axis: str | None = None,
     residual: jax.Array | None = None,
@@ -85,7 +86,9 @@ def attention_layer(
     """
     check_cache("attention_layer", cache)
     kind, index = cache.locate(layer)
-    return attention_layer_at(params, x, cache, kind, index, slots, num_new, backend, model_axis, residual)
+    return attention_layer_at(
+        params, x, cache, kind, index, slots, num_new, backend=backend, model_axis=model_axis, residual=residual
+    )
 
 
 def attention_layer_at(
@@ -96,6 +99,7 @@ def attention_layer_at(
     index: jax.Array | int,
     slots: jax.Array,
     num_new: jax.Array,
+    *,
     backend: Backend = None,
     model_axis: str | None = None,
     residual: jax.Array | None = None,

@@ -74,7 +74,7 @@ class XLAProjections(Anywhere):
 
 
 def linear(
-    x: jax.Array, weight: Weight, dtype: DTypeLike = jnp.float32, groups: int = 1, backend: Backend = None
+    x: jax.Array, weight: Weight, dtype: DTypeLike = jnp.float32, groups: int = 1, *, backend: Backend = None
 ) -> jax.Array:
     """Multiply x by a weight of a layer, wide or stored, as ``attention_layer`` does; for layers of your own.
 

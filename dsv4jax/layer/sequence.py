@@ -208,7 +208,7 @@ def _attend_tile(params: AttentionParams, queries: _Queries, seen: _Seen, form: 
     out = apply_rope(running.output, positions[..., None], form.freqs, inverse=True).astype(latent.dtype)
     groups = out.reshape(*positions.shape, cfg.o_groups, -1)
     dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
-    narrow = linear(groups, params.o_a, dtype, cfg.o_groups, XLA).reshape(*positions.shape, -1)
+    narrow = linear(groups, params.o_a, dtype, cfg.o_groups, backend=XLA).reshape(*positions.shape, -1)
     return linear(narrow.astype(latent.dtype), params.o_b, latent.dtype, backend=XLA)
 
 

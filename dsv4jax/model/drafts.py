@@ -29,6 +29,7 @@ def draft_forward(
     cache: KVCache,
     slots: jax.Array,
     num_new: jax.Array,
+    *,
     backend: Backend = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """Run the draft block on new rows and store them in its cache.

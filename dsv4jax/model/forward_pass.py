@@ -98,6 +98,7 @@ def forward(
     slots: jax.Array,
     num_new: jax.Array,
     logits: Logits = "last",
+    *,
     backend: Backend = None,
 ) -> tuple[jax.Array | None, jax.Array, KVCache]:
     """Run the model on new tokens and store what the cache keeps of them.
@@ -136,6 +137,7 @@ def stage_forward(
     cache: KVCache,
     slots: jax.Array,
     num_new: jax.Array,
+    *,
     backend: Backend = None,
 ) -> tuple[jax.Array, jax.Array, KVCache, tuple[StagedLayer, ...]]:
     """Run the model on drafts without changing what the requests hold; see ``stage``.
@@ -152,7 +154,7 @@ def stage_forward(
     staged: list[StagedLayer] = []
 
     def attend(weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int) -> tuple[jax.Array, KVCache]:
-        y, cache, rows = stage(weights, x, cache, layer, slots, num_new, backend)
+        y, cache, rows = stage(weights, x, cache, layer, slots, num_new, backend=backend)
         staged.append(rows)
         return y, cache
 
@@ -178,6 +180,7 @@ def inspect_forward(
     cache: KVCache,
     slots: jax.Array,
     num_new: jax.Array,
+    *,
     backend: Backend = None,
 ) -> tuple[Inspection, KVCache]:
     """Run ``forward`` and return all logits, the streams after every layer, and the experts that it picked."""
@@ -244,7 +247,7 @@ def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend[
     """Return how the layers of an ordinary pass attend: they store what is new."""
 
     def attend(weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int) -> tuple[jax.Array, KVCache]:
-        return attention_layer(weights, x, cache, layer, slots, num_new, backend)
+        return attention_layer(weights, x, cache, layer, slots, num_new, backend=backend)
 
     return attend
 

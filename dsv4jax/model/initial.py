@@ -34,7 +34,7 @@ def random_model(
     key: jax.Array,
     weights: str = "stored",
     activations: str = "bf16",
-    drafts: bool = True,
+    drafts: int = 1,
 ) -> ModelParams:
     """Return a model with random weights: linear weights of variance 1 / in, norms near 1.
 
@@ -44,7 +44,7 @@ def random_model(
       weights: "stored" makes FP8 and FP4 weights as published checkpoints have them, and bfloat16 for the rest; "bf16",
         which is also what "wide" makes, and "f32" make all weights in one dtype, but for those that are always float32.
       activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_model``.
-      drafts: whether the model has a block for drafts.
+      drafts: the most tokens that are to be guessed at a time; 0 leaves out the block that guesses them.
 
     Raises:
       ValueError: an option is unknown, or a size does not divide into blocks of FP4.

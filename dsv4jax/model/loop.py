@@ -327,13 +327,13 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     judged = jnp.where(fed, judged, 0)
     given = jnp.concatenate([loop.last_tokens, drafts.tokens], axis=1)
     num_new = jnp.where(fed, 1 + judged, 0)
-    logits, streams, cache, staged = stage_forward(way.params, given, cache, slots, num_new, way.backend)
+    logits, streams, cache, staged = stage_forward(way.params, given, cache, slots, num_new, backend=way.backend)
     wanted = way.sampling.probabilities(logits)
     accepted, following = accept(wanted, drafts.probabilities, drafts.tokens, judged, keys)
     tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     tokens = tokens.at[jnp.arange(len(slots)), accepted].set(following)
     count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.stop_tokens)
-    cache, committed = commit(cache, staged, count, way.backend)  # none past a stop token: the text may go on from it
+    cache, committed = commit(cache, staged, count, backend=way.backend)  # none past a stop token: the text may go on from it
     count = jnp.where(committed, count, 0)
     made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, streams=streams)
     return made, cache, ok & committed
@@ -407,5 +407,5 @@ def _feed_drafts(
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """Store rows in the cache of the draft block; logits and streams as from ``draft_forward``."""
     cache, _ = prepare_forward(cache, slots, num_new)  # a window needs no blocks
-    logits, streams, cache = draft_forward(way.params, streams, ids, cache, slots, num_new, way.backend)
+    logits, streams, cache = draft_forward(way.params, streams, ids, cache, slots, num_new, backend=way.backend)
     return logits, streams, advance(cache, slots, num_new)

@@ -56,8 +56,8 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def plan_memory(cfg: ModelConfig, drafts: bool = True) -> MemoryPlan:
-    """Compute the memory of a model's weights, with the block for drafts or without."""
+def plan_memory(cfg: ModelConfig, drafts: int = 1) -> MemoryPlan:
+    """Compute the memory of a model's weights; ``drafts`` of 0 leaves out the block that guesses tokens."""
     specs = model_tensors(cfg, drafts)
 
     def size(of: dict[str, TensorSpec]) -> int:

@@ -35,7 +35,7 @@ class Text:
         self._bos = bos["content"] if isinstance(bos, dict) else bos
         self.adds_bos = bool(options.get("add_bos_token"))  # whether the tokenizer begins each text with such a token
 
-    def encode(self, text: str, bos: bool = False) -> list[int]:
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Return the ids of a text as it is, after the token that begins a text if ``bos`` and it is not there yet.
 
         Raises:
@@ -54,7 +54,7 @@ class Text:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def chat_text(turns: Sequence[tuple[str, str]], thinking: bool = False) -> str:
+def chat_text(turns: Sequence[tuple[str, str]], *, thinking: bool = False) -> str:
     """Return a chat as the text that the model was trained on, up to where its answer begins.
 
     Tools, and instructions on the effort of thinking, are left out here.

@@ -62,6 +62,7 @@ def stage(
     layer: int,
     slots: jax.Array,
     num_new: jax.Array,
+    *,
     backend: Backend = None,
     model_axis: str | None = None,
     residual: jax.Array | None = None,
@@ -104,7 +105,7 @@ def stage(
 
 @functools.partial(jax.jit, static_argnames="backend")
 def commit(
-    cache: KVCache, staged: Sequence[StagedLayer], num_accepted: jax.Array, backend: Backend = None
+    cache: KVCache, staged: Sequence[StagedLayer], num_accepted: jax.Array, *, backend: Backend = None
 ) -> tuple[KVCache, jax.Array]:
     """Store the first tokens of a staged draft and add them to the lengths, as if only these had been fed.
 

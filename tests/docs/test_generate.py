@@ -370,7 +370,7 @@ BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
     ],
 )
 def test_the_text_of_a_chat(turns, thinking, text):
-    assert chat_text(turns, thinking) == text
+    assert chat_text(turns, thinking=thinking) == text
 
 
 @pytest.mark.parametrize(

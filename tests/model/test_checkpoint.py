@@ -241,7 +241,7 @@ def test_the_host_holds_one_layers_attention_or_one_tensor(tmp_path, naming, wei
     """The file is 18 times as large. Under the names of transformers all experts of a layer, 9 MB, are one tensor."""
     attention = d4.DSV4Config.tiny(hidden_size=1024, head_dim=72, compress_ratios=(0, 4))
     cfg = ModelConfig.tiny(attention=attention, expert_width=512, num_experts=16)
-    tensors = random_tensors(cfg, 0, drafts=False)
+    tensors = random_tensors(cfg, 0, drafts=0)
     held = sum(value.nbytes for name, value in tensors.items() if name.startswith("layers.1.attn."))
     if naming == "hf":
         tensors = renamed(tensors, naming, cfg, widen=False)

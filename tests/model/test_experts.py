@@ -24,7 +24,7 @@ def mix_experts(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) 
 
 
 def experts_of(weights: str, cfg: ModelConfig = CFG, **options: str) -> Experts:
-    return random_model(cfg, jax.random.key(0), weights, drafts=False, **options).blocks[0].experts
+    return random_model(cfg, jax.random.key(0), weights, drafts=0, **options).blocks[0].experts
 
 
 def random_picks(rng: np.random.Generator, tokens: int, cfg: ModelConfig = CFG, favourite: int | None = None) -> Picks:

@@ -36,7 +36,7 @@ def test_the_parts_of_published_models(cfg, experts, tables, other, drafts, tota
 
 @pytest.mark.parametrize("cfg", [FLASH, PRO, ModelConfig.tiny()], ids=["flash", "pro", "tiny"])
 def test_without_drafts_only_the_block_for_drafts_is_missing(cfg):
-    plan, without = plan_memory(cfg), plan_memory(cfg, drafts=False)
+    plan, without = plan_memory(cfg), plan_memory(cfg, drafts=0)
     assert (without.drafts, without.draft_experts) == (0, 0)
     assert without.total == plan.total - plan.drafts
     assert (without.experts, without.tables, without.other) == (plan.experts, plan.tables, plan.other)

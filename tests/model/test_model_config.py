@@ -222,7 +222,7 @@ def test_numbers_of_numpy_are_kept_as_python_s():
 # ---- random models
 
 
-def shapes(cfg: ModelConfig, weights: str, drafts: bool = True, activations: str = "bf16") -> Any:
+def shapes(cfg: ModelConfig, weights: str, drafts: int = 1, activations: str = "bf16") -> Any:
     return jax.eval_shape(lambda key: random_model(cfg, key, weights, activations, drafts), jax.random.key(0))
 
 
@@ -276,7 +276,7 @@ def test_random_models_with_rounded_activations(folders, activations):
 
 
 def test_random_models_without_drafts():
-    with_drafts, without = shapes(ModelConfig.tiny(), "stored"), shapes(ModelConfig.tiny(), "stored", drafts=False)
+    with_drafts, without = shapes(ModelConfig.tiny(), "stored"), shapes(ModelConfig.tiny(), "stored", drafts=0)
     assert without.drafts is None
     assert jax.tree.structure(without) == jax.tree.structure(dataclasses.replace(with_drafts, drafts=None))
 
@@ -296,7 +296,7 @@ def numbers(weight: Any) -> np.ndarray:
 def test_random_weights_have_variance_1_by_in(weights):
     attention = d4.DSV4Config.tiny(hidden_size=512, head_dim=72, compress_ratios=(0, 0))
     cfg = ModelConfig.tiny(attention=attention, expert_width=384, num_experts=4, experts_per_token=2)
-    params: Any = random_model(cfg, jax.random.key(1), weights, drafts=False)
+    params: Any = random_model(cfg, jax.random.key(1), weights, drafts=0)
     first, second = params.blocks
     for block in (first, second):
         for name in ("gate_up", "down", "shared_gate_up", "shared_down"):
@@ -322,7 +322,7 @@ def test_random_weights_have_variance_1_by_in(weights):
     assert second.router.bias.dtype == jnp.float32
     # Layers differ, and a key gives the same model again.
     assert np.mean(numbers(first.experts.down) == numbers(second.experts.down)) < 0.1  # of FP4, by chance: 7 %
-    assert_same(params, random_model(cfg, jax.random.key(1), weights, drafts=False))
+    assert_same(params, random_model(cfg, jax.random.key(1), weights, drafts=0))
 
 
 @pytest.mark.parametrize(

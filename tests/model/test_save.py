@@ -58,7 +58,7 @@ FORMS: dict[str, Any] = {
     "q, f32": lambda: load_model(MODELS / "q", "f32"),
     "q, others in f32": lambda: load_model(MODELS / "q", dtype=jnp.float32),
     "random, stored": lambda: random_model(ODD, jax.random.key(0)),
-    "random, stored, without drafts": lambda: random_model(ODD, jax.random.key(0), drafts=False),
+    "random, stored, without drafts": lambda: random_model(ODD, jax.random.key(0), drafts=0),
     "random, f32": lambda: random_model(ODD, jax.random.key(0), "f32"),
 }
 
@@ -136,7 +136,7 @@ def test_a_folder_that_holds_something_is_refused_by_name(tmp_path):
 
 
 def test_weights_that_no_checkpoint_can_hold_are_refused_and_leave_nothing(tmp_path):
-    params = random_model(ODD, jax.random.key(0), drafts=False)
+    params = random_model(ODD, jax.random.key(0), drafts=0)
     block, *others = params.blocks
     q_b, joined = block.attention.q_b, block.attention.q_a_kv
     assert isinstance(q_b, StoredWeight)
@@ -164,7 +164,7 @@ def test_the_host_holds_one_tensor_or_one_layers_attention(tmp_path):
     """Measured: 0.57 times a layer's attention, where the file is 18 times as large."""
     attention = d4.DSV4Config.tiny(hidden_size=1024, head_dim=72, compress_ratios=(0, 4))
     cfg = ModelConfig.tiny(attention=attention, expert_width=512, num_experts=16)
-    tensors = random_tensors(cfg, 0, drafts=False)
+    tensors = random_tensors(cfg, 0, drafts=0)
     held = sum(value.nbytes for name, value in tensors.items() if name.startswith("layers.1.attn."))
     (tmp_path / "given").mkdir()
     params = load_model(write_folder(tmp_path / "given", tensors, published_config(cfg)))

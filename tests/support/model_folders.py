@@ -104,7 +104,7 @@ def renamed(tensors: Tensors, naming: str, cfg: ModelConfig, widen: bool = True)
             assert place.rows is not None
             fused.setdefault(place.name + suffix, {}).setdefault(place.expert, {})[place.rows[0]] = value
 
-    for name in model_tensors(cfg, drafts=False):
+    for name in model_tensors(cfg, drafts=0):
         value, scale, place = tensors[name], tensors.get(scale_of(name)), place_of(name, naming, cfg)
         put(value.astype(np.float32) if widen and value.dtype != np.int64 else value, place, "")
         if scale is not None:
@@ -139,7 +139,7 @@ def values_of(name: str, tensors: Tensors) -> np.ndarray:
     return codes.astype(np.float32) * per_number(scales.astype(np.float32), codes.shape)
 
 
-def random_tensors(cfg: ModelConfig, seed: int, drafts: bool = True) -> Tensors:
+def random_tensors(cfg: ModelConfig, seed: int, drafts: int = 1) -> Tensors:
     """Return random tensors in the forms of published checkpoints."""
     rng = np.random.default_rng(seed)
     tensors: Tensors = {}

@@ -85,8 +85,8 @@ def draft_tensors(cfg: ModelConfig) -> dict[str, TensorSpec]:
     return block_tensors(cfg, None) | specs | _mix("hc_head", cfg.num_streams, 1, cfg)
 
 
-def model_tensors(cfg: ModelConfig, drafts: bool = True) -> dict[str, TensorSpec]:
-    """Return all tensors of a checkpoint by DeepSeek's names, with those of the draft block or without."""
+def model_tensors(cfg: ModelConfig, drafts: int = 1) -> dict[str, TensorSpec]:
+    """Return all tensors of a checkpoint by DeepSeek's names, without those of the draft block if ``drafts`` is 0."""
     specs = outer_tensors(cfg)
     for layer in range(cfg.num_layers):
         specs |= {f"layers.{layer}.{name}": spec for name, spec in block_tensors(cfg, layer).items()}
