@@ -333,7 +333,8 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     tokens = tokens.at[jnp.arange(len(slots)), accepted].set(following)
     count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.stop_tokens)
-    cache, committed = commit(cache, staged, count, backend=way.backend)  # none past a stop token: the text may go on from it
+    # None past a stop token: the text may go on from it.
+    cache, committed = commit(cache, staged, count, backend=way.backend)
     count = jnp.where(committed, count, 0)
     made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, streams=streams)
     return made, cache, ok & committed
