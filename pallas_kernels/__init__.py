@@ -36,9 +36,11 @@ from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.epilogues.attention import AttentionQueries, attention_queries
 from pallas_kernels.products.epilogues.indexer import IndexerQueries, indexer_queries
 from pallas_kernels.products.epilogues.store import AddTo, Store
+from pallas_kernels.products.experts.epilogues import Gated, OfPicks, Routing
 from pallas_kernels.products.plan import Plan, plan, rows_taken
-from pallas_kernels.products.problem import Epilogue, Needed, Problem, RowsSpec, Unsupported, WeightSpec
+from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.run import run
+from pallas_kernels.router.tiles import RoutedTiles, routed_tiles, tile_rows
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.selection.call import top_k, unsupported_top_k
@@ -60,17 +62,22 @@ __all__ = [
     "AttentionInputs",
     "AttentionQueries",
     "Epilogue",
+    "ExpertsSpec",
+    "Gated",
     "Grants",
     "IndexerQueries",
     "Needed",
     "NewEntries",
     "NewTokens",
+    "OfPicks",
     "OperandRows",
     "PageSizes",
     "Plan",
     "Problem",
     "ProductStreams",
     "RoundedRows",
+    "RoutedTiles",
+    "Routing",
     "RowsSpec",
     "ScoreInputs",
     "SlowKernelsWarning",
@@ -95,8 +102,10 @@ __all__ = [
     "plan",
     "reset_hca",
     "rotate_csa",
+    "routed_tiles",
     "rows_taken",
     "run",
+    "tile_rows",
     "token_parts",
     "token_step",
     "top_k",

@@ -19,6 +19,9 @@ from pallas_kernels.products.epilogues.attention import AttentionQueries
 from pallas_kernels.products.epilogues.both import BothQueries
 from pallas_kernels.products.epilogues.indexer import IndexerQueries
 from pallas_kernels.products.epilogues.store import Store
+from pallas_kernels.products.experts.epilogues import ExpertEpilogue
+from pallas_kernels.products.experts.launch import OfExperts
+from pallas_kernels.products.experts.layout import layout_of, unserved
 from pallas_kernels.products.few.launch import (
     Few,
     Pair,
@@ -29,7 +32,7 @@ from pallas_kernels.products.few.launch import (
 )
 from pallas_kernels.products.many.launch import Many
 from pallas_kernels.products.many.tiling import OUTPUTS, fastest_tiling, tiling_of_heads
-from pallas_kernels.products.problem import Epilogue, Needed, Problem, RowsSpec, Unsupported, WeightSpec
+from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS, TILE
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -60,7 +63,7 @@ class Plan:
 
     problem: Problem
     gpu: GPU
-    kernel: Few | Pair | Many
+    kernel: Few | Pair | Many | OfExperts
     rounds: bool = False  # whether the result, in bf16, is rounded by a launch of its own
 
 
@@ -78,6 +81,8 @@ def rows_taken(problem: Problem, gpu: GPU | None = None) -> RowsSpec:
 
 @functools.cache
 def _plan(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupported:
+    if any(isinstance(weight, ExpertsSpec) for weight in problem.weights):
+        return _experts(problem, gpu)
     found = [_of_weight(problem.rows, weight, gpu) for weight in problem.weights]
     found += [_of_class(problem.rows, weight, gpu, limits) for weight in problem.weights]
     reason = next((one for one in found if one is not None), None)
@@ -248,3 +253,15 @@ def _both(problem: Problem, both: BothQueries, gpu: GPU) -> Plan | Unsupported:
     if isinstance(layout, Unsupported):
         return layout
     return Plan(problem=problem, gpu=gpu, kernel=Few(layout=layout))
+
+
+def _experts(problem: Problem, gpu: GPU) -> Plan | Unsupported:
+    """Return the plan of a product with the experts of a mixture."""
+    (weight, *others), (epilogue, *_) = problem.weights, problem.epilogues
+    if others or not isinstance(weight, ExpertsSpec) or not isinstance(epilogue, ExpertEpilogue):
+        return Unsupported(kind="no kernel", reason="experts have a launch of their own, with an epilogue for experts")
+    if (impossible := epilogue.unsupported(problem.rows.count, weight)) is not None:
+        return impossible
+    if (reason := unserved(problem, weight, epilogue, gpu)) is not None:
+        return Unsupported(kind="no kernel", reason=reason)
+    return Plan(problem=problem, gpu=gpu, kernel=OfExperts(layout=layout_of(weight, epilogue, gpu)))

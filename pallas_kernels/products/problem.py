@@ -93,6 +93,28 @@ class WeightSpec:
         return Spec(self.shape, jnp.float8_e4m3fn), Spec(scales, jnp.float8_e8m0fnu)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec(WeightSpec):
+    """How the weights of all experts of a mixture are stored, of which each tile of rows is multiplied by one.
+
+    ``shape`` is that of one expert, [outputs, inputs].
+    """
+
+    experts: int
+    block: tuple[int, int] | None = (1, 32)
+
+    @property
+    def arrays(self) -> tuple[Spec, ...]:
+        """Pairs of FP4 codes (E2M1, the even input in the low nibble), and their scales, at most 2^9.
+
+        Larger scales give NaN.
+        """
+        assert self.block is not None
+        outputs, inputs = self.shape
+        scales = self.experts, -(-outputs // self.block[0]), -(-inputs // self.block[1])
+        return Spec((self.experts, outputs, inputs // 2), jnp.uint8), Spec(scales, jnp.float8_e8m0fnu)
+
+
 class Epilogue(abc.ABC):
     """What is made of the sums of a product before they are stored. Subclasses are frozen dataclasses.
 

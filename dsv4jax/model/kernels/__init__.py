@@ -1,4 +1,5 @@
 """Implementations of the model's ops that call ``pallas_kernels``, registered as those of layers are.
 
-base  what all of them have in common
+experts  routed experts that are stored in FP4
+base     what all of them have in common
 """

@@ -41,13 +41,18 @@ class XLAExperts(Anywhere):
     ) -> ExpertOutputs:
         rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, picks))
         routed = _routed(rows, flat, experts, cfg)
-        inner = _gated(linear(x, experts.shared_gate_up, x.dtype, backend=backend), cfg).astype(x.dtype)
         return ExpertOutputs(
             routed=routed.reshape(*picks.experts.shape, x.shape[-1]),
-            shared=linear(inner, experts.shared_down, x.dtype, backend=backend),
+            shared=shared_expert(x, experts, cfg, backend),
             experts=picks.experts,
             num_experts=cfg.num_experts,
         )
+
+
+def shared_expert(x: jax.Array, experts: Experts, cfg: ModelConfig, backend: Backend) -> jax.Array:
+    """Return what the shared expert makes of x [..., h], in x's dtype. Its products are the op ``projections``."""
+    inner = _gated(linear(x, experts.shared_gate_up, x.dtype, backend=backend), cfg).astype(x.dtype)
+    return linear(inner, experts.shared_down, x.dtype, backend=backend)
 
 
 def _gated(product: jax.Array, cfg: ModelConfig) -> jax.Array:

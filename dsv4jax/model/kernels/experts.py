@@ -1,0 +1,74 @@
+"""The kernels of experts that are stored in FP4: two launches over tiles of tokens that picked the same expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.kernels.base import register
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.kernels.base import ModelKernels
+from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
+from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts
+from dsv4jax.model.plain.experts import shared_expert
+from dsv4jax.weights.stored import SCALES
+
+
+class ExpertsKernels(ModelKernels):
+    """``pallas_kernels.products`` with the weights of experts. The shared one's products are the op ``projections``."""
+
+    def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
+        routing = _routing(1, cfg)
+        for weight, epilogue in ((weights.gate_up, pk.Gated), (weights.down, pk.OfPicks)):
+            if not isinstance(weight, StoredExperts) or not weight.is_fp4 or weight.scales.dtype != SCALES:
+                return "experts must be stored in FP4, with scales in E8M0"
+            found = _plan(weight, epilogue(routing=routing), dtype)
+            if isinstance(found, pk.Unsupported):
+                return found.reason
+        return None
+
+    def mix(
+        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
+    ) -> ExpertOutputs:
+        rows, numbers = x.reshape(-1, x.shape[-1]), picks.experts.reshape(-1, cfg.experts_per_token)
+        gains = picks.weights.reshape(-1).astype(jnp.float32)
+        weights = experts.gate_up, experts.down
+        rows, gains, (gate_up, down) = self.without_derivative(EXPERTS, (rows, gains, weights))
+        routing = _routing(rows.shape[0], cfg)
+        routed = pk.routed_tiles(numbers, cfg.num_experts, routing.rows)
+        lists = routed.pairs, routed.tiles, routed.count
+        inner = self._product(rows, gate_up, pk.Gated(routing=routing, limit=cfg.swiglu_limit), *lists, gains)
+        outputs = self._product(inner, down, pk.OfPicks(routing=routing), *lists)
+        return ExpertOutputs(
+            routed=outputs.reshape(*picks.experts.shape, x.shape[-1]),
+            shared=shared_expert(x, experts, cfg, backend),
+            experts=picks.experts,
+            num_experts=cfg.num_experts,
+        )
+
+    def _product(self, x: jax.Array, weight: Any, epilogue: Any, *extras: jax.Array) -> jax.Array:
+        plan = _plan(weight, epilogue, x.dtype)
+        if isinstance(plan, pk.Unsupported):
+            raise ValueError(f"no kernel serves this product: {plan.reason}")
+        (made,) = self.kernels.run(plan, x, [(weight.codes, weight.scales)], *extras, **self.options)
+        return made
+
+
+def _routing(tokens: int, cfg: ModelConfig) -> pk.Routing:
+    picks, experts = cfg.experts_per_token, cfg.num_experts
+    return pk.Routing(tokens=tokens, picks=picks, experts=experts, rows=pk.tile_rows(tokens, picks, experts))
+
+
+def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsupported:
+    assert isinstance(weight, StoredExperts)
+    experts, *shape = weight.shape
+    spec = pk.ExpertsSpec(experts=experts, shape=tuple(shape), block=weight.block, activations=weight.activations)
+    rows = pk.RowsSpec(count=epilogue.x_rows, width=spec.inputs, dtype=dtype)
+    return pk.plan(pk.Problem(rows=rows, weights=(spec,), epilogues=(epilogue,)))
+
+
+register(EXPERTS, ExpertsKernels)

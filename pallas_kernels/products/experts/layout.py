@@ -1,0 +1,170 @@
+"""How experts' products are divided: units of work, the blocks that compute them, and the memory of a block.
+
+A unit is a tile of rows and 256 outputs of its expert, in two boxes of 128 adjacent ones. Every warpgroup multiplies
+all inputs of its 64 or 128 outputs, in the same order whatever the tile's size is. So the sums of a row do not depend
+on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_kernels.activations import PlainRows
+from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
+from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.target import GPU
+from pallas_kernels.products.experts.epilogues import ExpertEpilogue
+from pallas_kernels.products.problem import ExpertsSpec, Needed, Problem
+
+BOXES, BOX = 2, 128  # boxes of a unit's outputs, and outputs of a box
+OUTPUTS = BOXES * BOX
+PART = 64  # outputs that a warpgroup multiplies at once
+HALF = 128  # inputs of which a lane has 16 bytes of FP4
+SCALE_INPUTS = 32
+SCALE_BYTES = 16  # of an output, that are copied together
+SCALED = SCALE_BYTES * SCALE_INPUTS  # inputs that have them
+TILE_ROWS = (8, 16, 32, 64, 128)
+GATHERERS = 2  # warps that copy rows of x
+_FEW_ROWS = 64  # up to which there are registers for four multiplying warpgroups
+_ALIGNMENT, _BARRIER_BYTES = 1024, 16
+# Rows of x that were copied are shown when the copy of the next chunk is started, and a chunk is left after the first
+# product of the next one. So with two stages everybody would wait.
+_LEAST_STAGES, _MOST_STAGES = 3, 6
+_TABLE_BYTES = 12  # of a row
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The division of a product."""
+
+    gpu: GPU
+    weight: ExpertsSpec
+    epilogue: ExpertEpilogue
+    stages: int  # chunks in shared memory
+    blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.epilogue.routing.rows
+
+    @property
+    def warpgroups(self) -> int:
+        """That multiply."""
+        return 4 if self.rows <= _FEW_ROWS else 2
+
+    @property
+    def warps(self) -> int:
+        """That multiply."""
+        return self.warpgroups * WARPGROUP // WARP
+
+    @property
+    def parts(self) -> int:
+        """Of a warpgroup, of 64 outputs each."""
+        return OUTPUTS // PART // self.warpgroups
+
+    @property
+    def inputs(self) -> int:
+        """Of a chunk."""
+        return 2 * HALF if self.rows <= _FEW_ROWS else HALF
+
+    @property
+    def halves(self) -> int:
+        """Of a chunk."""
+        return self.inputs // HALF
+
+    @property
+    def row_bytes(self) -> int:
+        """Codes of an output in a chunk."""
+        return self.inputs // 2
+
+    @property
+    def chunks(self) -> int:
+        return self.weight.inputs // self.inputs
+
+    @property
+    def scaled_chunks(self) -> int:
+        """Chunks whose scales are copied together."""
+        return SCALED // self.inputs
+
+    @property
+    def units(self) -> int:
+        """Of a tile."""
+        return self.weight.outputs // OUTPUTS
+
+    @property
+    def second(self) -> int:
+        """Distance of the outputs of the second box from those of the first."""
+        return self.weight.outputs // 2 if self.epilogue.is_gated else BOX
+
+    @property
+    def unit_outputs(self) -> int:
+        """Distance of the first outputs of adjacent units."""
+        return BOX if self.epilogue.is_gated else OUTPUTS
+
+    @property
+    def scale_slots(self) -> int:
+        """Places for scales.
+
+        They are filled with the first of their chunks, when the chunk ``stages`` before it was left.
+        """
+        return -(-(self.stages + self.scaled_chunks - 1) // self.scaled_chunks)
+
+    @property
+    def table_slots(self) -> int:
+        """Places for what is known of a unit's rows.
+
+        They are filled before the unit's first chunk, when the chunk ``stages`` + 1 before it was left at least. Those
+        who multiply use them until they begin the next unit.
+        """
+        return 1 + -(-(self.stages + 1) // self.chunks)
+
+    @property
+    def shared_bytes(self) -> int:
+        stage = OUTPUTS * self.row_bytes + self.rows * self.inputs * 2 + _BARRIER_BYTES
+        scales = self.scale_slots * OUTPUTS * SCALE_BYTES
+        return self.stages * stage + scales + self.table_slots * self.rows * _TABLE_BYTES + 2 * _ALIGNMENT
+
+    @property
+    def fits(self) -> bool:
+        return self.shared_bytes + SCRATCH_BYTES <= self.gpu.shared_bytes
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(blocks=(self.blocks,), warpgroups=self.warpgroups + 1, shared_bytes=self.shared_bytes)
+
+
+def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> Layout:
+    """Return the division of a product, with as many stages as fit."""
+    most = epilogue.routing.shapes.tiles.shape[0] * (weight.outputs // OUTPUTS)
+    for stages in range(_MOST_STAGES, _LEAST_STAGES - 1, -1):
+        found = Layout(
+            gpu=gpu, weight=weight, epilogue=epilogue, stages=stages, blocks=min(gpu.multiprocessors, max(most, 1))
+        )
+        if found.fits:
+            return found
+    raise AssertionError(f"{_LEAST_STAGES} stages of tiles of {epilogue.routing.rows} rows fit into shared memory")
+
+
+def unserved(problem: Problem, weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> str | None:
+    """Return why the kernel does not serve a product, or None if it does."""
+    (outputs, inputs), rows, routing = weight.shape, problem.rows, epilogue.routing
+    if gpu.architecture != "sm90":
+        return "the GPU is no Hopper"
+    if weight.block != (1, SCALE_INPUTS):
+        return f"experts must be FP4 with blocks of (1, {SCALE_INPUTS}), got {weight.block}"
+    if weight.activations != "bf16":
+        return f"experts multiply rows as they are, got activations={weight.activations!r}"
+    if outputs % OUTPUTS or inputs % SCALED:
+        return f"experts must have a multiple of {OUTPUTS} outputs and {SCALED} inputs, got {weight.shape}"
+    if rows.kind is not PlainRows or jnp.dtype(rows.dtype) != jnp.bfloat16:
+        return f"rows must be plain and bfloat16, got {rows.kind.__name__} of {jnp.dtype(rows.dtype)}"
+    if routing.rows not in TILE_ROWS:
+        return f"tiles must have one of {TILE_ROWS} rows, got {routing.rows}"
+    if routing.experts != weight.experts:
+        return f"tiles are of {routing.experts} experts, the weight has {weight.experts}"
+    if problem.needed is not Needed.ALL:
+        return "padding is in no tile, so needed must be Needed.ALL"
+    return None

@@ -1,0 +1,379 @@
+"""Experts' products on Hopper: codes of the weights are copied as they are, and widened in registers.
+
+    sums [outputs, rows of x] = weight [outputs, inputs] x^T
+
+A lane holds 16 adjacent bytes of each output's half of a chunk, which have the same scale. They enter eight steps of a
+product 4 numbers at a time: two in the first half of the step's inputs and two in the second. So rows of x are stored
+in that order: of each 128 numbers, four quarters of 16 pairs, pair p of quarter q is pair 4 p + q.
+
+One warpgroup loads. One of its warps starts the copies of the weights. Others copy the rows of x, which are anywhere,
+pair by pair, and leave in a table what is known of them. The other warpgroups multiply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.pipeline import Pipeline
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, TileCopy
+from pallas_kernels.language.values import Index, Value
+from pallas_kernels.products.experts.epilogues import PairSums
+from pallas_kernels.products.experts.layout import (
+    BOX,
+    BOXES,
+    GATHERERS,
+    OUTPUTS,
+    PART,
+    SCALE_BYTES,
+    SCALE_INPUTS,
+    Layout,
+)
+
+_QUAD, _EIGHT = 4, 8
+_WARPS = WARPGROUP // WARP
+_REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
+_UNIT = 16  # bytes
+_PART_ROWS = PART // BOXES  # rows of a box that a warpgroup multiplies at once
+_STEP_WORDS = 4  # of a left operand
+_QUARTER_BYTES = 128  # of a row of x, which a product multiplies
+# E2M1 moved into the bits of a bf16 means the number times 2^-126. Weights are times 2^-8 beside that until they are
+# summed, so that scales up to 2^9 can be served.
+_LESS = 8
+_MOVED = 126 - _LESS
+_KEPT = 0x81C081C0 - (1 << 32)  # of two such bf16: the sign, and the three bits of exponent and fraction
+_TWICE = 0x00800080  # puts an exponent in its place in two bf16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertInputs:
+    """The arrays of a product, or their buffers."""
+
+    x: Any  # bf16 [rows, inputs]
+    codes: Any  # uint8 [experts * outputs, inputs / 2]
+    scales: Any  # uint8 [experts * outputs, inputs / 32]
+    pairs: Any  # as ``RoutedTiles``
+    tiles: Any
+    count: Any
+    weights: Any  # f32 [pairs], None where the epilogue takes none
+
+
+def body(machine: TensorCores, inputs: ExpertInputs, out: Buffer, *, layout: Layout) -> None:
+    """Compute a block's units."""
+    block = _Block.take(machine, inputs, layout)
+    multiplying, loading = _REGISTERS[layout.warpgroups]
+    machine.roles(
+        Role(warpgroups=layout.warpgroups, registers=multiplying, body=lambda: block.multiply(out)),
+        Role(warpgroups=1, registers=loading, body=block.load),
+    )
+
+
+def widen(machine: TensorCores, word: Value, factor: Value) -> list[Value]:
+    """Widen eight codes of FP4 to four words of two adjacent bf16.
+
+    Args:
+      machine: of the values.
+      word: the codes, the first in the low bits.
+      factor: two equal bf16, 2^(126 - 8) times the scale: see ``factor_of``.
+
+    Returns:
+      The numbers times scale and 2^-8.
+    """
+    # Of each byte the low code comes from a word in which it is where the high one is. Both get a byte of their sign.
+    low = word << 4
+    selectors = [i | (8 | i) << 4 | (4 | i) << 8 | (12 | i) << 12 for i in range(4)]
+    pairs = [machine.permute_bytes(low, word, selector) << 2 & _KEPT for selector in selectors]
+    return [machine.multiply_bf16(pair, factor) for pair in pairs]
+
+
+def factor_of(byte: Value) -> Value:
+    """Return what ``widen`` multiplies by for a scale in E8M0. For one above 2^9 it is infinite, and 0 gives NaN."""
+    return byte.minimum(255 - _MOVED) * _TWICE + _MOVED * _TWICE
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Block:
+    """A block, from the view of one of its lanes."""
+
+    machine: TensorCores
+    inputs: ExpertInputs
+    layout: Layout
+    codes: Shared  # u8 [stages, boxes, outputs of a box, bytes]
+    x: Tile  # a copy per stage
+    scales: Shared  # u8 [slots, boxes, outputs of a box, bytes]
+    sources: Shared  # i32 [slots, rows] of a unit: the row of x, -1 for none
+    targets: Shared  # i32 [slots, rows] the row that is stored to, -1 for none
+    weights: Shared  # f32 [slots, rows]
+    pipe: Pipeline
+
+    @classmethod
+    def take(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> _Block:
+        """Take shared memory, and initialise the barriers."""
+        size = layout.stages * OUTPUTS * layout.row_bytes
+        shape = layout.stages, BOXES, BOX, layout.row_bytes
+        codes = Shared(machine, machine.take_shared(size, alignment=1024), shape, "u8")
+        x = Tile.take(machine, layout.rows, layout.inputs * 2, copies=layout.stages)
+        scales = layout.scale_slots, BOXES, BOX, SCALE_BYTES
+        at = machine.take_shared(layout.scale_slots * OUTPUTS * SCALE_BYTES, alignment=128)
+        table = layout.table_slots, layout.rows
+        full = Barrier.take(machine, 1 + GATHERERS, copies=layout.stages)
+        free = Barrier.take(machine, layout.warps, copies=layout.stages)
+        init_barriers(full, free)
+        return cls(
+            machine=machine,
+            inputs=inputs,
+            layout=layout,
+            codes=codes,
+            x=x,
+            scales=Shared(machine, at, scales, "u8"),
+            sources=Shared.take(machine, table, "i32"),
+            targets=Shared.take(machine, table, "i32"),
+            weights=Shared.take(machine, table, "f32"),
+            pipe=Pipeline(full=full, free=free),
+        )
+
+    def units(self) -> Value:
+        """Return how many units the block has: every ``blocks``-th from the block's number on."""
+        total = self.inputs.count.load_int(0) * self.layout.units
+        return (total + (self.layout.blocks - 1) - self.machine.block(0)) // self.layout.blocks
+
+    def place(self, unit: Value) -> tuple[Value, Value]:
+        """Return the number of a unit's tile, and its number among those of the tile."""
+        number = unit * self.layout.blocks + self.machine.block(0)
+        return number // self.layout.units, number % self.layout.units
+
+    # The warpgroup that loads.
+    def load(self) -> None:
+        """Copy all chunks of all units."""
+        machine, layout, pipe = self.machine, self.layout, self.pipe
+        warp = machine.thread % WARPGROUP // WARP
+        gathers = warp >= _WARPS - GATHERERS
+        gatherer = warp - (_WARPS - GATHERERS)
+        units = self.units()
+
+        def one(unit: Value, _: None) -> None:
+            tile, part = self.place(unit)
+            expert = self.inputs.tiles.load_int(tile, 0)
+            output = expert * layout.weight.outputs + part * layout.unit_outputs
+            with machine.when(gathers):
+                self._find_rows(unit, tile, gatherer)
+
+            def of_chunk(chunk: Value, _: None) -> None:
+                number = unit * layout.chunks + chunk
+                stage = pipe.acquire(number)
+                with machine.when(warp == 0):
+                    self._copy_weights(number, output, chunk)
+                with machine.when(gathers):
+                    self._copy_rows(unit, chunk, stage, gatherer)
+                    machine.close_copies()
+                    machine.wait_copies(pending=1)
+                    machine.fence_shared()
+                    pipe.full.copy((number - 1).maximum(0) % layout.stages).arrive(number > 0)
+
+            machine.loop(layout.chunks, of_chunk)
+
+        machine.loop(units, one)
+        with machine.when(gathers):
+            machine.wait_copies()
+            machine.fence_shared()
+            pipe.full.copy((units * layout.chunks - 1).maximum(0) % layout.stages).arrive(units > 0)
+
+    def _copy_weights(self, number: Value, output: Value, chunk: Value) -> None:
+        """Start the copies of a chunk's codes, and of the scales with the first chunk that has them."""
+        machine, layout = self.machine, self.layout
+        stage, full = number % layout.stages, self.pipe.full
+        slot = number // layout.scaled_chunks % layout.scale_slots
+        rows = [output + box * layout.second for box in range(BOXES)]
+        column = chunk * layout.row_bytes
+        of_codes = [
+            TileCopy(
+                source=self.inputs.codes,
+                row=row,
+                column=column,
+                to=self.codes.address_of(stage, box, 0, 0),
+                rows=BOX,
+                row_bytes=layout.row_bytes,
+                swizzle=layout.row_bytes,
+            )
+            for box, row in enumerate(rows)
+        ]
+        of_scales = [
+            TileCopy(
+                source=self.inputs.scales,
+                row=row,
+                column=chunk // layout.scaled_chunks * SCALE_BYTES,
+                to=self.scales.address_of(slot, box, 0, 0),
+                rows=BOX,
+                row_bytes=SCALE_BYTES,
+                swizzle=0,
+            )
+            for box, row in enumerate(rows)
+        ]
+        is_first = chunk % layout.scaled_chunks == 0
+        with machine.when(is_first):
+            full.copy(stage).fill(*of_scales, *of_codes)
+        with machine.when(chunk % layout.scaled_chunks != 0):
+            full.copy(stage).fill(*of_codes)
+
+    def _find_rows(self, unit: Value, tile: Value, gatherer: Value) -> None:
+        """Leave in the table what is known of this warp's rows of a unit."""
+        machine, layout, inputs, epilogue = self.machine, self.layout, self.inputs, self.layout.epilogue
+        slot, mine = unit % layout.table_slots, layout.rows // GATHERERS
+        first, count = inputs.tiles.load_int(tile, 1), inputs.tiles.load_int(tile, 2)
+        for start in range(0, mine, WARP):
+            n = machine.thread % WARP + start
+            row = gatherer * mine + n
+            here = True if start + WARP <= mine else n < mine
+            place = first + row
+            there = row < count if here is True else (row < count) & here
+            pair = inputs.pairs.load_int(place, where=there)
+            none = machine.constant(-1, "i32")
+            self.sources.store_int(machine.select(there, epilogue.source(place, pair), none), slot, row, where=here)
+            self.targets.store_int(machine.select(there, epilogue.target(place, pair), none), slot, row, where=here)
+            if inputs.weights is not None:
+                weight = inputs.weights.load_floats(pair, count=1, where=there)
+                self.weights.store_floats(weight, slot, row, where=here)
+        machine.barrier("warp")
+
+    def _copy_rows(self, unit: Value, chunk: Value, stage: Index, gatherer: Value) -> None:
+        """Start to copy a chunk of this warp's rows of x, in words of 4 bytes.
+
+        Eight lanes read adjacent words of a quarter. So a warp reads whole sectors, and writes to all banks.
+        """
+        machine, layout, x = self.machine, self.layout, self.inputs.x
+        slot, mine = unit % layout.table_slots, layout.rows // GATHERERS
+        lane = machine.thread % WARP
+        quarter, of_eight = lane // _EIGHT, lane % _EIGHT
+        tile = self.x.copy(stage)
+        row_bytes = x.shape[1] * 2
+        address = x.address + machine.widen(chunk * (layout.inputs * 2) + quarter * 64 + of_eight * 4)
+        atoms = layout.inputs * 2 // 128
+
+        def some(group: Index, rows: int) -> None:
+            for n in range(rows):
+                row = gatherer * mine + group * _EIGHT + n
+                source = self.sources.load_int(slot, row)
+                there = source >= 0
+                start = address + machine.widen(source) * row_bytes
+                in_atom = row % _EIGHT
+                to = tile.offset + row // _EIGHT * (atoms * 1024) + in_atom * 128 + (of_eight ^ in_atom) * 16
+                to = to + quarter * 4
+                for half in range(layout.halves):
+                    for further in range(2):
+                        atom = 2 * half + further
+                        machine.copy_async(to + atom * 1024, start + (half * 256 + further * 32), there, size=4)
+
+        if mine <= _EIGHT:
+            some(0, mine)
+        else:
+            machine.loop(mine // _EIGHT, lambda group, _: some(group, _EIGHT))
+
+    # Those that multiply.
+    def multiply(self, out: Buffer) -> None:
+        """Multiply all units of the block."""
+        machine, layout, pipe = self.machine, self.layout, self.pipe
+        warpgroup, warp = machine.thread // WARPGROUP, machine.thread % WARPGROUP // WARP
+        lane = machine.thread % WARP
+        eighth, place = lane // _QUAD, lane % _QUAD
+        # Adjacent lanes of a product's column of lanes read rows of codes that are in other banks.
+        if layout.row_bytes == 128:
+            of_warp, distance = eighth % 2 * 4 + eighth // 2, 8
+            swizzled = place ^ of_warp
+        else:
+            of_warp, distance = eighth, 4
+            swizzled = place ^ of_warp // 2
+        row = warpgroup * (layout.parts * _PART_ROWS) + warp * _EIGHT + of_warp  # of a box, for the first part
+        at = row * layout.row_bytes + swizzled * _UNIT
+
+        def codes_of(stage: Index, half: int) -> list[list[list[Value]]]:
+            """Load the codes of a half of a chunk: of each part the words of both outputs."""
+            start = self.codes.address_of(stage, 0, 0, 0) + (at ^ half * 64 if half else at)
+            return [
+                [
+                    machine.load_shared(start + (box * BOX + part * _PART_ROWS) * layout.row_bytes, _UNIT)
+                    for box in range(BOXES)
+                ]
+                for part in range(layout.parts)
+            ]
+
+        def factors_of(number: Value, half: int) -> list[list[Value]]:
+            slot = number // layout.scaled_chunks % layout.scale_slots
+            byte = number % layout.scaled_chunks * (layout.inputs // SCALE_INPUTS) + place + half * _QUAD
+            return [
+                [factor_of(self.scales.load_int(slot, box, row + part * _PART_ROWS, byte)) for box in range(BOXES)]
+                for part in range(layout.parts)
+            ]
+
+        def one(unit: Value, _: None) -> None:
+            def of_chunk(chunk: Value, carry: tuple[list[list[Value]], list[Value]]) -> Any:
+                sums, held = carry
+                number = unit * layout.chunks + chunk
+                stage = pipe.wait(number)
+                x = self.x.copy(stage)
+                is_first = True
+                for half in range(layout.halves):
+                    codes, factors = codes_of(stage, half), factors_of(number, half)
+                    for quarter in range(2):
+                        right = x.k_major((2 * half + quarter) * _QUARTER_BYTES, _QUARTER_BYTES)
+                        for part in range(layout.parts):
+                            words = self._operand(codes[part], factors[part], quarter)
+                            sums = list(sums)
+                            sums[part] = machine.wgmma(sums[part], words, right, columns=layout.rows, dtype="bf16")
+                            machine.wgmma_wait([], pending=1)
+                            machine.hold(held)  # no register of an operand is used again before
+                            held = words
+                            if is_first:
+                                pipe.release((number - 1).maximum(0), where=chunk > 0)
+                                is_first = False
+                return sums, held
+
+            zero, nothing = machine.constant(0.0, "f32"), machine.constant(0, "i32")
+            sums = [[zero] * (layout.rows // 2)] * layout.parts
+            sums, held = machine.loop(layout.chunks, of_chunk, (sums, [nothing] * (4 * _STEP_WORDS)))
+            sums = [machine.wgmma_wait(each) for each in sums]
+            machine.hold(held)
+            pipe.release(unit * layout.chunks + (layout.chunks - 1))
+            self._store(unit, row, of_warp, distance, sums, out)
+
+        machine.loop(self.units(), one)
+
+    def _operand(self, codes: list[list[Value]], factors: list[Value], quarter: int) -> list[Value]:
+        """Return a quarter of two outputs' words as the left operand of four steps."""
+        machine, words = self.machine, []
+        for n in (2 * quarter, 2 * quarter + 1):
+            one, other = (widen(machine, word[n], factor) for word, factor in zip(codes, factors, strict=True))
+            for step in (0, 2):
+                words += [one[step], other[step], one[step + 1], other[step + 1]]
+        return words
+
+    def _store(
+        self, unit: Value, row: Value, of_warp: Value, distance: int, sums: list[list[Value]], out: Buffer
+    ) -> None:
+        """Store what is made of a unit's sums."""
+        machine, layout = self.machine, self.layout
+        _, number = self.place(unit)
+        slot, column = unit % layout.table_slots, machine.thread % _QUAD * 2
+        is_odd = of_warp % 2 == 1
+        odd = machine.select(is_odd, machine.constant(1, "i32"), machine.constant(0, "i32"))
+        rows = []
+        for first in range(0, layout.rows, _EIGHT):
+            target = self.targets.load_int(slot, column + odd + first)
+            weights = [] if self.inputs.weights is None else self.weights.load_floats(slot, column + first, count=2)
+            rows.append((target, weights))
+        for part, of_part in enumerate(sums):
+            mine = PairSums(
+                machine,
+                [value * 2.0**_LESS for value in of_part],
+                number * layout.unit_outputs + row + part * _PART_ROWS,
+                layout.second,
+                is_odd,
+                distance,
+            )
+            layout.epilogue.store(mine, rows, out)

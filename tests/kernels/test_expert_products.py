@@ -1,0 +1,136 @@
+"""Products with experts that are stored in FP4: against float64, whatever else is in the batch, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels.language.target import BLACKWELL, HOPPER
+from pallas_kernels.products.experts.layout import TILE_ROWS
+from tests.support.cases import first_of
+from tests.support.expert_cases import Experts
+from tests.support.machines import MACHINES
+
+machines = pytest.mark.parametrize("simulate", MACHINES)
+CASES = {
+    "few tokens": Experts(tokens=5, padding=1),
+    "full tiles": Experts(tokens=16, one=True, hidden=1024, width=1024, stages=3),
+    "many stages": Experts(tokens=3, hidden=1024, blocks=1, stages=3),
+    "one expert": Experts(tokens=21, picks=1, one=True, rows=16),
+    "empty experts": Experts(tokens=2, picks=1, experts=9, blocks=7),
+    "tiles of 32": Experts(tokens=40, picks=1, rows=32, padding=3),
+    "tiles of 64": Experts(tokens=30, rows=64, limit=0.0),
+    "tiles of 128": Experts(tokens=70, rows=128, blocks=3),
+    "padding alone": Experts(tokens=2, padding=2),
+}
+cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=9), ids=list(CASES))
+
+
+def _through_bf16(x: np.ndarray) -> np.ndarray:
+    return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+@machines
+@cases
+def test_outputs_of_picks(case: Experts, simulate: bool):
+    """Sums of exact products, whose f32 rounding is far below 2^-17 of the magnitudes; results are rounded to bf16."""
+    case = dataclasses.replace(case, hidden=512)
+    found = case.run_down(simulate=simulate).reshape(-1, case.hidden)
+    for place, pair in enumerate(case.order):
+        want, magnitude = case.sums(case.inner[place : place + 1], case.down, case.picked.reshape(-1)[pair])[:, 0]
+        assert np.all(np.abs(found[pair] - want) <= 2.0**-17 * magnitude + 2.0**-8 * np.abs(want))
+    padding = np.setdiff1d(np.arange(found.shape[0]), case.order)
+    assert not simulate or np.isnan(found[padding]).all()  # nobody wrote there
+
+
+@machines
+@cases
+def test_gated_rows(case: Experts, simulate: bool):
+    """Gate and up are rounded to bf16, perhaps to a neighbour of what float64 gives if that is nearly between two."""
+    case = dataclasses.replace(case, width=256)
+    found = case.run_gate_up(simulate=simulate)
+    gains, limit = case.gains.reshape(-1).astype(np.float64), case.limit or np.inf
+    for place, pair in enumerate(case.order):
+        row = case.x[pair // case.picks][None]
+        sums, magnitude = case.sums(row, case.gate_up, case.picked.reshape(-1)[pair])[:, 0]
+        bounds = [np.split(_through_bf16(sums + sign * 2.0**-17 * magnitude), 2) for sign in (-1, 1)]
+        made = []  # of every combination of the roundings that there can be
+        for gate, up in itertools.product(*zip(*bounds, strict=True)):
+            gate = np.minimum(gate, limit)
+            made.append(gate / (1 + np.exp(-gate)) * np.clip(up, -limit, limit) * gains[pair])
+        low, high = np.min(made, 0), np.max(made, 0)
+        slack = 2.0**-8 * np.maximum(np.abs(low), np.abs(high))
+        assert np.all((found[place] >= low - slack) & (found[place] <= high + slack))
+    assert not simulate or np.isnan(found[len(case.order) :]).all()
+
+
+@machines
+@pytest.mark.parametrize("rows", TILE_ROWS)
+def test_a_token_has_the_same_bits_alone_and_among_others(rows: int, simulate: bool):
+    """In tiles of every size, at every place, and beside tokens with NaN."""
+    many = Experts(tokens=37, picks=1, experts=2, one=True, width=128, rows=rows)
+    x = many.x.copy()
+    x[1::2] = np.nan
+    found = many.run_gate_up(x, simulate=simulate)
+    assert np.isnan(found[1::2]).all()
+    alone = dataclasses.replace(many, tokens=1, rows=8)
+    for token in (0, 10, 36):
+        of_token = slice(token, token + 1)
+        (one,) = alone.run_gate_up(x[of_token], many.gains[of_token], simulate=simulate)
+        np.testing.assert_array_equal(found[token], one)
+
+
+@machines
+def test_scales_from_the_smallest_to_the_largest(simulate: bool):
+    """Sums of one number each are exact. A scale above 2^9 gives NaN or infinity, and no number."""
+    case = Experts(tokens=1, picks=1, experts=1, hidden=256)
+    inner = np.zeros((1, case.width), ml_dtypes.bfloat16)
+    inner[0, ::32] = 1.0  # the first of each that have a scale
+    codes = np.zeros((1, case.hidden, case.width // 2), np.uint8)
+    scales = np.zeros((1, case.hidden, case.width // 32), np.uint8)
+    output = np.arange(case.hidden)
+    exponents = np.array([10, 60, 127, 136], np.uint8)[output % 4]
+    codes[0, output, output % 16 * 16] = 0x05  # 3
+    scales[0, output, output % 16] = exponents
+    scales[0, 1, 1] = 137
+    (found,) = case.run_down(inner, (codes, scales.view(ml_dtypes.float8_e8m0fnu)), simulate=simulate)[0]
+    assert not np.isfinite(found[1])
+    want = 3.0 * 2.0 ** (exponents.astype(np.float64) - 127)
+    np.testing.assert_array_equal(np.delete(found, 1), np.delete(want, 1).astype(np.float32))
+
+
+def _unserved(gpu=HOPPER, *, spec: dict | None = None, rows: dict | None = None, routing: dict | None = None) -> str:
+    of = pk.Routing(**({"tokens": 3, "picks": 2, "experts": 4, "rows": 8} | (routing or {})))
+    weight = pk.ExpertsSpec(**({"experts": 4, "shape": (1024, 512)} | (spec or {})))
+    of_rows: dict[str, Any] = {"count": 3, "width": weight.inputs} | (rows or {})
+    given = pk.RowsSpec(**of_rows)
+    found = pk.plan(pk.Problem(rows=given, weights=(weight,), epilogues=(pk.Gated(routing=of),)), gpu)
+    assert isinstance(found, pk.Unsupported)
+    return found.reason
+
+
+def test_what_has_no_kernel_is_refused_by_name():
+    assert "multiple of 256 outputs and 512 inputs, got (1024, 256)" in _unserved(spec={"shape": (1024, 256)})
+    assert "multiple of 256 outputs and 512 inputs, got (896, 512)" in _unserved(spec={"shape": (896, 512)})
+    assert "blocks of (1, 32), got (128, 128)" in _unserved(spec={"block": (128, 128)})
+    assert "got activations='fp8'" in _unserved(spec={"activations": "fp8"})
+    assert "plain and bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
+    assert "got 24" in _unserved(routing={"rows": 24})
+    assert "tiles are of 5 experts, the weight has 4" in _unserved(routing={"experts": 5})
+    assert "expected 3 rows" in _unserved(rows={"count": 4})
+    assert "no Hopper" in _unserved(BLACKWELL)
+    store = pk.Problem(
+        rows=pk.RowsSpec(count=3, width=512),
+        weights=(pk.ExpertsSpec(experts=4, shape=(1024, 512)),),
+        epilogues=(pk.Store(),),
+    )
+    found = pk.plan(store, HOPPER)
+    assert isinstance(found, pk.Unsupported)
+    assert "an epilogue for experts" in found.reason

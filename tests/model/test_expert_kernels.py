@@ -1,0 +1,88 @@
+"""The kernels of experts give what the op in plain JAX gives, and say what they do not serve."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dsv4jax as d4
+from dsv4jax.model import ModelConfig, Picks
+from dsv4jax.model.ops import EXPERTS
+from dsv4jax.model.params import Experts, StoredExperts
+from tests.support.machines import BACKENDS
+from tests.support.models import relative_rms
+
+CFG = ModelConfig.tiny(attention=d4.DSV4Config.tiny(hidden_size=512), expert_width=512, num_experts=4)
+KEY = jax.random.key(0)
+
+
+def stored(outputs: int, inputs: int, seed: int) -> StoredExperts:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (CFG.num_experts, outputs, inputs // 2), np.uint8)
+    scales = rng.integers(118, 122, (CFG.num_experts, outputs, inputs // 32), np.uint8)
+    scales = jax.device_put(scales.view(ml_dtypes.float8_e8m0fnu))
+    return StoredExperts(codes=jnp.asarray(codes), scales=scales, block=(1, 32))
+
+
+def experts(**changes: Any) -> Experts:
+    width, hidden = CFG.expert_width, CFG.hidden_size
+    shared = [
+        jax.random.normal(key, shape, jnp.bfloat16) / 32
+        for key, shape in zip(jax.random.split(KEY), ((2 * width, hidden), (hidden, width)), strict=True)
+    ]
+    found = Experts(
+        gate_up=stored(2 * width, hidden, 1),
+        down=stored(hidden, width, 2),
+        shared_gate_up=shared[0],
+        shared_down=shared[1],
+    )
+    return dataclasses.replace(found, **changes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_in_kernels(backend):
+    """Both round what they hand on to bf16, after sums in another order: their outputs differ by some 2^-9."""
+    rng = np.random.default_rng(0)
+    picked = np.sort(np.argsort(rng.random((2, 3, CFG.num_experts)), -1)[..., : CFG.experts_per_token], -1)
+    picked[1, 2] = CFG.num_experts
+    picks = Picks(experts=jnp.asarray(picked, jnp.int32), weights=jnp.asarray(rng.random(picked.shape), jnp.float32))
+    x = jax.random.normal(KEY, (2, 3, CFG.hidden_size), jnp.bfloat16).at[1, 2].set(jnp.nan)
+
+    def mix(backend: str) -> Any:
+        run = jax.jit(lambda x, picks, experts: EXPERTS[backend].mix(x, picks, experts, CFG))
+        return run(x, picks, experts())
+
+    found, want = mix(backend), mix("xla")
+    assert found.routed.dtype == found.shared.dtype == jnp.bfloat16
+    is_pick = np.asarray(want.experts) < CFG.num_experts
+    one, other = (np.asarray(each.routed, np.float32)[is_pick] for each in (found, want))
+    assert relative_rms(one, other) < 2**-7
+    for token in np.argwhere(is_pick.any(-1)):
+        one, other = (np.asarray(each.sum(), np.float32)[tuple(token)] for each in (found, want))
+        assert relative_rms(one, other) < 2**-7
+
+
+def test_what_kernels_of_experts_do_not_serve():
+    unsupported = EXPERTS["pallas_simulated"].unsupported
+    assert unsupported(CFG, experts(), jnp.bfloat16) is None
+    assert "plain and bfloat16" in str(unsupported(CFG, experts(), jnp.float32))
+    wide = jnp.zeros((CFG.num_experts, CFG.hidden_size, CFG.expert_width), jnp.bfloat16)
+    assert "must be stored in FP4" in str(unsupported(CFG, experts(down=wide), jnp.bfloat16))
+    rounded = dataclasses.replace(stored(CFG.hidden_size, CFG.expert_width, 1), activations="fp8")
+    assert "activations='fp8'" in str(unsupported(CFG, experts(down=rounded), jnp.bfloat16))
+    with pytest.raises(ValueError, match="cannot serve experts: experts must be stored in FP4"):
+        EXPERTS.choose("pallas_simulated", CFG, experts(down=wide), jnp.bfloat16)
+
+
+def test_kernels_of_experts_have_no_derivative():
+    picks = Picks(experts=jnp.zeros((1, 3), jnp.int32), weights=jnp.ones((1, 3)))
+
+    def total(x: jax.Array) -> jax.Array:
+        return EXPERTS["pallas_simulated"].mix(x, picks, experts(), CFG).routed.astype(jnp.float32).sum()
+
+    with pytest.raises(ValueError, match="cannot serve a derivative of experts"):
+        jax.grad(total)(jnp.ones((1, CFG.hidden_size), jnp.bfloat16))
