@@ -20,7 +20,7 @@ from pallas_kernels.language import carries
 from pallas_kernels.language.regions import Part, Region
 from pallas_kernels.language.values import Arithmetic, Condition, Index, Value, expect
 
-Scope = Literal["warp", "warpgroup", "block", "cluster"]
+Scope = Literal["warp", "warpgroup", "block", "cluster", "grid"]
 WARP, WARPGROUP = 32, 128
 
 
@@ -99,8 +99,12 @@ class Machine(Arithmetic):
         reach the barrier. If only some do, as in a ``when`` that only some enter, the simulator raises SimulationError,
         and a GPU hangs.
 
+        A barrier of the grid takes about a microsecond, and outside of roles alone. All blocks must run at once: a
+        launch with more of them than the GPU has room for hangs. Its counter is a variable of the kernel, so a device
+        must not run two launches of one kernel at once. Its stream runs one after the other.
+
         Args:
-          scope: "warp", "warpgroup", "block" or "cluster".
+          scope: "warp", "warpgroup", "block", "cluster" or "grid".
           leave: for clusters only, and the same in all lanes of a warp. These lanes arrive but do not wait. They must
             not load or store anything afterwards.
         """

@@ -64,6 +64,26 @@ _FROM_E4M3 = """{
  cvt.rn.f16x2.e4m3x2 pair, low; mov.b32 {a, b}, pair; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
  cvt.rn.f16x2.e4m3x2 pair, high; mov.b32 {a, b}, pair; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }"""
 
+# One lane of each block adds to a counter. What all blocks add together flips its top bit, for which they wait.
+_GRID_BARRIER = """{
+ .reg .pred p; .reg .b32 count, x, y, z, old, now;
+ mov.u32 x, %ctaid.x; mov.u32 y, %ctaid.y; mov.u32 z, %ctaid.z;
+ or.b32 x, x, y; or.b32 x, x, z;
+ setp.eq.u32 p, x, 0;
+ mov.u32 x, %nctaid.x; mov.u32 y, %nctaid.y; mov.u32 z, %nctaid.z;
+ mul.lo.u32 count, x, y; mul.lo.u32 count, count, z;
+ sub.u32 count, 0x80000001, count;
+ selp.u32 count, count, 1, p;
+ fence.acq_rel.gpu;
+ atom.relaxed.gpu.global.add.u32 old, [$0], count;
+ WAIT_${:uid}:
+ ld.relaxed.gpu.global.u32 now, [$0];
+ xor.b32 now, now, old;
+ setp.ge.s32 p, now, 0;
+ @p bra WAIT_${:uid};
+ fence.acq_rel.gpu; }"""
+_GRID_COUNTER = "grid_counter"
+
 
 def _integer(width: int) -> ir.Type:
     return ir.IntegerType.get_signless(width)
@@ -94,6 +114,7 @@ class PTX(Machine):
         self._shared = self._wrap("i32", pointer)
         self._thread = self._wrap("i32", mgpu.utils.thread_idx())
         self._memrefs: dict[int, Any] = {}  # of buffers, by the identity of their addresses
+        self._has_grid_counter = False
 
     def buffer(self, ref: Any, shape: tuple[int, ...], dtype: Any, *, constant: bool) -> Buffer:
         """Return an array in device memory, from its memref."""
@@ -222,10 +243,33 @@ class PTX(Machine):
                 self._asm("barrier.cluster.wait.acquire.aligned;", "", [], effects=True)
         elif scope == "block":
             gpu.barrier()
+        elif scope == "grid":
+            gpu.barrier()
+            with self.when(self.thread == 0):
+                self._asm(_GRID_BARRIER, "l", [], self._grid_counter(), effects=True)
+            gpu.barrier()
         elif scope == "warp":
             self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
         else:
             mgpu.utils.warpgroup_barrier()
+
+    def _grid_counter(self) -> Value:
+        """Return the address of a variable of the kernel's module, which is 0 when the module is loaded."""
+        module = ir.InsertionPoint.current.block.owner
+        while module.parent is not None:
+            module = module.parent
+        if not self._has_grid_counter:
+            self._has_grid_counter = True
+            with ir.InsertionPoint.at_block_begin(module.regions[0].blocks[0]):
+                llvm.GlobalOp(
+                    _integer(32),
+                    _GRID_COUNTER,
+                    ir.Attribute.parse("#llvm.linkage<internal>"),
+                    value=ir.IntegerAttr.get(_integer(32), 0),
+                    addr_space=ir.IntegerAttr.get(_integer(32), 1),  # device memory
+                )
+        pointer = llvm.AddressOfOp(ir.Type.parse("!llvm.ptr<1>"), _GRID_COUNTER).result
+        return self._wrap("i64", llvm.ptrtoint(_integer(64), pointer))
 
     def cluster_arrive(self) -> None:
         self._asm("barrier.cluster.arrive.relaxed.aligned;", "", [], effects=True)

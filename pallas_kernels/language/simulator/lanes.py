@@ -115,8 +115,9 @@ class Simulator(NumPyArithmetic):
 
     def _order(self, scope: Scope, *, is_relaxed: bool = False) -> None:
         """Order what the active lanes did before what they do next; what they stored only for others that store."""
-        sizes = {"warp": WARP, "warpgroup": WARPGROUP, "block": self._threads}
-        size = sizes.get(scope, self._threads * self._cluster)
+        of_cluster = self._threads * self._cluster
+        sizes = {"warp": WARP, "warpgroup": WARPGROUP, "block": self._threads, "grid": self._lane.size}
+        size = sizes.get(scope, of_cluster)
         groups = self._active(True).reshape(-1, size)
         if np.any(groups.any(-1) & ~groups.all(-1)):
             raise SimulationError(f"a {scope} barrier that only some of its lanes reach")
@@ -127,7 +128,8 @@ class Simulator(NumPyArithmetic):
         if is_relaxed:
             self._clocks.meet_relaxed()
         else:
-            self._clocks.meet(arrived, size)
+            arrived = np.repeat(arrived, max(1, size // of_cluster))
+            self._clocks.meet(arrived, min(size, of_cluster))  # shared memory is a cluster's own
 
     def cluster_arrive(self) -> None:
         active = self._active(True)

@@ -255,6 +255,8 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         if not self._in_roles or scope in ("warp", "warpgroup"):
             super().barrier(scope, leave=leave)
             return
+        if scope == "grid":
+            raise SimulationError("a barrier of the grid in a role: it belongs before or after the roles")
         # All roles meet here. The last one to arrive carries out the barrier for all.
         self._met |= self._active(True)
         size = self._threads * (self._cluster if scope == "cluster" else 1)
