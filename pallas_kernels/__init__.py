@@ -40,6 +40,8 @@ from pallas_kernels.products.experts.epilogues import Gated, OfPicks, Routing
 from pallas_kernels.products.plan import Plan, plan, rows_taken
 from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.run import run
+from pallas_kernels.router.call import Routed, route, unsupported_route
+from pallas_kernels.router.picks import PickInputs
 from pallas_kernels.router.tiles import RoutedTiles, routed_tiles, tile_rows
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
@@ -72,10 +74,12 @@ __all__ = [
     "OfPicks",
     "OperandRows",
     "PageSizes",
+    "PickInputs",
     "Plan",
     "Problem",
     "ProductStreams",
     "RoundedRows",
+    "Routed",
     "RoutedTiles",
     "Routing",
     "RowsSpec",
@@ -102,6 +106,7 @@ __all__ = [
     "plan",
     "reset_hca",
     "rotate_csa",
+    "route",
     "routed_tiles",
     "rows_taken",
     "run",
@@ -112,6 +117,7 @@ __all__ = [
     "unsupported",
     "unsupported_attention",
     "unsupported_grants",
+    "unsupported_route",
     "unsupported_scores",
     "unsupported_token_parts",
     "unsupported_token_step",

@@ -1,0 +1,174 @@
+"""Pairs of a token and an expert in tiles (``tiles``), sorted by the warps of a block, or of a cluster of blocks.
+
+It is a counting sort. Each warp has adjacent pairs. It goes through them 32 at a time, and counts for each of them how
+many of the same expert it had before. How many pairs an expert has in all gives where its pairs begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from pallas_kernels.language.lanes import Buffer, fold_tree
+from pallas_kernels.language.machine import WARP, Machine
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.values import Value, select
+from pallas_kernels.router.tiles import RoutedTiles
+
+_UNROLLED = 8  # steps of a warp, up to which their pairs are loaded together
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lists:
+    """The shared memory of a block that sorts pairs."""
+
+    machine: Machine
+    num_experts: int
+    warps: int  # of the block
+    cluster: int  # blocks that sort together
+    counts: Shared  # i32 [warps, experts and padding] pairs so far; then how many are in earlier warps
+    masks: Shared  # i32 [warps, experts and padding] lanes with such a pair in this step
+    totals: Shared  # i32 [cluster, experts and padding] pairs of each block
+    begins: Shared  # i32 [experts and padding] where this block's pairs of each begin
+    of_warps: Shared  # i32 [warps, 2] pairs and tiles
+
+    @staticmethod
+    def shared_bytes(num_experts: int, warps: int, cluster: int = 1) -> int:
+        rows = _padded(num_experts) * (2 * warps + cluster + 1)
+        return 4 * rows + 8 * warps + 16
+
+    @classmethod
+    def take(cls, machine: Machine, num_experts: int, warps: int, cluster: int = 1) -> Lists:
+        kinds = _padded(num_experts)
+        counts, masks, totals, begins = (
+            Shared.take(machine, (*lead, kinds), "i32") for lead in ((warps,), (warps,), (cluster,), ())
+        )
+        return cls(
+            machine=machine,
+            num_experts=num_experts,
+            warps=warps,
+            cluster=cluster,
+            counts=counts,
+            masks=masks,
+            totals=totals,
+            begins=begins,
+            of_warps=Shared.take(machine, (warps, 2), "i32"),
+        )
+
+    def clear(self) -> None:
+        """Set what a warp counts with to zero. Warps do it for themselves."""
+        zeros = [self.machine.constant(0, "i32")] * 4
+        for array in (self.counts, self.masks):
+            of_warp = array[self.machine.thread // WARP]
+            for i in range(0, array.shape[1], 4 * WARP):
+                at = self.machine.thread % WARP * 4 + i
+                of_warp.store_words(zeros, at, where=at < array.shape[1])
+        self.machine.barrier("warp")
+
+    def sort(self, experts: Buffer, tiles: RoutedTiles) -> None:
+        """Store the tiles of the picks int32 [M, k], of which those of no expert are padding."""
+        machine, pairs = self.machine, experts.shape[0] * experts.shape[1]
+        steps = -(-pairs // (WARP * self.warps * self.cluster))
+        warp, lane = machine.thread // WARP, machine.thread % WARP
+        rank = machine.rank if self.cluster > 1 else machine.constant(0, "i32")
+        first = (rank * self.warps + warp) * (steps * WARP) + lane
+        flat = dataclasses.replace(experts, shape=(pairs,))
+        counts, masks = self.counts[warp], self.masks[warp]
+        found = []
+        for begin in range(0, steps, _UNROLLED):
+            numbers = [first + i * WARP for i in range(begin, min(begin + _UNROLLED, steps))]
+            kinds = [self._kind(flat.load_int(number, where=number < pairs)) for number in numbers]
+            for number, kind in zip(numbers, kinds, strict=True):
+                there = number < pairs
+                masks.add_int(machine.constant(1, "i32") << lane, kind, where=there)
+                machine.barrier("warp")
+                mask, before = masks.load_int(kind), counts.load_int(kind)
+                lower = mask & ((machine.constant(1, "i32") << lane) - 1)
+                machine.barrier("warp")
+                leads = there & (lower == 0)
+                counts.store_int(before + machine.population_count(mask), kind, where=leads)
+                masks.store_int(machine.constant(0, "i32"), kind, where=leads)
+                machine.barrier("warp")
+                found.append((number, kind, before + machine.population_count(lower)))
+        machine.barrier("block")
+        self._add_up(tiles, rank)
+        for number, kind, before in found:
+            place = self.begins.load_int(kind) + counts.load_int(kind) + before
+            tiles.pairs.store_int(number, place, where=number < pairs)
+
+    def _kind(self, expert: Value) -> Value:
+        """Return the number of an expert, or that of padding, which comes after them."""
+        return select((expert >= 0) & (expert < self.num_experts), expert, self.num_experts)
+
+    def _add_up(self, tiles: RoutedTiles, rank: Value) -> None:
+        """Find where the pairs of each expert begin, and store the tiles."""
+        machine, thread, rows = self.machine, self.machine.thread, tiles.rows
+        kinds, zero = self.num_experts + 1, machine.constant(0, "i32")
+        of_lane = -(-kinds // (self.warps * WARP))
+        mine = [thread * of_lane + i for i in range(of_lane)]
+        there = [kind < kinds for kind in mine]
+        safe = [kind.minimum(kinds) for kind in mine]  # the lanes beyond load what nobody stores
+        totals = []
+        for kind, exists in zip(safe, there, strict=True):
+            of_warps = [self.counts.load_int(warp, kind) for warp in range(self.warps)]
+            through = list(itertools.accumulate(of_warps))
+            for warp in range(1, self.warps):
+                self.counts.store_int(through[warp - 1], warp, kind, where=exists)
+            self.counts.store_int(zero, 0, kind, where=exists)
+            totals.append(select(exists, through[-1], 0))
+        earlier = [zero] * of_lane
+        if self.cluster > 1:
+            for to in range(self.cluster):
+                for total, kind, exists in zip(totals, mine, there, strict=True):
+                    self.totals.store_int(total, rank, kind, where=exists, rank=to)
+            machine.barrier("cluster")
+            for i, kind in enumerate(safe):
+                of_blocks = [self.totals.load_int(block, kind) for block in range(self.cluster)]
+                before = [select(rank > block, count, 0) for block, count in enumerate(of_blocks)]
+                earlier[i] = fold_tree(lambda a, b: a + b, before)
+                totals[i] = select(there[i], fold_tree(lambda a, b: a + b, of_blocks), 0)
+        in_tiles = [
+            select(kind < self.num_experts, (total + (rows - 1)) // rows, 0)
+            for kind, total in zip(mine, totals, strict=True)
+        ]
+        begins, tiles_before, all_tiles = self._scan(totals, in_tiles)
+        tiles.count.store_int(all_tiles, 0, where=(thread == 0) & (rank == 0))
+        for i, kind in enumerate(mine):
+            self.begins.store_int(begins[i] + earlier[i], kind, where=there[i])
+
+            def store(n: Value, _: None, i: int = i, kind: Value = kind) -> None:
+                at, done = tiles_before[i] + n, n * rows
+                tiles.tiles.store_int(kind, at, 0)
+                tiles.tiles.store_int(begins[i] + done, at, 1)
+                tiles.tiles.store_int((totals[i] - done).minimum(rows), at, 2)
+
+            machine.loop(select(rank == 0, in_tiles[i], 0), store)
+        machine.barrier("block")
+
+    def _scan(self, *counts: list[Value]) -> tuple[list[Value], list[Value], Value]:
+        """Return, for two numbers of each expert of the lane, what earlier ones have of it; and all of the second."""
+        machine, warp = self.machine, self.machine.thread // WARP
+        through = [list(itertools.accumulate(of_kind)) for of_kind in counts]
+        of_lanes = [_running_sum(machine, each[-1]) for each in through]
+        self.of_warps.store_words(of_lanes, warp, 0, where=machine.thread % WARP == WARP - 1)
+        machine.barrier("block")
+        of_warps = [self.of_warps.load_words(n, 0, count=2) for n in range(self.warps)]
+        results = []
+        for which, (each, of_lane) in enumerate(zip(through, of_lanes, strict=True)):
+            before = [select(warp > n, total[which], 0) for n, total in enumerate(of_warps)]
+            begin = of_lane - each[-1] + fold_tree(lambda a, b: a + b, before)
+            results.append([begin, *(begin + earlier for earlier in each[:-1])])
+        return results[0], results[1], fold_tree(lambda a, b: a + b, [total[1] for total in of_warps])
+
+
+def _padded(num_experts: int) -> int:
+    """Return the numbers in a row: of experts, of padding, and one that is not used."""
+    return -(-(num_experts + 2) // 4) * 4
+
+
+def _running_sum(machine: Machine, x: Value) -> Value:
+    """Return the sum of x over the lanes of a warp up to and including each lane."""
+    for distance in (1, 2, 4, 8, 16):
+        before = machine.shuffle_up(x, distance)
+        x = x + select(machine.thread % WARP >= distance, before, 0)
+    return x
