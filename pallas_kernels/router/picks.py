@@ -28,7 +28,7 @@ class PickInputs:
     real: Any  # bool [M], False on padding
     bias: Any = None  # f32 [E], added to scores to pick, not to weigh
     table: Any = None  # int32 [V, k], the experts of each token of the vocabulary
-    ids: Any = None  # int32 [M], the tokens; numbers outside of the table count as its first or last one
+    ids: Any = None  # int32 [M], the tokens; a number outside of the table counts as its first or last one
 
 
 @jax.tree_util.register_dataclass
