@@ -16,6 +16,7 @@ from dsv4jax.weights.params import param_shapes
 from pallas_kernels.language import target
 from pallas_kernels.products.few.launch import Few, Pair
 from pallas_kernels.products.few.layout import Layout
+from pallas_kernels.products.many.launch import Many
 from tests.support.compiled_products import INDEXER_FORMAT, weights_of
 
 MODELS = {"flash": d4.DSV4Config.flash(), "pro": d4.DSV4Config.pro()}
@@ -31,6 +32,7 @@ def described(plan: pk.Plan | pk.Unsupported, otherwise: str) -> str:
         return _few(kernel.layout)
     if isinstance(kernel, Pair):
         return " + ".join(map(_few, kernel.layouts))
+    assert isinstance(kernel, Many), "products of a layer's weights"
     tiling = kernel.tiling
     tiles = f"{tiling.tile_rows} x {tiling.tile_outputs}, {tiling.parts} parts, {tiling.stages} stages"
     return f"many: {tiles}; {_grid(tiling.grid)}"
