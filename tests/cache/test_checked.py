@@ -115,7 +115,8 @@ def test_checks_reach_into(form):
 
     def twice(cache, num_new):
         cache, _ = d4.prepare_forward(cache, slots, num_new)
-        return d4.attention_layer(random_params()[0], x, cache, 0, slots, num_new)[1]
+        backend = "xla" if form == "vmap" else None  # kernels cannot be mapped
+        return d4.attention_layer(random_params()[0], x, cache, 0, slots, num_new, backend=backend)[1]
 
     def run(cache, num_new):
         if form == "scan":
@@ -130,7 +131,7 @@ def test_checks_reach_into(form):
             several = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), cache)
             return jax.vmap(twice)(several, jnp.stack([jnp.zeros_like(num_new), num_new]))
         if form == "shard_map":
-            mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:1])
+            mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
             return jax.shard_map(twice, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(cache, num_new)
         return twice(cache, num_new)
 
@@ -166,9 +167,12 @@ def test_an_ordinary_program_holds_no_check():
     """Neither before nor after the same function has been traced under ``checked``."""
     cache, slots, x = started()
 
+    def has_check(traced) -> bool:
+        return any(type(effect).__name__ == "ErrorEffect" for effect in traced.jaxpr.effects)
+
     def program():
         traced = jax.jit(layers_and_advance).trace(x, cache, slots, GRANTED)
-        assert not traced.jaxpr.effects
+        assert not has_check(traced)
         return traced.lower().as_text()
 
     before = program()
@@ -179,7 +183,7 @@ def test_an_ordinary_program_holds_no_check():
         checkify.check(num_new[0] > 0, "what the test would see")
         return layers_and_advance(x, cache, slots, num_new)
 
-    assert jax.jit(with_a_check).trace(x, cache, slots, GRANTED).jaxpr.effects
+    assert has_check(jax.jit(with_a_check).trace(x, cache, slots, GRANTED))
 
 
 def test_drafts_are_checked_and_right_ones_pass():
