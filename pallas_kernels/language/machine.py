@@ -196,12 +196,14 @@ class Machine(Arithmetic):
     def _when(self, condition: Condition) -> AbstractContextManager[None]: ...
 
     @overload
-    def loop(self, count: Index, body: Callable[[Value, None], None]) -> None: ...
+    def loop(self, count: Index, body: Callable[[Value, None], None], *, rolled: bool = False) -> None: ...
 
     @overload
-    def loop[Carry](self, count: Index, body: Callable[[Value, Carry], Carry], carry: Carry) -> Carry: ...
+    def loop[Carry](
+        self, count: Index, body: Callable[[Value, Carry], Carry], carry: Carry, *, rolled: bool = False
+    ) -> Carry: ...
 
-    def loop(self, count: Index, body: Callable[[Value, Any], Any], carry: Any = None) -> Any:
+    def loop(self, count: Index, body: Callable[[Value, Any], Any], carry: Any = None, *, rolled: bool = False) -> Any:
         """Run ``carry = body(i, carry)`` for i in range(count), and return the last carry.
 
             total = machine.loop(count, lambda i, total: total + values.load_int(i), machine.constant(0, "i32"))
@@ -213,6 +215,8 @@ class Machine(Arithmetic):
           count: int or i32, the same in all lanes that share a barrier. If it is 0 or less, the body does not run.
           body: gets an i32 and the carry, and returns the next carry, with the same structure and kinds.
           carry: any pytree of Values: tuples, lists, dicts, dataclasses registered with JAX, None.
+          rolled: whether compilers must not unroll it. In a short launch that reads its code once, the code of an
+            unrolled loop takes longer to arrive than the loop saves.
 
         Raises:
           TypeError: a leaf is not a Value, or the body returns another structure or other kinds.
@@ -222,12 +226,19 @@ class Machine(Arithmetic):
         def turn(i: Value, values: list[Value]) -> list[Value]:
             outer = self.region
             with self._part("turn"):
+                if rolled:
+                    self._keep_rolled()
                 i, *values = self._made_in(self.region, [i, *values])
                 result = carries.alike(body(i, jax.tree.unflatten(structure, values)), carry, Value)
                 return self._made_in(outer, result)
 
         count = count if isinstance(count, int) else expect("i32", count)
+        if rolled:  # a count that compilers know would be enough for them
+            count = self.hold(count if isinstance(count, Value) else self.constant(count, "i32"))
         return jax.tree.unflatten(structure, self._loop(count, turn, leaves))
+
+    def _keep_rolled(self) -> None:
+        """Say that the loop whose iteration begins here is not to be unrolled."""
 
     def repeat[Carry](self, body: Callable[[Carry], tuple[Value, Carry]], carry: Carry) -> Carry:
         """Run ``again, carry = body(carry)`` until ``again`` is False, and return the last carry.

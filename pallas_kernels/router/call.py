@@ -36,7 +36,7 @@ from pallas_kernels.router.tiles import RoutedTiles, tile_rows
 
 MAX_EXPERTS = 512
 _WARPS = WARPGROUP // WARP
-_ALONE = 2 * _WARPS  # tokens for which one block picks: the others would take longer to meet
+_ALONE = _WARPS  # tokens for which one block picks: the others would take longer to meet
 _SORTED_ALONE = 1024  # pairs that one block sorts
 _SORTING_CLUSTER, _SORTING_WARPGROUPS = 8, 4  # blocks that sort more, and warpgroups of each
 

@@ -63,13 +63,7 @@ class Picker:
         """Store the picks of a token that exists."""
         machine, experts = self.machine, self.scores.shape[1]
         is_real = self.inputs.real.load_bytes(token, count=1) != 0
-        found = self._largest(token) if self.inputs.table is None else self._listed(token)
-        mine, place = found[0], machine.constant(0, "i32")
-        for n, other in enumerate(found):
-            mine = select(self.lane == n, other, mine)
-        for n, other in enumerate(found):
-            comes_before = (other < mine) | ((other == mine) & (self.lane > n))
-            place = place + select(comes_before, machine.constant(1, "i32"), 0)
+        mine, place = self._largest(token) if self.inputs.table is None else self._listed(token)
         has_pick = self.lane < self.picks
         exists = has_pick & (mine >= 0) & (mine < experts)  # a table may name others, whose weights are NaN
         (value,) = self.scores.load_floats(token, mine, count=1, where=exists, otherwise=float("nan"))
@@ -79,34 +73,52 @@ class Picker:
         self.out.experts.store_int(select(is_real, mine, experts), token, place, where=has_pick)
         self.out.weights.store_floats([select(is_real, weight, 0.0)], token, place, where=has_pick)
 
-    def _listed(self, token: Value) -> list[Value]:
+    def _listed(self, token: Value) -> tuple[Value, Value]:
+        """Return this lane's pick by the table, and its place among the token's."""
         table, ids = self.inputs.table, self.inputs.ids
         row = ids.load_int(token).maximum(0).minimum(table.shape[0] - 1)
-        return [table.load_int(row, n) for n in range(self.picks)]
+        mine = table.load_int(row, self.lane, where=self.lane < self.picks)
+        place = self.machine.constant(0, "i32")
+        for n in range(self.picks):
+            other = table.load_int(row, n)
+            place = place + self._one((other < mine) | ((other == mine) & (self.lane > n)))
+        return mine, place
 
-    def _largest(self, token: Value) -> list[Value]:
-        """Return the experts of the largest scores plus bias; of equal ones the lower number, and NaN above all."""
+    def _one(self, condition: Value) -> Value:
+        return select(condition, self.machine.constant(1, "i32"), 0)
+
+    def _largest(self, token: Value) -> tuple[Value, Value]:
+        """Return this lane's pick, and its place: its rank among equal and larger ones is the lane's number.
+
+        Of equal sums of score and bias the lower number comes first, and NaN comes before all.
+        """
         machine, experts = self.machine, self.scores.shape[1]
         count = -(-experts // (WARP * VECTOR)) * VECTOR  # of a lane
         together = VECTOR if experts % VECTOR == 0 else 1
-        ranks, numbers = [], []
+        ranks: list[Value] = []
         first = self.lane * count
         for i in range(0, count, together):
             there: Condition = True if (WARP - 1) * count + i < experts else first + i < experts
             values = self.scores.load_floats(token, first + i, count=together, where=there)
             shifts = self.inputs.bias.load_floats(first + i, count=together, where=there)
-            for j, (value, shift) in enumerate(zip(values, shifts, strict=True)):
+            for value, shift in zip(values, shifts, strict=True):
                 ranks.append(select(there, self._rank(self.score(value) + shift), _LEAST))
-                numbers.append(first + (i + j))
-        found = []
-        for _ in range(self.picks):
+
+        def find(n: Value, carry: tuple[list[Value], Value, Value]) -> tuple[list[Value], Value, Value]:
+            ranks, mine, place = carry
             best = machine.reduce_warp("max", fold(maximum, ranks))
             own = machine.constant(_LARGEST, "i32")
-            for rank, number in zip(reversed(ranks), reversed(numbers), strict=True):
-                own = select(rank == best, number, own)
-            found.append(machine.reduce_warp("min", own))
-            ranks = [select(number == found[-1], _LEAST, rank) for rank, number in zip(ranks, numbers, strict=True)]
-        return found
+            for i, rank in reversed(list(enumerate(ranks))):
+                own = select(rank == best, first + i, own)
+            found = machine.reduce_warp("min", own)
+            ranks = [select(first + i == found, _LEAST, rank) for i, rank in enumerate(ranks)]
+            # Earlier picks with a higher number move up, and this one comes after those with a lower one.
+            lower = machine.reduce_warp("add", self._one((self.lane < n) & (mine < found)))
+            place = place + self._one((self.lane < n) & (mine > found))
+            return ranks, select(self.lane == n, found, mine), select(self.lane == n, lower, place)
+
+        zero = machine.constant(0, "i32")
+        return machine.loop(self.picks, find, (ranks, zero, zero), rolled=True)[1:]
 
     def _rank(self, x: Value) -> Value:
         """Return an i32 above ``_LEAST`` with the order of an f32, and NaN above all others."""

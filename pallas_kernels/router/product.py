@@ -1,9 +1,9 @@
 """The router's product for few tokens, on Hopper: logits [tokens, experts] = x gate^T, bf16 with sums in f32.
 
 A block multiplies 64 experts by up to 64 tokens, for its part of the inputs. The blocks of a cluster share the inputs.
-All of a block's chunks are copied at once, since each is read once. Block n of the cluster adds up the parts of some
-eights of the tokens, in the order of the parts, for which the others send it what they have. How inputs are divided
-depends on the gate's shape alone, so a token's logits do not depend on how many tokens there are.
+All of a block's chunks are copied at once, in two halves, since each is read once. Block n of the cluster adds up the
+parts of some eights of the tokens, in the order of the parts, for which the others send it what they have. How inputs
+are divided depends on the gate's shape alone, so a token's logits do not depend on how many tokens there are.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.fragment import product
+from pallas_kernels.language.fragment import Fragment, product
 from pallas_kernels.language.launch import SCRATCH_BYTES
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import HOPPER
-from pallas_kernels.language.tensor_cores import TensorCores, product_row
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, UNIT, TensorCores, product_row
 from pallas_kernels.language.tiles import TypedTile
 from pallas_kernels.language.values import VECTOR, Value
 
@@ -70,7 +70,7 @@ class Layout:
     def shared_bytes(self) -> int:
         tiles = self.chunks * (SIDE + self.columns) * CHUNK * 2
         received = self.cluster * self.owned * WARPGROUP * VECTOR * 4 if self.cluster > 1 else 0
-        return tiles + received + 8 * (self.chunks + 2) + _ALIGNMENT
+        return tiles + received + 16 + _ALIGNMENT
 
 
 def logits(machine: TensorCores, x: Any, gate: Any, layout: Layout) -> Iterator[tuple[Value, Value, Value, Value]]:
@@ -79,26 +79,31 @@ def logits(machine: TensorCores, x: Any, gate: Any, layout: Layout) -> Iterator[
     rows = TypedTile.take(machine, layout.columns, CHUNK, "bf16", copies=layout.chunks)
     shape = layout.cluster, layout.owned, WARPGROUP, VECTOR
     received = Shared.take(machine, shape, "f32") if layout.cluster > 1 else None
-    full = Barrier.take(machine, 1, copies=layout.chunks)
     sent = Barrier.take(machine, 1, scope="cluster")
-    init_barriers(full, sent)
     expert, token = machine.block(0) * SIDE, machine.block(1) * layout.columns
     rank = machine.rank if layout.cluster > 1 else machine.constant(0, "i32")
-    eights = layout.columns // _EIGHT
-    with machine.when(machine.thread < WARP):
-        for chunk in range(layout.chunks):
-            first = rank * (layout.chunks * CHUNK) + chunk * CHUNK
-            full.copy(chunk).fill(weight[chunk].copy_from(gate, expert, first), rows[chunk].copy_from(x, token, first))
-        if received is not None:
+    eights, first = layout.columns // _EIGHT, rank * (layout.chunks * CHUNK)
+    halves = layout.chunks - layout.chunks // 2, layout.chunks // 2
+    for begin, count in zip((0, halves[0]), halves, strict=True):
+        for tile, array, row in ((weight, gate, expert), (rows, x, token)):
+            _copy(tile, array, (row, first), (begin, count))
+        machine.close_copies()
+    if received is not None:
+        init_barriers(sent)
+        with machine.when(machine.thread < WARP):
             mine = (rank * -1 + (eights + layout.cluster - 1)) // layout.cluster
             sent.expect(mine * (layout.cluster * WARPGROUP * VECTOR * 4))
-    if received is not None:
         machine.cluster_arrive()
-    sums = None
-    for chunk in range(layout.chunks):
-        full.copy(chunk).wait(0)
-        sums = product(sums, weight[chunk], rows[chunk])
-    assert sums is not None
+    sums = Fragment.zeros(machine, layout.columns)
+    for n, (begin, count) in enumerate(zip((0, halves[0]), halves, strict=True)):
+        machine.wait_copies(pending=1 - n)
+        machine.fence_shared()
+        machine.barrier("block")
+
+        def multiply(i: Value, sums: Fragment, begin: int = begin) -> Fragment:
+            return product(sums, weight[i + begin], rows[i + begin])
+
+        sums = machine.loop(count, multiply, sums, rolled=True)
     parts = [part.values for part in sums.wait().parts(_EIGHT)]
     if received is not None:
         machine.cluster_wait()  # the others have initialised their barriers
@@ -117,6 +122,34 @@ def logits(machine: TensorCores, x: Any, gate: Any, layout: Layout) -> Iterator[
             at, of_expert = number + i % 2, product_row(machine) + (i // 2 * 8) + expert
             exists = (at < layout.columns) & (at + token < layout.tokens) & (of_expert < layout.experts)
             yield value, at + token, of_expert, exists
+
+
+def _copy(tile: TypedTile, array: Any, place: tuple[Value, Value], chunks: tuple[int, int]) -> None:
+    """Start to copy some chunks of an array to the copies of a tile, 16 bytes at a time.
+
+    The hardware's copies would first fetch what describes the array, which takes as long again as the copies.
+    """
+    machine, (row, column), (begin, count) = tile.tile.machine, place, chunks
+    assert isinstance(machine, TensorCores)
+    units = ATOM_BYTES // UNIT
+    together = WARPGROUP // units
+    unit, line = machine.thread % units, machine.thread // units
+    address = array.address_of((row + line, column + unit * (UNIT // 2)))
+
+    def one(i: Value, _: None) -> None:
+        chunk = i + begin
+        for start in range(0, tile.rows, together):
+            is_row = True if start + together <= tile.rows else line + start < tile.rows
+            there = is_row & (row + line + start < array.shape[0])
+            source = address + machine.widen(chunk) * ATOM_BYTES + start * (array.shape[1] * 2)
+            to = tile[chunk].unit(line + start, unit)
+            if is_row is True:
+                machine.copy_async(to, source, there)
+            else:
+                with machine.when(is_row):
+                    machine.copy_async(to, source, there)
+
+    machine.loop(count, one, rolled=True)
 
 
 def _in_order(values: tuple[Value, ...]) -> Value:

@@ -370,6 +370,9 @@ class PTX(Machine):
             scf.yield_([value.raw for value in result])
         return [self._wrap(value.kind, raw) for value, raw in zip(carry, operation.results, strict=True)]
 
+    def _keep_rolled(self) -> None:
+        self._asm('.pragma "nounroll";', "", [], effects=True)
+
     def _repeat(self, body: Callable[[list[Value]], tuple[Value, list[Value]]], carry: list[Value]) -> list[Value]:
         types = [value.raw.type for value in carry]
         operation = scf.WhileOp(types, [value.raw for value in carry])
