@@ -283,7 +283,8 @@ class Way[Cache: KVCache | None]:
         router = ROUTER.of(self.backend, self.cfg, block.router, x.dtype)
         picks = _pick(x, self.tokens.ids, self.tokens.real, block.router, op=router, cfg=self.cfg)
         experts = EXPERTS.of(self.backend, self.cfg, block.experts, x.dtype)
-        return _mix(x, picks, block.experts, op=experts, cfg=self.cfg, backend=self.backend), picks
+        outputs = _mix(x, picks, block.experts, op=experts, cfg=self.cfg, backend=self.backend)
+        return outputs, dataclasses.replace(picks, tiles=None)
 
     def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
         """Return logits f32 [..., V] of x [..., hidden]."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels as pk
 from dsv4jax.layer.backend import Backend, Op, declare
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import Experts, Router, StreamMix
@@ -31,6 +32,7 @@ class Picks:
 
     experts: jax.Array  # int32 [..., k]; num_experts on padding
     weights: jax.Array  # f32 [..., k]; 0 on padding
+    tiles: pk.RoutedTiles | None = None  # the same in tiles, where the router made them
 
 
 @jax.tree_util.register_dataclass

@@ -88,7 +88,7 @@ def route(
     _check(x, gate, inputs, picks)
     tokens, experts = x.shape[0], gate.shape[0]
     rows = tile_rows(tokens, picks, experts) if rows is None else rows
-    router = _Router(tokens=tokens, experts=experts, picks=picks, scale=scale, rows=rows, simulate=simulate)
+    router = Router(tokens=tokens, experts=experts, picks=picks, scale=scale, rows=rows, simulate=simulate)
     if (layout := _one_launch(x.shape[1], experts, tokens, picks)) is not None:
         return router.together(x, gate, inputs, layout)
     product = lax.dot_general(
@@ -121,7 +121,7 @@ def _check(x: jax.Array, gate: jax.Array, inputs: PickInputs, picks: int) -> Non
 def _one_launch(hidden: int, experts: int, tokens: int, picks: int) -> Layout | None:
     """Return how few tokens' product is divided, if one launch does it all; all its clusters must run at once."""
     gpu = target.gpu_or_first()
-    layout = Layout.of(hidden, experts, tokens) if tokens else None
+    layout = Layout.of(hidden, experts, tokens, Lists.shared_bytes(experts, _WARPS)) if tokens else None
     if gpu.architecture != "sm90" or layout is None or tokens * picks > _SORTED_ALONE:
         return None
     room = gpu.clusters[layout.cluster] if layout.cluster > 1 else gpu.multiprocessors
@@ -129,7 +129,9 @@ def _one_launch(hidden: int, experts: int, tokens: int, picks: int) -> Layout | 
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Router:
+class Router:
+    """The launches of a router."""
+
     tokens: int
     experts: int
     picks: int

@@ -40,8 +40,8 @@ class Layout:
     chunks: int  # of a block
 
     @classmethod
-    def of(cls, hidden: int, experts: int, tokens: int) -> Layout | None:
-        """Return how to divide it; None where it cannot be."""
+    def of(cls, hidden: int, experts: int, tokens: int, beside: int) -> Layout | None:
+        """Return how to divide it, with so many bytes of shared memory beside it; None where it cannot be."""
         if hidden % CHUNK:
             return None
         chunks = hidden // CHUNK
@@ -49,7 +49,7 @@ class Layout:
         most = min(MOST_TOKENS, -(-tokens // _EIGHT) * _EIGHT)
         for columns in range(most, 0, -_EIGHT):
             layout = cls(experts=experts, tokens=tokens, columns=columns, cluster=cluster, chunks=chunks // cluster)
-            if layout.shared_bytes + SCRATCH_BYTES <= HOPPER.shared_bytes:
+            if layout.shared_bytes + beside + SCRATCH_BYTES <= HOPPER.shared_bytes:
                 return layout
         return None
 

@@ -38,6 +38,9 @@ LAUNCHES = {
     "attend_to_widened",
     "indexer_scores",
     "top_k",
+    "router",
+    "router_picks",
+    "router_tiles",
 }
 MAX_REGISTERS = 255  # a lane's
 

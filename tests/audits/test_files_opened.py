@@ -18,6 +18,7 @@ KERNELS = (
     "scores.sm90",
     "scores.sm100",
     "selection.call",
+    "router.call",
     "update.call",
     "update.token_step",
     "update.pieces",

@@ -131,7 +131,7 @@ def test_a_token_does_not_depend_on_the_others(tokens, simulate):
 
 
 def test_how_inputs_are_divided_does_not_depend_on_the_tokens():
-    layouts = [product.Layout.of(4096, 256, tokens) for tokens in (1, 8, 64, 65, 170)]
+    layouts = [product.Layout.of(4096, 256, tokens, 0) for tokens in (1, 8, 64, 65, 170)]
     assert {(layout.cluster, layout.chunks) for layout in layouts if layout is not None} == {(8, 8)}
 
 
@@ -226,7 +226,7 @@ def test_a_table_may_name_an_expert_twice_and_one_that_is_none(simulate):
 def test_many_pairs_are_sorted(tokens, picks, experts, simulate):
     rng = np.random.default_rng(tokens)
     picked = np.sort(rng.integers(0, experts + 1, (tokens, picks)).astype(np.int32), axis=1)
-    router = call._Router(tokens=tokens, experts=experts, picks=picks, scale=1.0, rows=32, simulate=simulate)
+    router = call.Router(tokens=tokens, experts=experts, picks=picks, scale=1.0, rows=32, simulate=simulate)
     tiles = router.sort(jnp.asarray(picked))
     check_tiles(pk.Routed(experts=picked, weights=None, tiles=tiles), experts)
 

@@ -42,12 +42,14 @@ from pallas_kernels.attention.sm90 import QueryOrder
 from pallas_kernels.attention.wide import instead_of_rows, widen
 from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.plugin import compiles_relocatable_code
+from pallas_kernels.router import call as router_call
 from pallas_kernels.scores import fp4
 from tests.support.compile_for_gpu import TARGETS, prepare_environment
 from tests.support.compiled_products import INDEXER_FORMAT, Spec, f32, product_kernels
 from tests.support.kernel_report import Kernel, dump_to_standard_output, report
 
 MODELS = {"flash": d4.DSV4Config.flash(), "pro": d4.DSV4Config.pro()}
+EXPERTS = {"flash": 256, "pro": 384}
 # The CSA rows of one layer take more than 2^31 bytes, so 32 bits are too few for the offset of a layer or of a block in
 # it.
 NUM_BLOCKS = 160_000  # of one byte for each NoPE channel
@@ -73,6 +75,7 @@ HOPPER_ONLY = {
     "round_rows",
     "widen_rows",
     "attend_to_widened",
+    "router",
 }
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
@@ -299,6 +302,30 @@ def _grants(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         yield Kernel(name=f"grant_tokens [{rows}]", function=grant, args=(held, asked), rows=None, has_scratch=True)
 
 
+def _router(cfg: d4.DSV4Config, experts: int) -> Iterator[Kernel]:
+    """Yield the router of few tokens, and what picks and sorts for many."""
+
+    def args(tokens: int) -> tuple[Any, Any]:
+        real, bias = Spec((tokens,), jnp.bool), f32(experts)
+        return Spec((tokens, cfg.hidden_size), jnp.bfloat16), pk.PickInputs(real=real, bias=bias)
+
+    def of(tokens: int) -> Any:
+        rows = pk.tile_rows(tokens, 6, experts)
+        return router_call.Router(tokens=tokens, experts=experts, picks=6, scale=1.5, rows=rows, simulate=False)
+
+    gate = Spec((experts, cfg.hidden_size), jnp.bfloat16)
+    options: dict[str, Any] = dict(rows=None, reads_only=True, has_scratch=True)
+    for tokens in (1, 64):
+
+        def route(gate: Any, x: Any, inputs: Any) -> Any:
+            return pk.route(x, gate, inputs, picks=6, scale=1.5)
+
+        yield Kernel(name=f"router [{tokens}]", function=route, args=(gate, *args(tokens)), **options)
+    many = of(4096)
+    yield Kernel(name="router_picks [4096]", function=many.pick, args=(f32(4096, experts), args(4096)[1]), **options)
+    yield Kernel(name="router_tiles [4096]", function=many.sort, args=(_i32(4096, 6),), **options)
+
+
 def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the kernel that splits the products of new tokens, for a decode step, a draft and a chunk of each kind."""
     for formats in _formats(cfg):
@@ -418,6 +445,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_token_parts(cfg),
             *_updates_of_products(cfg),
             *_grants(cfg),
+            *_router(cfg, EXPERTS[model]),
             *product_kernels(cfg, is_flash=model == "flash"),
         ):
             yield f"{model} {kernel.name}", kernel

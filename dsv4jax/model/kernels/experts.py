@@ -39,7 +39,9 @@ class ExpertsKernels(ModelKernels):
         weights = experts.gate_up, experts.down
         rows, gains, (gate_up, down) = self.without_derivative(EXPERTS, (rows, gains, weights))
         routing = _routing(rows.shape[0], cfg)
-        routed = pk.routed_tiles(numbers, cfg.num_experts, routing.rows)
+        routed = picks.tiles
+        if routed is None or routed.rows != routing.rows:
+            routed = pk.routed_tiles(numbers, cfg.num_experts, routing.rows)
         lists = routed.pairs, routed.tiles, routed.count
         inner = self._product(rows, gate_up, pk.Gated(routing=routing, limit=cfg.swiglu_limit), *lists, gains)
         outputs = self._product(inner, down, pk.OfPicks(routing=routing), *lists)

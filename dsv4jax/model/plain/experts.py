@@ -39,7 +39,8 @@ class XLAExperts(Anywhere):
     def mix(
         self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
     ) -> ExpertOutputs:
-        rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, picks))
+        given = x, dataclasses.replace(picks, tiles=None)
+        rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), given)
         routed = _routed(rows, flat, experts, cfg)
         return ExpertOutputs(
             routed=routed.reshape(*picks.experts.shape, x.shape[-1]),

@@ -1,0 +1,47 @@
+"""The kernels of the router, which put the pairs of tokens and experts in tiles beside what they pick."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from dsv4jax.layer.kernels.base import register
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.kernels.base import ModelKernels
+from dsv4jax.model.ops import ROUTER, Picks
+from dsv4jax.model.params import Router
+
+
+class RouterKernels(ModelKernels):
+    """``pallas_kernels.route``."""
+
+    def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
+        if not jnp.dtype(dtype) == jnp.dtype(weights.gate.dtype) == jnp.bfloat16:
+            return f"x and the gate must be bfloat16, got {jnp.dtype(dtype)} and {weights.gate.dtype}"
+        return pk.unsupported_route(experts=cfg.num_experts, picks=cfg.experts_per_token)
+
+    def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
+        x, router = self.without_derivative(ROUTER, (x, router))
+        bias = None if router.bias is None else router.bias.astype(jnp.float32)
+        inputs = pk.PickInputs(
+            real=real.reshape(-1),
+            bias=bias,
+            table=router.table,
+            ids=None if router.table is None else ids.reshape(-1),
+        )
+        found = self.kernels.route(
+            x.reshape(-1, x.shape[-1]),
+            router.gate,
+            inputs,
+            picks=cfg.experts_per_token,
+            scale=cfg.routed_scale,
+            **self.options,
+        )
+        shape = *real.shape, cfg.experts_per_token
+        return Picks(experts=found.experts.reshape(shape), weights=found.weights.reshape(shape), tiles=found.tiles)
+
+
+register(ROUTER, RouterKernels)
