@@ -27,7 +27,7 @@ language     the language that kernel bodies are written in, and its two impleme
 plugin       the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
 """
 
-from pallas_kernels.activations import OperandRows, RoundedRows
+from pallas_kernels.activations import ExpertRows, OperandRows, RoundedRows
 from pallas_kernels.allocation import Asked, Grants, PageSizes, grant_tokens, unsupported_grants
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
@@ -64,6 +64,7 @@ __all__ = [
     "AttentionInputs",
     "AttentionQueries",
     "Epilogue",
+    "ExpertRows",
     "ExpertsSpec",
     "Gated",
     "Grants",

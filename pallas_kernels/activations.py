@@ -3,6 +3,7 @@
 PlainRows     bf16 or f32, in order; outside of kernels they are an array
 RoundedRows   E4M3, with a scale for each 128 of a row
 OperandRows   bf16 in the order in which products of few rows with FP8 weights take them
+ExpertRows    bf16 in the order in which products with experts stored in FP4 take them
 
 Rounding to FP8 is
 
@@ -41,6 +42,7 @@ from pallas_kernels.rows import from_bf16, from_ue8m0, power_of_two_scale
 GROUP = 128  # numbers of a row that share a scale
 PADDED = 128  # rows of scales are padded to a multiple of this
 SEGMENT = 64  # numbers of an operand row that change places with one another
+EXPERT_SEGMENT = 128  # the same of a row for experts
 _SMALLEST_AMAX = 0x38D1B717  # 1e-4, the bits of an f32
 _LARGEST_E4M3 = 448.0
 _LOADED = 8  # bf16 that a lane loads at once
@@ -297,6 +299,51 @@ class OperandRows(ActivationRows):
             first = first - column % SEGMENT // _HALF_SEGMENT * (_HALF_SEGMENT - len(words))
         for odd in range(2):
             self.values.store_words(words[odd::2], row, first + _HALF_SEGMENT * odd)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRows(ActivationRows):
+    """Rows of activations in the order in which experts in FP4 are multiplied, or their buffer.
+
+    Of each 128 numbers of a row, four quarters of 16 pairs, pair p of quarter q is stored as pair 4 p + q: a lane holds
+    16 adjacent bytes of a weight's row, which are a quarter.
+    """
+
+    values: Any  # bf16 [..., width]
+
+    copied_bytes = UNIT
+
+    @classmethod
+    def shapes(cls, *shape: int) -> ExpertRows:
+        if shape[-1] % EXPERT_SEGMENT:
+            raise ValueError(f"rows for experts must have a multiple of {EXPERT_SEGMENT} numbers, got {shape[-1]}")
+        return cls(values=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+    @classmethod
+    def of(cls, x: jax.Array) -> ExpertRows:
+        """Return rows of bf16 [..., width] in this order. Raises ValueError as ``shapes`` does."""
+        shape = cls.shapes(*x.shape).shape
+        return cls(values=x.reshape(-1, _QUARTERS, 2 * _PAIRS, 2).swapaxes(1, 2).reshape(shape))
+
+    def in_order(self) -> jax.Array:
+        """Return the rows bf16 [..., width] in the order that they had."""
+        return self.values.reshape(-1, 2 * _PAIRS, _QUARTERS, 2).swapaxes(1, 2).reshape(self.values.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    @staticmethod
+    def column(number: Value) -> Value:
+        """Return where the even number ``number`` of a row is stored, with the next one beside it."""
+        quarter = number % EXPERT_SEGMENT // (EXPERT_SEGMENT // _QUARTERS)
+        pair = number % (EXPERT_SEGMENT // _QUARTERS) // 2
+        return number // EXPERT_SEGMENT * EXPERT_SEGMENT + (pair * _QUARTERS + quarter) * 2
 
 
 def rounded(machine: TensorCores, lanes: int, words: list[Value]) -> tuple[list[Value], Value]:

@@ -21,7 +21,7 @@ from pallas_kernels.products.epilogues.indexer import IndexerQueries
 from pallas_kernels.products.epilogues.store import Store
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
-from pallas_kernels.products.experts.layout import layout_of, unserved
+from pallas_kernels.products.experts.layout import kind_of, layout_of, unserved
 from pallas_kernels.products.few.launch import (
     Few,
     Pair,
@@ -74,6 +74,8 @@ def plan(problem: Problem, gpu: GPU | None = None) -> Plan | Unsupported:
 
 def rows_taken(problem: Problem, gpu: GPU | None = None) -> RowsSpec:
     """Return the rows that a product takes best: the problem's own, in the class that its kernel reads fastest."""
+    if isinstance(epilogue := problem.epilogues[0], ExpertEpilogue):
+        return dataclasses.replace(problem.rows, kind=kind_of(epilogue))
     classes = (dataclasses.replace(problem.rows, kind=kind) for kind in (OperandRows, RoundedRows))
     served = (rows for rows in classes if isinstance(plan(dataclasses.replace(problem, rows=rows), gpu), Plan))
     return next(served, problem.rows)
@@ -264,4 +266,4 @@ def _experts(problem: Problem, gpu: GPU) -> Plan | Unsupported:
         return impossible
     if (reason := unserved(problem, weight, epilogue, gpu)) is not None:
         return Unsupported(kind="no kernel", reason=reason)
-    return Plan(problem=problem, gpu=gpu, kernel=OfExperts(layout=layout_of(weight, epilogue, gpu)))
+    return Plan(problem=problem, gpu=gpu, kernel=OfExperts(layout=layout_of(weight, epilogue, problem.rows.kind, gpu)))

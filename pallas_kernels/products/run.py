@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows, RoundedRows, round_rows
+from pallas_kernels.activations import ActivationRows, ExpertRows, OperandRows, PlainRows, RoundedRows, round_rows
 from pallas_kernels.language import target
 from pallas_kernels.products.plan import Plan
 
-type Rows = jax.Array | RoundedRows | OperandRows
+type Rows = jax.Array | RoundedRows | OperandRows | ExpertRows
 
 
 def run(

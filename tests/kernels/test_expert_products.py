@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels.activations import PlainRows
 from pallas_kernels.language.target import BLACKWELL, HOPPER
 from pallas_kernels.products.experts.layout import TILE_ROWS
 from tests.support.cases import first_of
@@ -26,11 +27,24 @@ CASES = {
     "one expert": Experts(tokens=21, picks=1, one=True, rows=16),
     "empty experts": Experts(tokens=2, picks=1, experts=9, blocks=7),
     "tiles of 32": Experts(tokens=40, picks=1, rows=32, padding=3),
+    "tiles of 32, rows in order": Experts(tokens=40, picks=1, rows=32, kind=PlainRows),
     "tiles of 64": Experts(tokens=30, rows=64, limit=0.0),
     "tiles of 128": Experts(tokens=70, rows=128, blocks=3),
     "padding alone": Experts(tokens=2, padding=2),
 }
-cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=9), ids=list(CASES))
+cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=10), ids=list(CASES))
+
+
+def test_rows_for_experts_are_permuted_as_documented():
+    x = jnp.arange(2 * 256, dtype=jnp.float32).reshape(2, 256).astype(jnp.bfloat16)
+    rows = pk.ExpertRows.of(x)
+    pairs, stored = (np.asarray(a).reshape(2, 2, 64, 2) for a in (x, rows.values))
+    for quarter in range(4):
+        for pair in range(16):
+            np.testing.assert_array_equal(stored[:, :, 4 * pair + quarter], pairs[:, :, 16 * quarter + pair])
+    np.testing.assert_array_equal(rows.in_order(), x)
+    with pytest.raises(ValueError, match="multiple of 128 numbers, got 192"):
+        pk.ExpertRows.of(x[:, :192])
 
 
 def _through_bf16(x: np.ndarray) -> np.ndarray:
@@ -121,7 +135,7 @@ def test_what_has_no_kernel_is_refused_by_name():
     assert "multiple of 256 outputs and 512 inputs, got (896, 512)" in _unserved(spec={"shape": (896, 512)})
     assert "blocks of (1, 32), got (128, 128)" in _unserved(spec={"block": (128, 128)})
     assert "got activations='fp8'" in _unserved(spec={"activations": "fp8"})
-    assert "plain and bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
+    assert "PlainRows or ExpertRows of bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
     assert "got 24" in _unserved(routing={"rows": 24})
     assert "tiles are of 5 experts, the weight has 4" in _unserved(routing={"experts": 5})
     assert "expected 3 rows" in _unserved(rows={"count": 4})

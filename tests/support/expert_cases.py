@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import pallas_kernels as pk
+from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
@@ -33,6 +34,7 @@ class Experts:
     blocks: int = 2  # of a launch
     stages: int = 0  # 0 for the most that fit
     padding: int = 0  # tokens, the last ones
+    kind: type[ActivationRows] | None = None  # of x of the first product, None for the fastest
     one: bool = False  # whether all tokens pick the last experts
 
     @property
@@ -86,7 +88,11 @@ class Experts:
 
     def plan(self, spec: pk.ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU = HOPPER) -> pk.Plan:
         rows = pk.RowsSpec(count=epilogue.x_rows, width=spec.inputs)
-        plan = pk.plan(pk.Problem(rows=rows, weights=(spec,), epilogues=(epilogue,)), gpu)
+        problem = pk.Problem(rows=rows, weights=(spec,), epilogues=(epilogue,))
+        rows = pk.rows_taken(problem, gpu)
+        if self.kind is not None and isinstance(epilogue, pk.Gated):
+            rows = dataclasses.replace(rows, kind=self.kind)
+        plan = pk.plan(dataclasses.replace(problem, rows=rows), gpu)
         assert isinstance(plan, pk.Plan), plan
         assert isinstance(plan.kernel, OfExperts)
         layout = plan.kernel.layout
@@ -112,8 +118,10 @@ class Experts:
     def _run(self, plan: pk.Plan, x: Any, weight: Any, extras: tuple[Any, ...], simulate: bool) -> np.ndarray:
         def run(x: Any, weight: Any, picked: Any, extras: Any) -> Any:
             routed = pk.routed_tiles(picked, self.experts, self.rows)
-            (made,) = pk.run(plan, x, [weight], routed.pairs, routed.tiles, routed.count, *extras, simulate=simulate)
-            return made
+            rows = x if plan.problem.rows.kind is PlainRows else pk.ExpertRows.of(x)
+            lists = routed.pairs, routed.tiles, routed.count
+            (made,) = pk.run(plan, rows, [weight], *lists, *extras, simulate=simulate)
+            return made.in_order() if isinstance(made, pk.ExpertRows) else made
 
         return np.asarray(jax.jit(run)(x, weight, self.picked, extras).astype(jnp.float32))
 

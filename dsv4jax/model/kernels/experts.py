@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -52,10 +53,12 @@ class ExpertsKernels(ModelKernels):
             num_experts=cfg.num_experts,
         )
 
-    def _product(self, x: jax.Array, weight: Any, epilogue: Any, *extras: jax.Array) -> jax.Array:
+    def _product(self, x: jax.Array | pk.ExpertRows, weight: Any, epilogue: Any, *extras: jax.Array) -> Any:
         plan = _plan(weight, epilogue, x.dtype)
         if isinstance(plan, pk.Unsupported):
             raise ValueError(f"no kernel serves this product: {plan.reason}")
+        if plan.problem.rows.kind is pk.ExpertRows and not isinstance(x, pk.ExpertRows):
+            x = pk.ExpertRows.of(x)
         (made,) = self.kernels.run(plan, x, [(weight.codes, weight.scales)], *extras, **self.options)
         return made
 
@@ -70,7 +73,10 @@ def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsup
     experts, *shape = weight.shape
     spec = pk.ExpertsSpec(experts=experts, shape=tuple(shape), block=weight.block, activations=weight.activations)
     rows = pk.RowsSpec(count=epilogue.x_rows, width=spec.inputs, dtype=dtype)
-    return pk.plan(pk.Problem(rows=rows, weights=(spec,), epilogues=(epilogue,)))
+    problem = pk.Problem(rows=rows, weights=(spec,), epilogues=(epilogue,))
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        problem = dataclasses.replace(problem, rows=pk.rows_taken(problem))
+    return pk.plan(problem)
 
 
 register(EXPERTS, ExpertsKernels)

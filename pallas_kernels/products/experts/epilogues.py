@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.language.lanes import Buffer, swapped
+from pallas_kernels.activations import ExpertRows
+from pallas_kernels.language.lanes import swapped
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Value, select
 from pallas_kernels.products.epilogues.faces import BlockSums, LastSteps
@@ -97,14 +98,14 @@ class ExpertEpilogue(Epilogue):
         """Return the row of what is stored."""
 
     @abc.abstractmethod
-    def store(self, sums: PairSums, rows: list[tuple[Value, list[Value]]], out: Buffer) -> None:
+    def store(self, sums: PairSums, rows: list[tuple[Value, list[Value]]], out: Any) -> None:
         """Store what is made of a lane's sums.
 
         Args:
           sums: for each eight rows, two rows of the first output and of the second.
           rows: for each eight rows, which row is stored to (none if it is below 0), after ``PairSums.pairs``; and the
             weights of the two rows.
-          out: bf16 rows.
+          out: rows of bf16.
         """
 
     def few(self, block: BlockSums, extras: dict[str, Any], out: Any) -> LastSteps:
@@ -113,7 +114,7 @@ class ExpertEpilogue(Epilogue):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gated(ExpertEpilogue):
-    """SwiGLU of each pair times its weight, bf16 [pairs, outputs / 2], in the order of the sorted pairs.
+    """SwiGLU of each pair times its weight, ``ExpertRows`` [pairs, outputs / 2] of the sorted pairs.
 
     The first half of the outputs are gates. Gates and ups are rounded to bf16 first. The gate is clamped from above
     alone, before silu. Rows of x are tokens. Rows of padding, which come last, are not written.
@@ -128,9 +129,9 @@ class Gated(ExpertEpilogue):
         return self.routed | {"weights": Spec((self.routing.pairs,), jnp.float32)}
 
     def state(self, rows: int, outputs: int) -> Any:
-        return Spec((self.routing.pairs, outputs // 2), jnp.bfloat16)
+        return ExpertRows.shapes(self.routing.pairs, outputs // 2)
 
-    def finished(self, made: Any, rows: int) -> jax.Array:
+    def finished(self, made: Any, rows: int) -> ExpertRows:
         return made
 
     @property
@@ -143,11 +144,12 @@ class Gated(ExpertEpilogue):
     def target(self, place: Value, pair: Value) -> Value:
         return place
 
-    def store(self, sums: PairSums, rows: list[tuple[Value, list[Value]]], out: Buffer) -> None:
+    def store(self, sums: PairSums, rows: list[tuple[Value, list[Value]]], out: Any) -> None:
+        column = ExpertRows.column(sums.even)
         for n, (row, weights) in enumerate(rows):
             gates, ups = through_bf16(sums.sums[4 * n : 4 * n + 2]), through_bf16(sums.sums[4 * n + 2 : 4 * n + 4])
             values = [self._gated(sums.machine, *each) for each in zip(gates, ups, weights, strict=True)]
-            out.store_words([sums.pairs(values)], row, sums.even, where=row >= 0)
+            out.values.store_words([sums.pairs(values)], row, column, where=row >= 0)
 
     def _gated(self, machine: TensorCores, gate: Value, up: Value, weight: Value) -> Value:
         if self.limit > 0:
@@ -160,7 +162,7 @@ class Gated(ExpertEpilogue):
 class OfPicks(ExpertEpilogue):
     """The outputs of each token's picks, bf16 [tokens, picks, outputs]. Those of padding are not written.
 
-    Rows of x are the sorted pairs.
+    Rows of x are the sorted pairs, as ``Gated`` gives them.
     """
 
     name: ClassVar[str] = "experts_down"
@@ -185,7 +187,7 @@ class OfPicks(ExpertEpilogue):
     def target(self, place: Value, pair: Value) -> Value:
         return pair
 
-    def store(self, sums: PairSums, rows: list[tuple[Value, list[Value]]], out: Buffer) -> None:
+    def store(self, sums: PairSums, rows: list[tuple[Value, list[Value]]], out: Any) -> None:
         for n, (row, _) in enumerate(rows):
             for box in range(2):
                 word = sums.pairs(sums.sums[4 * n + 2 * box : 4 * n + 2 * box + 2])

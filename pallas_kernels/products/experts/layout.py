@@ -11,7 +11,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.activations import PlainRows
+from pallas_kernels.activations import ActivationRows, ExpertRows, PlainRows
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.target import GPU
@@ -26,12 +26,14 @@ SCALE_INPUTS = 32
 SCALE_BYTES = 16  # of an output, that are copied together
 SCALED = SCALE_BYTES * SCALE_INPUTS  # inputs that have them
 TILE_ROWS = (8, 16, 32, 64, 128)
-GATHERERS = 2  # warps that copy rows of x
+QUARTER = 64  # inputs of a tile of x, and of a product
+GATHERERS = 2  # warps that find rows of x, and copy them
 _FEW_ROWS = 64  # up to which there are registers for four multiplying warpgroups
 _ALIGNMENT, _BARRIER_BYTES = 1024, 16
 # Rows of x that were copied are shown when the copy of the next chunk is started, and a chunk is left after the first
 # product of the next one. So with two stages everybody would wait.
-_LEAST_STAGES, _MOST_STAGES = 3, 6
+_LEAST_STAGES, _MOST_STAGES = 3, 4
+_PLAIN_ROWS = 16  # of a tile, up to which x is faster as it is
 _TABLE_BYTES = 12  # of a row
 
 
@@ -42,6 +44,7 @@ class Layout:
     gpu: GPU
     weight: ExpertsSpec
     epilogue: ExpertEpilogue
+    kind: type[ActivationRows]  # of rows of x
     stages: int  # chunks in shared memory
     blocks: int
 
@@ -74,6 +77,16 @@ class Layout:
     def halves(self) -> int:
         """Of a chunk."""
         return self.inputs // HALF
+
+    @property
+    def quarters(self) -> int:
+        """Of a chunk."""
+        return self.inputs // QUARTER
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows of a tile are anywhere in x. Otherwise they are adjacent."""
+        return self.epilogue.is_gated
 
     @property
     def row_bytes(self) -> int:
@@ -110,7 +123,7 @@ class Layout:
 
         They are filled with the first of their chunks, when the chunk ``stages`` before it was left.
         """
-        return -(-(self.stages + self.scaled_chunks - 1) // self.scaled_chunks)
+        return _power(-(-(self.stages + self.scaled_chunks - 1) // self.scaled_chunks))
 
     @property
     def table_slots(self) -> int:
@@ -119,7 +132,7 @@ class Layout:
         They are filled before the unit's first chunk, when the chunk ``stages`` + 1 before it was left at least. Those
         who multiply use them until they begin the next unit.
         """
-        return 1 + -(-(self.stages + 1) // self.chunks)
+        return _power(1 + -(-(self.stages + 1) // self.chunks))
 
     @property
     def shared_bytes(self) -> int:
@@ -136,12 +149,27 @@ class Layout:
         return Grid(blocks=(self.blocks,), warpgroups=self.warpgroups + 1, shared_bytes=self.shared_bytes)
 
 
-def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> Layout:
+def _power(number: int) -> int:
+    """Return the power of two from a number up: a remainder by it is one instruction."""
+    return 1 << (number - 1).bit_length()
+
+
+def kind_of(epilogue: ExpertEpilogue) -> type[ActivationRows]:
+    """Return in which order a product takes rows of x the fastest."""
+    return PlainRows if epilogue.is_gated and epilogue.routing.rows <= _PLAIN_ROWS else ExpertRows
+
+
+def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, kind: type[ActivationRows], gpu: GPU) -> Layout:
     """Return the division of a product, with as many stages as fit."""
     most = epilogue.routing.shapes.tiles.shape[0] * (weight.outputs // OUTPUTS)
     for stages in range(_MOST_STAGES, _LEAST_STAGES - 1, -1):
         found = Layout(
-            gpu=gpu, weight=weight, epilogue=epilogue, stages=stages, blocks=min(gpu.multiprocessors, max(most, 1))
+            gpu=gpu,
+            weight=weight,
+            epilogue=epilogue,
+            kind=kind,
+            stages=stages,
+            blocks=min(gpu.multiprocessors, max(most, 1)),
         )
         if found.fits:
             return found
@@ -159,8 +187,10 @@ def unserved(problem: Problem, weight: ExpertsSpec, epilogue: ExpertEpilogue, gp
         return f"experts multiply rows as they are, got activations={weight.activations!r}"
     if outputs % OUTPUTS or inputs % SCALED:
         return f"experts must have a multiple of {OUTPUTS} outputs and {SCALED} inputs, got {weight.shape}"
-    if rows.kind is not PlainRows or jnp.dtype(rows.dtype) != jnp.bfloat16:
-        return f"rows must be plain and bfloat16, got {rows.kind.__name__} of {jnp.dtype(rows.dtype)}"
+    kinds = (PlainRows, ExpertRows) if epilogue.is_gated else (ExpertRows,)
+    if rows.kind not in kinds or (rows.kind is PlainRows and jnp.dtype(rows.dtype) != jnp.bfloat16):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        return f"rows must be {names} of bfloat16, got {rows.kind.__name__} of {jnp.dtype(rows.dtype)}"
     if routing.rows not in TILE_ROWS:
         return f"tiles must have one of {TILE_ROWS} rows, got {routing.rows}"
     if routing.experts != weight.experts:

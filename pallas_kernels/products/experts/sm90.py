@@ -13,24 +13,28 @@ pair by pair, and leave in a table what is known of them. The other warpgroups m
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from pallas_kernels.activations import PlainRows
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, TileCopy
-from pallas_kernels.language.values import Index, Value
+from pallas_kernels.language.values import Condition, Index, Value, select
 from pallas_kernels.products.experts.epilogues import PairSums
 from pallas_kernels.products.experts.layout import (
     BOX,
     BOXES,
     GATHERERS,
+    HALF,
     OUTPUTS,
     PART,
+    QUARTER,
     SCALE_BYTES,
     SCALE_INPUTS,
     Layout,
@@ -42,7 +46,7 @@ _REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that
 _UNIT = 16  # bytes
 _PART_ROWS = PART // BOXES  # rows of a box that a warpgroup multiplies at once
 _STEP_WORDS = 4  # of a left operand
-_QUARTER_BYTES = 128  # of a row of x, which a product multiplies
+QUARTER_BYTES = 2 * QUARTER  # of a row of x
 # E2M1 moved into the bits of a bf16 means the number times 2^-126. Weights are times 2^-8 beside that until they are
 # summed, so that scales up to 2^9 can be served.
 _LESS = 8
@@ -63,6 +67,16 @@ class ExpertInputs:
     tiles: Any
     count: Any
     weights: Any  # f32 [pairs], None where the epilogue takes none
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tile of rows."""
+
+    expert: Value
+    first: Value  # its first place among the sorted pairs
+    count: Value
 
 
 def body(machine: TensorCores, inputs: ExpertInputs, out: Buffer, *, layout: Layout) -> None:
@@ -106,20 +120,26 @@ class _Block:
     inputs: ExpertInputs
     layout: Layout
     codes: Shared  # u8 [stages, boxes, outputs of a box, bytes]
-    x: Tile  # a copy per stage
+    x: Tile  # of a quarter of a chunk; copies for each stage
     scales: Shared  # u8 [slots, boxes, outputs of a box, bytes]
     sources: Shared  # i32 [slots, rows] of a unit: the row of x, -1 for none
     targets: Shared  # i32 [slots, rows] the row that is stored to, -1 for none
     weights: Shared  # f32 [slots, rows]
     pipe: Pipeline
+    units: Value  # the block has: every ``blocks``-th from the block's number on
+    first: _Entry  # of the first unit
 
     @classmethod
     def take(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> _Block:
         """Take shared memory, and initialise the barriers."""
+        # Loaded first of all, because everything waits for them.
+        total = inputs.count.load_int(0) * layout.units
+        tile = machine.block(0) // layout.units
+        first = _Entry(*(inputs.tiles.load_int(tile, n, where=tile < inputs.tiles.shape[0]) for n in range(3)))
         size = layout.stages * OUTPUTS * layout.row_bytes
         shape = layout.stages, BOXES, BOX, layout.row_bytes
         codes = Shared(machine, machine.take_shared(size, alignment=1024), shape, "u8")
-        x = Tile.take(machine, layout.rows, layout.inputs * 2, copies=layout.stages)
+        x = Tile.take(machine, layout.rows, QUARTER_BYTES, copies=layout.stages * layout.quarters)
         scales = layout.scale_slots, BOXES, BOX, SCALE_BYTES
         at = machine.take_shared(layout.scale_slots * OUTPUTS * SCALE_BYTES, alignment=128)
         table = layout.table_slots, layout.rows
@@ -137,12 +157,15 @@ class _Block:
             targets=Shared.take(machine, table, "i32"),
             weights=Shared.take(machine, table, "f32"),
             pipe=Pipeline(full=full, free=free),
+            units=(total + (layout.blocks - 1) - machine.block(0)) // layout.blocks,
+            first=first,
         )
 
-    def units(self) -> Value:
-        """Return how many units the block has: every ``blocks``-th from the block's number on."""
-        total = self.inputs.count.load_int(0) * self.layout.units
-        return (total + (self.layout.blocks - 1) - self.machine.block(0)) // self.layout.blocks
+    def entry(self, unit: Value) -> _Entry:
+        """Load which rows and which expert a unit has, if there is such a unit."""
+        tile, tiles = self.place(unit)[0], self.inputs.tiles
+        there = tile < tiles.shape[0]
+        return _Entry(*(tiles.load_int(tile, n, where=there) for n in range(3)))
 
     def place(self, unit: Value) -> tuple[Value, Value]:
         """Return the number of a unit's tile, and its number among those of the tile."""
@@ -154,126 +177,164 @@ class _Block:
         """Copy all chunks of all units."""
         machine, layout, pipe = self.machine, self.layout, self.pipe
         warp = machine.thread % WARPGROUP // WARP
-        gathers = warp >= _WARPS - GATHERERS
         gatherer = warp - (_WARPS - GATHERERS)
-        units = self.units()
+        # Rows that warps copy themselves are shown a chunk later.
+        late = 1 if layout.gathers else 0
 
-        def one(unit: Value, _: None) -> None:
-            tile, part = self.place(unit)
-            expert = self.inputs.tiles.load_int(tile, 0)
-            output = expert * layout.weight.outputs + part * layout.unit_outputs
-            with machine.when(gathers):
-                self._find_rows(unit, tile, gatherer)
+        def one(unit: Value, entry: _Entry) -> _Entry:
+            part, following = self.place(unit)[1], self.entry(unit + 1)
+            with machine.when(gatherer >= 0):
+                self._find_rows(unit, entry, gatherer)
+            output = entry.expert * layout.weight.outputs + part * layout.unit_outputs
 
             def of_chunk(chunk: Value, _: None) -> None:
                 number = unit * layout.chunks + chunk
                 stage = pipe.acquire(number)
                 with machine.when(warp == 0):
-                    self._copy_weights(number, output, chunk)
-                with machine.when(gathers):
-                    self._copy_rows(unit, chunk, stage, gatherer)
-                    machine.close_copies()
-                    machine.wait_copies(pending=1)
-                    machine.fence_shared()
-                    pipe.full.copy((number - 1).maximum(0) % layout.stages).arrive(number > 0)
+                    self._copy_tiles(number, chunk, output, entry.first)
+                with machine.when(gatherer >= 0):
+                    if layout.gathers:
+                        copy = self._copy_words if layout.kind is PlainRows else self._copy_units
+                        copy(unit, chunk, stage, gatherer)
+                        machine.close_copies()
+                        machine.wait_copies(pending=late)
+                        machine.fence_shared()
+                    self._show(number - late, number >= late)
 
             machine.loop(layout.chunks, of_chunk)
+            return following
 
-        machine.loop(units, one)
-        with machine.when(gathers):
-            machine.wait_copies()
-            machine.fence_shared()
-            pipe.full.copy((units * layout.chunks - 1).maximum(0) % layout.stages).arrive(units > 0)
+        machine.loop(self.units, one, self.first)
+        if late:
+            with machine.when(gatherer >= 0):
+                machine.wait_copies()
+                machine.fence_shared()
+                self._show(self.units * layout.chunks - 1, self.units > 0)
 
-    def _copy_weights(self, number: Value, output: Value, chunk: Value) -> None:
-        """Start the copies of a chunk's codes, and of the scales with the first chunk that has them."""
+    def _show(self, number: Value, where: Value) -> None:
+        """Say that this warp has filled its part of a chunk's stage."""
+        self.pipe.full.copy(number.maximum(0) % self.layout.stages).arrive(where)
+
+    def _copy_tiles(self, number: Value, chunk: Value, output: Value, first: Value) -> None:
+        """Start the copies of a chunk's codes, of adjacent rows of x, and with the first chunk that has them of scales.
+
+        Args:
+          number: of the chunk, among all of the block.
+          chunk: its number in the unit.
+          output: the unit's first, among those of all experts.
+          first: row of x, if rows are adjacent.
+        """
         machine, layout = self.machine, self.layout
         stage, full = number % layout.stages, self.pipe.full
         slot = number // layout.scaled_chunks % layout.scale_slots
-        rows = [output + box * layout.second for box in range(BOXES)]
-        column = chunk * layout.row_bytes
-        of_codes = [
-            TileCopy(
-                source=self.inputs.codes,
-                row=row,
-                column=column,
-                to=self.codes.address_of(stage, box, 0, 0),
-                rows=BOX,
-                row_bytes=layout.row_bytes,
-                swizzle=layout.row_bytes,
+        copies, of_scales = [], []
+        for box in range(BOXES):
+            row = output + box * layout.second
+            copies.append(
+                TileCopy(
+                    source=self.inputs.codes,
+                    row=row,
+                    column=chunk * layout.row_bytes,
+                    to=self.codes.address_of(stage, box, 0, 0),
+                    rows=BOX,
+                    row_bytes=layout.row_bytes,
+                    swizzle=layout.row_bytes,
+                )
             )
-            for box, row in enumerate(rows)
-        ]
-        of_scales = [
-            TileCopy(
-                source=self.inputs.scales,
-                row=row,
-                column=chunk // layout.scaled_chunks * SCALE_BYTES,
-                to=self.scales.address_of(slot, box, 0, 0),
-                rows=BOX,
-                row_bytes=SCALE_BYTES,
-                swizzle=0,
+            of_scales.append(
+                TileCopy(
+                    source=self.inputs.scales,
+                    row=row,
+                    column=chunk // layout.scaled_chunks * SCALE_BYTES,
+                    to=self.scales.address_of(slot, box, 0, 0),
+                    rows=BOX,
+                    row_bytes=SCALE_BYTES,
+                    swizzle=0,
+                )
             )
-            for box, row in enumerate(rows)
-        ]
-        is_first = chunk % layout.scaled_chunks == 0
-        with machine.when(is_first):
-            full.copy(stage).fill(*of_scales, *of_codes)
+        for quarter in range(0 if layout.gathers else layout.quarters):
+            copies.append(
+                TileCopy(
+                    source=self.inputs.x,
+                    row=first,
+                    column=chunk * layout.inputs + quarter * QUARTER,
+                    to=self.x.copy(stage * layout.quarters + quarter).offset,
+                    rows=layout.rows,
+                    row_bytes=QUARTER_BYTES,
+                )
+            )
+        with machine.when(chunk % layout.scaled_chunks == 0):
+            full.copy(stage).fill(*of_scales, *copies)
         with machine.when(chunk % layout.scaled_chunks != 0):
-            full.copy(stage).fill(*of_codes)
+            full.copy(stage).fill(*copies)
 
-    def _find_rows(self, unit: Value, tile: Value, gatherer: Value) -> None:
+    def _find_rows(self, unit: Value, entry: _Entry, gatherer: Value) -> None:
         """Leave in the table what is known of this warp's rows of a unit."""
         machine, layout, inputs, epilogue = self.machine, self.layout, self.inputs, self.layout.epilogue
         slot, mine = unit % layout.table_slots, layout.rows // GATHERERS
-        first, count = inputs.tiles.load_int(tile, 1), inputs.tiles.load_int(tile, 2)
+        none = machine.constant(-1, "i32")
         for start in range(0, mine, WARP):
             n = machine.thread % WARP + start
+            here: Condition = True if start + WARP <= mine else n < mine
             row = gatherer * mine + n
-            here = True if start + WARP <= mine else n < mine
-            place = first + row
-            there = row < count if here is True else (row < count) & here
+            place, there = entry.first + row, (row < entry.count) & here
             pair = inputs.pairs.load_int(place, where=there)
-            none = machine.constant(-1, "i32")
-            self.sources.store_int(machine.select(there, epilogue.source(place, pair), none), slot, row, where=here)
-            self.targets.store_int(machine.select(there, epilogue.target(place, pair), none), slot, row, where=here)
+            if layout.gathers:
+                self.sources.store_int(select(there, epilogue.source(place, pair), none), slot, row, where=here)
+            self.targets.store_int(select(there, epilogue.target(place, pair), none), slot, row, where=here)
             if inputs.weights is not None:
                 weight = inputs.weights.load_floats(pair, count=1, where=there)
                 self.weights.store_floats(weight, slot, row, where=here)
         machine.barrier("warp")
 
-    def _copy_rows(self, unit: Value, chunk: Value, stage: Index, gatherer: Value) -> None:
-        """Start to copy a chunk of this warp's rows of x, in words of 4 bytes.
+    def _copy_words(self, unit: Value, chunk: Value, stage: Value, gatherer: Value) -> None:
+        """Start to copy a chunk of this warp's rows of x, which are in order, in words of 4 bytes.
 
         Eight lanes read adjacent words of a quarter. So a warp reads whole sectors, and writes to all banks.
         """
-        machine, layout, x = self.machine, self.layout, self.inputs.x
-        slot, mine = unit % layout.table_slots, layout.rows // GATHERERS
-        lane = machine.thread % WARP
-        quarter, of_eight = lane // _EIGHT, lane % _EIGHT
-        tile = self.x.copy(stage)
-        row_bytes = x.shape[1] * 2
-        address = x.address + machine.widen(chunk * (layout.inputs * 2) + quarter * 64 + of_eight * 4)
-        atoms = layout.inputs * 2 // 128
+        layout, lane = self.layout, self.machine.thread % WARP
+        quarter, number = lane // _EIGHT, lane % _EIGHT
+        mine = layout.rows // GATHERERS
 
-        def some(group: Index, rows: int) -> None:
-            for n in range(rows):
-                row = gatherer * mine + group * _EIGHT + n
-                source = self.sources.load_int(slot, row)
-                there = source >= 0
-                start = address + machine.widen(source) * row_bytes
-                in_atom = row % _EIGHT
-                to = tile.offset + row // _EIGHT * (atoms * 1024) + in_atom * 128 + (of_eight ^ in_atom) * 16
-                to = to + quarter * 4
-                for half in range(layout.halves):
-                    for further in range(2):
-                        atom = 2 * half + further
-                        machine.copy_async(to + atom * 1024, start + (half * 256 + further * 32), there, size=4)
+        def copy(row: Value, source: Value, where: Value) -> None:
+            to = self._unit(stage, row, number) + quarter * 4
+            for n in range(layout.quarters):
+                at = source + (n // 2 * (2 * HALF) + n % 2 * 32)
+                self.machine.copy_async(to + n * self.x.size, at, where, size=4)
 
-        if mine <= _EIGHT:
-            some(0, mine)
-        else:
-            machine.loop(mine // _EIGHT, lambda group, _: some(group, _EIGHT))
+        first = chunk * (layout.inputs * 2) + quarter * 64 + number * 4
+        self._copy_each(unit, first, [gatherer * mine + n for n in range(mine)], copy)
+
+    def _copy_units(self, unit: Value, chunk: Value, stage: Value, gatherer: Value) -> None:
+        """Start to copy a chunk of this warp's rows of x, which are in the order of the product, 16 bytes at a time."""
+        machine, layout, lane = self.machine, self.layout, self.machine.thread % WARP
+        of_row = layout.inputs * 2 // _UNIT  # units, and lanes
+        number, mine, at_once = lane % of_row, layout.rows // GATHERERS, WARP // of_row
+        place = number // _EIGHT * self.x.size
+
+        def copy(row: Value, source: Value, where: Value) -> None:
+            machine.copy_async(self._unit(stage, row, number % _EIGHT) + place, source, where)
+
+        def some(i: Value, _: None) -> None:
+            rows = [gatherer * mine + (i * _EIGHT + n) * at_once + lane // of_row for n in range(_EIGHT)]
+            self._copy_each(unit, chunk * (layout.inputs * 2) + number * _UNIT, rows, copy)
+
+        machine.loop(mine // (_EIGHT * at_once), some)
+
+    def _unit(self, stage: Value, row: Value, unit: Value) -> Value:
+        """Return where a unit of a row is, in the first quarter of a chunk's x."""
+        tile = self.x.copy(stage * self.layout.quarters)
+        return row * QUARTER_BYTES + (unit ^ row % _EIGHT) * _UNIT + tile.offset
+
+    def _copy_each(
+        self, unit: Value, first: Value, rows: list[Value], copy: Callable[[Value, Value, Value], None]
+    ) -> None:
+        """Call ``copy`` with each row, the address of its byte ``first``, and whether there is such a row."""
+        machine, x = self.machine, self.inputs.x
+        sources = [self.sources.load_int(unit % self.layout.table_slots, row) for row in rows]
+        start, row_bytes = x.address + machine.widen(first), x.shape[1] * x.dtype.itemsize
+        for row, source in zip(rows, sources, strict=True):
+            copy(row, start + machine.widen(source) * row_bytes, source >= 0)
 
     # Those that multiply.
     def multiply(self, out: Buffer) -> None:
@@ -316,12 +377,11 @@ class _Block:
                 sums, held = carry
                 number = unit * layout.chunks + chunk
                 stage = pipe.wait(number)
-                x = self.x.copy(stage)
                 is_first = True
                 for half in range(layout.halves):
                     codes, factors = codes_of(stage, half), factors_of(number, half)
                     for quarter in range(2):
-                        right = x.k_major((2 * half + quarter) * _QUARTER_BYTES, _QUARTER_BYTES)
+                        right = self.x.copy(stage * layout.quarters + (2 * half + quarter)).k_major()
                         for part in range(layout.parts):
                             words = self._operand(codes[part], factors[part], quarter)
                             sums = list(sums)
@@ -342,7 +402,7 @@ class _Block:
             pipe.release(unit * layout.chunks + (layout.chunks - 1))
             self._store(unit, row, of_warp, distance, sums, out)
 
-        machine.loop(self.units(), one)
+        machine.loop(self.units, one)
 
     def _operand(self, codes: list[list[Value]], factors: list[Value], quarter: int) -> list[Value]:
         """Return a quarter of two outputs' words as the left operand of four steps."""
