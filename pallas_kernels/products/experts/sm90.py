@@ -42,7 +42,7 @@ from pallas_kernels.products.experts.layout import (
 
 _QUAD, _EIGHT = 4, 8
 _WARPS = WARPGROUP // WARP
-_REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
+_REGISTERS = {4: (104, 64), 2: (224, 56)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
 _UNIT = 16  # bytes
 _PART_ROWS = PART // BOXES  # rows of a box that a warpgroup multiplies at once
 _STEP_WORDS = 4  # of a left operand
