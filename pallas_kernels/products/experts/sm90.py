@@ -42,8 +42,9 @@ from pallas_kernels.products.experts.layout import (
 
 _QUAD, _EIGHT = 4, 8
 _WARPS = WARPGROUP // WARP
-_REGISTERS = {4: (104, 64), 2: (224, 56)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
+_REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
 _UNIT = 16  # bytes
+_AT_ONCE = 4  # rows of x that a lane copies units of before it begins with others
 _PART_ROWS = PART // BOXES  # rows of a box that a warpgroup multiplies at once
 _STEP_WORDS = 4  # of a left operand
 QUARTER_BYTES = 2 * QUARTER  # of a row of x
@@ -316,10 +317,10 @@ class _Block:
             machine.copy_async(self._unit(stage, row, number % _EIGHT) + place, source, where)
 
         def some(i: Value, _: None) -> None:
-            rows = [gatherer * mine + (i * _EIGHT + n) * at_once + lane // of_row for n in range(_EIGHT)]
+            rows = [gatherer * mine + (i * _AT_ONCE + n) * at_once + lane // of_row for n in range(_AT_ONCE)]
             self._copy_each(unit, chunk * (layout.inputs * 2) + number * _UNIT, rows, copy)
 
-        machine.loop(mine // (_EIGHT * at_once), some)
+        machine.loop(mine // (_AT_ONCE * at_once), some)
 
     def _unit(self, stage: Value, row: Value, unit: Value) -> Value:
         """Return where a unit of a row is, in the first quarter of a chunk's x."""
