@@ -26,6 +26,8 @@ LAUNCHES = {
     "indexer_queries",
     "token_parts",
     "token_step",
+    "experts_down",
+    "experts_gate_up",
     "product",
     "products",
     "product_of_many",

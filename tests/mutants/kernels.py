@@ -18,8 +18,9 @@ from pallas_kernels.language.target import BLACKWELL
 from pallas_kernels.scores import sm90 as scores_sm90
 from pallas_kernels.scores import sm100 as scores_sm100
 from tests.kernels.test_product_queries import Queries
-from tests.mutants.faults import Fault, LateWait, Mutant, NoHold, Probe
+from tests.mutants.faults import Fault, LateStore, LateWait, Mutant, NoHold, Probe
 from tests.support import attention_cases, score_cases
+from tests.support.expert_cases import Experts
 from tests.support.product_cases import Many, Product
 
 Run = Callable[[], Any]
@@ -50,6 +51,8 @@ def _product(**sizes: Any) -> Run:
 _WIDE = sm90.Layout(is_wide=True, blocks=1)
 _FP8: dict[str, Any] = {"activations": "fp8"}
 _QUERIES = Queries(rows=130, heads=1, inputs=512, many=Many(multiprocessors=2), **_FP8)
+_EXPERTS: dict[str, Any] = {"tokens": 3, "experts": 2, "blocks": 1, "stages": 3}
+_GATE_UP, _DOWN = Experts(hidden=1536, width=128, **_EXPERTS), Experts(hidden=256, width=1536, **_EXPERTS)
 KERNELS: dict[str, Run] = {
     "products of many rows, bf16": _product(rows=72, outputs=128, inputs=512, many=Many(parts=1, stages=3)),
     "products of many rows, shared tiles": _product(
@@ -67,6 +70,8 @@ KERNELS: dict[str, Run] = {
     "products on Blackwell, FP8": _product(
         rows=9, outputs=128, inputs=512, parts=(1, 1), tiles=2, gpu=BLACKWELL, **_FP8
     ),
+    "experts": lambda: _GATE_UP.run_gate_up(simulate=True),
+    "experts, adjacent rows": lambda: _DOWN.run_down(simulate=True),
     "attention": _attention(lengths=(130, 60), layout=sm90.Layout(blocks=1)),
     "attention to widened picks": _attention(lengths=(130,), tokens=2, layout=_WIDE),
     "attention to widened rows": _attention(lengths=(300,), tokens=2, entries="all", layout=_WIDE),
@@ -81,6 +86,7 @@ KERNELS: dict[str, Run] = {
 NEVER_MADE = "never made"
 HARMLESS: dict[tuple[str, type[Mutant]], str] = {
     ("products of few rows, streamed", LateWait): "a chunk of x has a place more than there are stages",
+    ("experts, adjacent rows", LateStore): "what is known of rows is read after the last chunk, and stored before",
     ("scores in turn", NoHold): "each wait follows its product at once",
 }
 

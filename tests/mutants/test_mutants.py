@@ -38,6 +38,8 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "products of few rows, parts": (*FEW, WrongParity, NoWait),
     "products on Blackwell": (*IN_TENSOR_MEMORY, FewerCopies),
     "products on Blackwell, FP8": (*IN_TENSOR_MEMORY, FewerCopies),
+    "experts": (*FILLED, *STORED, NoHold, FewerCopies),
+    "experts, adjacent rows": (*FILLED, NoHold),
     "attention": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened picks": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened rows": (*FILLED, LateStore, NoBarrier, NoHold),

@@ -68,6 +68,8 @@ CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
 # Launches that Blackwell does not have.
 HOPPER_ONLY = {
+    "experts_gate_up",
+    "experts_down",
     "products",
     "product_of_many",
     "product_of_queries",

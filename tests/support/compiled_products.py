@@ -12,6 +12,7 @@ import dsv4jax as d4
 import pallas_kernels as pk
 from dsv4jax.formats import INDEXER_FORMATS
 from dsv4jax.kinds import AttentionType
+from dsv4jax.model.config import ModelConfig
 from dsv4jax.weights.params import param_shapes
 from pallas_kernels.activations import ActivationRows, PlainRows, round_rows
 from pallas_kernels.language.target import HOPPER
@@ -33,6 +34,24 @@ def product_kernels(cfg: d4.DSV4Config, *, is_flash: bool) -> Iterator[Kernel]:
     yield from _pairs(cfg)
     yield from _queries_in_products(cfg, is_flash)
     yield from _multiplications_of_many(cfg, is_flash)
+    yield from _experts(ModelConfig.flash() if is_flash else ModelConfig.pro(), is_flash)
+
+
+def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
+    """Yield both products with experts: from one token to a chunk, in tiles of all sizes; of Pro in the largest."""
+    hidden, width = cfg.hidden_size, cfg.expert_width
+    for tokens in (1, 256, 1024, 2048, 4096) if is_flash else (4096,):
+        rows = pk.tile_rows(tokens, cfg.experts_per_token, cfg.num_experts)
+        routing = pk.Routing(tokens=tokens, picks=cfg.experts_per_token, experts=cfg.num_experts, rows=rows)
+        for shape, made in (
+            ((2 * width, hidden), pk.Gated(routing=routing, limit=cfg.swiglu_limit)),
+            ((hidden, width), pk.OfPicks(routing=routing)),
+        ):
+            weight = pk.ExpertsSpec(experts=cfg.num_experts, shape=shape)
+            plain = pk.RowsSpec(count=made.x_rows, width=weight.inputs)
+            taken = pk.rows_taken(pk.Problem(rows=plain, weights=(weight,), epilogues=(made,)), HOPPER)
+            title = f"{made.name} [{tokens}] in tiles of {rows}"
+            yield from _kernel(title, made.x_rows, (weight, made), kind=taken.kind)
 
 
 def f32(*shape: int) -> Any:

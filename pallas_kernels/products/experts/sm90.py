@@ -286,7 +286,8 @@ class _Block:
             if inputs.weights is not None:
                 weight = inputs.weights.load_floats(pair, count=1, where=there)
                 self.weights.store_floats(weight, slot, row, where=here)
-        machine.barrier("warp")
+        if layout.gathers:
+            machine.barrier("warp")
 
     def _copy_words(self, unit: Value, chunk: Value, stage: Value, gatherer: Value) -> None:
         """Start to copy a chunk of this warp's rows of x, which are in order, in words of 4 bytes.
