@@ -310,7 +310,7 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcom
     num_new = jnp.where(ok & active, 1, 0)
     logits, streams, cache = forward(way.params, loop.last_tokens, cache, loop.slots, num_new, backend=way.backend)
     assert logits is not None
-    tokens = draw(way.sampling.probabilities(logits), keys)[:, None]
+    tokens = way.sampling.draw(logits, keys)[:, None]
     count, stopped = _until_stop(tokens, num_new, way.stop_tokens)
     made = _Made(tokens=tokens, count=count, stopped=stopped, judged=jnp.zeros_like(num_new), streams=streams)
     return made, advance(cache, loop.slots, num_new), ok

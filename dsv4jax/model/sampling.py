@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+_BITS, _DIGIT = 30, 5  # of a probability, and of it that one pass over the vocabulary finds
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,22 +37,49 @@ class Sampling:
         """Return the probabilities of tokens f32 [..., V]: at temperature 0, 1 for the first of the largest logits."""
         likeliest = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=jnp.float32)
         is_greedy = self.temperature == 0
-        warm = jax.nn.softmax(logits / jnp.where(is_greedy, 1.0, self.temperature))
-        warm = lax.cond(self.top_p < 1, self._likeliest_part, lambda probabilities: probabilities, warm)
-        return jnp.where(is_greedy, likeliest, warm)
+        warm = self._warm(logits)
+        kept = jnp.where(self._are_kept(warm), jax.nn.softmax(warm), 0.0)
+        return jnp.where(is_greedy, likeliest, kept / jnp.sum(kept, -1, keepdims=True))
 
-    def _likeliest_part(self, probabilities: jax.Array) -> jax.Array:
-        """Set to 0 what is not among the likeliest tokens that together have ``top_p``, and normalise."""
-        ordered = jnp.sort(probabilities, axis=-1, descending=True)
-        before = jnp.cumsum(ordered, -1) - ordered  # probability of all that is likelier
-        least = jnp.min(jnp.where(before < self.top_p, ordered, jnp.inf), -1, keepdims=True)
-        kept = jnp.where(probabilities >= least, probabilities, 0.0)
-        return kept / jnp.sum(kept, -1, keepdims=True)
+    def draw(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+        """Draw a token int32 [B] with the probabilities of logits f32 [B, V], with one key per row.
+
+        The largest of all logits after temperature, each with a Gumbel number of its own added, is a token with its
+        probability. Nothing is added up over the vocabulary, and at temperature 0 the same maximum is of logits alone.
+        """
+        warm = self._warm(logits)
+        noisy = jnp.where(self._are_kept(warm), warm + _gumbel(logits.shape[-1], keys), -jnp.inf)
+        return jnp.argmax(jnp.where(self.temperature == 0, logits, noisy), -1).astype(jnp.int32)
+
+    def _warm(self, logits: jax.Array) -> jax.Array:
+        return logits / jnp.where(self.temperature == 0, 1.0, self.temperature)
+
+    def _are_kept(self, warm: jax.Array) -> jax.Array:
+        """Return which of logits [..., V], after temperature, are of the likeliest tokens that have ``top_p`` together.
+
+        They are those beside which all likelier ones have less than that. The least of them is found as a floating-point
+        number, digit by digit: it is the largest number such that all that are not below it have ``top_p``.
+        """
+        probabilities = jax.nn.softmax(warm)
+        bits = lax.bitcast_convert_type(probabilities, jnp.int32)  # in the order of the numbers, as none is negative
+        least = jnp.zeros(warm.shape[:-1], jnp.int32)
+        for shift in range(_BITS - _DIGIT, -1, -_DIGIT):
+            digits = lax.broadcasted_iota(jnp.int32, (*least.shape, 1 << _DIGIT), least.ndim)
+            tried = least[..., None] + (digits << shift)
+            is_above = bits[..., None] >= tried[..., None, :]
+            reach = jnp.sum(jnp.where(is_above, probabilities[..., None], 0.0), -2) >= self.top_p
+            least += jnp.maximum(jnp.sum(reach, -1, dtype=jnp.int32) - 1, 0) << shift
+        return (bits >= least[..., None]) | (self.top_p >= 1)
 
 
 def draw(probabilities: jax.Array, keys: jax.Array) -> jax.Array:
     """Draw a token int32 [B] from probabilities f32 [B, V], with one key per row."""
-    return jax.vmap(jax.random.categorical)(keys, jnp.log(probabilities)).astype(jnp.int32)
+    noisy = jnp.log(probabilities) + _gumbel(probabilities.shape[-1], keys)
+    return jnp.argmax(noisy, -1).astype(jnp.int32)
+
+
+def _gumbel(count: int, keys: jax.Array) -> jax.Array:
+    return jax.vmap(lambda key: jax.random.gumbel(key, (count,), jnp.float32))(keys)
 
 
 def accept(

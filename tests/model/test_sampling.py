@@ -93,6 +93,34 @@ def test_top_p_keeps_the_fewest_likeliest_tokens_that_reach_it(top_p, kept):
     np.testing.assert_allclose(found, expected, rtol=1e-5)  # f32
 
 
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
+def test_top_p_keeps_a_token_if_those_that_are_likelier_have_less(top_p):
+    """Over a vocabulary of awkward size, with ties, a token that has nearly all, and tokens that have nothing."""
+    rng = np.random.default_rng(6)
+    logits = rng.normal(0, 3, (4, 1237)).astype(np.float32)
+    logits[1] = np.round(logits[1])
+    logits[2, 77] = 30
+    logits[3, ::2] = -np.inf
+    found = np.asarray(Sampling.of(1.0, top_p).probabilities(jnp.asarray(logits)), np.float64)
+    for row, kept in zip(np.asarray(jax.nn.softmax(logits), np.float64), found, strict=True):
+        likelier = np.sum(row[None] * (row[None] > row[:, None]), 1)
+        is_clear = abs(likelier - top_p) > 1e-5  # sums of a thousand numbers in f32
+        assert ((kept > 0) == ((likelier < top_p) & (row > 0)))[is_clear].all()
+        assert abs(kept.sum() - 1) < 1e-5
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
+def test_draws_of_logits_have_their_probabilities(temperature, top_p):
+    sampling, logits = Sampling.of(temperature, top_p), jnp.log(random_distributions(np.random.default_rng(8)))
+    tokens = sampling.draw(jnp.broadcast_to(logits, (SAMPLES, VOCABULARY)), keys(9))
+    check_counts(np.bincount(tokens, minlength=VOCABULARY), np.asarray(sampling.probabilities(logits)))
+
+
+def test_without_temperature_the_first_of_the_largest_logits_is_drawn():
+    logits = jnp.asarray([[1.0, 3.0, 3.0, 2.0], [jnp.inf, 0.0, 0.0, 0.0], [-5.0, -6.0, -7.0, -5.0]])
+    assert Sampling.of().draw(logits, keys(10, 3)).tolist() == [1, 0, 0]
+
+
 def test_temperature_divides_logits():
     logits = jnp.asarray([0.5, -1.0, 2.0, 0.0, 3.0, 1.0], jnp.float32)
     found = Sampling.of(0.5).probabilities(logits)
