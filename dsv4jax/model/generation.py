@@ -1,7 +1,7 @@
-"""Generating texts: prompts in, new tokens out. ``loop`` has the program that does it.
+"""Generating texts: prompts in, new tokens out. ``loop`` has the programs that do it.
 
-The program depends on the number of rows, of tokens of context and of texts that wait, all of which are rounded up to
-powers of two; so a few programs serve all prompts. The loop is left now and then only to read what was made.
+The programs depend on the number of rows, of tokens of context and of texts that wait, all of which are rounded up to
+powers of two; so a few programs serve all prompts. The loop is left only to read what was made, and to store prompts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -24,13 +25,15 @@ from dsv4jax.cache.tables import blocks_for
 from dsv4jax.checks import integer
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.loop import CHUNK, Loop, Texts, begin, run
+from dsv4jax.model.loop import Loop, Texts, begin, run, seat, store
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling
 from dsv4jax.plan import CachePlan
 
 # Passes of the loop from one look at what it made to the next: of a stream, for reports of progress, otherwise.
 STREAMED, REPORTED, UNSEEN = 1, 8, 64
+# Tokens of prompts that a pass stores: of each row, or of a row alone that has more than those.
+SHORT, LONG, LONGEST = 128, 1024, 4096
 # The least sizes, so that most calls share a compiled program.
 CONTEXT = 1024  # tokens of context
 TEXTS = 32  # in the queue
@@ -122,6 +125,7 @@ class Generator:
         self._caches: Caches | None = caches
         self._plans = caches.model.plan, caches.drafts and caches.drafts.plan
         self._kept: list[_Kept] = []  # in the order of their last use
+        self._compiled: set[int | None] = set()  # chunks of ``store``, and None for ``run``
         self._is_busy = False
         self.result = Generated(tokens=[], passes=0, stored=0, drafted=0, accepted=0, seconds=0.0)
 
@@ -200,24 +204,27 @@ class Generator:
         elif not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
         stops = _stops(self._params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
-        step = functools.partial(run, self._params, chunk=min(CHUNK, self.context))
-        return self._run(prompts, max_new, lambda loop, passes: step(loop, sampling, stops, jnp.int32(passes)), passes)
+        return self._run(prompts, max_new, functools.partial(run, sampling=sampling, stop_tokens=stops), passes)
 
-    def _run(self, prompts: list[np.ndarray], max_new: int, step: Callable[[Loop, int], Loop], passes: int) -> Rounds:
+    def _run(self, prompts: list[np.ndarray], max_new: int, go_on: functools.partial[Loop], passes: int) -> Rounds:
         if self._is_busy:
             raise RuntimeError("this generator's last stream is not over: exhaust it, or call its close()")
         made: list[list[int]] = [[] for _ in prompts]
         loop, seconds = self._begin(prompts, max_new), 0.0
         self._is_busy = True
         try:
-            loop = step(loop, 0)  # compiles, and does nothing
-            lengths, goes_on = loop.texts.lengths + 0, True
+            lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
+            self._compile(loop, [prompt.size for prompt in prompts], go_on)
             jax.block_until_ready(loop)
             while goes_on:
                 began = time.perf_counter()
-                loop = step(loop, passes)
-                tokens, after, unfinished = _look(loop, lengths, passes * (self.drafts + 1))
-                tokens, counts, goes_on = jax.device_get((tokens, after - lengths, unfinished))
+                if needs_seats:
+                    loop = seat(loop)
+                    for rows, chunk in self._chunks(jax.device_get(_pending(loop))):
+                        loop = store(self._params, loop, jnp.asarray(rows, jnp.int32), chunk=chunk)
+                loop = go_on(self._params, loop, passes=jnp.int32(passes))
+                tokens, after, *flags = _look(loop, lengths, passes * (self.drafts + 1))
+                tokens, counts, goes_on, needs_seats = jax.device_get((tokens, after - lengths, *flags))
                 lengths = after
                 seconds += time.perf_counter() - began
                 new = [tokens[i, : counts[i]].tolist() for i in range(len(prompts))]
@@ -229,6 +236,29 @@ class Generator:
         finally:
             self._is_busy = False
             self._end(loop, made, seconds)
+
+    def _chunks(self, pending: Iterable[int]) -> list[tuple[list[int], int]]:
+        """Return the passes that store what rows lack, but for their last tokens: (their rows, tokens of each)."""
+        lacking = [int(count) - 1 for count in pending]
+        most = max(lacking)
+        chunk = min(LONG if most <= LONG else LONGEST, self.context)
+        long = [([row], chunk) for row, count in enumerate(lacking) if count > SHORT for _ in range(0, count, chunk)]
+        is_short = any(0 < count <= SHORT for count in lacking)
+        return long + [(list(range(self.rows)), min(SHORT, self.context))] * is_short
+
+    def _compile(self, loop: Loop, sizes: Iterable[int], go_on: functools.partial[Loop]) -> None:
+        """Compile, at once, the programs that prompts of so many tokens need; without it, their first calls do."""
+        chunks = {chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in self._chunks(sizes)}
+        lowered = [
+            store.lower(self._params, loop, rows, chunk=chunk)
+            for chunk, rows in chunks.items()
+            if chunk not in self._compiled
+        ]
+        if None not in self._compiled:
+            lowered.append(run.lower(self._params, loop, passes=jnp.int32(1), **go_on.keywords))
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda program: program.compile(), lowered))
+        self._compiled |= {None, *chunks}
 
     def _begin(self, prompts: list[np.ndarray], max_new: int) -> Loop:
         """Return the state of the loop in which prompts wait, or go on from what the cache holds of them."""
@@ -379,13 +409,22 @@ def _first_texts(rounds: Rounds) -> collections.abc.Generator[int]:
             yield from new[0]
 
 
+@jax.jit
+def _pending(loop: Loop) -> jax.Array:
+    return loop.pending
+
+
 @functools.partial(jax.jit, static_argnames="most")
-def _look(loop: Loop, lengths: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (up to ``most`` tokens of each text after so many int32 [texts, most], lengths, whether it goes on)."""
+def _look(loop: Loop, lengths: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return what was made.
+
+    It is (up to ``most`` tokens of each text after so many int32 [texts, most], lengths int32 [texts], whether there is
+    more to do, whether texts need seats).
+    """
     places = lengths[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
     texts = loop.texts
     tokens = jnp.take_along_axis(texts.tokens, jnp.minimum(places, texts.tokens.shape[1] - 1), axis=1)
-    return tokens, texts.lengths, loop.unfinished
+    return tokens, texts.lengths, loop.unfinished, loop.needs_seats
 
 
 def _empty(model: CachePlan, drafts: CachePlan | None) -> Caches:

@@ -1,10 +1,10 @@
-"""The compiled loop that generates texts: prompts, sampling, drafts, stopping, and admission of the next prompts.
+"""The compiled programs that generate texts: seats for them, prompts, and the loop of sampling, drafts and stopping.
 
-Texts wait in a queue, and the batch has a row per slot of the caches. A free row admits the next text if there are
-blocks for it. Passes that store prompts feed up to ``chunk`` tokens of each row, all but a text's last token. The other
-passes feed that one, and the drafts made of it, and append what is sampled. When blocks run out, the last texts of
-those at work wait again. A complete text keeps its row, so that a longer one can go on from it, until something else
-needs the row or its blocks. The host is not asked on the way.
+Texts wait in a queue, and the batch has a row per slot of the caches. ``seat`` gives a free row the next text if there
+are blocks for it. ``store`` stores prompts, all but a text's last token. ``run`` feeds that one, and the drafts made of
+it, and appends what is sampled, again and again, until there is something to seat: that is rare, and what seats touch
+is then not touched in every pass. When blocks run out, the last texts of those at work wait again. A complete text
+keeps its row, so that a longer one can go on from it, until something else needs the row or its blocks.
 
 What a row samples depends on its text's number and place alone, not on the other rows.
 """
@@ -28,8 +28,6 @@ from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling, accept, draw
 from dsv4jax.requests.speculate import commit
 
-CHUNK = 128  # tokens of a prompt that a row stores per pass
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +42,11 @@ class Texts:
     def complete(self) -> jax.Array:
         """Which texts are complete, bool [texts]."""
         return self.lengths >= self.limits
+
+    def tokens_from(self, text: jax.Array, first: jax.Array, count: int) -> jax.Array:
+        """``count`` tokens of texts int32 [B] from place ``first`` int32 [B] on: int32 [B, count]."""
+        places = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        return self.tokens[text[:, None], jnp.minimum(places, self.tokens.shape[1] - 1)]
 
 
 @jax.tree_util.register_dataclass
@@ -95,14 +98,14 @@ class Loop:
         return jnp.where(self.at_work, self.texts.lengths[self.text] - stored, 0)
 
     @property
+    def needs_seats(self) -> jax.Array:
+        """Whether ``seat`` has something to do, bool []."""
+        return jnp.any(_leaving(self)) | jnp.any(_admissible(self))
+
+    @property
     def last_tokens(self) -> jax.Array:
         """The last token of each row's text, int32 [B, 1]."""
-        return self.tokens_from(self.texts.lengths[self.text] - 1, 1)
-
-    def tokens_from(self, first: jax.Array, count: int) -> jax.Array:
-        """``count`` tokens of each row's text from place ``first`` int32 [B] on: int32 [B, count]."""
-        places = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        return self.texts.tokens[self.text[:, None], jnp.minimum(places, self.texts.tokens.shape[1] - 1)]
+        return self.texts.tokens_from(self.text, self.texts.lengths[self.text] - 1, 1)
 
 
 def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int) -> Loop:
@@ -139,7 +142,42 @@ class _Way:
     backend: Backend
 
 
+@functools.partial(jax.jit, donate_argnames="loop")
+def seat(loop: Loop) -> Loop:
+    """Release rows for which there are no blocks, or which others need, and give free rows the texts that wait.
+
+    The loop is donated.
+    """
+    return _admit_waiting(_make_room(loop))
+
+
 @functools.partial(jax.jit, static_argnames=("chunk", "backend"), donate_argnames="loop")
+def store(params: ModelParams, loop: Loop, rows: jax.Array, *, chunk: int, backend: Backend = None) -> Loop:
+    """Store up to ``chunk`` tokens of the text of each of some rows, of which more than the last one is not stored.
+
+    Args:
+      params: the model's weights.
+      loop: from ``begin``, or from an earlier call. It is donated.
+      rows: int32 [any], distinct.
+      chunk: tokens of each.
+      backend: as for ``forward``.
+    """
+    slots, caches, text = loop.slots[rows], loop.caches, loop.text[rows]
+    stored = caches.model.seq_lens.at[slots].get(mode="clip")
+    num_new = jnp.clip(loop.pending[rows] - 1, 0, chunk)
+    cache, ok = prepare_forward(caches.model, slots, num_new)
+    num_new = jnp.where(ok, num_new, 0)
+    ids = loop.texts.tokens_from(text, stored, chunk)
+    _, streams, cache = forward(params, ids, cache, slots, num_new, logits="none", backend=backend)
+    caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
+    if caches.drafts is not None:
+        following = loop.texts.tokens_from(text, stored + 1, chunk)
+        _, _, drafts = _feed_drafts(params, streams, following, caches.drafts, slots, num_new, backend)
+        caches = dataclasses.replace(caches, drafts=drafts)
+    return dataclasses.replace(loop, caches=caches, stored=loop.stored + jnp.sum(num_new), ok=loop.ok & ok)
+
+
+@functools.partial(jax.jit, static_argnames="backend", donate_argnames="loop")
 def run(
     params: ModelParams,
     loop: Loop,
@@ -147,32 +185,28 @@ def run(
     stop_tokens: jax.Array,
     passes: jax.Array,
     *,
-    chunk: int = CHUNK,
     backend: Backend = None,
 ) -> Loop:
-    """Work on the texts until all are complete, or so many passes have sampled.
+    """Continue the texts that have rows, until all are complete, so many passes are over, or texts need seats.
+
+    Their prompts must be stored.
 
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
       sampling: how tokens are drawn.
       stop_tokens: int32 [any], each of which completes a text; -1 is none.
-      passes: int32 [].
-      chunk: tokens of a prompt that a row stores per pass.
+      passes: int32 []. Unless it is 0, one is made in any case, so that calls in turn with ``seat`` come to an end.
       backend: as for ``forward``.
     """
     way = _Way(params=params, sampling=sampling, stop_tokens=stop_tokens, backend=backend)
-    until = loop.passes + passes
+    began = loop.passes
 
-    def one_pass(loop: Loop) -> Loop:
-        loop = lax.while_loop(
-            lambda loop: loop.ok & jnp.any(loop.pending > 1),
-            lambda loop: _store_prompts(way, loop, chunk),
-            _admit_waiting(_make_room(loop)),
-        )
-        return _append_tokens(way, loop)
+    def goes_on(loop: Loop) -> jax.Array:
+        is_in_time = (loop.passes == began) | ~loop.needs_seats
+        return loop.unfinished & (loop.passes - began < passes) & is_in_time
 
-    return lax.while_loop(lambda loop: loop.unfinished & (loop.passes < until), one_pass, loop)
+    return lax.while_loop(goes_on, lambda loop: _append_tokens(way, loop), loop)
 
 
 def _room(loop: Loop) -> tuple[jax.Array, jax.Array]:
@@ -203,8 +237,8 @@ def _admissible(loop: Loop) -> jax.Array:
     return waiting & (turn <= jnp.sum(loop.slots < 0)) & (asked <= free)
 
 
-def _make_room(loop: Loop) -> Loop:
-    """Release rows for which there are no blocks, or whose texts are complete where others wait.
+def _leaving(loop: Loop) -> jax.Array:
+    """Return which rows have no blocks for their next pass, or are complete where others wait, bool [B].
 
     A text at work stays if there are blocks for it and all before it, when those behind it give theirs up. So the
     first one always stays. The others wait for their turn again, with the tokens that they have.
@@ -217,7 +251,12 @@ def _make_room(loop: Loop) -> Loop:
     not_after = (loop.text[None] <= loop.text[:, None]) & at_work[None]  # [row, other]
     asked = jnp.sum(jnp.where(not_after, lacking[None], 0), axis=1)
     behind = jnp.sum(jnp.where(~not_after & at_work[None], held[None], 0), axis=1)
-    leaves |= at_work & (asked > free + behind)
+    return leaves | (at_work & (asked > free + behind))
+
+
+def _make_room(loop: Loop) -> Loop:
+    """Release the rows that are to leave."""
+    leaves = _leaving(loop)
     caches = loop.caches.release(jnp.where(leaves, loop.slots, -1))
     return dataclasses.replace(loop, caches=caches, slots=jnp.where(leaves, -1, loop.slots))
 
@@ -240,24 +279,7 @@ def _admit_waiting(loop: Loop) -> Loop:
         slots=jnp.where(arriving, slots, loop.slots),
         text=jnp.where(arriving, texts.at[turn].get(mode="clip"), loop.text),
     )
-    return dataclasses.replace(loop, ok=loop.ok & ok & jnp.any(loop.at_work))
-
-
-def _store_prompts(way: _Way, loop: Loop, chunk: int) -> Loop:
-    """Store tokens of texts of which more than the last one is not stored."""
-    slots, caches = loop.slots, loop.caches
-    stored = caches.model.seq_lens.at[slots].get(mode="clip")
-    num_new = jnp.clip(loop.pending - 1, 0, chunk)
-    cache, ok = prepare_forward(caches.model, slots, num_new)
-    num_new = jnp.where(ok, num_new, 0)
-    ids = loop.tokens_from(stored, chunk)
-    _, streams, cache = forward(way.params, ids, cache, slots, num_new, logits="none", backend=way.backend)
-    caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
-    if caches.drafts is not None:
-        following = loop.tokens_from(stored + 1, chunk)
-        _, _, drafts = _feed_drafts(way, streams, following, caches.drafts, slots, num_new)
-        caches = dataclasses.replace(caches, drafts=drafts)
-    return dataclasses.replace(loop, caches=caches, stored=loop.stored + jnp.sum(num_new), ok=loop.ok & ok)
+    return dataclasses.replace(loop, ok=loop.ok & ok & (jnp.any(loop.at_work) | jnp.all(loop.texts.complete)))
 
 
 def _append_tokens(way: _Way, loop: Loop) -> Loop:
@@ -373,7 +395,7 @@ def _guess(
 
     A row without new tokens gets no guesses.
     """
-    logits, streams, kept = _feed_drafts(way, made.streams, made.tokens, cache, slots, made.count)
+    logits, streams, kept = _feed_drafts(way.params, made.streams, made.tokens, cache, slots, made.count, way.backend)
     last, goes_on = jnp.maximum(made.count - 1, 0)[:, None, None], made.count > 0
     logits = jnp.take_along_axis(logits, last, 1)
     streams = jnp.take_along_axis(streams, last[..., None], 1)
@@ -385,7 +407,8 @@ def _guess(
 
     def further(before: tuple[jax.Array, jax.Array, KVCache], i: jax.Array):
         tokens, streams, cache = before
-        logits, streams, cache = _feed_drafts(way, streams, tokens, cache, slots, goes_on.astype(jnp.int32))
+        num_new = goes_on.astype(jnp.int32)
+        logits, streams, cache = _feed_drafts(way.params, streams, tokens, cache, slots, num_new, way.backend)
         tokens, probabilities = guess(logits, i)
         return (tokens, streams, cache), (tokens[:, 0], probabilities)
 
@@ -404,9 +427,15 @@ def _guess(
 
 
 def _feed_drafts(
-    way: _Way, streams: jax.Array, ids: jax.Array, cache: KVCache, slots: jax.Array, num_new: jax.Array
+    params: ModelParams,
+    streams: jax.Array,
+    ids: jax.Array,
+    cache: KVCache,
+    slots: jax.Array,
+    num_new: jax.Array,
+    backend: Backend,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """Store rows in the cache of the draft block; logits and streams as from ``draft_forward``."""
     cache, _ = prepare_forward(cache, slots, num_new)  # a window needs no blocks
-    logits, streams, cache = draft_forward(way.params, streams, ids, cache, slots, num_new, backend=way.backend)
+    logits, streams, cache = draft_forward(params, streams, ids, cache, slots, num_new, backend=backend)
     return logits, streams, advance(cache, slots, num_new)

@@ -57,8 +57,8 @@ class Sampling:
     def _are_kept(self, warm: jax.Array) -> jax.Array:
         """Return which of logits [..., V], after temperature, are of the likeliest tokens that have ``top_p`` together.
 
-        They are those beside which all likelier ones have less than that. The least of them is found as a floating-point
-        number, digit by digit: it is the largest number such that all that are not below it have ``top_p``.
+        They are those beside which all likelier ones have less than that. The least of them is found as a
+        floating-point number, digit by digit: the largest such that all that are not below it have ``top_p``.
         """
         probabilities = jax.nn.softmax(warm)
         bits = lax.bitcast_convert_type(probabilities, jnp.int32)  # in the order of the numbers, as none is negative

@@ -65,9 +65,10 @@ def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-def test_the_loop_that_generates_texts_is_in_place():
-    """It holds loops in a loop, drafts that are staged and committed, and guesses in a copy of the drafts' window."""
-    function, arguments, donated = model_in_place.loop_program(drafts=2)
+@pytest.mark.parametrize("name", ["loop", "prompts"])
+def test_the_programs_that_generate_texts_are_in_place(name):
+    """The loop holds drafts that are staged and committed, and guesses in a copy of the drafts' window."""
+    function, arguments, donated = model_in_place.programs(drafts=2)[name]
     compiled = compile_here(function, *arguments, donate_argnums=donated)
     memory, size, hlo = in_place.memory_of(compiled), in_place.bytes_of(arguments[donated]), compiled.as_text()
     assert memory.alias_size_in_bytes == size

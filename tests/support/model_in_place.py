@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.model import ModelConfig, Sampling, init_caches, random_model
-from dsv4jax.model.loop import Texts, begin, run
+from dsv4jax.model.loop import Texts, begin, run, store
 from tests.support.in_place import LARGE, Spec
 
 CFG = ModelConfig.tiny()
 ROWS, LONGEST = 4, 200
 
 
-def loop_program(drafts: int):
-    """Return (function, arguments, the donated one). Nearly all of that one are the blocks of the cache."""
+def programs(drafts: int):
+    """Return (function, arguments, the donated one) by name. Nearly all of that one are the blocks of the cache."""
 
     def state():
         caches = init_caches(CFG, ROWS, LONGEST, drafts, num_blocks=LARGE)
@@ -21,7 +21,14 @@ def loop_program(drafts: int):
         return begin(caches, texts, CFG.vocab_size, drafts)
 
     def loop(params, state, stop_tokens, passes):
-        return run(params, state, Sampling.of(1.0, 0.9), stop_tokens, passes, chunk=16)
+        return run(params, state, Sampling.of(1.0, 0.9), stop_tokens, passes)
+
+    def prompts(params, state, rows):
+        return store(params, state, rows, chunk=16)
 
     params = jax.eval_shape(lambda: random_model(CFG, jax.random.key(0), weights="bf16"))
-    return loop, (params, jax.eval_shape(state), Spec((4,), jnp.int32), Spec((), jnp.int32)), 1
+    both = params, jax.eval_shape(state)
+    return {
+        "loop": (loop, (*both, Spec((4,), jnp.int32), Spec((), jnp.int32)), 1),
+        "prompts": (prompts, (*both, Spec((1,), jnp.int32)), 1),
+    }
