@@ -159,8 +159,11 @@ def serve(
     requests: Sequence[Request],
     chunk: int,
     on_pass: Callable[[], None] = lambda: None,
+    on_compiled: Callable[[], object] = lambda: None,
 ) -> Served:
-    """Serve requests with inputs x [requests, T, hidden] from an empty cache. ``on_pass`` is called at each pass.
+    """Serve requests with inputs x [requests, T, hidden] from an empty cache.
+
+    ``on_pass`` is called at each pass, and ``on_compiled`` before the first one, outside of what is timed.
 
     Raises:
       RuntimeError: the cache refused a request or a pass because there are too few slots or blocks.
@@ -182,6 +185,7 @@ def serve(
         change_rows, *compiled = threads.map(lambda program: program.compile(), lowered)
     steps = dict(zip(example, compiled, strict=True))
     jax.block_until_ready((cache, inputs, changes))
+    on_compiled()
 
     outputs, granted, history = [], [], []
     seconds = {"prefill": 0.0, "decode": 0.0}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
+from dsv4jax.config import layer_kind
 from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK
 from dsv4jax.model.config import ModelConfig
@@ -23,7 +26,7 @@ from dsv4jax.model.params import (
     StoredExperts,
     StreamMix,
 )
-from dsv4jax.weights.initial import init_attention_params, random_scales, random_stored, with_f32
+from dsv4jax.weights.initial import init_attention_params, random_params, random_scales, random_stored, with_f32
 from dsv4jax.weights.stored import Stored, Weight, join, num_blocks
 
 _E2M1_VARIANCE = float(np.mean(np.square(E2M1_VALUES)))
@@ -55,12 +58,30 @@ def random_model(
         raise ValueError(f"{sizes} must be divisible by {FP4_BLOCK[1]}, the block of FP4 weights")
     dtype = jnp.dtype(jnp.float32 if weights == "f32" else jnp.bfloat16)
     outer, draft_key, *layers = jax.random.split(key, 2 + cfg.num_layers)
+    if not isinstance(key, Tracer):
+        _compile(outer, cfg, dtype, stored, with_drafts=bool(drafts))
     return ModelParams(
         **_outer(outer, cfg, dtype),
         blocks=tuple(_block(key, cfg, layer, dtype, stored) for layer, key in enumerate(layers)),
         drafts=_drafts(draft_key, cfg, dtype, stored) if drafts else None,
         cfg=cfg,
     )
+
+
+def _compile(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None, *, with_drafts: bool) -> None:
+    """Compile all programs that draw weights, side by side: one after the other, they take half a minute."""
+    layers = range(cfg.num_layers)
+    kinds = {(cfg.attention, layer_kind(cfg.attention, layer)) for layer in layers}
+    ways = {cfg.picks_by_id(layer) for layer in layers}
+    programs = [_outer.lower(key, cfg, dtype)]
+    if with_drafts:
+        kinds.add((cfg.draft_attention, layer_kind(cfg.draft_attention, 0)))
+        ways.add(cfg.picks_by_id(None))
+        programs.append(_around_block.lower(key, cfg, dtype, stored))
+    programs += [random_params.lower(key, sizes, kind, dtype, stored) for sizes, kind in kinds]
+    programs += [_around_attention.lower(key, cfg, by_id, dtype, stored) for by_id in ways]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda program: program.compile(), programs))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype"))

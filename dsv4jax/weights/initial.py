@@ -49,7 +49,7 @@ def init_attention_params(
     """
     check_dtype("dtype", dtype, FLOATS)
     stored, named = Stored.choose(weights, activations, block), dtype_of(weights)
-    params = _random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype) if named is None else named, stored)
+    params = random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype) if named is None else named, stored)
     return params if named is None else with_f32(params)
 
 
@@ -64,7 +64,7 @@ def with_f32(params: AttentionParams) -> AttentionParams:
 
 # Jitted whole: run op by op, the layers of a model would compile some 50 programs, each in up to half a second.
 @functools.partial(jax.jit, static_argnames=("cfg", "kind", "dtype", "stored"))
-def _random_params(
+def random_params(
     key: jax.Array, cfg: DSV4Config, kind: AttentionType, dtype: Any, stored: Stored | None = None
 ) -> AttentionParams:
     shapes = named_shapes(cfg, kind)

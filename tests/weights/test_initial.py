@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.weights.initial import _random_params
+from dsv4jax.weights.initial import random_params
 from dsv4jax.weights.params import QUANTISED, named_shapes, param_shapes
 from dsv4jax.weights.stored import Stored, StoredWeight, to_e8m0
 from tests.support.driver import assert_same
@@ -63,7 +63,7 @@ def test_keys_and_layers_differ_and_repeat():
 
 def test_layers_of_a_kind_share_a_program():
     cfg = d4.DSV4Config.tiny(compress_ratios=(4, 4), hidden_size=72)
-    program: Any = _random_params
+    program: Any = random_params
     before = program._cache_size()
     for layer in range(2):
         d4.init_attention_params(jax.random.key(layer), cfg, layer, weights="stored")
@@ -75,7 +75,7 @@ def test_no_wider_copy_of_stored_weights_is_drawn():
 
     def compiled(stored: Stored | None) -> tuple[int, set[str]]:
         """(bytes of temporaries, the floats of which there is an array of W_oa's size or more)."""
-        program = _random_params.lower(KEY, LARGE, kind, dtype, stored).compile()
+        program = random_params.lower(KEY, LARGE, kind, dtype, stored).compile()
         found = re.findall(r"\b((?:bf|f)\d+\w*)\[([\d,]+)\]", program.as_text() or "")
         sizes = [(name, math.prod(int(size) for size in axes.split(","))) for name, axes in found]
         return memory_of(program).temp_size_in_bytes, {name for name, size in sizes if size >= numbers["o_a"]}

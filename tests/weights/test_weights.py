@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import dsv4jax as d4
-from dsv4jax.weights.initial import _random_params
+from dsv4jax.weights.initial import random_params
 from dsv4jax.weights.params import check_compressors, check_params, named_shapes, param_shapes
 from dsv4jax.weights.stored import per_number
 from tests.support import recorded
@@ -242,7 +242,7 @@ def test_random_parameters_are_what_each_leaf_would_draw_alone(dtype):
 
 def test_layers_of_a_kind_draw_their_parameters_with_one_program():
     cfg = d4.DSV4Config.tiny(compress_ratios=(4, 4, 4), hidden_size=72)
-    program: Any = _random_params
+    program: Any = random_params
     before = program._cache_size()
     for layer in range(cfg.num_layers):
         d4.init_attention_params(jax.random.key(layer), cfg, layer)
