@@ -44,16 +44,11 @@ def as_argument(ids) -> str:
 
 @pytest.fixture(scope="module")
 def folder_with_tokenizer(tmp_path_factory) -> Path:
-    """Model a, with a tokenizer whose 256 ids are the bytes."""
-    tokenizers = pytest.importorskip("tokenizers", reason="text needs tokenizers, of the extra 'model'")
+    """Model a, with the tokenizer of model q, whose ids are the bytes of a text."""
+    pytest.importorskip("tokenizers", reason="text needs tokenizers, of the extra 'model'")
     folder = tmp_path_factory.mktemp("model")
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to(MODEL / name)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    for file in (MODEL / "config.json", MODEL / "model.safetensors", DATA / "model" / "q" / "tokenizer.json"):
+        (folder / file.name).symlink_to(file)
     return folder
 
 
