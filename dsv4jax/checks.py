@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 import operator
 from typing import Any
@@ -14,19 +15,19 @@ from jax.core import Tracer
 FLOATS = (jnp.float32, jnp.bfloat16)  # dtypes allowed for inputs and weights
 
 
-def check_array(name: str, x: Any, axes: dict[str, int | None], dtype: Any) -> None:
+def check_array(name: str, x: Any, axes: dict[str, Any], dtype: Any) -> None:
     """Check that an array has the expected rank, sizes and dtype.
 
     Args:
       name: the argument's name, for the message.
       x: array or tracer.
-      axes: the name of each axis -> its size, or None if any size is allowed.
+      axes: the name of each axis -> its size, or None if any size is allowed; "..." -> ... stands for any axes.
       dtype: the allowed dtype, or a tuple of them.
 
     Raises:
       AssertionError: (chex) the message names the argument, what was expected and what was given.
     """
-    wanted = ", ".join(axis if size is None else f"{axis}={size}" for axis, size in axes.items())
+    wanted = ", ".join(axis if size in (None, ...) else f"{axis}={size}" for axis, size in axes.items())
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     kind = " or ".join(jnp.dtype(one).name for one in dtypes)
     found = f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else f"{type(x).__name__}"
@@ -44,6 +45,20 @@ def check_batch(**rows: Any) -> None:
     for name, x in rows.items():
         check_array(name, x, {"B": size}, jnp.int32)
         size = x.shape[0]
+
+
+def check_type(name: str, value: Any, wanted: type) -> None:
+    """Require an instance of a class, for an argument that is easily confused with another.
+
+    Raises:
+      ValueError: it is something else. If that holds what is wanted, the message says in which field.
+    """
+    if isinstance(value, wanted):
+        return
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    holding = [f".{field.name}" for field in fields if isinstance(getattr(value, field.name), wanted)]
+    hint = f": give it {' or '.join(holding)}" if holding else ""
+    raise ValueError(f"{name}: expected a {wanted.__name__}, got {type(value).__name__}{hint}")
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from dsv4jax.checks import integer, real
+from dsv4jax.checks import check_type, integer, real
 from dsv4jax.kinds import AttentionType
 
 
@@ -216,6 +216,7 @@ def _ratio_field(kind: AttentionType) -> str:
 
 def layer_kind(cfg: DSV4Config, layer: int) -> AttentionType:
     """Return the kind of layer number ``layer``. Raises ValueError if the model has no such layer."""
+    check_type("cfg", cfg, DSV4Config)
     layer = integer("layer", layer)
     if not 0 <= layer < cfg.num_layers:
         raise ValueError(f"layer must be in [0, {cfg.num_layers}), got {layer}")

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from dsv4jax.checks import check_dtype, integer, real
+from dsv4jax.checks import check_dtype, check_type, integer, real
 from dsv4jax.config import DSV4Config, layer_kind, layer_schedule
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KeyRows, KVFormat, KVRows, row_bytes
 from dsv4jax.kinds import AttentionType
@@ -272,6 +272,7 @@ def plan_cache(
     Raises:
       ValueError: an argument is not one of the allowed values, or out of range.
     """
+    check_type("cfg", cfg, DSV4Config)
     for name, value, known in (
         ("kv_format", kv_format, KV_FORMATS),
         ("indexer_format", indexer_format, INDEXER_FORMATS),

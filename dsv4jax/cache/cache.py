@@ -15,7 +15,7 @@ from dsv4jax.cache.pool import init_pool
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.state import init_state, reset_slots
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, init_tables, release_slots
-from dsv4jax.checks import check_batch, integer
+from dsv4jax.checks import check_batch, check_type, integer
 from dsv4jax.config import layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
@@ -63,12 +63,7 @@ def check_cache(name: str, cache: Any) -> None:
     Raises:
       ValueError: it is something else. If that holds a cache, the message says in which field.
     """
-    if isinstance(cache, KVCache):
-        return
-    fields = dataclasses.fields(cache) if dataclasses.is_dataclass(cache) else ()
-    holding = [f".{field.name}" for field in fields if isinstance(getattr(cache, field.name), KVCache)]
-    hint = f": give it {' or '.join(holding)}" if holding else ""
-    raise ValueError(f"{name}: expected a KVCache, got {type(cache).__name__}{hint}")
+    check_type(name, cache, KVCache)
 
 
 def empty_cache(plan: CachePlan) -> KVCache:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental import checkify
 
 from dsv4jax.cache.stack import LayerStack, Stacks
@@ -43,19 +44,24 @@ def checked[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     The function must be one that jit can trace. It is compiled once more, with checks inside its loops, branches and
     maps (``jax.experimental.checkify``), and each call waits for its result. Call the checked function outside of jit,
-    or give it to ``checkify`` in turn. Where it uses ``jax.shard_map``, the mesh's axes must be automatic
-    (``AxisType.Auto``), and rows and slots are counted within a shard. Only these checks are made. ``checkify`` with
-    ``index_checks`` cannot be used on a cache: it takes a write that JAX drops, as those of padding are, for an error.
+    or give it to ``checkify`` in turn. Where it uses ``jax.shard_map``, rows and slots are counted within a shard. Only
+    these checks are made. ``checkify`` with ``index_checks`` cannot be used on a cache: it takes a write that JAX
+    drops, as those of padding are, for an error.
 
     Raises:
+      ValueError: ``function`` is none.
       jax.experimental.checkify.JaxRuntimeError: (a ValueError) the first mistake that a call makes.
     """
+    if not callable(function):
+        raise ValueError(f"checked: expected a function, got {function!r}")
     with_errors = checkify.checkify(function, errors=checkify.user_checks)
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with _CHECKING(True):
             error, result = with_errors(*args, **kwargs)
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(error)):
+            error = jax.device_get(error)  # over explicit axes of a mesh JAX cannot look for the first one itself
         error.throw()
         return result
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from dsv4jax.cache.cache import KVCache, empty_cache
 from dsv4jax.cache.sharding import partition_specs, shardings
+from dsv4jax.checks import check_type
 from dsv4jax.plan import CachePlan, shard_plan
 
 
@@ -24,6 +25,7 @@ def init_cache(plan: CachePlan, mesh: Mesh | None = None, axis: str = "data") ->
     Raises:
       ValueError: the mesh does not have the axis, or requests or blocks do not divide by its size.
     """
+    check_type("plan", plan, CachePlan)
     if mesh is None:
         return _empty_cache(plan)
     local = shard_plan(plan, mesh, axis)

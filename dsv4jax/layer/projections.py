@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 import pallas_kernels as pk
-from dsv4jax.checks import FLOATS, check_dtype, integer
+from dsv4jax.checks import FLOATS, check_array, check_dtype, integer
 from dsv4jax.derivatives import storable
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
@@ -89,16 +89,16 @@ def linear(
       dtype [..., out]; with ``groups`` [..., groups, out / groups].
 
     Raises:
-      ValueError: the sizes of x, weight and groups do not agree, x or ``dtype`` is neither f32 nor bf16, or the backend
-        is unknown.
+      AssertionError: (chex) x has other sizes than weight and groups ask for, or is neither f32 nor bf16.
+      ValueError: groups do not divide the rows of the weight, ``dtype`` is neither f32 nor bf16, or the backend is
+        unknown.
     """
     check_dtype("dtype", dtype, FLOATS)
-    check_dtype("x.dtype", x.dtype, FLOATS)
-    groups = integer("groups", groups, least=1)
     rows, width = weight.shape
-    if x.shape[-1] != width or rows % groups or (groups > 1 and (x.ndim < 2 or x.shape[-2] != groups)):
-        wanted = f"[..., {width}]" if groups == 1 else f"[..., {groups}, {width}]"
-        raise ValueError(f"expected x {wanted} for a weight {weight.shape} of groups={groups}, got {x.shape}")
+    groups = integer("groups", groups, least=1)
+    if rows % groups:
+        raise ValueError(f"groups must divide the {rows} rows of the weight, got {groups}")
+    check_array("x", x, {"...": ..., **({"groups": groups} if groups > 1 else {}), "in": width}, FLOATS)
     # Products do not depend on the kind of the layer.
     return PROJECTIONS.of(backend, None, AttentionType.SWA).linear(x, weight, groups=groups, dtype=dtype)
 

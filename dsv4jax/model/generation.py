@@ -22,7 +22,7 @@ import numpy as np
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.create import init_cache
 from dsv4jax.cache.tables import blocks_for
-from dsv4jax.checks import integer
+from dsv4jax.checks import check_type, integer
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.loop import Loop, Texts, begin, run, seat, store
@@ -114,6 +114,7 @@ class Generator:
           ValueError: a size is not positive, the model or the caches cannot make so many drafts, the caches are not
             empty, or as ``init_caches``.
         """
+        check_type("params", params, ModelParams)
         self._params, self.drafts = params, integer("drafts", drafts, 0)
         if self.drafts and params.drafts is None:
             raise ValueError("this model cannot make drafts: its checkpoint holds no MTP weights")
@@ -340,6 +341,7 @@ def generate(
       ValueError: a prompt is empty or holds an id outside the vocabulary, the caches are not empty or could not hold
         one of the texts alone, or drafts are asked for that the model or the caches cannot make.
     """
+    check_type("params", params, ModelParams)
     max_new, drafts = integer("max_new", max_new, 1), integer("drafts", drafts, 0)
     texts = read_prompts(prompts, params.cfg.vocab_size)
     if drafts >= max_new:

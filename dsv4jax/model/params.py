@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.checks import FLOATS, check_array, check_type
 from dsv4jax.formats import e2m1_values
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.reprs import print_compactly
@@ -163,6 +163,7 @@ def check_model(params: ModelParams) -> None:
       ValueError: there are more or fewer layers than the configuration has, a layer picks experts in another way, or
         these are but a part of the weights.
     """
+    check_type("params", params, ModelParams)
     cfg = params.cfg
     stored = (node for node in jax.tree.leaves(params, is_leaf=is_any_stored) if is_any_stored(node))
     if params.embedding is None or any(node.codes is None for node in stored):

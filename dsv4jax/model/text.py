@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -64,11 +64,18 @@ def chat_text(turns: Sequence[tuple[str, str]], *, thinking: bool = False) -> st
       thinking: whether the model reasons before it answers. Reasoning in earlier answers is not part of the text.
 
     Raises:
-      ValueError: the roles do not follow each other like this.
+      ValueError: a turn is no pair of strings, or the roles do not follow each other like this.
     """
     parts = [BOS]
     expected = ("system", "user")
-    for role, text in turns:
+    if isinstance(turns, str) or not isinstance(turns, Iterable):
+        raise ValueError(f"turns must be pairs of role and text, such as [('user', 'Hi')], got {turns!r}")
+    for i, turn in enumerate(turns):
+        match turn:
+            case (str() as role, str() as text):
+                pass
+            case _:
+                raise ValueError(f"turns[{i}] must be a role and a text, such as ('user', 'Hi'), got {turn!r}")
         if role not in expected:
             raise ValueError(f"expected a turn of {' or '.join(expected)}, got {role!r}")
         if role == "assistant":

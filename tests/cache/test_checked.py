@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import checkify
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dsv4jax as d4
@@ -146,6 +147,32 @@ def test_checks_reach_into(form):
     assert given.tables.seq_lens.is_deleted() == (form == "donated")
     none = jnp.zeros_like(GRANTED)
     function(jax.tree.map(jnp.copy, cache), none)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_checks_reach_over_the_explicit_axes_of_a_mesh(shards):
+    """The default axes of ``jax.make_mesh``, over which JAX sorts nothing that is sharded, mistakes included."""
+    mesh = jax.make_mesh((shards,), ("data",), devices=jax.devices("cpu")[:shards])
+    plan = small_plan(max_requests=2, num_blocks=2)
+    specs, rows = d4.sharding.partition_specs(plan, mesh), P("data")
+    x = jnp.ones((2, TOKENS, CFG.hidden_size))
+
+    def both(cache, x, num_new):
+        cache, slots, _ = d4.admit(cache, 2 // shards)
+        cache, _ = d4.prepare_forward(cache, slots, num_new)
+        return d4.attention_layer(random_params()[0], x, cache, 0, slots, num_new)[0]
+
+    function = jax.shard_map(both, mesh=mesh, in_specs=(specs, rows, rows), out_specs=rows, check_vma=False)
+    given = jax.device_put((x, ids(TOKENS, TOKENS), ids(TOKENS, TOKENS + 1)), NamedSharding(mesh, rows))
+    cache = d4.init_cache(plan, mesh)
+    assert d4.checked(function)(cache, given[0], given[1]).shape == x.shape
+    fails(f"the call brings T = {TOKENS}", d4.checked(function), cache, given[0], given[2])
+
+
+def test_what_is_no_function_is_named():
+    no_function: Any = 3
+    with pytest.raises(ValueError, match=r"^checked: expected a function, got 3$"):
+        d4.checked(no_function)
 
 
 def test_a_handle_is_checked_too():

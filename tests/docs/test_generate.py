@@ -378,6 +378,12 @@ def test_the_text_of_a_chat(turns, thinking, text):
         ([("user", "Hi"), ("user", "Hi")], "expected a turn of assistant, got 'user'"),
         ([("user", "Hi"), ("system", "Be brief.")], "expected a turn of assistant, got 'system'"),
         ([("tool", "42")], "expected a turn of system or user, got 'tool'"),
+        ("Hi", r"turns must be pairs of role and text, such as \[\('user', 'Hi'\)\], got 'Hi'"),
+        (5, "turns must be pairs of role and text, .* got 5"),
+        (["Hi"], r"turns\[0\] must be a role and a text, such as \('user', 'Hi'\), got 'Hi'"),
+        ([("user", "Hi"), ("assistant",)], r"turns\[1\] must be a role and a text, .* got \('assistant',\)"),
+        ([{"role": "user", "content": "Hi"}], r"turns\[0\] must be a role and a text, .* got {'role': 'user'"),
+        ([("user", None)], r"turns\[0\] must be a role and a text, .* got \('user', None\)"),
     ],
 )
 def test_turns_that_make_no_chat(turns, message):

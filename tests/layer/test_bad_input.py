@@ -5,6 +5,7 @@ A wrong shape or dtype is an error that says what was given. Bad data gives ``ok
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -436,6 +437,22 @@ def test_a_configuration_that_breaks_a_rule_says_which(change, message):
 def test_a_plan_that_breaks_a_rule_says_which(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         d4.plan_cache(CFG, **change)
+
+
+def test_a_plan_where_sizes_are_expected_and_sizes_for_a_plan_are_named():
+    plan, kind = d4.plan_cache(CFG), "expected a DSV4Config, got CachePlan: give it .cfg"
+    sizes: Any = plan
+    for call in (
+        lambda: d4.plan_cache(sizes),
+        lambda: d4.init_attention_params(jax.random.key(0), sizes, 0),
+        lambda: d4.load_attention_params({}, sizes, 0),
+        lambda: d4.porting.build_schema(sizes, 0),
+    ):
+        with pytest.raises(ValueError, match=f"^cfg: {re.escape(kind)}$"):
+            call()
+    no_plan: Any = CFG
+    with pytest.raises(ValueError, match=r"^plan: expected a CachePlan, got DSV4Config$"):
+        d4.init_cache(no_plan)
 
 
 def test_a_format_that_does_not_fit_the_sizes_is_refused_by_the_plan():

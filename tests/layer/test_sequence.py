@@ -163,8 +163,10 @@ def test_reverse_mode_keeps_one_tile_in_memory():
 
 def test_wrong_arguments_are_named():
     params, x = random_params(), tokens(8)[None]
+    plan: Any = small_plan()
     bad: list[tuple[Any, type[Exception], str]] = [
         (lambda: d4.attention(params[0], x, CFG, 1), ValueError, "params: expected the weights of a CSA layer"),
+        (lambda: d4.attention(params[0], x, plan, 1), ValueError, "cfg: expected .* give it .cfg"),
         (lambda: d4.attention(params[0], x, CFG, 3), ValueError, r"layer must be in \[0, 3\), got 3"),
         (lambda: d4.attention(params[0], x, CFG, 0, kv_format="fp8"), ValueError, "kv_format must be one of"),
         (lambda: d4.attention(params[0], x, CFG, 0, indexer_format="x"), ValueError, "indexer_format must be one of"),

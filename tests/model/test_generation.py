@@ -340,6 +340,13 @@ def test_bad_arguments_are_named(options, message):
         generate(small_model(), **given)
 
 
+def test_arguments_in_another_order_are_named():
+    swapped: Any = ([[5]], small_model())
+    for call in (lambda: generate(swapped[0], swapped[1], 4), lambda: Generator(swapped[0])):
+        with pytest.raises(ValueError, match=r"^params: expected a ModelParams, got list$"):
+            call()
+
+
 def test_caches_that_are_not_empty_are_refused():
     both, _, _ = caches(SMALL, 1, 0).admit(1)
     with pytest.raises(ValueError, match="caches must be empty"):

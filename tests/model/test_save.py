@@ -160,6 +160,13 @@ def test_weights_that_no_checkpoint_can_hold_are_refused_and_leave_nothing(tmp_p
         jax.jit(lambda params: save_model(params, tmp_path / "saved"))(params)
 
 
+def test_what_is_no_model_is_named(tmp_path):
+    no_model: Any = [1]
+    with pytest.raises(ValueError, match=r"^params: expected a ModelParams, got list$"):
+        save_model(no_model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_host_holds_one_tensor_or_one_layers_attention(tmp_path):
     """Measured: 0.57 times a layer's attention, where the file is 18 times as large."""
     attention = d4.DSV4Config.tiny(hidden_size=1024, head_dim=72, compress_ratios=(0, 4))
