@@ -39,6 +39,20 @@ def test_signatures_are_those_recorded():
     assert not changed, f"{changed}\npython -m tests.support.signatures > tests/docs/signatures.txt  # if meant so"
 
 
+def test_backends_and_booleans_are_given_by_name():
+    functions = {
+        f"{group}.{name}": function
+        for group, (module, names) in GROUPS.items()
+        for name in names
+        if callable(function := getattr(module, name)) and not inspect.isclass(function)
+    }
+    for name, function in functions.items():
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name in ("backend", "model_axis", "residual") or isinstance(parameter.default, bool):
+                assert parameter.kind is parameter.KEYWORD_ONLY, f"{name}: {parameter}"
+    assert {"dsv4jax.attention_layer", "dsv4jax.model.chat_text", "dsv4jax.pieces.append_swa"} <= functions.keys()
+
+
 def test_what_one_writes_daily_is_at_the_top_and_the_rest_in_groups():
     assert len(d4.__all__) <= 30
     assert set(dir(d4)) == {*d4.__all__, *d4._GROUPS, "__version__"}
