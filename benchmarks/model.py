@@ -1,61 +1,50 @@
-"""How fast does a whole model generate? python -m benchmarks.model
+"""How fast is a whole model of V4-Flash's sizes? python -m benchmarks.model
 
-A random model with the first layers of V4-Flash continues random prompts, without and with drafts. All 43 layers take
-149 GiB, more than one GPU has. Times exclude compilation and include the prompts. Random drafts are rarely accepted, so
-passes with drafts show their price and not what they save.
+Each part is a program of ``benchmarks.model_parts`` and says there what it times. With ``--part`` more than once, or
+without it, they run one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import importlib
+import time
 from pathlib import Path
 
 import jax
-import numpy as np
 
-import dsv4jax as d4
-from benchmarks.kernels.timing import record
-from dsv4jax.model import ModelConfig, Sampling, generate, random_model
-from dsv4jax.weights.stored import LAYER_ACTIVATIONS
-
-
-def config(layers: int, *, is_tiny: bool) -> ModelConfig:
-    """The first layers of V4-Flash, or a model for a CPU."""
-    whole = ModelConfig.tiny() if is_tiny else ModelConfig.flash()
-    ratios = whole.attention.compress_ratios[:layers]
-    return dataclasses.replace(
-        whole,
-        attention=dataclasses.replace(whole.attention, compress_ratios=ratios),
-        num_hash_layers=min(whole.num_hash_layers, len(ratios)),
-    )
+WHOLE = "layer", "step", "generate", "prompt"  # parts that share a random model
+KERNELS = {
+    "experts": "experts",
+    "router": "router",
+    "between": "hyper_connections",
+    "head": "head",
+}  # and their modules
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--requests", default="1,16", help="prompts at a time")
-    parser.add_argument("--drafts", default="0,2", help="per pass")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--max-new", type=int, default=64, help="tokens to add to each")
-    parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16", help="inputs of stored weights")
+    parser.add_argument("--part", action="append", choices=(*KERNELS, *WHOLE), help="may be repeated; default all")
+    parser.add_argument("--layers", type=int, default=43, help="of the whole model")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
-    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU; of the whole model alone")
     options = parser.parse_args()
-    cfg = config(options.layers, is_tiny=options.tiny)
-    params = jax.block_until_ready(random_model(cfg, jax.random.key(0), activations=options.activations))
-    size = d4.cache.tree_bytes(params)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {cfg.num_layers} layers, {size / 1e9:.1f} GB")
-    rng = np.random.default_rng(0)
-    for requests in map(int, options.requests.split(",")):
-        prompts = rng.integers(0, cfg.vocab_size, (requests, options.prompt)).tolist()
-        for drafts in map(int, options.drafts.split(",")):
-            made = generate(params, prompts, options.max_new, Sampling.of(temperature=1.0), drafts, stop_tokens=[])
-            count = sum(map(len, made.tokens))
-            case = f"generate {cfg.num_layers} layers B{requests} drafts {drafts} {options.activations}"
-            speed, per_pass = count / made.seconds, made.seconds / made.passes * 1e3
-            print(f"{case:44} {speed:9.1f} tokens/s, {per_pass:.2f} ms a pass of {made.passes}", flush=True)
-            record(options.out, case=case, tokens_per_second=speed, ms_per_pass=per_pass, bytes_of_weights=size)
+    parts = options.part or (*KERNELS, *WHOLE)
+    out = [] if options.out is None else ["--out", str(options.out)]
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+
+    def run(module: str, arguments: list[str]) -> None:
+        began = time.perf_counter()
+        print(f"{module}:", flush=True)
+        importlib.import_module(f"benchmarks.model_parts.{module}").main([*arguments, *out])
+        print(f"    {module}: {time.perf_counter() - began:.0f} s", flush=True)
+
+    for part, module in KERNELS.items():
+        if part in parts:
+            run(module, [])
+    if whole := [part for part in WHOLE if part in parts]:
+        arguments = ["--layers", str(options.layers), *(["--tiny"] if options.tiny else [])]
+        run("whole", [*arguments, *(word for part in whole for word in ("--part", part))])
 
 
 if __name__ == "__main__":

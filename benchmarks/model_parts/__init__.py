@@ -2,4 +2,6 @@
 
 experts  the routed experts of a layer
 router  picks, weights and tiles of a layer
+head  the head, and drawing tokens
+whole  a layer, a step, generation and a prompt of the whole model
 """

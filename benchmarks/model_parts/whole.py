@@ -1,0 +1,233 @@
+"""The whole model, of V4-Flash's sizes: python -m benchmarks.model_parts.whole
+
+    layer     what one more layer of each kind adds to a step: kernel time, by CUPTI, and launches
+    step      wall time of a decode step of all layers, several in a row
+    generate  wall time of a token of one text, over that of the step
+    prompt    wall time of a prompt of 4,096 tokens, of which the last is stored with the first new one
+
+All layers take more memory than a GPU has. So ``LAYERS`` of them are made, and the others have their weights once more,
+in turn: before a step comes to the same ones again, it reads far more than L2 holds. Caches hold random rows of 4,096
+tokens. Weights are as stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4jax as d4
+from benchmarks.kernels.reads import long_cache
+from benchmarks.kernels.timing import Times, kernel_events, record
+from benchmarks.speculate import compile_all
+from dsv4jax.config import layer_kind
+from dsv4jax.model import Generator, ModelConfig, ModelParams, forward, init_caches, random_model
+from dsv4jax.model.params import Block, is_any_stored
+from dsv4jax.weights.stored import LAYER_ACTIVATIONS
+
+PARTS = "layer", "step", "generate", "prompt"
+LAYERS = 8  # whose weights are made
+RATIOS = {"csa": 4, "hca": 128}
+CONTEXT, ROOM = 4096, 512  # tokens that each request has, and can grow by
+IN_A_ROW, ROUNDS = 20, 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The sizes and options of a run."""
+
+    cfg: ModelConfig
+    requests: tuple[int, ...]
+    context: int
+    out: Path | None
+
+    def note(self, case: str, text: str, **fields: Any) -> None:
+        print(f"{case:44} {text}", flush=True)
+        record(self.out, case=case, **fields)
+
+    def plan(self, cfg: ModelConfig, requests: int) -> d4.CachePlan:
+        caches = jax.eval_shape(lambda: init_caches(cfg, requests, self.context + ROOM, headroom=1.0))
+        return caches.model.plan
+
+
+def with_layers(cfg: ModelConfig, ratios: tuple[int, ...], num_hash_layers: int) -> ModelConfig:
+    attention = dataclasses.replace(cfg.attention, compress_ratios=ratios)
+    return dataclasses.replace(cfg, attention=attention, num_hash_layers=num_hash_layers)
+
+
+def whole_model(cfg: ModelConfig, made: ModelParams) -> ModelParams:
+    """A model of all layers, whose weights are those of a model of its first ones, in turn."""
+
+    def kind(layer: int) -> Any:
+        return layer_kind(cfg.attention, layer), cfg.picks_by_id(layer)
+
+    blocks: list[Block] = []
+    for layer in range(cfg.num_layers):
+        alike = [number for number in range(len(made.blocks)) if kind(number) == kind(layer)]
+        blocks.append(made.blocks[layer if layer < len(made.blocks) else alike[layer % len(alike)]])
+    return dataclasses.replace(made, cfg=cfg, blocks=tuple(blocks))
+
+
+def with_activations(params: ModelParams, activations: str) -> ModelParams:
+    """The same weights, of products that round their inputs to FP8, or do not."""
+
+    def changed(node: Any) -> Any:
+        return dataclasses.replace(node, activations=activations) if is_any_stored(node) else node
+
+    return jax.tree.map(changed, params, is_leaf=is_any_stored)
+
+
+def step(
+    params: ModelParams, ids: jax.Array, cache: d4.KVCache, slots: jax.Array
+) -> tuple[jax.Array, d4.KVCache, jax.Array]:
+    """Feed each request a token. Returns (the likeliest next ones int32 [B, 1], the cache, ok)."""
+    one = jnp.ones_like(slots)
+    cache, ok = d4.prepare_forward(cache, slots, one)
+    logits, _, cache = forward(params, ids, cache, slots, one)
+    assert logits is not None
+    return jnp.argmax(logits, -1).astype(jnp.int32)[:, None], d4.advance(cache, slots, one), ok
+
+
+def batch(requests: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens and slots."""
+    rng = np.random.default_rng(1)
+    return jnp.asarray(rng.integers(0, 1000, (requests, 1)), jnp.int32), jnp.arange(requests, dtype=jnp.int32)
+
+
+def time_layers(bench: Bench, made: ModelParams) -> None:
+    """Take the difference of steps of one layer and of two, whose weights are different."""
+    last = {kind: [i for i, r in enumerate(made.cfg.attention.compress_ratios) if r == RATIOS[kind]] for kind in RATIOS}
+    cases = [(kind, requests, n) for kind in RATIOS for requests in bench.requests for n in (1, 2)]
+    given = []
+    for kind, requests, n in cases:
+        cfg = with_layers(bench.cfg, (RATIOS[kind],) * n, 0)
+        params = dataclasses.replace(made, cfg=cfg, blocks=tuple(made.blocks[i] for i in last[kind][-n:]))
+        ids, slots = batch(requests)
+        given.append((params, ids, long_cache(bench.plan(cfg, requests), bench.context), slots))
+    programs = compile_all([jax.jit(step).lower(*each) for each in given])
+    found = {}
+    for case, program, each in zip(cases, programs, given, strict=True):
+        rounds = [events_of(program, *each) for _ in range(ROUNDS)]
+        found[case] = [sum(us for _, us in events) for events in rounds], rounds[-1]
+    for kind, requests, n in cases:
+        if n == 1:
+            (few, one), (many, two) = found[kind, requests, 1], found[kind, requests, 2]
+            times = Times.of([b - a for a, b in zip(few, many, strict=True)], len(two) - len(one))
+            text = f"{times.median:9.1f} us [{times.low:.1f}, {times.high:.1f}] in {times.kernels:g} launches"
+            bench.note(f"layer {kind} B{requests} {bench.context}", text, us=dataclasses.asdict(times))
+            for name, us in sorted(added(one, two).items(), key=lambda item: -item[1])[:16]:
+                print(f"        {us:9.2f} us {name[:100]}")
+
+
+def events_of(program: Any, *given: Any) -> list[tuple[str, float]]:
+    """(name, us) of the kernels of one call, without the copies of what is not donated; on a CPU its wall time."""
+    if jax.default_backend() == "cpu":
+        began = time.perf_counter()
+        jax.block_until_ready(program(*given))
+        return [("wall", (time.perf_counter() - began) * 1e6)]
+    return [(name, ms * 1e3) for name, ms in kernel_events(program, *given) if "memcpy" not in name.lower()]
+
+
+def added(one: list[tuple[str, float]], two: list[tuple[str, float]]) -> dict[str, float]:
+    """Microseconds by kernel that the second has more."""
+    sums: dict[str, float] = {}
+    for sign, events in ((-1, one), (1, two)):
+        for name, us in events:
+            name = name.rstrip("0123456789_.")
+            sums[name] = sums.get(name, 0.0) + sign * us
+    return sums
+
+
+def time_steps(bench: Bench, params: ModelParams) -> dict[int, float]:
+    """Return milliseconds of a step by the number of requests."""
+    given = {}
+    for requests in bench.requests:
+        ids, slots = batch(requests)
+        given[requests] = ids, long_cache(bench.plan(params.cfg, requests), bench.context), slots
+    began = time.perf_counter()
+    lowered = [jax.jit(step, donate_argnums=2).lower(params, *each) for each in given.values()]
+    programs = compile_all(lowered)
+    print(f"    steps traced and compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    found = {}
+    for (requests, (ids, cache, slots)), program in zip(given.items(), programs, strict=True):
+        samples = []
+        for _ in range(1 + ROUNDS):
+            jax.block_until_ready(cache)
+            began, oks = time.perf_counter(), []
+            for _ in range(IN_A_ROW):
+                ids, cache, ok = program(params, ids, cache, slots)
+                oks.append(ok)
+            jax.block_until_ready((ids, cache))
+            samples.append((time.perf_counter() - began) / IN_A_ROW * 1e3)
+            assert all(map(bool, oks)), "a request was refused"
+        times = Times.of(samples[1:])  # the first includes what is done once
+        found[requests] = times.median
+        text = f"{times.median:9.3f} ms of wall [{times.low:.3f}, {times.high:.3f}]"
+        case = f"step of {params.cfg.num_layers} layers B{requests} {bench.context}"
+        bench.note(case, text, ms_of_wall=dataclasses.asdict(times))
+        del cache
+    return found
+
+
+def time_texts(bench: Bench, params: ModelParams, steps: dict[int, float] | None) -> None:
+    """Time a prompt, and tokens after it; with ``steps``, beside a step of one request."""
+    generator = Generator(params, 1, bench.context + ROOM)
+    prompts, seconds = np.random.default_rng(3).integers(0, params.cfg.vocab_size, (3, bench.context)), []
+    new = 1 if steps is None else 129
+    for prompt in prompts:
+        generator.generate([prompt], 1, stop_tokens=[])
+        first, (tokens,) = generator.result.seconds, generator.result.tokens
+        again = generator.generate([[*prompt.tolist(), *tokens]], new, stop_tokens=[])
+        assert again.stored == 0, "the prompt is still in the cache"
+        seconds.append((first, again.seconds, again.passes))
+    layers = params.cfg.num_layers
+    form = next(node for node in jax.tree.leaves(params, is_leaf=is_any_stored) if is_any_stored(node)).activations
+    if steps is None:
+        times = Times.of([(first - one) * 1e3 for first, one, _ in seconds])
+        text = f"{times.median:9.1f} ms of wall [{times.low:.1f}, {times.high:.1f}]"
+        bench.note(f"prompt of {bench.context} tokens, {layers} layers, {form}", text, ms=dataclasses.asdict(times))
+        return
+    per_token = min(whole / passes for _, whole, passes in seconds) * 1e3
+    text = f"{per_token:9.3f} ms a token, {per_token / steps[1]:.3f} of a step"
+    bench.note(f"generate {layers} layers B1 {bench.context}", text, ms=per_token, steps=per_token / steps[1])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default all")
+    parser.add_argument("--layers", type=int, default=43)
+    parser.add_argument("--requests", default="1,64")
+    parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="fp8", help="of the prompt")
+    parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
+    options = parser.parse_args(arguments)
+    whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
+    ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
+    cfg = with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios)))
+    first = with_layers(cfg, ratios[:LAYERS], cfg.num_hash_layers if len(ratios) <= LAYERS else whole.num_hash_layers)
+    requests = (1, 2) if options.tiny else tuple(map(int, options.requests.split(",")))
+    bench = Bench(cfg=cfg, requests=requests, context=512 if options.tiny else CONTEXT, out=options.out)
+    parts = options.part or PARTS
+    began = time.perf_counter()
+    made = jax.block_until_ready(random_model(first, jax.random.key(0), drafts=0))
+    size, seconds = d4.cache.tree_bytes(made), time.perf_counter() - began
+    print(f"{first.num_layers} layers, {size / 1e9:.1f} GB, made in {seconds:.0f} s", flush=True)
+    params, steps = whole_model(cfg, made), None
+    if "layer" in parts:
+        time_layers(bench, made)
+    if "step" in parts or "generate" in parts:
+        steps = time_steps(bench, params)
+    if "generate" in parts:
+        time_texts(bench, params, steps)
+    if "prompt" in parts:
+        time_texts(bench, with_activations(params, options.activations), None)
+
+
+if __name__ == "__main__":
+    main()
