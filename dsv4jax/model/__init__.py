@@ -6,7 +6,9 @@ ops                the ops that have several implementations, and what they hand
 plain              these ops in plain JAX: experts, router, hyper-connections, head
 kernels            their implementations that call ``pallas_kernels``
 forward_pass       the forward pass over the cache
-drafts             guesses at the next tokens, by the model's extra block
+drafts             guesses at the next tokens, by a block for multi-token prediction
+dspark             the same by DSpark, whose block guesses several at once
+drafting           drafts for the loop, whichever block makes them
 caches             the model's cache and that of its drafts
 sampling           drawing tokens, and accepting drafts
 loop               the compiled loop that generates texts
@@ -27,7 +29,7 @@ import dsv4jax.model.plain.router as _router  # noqa: F401  the same
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.checkpoint.load import load_model
 from dsv4jax.model.checkpoint.save import save_model
-from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.config import DSparkConfig, ModelConfig
 from dsv4jax.model.drafts import draft_forward
 from dsv4jax.model.forward_pass import Inspection, forward, forward_sequences, inspect_forward, stage_forward
 from dsv4jax.model.generation import Generated, Generator, generate
@@ -41,6 +43,7 @@ from dsv4jax.model.text import Text, chat_text
 
 __all__ = [
     "Caches",
+    "DSparkConfig",
     "Generated",
     "Generator",
     "Inspection",

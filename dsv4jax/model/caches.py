@@ -60,7 +60,8 @@ def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: i
       cfg: the model's sizes.
       max_requests: number of slots.
       max_context: tokens that a request can hold.
-      drafts: the most tokens that are guessed at a time, up to ``MOST_DRAFTS``; 0 = no cache for drafts.
+      drafts: the most tokens that are guessed at a time, up to ``MOST_DRAFTS``, or with DSpark the rows of its block;
+        0 = no cache for drafts.
       formats: further arguments of ``plan_cache``. Unless given, rows, keys and tails are stored as in the models'
         training, and not as ``plan_cache`` has them: ``kv_format="fp8_tile64"``, ``indexer_format="mxfp4"``,
         ``hca_tail="online"``.
@@ -68,7 +69,11 @@ def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: i
     Raises:
       ValueError: as ``plan_cache``, or there are too many drafts.
     """
-    if integer("drafts", drafts, least=0) > MOST_DRAFTS:
+    drafts = integer("drafts", drafts, least=0)
+    if cfg.dspark is not None and drafts > cfg.dspark.block_size:
+        rows = cfg.dspark.block_size
+        raise ValueError(f"drafts must be at most {rows}, the rows of the model's DSpark block, got {drafts}")
+    if drafts > MOST_DRAFTS:
         raise ValueError(
             f"drafts must be at most {MOST_DRAFTS}, got {drafts}: each costs a run of the draft block and of the head, "
             "and counts only if all before it were right"
@@ -76,7 +81,7 @@ def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: i
     plan = plan_cache(cfg.attention, max_requests, max_context, **(TRAINED | formats))
     if not drafts:
         return Caches(model=init_cache(plan), drafts=None)
-    # Guesses are stored past the end of the request's tokens, in a copy that is then forgotten.
+    # Multi-token prediction stores guesses past the end of the request's tokens, in a copy that is then forgotten.
     of_drafts = plan_cache(
         cfg.draft_attention, max_requests, max_context + drafts, plan.kv_format, plan.indexer_format, plan.tail_dtype
     )

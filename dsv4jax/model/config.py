@@ -13,6 +13,32 @@ from dsv4jax.config import DSV4Config, read_config
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DSparkConfig:
+    """Sizes of a DSpark block, which guesses several tokens at a time. The defaults are V4-Flash-0731's.
+
+    Raises:
+      ValueError: a size is not positive, or the taps are not ascending layer numbers; the message names it.
+    """
+
+    block_size: int = 5  # tokens that one run guesses
+    noise_token: int = 128799  # stands in the block for tokens that are not known yet
+    taps: tuple[int, ...] = (40, 41, 42)  # the model's layers, from 0, whose streams the block is made from
+    rank: int = 256  # of the head by which a token depends on the one before it
+    stages: int = 3  # layers of the block
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "rank", "stages"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        object.__setattr__(self, "noise_token", integer("noise_token", self.noise_token, 0))
+        if isinstance(self.taps, str) or not isinstance(self.taps, Iterable):
+            raise ValueError(f"taps must be layer numbers, got {self.taps!r}")
+        taps = tuple(integer(f"taps[{i}]", layer, 0) for i, layer in enumerate(self.taps))
+        if not taps or list(taps) != sorted(set(taps)):
+            raise ValueError(f"taps must be ascending layer numbers, at least one, got {taps}")
+        object.__setattr__(self, "taps", taps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Sizes of a model. Frozen and hashable; change one with ``dataclasses.replace``. The defaults are V4-Flash's.
 
@@ -32,6 +58,7 @@ class ModelConfig:
     sinkhorn_iterations: int = 20
     hyper_eps: float = 1e-6
     stop_tokens: tuple[int, ...] = (1,)  # eos
+    dspark: DSparkConfig | None = None  # of a block for drafts of that kind; None for one by multi-token prediction
 
     def __post_init__(self) -> None:
         least = {"num_hash_layers": 0, "sinkhorn_iterations": 1}
@@ -52,6 +79,11 @@ class ModelConfig:
             raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
         if self.num_hash_layers > self.num_layers:
             raise ValueError(f"num_hash_layers={self.num_hash_layers} exceeds the model's {self.num_layers} layers")
+        if self.dspark is not None:
+            if self.dspark.noise_token >= self.vocab_size:
+                raise ValueError(f"dspark: noise_token={self.dspark.noise_token} is not in [0, {self.vocab_size})")
+            if self.dspark.taps[-1] >= self.num_layers:
+                raise ValueError(f"dspark: taps={self.dspark.taps} exceed the model's {self.num_layers} layers")
 
     @property
     def hidden_size(self) -> int:
@@ -68,8 +100,13 @@ class ModelConfig:
 
     @property
     def draft_attention(self) -> DSV4Config:
-        """Sizes of the attention of the block that makes drafts: one layer, with a window alone."""
-        return dataclasses.replace(self.attention, compress_ratios=(0,))
+        """Sizes of the attention of the block that makes drafts: layers with a window alone."""
+        return dataclasses.replace(self.attention, compress_ratios=(0,) * self.draft_layers)
+
+    @property
+    def draft_layers(self) -> int:
+        """Layers of the block that makes drafts."""
+        return 1 if self.dspark is None else self.dspark.stages
 
     def picks_by_id(self, layer: int | None) -> bool:
         """Whether a layer picks experts by token id, and not by score. The draft block, None, never does."""
@@ -134,21 +171,26 @@ class ModelConfig:
             num_hash_layers=_hash_layers(fields),
             swiglu_limit=0.0 if limit < 0 else limit,  # none, as 0 is
             stop_tokens=tuple(integer("eos_token_id", token, 0) for token in ends),
+            dspark=_dspark(fields),
             **sizes,
         )
 
     def to_hf(self) -> dict[str, Any]:
         """Return the configuration under the names of DeepSeek's ``config.json``: what ``from_hf`` reads."""
         ends = self.stop_tokens
+        attention = self.attention.to_hf()
+        if self.dspark is not None:  # the block's stages follow the model's layers
+            attention["compress_ratios"] = [*attention["compress_ratios"], *[0] * self.dspark.stages]
         return {
             "architectures": ["DeepseekV4ForCausalLM"],
             "model_type": "deepseek_v4",
-            **self.attention.to_hf(),
+            **attention,
             **{theirs: getattr(self, name) for name, theirs in _SIZES.items()},
             "num_hash_layers": self.num_hash_layers,
             "swiglu_limit": self.swiglu_limit,
             "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
             **_FIXED,
+            **({} if self.dspark is None else {key: getattr(self.dspark, ours) for ours, key in _DSPARK.items()}),
         }
 
 
@@ -161,6 +203,12 @@ _SIZES = {
     "num_streams": "hc_mult",
     "sinkhorn_iterations": "hc_sinkhorn_iters",
     "hyper_eps": "hc_eps",
+}
+_DSPARK = {
+    "block_size": "dspark_block_size",
+    "noise_token": "dspark_noise_token_id",
+    "taps": "dspark_target_layer_ids",
+    "rank": "dspark_markov_rank",
 }
 _REAL = ("routed_scaling_factor", "hc_eps")
 # What every published model has. norm_topk_prob is read by no one: the weights of picks are always normalised.
@@ -186,3 +234,17 @@ def _hash_layers(source: Mapping[str, Any]) -> int:
     if kinds != ["hash_moe"] * count + ["moe"] * (source["num_hidden_layers"] - count):
         raise ValueError(f"mlp_layer_types must be hash_moe for the first layers and moe for the rest, got {kinds}")
     return count
+
+
+def _dspark(source: Mapping[str, Any]) -> DSparkConfig | None:
+    """Read the sizes of a DSpark block; None if the configuration has none."""
+    given = {ours: source[key] for ours, key in _DSPARK.items() if source.get(key) is not None}
+    if not given:
+        return None
+    if missing := [key for ours, key in _DSPARK.items() if ours not in given]:
+        raise ValueError(f"configuration has a DSpark block and lacks {missing}")
+    ratios, layers = source.get("compress_ratios"), source["num_hidden_layers"]
+    stages = len(ratios) - layers if isinstance(ratios, list | tuple) else 0
+    if stages < 1:
+        raise ValueError("configuration has a DSpark block: compress_ratios must end with a 0 for each of its stages")
+    return DSparkConfig(**given, stages=stages)

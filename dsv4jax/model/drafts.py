@@ -18,7 +18,7 @@ from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.dense import rms_norm
 from dsv4jax.layer.projections import linear
 from dsv4jax.model.forward_pass import Tokens, Way, all_logits, attention, embedded, run_blocks
-from dsv4jax.model.params import ModelParams
+from dsv4jax.model.params import DraftParams, ModelParams
 
 
 @functools.partial(jax.jit, static_argnames="backend")
@@ -54,8 +54,8 @@ def draft_forward(
       ValueError: the model has no such block, the cache is for something else, or the backend is unknown.
     """
     cfg, drafts = params.cfg, params.drafts
-    if drafts is None:
-        raise ValueError("this model has no block for drafts: its checkpoint holds no MTP weights")
+    if not isinstance(drafts, DraftParams):
+        raise ValueError("this model has no block for multi-token prediction: its checkpoint holds no MTP weights")
     tokens = Tokens.of(params, next_ids, cache, slots, num_new, cfg.draft_attention)
     axes = {"B": slots.shape[0], "T": next_ids.shape[1], "streams": cfg.num_streams, "hidden": cfg.hidden_size}
     check_array("streams", streams, dict(axes), FLOATS)

@@ -117,8 +117,9 @@ def forward(
       backend: of the attention layers and products; see ``attention_layer``.
 
     Returns:
-      (logits f32 [B, V], [B, T, V] or None; the streams after the last layer [B, T, num_streams, hidden], which drafts
-      are made of; the updated cache, its lengths not yet advanced). Rows and tokens that were not taken have 0.
+      (logits f32 [B, V], [B, T, V] or None; what drafts are made of; the updated cache, its lengths not yet advanced).
+      Drafts are made of the streams after the last layer [B, T, num_streams, hidden]; those of DSpark of the means of
+      the streams after its taps [B, T, taps * hidden]. Rows and tokens that were not taken have 0.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
@@ -127,7 +128,7 @@ def forward(
     tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
     way = Way(tokens=tokens, attend=attention(slots, num_new, backend), cfg=params.cfg, backend=backend)
     ran = run_model(params, cache, way)
-    return read_logits(ran.x, params.head, logits, way), ran.streams, ran.cache
+    return read_logits(ran.x, params.head, logits, way), _for_drafts(params, ran), ran.cache
 
 
 @functools.partial(jax.jit, static_argnames="backend")
@@ -145,7 +146,7 @@ def stage_forward(
     The arguments are those of ``forward``.
 
     Returns:
-      (logits f32 [B, T, V]; streams; cache; what ``commit`` takes to store the tokens that are accepted).
+      (logits f32 [B, T, V]; what drafts are made of; cache; what ``commit`` takes to store tokens that are accepted).
 
     Raises:
       AssertionError, ValueError: as ``forward``.
@@ -160,7 +161,12 @@ def stage_forward(
 
     way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend)
     ran = run_model(params, cache, way)
-    return all_logits(ran.x, params.head, way), ran.streams, ran.cache, tuple(staged)
+    return all_logits(ran.x, params.head, way), _for_drafts(params, ran), ran.cache, tuple(staged)
+
+
+def _for_drafts(params: ModelParams, ran: Ran) -> jax.Array:
+    streams = [streams for streams, _ in ran.seen]
+    return ran.streams if params.drafts is None else params.drafts.made_of(streams, params.cfg)
 
 
 @jax.tree_util.register_dataclass

@@ -117,7 +117,7 @@ class Generator:
         check_type("params", params, ModelParams)
         self._params, self.drafts = params, integer("drafts", drafts, 0)
         if self.drafts and params.drafts is None:
-            raise ValueError("this model cannot make drafts: its checkpoint holds no MTP weights")
+            raise ValueError("this model cannot make drafts: its checkpoint holds no block for them")
         if caches is None:
             caches = caches_of(params.cfg, integer("rows", rows, 1), integer("context", context, 1), drafts, **formats)
         elif formats:

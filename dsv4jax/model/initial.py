@@ -19,6 +19,7 @@ from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import (
     Block,
     DraftParams,
+    DSparkParams,
     Experts,
     ExpertWeight,
     ModelParams,
@@ -63,7 +64,7 @@ def random_model(
     return ModelParams(
         **_outer(outer, cfg, dtype),
         blocks=tuple(_block(key, cfg, layer, dtype, stored) for layer, key in enumerate(layers)),
-        drafts=_drafts(draft_key, cfg, dtype, stored) if drafts else None,
+        drafts=(_drafts if cfg.dspark is None else _dspark)(draft_key, cfg, dtype, stored) if drafts else None,
         cfg=cfg,
     )
 
@@ -167,6 +168,29 @@ def _around_block(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored |
         "token_proj": _linear(next(keys), square, dtype, stored),
         "stream_proj": _linear(next(keys), square, dtype, stored),
         "final_mix": _mix(next(keys), cfg.num_streams, 1, cfg),
+    }
+
+
+def _dspark(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None) -> DSparkParams:
+    assert cfg.dspark is not None
+    rest, *stages = jax.random.split(key, 1 + cfg.dspark.stages)
+    blocks = tuple(_block(stage, cfg, None, dtype, stored) for stage in stages)
+    return DSparkParams(blocks=blocks, **_around_stages(rest, cfg, dtype, stored))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "stored"))
+def _around_stages(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None) -> dict[str, Any]:
+    assert cfg.dspark is not None
+    keys = iter(jax.random.split(key, 7))
+    h, table = cfg.hidden_size, (cfg.vocab_size, cfg.dspark.rank)
+    return {
+        "taps_proj": _linear(next(keys), (h, len(cfg.dspark.taps) * h), dtype, stored),
+        "taps_norm": _norm(next(keys), cfg, dtype),
+        "final_norm": _norm(next(keys), cfg, dtype),
+        "final_mix": _mix(next(keys), cfg.num_streams, 1, cfg),
+        "markov_in": jax.random.normal(next(keys), table, dtype),
+        "markov_out": _wide(next(keys), table, dtype),
+        "confidence": _wide(next(keys), (1, h + cfg.dspark.rank), dtype),
     }
 
 

@@ -22,7 +22,7 @@ from dsv4jax.cache.cache import KVCache, advance, prepare_forward
 from dsv4jax.cache.tables import blocks_for
 from dsv4jax.layer.backend import Backend
 from dsv4jax.model.caches import Caches
-from dsv4jax.model.drafts import draft_forward
+from dsv4jax.model.drafting import Drafts, Fed, drafter
 from dsv4jax.model.forward_pass import forward, stage_forward
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling, accept, draw
@@ -47,16 +47,6 @@ class Texts:
         """``count`` tokens of texts int32 [B] from place ``first`` int32 [B] on: int32 [B, count]."""
         places = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
         return self.tokens[text[:, None], jnp.minimum(places, self.tokens.shape[1] - 1)]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Drafts:
-    """Guesses at what follows the last token of each row's text."""
-
-    tokens: jax.Array  # int32 [B, m]
-    probabilities: jax.Array  # f32 [B, m, V] of the distributions that they were drawn from
-    made: jax.Array  # bool [B] False for a row that has none yet
 
 
 @jax.tree_util.register_dataclass
@@ -111,13 +101,7 @@ class Loop:
 def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int) -> Loop:
     """Return the state of a loop that has not done anything."""
     rows = caches.model.plan.max_requests
-    drafts = None
-    if num_drafts:
-        drafts = Drafts(
-            tokens=jnp.zeros((rows, num_drafts), jnp.int32),
-            probabilities=jnp.zeros((rows, num_drafts, vocab_size), jnp.float32),
-            made=jnp.zeros(rows, jnp.bool),
-        )
+    drafts = Drafts.none(rows, num_drafts, vocab_size) if num_drafts else None
     return Loop(
         caches=caches,
         texts=texts,
@@ -168,11 +152,12 @@ def store(params: ModelParams, loop: Loop, rows: jax.Array, *, chunk: int, backe
     cache, ok = prepare_forward(caches.model, slots, num_new)
     num_new = jnp.where(ok, num_new, 0)
     ids = loop.texts.tokens_from(text, stored, chunk)
-    _, streams, cache = forward(params, ids, cache, slots, num_new, logits="none", backend=backend)
+    _, seen, cache = forward(params, ids, cache, slots, num_new, logits="none", backend=backend)
     caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
     if caches.drafts is not None:
         following = loop.texts.tokens_from(text, stored + 1, chunk)
-        _, _, drafts = _feed_drafts(params, streams, following, caches.drafts, slots, num_new, backend)
+        fed = Fed(seen=seen, following=following, slots=slots, count=num_new)
+        drafts = drafter(params).store(params, fed, caches.drafts, backend)
         caches = dataclasses.replace(caches, drafts=drafts)
     return dataclasses.replace(loop, caches=caches, stored=loop.stored + jnp.sum(num_new), ok=loop.ok & ok)
 
@@ -320,7 +305,7 @@ class _Made:
     count: jax.Array  # int32 [B] how many of them are new tokens; 0 for rows that were not fed
     stopped: jax.Array  # bool [B] whether the last one of them is a stop token
     judged: jax.Array  # int32 [B] drafts that the model has judged
-    streams: jax.Array  # [B, m + 1, num_streams, hidden] of the tokens that were fed
+    seen: jax.Array  # [B, m + 1, ...] what drafts are made of, of the tokens that were fed
 
 
 Outcome = tuple[_Made, KVCache, jax.Array]  # the last two are the model's cache, and whether it had room
@@ -330,11 +315,11 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcom
     """Feed each row's last token, and draw the next one."""
     cache, ok = prepare_forward(loop.caches.model, loop.slots, active.astype(jnp.int32))
     num_new = jnp.where(ok & active, 1, 0)
-    logits, streams, cache = forward(way.params, loop.last_tokens, cache, loop.slots, num_new, backend=way.backend)
+    logits, seen, cache = forward(way.params, loop.last_tokens, cache, loop.slots, num_new, backend=way.backend)
     assert logits is not None
     tokens = way.sampling.draw(logits, keys)[:, None]
     count, stopped = _until_stop(tokens, num_new, way.stop_tokens)
-    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=jnp.zeros_like(num_new), streams=streams)
+    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=jnp.zeros_like(num_new), seen=seen)
     return made, advance(cache, loop.slots, num_new), ok
 
 
@@ -343,13 +328,13 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     drafts, slots, texts = loop.drafts, loop.slots, loop.texts
     assert drafts is not None
     room = texts.limits[loop.text] - texts.lengths[loop.text] - 1  # beside the token after the drafts
-    judged = jnp.where(active & drafts.made, jnp.clip(room, 0, drafts.tokens.shape[1]), 0)
+    judged = jnp.where(active, jnp.clip(room, 0, drafts.judged(way.sampling.least_confidence)), 0)
     cache, ok = prepare_forward(loop.caches.model, slots, jnp.where(active, 1 + judged, 0))
     fed = ok & active
     judged = jnp.where(fed, judged, 0)
     given = jnp.concatenate([loop.last_tokens, drafts.tokens], axis=1)
     num_new = jnp.where(fed, 1 + judged, 0)
-    logits, streams, cache, staged = stage_forward(way.params, given, cache, slots, num_new, backend=way.backend)
+    logits, seen, cache, staged = stage_forward(way.params, given, cache, slots, num_new, backend=way.backend)
     wanted = way.sampling.probabilities(logits)
     accepted, following = accept(wanted, drafts.probabilities, drafts.tokens, judged, keys)
     tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
@@ -358,7 +343,7 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     # None past a stop token: the text may go on from it.
     cache, committed = commit(cache, staged, count, backend=way.backend)
     count = jnp.where(committed, count, 0)
-    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, streams=streams)
+    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, seen=seen)
     return made, cache, ok & committed
 
 
@@ -391,51 +376,11 @@ def _extended(texts: Texts, text: jax.Array, made: _Made) -> Texts:
 def _guess(
     way: _Way, drafts: Drafts, made: _Made, cache: KVCache, slots: jax.Array, keys: jax.Array
 ) -> tuple[Drafts, KVCache]:
-    """Store the new rows in the cache of the draft block, and guess at what follows each text.
+    """Store what drafts need of the new tokens, and guess at what follows each text."""
 
-    A row without new tokens gets no guesses.
-    """
-    logits, streams, kept = _feed_drafts(way.params, made.streams, made.tokens, cache, slots, made.count, way.backend)
-    last, goes_on = jnp.maximum(made.count - 1, 0)[:, None, None], made.count > 0
-    logits = jnp.take_along_axis(logits, last, 1)
-    streams = jnp.take_along_axis(streams, last[..., None], 1)
+    def draw_one(logits: jax.Array, i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        probabilities = way.sampling.probabilities(logits)
+        return draw(probabilities, jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)), probabilities
 
-    def guess(logits: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(tokens int32 [B, 1], their probabilities f32 [B, V]) from logits f32 [B, 1, V]."""
-        probabilities = way.sampling.probabilities(logits)[:, 0]
-        return draw(probabilities, jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i))[:, None], probabilities
-
-    def further(before: tuple[jax.Array, jax.Array, KVCache], i: jax.Array):
-        tokens, streams, cache = before
-        num_new = goes_on.astype(jnp.int32)
-        logits, streams, cache = _feed_drafts(way.params, streams, tokens, cache, slots, num_new, way.backend)
-        tokens, probabilities = guess(logits, i)
-        return (tokens, streams, cache), (tokens[:, 0], probabilities)
-
-    tokens, probabilities = guess(logits, jnp.int32(0))
-    guessed = Drafts(tokens=tokens, probabilities=probabilities[:, None], made=goes_on)
-    if (most := drafts.tokens.shape[1]) > 1:
-        # A loop, so that the block is compiled once. It has a copy of the cache, because rows of guesses are not kept.
-        _, more = lax.scan(further, (tokens, streams, kept), jnp.arange(1, most, dtype=jnp.int32))
-        more_tokens, more_probabilities = (jnp.moveaxis(one, 0, 1) for one in more)
-        guessed = Drafts(
-            tokens=jnp.concatenate([tokens, more_tokens], 1),
-            probabilities=jnp.concatenate([guessed.probabilities, more_probabilities], 1),
-            made=goes_on,
-        )
-    return guessed, kept
-
-
-def _feed_drafts(
-    params: ModelParams,
-    streams: jax.Array,
-    ids: jax.Array,
-    cache: KVCache,
-    slots: jax.Array,
-    num_new: jax.Array,
-    backend: Backend,
-) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Store rows in the cache of the draft block; logits and streams as from ``draft_forward``."""
-    cache, _ = prepare_forward(cache, slots, num_new)  # a window needs no blocks
-    logits, streams, cache = draft_forward(params, streams, ids, cache, slots, num_new, backend=backend)
-    return logits, streams, advance(cache, slots, num_new)
+    fed = Fed(seen=made.seen, following=made.tokens, slots=slots, count=made.count)
+    return drafter(way.params).guess(way.params, fed, cache, drafts.tokens.shape[1], draw_one, way.backend)

@@ -7,6 +7,7 @@ num_streams, E num_experts, I expert_width and V vocab_size.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -137,6 +138,40 @@ class DraftParams:
     final_mix: StreamMix
     final_norm: jax.Array  # [h]
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The layers of the block."""
+        return (self.block,)
+
+    def made_of(self, streams: Sequence[jax.Array], cfg: ModelConfig) -> jax.Array:
+        """Return what drafts are made of, from a model's streams [B, T, n, h] after each layer: the last ones."""
+        del cfg
+        return streams[-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DSparkParams:
+    """The block that makes several drafts at once (DSpark). Embedding and head are the model's; r is its rank."""
+
+    taps_proj: Weight  # [h, taps h] (main_proj)
+    taps_norm: jax.Array  # [h] (main_norm)
+    blocks: tuple[Block, ...]  # its stages
+    final_mix: StreamMix
+    final_norm: jax.Array  # [h]
+    markov_in: jax.Array  # [V, r], a row for the token before (markov_w1)
+    markov_out: jax.Array  # [V, r] (markov_w2)
+    confidence: jax.Array  # [1, h + r]
+
+    def made_of(self, streams: Sequence[jax.Array], cfg: ModelConfig) -> jax.Array:
+        """Return what drafts are made of, from a model's streams [B, T, n, h] after each layer.
+
+        That is the mean over streams after each tapped layer, side by side: [B, T, taps h], in the streams' dtype.
+        """
+        assert cfg.dspark is not None
+        means = [jnp.mean(streams[layer].astype(jnp.float32), axis=-2) for layer in cfg.dspark.taps]
+        return jnp.concatenate(means, axis=-1).astype(streams[0].dtype)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +183,11 @@ class ModelParams:
     final_mix: StreamMix
     final_norm: jax.Array  # [h]
     head: jax.Array  # [V, h]
-    drafts: DraftParams | None  # None where the checkpoint has none
+    drafts: DraftParams | DSparkParams | None  # None where the checkpoint has none
     cfg: ModelConfig = dataclasses.field(metadata={"static": True})
 
 
-print_compactly(StoredExperts, StreamMix, Router, Experts, Block, DraftParams, ModelParams)
+print_compactly(StoredExperts, StreamMix, Router, Experts, Block, DraftParams, DSparkParams, ModelParams)
 
 
 def check_model(params: ModelParams) -> None:
@@ -177,7 +212,11 @@ def check_model(params: ModelParams) -> None:
     _check_mix("params.final_mix", params.final_mix, cfg.num_streams, 1, cfg)
     for layer, block in enumerate(params.blocks):
         _check_block(f"params.blocks[{layer}]", block, layer, cfg)
-    if params.drafts is not None:
+    if (params.drafts is not None) and isinstance(params.drafts, DSparkParams) != (cfg.dspark is not None):
+        raise ValueError(f"params.drafts: expected those of dspark={cfg.dspark}, got {type(params.drafts).__name__}")
+    if isinstance(params.drafts, DSparkParams):
+        _check_dspark("params.drafts", params.drafts, cfg)
+    elif params.drafts is not None:
         square = cfg.hidden_size, cfg.hidden_size
         for name in ("token_proj", "stream_proj"):
             check_weight(f"params.drafts.{name}", getattr(params.drafts, name), square)
@@ -185,6 +224,22 @@ def check_model(params: ModelParams) -> None:
             _check_norm(f"params.drafts.{name}", getattr(params.drafts, name), cfg)
         _check_mix("params.drafts.final_mix", params.drafts.final_mix, cfg.num_streams, 1, cfg)
         _check_block("params.drafts.block", params.drafts.block, None, cfg)
+
+
+def _check_dspark(name: str, drafts: DSparkParams, cfg: ModelConfig) -> None:
+    assert cfg.dspark is not None
+    hidden, rank = cfg.hidden_size, cfg.dspark.rank
+    if len(drafts.blocks) != cfg.dspark.stages:
+        raise ValueError(f"{name}.blocks: expected {cfg.dspark.stages} stages, got {len(drafts.blocks)}")
+    check_weight(f"{name}.taps_proj", drafts.taps_proj, (hidden, len(cfg.dspark.taps) * hidden))
+    for norm in ("taps_norm", "final_norm"):
+        _check_norm(f"{name}.{norm}", getattr(drafts, norm), cfg)
+    _check_mix(f"{name}.final_mix", drafts.final_mix, cfg.num_streams, 1, cfg)
+    for table in ("markov_in", "markov_out"):
+        check_array(f"{name}.{table}", getattr(drafts, table), {"vocabulary": cfg.vocab_size, "rank": rank}, FLOATS)
+    check_array(f"{name}.confidence", drafts.confidence, {"out": 1, "in": hidden + rank}, FLOATS)
+    for stage, block in enumerate(drafts.blocks):
+        _check_block(f"{name}.blocks[{stage}]", block, None, cfg)
 
 
 def _check_block(name: str, block: Block, layer: int | None, cfg: ModelConfig) -> None:

@@ -19,19 +19,29 @@ class Sampling:
     temperature: jax.Array  # f32 []; 0 takes the likeliest token
     top_p: jax.Array  # f32 [], in (0, 1]; the likeliest tokens that together have this probability are drawn from
     key: jax.Array  # a random key
+    # f32 [], in [0, 1]. The first draft that the model's block trusts less is not judged, nor are those after it. It
+    # changes the speed, not the distribution. Blocks for multi-token prediction trust all of theirs.
+    least_confidence: jax.Array
 
     @classmethod
-    def of(cls, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Sampling:
+    def of(cls, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, least_confidence: float = 0.0) -> Sampling:
         """Make it of Python numbers.
 
         Raises:
-          ValueError: the temperature is negative, or top_p is not in (0, 1].
+          ValueError: the temperature is negative, top_p is not in (0, 1], or least_confidence is not in [0, 1].
         """
         if not temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-        return cls(temperature=jnp.float32(temperature), top_p=jnp.float32(top_p), key=jax.random.key(seed))
+        if not 0 <= least_confidence <= 1:
+            raise ValueError(f"least_confidence must be in [0, 1], got {least_confidence}")
+        return cls(
+            temperature=jnp.float32(temperature),
+            top_p=jnp.float32(top_p),
+            key=jax.random.key(seed),
+            least_confidence=jnp.float32(least_confidence),
+        )
 
     def probabilities(self, logits: jax.Array) -> jax.Array:
         """Return the probabilities of tokens f32 [..., V]: at temperature 0, 1 for the first of the largest logits."""

@@ -24,7 +24,7 @@ from dsv4jax.model import (
 from dsv4jax.model.generation import caches_for, read_prompts
 from dsv4jax.model.loop import run
 from tests.model.test_sampling import check_counts
-from tests.support.models import FULL, SMALL, model_a, recorded, small_model
+from tests.support.models import FULL, SMALL, model_a, pair_chances, recorded, small_model
 
 LONGEST = 256  # of texts, with which programs are shared
 PROMPTS = [[1, 2, 3], [4], [5, 0, 2, 1, 4, 3, 3, 1] * 5, [2, 2], [0, 1, 5, 5, 5, 2, 0]]
@@ -130,21 +130,12 @@ def test_samples_have_the_models_distribution_with_drafts():
     """4000 pairs of tokens after one prompt, against the probabilities of all pairs."""
     params, prompt, drafts, sampling = small_model(), PROMPTS[0], 2, Sampling.of(0.8, seed=2)
     size, samples, rows = SMALL.vocab_size, 4000, 400
-    cache, slots, _ = d4.admit(caches(SMALL, size, 0).model, size)
-    texts = jnp.asarray([[*prompt, token] for token in range(size)], jnp.int32)
-    count = jnp.full(size, texts.shape[1], jnp.int32)
-    cache, _ = d4.prepare_forward(cache, slots, count)
-    logits, _, _ = forward(params, texts, cache, slots, count, logits="all")
-    assert logits is not None
-    chances = np.asarray(sampling.probabilities(logits), np.float64)
-    pairs = chances[0, len(prompt) - 1][:, None] * chances[:, len(prompt)]
-
     both = init_caches(SMALL, rows, 16, drafts, **FULL)
     # Three tokens, so that the second one may be a draft.
     found = generate(params, [prompt] * samples, 3, sampling, drafts, caches=both)
     assert 0 < found.accepted < found.drafted
     counts = np.bincount([size * a + b for a, b, _ in found.tokens], minlength=size**2)
-    check_counts(counts, pairs.ravel())
+    check_counts(counts, pair_chances(params, prompt, sampling))
 
 
 @pytest.mark.slow

@@ -11,11 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
-from dsv4jax.model import ModelConfig, ModelParams, init_caches, inspect_forward, load_model, random_model
+from dsv4jax.model import (
+    ModelConfig,
+    ModelParams,
+    Sampling,
+    forward,
+    init_caches,
+    inspect_forward,
+    load_model,
+    random_model,
+)
 from tests.support.paths import DATA
 
 FULL: dict[str, Any] = {"kv_format": "f32", "indexer_format": "f32"}  # nothing is rounded
-MODEL_A, MODEL_Q = DATA / "model" / "a", DATA / "model" / "q"
+MODELS = DATA / "model"
+MODEL_A, MODEL_Q = MODELS / "a", MODELS / "q"
 
 
 # So few tokens that random drafts are often right.
@@ -35,7 +45,7 @@ def small_model() -> ModelParams:
 
 @functools.cache
 def recorded(name: str) -> dict[str, np.ndarray]:
-    """Return the arrays recorded of model "a" or "q"."""
+    """Return the arrays recorded of model "a", "d" or "q"."""
     with np.load(DATA / "model" / name / "recorded.npz") as archive:
         return dict(archive)
 
@@ -53,6 +63,19 @@ def run_whole(params: ModelParams, ids: np.ndarray, **formats):
     assert ok
     seen, _ = inspect_forward(params, jnp.asarray(ids, jnp.int32)[None], cache, slots, count)
     return jax.tree.map(np.asarray, seen)
+
+
+def pair_chances(params: ModelParams, prompt: list[int], sampling: Sampling) -> np.ndarray:
+    """The probabilities of all pairs of tokens after a prompt, f64 [V * V]."""
+    size = params.cfg.vocab_size
+    cache, slots, _ = d4.admit(init_caches(params.cfg, size, 256, **FULL).model, size)
+    texts = jnp.asarray([[*prompt, token] for token in range(size)], jnp.int32)
+    count = jnp.full(size, texts.shape[1], jnp.int32)
+    cache, _ = d4.prepare_forward(cache, slots, count)
+    logits, _, _ = forward(params, texts, cache, slots, count, logits="all")
+    assert logits is not None
+    chances = np.asarray(sampling.probabilities(logits), np.float64)
+    return (chances[0, len(prompt) - 1][:, None] * chances[:, len(prompt)]).ravel()
 
 
 def relative_rms(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -27,6 +27,7 @@ from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import (
     Block,
     DraftParams,
+    DSparkParams,
     Experts,
     ExpertWeight,
     ModelParams,
@@ -94,8 +95,8 @@ def load_model(
     """Load a model from a folder: config.json, ``*.safetensors``, and an index where there are several.
 
     The folder may be DeepSeek's, or one that transformers' ``save_pretrained`` wrote, by default or with
-    ``save_original_format=False``. Experts may be FP4, FP8 or floats. The block for drafts is loaded if it is there
-    (MTP); another kind of drafts (DSpark) is left out, and the model served without.
+    ``save_original_format=False``. Experts may be FP4, FP8 or floats. The block for drafts is loaded if it is there,
+    by multi-token prediction (MTP) or DSpark, whose tensors tell which; one of another kind is left out.
 
     Args:
       path: the folder.
@@ -116,9 +117,9 @@ def load_model(
     form = Form.choose(weights, activations, dtype)
     folder = Path(path)
     config = read_config(folder)
-    cfg = ModelConfig.from_hf(config)
     block = block_size(config)
-    reader = _Reader(_open(folder, cfg, form, block), cfg, form, block, on_progress)
+    tensors = _open(folder, ModelConfig.from_hf(config), form, block)
+    cfg, reader = tensors.cfg, _Reader(tensors, form, block, on_progress)
     outer = reader.outer
     return ModelParams(
         embedding=outer("embed.weight"),
@@ -135,6 +136,7 @@ def load_model(
 class _Tensors:
     """The tensors of a checkpoint that were found to be what they must be."""
 
+    cfg: ModelConfig  # with the kind of drafts that there are tensors of
     specs: dict[str, TensorSpec]  # by DeepSeek's names
     places: dict[str, Place]
     files: dict[str, FileTensor]
@@ -175,12 +177,17 @@ def _open(folder: Path, cfg: ModelConfig, form: Form, block: tuple[int, int] | N
     naming = naming_of(set(files))
     if naming is None:
         raise ValueError(f"{folder} holds no embedding under a known name; its tensors begin {sorted(files)[:SHOWN]}")
-    has_drafts = "mtp.0.enorm.weight" in files
-    if not has_drafts:  # blocks for drafts of another kind
+    is_dspark = "mtp.0.main_proj.weight" in files
+    if is_dspark and cfg.dspark is None:
+        raise ValueError(f"{folder} holds a DSpark block, and its configuration lacks dspark_block_size")
+    has_drafts = is_dspark or "mtp.0.enorm.weight" in files
+    if not has_drafts:  # a block for drafts of a kind that is not known
         files = {name: tensor for name, tensor in files.items() if not name.startswith("mtp.")}
+    if not is_dspark:
+        cfg = dataclasses.replace(cfg, dspark=None)
     specs = model_tensors(cfg, has_drafts)
     places = {name: place_of(name, naming, cfg) for name in specs}
-    tensors = _Tensors(specs=specs, places=places, files=files, has_drafts=has_drafts)
+    tensors = _Tensors(cfg=cfg, specs=specs, places=places, files=files, has_drafts=has_drafts)
     used: set[str] = set()
     for name, spec in specs.items():
         place = places[name]
@@ -255,12 +262,11 @@ class _Reader:
     def __init__(
         self,
         tensors: _Tensors,
-        cfg: ModelConfig,
         form: Form,
         block: tuple[int, int] | None,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
-        self.tensors, self.cfg, self.form, self.block_size = tensors, cfg, form, block
+        self.tensors, self.cfg, self.form, self.block_size = tensors, tensors.cfg, form, block
         self._on_progress, self._done = on_progress, 0
 
     def _read(self, place: Place) -> np.ndarray:
@@ -343,9 +349,12 @@ class _Reader:
 
         return jax.tree_util.tree_map_with_path(cast, params)
 
-    def block(self, layer: int | None) -> Block:
-        """Place a layer; None means the draft block."""
-        prefix = "mtp.0." if layer is None else f"layers.{layer}."
+    def block(self, layer: int) -> Block:
+        """Place a layer of the model."""
+        return self._block(f"layers.{layer}.", layer)
+
+    def _block(self, prefix: str, layer: int | None) -> Block:
+        """Place a layer whose names begin with a prefix; None means one of the draft block."""
 
         def of(name: str) -> jax.Array | None:
             return self.outer(prefix + name) if prefix + name in self.tensors.specs else None
@@ -367,14 +376,30 @@ class _Reader:
             experts_norm=self.outer(f"{prefix}ffn_norm.weight"),
         )
 
-    def drafts(self) -> DraftParams:
+    def drafts(self) -> DraftParams | DSparkParams:
         """Place the block for drafts."""
+        return self._mtp() if self.cfg.dspark is None else self._dspark(self.cfg.dspark.stages)
+
+    def _dspark(self, stages: int) -> DSparkParams:
+        last = f"mtp.{stages - 1}."
+        return DSparkParams(
+            taps_proj=self.weight("mtp.0.main_proj.weight"),
+            taps_norm=self.outer("mtp.0.main_norm.weight"),
+            blocks=tuple(self._block(f"mtp.{stage}.", None) for stage in range(stages)),
+            final_mix=self.mix(f"{last}hc_head"),
+            final_norm=self.outer(f"{last}norm.weight"),
+            markov_in=self.outer(f"{last}markov_head.markov_w1.weight"),
+            markov_out=self.outer(f"{last}markov_head.markov_w2.weight"),
+            confidence=self.outer(f"{last}confidence_head.proj.weight"),
+        )
+
+    def _mtp(self) -> DraftParams:
         return DraftParams(
             token_norm=self.outer("mtp.0.enorm.weight"),
             stream_norm=self.outer("mtp.0.hnorm.weight"),
             token_proj=self.weight("mtp.0.e_proj.weight"),
             stream_proj=self.weight("mtp.0.h_proj.weight"),
-            block=self.block(None),
+            block=self._block("mtp.0.", None),
             final_mix=self.mix("mtp.0.hc_head"),
             final_norm=self.outer("mtp.0.norm.weight"),
         )

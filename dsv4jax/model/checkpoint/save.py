@@ -24,6 +24,7 @@ from dsv4jax.config import layer_schedule
 from dsv4jax.model.params import (
     Block,
     DraftParams,
+    DSparkParams,
     ExpertWeight,
     ModelParams,
     StoredExperts,
@@ -61,8 +62,8 @@ def save_model(params: ModelParams, path: str | os.PathLike[str], max_file_bytes
     cfg = params.cfg
     for block, spec in zip(params.blocks, layer_schedule(cfg.attention), strict=True):
         check_params(block.attention, cfg.attention, spec.attn)
-    if params.drafts is not None:
-        check_params(params.drafts.block.attention, cfg.draft_attention, layer_schedule(cfg.draft_attention)[0].attn)
+    for block in () if params.drafts is None else params.drafts.blocks:
+        check_params(block.attention, cfg.draft_attention, layer_schedule(cfg.draft_attention)[0].attn)
     tensors = _Tensors(params)
     folder = Path(path).absolute()
     partial = folder.with_name(folder.name + ".partial")
@@ -125,9 +126,10 @@ class _Tensors:
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         config = self.cfg.to_hf()
-        if self.has_drafts:  # DeepSeek appends the ratio of the block for drafts
-            config["compress_ratios"] += [0]
+        if self.has_drafts:
             config["num_nextn_predict_layers"] = 1
+            if self.cfg.dspark is None:  # DeepSeek appends the ratio of the block for drafts
+                config["compress_ratios"] += [0]
         if self.has_fp4:
             config["expert_dtype"] = "fp4"
         if self.block_size is not None:
@@ -203,18 +205,30 @@ class _Tensors:
         put(name, weight.codes, 1)
         put(scale_names(name)[0], weight.scales, weight.block[0])
 
-    def drafts(self, drafts: DraftParams) -> None:
+    def drafts(self, drafts: DraftParams | DSparkParams) -> None:
         """Note the weights of the block for drafts."""
-        for name, weight in (
-            ("enorm.weight", drafts.token_norm),
-            ("hnorm.weight", drafts.stream_norm),
-            ("norm.weight", drafts.final_norm),
-            ("e_proj.weight", drafts.token_proj),
-            ("h_proj.weight", drafts.stream_proj),
-        ):
-            self.put(f"mtp.0.{name}", lambda weight=weight: weight)
-        self.mix("mtp.0.hc_head", drafts.final_mix)
-        self.block("mtp.0.", drafts.block)
+        last = f"mtp.{len(drafts.blocks) - 1}."
+        self.put(f"{last}norm.weight", lambda: drafts.final_norm)
+        self.mix(f"{last}hc_head", drafts.final_mix)
+        for stage, block in enumerate(drafts.blocks):
+            self.block(f"mtp.{stage}.", block)
+        if isinstance(drafts, DSparkParams):
+            named: tuple[tuple[str, Weight], ...] = (
+                ("mtp.0.main_proj.weight", drafts.taps_proj),
+                ("mtp.0.main_norm.weight", drafts.taps_norm),
+                (f"{last}markov_head.markov_w1.weight", drafts.markov_in),
+                (f"{last}markov_head.markov_w2.weight", drafts.markov_out),
+                (f"{last}confidence_head.proj.weight", drafts.confidence),
+            )
+        else:
+            named = (
+                ("mtp.0.enorm.weight", drafts.token_norm),
+                ("mtp.0.hnorm.weight", drafts.stream_norm),
+                ("mtp.0.e_proj.weight", drafts.token_proj),
+                ("mtp.0.h_proj.weight", drafts.stream_proj),
+            )
+        for name, weight in named:
+            self.put(name, lambda weight=weight: weight)
 
 
 def _tensor(spec: Any, get: Callable[[], Any]) -> NewTensor:

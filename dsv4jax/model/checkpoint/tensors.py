@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from dsv4jax.config import layer_kind
-from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.config import DSparkConfig, ModelConfig
 from dsv4jax.weights.load import NAMINGS
 from dsv4jax.weights.params import QUANTISED, named_shapes
 from dsv4jax.weights.stored import BLOCK, num_blocks
@@ -77,7 +77,12 @@ def outer_tensors(cfg: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def draft_tensors(cfg: ModelConfig) -> dict[str, TensorSpec]:
-    """Return the tensors of the draft block by their names after "mtp.0."."""
+    """Return the tensors of the block for drafts, whose names begin with "mtp.", a stage and a dot."""
+    named = [_mtp_tensors(cfg)] if cfg.dspark is None else _dspark_tensors(cfg, cfg.dspark)
+    return {f"mtp.{stage}.{name}": spec for stage, specs in enumerate(named) for name, spec in specs.items()}
+
+
+def _mtp_tensors(cfg: ModelConfig) -> dict[str, TensorSpec]:
     square = TensorSpec(shape=(cfg.hidden_size, cfg.hidden_size), form="fp8")
     norm = TensorSpec(shape=(cfg.hidden_size,), form="bf16")
     specs = {"e_proj.weight": square, "h_proj.weight": square}
@@ -85,14 +90,28 @@ def draft_tensors(cfg: ModelConfig) -> dict[str, TensorSpec]:
     return block_tensors(cfg, None) | specs | _mix("hc_head", cfg.num_streams, 1, cfg)
 
 
+def _dspark_tensors(cfg: ModelConfig, sizes: DSparkConfig) -> list[dict[str, TensorSpec]]:
+    """Return the tensors of each stage. Its input belongs to the first, and its heads belong to the last."""
+    h, table = cfg.hidden_size, TensorSpec(shape=(cfg.vocab_size, sizes.rank), form="bf16")
+    norm = TensorSpec(shape=(h,), form="bf16")
+    stages = [block_tensors(cfg, None) for _ in range(sizes.stages)]
+    stages[0] |= {"main_proj.weight": TensorSpec(shape=(h, len(sizes.taps) * h), form="fp8"), "main_norm.weight": norm}
+    stages[-1] |= {
+        "norm.weight": norm,
+        **_mix("hc_head", cfg.num_streams, 1, cfg),
+        "markov_head.markov_w1.weight": table,
+        "markov_head.markov_w2.weight": table,
+        "confidence_head.proj.weight": TensorSpec(shape=(1, h + sizes.rank), form="bf16"),
+    }
+    return stages
+
+
 def model_tensors(cfg: ModelConfig, drafts: int = 1) -> dict[str, TensorSpec]:
     """Return all tensors of a checkpoint by DeepSeek's names, without those of the draft block if ``drafts`` is 0."""
     specs = outer_tensors(cfg)
     for layer in range(cfg.num_layers):
         specs |= {f"layers.{layer}.{name}": spec for name, spec in block_tensors(cfg, layer).items()}
-    if drafts:
-        specs |= {f"mtp.0.{name}": spec for name, spec in draft_tensors(cfg).items()}
-    return specs
+    return specs | (draft_tensors(cfg) if drafts else {})
 
 
 def _mix(name: str, numbers: int, scales: int, cfg: ModelConfig) -> dict[str, TensorSpec]:

@@ -73,17 +73,21 @@ def mix_out(y: SublayerOutput, streams: jax.Array, gains: Gains) -> jax.Array:
 
 
 def head_input(streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Return the sum of streams [..., n, hidden] that the head takes, after its norm, in their dtype [..., hidden].
+    """Return the sum of streams [..., n, hidden] that the head takes, after its norm [hidden]: [..., hidden]."""
+    return _normed(collapse(streams, mix, cfg), norm, cfg)
+
+
+def collapse(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:
+    """Return the sum of the streams, in their dtype [..., hidden], that the final norm takes.
 
     Args:
       streams: [..., n, hidden].
       mix: with the weights of n numbers per token.
-      norm: [hidden].
       cfg: the model's sizes.
     """
     numbers = _numbers(streams, mix, cfg)
     weights = jax.nn.sigmoid(numbers * mix.scale.astype(jnp.float32)[0] + _like(mix.base, numbers)) + cfg.hyper_eps
-    return _normed(_sum(streams, weights), norm, cfg)
+    return _sum(streams, weights)
 
 
 def _numbers(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:

@@ -1,0 +1,151 @@
+"""How the loop that generates texts gets its drafts, whichever kind of block makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv4jax.cache.cache import KVCache, advance, prepare_forward
+from dsv4jax.layer.backend import Backend
+from dsv4jax.model import dspark
+from dsv4jax.model.drafts import draft_forward
+from dsv4jax.model.params import DraftParams, DSparkParams, ModelParams
+
+# Takes logits f32 [B, V] of draft number i; returns (tokens int32 [B], the probabilities f32 [B, V] they came from).
+Draw = Callable[[jax.Array, jax.Array | int], tuple[jax.Array, jax.Array]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """Guesses at what follows the last token of each row's text."""
+
+    tokens: jax.Array  # int32 [B, m]
+    probabilities: jax.Array  # f32 [B, m, V] of the distributions that they were drawn from
+    confidence: jax.Array  # f32 [B, m] estimated probability that each is accepted if all before it were; 1 if unknown
+    made: jax.Array  # bool [B] False for a row that has none
+
+    @classmethod
+    def none(cls, rows: int, number: int, vocab_size: int) -> Drafts:
+        return cls(
+            tokens=jnp.zeros((rows, number), jnp.int32),
+            probabilities=jnp.zeros((rows, number, vocab_size), jnp.float32),
+            confidence=jnp.ones((rows, number), jnp.float32),
+            made=jnp.zeros(rows, jnp.bool),
+        )
+
+    def judged(self, least: jax.Array | float) -> jax.Array:
+        """Return how many drafts of each row come before the first whose confidence is below ``least``, int32 [B].
+
+        Whether a draft counts depends on the tokens before it alone, so that what is accepted keeps its distribution.
+        """
+        good = (self.confidence >= least) & self.made[:, None]
+        return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    """The tokens that the model has run in a pass."""
+
+    seen: jax.Array  # [B, T, ...] what drafts are made of, as ``forward`` returned it
+    following: jax.Array  # int32 [B, T] the token after each
+    slots: jax.Array  # int32 [B]
+    count: jax.Array  # int32 [B] how many of T became part of the text
+
+
+class Drafter(Protocol):
+    """A kind of block that makes drafts."""
+
+    def store(self, params: ModelParams, fed: Fed, cache: KVCache, backend: Backend) -> KVCache:
+        """Store in the cache for drafts what they need to know of tokens."""
+        ...
+
+    def guess(
+        self, params: ModelParams, fed: Fed, cache: KVCache, number: int, draw: Draw, backend: Backend
+    ) -> tuple[Drafts, KVCache]:
+        """Store tokens as ``store`` does, and guess at so many after the last one of each row that counts.
+
+        Rows without tokens get no drafts.
+        """
+        ...
+
+
+def drafter(params: ModelParams) -> Drafter:
+    """Return what makes drafts with a model's weights."""
+    return _DRAFTERS[type(params.drafts)]
+
+
+class _MTP:
+    """Multi-token prediction: the block runs once per draft, on its own streams and drafts."""
+
+    def store(self, params: ModelParams, fed: Fed, cache: KVCache, backend: Backend) -> KVCache:
+        return self._feed(params, fed, cache, backend)[2]
+
+    def guess(
+        self, params: ModelParams, fed: Fed, cache: KVCache, number: int, draw: Draw, backend: Backend
+    ) -> tuple[Drafts, KVCache]:
+        logits, streams, kept = self._feed(params, fed, cache, backend)
+        last, goes_on = jnp.maximum(fed.count - 1, 0)[:, None, None], fed.count > 0
+        tokens, probabilities = draw(jnp.take_along_axis(logits, last, 1)[:, 0], 0)
+        streams = jnp.take_along_axis(streams, last[..., None], 1)
+
+        def further(before: tuple[jax.Array, jax.Array, KVCache], i: jax.Array):
+            tokens, streams, cache = before
+            one = Fed(seen=streams, following=tokens[:, None], slots=fed.slots, count=goes_on.astype(jnp.int32))
+            logits, streams, cache = self._feed(params, one, cache, backend)
+            tokens, probabilities = draw(logits[:, 0], i)
+            return (tokens, streams, cache), (tokens, probabilities)
+
+        all_tokens, all_probabilities = tokens[:, None], probabilities[:, None]
+        if number > 1:
+            # A loop, so that the block is compiled once. It has a copy of the cache: rows of guesses are not kept.
+            _, more = lax.scan(further, (tokens, streams, kept), jnp.arange(1, number, dtype=jnp.int32))
+            more_tokens, more_probabilities = (jnp.moveaxis(one, 0, 1) for one in more)
+            all_tokens = jnp.concatenate([all_tokens, more_tokens], 1)
+            all_probabilities = jnp.concatenate([all_probabilities, more_probabilities], 1)
+        unknown = jnp.ones(all_tokens.shape, jnp.float32)
+        drafts = Drafts(tokens=all_tokens, probabilities=all_probabilities, confidence=unknown, made=goes_on)
+        return drafts, kept
+
+    def _feed(
+        self, params: ModelParams, fed: Fed, cache: KVCache, backend: Backend
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        cache, _ = prepare_forward(cache, fed.slots, fed.count)  # a window needs no blocks
+        given = fed.seen, fed.following, cache, fed.slots, fed.count
+        logits, streams, cache = draft_forward(params, *given, backend=backend)
+        return logits, streams, advance(cache, fed.slots, fed.count)
+
+
+class _DSpark:
+    """DSpark: the block runs once for all drafts, and a small head draws them one by one."""
+
+    def store(self, params: ModelParams, fed: Fed, cache: KVCache, backend: Backend) -> KVCache:
+        cache, _ = prepare_forward(cache, fed.slots, fed.count)
+        cache = dspark.store_keys(params, fed.seen, cache, fed.slots, fed.count, backend)
+        return advance(cache, fed.slots, fed.count)
+
+    def guess(
+        self, params: ModelParams, fed: Fed, cache: KVCache, number: int, draw: Draw, backend: Backend
+    ) -> tuple[Drafts, KVCache]:
+        assert isinstance(params.drafts, DSparkParams)
+        cache, active = self.store(params, fed, cache, backend), fed.count > 0
+        last = jnp.maximum(fed.count - 1, 0)[:, None]
+        token = jnp.take_along_axis(fed.following, last, 1)[:, 0]
+        x = dspark.run_block(params, token, cache, fed.slots, active, backend).x[:, :number]
+        base = dspark.base_logits(params, x)
+        made: list[tuple[jax.Array, jax.Array, jax.Array]] = []
+        for i in range(number):  # at most a block's rows
+            logits, confidence = dspark.token_head(params.drafts, base[:, i], x[:, i], token)
+            token, probabilities = draw(logits, i)
+            made.append((token, probabilities, jax.nn.sigmoid(confidence)))
+        tokens, probabilities, confidence = (jnp.stack(each, axis=1) for each in zip(*made, strict=True))
+        return Drafts(tokens=tokens, probabilities=probabilities, confidence=confidence, made=active), cache
+
+
+_DRAFTERS: dict[type, Drafter] = {DraftParams: _MTP(), DSparkParams: _DSpark()}
