@@ -27,7 +27,6 @@ from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.language.values import Value
 from pallas_kernels.router.lists import Lists
 from pallas_kernels.router.picks import MAX_PICKS, Picked, Picker, PickInputs
 from pallas_kernels.router.product import Layout, logits
@@ -36,7 +35,7 @@ from pallas_kernels.router.tiles import RoutedTiles, tile_rows
 
 MAX_EXPERTS = 512
 _WARPS = WARPGROUP // WARP
-_ALONE = _WARPS  # tokens for which one block picks: the others would take longer to meet
+_ALONE = _WARPS  # tokens for which one block picks: the others would take longer to meet again
 _SORTED_ALONE = 1024  # pairs that one block sorts
 _SORTING_CLUSTER, _SORTING_WARPGROUPS = 8, 4  # blocks that sort more, and warpgroups of each
 
@@ -154,29 +153,35 @@ class Router:
 
         def body(machine: TensorCores, arrays: tuple[Buffer, Buffer, PickInputs], state: Any) -> None:
             scores, picked, tiles = state
+            is_alone = self.tokens <= _ALONE  # the first block has a warp for each token
+            rank = machine.rank if layout.cluster > 1 else machine.constant(0, "i32")
+            block = (machine.block(1) * layout.blocks[0] + machine.block(0)) * layout.cluster + rank
+            warp = machine.thread // WARP
+            warps = _WARPS if is_alone else layout.clusters * layout.cluster * _WARPS
+            picker = self._picker(machine, scores, arrays[2], picked, of_logits=False)
+            mine = []
+            for first in range(0, self.tokens, warps):
+                token = (warp if is_alone else block * _WARPS + warp) + first
+                here = (token < self.tokens) & ((block == 0) if is_alone else True)
+                mine.append((token, here, picker.know(token, here)))
             for logit, token, expert, exists in logits(machine, arrays[0], arrays[1], layout):
                 score = sqrt_softplus(machine, logit)
                 scores.store_floats([score], token, expert, where=exists)
             lists = Lists.take(machine, self.experts, _WARPS)
             lists.clear()
             machine.barrier("grid")
-            picker = self._picker(machine, scores, arrays[2], picked, of_logits=False)
-            rank = machine.rank if layout.cluster > 1 else machine.constant(0, "i32")
-            block = (machine.block(1) * layout.blocks[0] + machine.block(0)) * layout.cluster + rank
-            warp = machine.thread // WARP
-
-            def pick(first: Value, warps: int) -> None:
-                count = (first * -1 + (self.tokens + warps - 1)).maximum(0) // warps
-                machine.loop(count, lambda i, _: picker.pick(i * warps + first))
-
-            if self.tokens > _ALONE:
-                pick(block * _WARPS + warp, layout.clusters * layout.cluster * _WARPS)
-                machine.barrier("grid")
+            zero = machine.constant(0, "i32")
+            nothing = zero, zero
+            found = [
+                machine.branch(here, lambda _, token=token, known=known: picker.pick(token, known), nothing)
+                for token, here, known in mine
+            ]
+            machine.barrier("block" if is_alone else "grid")
             with machine.when(block == 0):
-                if self.tokens <= _ALONE:
-                    pick(warp, _WARPS)
-                    machine.barrier("block")
                 lists.sort(picked.experts, tiles)
+            for (token, here, known), pick in zip(mine, found, strict=True):
+                with machine.when(here):
+                    picker.weigh(token, known, *pick)
 
         _, picked, tiles = launch(
             body,
@@ -195,7 +200,8 @@ class Router:
             picker = self._picker(machine, *arrays, picked, of_logits=True)
             token = machine.block(0) * _WARPS + machine.thread // WARP
             with machine.when(token < self.tokens):
-                picker.pick(token)
+                known = picker.know(token)
+                picker.weigh(token, known, *picker.pick(token, known))
 
         return launch(
             body,

@@ -7,7 +7,7 @@ it. Then lane n has the n-th pick, and finds its place by the numbers of the oth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,6 +40,15 @@ class Picked:
     weights: Any  # f32 [M, k]; 0 on padding
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a warp loads for a token before there are scores, which the loads would otherwise delay."""
+
+    real: Value
+    shifts: list[Value]  # the bias of the lane's experts; without a bias all picks of the token
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Picker:
     """Picks for one token at a time, as all lanes of a warp."""
@@ -59,49 +68,71 @@ class Picker:
     def picks(self) -> int:
         return self.out.experts.shape[1]
 
-    def pick(self, token: Value) -> None:
-        """Store the picks of a token that exists."""
-        machine, experts = self.machine, self.scores.shape[1]
-        is_real = self.inputs.real.load_bytes(token, count=1) != 0
-        mine, place = self._largest(token) if self.inputs.table is None else self._listed(token)
-        has_pick = self.lane < self.picks
-        exists = has_pick & (mine >= 0) & (mine < experts)  # a table may name others, whose weights are NaN
+    @property
+    def _experts(self) -> int:
+        return self.scores.shape[1]
+
+    @property
+    def _count(self) -> int:
+        """Experts of a lane."""
+        return -(-self._experts // (WARP * VECTOR)) * VECTOR
+
+    def know(self, token: Value, where: Condition = True) -> Known:
+        """Load what there is for a token, which exists if the condition holds."""
+        inputs = self.inputs
+        real = inputs.real.load_bytes(token, count=1, where=where)
+        if inputs.table is not None:
+            row = inputs.ids.load_int(token, where=where).maximum(0).minimum(inputs.table.shape[0] - 1)
+            return Known(real=real, shifts=[inputs.table.load_int(row, n, where=where) for n in range(self.picks)])
+        shifts = [x for first, there, n in self._fours() for x in inputs.bias.load_floats(first, count=n, where=there)]
+        return Known(real=real, shifts=shifts)
+
+    def _fours(self) -> Iterator[tuple[Value, Condition, int]]:
+        """Yield the first of some adjacent experts of this lane, whether they exist, and their number."""
+        count, together = self._count, VECTOR if self._experts % VECTOR == 0 else 1
+        for i in range(0, count, together):
+            first = self.lane * count + i
+            yield first, True if (WARP - 1) * count + i < self._experts else first < self._experts, together
+
+    def pick(self, token: Value, known: Known) -> tuple[Value, Value]:
+        """Store the picks of a token that exists. Returns this lane's pick, and its place among the token's."""
+        mine, place = self._largest(token, known) if self.inputs.table is None else self._listed(known)
+        expert = select(known.real != 0, mine, self._experts)
+        self.out.experts.store_int(expert, token, place, where=self.lane < self.picks)
+        return mine, place
+
+    def weigh(self, token: Value, known: Known, mine: Value, place: Value) -> None:
+        """Store the weights of a token's picks."""
+        machine, has_pick = self.machine, self.lane < self.picks
+        exists = has_pick & (mine >= 0) & (mine < self._experts)  # a table may name others, whose weights are NaN
         (value,) = self.scores.load_floats(token, mine, count=1, where=exists, otherwise=float("nan"))
         weight = select(has_pick, self.score(value), 0.0)
         total = Team(machine, WARP).neighbours(add, weight, MAX_PICKS)
-        weight = machine.divide(weight, total) * self.scale
-        self.out.experts.store_int(select(is_real, mine, experts), token, place, where=has_pick)
-        self.out.weights.store_floats([select(is_real, weight, 0.0)], token, place, where=has_pick)
+        weight = select(known.real != 0, machine.divide(weight, total) * self.scale, 0.0)
+        self.out.weights.store_floats([weight], token, place, where=has_pick)
 
-    def _listed(self, token: Value) -> tuple[Value, Value]:
+    def _listed(self, known: Known) -> tuple[Value, Value]:
         """Return this lane's pick by the table, and its place among the token's."""
-        table, ids = self.inputs.table, self.inputs.ids
-        row = ids.load_int(token).maximum(0).minimum(table.shape[0] - 1)
-        mine = table.load_int(row, self.lane, where=self.lane < self.picks)
-        place = self.machine.constant(0, "i32")
-        for n in range(self.picks):
-            other = table.load_int(row, n)
+        mine = place = self.machine.constant(0, "i32")
+        for n, other in enumerate(known.shifts):
+            mine = select(self.lane == n, other, mine)
+        for n, other in enumerate(known.shifts):
             place = place + self._one((other < mine) | ((other == mine) & (self.lane > n)))
         return mine, place
 
     def _one(self, condition: Value) -> Value:
         return select(condition, self.machine.constant(1, "i32"), 0)
 
-    def _largest(self, token: Value) -> tuple[Value, Value]:
+    def _largest(self, token: Value, known: Known) -> tuple[Value, Value]:
         """Return this lane's pick, and its place: its rank among equal and larger ones is the lane's number.
 
         Of equal sums of score and bias the lower number comes first, and NaN comes before all.
         """
-        machine, experts = self.machine, self.scores.shape[1]
-        count = -(-experts // (WARP * VECTOR)) * VECTOR  # of a lane
-        together = VECTOR if experts % VECTOR == 0 else 1
+        machine, first = self.machine, self.lane * self._count
         ranks: list[Value] = []
-        first = self.lane * count
-        for i in range(0, count, together):
-            there: Condition = True if (WARP - 1) * count + i < experts else first + i < experts
-            values = self.scores.load_floats(token, first + i, count=together, where=there)
-            shifts = self.inputs.bias.load_floats(first + i, count=together, where=there)
-            for value, shift in zip(values, shifts, strict=True):
+        for number, there, count in self._fours():
+            for value in self.scores.load_floats(token, number, count=count, where=there):
+                shift = known.shifts[len(ranks)]
                 ranks.append(select(there, self._rank(self.score(value) + shift), _LEAST))
 
         def find(n: Value, carry: tuple[list[Value], Value, Value]) -> tuple[list[Value], Value, Value]:
