@@ -36,6 +36,8 @@ from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.epilogues.attention import AttentionQueries, attention_queries
 from pallas_kernels.products.epilogues.indexer import IndexerQueries, indexer_queries
 from pallas_kernels.products.epilogues.store import AddTo, Store
+from pallas_kernels.products.experts.codes import in_order as codes_in_order
+from pallas_kernels.products.experts.codes import interleaved as interleaved_codes
 from pallas_kernels.products.experts.epilogues import Gated, OfPicks, Routing
 from pallas_kernels.products.plan import Plan, plan, rows_taken
 from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
@@ -97,6 +99,7 @@ __all__ = [
     "append_swa",
     "attention_queries",
     "cache_step",
+    "codes_in_order",
     "decode_attention",
     "flush_entries",
     "gather_request_rows",
@@ -104,6 +107,7 @@ __all__ = [
     "grant_tokens",
     "indexer_queries",
     "indexer_scores",
+    "interleaved_codes",
     "plan",
     "reset_hca",
     "rotate_csa",

@@ -266,4 +266,4 @@ def _experts(problem: Problem, gpu: GPU) -> Plan | Unsupported:
         return impossible
     if (reason := unserved(problem, weight, epilogue, gpu)) is not None:
         return Unsupported(kind="no kernel", reason=reason)
-    return Plan(problem=problem, gpu=gpu, kernel=OfExperts(layout=layout_of(weight, epilogue, problem.rows.kind, gpu)))
+    return Plan(problem=problem, gpu=gpu, kernel=OfExperts(layout=layout_of(weight, epilogue, gpu)))

@@ -102,6 +102,7 @@ class ExpertsSpec(WeightSpec):
 
     experts: int
     block: tuple[int, int] | None = (1, 32)
+    interleaved: bool = False  # whether codes are in the order of ``interleaved_codes``, which is widened faster
 
     @property
     def arrays(self) -> tuple[Spec, ...]:

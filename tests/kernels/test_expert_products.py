@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels.activations import PlainRows
 from pallas_kernels.language.target import BLACKWELL, HOPPER
 from pallas_kernels.products.experts.layout import TILE_ROWS
 from tests.support.cases import first_of
@@ -27,7 +26,7 @@ CASES = {
     "one expert": Experts(tokens=21, picks=1, one=True, rows=16),
     "empty experts": Experts(tokens=2, picks=1, experts=9, blocks=7),
     "tiles of 32": Experts(tokens=40, picks=1, rows=32, padding=3),
-    "tiles of 32, rows in order": Experts(tokens=40, picks=1, rows=32, kind=PlainRows),
+    "codes in order": Experts(tokens=5, interleaved=False),
     "tiles of 64": Experts(tokens=30, rows=64, limit=0.0),
     "tiles of 128": Experts(tokens=70, rows=128, blocks=3),
     "padding alone": Experts(tokens=2, padding=2),
@@ -45,6 +44,27 @@ def test_rows_for_experts_are_permuted_as_documented():
     np.testing.assert_array_equal(rows.in_order(), x)
     with pytest.raises(ValueError, match="multiple of 128 numbers, got 192"):
         pk.ExpertRows.of(x[:, :192])
+
+
+def test_interleaved_codes_are_where_the_formula_says():
+    """A pair is a word that was rotated and masked, of two words or of both."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (3, 5, 16), np.uint8)
+    made = pk.interleaved_codes(jnp.asarray(codes))
+    np.testing.assert_array_equal(pk.codes_in_order(made), codes)
+    numbers = np.stack([codes & 15, codes >> 4], -1).reshape(3, 5, 2, 16).astype(np.uint32)
+    first, second = np.moveaxis(np.asarray(made).view(np.uint32).reshape(3, 5, 2, 2), -1, 0)
+    words = first, second, first & 0x06030603 | second << 2 & ~np.uint32(0x06030603)
+    pair = 0
+    for word, shifts in zip(words, ((0, 4, 10), (0, 4, 10), (6, 12)), strict=True):
+        for shift in shifts:
+            bits = (word << shift | word >> (32 - shift) % 32) & 0x81C081C0
+            for half in (0, 16):
+                found = (bits >> half >> 15 & 1) << 3 | bits >> half >> 6 & 7
+                np.testing.assert_array_equal(found, numbers[..., 2 * pair + half // 16])
+            pair += 1
+    with pytest.raises(ValueError, match="a multiple of 8"):
+        pk.interleaved_codes(jnp.zeros((1, 12), jnp.uint8))
 
 
 def _through_bf16(x: np.ndarray) -> np.ndarray:
@@ -135,7 +155,7 @@ def test_what_has_no_kernel_is_refused_by_name():
     assert "multiple of 256 outputs and 512 inputs, got (896, 512)" in _unserved(spec={"shape": (896, 512)})
     assert "blocks of (1, 32), got (128, 128)" in _unserved(spec={"block": (128, 128)})
     assert "got activations='fp8'" in _unserved(spec={"activations": "fp8"})
-    assert "PlainRows or ExpertRows of bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
+    assert "PlainRows of bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
     assert "got 24" in _unserved(routing={"rows": 24})
     assert "tiles are of 5 experts, the weight has 4" in _unserved(routing={"experts": 5})
     assert "expected 3 rows" in _unserved(rows={"count": 4})

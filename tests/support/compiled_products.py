@@ -47,7 +47,7 @@ def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
             ((2 * width, hidden), pk.Gated(routing=routing, limit=cfg.swiglu_limit)),
             ((hidden, width), pk.OfPicks(routing=routing)),
         ):
-            weight = pk.ExpertsSpec(experts=cfg.num_experts, shape=shape)
+            weight = pk.ExpertsSpec(experts=cfg.num_experts, shape=shape, interleaved=True)
             plain = pk.RowsSpec(count=made.x_rows, width=weight.inputs)
             taken = pk.rows_taken(pk.Problem(rows=plain, weights=(weight,), epilogues=(made,)), HOPPER)
             title = f"{made.name} [{tokens}] in tiles of {rows}"

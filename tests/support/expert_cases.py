@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
@@ -34,7 +33,7 @@ class Experts:
     blocks: int = 2  # of a launch
     stages: int = 0  # 0 for the most that fit
     padding: int = 0  # tokens, the last ones
-    kind: type[ActivationRows] | None = None  # of x of the first product, None for the fastest
+    interleaved: bool = True  # whether codes are
     one: bool = False  # whether all tokens pick the last experts
 
     @property
@@ -89,10 +88,7 @@ class Experts:
     def plan(self, spec: pk.ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU = HOPPER) -> pk.Plan:
         rows = pk.RowsSpec(count=epilogue.x_rows, width=spec.inputs)
         problem = pk.Problem(rows=rows, weights=(spec,), epilogues=(epilogue,))
-        rows = pk.rows_taken(problem, gpu)
-        if self.kind is not None and isinstance(epilogue, pk.Gated):
-            rows = dataclasses.replace(rows, kind=self.kind)
-        plan = pk.plan(dataclasses.replace(problem, rows=rows), gpu)
+        plan = pk.plan(dataclasses.replace(problem, rows=pk.rows_taken(problem, gpu)), gpu)
         assert isinstance(plan, pk.Plan), plan
         assert isinstance(plan.kernel, OfExperts)
         layout = plan.kernel.layout
@@ -103,14 +99,14 @@ class Experts:
         self, x: np.ndarray | None = None, gains: np.ndarray | None = None, *, simulate: bool
     ) -> np.ndarray:
         """Return the gated rows of sorted pairs, f32 [pairs, width]. Arguments replace the case's own."""
-        spec = pk.ExpertsSpec(experts=self.experts, shape=(2 * self.width, self.hidden))
+        spec = pk.ExpertsSpec(experts=self.experts, shape=(2 * self.width, self.hidden), interleaved=self.interleaved)
         plan = self.plan(spec, pk.Gated(routing=self.routing, limit=self.limit))
         x, gains = self.x if x is None else x, self.gains if gains is None else gains
         return self._run(plan, x, self.gate_up, (gains.reshape(-1),), simulate)
 
     def run_down(self, inner: np.ndarray | None = None, down: Any = None, *, simulate: bool) -> np.ndarray:
         """Return the outputs of picks, f32 [tokens, picks, hidden]. Arguments replace the case's own."""
-        spec = pk.ExpertsSpec(experts=self.experts, shape=(self.hidden, self.width))
+        spec = pk.ExpertsSpec(experts=self.experts, shape=(self.hidden, self.width), interleaved=self.interleaved)
         plan = self.plan(spec, pk.OfPicks(routing=self.routing))
         inner, down = self.inner if inner is None else inner, self.down if down is None else down
         return self._run(plan, inner, down, (), simulate)
@@ -118,9 +114,12 @@ class Experts:
     def _run(self, plan: pk.Plan, x: Any, weight: Any, extras: tuple[Any, ...], simulate: bool) -> np.ndarray:
         def run(x: Any, weight: Any, picked: Any, extras: Any) -> Any:
             routed = pk.routed_tiles(picked, self.experts, self.rows)
-            rows = x if plan.problem.rows.kind is PlainRows else pk.ExpertRows.of(x)
+            codes, scales = weight
+            codes = pk.interleaved_codes(codes) if self.interleaved else codes
+            is_first = plan.problem.epilogues[0].name == pk.Gated.name
+            rows = self.routing.rows_of(x, routed.pairs) if is_first else pk.ExpertRows.of(x)
             lists = routed.pairs, routed.tiles, routed.count
-            (made,) = pk.run(plan, rows, [weight], *lists, *extras, simulate=simulate)
+            (made,) = pk.run(plan, rows, [(codes, scales)], *lists, *extras, simulate=simulate)
             return made.in_order() if isinstance(made, pk.ExpertRows) else made
 
         return np.asarray(jax.jit(run)(x, weight, self.picked, extras).astype(jnp.float32))

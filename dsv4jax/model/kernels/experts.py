@@ -44,7 +44,8 @@ class ExpertsKernels(ModelKernels):
         if routed is None or routed.rows != routing.rows:
             routed = pk.routed_tiles(numbers, cfg.num_experts, routing.rows)
         lists = routed.pairs, routed.tiles, routed.count
-        inner = self._product(rows, gate_up, pk.Gated(routing=routing, limit=cfg.swiglu_limit), *lists, gains)
+        gated = pk.Gated(routing=routing, limit=cfg.swiglu_limit)
+        inner = self._product(routing.rows_of(rows, routed.pairs), gate_up, gated, *lists, gains)
         outputs = self._product(inner, down, pk.OfPicks(routing=routing), *lists)
         return ExpertOutputs(
             routed=outputs.reshape(*picks.experts.shape, x.shape[-1]),
@@ -57,8 +58,6 @@ class ExpertsKernels(ModelKernels):
         plan = _plan(weight, epilogue, x.dtype)
         if isinstance(plan, pk.Unsupported):
             raise ValueError(f"no kernel serves this product: {plan.reason}")
-        if plan.problem.rows.kind is pk.ExpertRows and not isinstance(x, pk.ExpertRows):
-            x = pk.ExpertRows.of(x)
         (made,) = self.kernels.run(plan, x, [(weight.codes, weight.scales)], *extras, **self.options)
         return made
 

@@ -2,6 +2,7 @@
 
 launch     the launch of a product
 sm90       the kernel
+codes      the order of codes that takes the fewest instructions to widen
 layout     how a product is divided over the blocks of a launch, and over the shared memory of a block
 epilogues  what is made of the sums: the gated inputs of the second product, and the outputs of each pick
 """

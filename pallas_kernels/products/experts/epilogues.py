@@ -18,6 +18,7 @@ from pallas_kernels.products.problem import NOT_WRITTEN, Epilogue, Spec, Unsuppo
 from pallas_kernels.router.tiles import RoutedTiles
 from pallas_kernels.rows import through_bf16
 
+_GATHERED_ROWS = 16  # of a tile, up to which the kernel's own copies of rows take hardly any time
 _MOST_EXPONENT = 80.0  # silu of a gate below -80 is 0 but for 2^-108
 
 
@@ -37,6 +38,15 @@ class Routing:
     @property
     def shapes(self) -> RoutedTiles:
         return RoutedTiles.shapes(self.pairs, self.experts, self.rows)
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the first product takes rows that were sorted, which is faster in large tiles."""
+        return self.rows > _GATHERED_ROWS
+
+    def rows_of(self, x: jax.Array, pairs: jax.Array) -> jax.Array | ExpertRows:
+        """Return rows bf16 [tokens, h] as the first product takes them; ``pairs`` are those of ``RoutedTiles``."""
+        return ExpertRows(values=ExpertRows.of(x).values[pairs // self.picks]) if self.is_sorted else x
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -86,12 +96,13 @@ class ExpertEpilogue(Epilogue):
 
     @property
     @abc.abstractmethod
+    def gathers(self) -> bool:
+        """Whether rows of x are tokens. Otherwise they are the sorted pairs."""
+
+    @property
+    @abc.abstractmethod
     def x_rows(self) -> int:
         """Rows of x."""
-
-    @abc.abstractmethod
-    def source(self, place: Value, pair: Value) -> Value:
-        """Return the row of x for a pair and its place among the sorted ones."""
 
     @abc.abstractmethod
     def target(self, place: Value, pair: Value) -> Value:
@@ -117,7 +128,7 @@ class Gated(ExpertEpilogue):
     """SwiGLU of each pair times its weight, ``ExpertRows`` [pairs, outputs / 2] of the sorted pairs.
 
     The first half of the outputs are gates. Gates and ups are rounded to bf16 first. The gate is clamped from above
-    alone, before silu. Rows of x are tokens. Rows of padding, which come last, are not written.
+    alone, before silu. Rows of x are those of ``Routing.rows_of``. Rows past the last real pair are not written.
     """
 
     limit: float = 0.0  # 0 for none
@@ -135,11 +146,12 @@ class Gated(ExpertEpilogue):
         return made
 
     @property
-    def x_rows(self) -> int:
-        return self.routing.tokens
+    def gathers(self) -> bool:
+        return not self.routing.is_sorted
 
-    def source(self, place: Value, pair: Value) -> Value:
-        return pair // self.routing.picks
+    @property
+    def x_rows(self) -> int:
+        return self.routing.pairs if self.routing.is_sorted else self.routing.tokens
 
     def target(self, place: Value, pair: Value) -> Value:
         return place
@@ -178,11 +190,12 @@ class OfPicks(ExpertEpilogue):
         return made.reshape(self.routing.tokens, self.routing.picks, -1)
 
     @property
+    def gathers(self) -> bool:
+        return False
+
+    @property
     def x_rows(self) -> int:
         return self.routing.pairs
-
-    def source(self, place: Value, pair: Value) -> Value:
-        return place
 
     def target(self, place: Value, pair: Value) -> Value:
         return pair

@@ -33,7 +33,6 @@ _ALIGNMENT, _BARRIER_BYTES = 1024, 16
 # Rows of x that were copied are shown when the copy of the next chunk is started, and a chunk is left after the first
 # product of the next one. So with two stages everybody would wait.
 _LEAST_STAGES, _MOST_STAGES = 3, 4
-_PLAIN_ROWS = 16  # of a tile, up to which x is faster as it is
 _TABLE_BYTES = 12  # of a row
 
 
@@ -44,7 +43,6 @@ class Layout:
     gpu: GPU
     weight: ExpertsSpec
     epilogue: ExpertEpilogue
-    kind: type[ActivationRows]  # of rows of x
     stages: int  # chunks in shared memory
     blocks: int
 
@@ -86,7 +84,7 @@ class Layout:
     @property
     def gathers(self) -> bool:
         """Whether rows of a tile are anywhere in x. Otherwise they are adjacent."""
-        return self.epilogue.is_gated
+        return self.epilogue.gathers
 
     @property
     def row_bytes(self) -> int:
@@ -155,11 +153,11 @@ def _power(number: int) -> int:
 
 
 def kind_of(epilogue: ExpertEpilogue) -> type[ActivationRows]:
-    """Return in which order a product takes rows of x the fastest."""
-    return PlainRows if epilogue.is_gated and epilogue.routing.rows <= _PLAIN_ROWS else ExpertRows
+    """Return in which class a product takes rows of x."""
+    return PlainRows if epilogue.gathers else ExpertRows
 
 
-def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, kind: type[ActivationRows], gpu: GPU) -> Layout:
+def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> Layout:
     """Return the division of a product, with as many stages as fit."""
     most = epilogue.routing.shapes.tiles.shape[0] * (weight.outputs // OUTPUTS)
     for stages in range(_MOST_STAGES, _LEAST_STAGES - 1, -1):
@@ -167,7 +165,6 @@ def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, kind: type[Activati
             gpu=gpu,
             weight=weight,
             epilogue=epilogue,
-            kind=kind,
             stages=stages,
             blocks=min(gpu.multiprocessors, max(most, 1)),
         )
@@ -187,10 +184,8 @@ def unserved(problem: Problem, weight: ExpertsSpec, epilogue: ExpertEpilogue, gp
         return f"experts multiply rows as they are, got activations={weight.activations!r}"
     if outputs % OUTPUTS or inputs % SCALED:
         return f"experts must have a multiple of {OUTPUTS} outputs and {SCALED} inputs, got {weight.shape}"
-    kinds = (PlainRows, ExpertRows) if epilogue.is_gated else (ExpertRows,)
-    if rows.kind not in kinds or (rows.kind is PlainRows and jnp.dtype(rows.dtype) != jnp.bfloat16):
-        names = " or ".join(kind.__name__ for kind in kinds)
-        return f"rows must be {names} of bfloat16, got {rows.kind.__name__} of {jnp.dtype(rows.dtype)}"
+    if rows.kind is not (kind := kind_of(epilogue)) or (kind is PlainRows and jnp.dtype(rows.dtype) != jnp.bfloat16):
+        return f"rows must be {kind.__name__} of bfloat16, got {rows.kind.__name__} of {jnp.dtype(rows.dtype)}"
     if routing.rows not in TILE_ROWS:
         return f"tiles must have one of {TILE_ROWS} rows, got {routing.rows}"
     if routing.experts != weight.experts:

@@ -13,12 +13,10 @@ pair by pair, and leave in a table what is known of them. The other warpgroups m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from pallas_kernels.activations import PlainRows
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
@@ -26,6 +24,7 @@ from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, TileCopy
 from pallas_kernels.language.values import Condition, Index, Value, select
+from pallas_kernels.products.experts.codes import KEPT, MERGED, SHIFTS
 from pallas_kernels.products.experts.epilogues import PairSums
 from pallas_kernels.products.experts.layout import (
     BOX,
@@ -44,7 +43,6 @@ _QUAD, _EIGHT = 4, 8
 _WARPS = WARPGROUP // WARP
 _REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
 _UNIT = 16  # bytes
-_AT_ONCE = 4  # rows of x that a lane copies units of before it begins with others
 _PART_ROWS = PART // BOXES  # rows of a box that a warpgroup multiplies at once
 _STEP_WORDS = 4  # of a left operand
 QUARTER_BYTES = 2 * QUARTER  # of a row of x
@@ -53,6 +51,7 @@ QUARTER_BYTES = 2 * QUARTER  # of a row of x
 _LESS = 8
 _MOVED = 126 - _LESS
 _KEPT = 0x81C081C0 - (1 << 32)  # of two such bf16: the sign, and the three bits of exponent and fraction
+_PLACE = 6  # of the lowest bit that is kept
 _TWICE = 0x00800080  # puts an exponent in its place in two bf16
 
 
@@ -90,22 +89,40 @@ def body(machine: TensorCores, inputs: ExpertInputs, out: Buffer, *, layout: Lay
     )
 
 
-def widen(machine: TensorCores, word: Value, factor: Value) -> list[Value]:
-    """Widen eight codes of FP4 to four words of two adjacent bf16.
+def widen(machine: TensorCores, words: list[Value], factor: Value, *, interleaved: bool) -> list[Value]:
+    """Widen 16 codes of FP4 to eight words of two adjacent bf16.
 
     Args:
       machine: of the values.
-      word: the codes, the first in the low bits.
+      words: the codes, two words.
       factor: two equal bf16, 2^(126 - 8) times the scale: see ``factor_of``.
+      interleaved: whether codes are in the order of ``codes``. Otherwise the first one is in the low bits.
 
     Returns:
       The numbers times scale and 2^-8.
     """
+    moved = _interleaved(words) if interleaved else [pair for word in words for pair in _in_order(machine, word)]
+    return [machine.multiply_bf16(pair & _KEPT, factor) for pair in moved]
+
+
+def _in_order(machine: TensorCores, word: Value) -> list[Value]:
     # Of each byte the low code comes from a word in which it is where the high one is. Both get a byte of their sign.
     low = word << 4
     selectors = [i | (8 | i) << 4 | (4 | i) << 8 | (12 | i) << 12 for i in range(4)]
-    pairs = [machine.permute_bytes(low, word, selector) << 2 & _KEPT for selector in selectors]
-    return [machine.multiply_bf16(pair, factor) for pair in pairs]
+    return [machine.permute_bytes(low, word, selector) << 2 for selector in selectors]
+
+
+def _interleaved(words: list[Value]) -> list[Value]:
+    first, second = words
+    both = (first & KEPT) | (second << MERGED & ~KEPT)
+
+    def rotated(word: Value, shift: int) -> Value:
+        if shift <= _PLACE:  # nothing that is kept comes from the high bits
+            return word << shift if shift else word
+        return word << shift | word >> (32 - shift)
+
+    of_words = zip((first, second, both), SHIFTS, strict=True)
+    return [rotated(word, shift) for word, shifts in of_words for shift in shifts]
 
 
 def factor_of(byte: Value) -> Value:
@@ -195,8 +212,7 @@ class _Block:
                     self._copy_tiles(number, chunk, output, entry.first)
                 with machine.when(gatherer >= 0):
                     if layout.gathers:
-                        copy = self._copy_words if layout.kind is PlainRows else self._copy_units
-                        copy(unit, chunk, stage, gatherer)
+                        self._copy_words(unit, chunk, stage, gatherer)
                         machine.close_copies()
                         machine.wait_copies(pending=late)
                         machine.fence_shared()
@@ -281,7 +297,7 @@ class _Block:
             place, there = entry.first + row, (row < entry.count) & here
             pair = inputs.pairs.load_int(place, where=there)
             if layout.gathers:
-                self.sources.store_int(select(there, epilogue.source(place, pair), none), slot, row, where=here)
+                self.sources.store_int(select(there, pair // epilogue.routing.picks, none), slot, row, where=here)
             self.targets.store_int(select(there, epilogue.target(place, pair), none), slot, row, where=here)
             if inputs.weights is not None:
                 weight = inputs.weights.load_floats(pair, count=1, where=there)
@@ -290,53 +306,29 @@ class _Block:
             machine.barrier("warp")
 
     def _copy_words(self, unit: Value, chunk: Value, stage: Value, gatherer: Value) -> None:
-        """Start to copy a chunk of this warp's rows of x, which are in order, in words of 4 bytes.
+        """Start to copy a chunk of this warp's rows of x, in words of 4 bytes.
 
         Eight lanes read adjacent words of a quarter. So a warp reads whole sectors, and writes to all banks.
         """
-        layout, lane = self.layout, self.machine.thread % WARP
-        quarter, number = lane // _EIGHT, lane % _EIGHT
-        mine = layout.rows // GATHERERS
+        machine, layout, x = self.machine, self.layout, self.inputs.x
+        quarter, number = machine.thread % WARP // _EIGHT, machine.thread % _EIGHT
+        mine, tile = layout.rows // GATHERERS, self.x.copy(stage * layout.quarters)
+        first = x.address + machine.widen(chunk * (layout.inputs * 2) + quarter * 64 + number * 4)
 
-        def copy(row: Value, source: Value, where: Value) -> None:
-            to = self._unit(stage, row, number) + quarter * 4
-            for n in range(layout.quarters):
-                at = source + (n // 2 * (2 * HALF) + n % 2 * 32)
-                self.machine.copy_async(to + n * self.x.size, at, where, size=4)
+        def some(start: Index, count: int) -> None:
+            rows = [gatherer * mine + start * _EIGHT + n for n in range(count)]
+            sources = [self.sources.load_int(unit % layout.table_slots, row) for row in rows]
+            for row, source in zip(rows, sources, strict=True):
+                address = first + machine.widen(source) * (x.shape[1] * x.dtype.itemsize)
+                to = row * QUARTER_BYTES + (number ^ row % _EIGHT) * _UNIT + quarter * 4 + tile.offset
+                for n in range(layout.quarters):
+                    at = address + (n // 2 * (2 * HALF) + n % 2 * 32)
+                    machine.copy_async(to + n * tile.size, at, source >= 0, size=4)
 
-        first = chunk * (layout.inputs * 2) + quarter * 64 + number * 4
-        self._copy_each(unit, first, [gatherer * mine + n for n in range(mine)], copy)
-
-    def _copy_units(self, unit: Value, chunk: Value, stage: Value, gatherer: Value) -> None:
-        """Start to copy a chunk of this warp's rows of x, which are in the order of the product, 16 bytes at a time."""
-        machine, layout, lane = self.machine, self.layout, self.machine.thread % WARP
-        of_row = layout.inputs * 2 // _UNIT  # units, and lanes
-        number, mine, at_once = lane % of_row, layout.rows // GATHERERS, WARP // of_row
-        place = number // _EIGHT * self.x.size
-
-        def copy(row: Value, source: Value, where: Value) -> None:
-            machine.copy_async(self._unit(stage, row, number % _EIGHT) + place, source, where)
-
-        def some(i: Value, _: None) -> None:
-            rows = [gatherer * mine + (i * _AT_ONCE + n) * at_once + lane // of_row for n in range(_AT_ONCE)]
-            self._copy_each(unit, chunk * (layout.inputs * 2) + number * _UNIT, rows, copy)
-
-        machine.loop(mine // (_AT_ONCE * at_once), some)
-
-    def _unit(self, stage: Value, row: Value, unit: Value) -> Value:
-        """Return where a unit of a row is, in the first quarter of a chunk's x."""
-        tile = self.x.copy(stage * self.layout.quarters)
-        return row * QUARTER_BYTES + (unit ^ row % _EIGHT) * _UNIT + tile.offset
-
-    def _copy_each(
-        self, unit: Value, first: Value, rows: list[Value], copy: Callable[[Value, Value, Value], None]
-    ) -> None:
-        """Call ``copy`` with each row, the address of its byte ``first``, and whether there is such a row."""
-        machine, x = self.machine, self.inputs.x
-        sources = [self.sources.load_int(unit % self.layout.table_slots, row) for row in rows]
-        start, row_bytes = x.address + machine.widen(first), x.shape[1] * x.dtype.itemsize
-        for row, source in zip(rows, sources, strict=True):
-            copy(row, start + machine.widen(source) * row_bytes, source >= 0)
+        if mine <= _EIGHT:
+            some(0, mine)
+        else:
+            machine.loop(mine // _EIGHT, lambda start, _: some(start, _EIGHT))
 
     # Those that multiply.
     def multiply(self, out: Buffer) -> None:
@@ -408,12 +400,12 @@ class _Block:
 
     def _operand(self, codes: list[list[Value]], factors: list[Value], quarter: int) -> list[Value]:
         """Return a quarter of two outputs' words as the left operand of four steps."""
-        machine, words = self.machine, []
-        for n in (2 * quarter, 2 * quarter + 1):
-            one, other = (widen(machine, word[n], factor) for word, factor in zip(codes, factors, strict=True))
-            for step in (0, 2):
-                words += [one[step], other[step], one[step + 1], other[step + 1]]
-        return words
+        machine, of_quarter = self.machine, slice(2 * quarter, 2 * quarter + 2)
+        one, other = (
+            widen(machine, words[of_quarter], factor, interleaved=self.layout.weight.interleaved)
+            for words, factor in zip(codes, factors, strict=True)
+        )
+        return [word for n in range(0, len(one), 2) for word in (one[n], other[n], one[n + 1], other[n + 1])]
 
     def _store(
         self, unit: Value, row: Value, of_warp: Value, distance: int, sums: list[list[Value]], out: Buffer
