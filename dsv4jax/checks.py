@@ -11,11 +11,12 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 FLOATS = (jnp.float32, jnp.bfloat16)  # dtypes allowed for inputs and weights
 
 
-def check_array(name: str, x: Any, axes: dict[str, Any], dtype: Any) -> None:
+def check_array(name: str, x: Any, axes: dict[str, Any], dtype: DTypeLike | tuple[DTypeLike, ...]) -> None:
     """Check that an array has the expected rank, sizes and dtype.
 
     Args:
@@ -39,7 +40,7 @@ def check_array(name: str, x: Any, axes: dict[str, Any], dtype: Any) -> None:
         chex.assert_type(x, dtypes[0], custom_message=message)
 
 
-def check_batch(**rows: Any) -> None:
+def check_batch(**rows: jax.Array) -> None:
     """Check that all arguments are int32 vectors of one length, with an element per batch row, such as slots."""
     size: int | None = None
     for name, x in rows.items():
@@ -79,19 +80,19 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
-def known_size(size: Any, otherwise: int) -> int:
+def known_size(size: object, otherwise: int) -> int:
     """The size of an axis, or another number where it is symbolic, as ``jax.export`` has them."""
     return size if isinstance(size, int) else otherwise
 
 
-def real(name: str, value: Any) -> float:
+def real(name: str, value: object) -> float:
     """A static argument as a float. ValueError where it is no real number, naming the argument."""
     if not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return float(value)
 
 
-def check_dtype(name: str, dtype: Any, known: tuple[Any, ...]) -> None:
+def check_dtype(name: str, dtype: DTypeLike, known: tuple[DTypeLike, ...]) -> None:
     """Require one of some dtypes. ValueError otherwise, for what is no dtype too."""
     names = [jnp.dtype(one).name for one in known]
     try:
@@ -102,7 +103,7 @@ def check_dtype(name: str, dtype: Any, known: tuple[Any, ...]) -> None:
         raise ValueError(f"{name} must be one of {names}, got {found!r}")
 
 
-def check_concrete(name: str, tree: Any, remedy: str) -> None:
+def check_concrete(name: str, tree: object, remedy: str) -> None:
     """Require values for a call that reads them on the host. ValueError under a trace, or if they were donated."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise ValueError(f"{name} reads values on the host, so it cannot be traced by jit or grad: {remedy}")
@@ -110,7 +111,7 @@ def check_concrete(name: str, tree: Any, remedy: str) -> None:
         raise ValueError(f"{name}: its arrays were donated to a jitted function and are gone: take what that returned")
 
 
-def check_one_shard(num_free: Any, name: str, *, on_host: bool = False) -> None:
+def check_one_shard(num_free: jax.Array, name: str, *, on_host: bool = False) -> None:
     """Check that tables belong to a single shard, judging by ``num_free`` [..., shards].
 
     Slots and block ids are local to a shard, so they are ambiguous in a cache of several. Raises ValueError.

@@ -191,7 +191,7 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[s
     return found
 
 
-def _checked(name: str, kind: Any, value: Any) -> Any:
+def _checked(name: str, kind: object, value: object) -> tuple[int, ...] | int | float:
     """A field's value as Python's own numbers. ValueError, naming the field, for what is none or not positive."""
     if name == "compress_ratios":
         if isinstance(value, str) or not isinstance(value, Iterable):
@@ -282,7 +282,7 @@ def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"compress_ratios": tuple(ratios[:layers])} | of_kinds
 
 
-def _json_object(name: str, value: Any) -> Mapping[str, Any]:
+def _json_object(name: str, value: object) -> Mapping[str, Any]:
     """A part of a configuration that must be an object, empty where it is null. ValueError, naming it, otherwise."""
     if not isinstance(value, Mapping | None):
         raise ValueError(f"{name} must be a JSON object, got {value!r}")

@@ -59,12 +59,12 @@ def _(message: str, primals: tuple[Any], tangents: tuple[Any]) -> Any:
     raise ValueError(message)
 
 
-def carries_derivative(row: Any) -> bool:
+def carries_derivative(row: object) -> bool:
     """Whether rows of a spec are floats in all their leaves, so that a derivative passes through what is stored."""
     return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(row))
 
 
-def storable[T](tree: T, row: Any) -> T:
+def storable[T](tree: T, row: object) -> T:
     """The tree, without its derivative where rows of this spec hold bytes.
 
     A part of such a row may be a float still (rope dims, a scale), and would carry a part of the derivative.

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from dsv4jax.derivatives import refuse_derivative, straight_through
 
@@ -105,12 +106,12 @@ class KeyFormat(Protocol):
         ...
 
 
-def row_bytes(row: Any) -> int:
+def row_bytes(row: object) -> int:
     """Return the bytes of a pytree of ``jax.ShapeDtypeStruct``, such as what ``KVFormat.row`` returns."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(row))
 
 
-def _spec(shape: tuple[int, ...], dtype: Any) -> Any:
+def _spec(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -131,7 +132,7 @@ _BYTES = (
 )
 
 
-def _store(rows: Any) -> Any:
+def _store[Rows](rows: Rows) -> Rows:
     # A reader must get the rounded row even if XLA fuses the reader with the rounding. XLA may drop f32 -> bf16 -> f32
     # and, on GPU, f32 -> e4m3 -> f32. With the barrier, readers can only decode the stored bytes.
     return lax.optimization_barrier(rows)
@@ -235,7 +236,7 @@ def _join(nope: jax.Array, rope: jax.Array) -> jax.Array:
 class PlainRows:
     """Rows with every dim in one float dtype, without a scale."""
 
-    dtype: Any
+    dtype: DTypeLike
 
     def row(self, nope_dim: int, rope_dim: int) -> KVRows:
         return KVRows(nope=_spec((nope_dim,), self.dtype), rope=_spec((rope_dim,), self.dtype), scale=None)
@@ -302,7 +303,7 @@ class Fp8TileRows:
 class PlainKeys:
     """Indexer keys in one float dtype, without a scale."""
 
-    dtype: Any
+    dtype: DTypeLike
     rounds_queries: bool = False
 
     def row(self, dim: int) -> KeyRows:

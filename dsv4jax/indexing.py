@@ -7,7 +7,6 @@ different, so every scatter can promise XLA that its indices are unique.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ def unique_or_dropped(slots: jax.Array, valid: jax.Array, size: int) -> jax.Arra
     return jnp.where(valid, slots, size + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape))
 
 
-def read_slots(tree: Any, index: jax.Array | int, slots: jax.Array) -> Any:
+def read_slots[Tree](tree: Tree, index: jax.Array | int, slots: jax.Array) -> Tree:
     """Read the slots of one layer from leaves [layers, requests, ...]: leaves [B, ...].
 
     A slot out of range reads an arbitrary row in range.
@@ -58,7 +57,7 @@ def put(
     return leaf.at[index, target, *row].set(value.astype(leaf.dtype), mode="drop", unique_indices=True)
 
 
-def put_in_all_layers(tree: Any, targets: jax.Array, rows: Any) -> Any:
+def put_in_all_layers[Tree](tree: Tree, targets: jax.Array, rows: Tree) -> Tree:
     """Set leaf[:, targets] = rows for every leaf [layers, size, ...]. ``targets`` come from ``unique_or_dropped``."""
     return jax.tree.map(
         lambda leaf, value: leaf.at[:, targets].set(value, mode="drop", unique_indices=True), tree, rows
@@ -79,7 +78,7 @@ def put_newest(leaf: jax.Array, index: jax.Array | int, batch: Batch, rows: jax.
     return put(leaf, index, slot, (token >= 0) & (slot >= 0), value, position % ring)
 
 
-def copy_rows(tree: Any, sources: jax.Array, targets: jax.Array) -> Any:
+def copy_rows[Tree](tree: Tree, sources: jax.Array, targets: jax.Array) -> Tree:
     """Copy row sources[b] to row targets[b] in all layers of leaves [layers, size, ...]; target -1 is a no-op.
 
     A row is the state of a slot, or the entries of a block. All rows are read before any is written.

@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from dsv4jax.checks import check_dtype, check_type, integer, real
 from dsv4jax.config import DSV4Config, layer_kind, layer_schedule
@@ -94,7 +94,7 @@ class CachePlan:
     max_context: int
     kv_format: str
     indexer_format: str
-    tail_dtype: np.dtype[Any]
+    tail_dtype: np.dtype
     hca_tail: str
     num_blocks: int
 
@@ -244,7 +244,7 @@ def plan_cache(
     max_context: int = 131072,
     kv_format: str = "fp8_row",
     indexer_format: str = "nvfp4",
-    tail_dtype: Any = jnp.float32,
+    tail_dtype: DTypeLike = jnp.float32,
     hca_tail: str = "ring",
     num_blocks: int | None = None,
     headroom: float = 1.10,

@@ -29,7 +29,7 @@ def print_compactly(*classes: Any) -> None:
             cls.__repr__ = compact
 
 
-def compact(tree: Any, **shown: str) -> str:
+def compact(tree: object, **shown: str) -> str:
     """Return a pytree as text of at most ``PAGE`` lines, if its outermost level has no more.
 
     ``shown`` are fields of a dataclass to show first, and as the text that is given.
@@ -42,7 +42,7 @@ def compact(tree: Any, **shown: str) -> str:
     return text
 
 
-def values_of(**arrays: Any) -> dict[str, str]:
+def values_of(**arrays: object) -> dict[str, str]:
     """Return the values of small arrays as text, for ``compact`` to show; nothing of those that have none at hand."""
     known = {
         name: array
@@ -52,7 +52,7 @@ def values_of(**arrays: Any) -> dict[str, str]:
     return {name: np.array2string(np.asarray(array), threshold=16) for name, array in known.items()}
 
 
-def _format(value: Any, depth: int, width: int, shown: dict[str, str] | None = None) -> str:
+def _format(value: object, depth: int, width: int, shown: dict[str, str] | None = None) -> str:
     """Format a value, with ``depth`` levels of fields and members, in lines of ``width`` columns where possible."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__name__
@@ -94,7 +94,7 @@ def _joined(head: str, items: list[str], tail: str, width: int) -> str:
     return "\n".join([head, *("  " + line.replace("\n", "\n  ") for line in lines), tail])
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from dsv4jax.config import DSV4Config
 from dsv4jax.indexing import Batch, put, put_newest, read_slots
@@ -90,7 +91,7 @@ class CSATail:
     RUNNING: ClassVar[tuple[str, ...]] = ()  # leaves with sums over the unfinished block, without an axis of rows
 
     @classmethod
-    def spec(cls, ratio: int, dim: int, dtype: Any) -> CSATail:
+    def spec(cls, ratio: int, dim: int, dtype: DTypeLike) -> CSATail:
         """Return the shapes of one request's tail, as ``jax.ShapeDtypeStruct`` leaves."""
         return cls(**_leaves(cls, jax.ShapeDtypeStruct((ratio, dim), dtype)))
 
@@ -157,7 +158,7 @@ class HCATail:
     RUNNING: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def spec(cls, ratio: int, dim: int, dtype: Any) -> HCATail:
+    def spec(cls, ratio: int, dim: int, dtype: DTypeLike) -> HCATail:
         """Return the shapes of one request's tail, as ``jax.ShapeDtypeStruct`` leaves."""
         return cls(**_leaves(cls, jax.ShapeDtypeStruct((ratio, dim), dtype)))
 
@@ -201,7 +202,7 @@ class HCAOnlineTail:
     RUNNING: ClassVar[tuple[str, ...]] = ("peak", "total", "weighted")
 
     @classmethod
-    def spec(cls, ratio: int, dim: int, dtype: Any) -> HCAOnlineTail:
+    def spec(cls, ratio: int, dim: int, dtype: DTypeLike) -> HCAOnlineTail:
         """Return the shapes of one request's tail, as ``jax.ShapeDtypeStruct`` leaves.
 
         Always f32, whatever ``dtype`` is.
@@ -255,7 +256,9 @@ Tail = CSATail | HCATail | HCAOnlineTail
 HCA_TAILS: dict[str, type[HCATail | HCAOnlineTail]] = {"ring": HCATail, "online": HCAOnlineTail}
 
 
-def tail_specs(cfg: DSV4Config, kind: AttentionType, dtype: Any, hca_tail: str) -> tuple[Tail | None, CSATail | None]:
+def tail_specs(
+    cfg: DSV4Config, kind: AttentionType, dtype: DTypeLike, hca_tail: str
+) -> tuple[Tail | None, CSATail | None]:
     """Return the shapes of one request's tails in a layer: the compressor's and its indexer's; None if it has none."""
     if not kind.compresses:
         return None, None
@@ -274,7 +277,7 @@ def empty_tail[T: Tail | None](spec: T, lead: tuple[int, ...]) -> T:
     Every leaf gets a buffer of its own, because leaves that share a buffer cannot be donated.
     """
 
-    def fill(path: Any, leaf: Any) -> jax.Array:
+    def fill(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.full((*lead, *leaf.shape), EMPTY_GATE if path[-1].name in _GATES else 0.0, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, spec)
@@ -287,7 +290,7 @@ def emptied[T: Tail](tail: T, index: jax.Array | int, slots: jax.Array, where: j
     return jax.tree.map(lambda leaf, value: put(leaf, index, slots, where & (slots >= 0), value), tail, empty)
 
 
-def _leaves(form: type[Tail], spec: Any) -> dict[str, Any]:
+def _leaves(form: type[Tail], spec: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """Return the same spec for every leaf of a tail class."""
     return {field.name: spec for field in dataclasses.fields(form)}
 

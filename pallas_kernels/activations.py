@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.language.lanes import Buffer, Team, fold, maximum, quad_transposed, swapped
 from pallas_kernels.language.launch import launch
@@ -119,7 +120,7 @@ class PlainRows(ActivationRows):
     copied_bytes = 4  # adjacent words belong to different units of 16 bytes
 
     @classmethod
-    def shapes(cls, *shape: int, dtype: Any = jnp.bfloat16) -> PlainRows:
+    def shapes(cls, *shape: int, dtype: DTypeLike = jnp.bfloat16) -> PlainRows:
         return cls(values=jax.ShapeDtypeStruct(shape, dtype))
 
     @property

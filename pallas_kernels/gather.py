@@ -14,6 +14,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.formats import KV_FORMATS
 from pallas_kernels.language.lanes import Buffer, Row, Team
@@ -31,7 +32,7 @@ def gather_rows(
     row: jax.Array,
     *,
     kv_format: str,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     simulate: bool = False,
 ) -> jax.Array:
     """Gather any rows of one layer.
@@ -63,7 +64,7 @@ def gather_request_rows(
     num_entries: jax.Array,
     *,
     kv_format: str,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     simulate: bool = False,
 ) -> jax.Array:
     """Gather all entries of requests.
@@ -126,7 +127,7 @@ class _Requests:
         return select(there, page, -1), entry % per_page
 
 
-def _gather(inputs: _Places | _Requests, count: int, kv_format: str, dtype: Any, simulate: bool) -> jax.Array:
+def _gather(inputs: _Places | _Requests, count: int, kv_format: str, dtype: DTypeLike, simulate: bool) -> jax.Array:
     """Gather the rows that ``inputs.locate`` finds: dtype [count, head_dim]."""
     stored, form = inputs.rows.nope, KV_FORMATS[kv_format]
     head_dim = stored.shape[-1] + inputs.rows.rope.shape[-1]

@@ -19,6 +19,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.activations import OperandRows
 from pallas_kernels.formats import KV_FORMATS
@@ -92,9 +93,9 @@ class TokenRounding:
     """The formats and constants of the parts."""
 
     eps: float  # of the norms
-    latent_dtype: Any = jnp.bfloat16  # f32 or bf16
+    latent_dtype: DTypeLike = jnp.bfloat16  # f32 or bf16
     latent_is_operand: bool = False  # operand rows, of bf16
-    stream_dtype: Any = jnp.float32  # k and z are rounded to it, f32 or bf16, and returned as f32
+    stream_dtype: DTypeLike = jnp.float32  # k and z are rounded to it, f32 or bf16, and returned as f32
     head_factor: float = 1.0  # by which head weights are multiplied
     kv_format: str | None = None  # of ``TokenParts.stored``; None: there are none
 
@@ -139,7 +140,7 @@ def token_parts(
     count, rank, dim = math.prod(lead), products.q_norm.shape[0], products.kv_norm.shape[0]
     entry, key, heads = products.widths
 
-    def rows(size: int, dtype: Any = jnp.float32) -> Any:
+    def rows(size: int, dtype: DTypeLike = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct((count, size), dtype)
 
     out = TokenParts(

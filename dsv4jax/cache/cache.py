@@ -57,7 +57,7 @@ class KVCache(Stacks):
         return kind, self.plan.layers(kind).index(int(layer))
 
 
-def check_cache(name: str, cache: Any) -> None:
+def check_cache(name: str, cache: object) -> None:
     """Require a KVCache in the call that is named.
 
     Raises:
@@ -150,6 +150,6 @@ def release(cache: KVCache, slots: jax.Array) -> KVCache:
     return dataclasses.replace(cache, tables=release_slots(cache.tables, slots))
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: object) -> int:
     """Return the bytes of a pytree's leaves."""
     return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

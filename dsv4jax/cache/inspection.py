@@ -23,6 +23,7 @@ from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache, empty_state
 from dsv4jax.cache.tables import Tables, blocks_for
 from dsv4jax.checks import check_concrete, check_one_shard
+from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import Tail
@@ -389,7 +390,7 @@ def _live_tail_rows(part: _Part, tables: Tables, ratio: int) -> np.ndarray:
     return admitted & (np.arange(ratio)[None] < lengths % ratio)
 
 
-def _culprits(part: str, store: Any, at: tuple[int, int, int], plan: CachePlan) -> list[str]:
+def _culprits(part: str, store: KVRows | KeyRows, at: tuple[int, int, int], plan: CachePlan) -> list[str]:
     """Name the leaves that make a row non-finite.
 
     These are the leaves which, when replaced by zeros, make the row finite. If no single leaf does, all are named.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
 TILE_BYTES = 32 << 20  # memory for the temporaries of one tile of entries
-FoldTile = Callable[[Any, jax.Array | int, jax.Array, jax.Array], Any]
+type FoldTile[Carry] = Callable[[Carry, jax.Array | int, jax.Array, jax.Array], Carry]
 
 
 @jax.tree_util.register_dataclass
@@ -39,26 +38,26 @@ def init_pool(plan: CachePlan, kind: AttentionType) -> PagedPool | None:
         return None
     lead = len(plan.layers(kind)), plan.num_blocks, plan.entries_per_block(kind)
 
-    def zeros(row: Any) -> Any:
+    def zeros[Rows: (KVRows, KeyRows)](row: Rows) -> Rows:
         return jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), row)
 
     keys = zeros(plan.key_spec) if kind.is_indexed else None
     return PagedPool(entries=zeros(plan.row_spec), indexer_keys=keys)
 
 
-def entries_per_block(store: Any) -> int:
+def entries_per_block(store: KVRows | KeyRows) -> int:
     return jax.tree.leaves(store)[0].shape[2]
 
 
-def scatter_entries(
-    store: Any,
+def scatter_entries[Rows: (KVRows, KeyRows)](
+    store: Rows,
     index: jax.Array | int,
     block_table: jax.Array,
     slots: jax.Array,
     first: jax.Array,
     count: jax.Array,
-    rows: Any,
-) -> Any:
+    rows: Rows,
+) -> Rows:
     """Write entries first[b] .. first[b] + count[b] - 1 of each request.
 
     Leaves of ``rows`` are [B, E, ...], E >= count.
@@ -78,7 +77,9 @@ def scatter_entries(
     )
 
 
-def find_entries(store: Any, block_table: jax.Array, slots: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+def find_entries(
+    store: KVRows | KeyRows, block_table: jax.Array, slots: jax.Array, entry: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the block (-1 if there is none) and the row in it, int32 [B, ...] each, of entries int32 [B, ...]."""
     per_block = entries_per_block(store)
     rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
@@ -86,9 +87,9 @@ def find_entries(store: Any, block_table: jax.Array, slots: jax.Array, entry: ja
     return jnp.where((entry >= 0) & (rows >= 0), block, -1), jnp.maximum(entry, 0) % per_block
 
 
-def gather_entries(
-    store: Any, index: jax.Array | int, block_table: jax.Array, slots: jax.Array, entry: jax.Array
-) -> tuple[Any, jax.Array]:
+def gather_entries[Rows: (KVRows, KeyRows)](
+    store: Rows, index: jax.Array | int, block_table: jax.Array, slots: jax.Array, entry: jax.Array
+) -> tuple[Rows, jax.Array]:
     """Read encoded entries int32 [B, ...]: leaves [B, ..., *row], and bool [B, ...], which of them exist.
 
     An entry that does not exist (entry -1, slot -1, or block not allocated) reads an arbitrary row in range, so its
@@ -140,6 +141,7 @@ class PooledLayer:
 
         CSA only.
         """
+        assert self.pool.indexer_keys is not None
         keys, valid = gather_entries(self.pool.indexer_keys, self.index, self.block_table, self.slots, entry)
         return jnp.where(valid[..., None], self.plan.keys.decode(keys), 0.0)
 
@@ -148,7 +150,9 @@ class PooledLayer:
         per_block, max_blocks = entries_per_block(self.pool.entries), self.block_table.shape[1]
         return min(max_blocks, max(1, TILE_BYTES // (bytes_per_entry * per_block))) * per_block
 
-    def fold_tiles(self, visible: jax.Array, tile: int, fold: FoldTile, carry: Any, *, to_the_end: bool = False) -> Any:
+    def fold_tiles[Carry](
+        self, visible: jax.Array, tile: int, fold: FoldTile[Carry], carry: Carry, *, to_the_end: bool = False
+    ) -> Carry:
         """carry = fold(carry, first, entry, seen) over tiles of entries, up to the last one that any query sees.
 
         So a short context costs little in a cache planned for a long one.
@@ -161,7 +165,7 @@ class PooledLayer:
           to_the_end: go over all tiles, seen or not. Their number is then static, which reverse mode needs.
         """
 
-        def fold_tile(i: jax.Array | int, carry: Any) -> Any:
+        def fold_tile(i: jax.Array | int, carry: Carry) -> Carry:
             entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
             seen = entry[None, None] < visible[..., None]
             return fold(carry, i * tile, jnp.where(jnp.any(seen, axis=1), entry[None], -1), seen)

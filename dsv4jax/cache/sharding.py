@@ -41,7 +41,6 @@ in XLA.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -64,7 +63,7 @@ def partition_specs(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
     """
     shard_plan(plan, mesh, axis)
 
-    def spec(path: Any, _: Any) -> P:
+    def spec(path: jax.tree_util.KeyPath, _: object) -> P:
         return P(axis) if path[0].name == "tables" else P(None, axis)  # the first axis of stacks is the layer
 
     return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(functools.partial(empty_cache, plan)))

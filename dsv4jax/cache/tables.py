@@ -13,7 +13,6 @@ can run in ``lax.scan``. Allocation is all or nothing: if ``ok`` is False, the t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +135,7 @@ def admit_slots(tables: Tables, n: int, where: jax.Array | None = None) -> tuple
     return dataclasses.replace(tables, admitted=admitted), slots, ok
 
 
-def blocks_for(plan: CachePlan, length: jax.Array | int) -> Any:
+def blocks_for[Length: (jax.Array, int)](plan: CachePlan, length: Length) -> Length:
     """Return the blocks that ``length`` tokens need: those for the entries they complete at the smallest ratio."""
     if not plan.min_ratio:
         return length * 0

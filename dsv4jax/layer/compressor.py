@@ -6,11 +6,10 @@ A pooled row then gets a norm, and a rope at the position of its block's first t
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from dsv4jax.config import DSV4Config
 from dsv4jax.derivatives import straight_through
@@ -26,7 +25,9 @@ from dsv4jax.weights.params import CompressorParams, IndexerParams, PoolParams
 from dsv4jax.weights.stored import join
 
 
-def streams_of(k: jax.Array, z: jax.Array, ape: jax.Array, start: jax.Array, dtype: Any, *, overlap: bool) -> Streams:
+def streams_of(
+    k: jax.Array, z: jax.Array, ape: jax.Array, start: jax.Array, dtype: DTypeLike, *, overlap: bool
+) -> Streams:
     """Make the streams of new tokens from their products: k as it is, and z + ape[position mod ratio].
 
     Args:
@@ -50,7 +51,7 @@ def streams_of(k: jax.Array, z: jax.Array, ape: jax.Array, start: jax.Array, dty
 
 
 def project_streams(
-    params: CompressorParams, x: jax.Array, start: jax.Array, ratio: int, dtype: Any, *, overlap: bool
+    params: CompressorParams, x: jax.Array, start: jax.Array, ratio: int, dtype: DTypeLike, *, overlap: bool
 ) -> Streams:
     """Compute k = x W_kv and z = x W_gate + ape[position mod ratio].
 

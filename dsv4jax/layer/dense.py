@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 
-def product_dtype(x: jax.Array, weight: jax.Array) -> Any:
+def product_dtype(x: jax.Array, weight: jax.Array) -> DTypeLike:
     """Return bf16 if both are bf16, so that the product runs on the tensor cores; otherwise f32."""
     return x.dtype if x.dtype == weight.dtype else jnp.float32
 

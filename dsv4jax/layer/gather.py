@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dsv4jax.cache.pool import PagedPool, PooledLayer
 from dsv4jax.checks import FLOATS, check_array, check_batch, check_dtype
@@ -25,7 +24,7 @@ def gather_compressed(
     picks: jax.Array,
     *,
     plan: CachePlan,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
     """Gather chosen entries as dense rows, which serve as both K and V.
@@ -53,7 +52,7 @@ def gather_compressed(
     return picked_rows(layer, picks, dtype, backend)
 
 
-def picked_rows(layer: PooledLayer, picks: jax.Array, dtype: Any, backend: Backend) -> jax.Array:
+def picked_rows(layer: PooledLayer, picks: jax.Array, dtype: DTypeLike, backend: Backend) -> jax.Array:
     """``gather_compressed`` of a layer as a batch sees it."""
     axes: dict[str, int | None] = {f"axis {i}": None for i in range(1, getattr(picks, "ndim", 1))}
     check_array("picks", picks, {"B": layer.slots.shape[0]} | axes, jnp.int32)
@@ -69,7 +68,7 @@ def gather_all_compressed(
     num_entries: jax.Array,
     *,
     plan: CachePlan,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     backend: Backend = None,
 ) -> jax.Array:
     """Gather the first num_entries[b] entries of each request as dense rows, which serve as both K and V.
@@ -89,7 +88,7 @@ def gather_all_compressed(
     return complete_rows(layer, num_entries, dtype, backend)
 
 
-def complete_rows(layer: PooledLayer, num_entries: jax.Array, dtype: Any, backend: Backend) -> jax.Array:
+def complete_rows(layer: PooledLayer, num_entries: jax.Array, dtype: DTypeLike, backend: Backend) -> jax.Array:
     """``gather_all_compressed`` of a layer as a batch sees it."""
     check_batch(slots=layer.slots, num_entries=num_entries)
     check_dtype("dtype", dtype, FLOATS)
@@ -99,10 +98,10 @@ def complete_rows(layer: PooledLayer, num_entries: jax.Array, dtype: Any, backen
 class XLAGatherRows(Anywhere):
     """Both gathers in plain JAX."""
 
-    def picked(self, layer: PooledLayer, picks: jax.Array, dtype: Any) -> jax.Array:
+    def picked(self, layer: PooledLayer, picks: jax.Array, dtype: DTypeLike) -> jax.Array:
         return layer.rows(picks).astype(dtype)
 
-    def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: Any) -> jax.Array:
+    def complete(self, layer: PooledLayer, num_entries: jax.Array, dtype: DTypeLike) -> jax.Array:
         entry = jnp.arange(layer.max_entries, dtype=jnp.int32)[None]
         return self.picked(layer, jnp.where(entry < num_entries[:, None], entry, -1), dtype)
 

@@ -13,7 +13,6 @@ the weight is widened.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +117,7 @@ def _of_rounded(x: jax.Array, weight: StoredWeight, groups: int) -> jax.Array:
     codes = jnp.pad(as_bytes(weight.codes), ((0, 0), (0, padded - width)))
     of_weight = jnp.repeat(as_bytes(weight.scales), weight.block[0], 0)[:rows]
 
-    def add(i: Any, total: jax.Array) -> jax.Array:
+    def add(i: jax.Array | int, total: jax.Array) -> jax.Array:
         part = lax.dynamic_slice_in_dim(codes, i * step, step, axis=1).reshape(groups, -1, step)
         values = lax.bitcast_convert_type(part, CODES).astype(jnp.bfloat16)
         product = _dot(lax.dynamic_index_in_dim(rounded, i, 2, keepdims=False), values, "mgi,goi->mgo")

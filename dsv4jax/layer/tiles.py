@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def map_tokens(function: Callable[[Any], Any], inputs: Any, size: int) -> Any:
+def map_tokens[Inputs](function: Callable[[Inputs], Any], inputs: Inputs, size: int) -> Any:
     """Apply a function to ``size`` tokens of its inputs at a time.
 
     Args:
@@ -25,7 +25,7 @@ def map_tokens(function: Callable[[Any], Any], inputs: Any, size: int) -> Any:
     if tokens == size:
         return function(inputs)
 
-    def part(first: jax.Array) -> Any:
+    def part(first: jax.Array) -> jax.Array:
         return function(jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size, axis=1), inputs))
 
     found = lax.map(part, jnp.arange(0, tokens, size, dtype=jnp.int32))

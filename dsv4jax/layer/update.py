@@ -359,6 +359,7 @@ class XLACacheUpdate(Anywhere):
         pool = dataclasses.replace(pool, entries=scatter_entries(pool.entries, *place, rows))
         if new.keys is None:
             return pool
+        assert pool.indexer_keys is not None
         return dataclasses.replace(
             pool, indexer_keys=scatter_entries(pool.indexer_keys, *place, plan.keys.encode(new.keys))
         )

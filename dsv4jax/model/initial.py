@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from dsv4jax.config import layer_kind
 from dsv4jax.formats import E2M1_VALUES
@@ -69,7 +70,7 @@ def random_model(
     )
 
 
-def _compile(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None, *, with_drafts: bool) -> None:
+def _compile(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None, *, with_drafts: bool) -> None:
     """Compile all programs that draw weights, side by side: one after the other, they take half a minute."""
     layers = range(cfg.num_layers)
     kinds = {(cfg.attention, layer_kind(cfg.attention, layer)) for layer in layers}
@@ -78,7 +79,8 @@ def _compile(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None
     if with_drafts:
         kinds.add((cfg.draft_attention, layer_kind(cfg.draft_attention, 0)))
         ways.add(cfg.picks_by_id(None))
-        programs.append(_around_block.lower(key, cfg, dtype, stored))
+        around = _around_block if cfg.dspark is None else _around_stages
+        programs.append(around.lower(key, cfg, dtype, stored))
     programs += [random_params.lower(key, sizes, kind, dtype, stored) for sizes, kind in kinds]
     programs += [_around_attention.lower(key, cfg, by_id, dtype, stored) for by_id in ways]
     with ThreadPoolExecutor() as threads:
@@ -86,7 +88,7 @@ def _compile(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype"))
-def _outer(key: jax.Array, cfg: ModelConfig, dtype: Any) -> dict[str, Any]:
+def _outer(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
     embedding, head, norm, mix = jax.random.split(key, 4)
     shape = cfg.vocab_size, cfg.hidden_size
     return {
@@ -97,7 +99,7 @@ def _outer(key: jax.Array, cfg: ModelConfig, dtype: Any) -> dict[str, Any]:
     }
 
 
-def _norm(key: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
+def _norm(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike) -> jax.Array:
     return (1 + 0.1 * jax.random.normal(key, (cfg.hidden_size,))).astype(dtype)
 
 
@@ -111,7 +113,7 @@ def _mix(key: jax.Array, numbers: int, scales: int, cfg: ModelConfig) -> StreamM
     )
 
 
-def _block(key: jax.Array, cfg: ModelConfig, layer: int | None, dtype: Any, stored: Stored | None) -> Block:
+def _block(key: jax.Array, cfg: ModelConfig, layer: int | None, dtype: DTypeLike, stored: Stored | None) -> Block:
     """A layer; None means the draft block."""
     attention, rest = jax.random.split(key)
     sizes = cfg.draft_attention if layer is None else cfg.attention
@@ -126,7 +128,7 @@ def _block(key: jax.Array, cfg: ModelConfig, layer: int | None, dtype: Any, stor
 # The layers that pick experts in the same way share a compiled program.
 @functools.partial(jax.jit, static_argnames=("cfg", "by_id", "dtype", "stored"))
 def _around_attention(
-    key: jax.Array, cfg: ModelConfig, by_id: bool, dtype: Any, stored: Stored | None
+    key: jax.Array, cfg: ModelConfig, by_id: bool, dtype: DTypeLike, stored: Stored | None
 ) -> dict[str, Any]:
     keys = iter(jax.random.split(key, 16))
     h, wide, experts = cfg.hidden_size, cfg.expert_width, cfg.num_experts
@@ -152,13 +154,13 @@ def _around_attention(
     }
 
 
-def _drafts(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None) -> DraftParams:
+def _drafts(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> DraftParams:
     block, rest = jax.random.split(key)
     return DraftParams(block=_block(block, cfg, None, dtype, stored), **_around_block(rest, cfg, dtype, stored))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype", "stored"))
-def _around_block(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None) -> dict[str, Any]:
+def _around_block(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> dict[str, Any]:
     keys = iter(jax.random.split(key, 6))
     square = cfg.hidden_size, cfg.hidden_size
     return {
@@ -171,7 +173,7 @@ def _around_block(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored |
     }
 
 
-def _dspark(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None) -> DSparkParams:
+def _dspark(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> DSparkParams:
     assert cfg.dspark is not None
     rest, *stages = jax.random.split(key, 1 + cfg.dspark.stages)
     blocks = tuple(_block(stage, cfg, None, dtype, stored) for stage in stages)
@@ -179,7 +181,7 @@ def _dspark(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype", "stored"))
-def _around_stages(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored | None) -> dict[str, Any]:
+def _around_stages(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> dict[str, Any]:
     assert cfg.dspark is not None
     keys = iter(jax.random.split(key, 7))
     h, table = cfg.hidden_size, (cfg.vocab_size, cfg.dspark.rank)
@@ -194,18 +196,18 @@ def _around_stages(key: jax.Array, cfg: ModelConfig, dtype: Any, stored: Stored 
     }
 
 
-def _wide(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _wide(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return (jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(dtype)
 
 
-def _linear(key: jax.Array, shape: tuple[int, int], dtype: Any, stored: Stored | None) -> Weight:
+def _linear(key: jax.Array, shape: tuple[int, int], dtype: DTypeLike, stored: Stored | None) -> Weight:
     if stored is None:
         return _wide(key, shape, dtype)
     codes, scales = jax.random.split(key)
     return random_stored(codes, scales, {"weight": shape}, stored)["weight"]
 
 
-def _experts(key: jax.Array, shape: tuple[int, int, int], dtype: Any, stored: Stored | None) -> ExpertWeight:
+def _experts(key: jax.Array, shape: tuple[int, int, int], dtype: DTypeLike, stored: Stored | None) -> ExpertWeight:
     """One linear weight [E, out, in] of all experts, in FP4 if weights are stored."""
     if stored is None:
         return _wide(key, shape, dtype)

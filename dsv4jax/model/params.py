@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from dsv4jax.checks import FLOATS, check_array, check_type
 from dsv4jax.formats import e2m1_values
@@ -57,7 +57,7 @@ class StoredExperts:
         experts, rows, columns = self.codes.shape
         return experts, rows, columns * (2 if self.is_fp4 else 1)
 
-    def widened(self, experts: jax.Array, dtype: Any) -> jax.Array:
+    def widened(self, experts: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return the weights of experts int32 [G]: dtype [G, out, in], of which bf16 and f32 are exact."""
         _, rows, columns = self.shape
         if self.is_fp4:
@@ -75,7 +75,7 @@ class StoredExperts:
 ExpertWeight = jax.Array | StoredExperts
 
 
-def is_any_stored(node: Any) -> bool:
+def is_any_stored(node: object) -> bool:
     """Whether a weight is stored as FP8 or FP4, of experts too; for ``is_leaf`` of tree functions."""
     return isinstance(node, StoredWeight | StoredExperts)
 

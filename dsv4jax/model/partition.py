@@ -26,7 +26,7 @@ def partition[T](params: T) -> tuple[T, T]:
       of integers.
     """
 
-    def trains(node: Any) -> Any:
+    def trains(node: Any) -> object:
         if is_any_stored(node):
             return jax.tree.map(lambda _: False, node)
         return bool(jnp.issubdtype(node.dtype, jnp.floating))
@@ -46,7 +46,7 @@ def combine[T](trainable: T, rest: T) -> T:
       ValueError: the two are of different models, or a leaf is in both.
     """
 
-    def either(path: Any, a: Any, b: Any) -> Any:
+    def either[Leaf](path: jax.tree_util.KeyPath, a: Leaf, b: Leaf) -> Leaf:
         if a is not None and b is not None:
             raise ValueError(f"combine: {jax.tree_util.keystr(path)} is in both: give the two trees of one partition")
         return b if a is None else a
@@ -57,5 +57,5 @@ def combine[T](trainable: T, rest: T) -> T:
     return jax.tree_util.tree_map_with_path(either, trainable, rest, is_leaf=_is_none)
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: object) -> bool:
     return node is None

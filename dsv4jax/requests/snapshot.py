@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import chex
 import jax
@@ -45,7 +44,7 @@ class Snapshot(Stacks):
     cfg: DSV4Config = dataclasses.field(metadata={"static": True})
     kv_format: str = dataclasses.field(metadata={"static": True})
     indexer_format: str = dataclasses.field(metadata={"static": True})
-    tail_dtype: np.dtype[Any] = dataclasses.field(metadata={"static": True})
+    tail_dtype: np.dtype = dataclasses.field(metadata={"static": True})
     hca_tail: str = dataclasses.field(metadata={"static": True})
 
     @property
@@ -185,7 +184,7 @@ def _take_room(tables: Tables, lengths: jax.Array, blocks: int, plan: CachePlan)
     return tables, jnp.where(ok, slots, -1), ok
 
 
-def differing_fields(found: Any, wanted: Any, names: Sequence[str]) -> list[str]:
+def differing_fields(found: object, wanted: object, names: Sequence[str]) -> list[str]:
     """Describe each field that differs between two plans or snapshots.
 
     Fields of a configuration are listed individually.

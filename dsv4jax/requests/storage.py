@@ -72,7 +72,11 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     _sync(path.parent)
 
 
-def restore(path: str | os.PathLike[str], plan: CachePlan | None = None, device: Any = None) -> KVCache | Snapshot:
+def restore(
+    path: str | os.PathLike[str],
+    plan: CachePlan | None = None,
+    device: Any = None,
+) -> KVCache | Snapshot:
     """Read what ``save`` wrote, bit for bit, whatever device it was saved from.
 
     Args:
@@ -136,7 +140,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _named_leaves(tree: Any) -> dict[str, Any]:
+def _named_leaves(tree: KVCache | Snapshot) -> dict[str, jax.Array]:
     """Return the leaves by path, such as ``csa.state.window.nope``."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
@@ -155,7 +159,7 @@ def _checksums(folder: Path) -> dict[str, int]:
     return found
 
 
-def _checksum_of_json(value: Any) -> int:
+def _checksum_of_json(value: object) -> int:
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 

@@ -170,7 +170,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return {name: file for file in file_names(folder, index) for name in read_header(folder / file)}
 
 
-def block_size(config: Any) -> tuple[int, int] | None:
+def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return rows and columns per scale as a parsed config.json has them; None if it does not say.
 
     Raises ValueError if what it says is no block.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from dsv4jax.checks import FLOATS, check_dtype
 from dsv4jax.config import DSV4Config, layer_kind
@@ -24,7 +25,7 @@ def init_attention_params(
     key: jax.Array,
     cfg: DSV4Config,
     layer: int,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     weights: str = "wide",
     activations: str = "bf16",
     block: tuple[int, int] | None = None,
@@ -56,7 +57,7 @@ def init_attention_params(
 def with_f32(params: AttentionParams) -> AttentionParams:
     """The weights with those in float32 that checkpoints store so."""
 
-    def cast(path: Any, leaf: jax.Array) -> jax.Array:
+    def cast(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
         return leaf.astype(jnp.float32) if path[-1].name in ALWAYS_F32 else leaf
 
     return jax.tree_util.tree_map_with_path(cast, params)
@@ -65,7 +66,7 @@ def with_f32(params: AttentionParams) -> AttentionParams:
 # Jitted whole: run op by op, the layers of a model would compile some 50 programs, each in up to half a second.
 @functools.partial(jax.jit, static_argnames=("cfg", "kind", "dtype", "stored"))
 def random_params(
-    key: jax.Array, cfg: DSV4Config, kind: AttentionType, dtype: Any, stored: Stored | None = None
+    key: jax.Array, cfg: DSV4Config, kind: AttentionType, dtype: DTypeLike, stored: Stored | None = None
 ) -> AttentionParams:
     shapes = named_shapes(cfg, kind)
     names = list(shapes)

@@ -135,7 +135,8 @@ def as_stored(given: Any, scale: Any, stored: Stored, activations: str) -> Store
     except ValueError as error:
         raise ValueError(f": {error}") from error
     try:
-        block, scales = find_block(given.shape, scale.shape, stored.block), to_e8m0(scale)
+        block = find_block(given.shape, scale.shape, stored.block)
+        scales: Any = to_e8m0(scale)
     except ValueError as error:
         raise ValueError(f": {error}; use weights='wide'") from error
     return StoredWeight(codes=given, scales=scales, block=block, activations=activations)

@@ -297,7 +297,7 @@ def check_compressors(
     _check_weights("indexer", indexer, {kind: each.indexer for kind, each in shapes.items()}, kind)
 
 
-def _check_weights(name: str, weights: Any, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> None:
+def _check_weights(name: str, weights: object, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> None:
     """Check weights against the shapes of their kind. Those of the other kinds are for the message."""
     expected, tree = jax.tree_util.tree_flatten_with_path(of_kinds[kind])
     leaves, found = jax.tree.flatten(weights, is_leaf=is_stored)
@@ -312,7 +312,7 @@ def _check_weights(name: str, weights: Any, of_kinds: Mapping[AttentionType, Any
             check_array(full, leaf, {f"axis {i}": size for i, size in enumerate(spec.shape)}, FLOATS)
 
 
-def _said(weights: Any, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> str:
+def _said(weights: object, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> str:
     """What weights are that have another form than those of a kind."""
     found = jax.tree.structure(weights, is_leaf=is_stored)
     for other, shapes in of_kinds.items():
@@ -321,7 +321,7 @@ def _said(weights: Any, of_kinds: Mapping[AttentionType, Any], kind: AttentionTy
     if type(weights) is not type(of_kinds[kind]):
         return f"a {type(weights).__name__}"
 
-    def paths(tree: Any) -> set[str]:
+    def paths(tree: object) -> set[str]:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored)
         return {jax.tree_util.keystr(path).removeprefix(".") for path, _ in leaves}
 
@@ -333,7 +333,7 @@ def _said(weights: Any, of_kinds: Mapping[AttentionType, Any], kind: AttentionTy
 def frozen_where_stored(params: AttentionParams) -> AttentionParams:
     """The weights as they are; differentiating by one that is stored as FP8 is a ValueError that names it."""
 
-    def refuse(path: Any, weight: Any) -> Any:
+    def refuse(path: jax.tree_util.KeyPath, weight: Weight) -> Weight:
         if not isinstance(weight, StoredWeight):
             return weight
         name = f"params{jax.tree_util.keystr(path)}"

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from dsv4jax.checks import FLOATS, check_array
 
@@ -59,7 +60,7 @@ class StoredWeight:
         return 2
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Of the codes."""
         return self.codes.dtype
 
@@ -68,7 +69,7 @@ class StoredWeight:
         """Bytes of codes and scales."""
         return math.prod(self.codes.shape) + math.prod(self.scales.shape)
 
-    def widened(self, dtype: Any = jnp.bfloat16) -> jax.Array:
+    def widened(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         """Return the weight as one array [out, in].
 
         bfloat16 and float32 hold every value exactly, if scales are at least 2^-117: below that, the smallest codes
@@ -80,7 +81,7 @@ class StoredWeight:
 Weight = jax.Array | StoredWeight
 
 
-def is_stored(weight: Any) -> bool:
+def is_stored(weight: object) -> bool:
     """Whether a weight is stored as FP8; for ``is_leaf`` of tree functions."""
     return isinstance(weight, StoredWeight)
 
@@ -100,7 +101,7 @@ class Stored:
         return "bf16" if self.activations == "bf16" or (self.activations, name) == ("fp8", "o_a") else "fp8"
 
     @classmethod
-    def choose(cls, weights: Any, activations: Any, block: Any = None) -> Stored | None:
+    def choose(cls, weights: str, activations: str, block: tuple[int, int] | None = None) -> Stored | None:
         """Return how weights are stored; None for the other words of ``WEIGHTS``.
 
         Raises:
@@ -118,13 +119,15 @@ class Stored:
 
 
 @functools.partial(jax.jit, static_argnames=("block", "dtype"))
-def _widen(codes: jax.Array, scales: jax.Array, block: tuple[int, int], dtype: Any) -> jax.Array:
+def _widen(codes: jax.Array, scales: jax.Array, block: tuple[int, int], dtype: DTypeLike) -> jax.Array:
     return (codes.astype(jnp.float32) * per_number(scales.astype(jnp.float32), block, codes.shape)).astype(dtype)
 
 
-def per_number(scales: Any, block: tuple[int, int], shape: tuple[int, ...]) -> Any:
+def per_number[Scales: (jax.Array, np.ndarray)](
+    scales: Scales, block: tuple[int, int], shape: tuple[int, ...]
+) -> Scales:
     """Repeat block scales [ceil(out / block[0]), ceil(in / block[1])] for every number of a weight of this shape."""
-    repeat = np.repeat if isinstance(scales, np.ndarray) else jnp.repeat
+    repeat: Any = np.repeat if isinstance(scales, np.ndarray) else jnp.repeat
     rows = repeat(scales, block[0], 0)[: shape[0]]
     return repeat(rows, block[1], 1)[:, : shape[1]]
 
@@ -183,7 +186,7 @@ def join(*weights: Any) -> Any:
     return dataclasses.replace(first, codes=codes, scales=scales, block=(height, first.block[1]))
 
 
-def _lower(weight: StoredWeight, height: int) -> Any:
+def _lower(weight: StoredWeight, height: int) -> jax.Array | np.ndarray:
     """The scales of a weight for blocks of fewer rows, of which its own are a multiple."""
     times, count = weight.block[0] // height, -(-weight.shape[0] // height)
     if times == 1:
@@ -207,7 +210,7 @@ def _join_rows(parts: list[Any]) -> Any:
     return jnp.concatenate(parts)
 
 
-def check_weight(name: str, weight: Any, shape: tuple[int, ...]) -> None:
+def check_weight(name: str, weight: object, shape: tuple[int, ...]) -> None:
     """Check a linear weight [out, in], an array or a stored one.
 
     Raises:
@@ -227,24 +230,24 @@ def _axes(shape: tuple[int, ...]) -> dict[str, int | None]:
     return {f"axis {i}": size for i, size in enumerate(shape)}
 
 
-def check_block(name: str, block: Any) -> None:
+def check_block(name: str, block: object) -> None:
     """Require a pair of positive integers. ValueError otherwise."""
     if not isinstance(block, tuple) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise ValueError(f"{name} must be a pair of positive integers, rows and columns per scale; got {block!r}")
 
 
-def check_weights(weights: Any) -> None:
+def check_weights(weights: object) -> None:
     """Require one of ``WEIGHTS``. ValueError otherwise."""
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
 
 
-def dtype_of(weights: str) -> Any:
+def dtype_of(weights: str) -> np.dtype | None:
     """Return the dtype that a word of ``WEIGHTS`` names; None for "stored" and "wide"."""
     return {"bf16": jnp.dtype(jnp.bfloat16), "f32": jnp.dtype(jnp.float32)}.get(weights)
 
 
-def check_activations(name: str, activations: Any, known: tuple[str, ...] = ACTIVATIONS) -> None:
+def check_activations(name: str, activations: object, known: tuple[str, ...] = ACTIVATIONS) -> None:
     """Require a known value. ValueError otherwise."""
     if activations not in known:
         raise ValueError(f"{name} must be one of {list(known)}, got {activations!r}")
@@ -281,7 +284,7 @@ def find_block(
     return sides[0], sides[0]
 
 
-def check_codes(codes: Any) -> None:
+def check_codes(codes: jax.Array | np.ndarray) -> None:
     """Raise ValueError if a code is NaN, which the kernel would take for 480. Traced values are not checked."""
     if isinstance(codes, Tracer):
         return
@@ -295,7 +298,7 @@ def check_codes(codes: Any) -> None:
         raise ValueError(f"{count} of its FP8 codes are NaN")
 
 
-def to_e8m0(scales: Any) -> Any:
+def to_e8m0(scales: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Return scales as E8M0, exactly. Scales that are E8M0 already are returned as they are, traced ones too.
 
     Raises:

@@ -18,6 +18,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.activations import OperandRows, RoundedRows, round_rows
 from pallas_kernels.attention import sm90, sm90_few, sm100
@@ -50,7 +51,7 @@ def decode_attention(
     inputs: AttentionInputs,
     *,
     kv_format: str,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     is_operand: bool = False,
     layout: AttentionLayout | None = None,
     simulate: bool = False,
@@ -114,7 +115,7 @@ def attend(
     inputs: AttentionInputs,
     form: AttendedFormat,
     layout: AttentionLayout,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     is_operand: bool = False,
     simulate: bool = False,

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -42,7 +41,7 @@ class Buffer:
     machine: Machine
     address: Value  # i64 address of the first element
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     constant: bool  # whether nothing writes it while the kernel runs
 
     def instead(self, condition: Value, other: Buffer) -> Buffer:

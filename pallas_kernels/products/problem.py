@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.tensor_cores import TensorCores
@@ -53,7 +54,7 @@ class RowsSpec:
     count: int
     width: int  # inputs of all groups of a weight
     kind: type[ActivationRows] = PlainRows
-    dtype: Any = jnp.bfloat16  # of plain rows
+    dtype: DTypeLike = jnp.bfloat16  # of plain rows
 
     @property
     def shapes(self) -> ActivationRows:
@@ -72,7 +73,7 @@ class WeightSpec:
     # "bf16" takes x as it is. "fp8" first rounds each 128 inputs of a row to E4M3, by the smallest power of two of
     # which 448 times is at least 1e-4 and their largest magnitude. Sums over 128 inputs are then added up in f32.
     activations: str = "bf16"
-    dtype: Any = jnp.bfloat16  # of a weight without scales
+    dtype: DTypeLike = jnp.bfloat16  # of a weight without scales
 
     @property
     def outputs(self) -> int:

@@ -19,13 +19,14 @@ and weights are multiplied. So a stored value x becomes x (1 + e) + d with |e| <
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention.inputs import AttentionInputs, check_inputs
 from pallas_kernels.formats import ATTENDED_FORMATS
@@ -381,7 +382,7 @@ def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope
 
 
 def decode_attention(
-    inputs: AttentionInputs, *, kv_format: str, dtype: Any = jnp.bfloat16, tiles: Tiles | None = None
+    inputs: AttentionInputs, *, kv_format: str, dtype: DTypeLike = jnp.bfloat16, tiles: Tiles | None = None
 ) -> jax.Array:
     """Compute attention of each query over its own keys.
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax.typing import DTypeLike
 
 from pallas_kernels.triton_gpu.launch import Config, launch
 from pallas_kernels.triton_gpu.operands import Formats, Paging, Rows
@@ -72,7 +73,7 @@ def _formats(rows: Any, kv_format: str) -> Formats:
 
 
 def gather_rows(
-    rows: Any, layer: jax.Array, blocks: jax.Array, row: jax.Array, *, kv_format: str, dtype: Any = jnp.bfloat16
+    rows: Any, layer: jax.Array, blocks: jax.Array, row: jax.Array, *, kv_format: str, dtype: DTypeLike = jnp.bfloat16
 ) -> jax.Array:
     """Gather any rows of one layer.
 
@@ -105,7 +106,7 @@ def gather_request_rows(
     num_entries: jax.Array,
     *,
     kv_format: str,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> jax.Array:
     """Gather all entries of requests.
 

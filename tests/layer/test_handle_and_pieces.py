@@ -93,10 +93,12 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
     csa = kind == "csa"
     streams = project_streams(params.compressor, x, start, ratio, plan.tail_dtype, overlap=csa)
     tail = read_slots(state.tail, index, slots)
+    assert tail is not None
     if csa:
         key_params = params.indexer.compressor
         key_streams = project_streams(key_params, x, start, ratio, plan.tail_dtype, overlap=True)
         key_tail = read_slots(state.indexer_tail, index, slots)
+        assert key_tail is not None
         entries = tail.pool(streams, phase, num_new, ratio)
         keys = key_tail.pool(key_streams, phase, num_new, ratio)
         keys = hadamard(finish_entries(keys, key_params.norm, first, d4.AttentionType.CSA, CFG))

@@ -104,8 +104,10 @@ class ProjectionsKernels(Kernels):
         reads_padding = of_chunk(products.positions >= 0) is None
         parts = pk.token_parts(given, rounding, row_spec=row_spec, reads_padding=reads_padding, **self.options)
 
-        def normed(streams: Any, pool: PoolParams | None) -> Normed | None:
-            return pool and (Streams(k=streams[0], z=streams[1], overlap=kind.overlaps), pool.norm)
+        def normed(streams: tuple[jax.Array, jax.Array] | None, pool: PoolParams | None) -> Normed | None:
+            if streams is None or pool is None:
+                return None
+            return Streams(k=streams[0], z=streams[1], overlap=kind.overlaps), pool.norm
 
         rows = TokenRows(kv=parts.kv, entry=normed(parts.entry, entry), key=normed(parts.key, key))
         return TokenParts(latent=parts.latent, rows=rows, encoded=parts.stored, head_weights=parts.head_weights)
@@ -128,7 +130,7 @@ def token_products(
 
 
 def token_rounding(
-    params: AttentionParams, products: InputProducts, plan: CachePlan, dtype: Any, *, encode: bool
+    params: AttentionParams, products: InputProducts, plan: CachePlan, dtype: DTypeLike, *, encode: bool
 ) -> pk.TokenRounding:
     """Return how tokens of an x of ``dtype`` are rounded, and whether window rows are encoded."""
     weights, rows = [w for w in (params.q_b, params.index_q_b) if w is not None], products.positions.size

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from dsv4jax.checks import FLOATS, check_dtype
 from dsv4jax.config import read_config
@@ -62,10 +63,10 @@ class Form:
 
     weights: str  # one of WEIGHTS
     activations: str
-    dtype: Any  # of what checkpoints store as bf16; None = as in the file
+    dtype: DTypeLike | None  # of what checkpoints store as bf16; None = as in the file
 
     @classmethod
-    def choose(cls, weights: Any, activations: Any, dtype: Any) -> Form:
+    def choose(cls, weights: str, activations: str, dtype: DTypeLike | None) -> Form:
         """Return the form that the arguments of ``load_model`` name. ValueError if they name none."""
         check_weights(weights)
         check_activations("activations", activations, LAYER_ACTIVATIONS)
@@ -89,7 +90,7 @@ def load_model(
     path: str | os.PathLike[str],
     weights: str = "stored",
     activations: str = "bf16",
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ModelParams:
     """Load a model from a folder: config.json, ``*.safetensors``, and an index where there are several.

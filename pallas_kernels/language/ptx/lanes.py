@@ -16,6 +16,7 @@ import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.language.checks import check_access, check_barrier, check_reduction, check_shuffle
 from pallas_kernels.language.kinds import Kind
@@ -116,7 +117,7 @@ class PTX(Machine):
         self._memrefs: dict[int, Any] = {}  # of buffers, by the identity of their addresses
         self._has_grid_counter = False
 
-    def buffer(self, ref: Any, shape: tuple[int, ...], dtype: Any, *, constant: bool) -> Buffer:
+    def buffer(self, ref: Any, shape: tuple[int, ...], dtype: DTypeLike, *, constant: bool) -> Buffer:
         """Return an array in device memory, from its memref."""
         address = self._wrap("i64", llvm.ptrtoint(_integer(64), mgpu.utils.memref_ptr(ref)))
         self._memrefs[id(address.raw)] = ref

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows, Words, fours_of_pairs, store_words
 from pallas_kernels.language.lanes import Buffer, swapped
@@ -88,7 +89,7 @@ class _Sums(Epilogue):
 class Store(_Sums):
     """The sums as rows: plain ones of f32 or bf16, or of a class that holds bf16 in another way."""
 
-    dtype: Any = jnp.float32  # of plain rows
+    dtype: DTypeLike = jnp.float32  # of plain rows
     kind: type[ActivationRows] = PlainRows
 
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
