@@ -26,18 +26,19 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.language.lanes import Buffer, Team, fold, maximum, quad_transposed, swapped
+from pallas_kernels.language.lanes import Buffer, Shaped, Team, fold, maximum, quad_transposed, swapped
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import UNIT, TensorCores, Tile
-from pallas_kernels.language.values import VECTOR, Condition, Index, Value
+from pallas_kernels.language.values import VECTOR, Condition, Index, Step, Value
 from pallas_kernels.rows import from_bf16, from_ue8m0, power_of_two_scale
 
 GROUP = 128  # numbers of a row that share a scale
@@ -103,35 +104,35 @@ class ActivationRows(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> Any: ...
+    def dtype(self) -> np.dtype: ...
 
-    def rounded(self, *, needed: jax.Array | None, simulate: bool) -> RoundedRows:
+    def rounded(self, *, needed: jax.Array | None, simulate: bool) -> RoundedRows[jax.Array]:
         """Return these rows in FP8. ``needed`` is as for ``round_rows``."""
         raise TypeError(f"{type(self).__name__} are not rounded")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlainRows(ActivationRows):
+class PlainRows[Array: Shaped](ActivationRows):
     """Rows in order, or their buffer."""
 
-    values: Any  # bf16 or f32 [..., width]
+    values: Array  # bf16 or f32 [..., width]
 
     copied_bytes = 4  # adjacent words belong to different units of 16 bytes
 
     @classmethod
-    def shapes(cls, *shape: int, dtype: DTypeLike = jnp.bfloat16) -> PlainRows:
-        return cls(values=jax.ShapeDtypeStruct(shape, dtype))
+    def shapes(cls, *shape: int, dtype: DTypeLike = jnp.bfloat16) -> PlainRows[jax.ShapeDtypeStruct]:
+        return PlainRows(values=jax.ShapeDtypeStruct(shape, dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.values.dtype
 
-    def rounded(self, *, needed: jax.Array | None, simulate: bool) -> RoundedRows:
+    def rounded(self: PlainRows[jax.Array], *, needed: jax.Array | None, simulate: bool) -> RoundedRows[jax.Array]:
         return round_rows(self.values, needed=needed, simulate=simulate)
 
     @staticmethod
@@ -155,12 +156,17 @@ class PlainRows(ActivationRows):
         """Return where ``count`` numbers come from that are stored from number ``unit * count`` of a row on."""
         return [(unit * count + i, VECTOR) for i in range(0, count, VECTOR)]
 
-    def store_line(self, values: Sequence[Value], row: Value, column: Value, where: Condition = True) -> None:
+    def store_line(self: PlainRows[Buffer], values: Step, row: Value, column: Value, where: Condition = True) -> None:
         """Store adjacent numbers of a row, f32."""
         self.values.store_floats(values, row, column, where=where)
 
     def store_pairs(
-        self, machine: TensorCores, pairs: list[list[Value]], row: Value, column: Value, where: Condition = True
+        self: PlainRows[Buffer],
+        machine: TensorCores,
+        pairs: list[list[Value]],
+        row: Value,
+        column: Value,
+        where: Condition = True,
     ) -> None:
         """Store numbers of a row, f32, as they are spread over a quad of lanes after a product (``wgmma``).
 
@@ -176,35 +182,41 @@ class PlainRows(ActivationRows):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedRows(ActivationRows):
+class RoundedRows[Array: Shaped](ActivationRows):
     """M rows of activations in FP8, or their buffers."""
 
-    codes: Any  # uint8 [M, width], E4M3
-    scales: Any  # f32 [width / 128, M rounded up to a multiple of 128]; past the last row they are those of zeros
+    codes: Array  # uint8 [M, width], E4M3
+    scales: Array  # f32 [width / 128, M rounded up to a multiple of 128]; past the last row they are those of zeros
 
     @classmethod
-    def shapes(cls, *shape: int) -> RoundedRows:
+    def shapes(cls, *shape: int) -> RoundedRows[jax.ShapeDtypeStruct]:
         rows, width = shape
         if width % GROUP:
             raise ValueError(f"rounded rows must have a multiple of {GROUP} numbers, got {width}")
-        return cls(
+        return RoundedRows(
             codes=jax.ShapeDtypeStruct((rows, width), jnp.uint8),
             scales=jax.ShapeDtypeStruct((width // GROUP, -(-rows // PADDED) * PADDED), jnp.float32),
         )
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape
+        rows, width = self.codes.shape
+        return rows, width
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.codes.dtype
 
-    def rounded(self, *, needed: jax.Array | None, simulate: bool) -> RoundedRows:
+    def rounded(self: RoundedRows[jax.Array], *, needed: jax.Array | None, simulate: bool) -> RoundedRows[jax.Array]:
         return self
 
     def store_group(
-        self, machine: TensorCores, pairs: list[list[Value]], row: Value, group: Index, where: Condition = True
+        self: RoundedRows[Buffer],
+        machine: TensorCores,
+        pairs: list[list[Value]],
+        row: Value,
+        group: Index,
+        where: Condition = True,
     ) -> None:
         """Round and store a group of a row, by its number in the row. For ``pairs`` see ``round_group``.
 
@@ -217,7 +229,12 @@ class RoundedRows(ActivationRows):
         self.scales.store_floats([scale], group, row, where=quarter == 0)
 
     def store_pairs(
-        self, machine: TensorCores, pairs: list[list[Value]], row: Value, column: Value, where: Condition = True
+        self: RoundedRows[Buffer],
+        machine: TensorCores,
+        pairs: list[list[Value]],
+        row: Value,
+        column: Value,
+        where: Condition = True,
     ) -> None:
         """Do what ``PlainRows.store_pairs`` does, for whole groups."""
         for n in range(0, len(pairs), GROUP // 8):
@@ -226,26 +243,26 @@ class RoundedRows(ActivationRows):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OperandRows(ActivationRows):
+class OperandRows[Array: Shaped](ActivationRows):
     """Rows of activations in the order of a product's operand, or their buffer."""
 
-    values: Any  # bf16 [..., width]
+    values: Array  # bf16 [..., width]
 
     copied_bytes = UNIT
 
     @classmethod
-    def shapes(cls, *shape: int) -> OperandRows:
+    def shapes(cls, *shape: int) -> OperandRows[jax.ShapeDtypeStruct]:
         if shape[-1] % SEGMENT:
             raise ValueError(f"operand rows must have a multiple of {SEGMENT} numbers, got {shape[-1]}")
-        return cls(values=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+        return OperandRows(values=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
     @classmethod
-    def of(cls, x: jax.Array) -> OperandRows:
+    def of(cls, x: jax.Array) -> OperandRows[jax.Array]:
         """Return rows of bf16 [..., width] in this order. Raises ValueError as ``shapes`` does."""
         shape = cls.shapes(*x.shape).shape
-        return cls(values=x.reshape(-1, _QUARTERS, _PAIRS, 2).swapaxes(1, 2).reshape(shape))
+        return OperandRows(values=x.reshape(-1, _QUARTERS, _PAIRS, 2).swapaxes(1, 2).reshape(shape))
 
-    def in_order(self) -> jax.Array:
+    def in_order(self: OperandRows[jax.Array]) -> jax.Array:
         """Return the rows bf16 [..., width] in the order that they had."""
         return self.values.reshape(-1, _PAIRS, _QUARTERS, 2).swapaxes(1, 2).reshape(self.values.shape)
 
@@ -254,7 +271,7 @@ class OperandRows(ActivationRows):
         return self.values.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.values.dtype
 
     @staticmethod
@@ -276,7 +293,7 @@ class OperandRows(ActivationRows):
         assert count == UNIT // 2
         return [(unit * 2 + quarter * _QUARTER, 2) for quarter in range(_QUARTERS)]
 
-    def store_line(self, values: Sequence[Value], row: Value, column: Value, where: Condition = True) -> None:
+    def store_line(self: OperandRows[Buffer], values: Step, row: Value, column: Value, where: Condition = True) -> None:
         """Store adjacent numbers of a row, f32 and an even number of them, from an even column on."""
         for i in range(0, len(values), 2):
             number = column % SEGMENT + i
@@ -284,7 +301,9 @@ class OperandRows(ActivationRows):
             word = values[i].machine.to_bf16(*values[i : i + 2])
             self.values.store_words([word], row, column // SEGMENT * SEGMENT + pair * 2, where=where)
 
-    def store_product(self, machine: TensorCores, words: list[Value], row: Value, column: Index) -> None:
+    def store_product(
+        self: OperandRows[Buffer], machine: TensorCores, words: list[Value], row: Value, column: Index
+    ) -> None:
         """Store numbers of a row as they are spread over a quad of lanes after a product (``wgmma``).
 
         Args:

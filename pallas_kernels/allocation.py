@@ -12,13 +12,12 @@ each in turn: a lane finds the row that its page goes to by bisection of ``befor
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.language.lanes import Buffer, add, fold
+from pallas_kernels.language.lanes import Buffer, Shaped, add, fold
 from pallas_kernels.language.launch import MAX_WARPGROUPS, Grid, launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.shared import Shared
@@ -29,27 +28,27 @@ MAX_ROWS = MAX_WARPGROUPS * WARPGROUP  # of a batch: a lane for each
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Grants:
+class Grants[Array: Shaped]:
     """The tables that a grant changes."""
 
-    prepared: Any  # int32 [requests] length that is granted
-    block_table: Any  # int32 [requests, max_pages] pages of each request, -1 = none
-    block_lens: Any  # int32 [requests] number of pages held
-    block_refs: Any  # int32 [num_pages] number of requests that hold the page
-    num_free: Any  # int32 [1] number of free pages
+    prepared: Array  # int32 [requests] length that is granted
+    block_table: Array  # int32 [requests, max_pages] pages of each request, -1 = none
+    block_lens: Array  # int32 [requests] number of pages held
+    block_refs: Array  # int32 [num_pages] number of requests that hold the page
+    num_free: Array  # int32 [1] number of free pages
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked[Array: Shaped]:
     """What a batch asks for, and what is known of its requests."""
 
-    slots: Any  # int32 [B] request of each row, -1 = padding
-    num_new: Any  # int32 [B] tokens; a row that asks for none is skipped
-    shared: Any  # bool [B] whether another row that asks for tokens names the same slot
-    admitted: Any  # bool [requests] whether a request holds the slot
-    seq_lens: Any  # int32 [requests] tokens stored
-    free_blocks: Any  # int32 [num_pages] the first num_free are free
+    slots: Array  # int32 [B] request of each row, -1 = padding
+    num_new: Array  # int32 [B] tokens; a row that asks for none is skipped
+    shared: Array  # bool [B] whether another row that asks for tokens names the same slot
+    admitted: Array  # bool [requests] whether a request holds the slot
+    seq_lens: Array  # int32 [requests] tokens stored
+    free_blocks: Array  # int32 [num_pages] the first num_free are free
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,9 @@ def unsupported_grants(*, rows: int) -> str | None:
     return None if 0 < rows <= MAX_ROWS else f"a batch may have 1 to {MAX_ROWS} rows, got {rows}"
 
 
-def grant_tokens(asked: Asked, tables: Grants, sizes: PageSizes, *, simulate: bool = False) -> tuple[Grants, jax.Array]:
+def grant_tokens(
+    asked: Asked[jax.Array], tables: Grants[jax.Array], sizes: PageSizes, *, simulate: bool = False
+) -> tuple[Grants[jax.Array], jax.Array]:
     """Grant a batch the tokens that it asks for, and allocate their pages.
 
     Args:
@@ -103,7 +104,7 @@ def grant_tokens(asked: Asked, tables: Grants, sizes: PageSizes, *, simulate: bo
     while warpgroups * WARPGROUP < rows:
         warpgroups *= 2
 
-    def body(machine: Machine, asked: Asked, state: tuple[Grants, Any]) -> None:
+    def body(machine: Machine, asked: Asked[Buffer], state: tuple[Grants[Buffer], Buffer]) -> None:
         _Grant(machine, asked, state[0], sizes, warpgroups * WARPGROUP).run(state[1])
 
     grid = Grid(blocks=(1,), warpgroups=warpgroups, shared_bytes=4 * WARPGROUP * 4 * warpgroups)
@@ -123,7 +124,7 @@ class _Row:
     missing: Value
 
     @classmethod
-    def load(cls, machine: Machine, asked: Asked, tables: Grants, sizes: PageSizes) -> _Row:
+    def load(cls, machine: Machine, asked: Asked[Buffer], tables: Grants[Buffer], sizes: PageSizes) -> _Row:
         number = machine.thread
         there = number < asked.slots.shape[0]
         slot = asked.slots.load_int(number, where=there, otherwise=-1)
@@ -143,7 +144,7 @@ class _Row:
 class _Grant:
     """The work of the block."""
 
-    def __init__(self, machine: Machine, asked: Asked, tables: Grants, sizes: PageSizes, lanes: int):
+    def __init__(self, machine: Machine, asked: Asked[Buffer], tables: Grants[Buffer], sizes: PageSizes, lanes: int):
         self.machine, self.asked, self.tables, self.sizes, self.lanes = machine, asked, tables, sizes, lanes
         self.before, self.held, self.slots = (Shared.take(machine, (lanes,), "i32") for _ in range(3))
         self.totals, self.refused = (Shared.take(machine, (lanes // WARP,), "i32") for _ in range(2))  # of warps

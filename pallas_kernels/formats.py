@@ -23,7 +23,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from pallas_kernels.language.lanes import Buffer, Divisor, Row, Team, fold, maximum
+from pallas_kernels.language.lanes import Buffer, Divisor, Row, Shaped, Team, fold, maximum
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 from pallas_kernels.rows import (
@@ -42,27 +42,27 @@ _EXPONENT, _FRACTION, _ONE = 0x7F800000, 0x007FFFFF, 0x3F800000  # bit masks of 
 MIN_AMAX = 1e-4  # lower bound on a key row's (or tile's) largest magnitude, so that the scale of a zero row is not 0
 
 
-class KVRows(Protocol):
-    """Key rows in device memory. The leading axes are those of the array they are in, such as (layer, page, row)."""
+class KVRows[Array: Shaped](Protocol):
+    """Key rows. The leading axes are those of the array they are in, such as (layer, page, row)."""
 
     @property
-    def nope(self) -> Buffer: ...  # [..., nope_dim]
+    def nope(self) -> Array: ...  # [..., nope_dim]
 
     @property
-    def rope(self) -> Buffer: ...  # [..., rope_dim]
+    def rope(self) -> Array: ...  # [..., rope_dim]
 
     @property
-    def scale(self) -> Buffer | None: ...  # [...] or [..., scales]; None if the format has no scale
+    def scale(self) -> Array | None: ...  # [...] or [..., scales]; None if the format has no scale
 
 
-class KeyRows(Protocol):
-    """Indexer keys in device memory."""
-
-    @property
-    def codes(self) -> Buffer: ...  # [..., dim], or [..., dim / 2] if codes are stored as pairs
+class KeyRows[Array: Shaped](Protocol):
+    """Indexer keys."""
 
     @property
-    def scale(self) -> Buffer | None: ...  # [..., scales]; None if the format has no scale
+    def codes(self) -> Array: ...  # [..., dim], or [..., dim / 2] if codes are stored as pairs
+
+    @property
+    def scale(self) -> Array | None: ...  # [..., scales]; None if the format has no scale
 
 
 class KVFormat(abc.ABC):
@@ -85,7 +85,13 @@ class KVFormat(abc.ABC):
         return None
 
     def store(
-        self, row: Row, values: Channels, rows: KVRows, *lead: Index, where: Condition, amax: Value | None = None
+        self,
+        row: Row,
+        values: Channels,
+        rows: KVRows[Buffer],
+        *lead: Index,
+        where: Condition,
+        amax: Value | None = None,
     ) -> None:
         """Encode a row and store it at the leading indices of ``rows``.
 
@@ -108,7 +114,7 @@ class KVFormat(abc.ABC):
             if is_rope is not False:
                 rows.rope.store_floats(channels, *lead, channel - nope_dim, where=where & is_rope)
 
-    def load(self, row: Row, rows: KVRows, *lead: Index, where: Condition) -> Channels:
+    def load(self, row: Row, rows: KVRows[Buffer], *lead: Index, where: Condition) -> Channels:
         """Load and decode the row at the leading indices of ``rows``: f32 [nope_dim + rope_dim].
 
         Lanes where ``where`` is False get 0.
@@ -130,7 +136,13 @@ class KVFormat(abc.ABC):
 
     @abc.abstractmethod
     def _store_scale(
-        self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
+        self,
+        row: Row,
+        values: Channels,
+        rows: KVRows[Buffer],
+        lead: tuple[Index, ...],
+        where: Condition,
+        amax: Value | None,
     ) -> list[Divisor]:
         """Store the scales. Returns the divisor of each step's NoPE channels; an empty list if they are not divided."""
 
@@ -138,12 +150,14 @@ class KVFormat(abc.ABC):
     def _store_nope(self, values: Step, nope: Buffer, *index: Index, where: Condition) -> None:
         """Store one step's NoPE channels, which are already divided by their scale."""
 
-    def _load_row_scale(self, rows: KVRows, lead: tuple[Index, ...], where: Condition) -> Value | None:
+    def _load_row_scale(self, rows: KVRows[Buffer], lead: tuple[Index, ...], where: Condition) -> Value | None:
         """Load the scale of a whole row; None if the format has no such scale."""
         return None
 
     @abc.abstractmethod
-    def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
+    def _load_nope(
+        self, rows: KVRows[Buffer], index: tuple[Index, ...], where: Condition, row_scale: Value | None
+    ) -> Step:
         """Load one step's NoPE channels and multiply them by their scale. ``index`` ends with the first channel."""
 
 
@@ -204,14 +218,22 @@ class PlainRows(KVFormat):
         return 0
 
     def _store_scale(
-        self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
+        self,
+        row: Row,
+        values: Channels,
+        rows: KVRows[Buffer],
+        lead: tuple[Index, ...],
+        where: Condition,
+        amax: Value | None,
     ) -> list[Divisor]:
         return []
 
     def _store_nope(self, values: Step, nope: Buffer, *index: Index, where: Condition) -> None:
         nope.store_floats(values, *index, where=where)
 
-    def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
+    def _load_nope(
+        self, rows: KVRows[Buffer], index: tuple[Index, ...], where: Condition, row_scale: Value | None
+    ) -> Step:
         return rows.nope.load_floats(*index, where=where)
 
 
@@ -246,7 +268,13 @@ class Fp8Rows(E4M3Rows):
         return 1
 
     def _store_scale(
-        self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
+        self,
+        row: Row,
+        values: Channels,
+        rows: KVRows[Buffer],
+        lead: tuple[Index, ...],
+        where: Condition,
+        amax: Value | None,
     ) -> list[Divisor]:
         assert rows.scale is not None
         if amax is None:
@@ -257,11 +285,13 @@ class Fp8Rows(E4M3Rows):
         rows.scale.store_floats([scale], *lead, where=where & (row.team.lane == 0))
         return [divisor] * row.steps
 
-    def _load_row_scale(self, rows: KVRows, lead: tuple[Index, ...], where: Condition) -> Value | None:
+    def _load_row_scale(self, rows: KVRows[Buffer], lead: tuple[Index, ...], where: Condition) -> Value | None:
         assert rows.scale is not None
         return rows.scale.load_floats(*lead, count=1, where=where)[0]
 
-    def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
+    def _load_nope(
+        self, rows: KVRows[Buffer], index: tuple[Index, ...], where: Condition, row_scale: Value | None
+    ) -> Step:
         assert row_scale is not None
         codes = rows.nope.load_bytes(*index, where=where)
         return [value * row_scale for value in codes.machine.from_e4m3(codes)]
@@ -291,7 +321,13 @@ class Fp8TileRows(E4M3Rows):
         return super().unsupported(nope_dim, rope_dim)
 
     def _store_scale(
-        self, row: Row, values: Channels, rows: KVRows, lead: tuple[Index, ...], where: Condition, amax: Value | None
+        self,
+        row: Row,
+        values: Channels,
+        rows: KVRows[Buffer],
+        lead: tuple[Index, ...],
+        where: Condition,
+        amax: Value | None,
     ) -> list[Divisor]:
         assert rows.scale is not None
         floor, divisors = int(np.float32(MIN_AMAX).view(np.int32)), []
@@ -306,7 +342,9 @@ class Fp8TileRows(E4M3Rows):
                 rows.scale.store_bytes(byte, *lead, row.channel[step] // self.tile, count=1, where=first)
         return divisors
 
-    def _load_nope(self, rows: KVRows, index: tuple[Index, ...], where: Condition, row_scale: Value | None) -> Step:
+    def _load_nope(
+        self, rows: KVRows[Buffer], index: tuple[Index, ...], where: Condition, row_scale: Value | None
+    ) -> Step:
         assert rows.scale is not None
         *lead, channel = index
         codes = rows.nope.load_bytes(*index, where=where)
@@ -345,7 +383,7 @@ class KeyFormat(abc.ABC):
         """Return why keys of this size cannot be stored, or None if they can."""
 
     @abc.abstractmethod
-    def store(self, row: Row, values: Channels, rows: KeyRows, *lead: Index, where: Condition) -> None:
+    def store(self, row: Row, values: Channels, rows: KeyRows[Buffer], *lead: Index, where: Condition) -> None:
         """Encode a key f32 [dim] and store it at the leading indices of ``rows``."""
 
 
@@ -355,7 +393,7 @@ class PlainKeys(KeyFormat):
     def unsupported(self, dim: int) -> str | None:
         return f"the key dim must be divisible by {VECTOR}, got {dim}" if dim % VECTOR else None
 
-    def store(self, row: Row, values: Channels, rows: KeyRows, *lead: Index, where: Condition) -> None:
+    def store(self, row: Row, values: Channels, rows: KeyRows[Buffer], *lead: Index, where: Condition) -> None:
         row.store(rows.codes, values, *lead, where=where)
 
 
@@ -371,7 +409,7 @@ class Fp4Keys(KeyFormat):
     def unsupported(self, dim: int) -> str | None:
         return f"the key dim must be divisible by {self.per_scale}, got {dim}" if dim % self.per_scale else None
 
-    def store(self, row: Row, values: Channels, rows: KeyRows, *lead: Index, where: Condition) -> None:
+    def store(self, row: Row, values: Channels, rows: KeyRows[Buffer], *lead: Index, where: Condition) -> None:
         assert rows.scale is not None
         for step, channels in enumerate(values):
             channel, stored = row.channel[step], where & row.before(step, row.dim)

@@ -9,15 +9,14 @@ Each row is processed by one warp. Rows that do not exist (negative page, or ent
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.formats import KV_FORMATS
-from pallas_kernels.language.lanes import Buffer, Row, Team
+from pallas_kernels.formats import KV_FORMATS, KVRows
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.values import Condition, Value, select
@@ -26,7 +25,7 @@ _WARPS = WARPGROUP // WARP
 
 
 def gather_rows(
-    rows: Any,
+    rows: KVRows[jax.Array],
     layer: jax.Array,
     blocks: jax.Array,
     row: jax.Array,
@@ -57,7 +56,7 @@ def gather_rows(
 
 
 def gather_request_rows(
-    rows: Any,
+    rows: KVRows[jax.Array],
     layer: jax.Array,
     block_table: jax.Array,
     slots: jax.Array,
@@ -87,36 +86,36 @@ def gather_request_rows(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
+class _Places[Array: Shaped]:
     """Rows of a layer, given by page and place in the page."""
 
-    pages: Any  # int32 [N]
-    layer: Any  # int32 [1]
-    row: Any  # int32 [N]
-    rows: Any  # [layers, num_pages, entries_per_page, ...]
+    pages: Array  # int32 [N]
+    layer: Array  # int32 [1]
+    row: Array  # int32 [N]
+    rows: KVRows[Array]  # [layers, num_pages, entries_per_page, ...]
 
-    def locate(self, n: Value, inside: Condition) -> tuple[Value, Value]:
+    def locate(self: _Places[Buffer], n: Value, inside: Condition) -> tuple[Value, Value]:
         """Return the page of the n-th result (-1 = none) and the row in the page."""
         return self.pages.load_int(n, where=inside), self.row.load_int(n, where=inside)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Requests:
+class _Requests[Array: Shaped]:
     """All entries of requests, given by request and number of the entry."""
 
-    block_table: Any  # int32 [requests, max_blocks]
-    layer: Any  # int32 [1]
-    num_entries: Any  # int32 [B]
-    rows: Any  # [layers, num_pages, entries_per_page, ...]
-    slots: Any  # int32 [B]
+    block_table: Array  # int32 [requests, max_blocks]
+    layer: Array  # int32 [1]
+    num_entries: Array  # int32 [B]
+    rows: KVRows[Array]  # [layers, num_pages, entries_per_page, ...]
+    slots: Array  # int32 [B]
 
     @property
     def capacity(self) -> int:
         """Number of entries that a request has pages for."""
         return self.block_table.shape[1] * self.rows.nope.shape[2]
 
-    def locate(self, n: Value, inside: Condition) -> tuple[Value, Value]:
+    def locate(self: _Requests[Buffer], n: Value, inside: Condition) -> tuple[Value, Value]:
         """Return the page of the n-th result (-1 = none) and the row in the page."""
         b, entry = n // self.capacity, n % self.capacity
         slot = self.slots.load_int(b, where=inside)
@@ -127,12 +126,14 @@ class _Requests:
         return select(there, page, -1), entry % per_page
 
 
-def _gather(inputs: _Places | _Requests, count: int, kv_format: str, dtype: DTypeLike, simulate: bool) -> jax.Array:
+def _gather(
+    inputs: _Places[jax.Array] | _Requests[jax.Array], count: int, kv_format: str, dtype: DTypeLike, simulate: bool
+) -> jax.Array:
     """Gather the rows that ``inputs.locate`` finds: dtype [count, head_dim]."""
     stored, form = inputs.rows.nope, KV_FORMATS[kv_format]
     head_dim = stored.shape[-1] + inputs.rows.rope.shape[-1]
 
-    def body(machine: Machine, inputs: _Places | _Requests, out: Buffer) -> None:
+    def body(machine: Machine, inputs: _Places[Buffer] | _Requests[Buffer], out: Buffer) -> None:
         n = machine.block(0) * _WARPS + machine.thread // WARP
         inside = n < count
         page, at = inputs.locate(n, inside)

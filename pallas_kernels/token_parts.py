@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.activations import OperandRows
-from pallas_kernels.formats import KV_FORMATS
-from pallas_kernels.language.lanes import Buffer, Row, Team
+from pallas_kernels.formats import KV_FORMATS, KVRows
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Step, Value, select
@@ -35,20 +35,20 @@ _PAIR = 2  # a word holds two bf16: no stream may end within one
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenProducts:
+class TokenProducts[Array: Shaped]:
     """The products of T tokens of each of B requests with the weights that take a layer's input, and what is added.
 
     The rows of padding tokens may hold anything, NaN included.
     """
 
-    q_a_kv: Any  # f32 [B, T, q_lora_rank + head_dim]
-    compress: Any  # f32 [B, T, 2 entry widths + 2 key widths + heads]; None for SWA
-    q_norm: Any  # f32 or bf16 [q_lora_rank]
-    kv_norm: Any  # f32 or bf16 [head_dim]
-    entry_ape: Any  # f32 or bf16 [ratio, entry width]; None for SWA
-    key_ape: Any  # f32 or bf16 [ratio, key width]; CSA only
-    angles: Any  # f32 [B, T, rope_dim] cosines, then sines, by which the last channels of a window row are rotated
-    positions: Any  # int32 [B, T]; below 0 on padding
+    q_a_kv: Array  # f32 [B, T, q_lora_rank + head_dim]
+    compress: Array | None  # f32 [B, T, 2 entry widths + 2 key widths + heads]; None for SWA
+    q_norm: Array  # f32 or bf16 [q_lora_rank]
+    kv_norm: Array  # f32 or bf16 [head_dim]
+    entry_ape: Array | None  # f32 or bf16 [ratio, entry width]; None for SWA
+    key_ape: Array | None  # f32 or bf16 [ratio, key width]; CSA only
+    angles: Array  # f32 [B, T, rope_dim] cosines, then sines, by which the last channels of a window row are rotated
+    positions: Array  # int32 [B, T]; below 0 on padding
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -63,7 +63,7 @@ class TokenProducts:
         return self.compress is None or all(size % VECTOR == 0 for size in (entry, key, self.compress.shape[-1]))
 
     @property
-    def flat(self) -> TokenProducts:
+    def flat(self: TokenProducts[jax.Array]) -> TokenProducts[jax.Array]:
         """The same with one axis for all tokens."""
         count = self.positions.size
         return dataclasses.replace(
@@ -77,15 +77,15 @@ class TokenProducts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenParts:
+class TokenParts[Array: Shaped]:
     """What tokens contribute to a layer, 0 on padding. Parts that it does not have are None."""
 
-    latent: Any  # f32 or bf16 [B, T, q_lora_rank], or OperandRows of that shape, after norm
-    kv: Any  # f32 [B, T, head_dim], after norm and rope
+    latent: Array | OperandRows[Array]  # f32 or bf16 [B, T, q_lora_rank], or OperandRows of that shape, after norm
+    kv: Array | None  # f32 [B, T, head_dim], after norm and rope
     stored: Any  # pytree ``nope rope scale`` [B, T, ...]: kv in the format of stored rows
-    entry: tuple[Any, Any] | None  # f32 [B, T, entry width] each: k, and z with its bias
-    key: tuple[Any, Any] | None  # f32 [B, T, key width] each
-    head_weights: Any  # f32 [B, T, heads]
+    entry: tuple[Array, Array] | None  # f32 [B, T, entry width] each: k, and z with its bias
+    key: tuple[Array, Array] | None  # f32 [B, T, key width] each
+    head_weights: Array | None  # f32 [B, T, heads]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +108,15 @@ def unsupported_token_parts(*, q_lora_rank: int, head_dim: int, rope_dim: int, r
     return f"the rows of compressors and heads must be even in number, got {rows}" if rows % _PAIR else None
 
 
-def token_parts(
-    products: TokenProducts,
+def token_parts[Spec: Shaped](
+    products: TokenProducts[jax.Array],
     rounding: TokenRounding,
     *,
-    row_spec: Any = None,
+    row_spec: KVRows[Spec] | None = None,
     has_streams: bool = True,
     reads_padding: bool = True,
     simulate: bool = False,
-) -> TokenParts:
+) -> TokenParts[jax.Array]:
     """Split the products of new tokens into parts, and norm, rotate, round and scale them.
 
     Args:
@@ -140,7 +140,7 @@ def token_parts(
     count, rank, dim = math.prod(lead), products.q_norm.shape[0], products.kv_norm.shape[0]
     entry, key, heads = products.widths
 
-    def rows(size: int, dtype: DTypeLike = jnp.float32) -> Any:
+    def rows(size: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, size), dtype)
 
     out = TokenParts(
@@ -153,11 +153,11 @@ def token_parts(
         key=(rows(key), rows(key)) if key and has_streams else None,
         head_weights=rows(heads) if heads else None,
     )
-    units: list[Callable[[Token, TokenParts, TokenRounding], None]] = [store_latent, _store_window_row]
+    units: list[Callable[[Token, TokenParts[Buffer], TokenRounding], None]] = [store_latent, _store_window_row]
     units += [_store_entry_streams] if out.entry is not None else []
     units += [store_keys_and_heads] if out.key is not None or heads else []
 
-    def body(machine: Machine, products: TokenProducts, parts: TokenParts) -> None:
+    def body(machine: Machine, products: TokenProducts[Buffer], parts: TokenParts[Buffer]) -> None:
         token = Token.of(machine, products, reads_padding=reads_padding)
         for number, unit in enumerate(units):
             with machine.when(machine.block(1) == number):
@@ -174,13 +174,13 @@ class Token:
     """A block's token."""
 
     machine: Machine
-    products: TokenProducts
+    products: TokenProducts[Buffer]
     n: Value
     position: Value
     there: Condition  # whether to load its products
 
     @classmethod
-    def of(cls, machine: Machine, products: TokenProducts, *, reads_padding: bool) -> Token:
+    def of(cls, machine: Machine, products: TokenProducts[Buffer], *, reads_padding: bool) -> Token:
         n = machine.block(0)
         position = products.positions.load_int(n)
         there = True if reads_padding else position >= 0
@@ -191,14 +191,16 @@ class Token:
         return self.position >= 0
 
 
-def latent_shapes(count: int, rank: int, rounding: TokenRounding) -> Any:
+def latent_shapes(
+    count: int, rank: int, rounding: TokenRounding
+) -> jax.ShapeDtypeStruct | OperandRows[jax.ShapeDtypeStruct]:
     """Return the shapes of the latents of so many tokens."""
     if rounding.latent_is_operand:
         return OperandRows.shapes(count, rank)
     return jax.ShapeDtypeStruct((count, rank), rounding.latent_dtype)
 
 
-def store_latent(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
+def store_latent(token: Token, parts: TokenParts[Buffer], rounding: TokenRounding) -> None:
     """Store a token's latent."""
     products, n = token.products, token.n
     row = Row(Team(token.machine, WARPGROUP), products.q_norm.shape[0])
@@ -224,23 +226,25 @@ def window_row(token: Token, rounding: TokenRounding) -> tuple[Row, Channels, Va
     return row, values, select(token.is_real, amax, 0.0)
 
 
-def _store_window_row(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
+def _store_window_row(token: Token, parts: TokenParts[Buffer], rounding: TokenRounding) -> None:
     row, values, amax = window_row(token, rounding)
+    assert parts.kv is not None
     row.store(parts.kv, values, token.n)
     if rounding.kv_format is not None:
         KV_FORMATS[rounding.kv_format].store(row, values, parts.stored, token.n, where=True, amax=amax)
 
 
-def _store_entry_streams(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
+def _store_entry_streams(token: Token, parts: TokenParts[Buffer], rounding: TokenRounding) -> None:
     assert parts.entry is not None
+    assert token.products.entry_ape is not None
     _Columns.of(token).copy(_streams(0, parts.entry, token.products.entry_ape, rounding))
 
 
-def store_keys_and_heads(token: Token, parts: TokenParts, rounding: TokenRounding) -> None:
-    entry, key, heads = token.products.widths
+def store_keys_and_heads(token: Token, parts: TokenParts[Buffer], rounding: TokenRounding) -> None:
     """Store the streams of keys, if they are among the parts, and the head weights, if there are any."""
+    entry, key, _ = token.products.widths
     pieces = [] if parts.key is None else _streams(2 * entry, parts.key, token.products.key_ape, rounding)
-    if heads:
+    if parts.head_weights is not None:
         pieces.append(_Piece(first=2 * (entry + key), out=parts.head_weights, factor=rounding.head_factor))
     _Columns.of(token).copy(pieces)
 
@@ -260,7 +264,7 @@ class _Piece:
         return self.out.shape[1]
 
 
-def _streams(first: int, streams: tuple[Buffer, Buffer], ape: Buffer, rounding: TokenRounding) -> list[_Piece]:
+def _streams(first: int, streams: tuple[Buffer, Buffer], ape: Buffer | None, rounding: TokenRounding) -> list[_Piece]:
     """The pieces k and z of a compressor whose columns begin at ``first``."""
     (k, z), is_bf16 = streams, rounding.stream_dtype == jnp.bfloat16
     return [
@@ -278,6 +282,7 @@ class _Columns:
 
     @classmethod
     def of(cls, token: Token) -> _Columns:
+        assert token.products.compress is not None
         return cls(token, math.gcd(VECTOR, token.products.compress.shape[1], *token.products.widths))
 
     def copy(self, pieces: list[_Piece]) -> None:
@@ -299,6 +304,7 @@ class _Columns:
 
     def _load(self, piece: _Piece) -> list[Step]:
         source, n = self.token.products.compress, self.token.n
+        assert source is not None
         return [
             source.load_floats(n, column + piece.first, count=self.together, where=there & self.token.there)
             for column, there in self._places(piece)
@@ -319,7 +325,9 @@ class _Columns:
         return select(self.token.is_real, x, 0.0)
 
 
-def check_products(products: TokenProducts, rounding: TokenRounding, row_spec: Any) -> None:
+def check_products[Spec: Shaped](
+    products: TokenProducts[jax.Array], rounding: TokenRounding, row_spec: KVRows[Spec] | None
+) -> None:
     """Raise what ``token_parts`` does."""
     chex.assert_rank([products.q_a_kv, products.angles, products.positions], [3, 3, 2])
     chex.assert_rank([products.q_norm, products.kv_norm], 1)

@@ -281,6 +281,7 @@ def indexer_call(case: Case) -> tuple[Call, Any, Any]:
         assert layer is not None
         if backend == "xla":
             return indexer.scores(keys.decode(inputs["queries"]), inputs["weights"], layer, visible)
+        assert layer.pool.indexer_keys is not None
         arrays = pk.ScoreInputs(
             queries=inputs["queries"],
             weights=inputs["weights"],

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
@@ -25,7 +25,7 @@ from pallas_kernels.attention.keys import KEYS, STAGED_LOADS, KeyLoader, Query, 
 from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.fragment import QUAD, Fragment, PerColumn, PerRow
-from pallas_kernels.language.lanes import add, fold, maximum, quad_transposed
+from pallas_kernels.language.lanes import Buffer, add, fold, maximum, quad_transposed
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
@@ -68,7 +68,7 @@ class BlockLayout(AttentionLayout):
         tiles = (HEADS + STAGES * KEYS) * HEAD_DIM * 2
         return tiles + staging_bytes(self.staged_loads, self.loaders) + STAGES * KEYS * 4
 
-    def scratch(self, queries: int, groups: int) -> Scratch | None:
+    def scratch(self, queries: int, groups: int) -> Scratch[jax.ShapeDtypeStruct] | None:
         if self.cluster == 1:
             return None
         lanes = CONSUMERS * WARPGROUP
@@ -303,7 +303,7 @@ _STORED = 32  # channels of a row that are stored at once
 _TURNED_FROM = NOPE_DIM - HALF  # first channel with rope, within the second half
 
 
-def finish_output(block: Block, outputs: Outputs, sums: Fragment, softmax: Softmax, half: Value) -> None:
+def finish_output(block: Block, outputs: Outputs[Buffer], sums: Fragment, softmax: Softmax, half: Value) -> None:
     """Divide the sums of weighted keys by the sums of weights, and store the result.
 
     Args:
@@ -322,7 +322,7 @@ def finish_output(block: Block, outputs: Outputs, sums: Fragment, softmax: Softm
     _store(block, outputs.out, means, half, first)
 
 
-def _merge_parts(block: Block, scratch: Scratch, sums: Fragment, softmax: Softmax) -> Fragment:
+def _merge_parts(block: Block, scratch: Scratch[Buffer], sums: Fragment, softmax: Softmax) -> Fragment:
     """Merge the parts of all blocks of a cluster. Each block returns 1 / cluster of the channels.
 
     Parts are exchanged as means, in f16, which is the precision of the weights they were computed with.
@@ -358,7 +358,9 @@ def _merge_parts(block: Block, scratch: Scratch, sums: Fragment, softmax: Softma
     return merged
 
 
-def _store(block: Block, out: Any, means: Fragment, half: Value, first: Index) -> None:
+def _store(
+    block: Block, out: Buffer | RoundedRows[Buffer] | OperandRows[Buffer], means: Fragment, half: Value, first: Index
+) -> None:
     """Store the channels from ``first`` on of each warpgroup's half, with the inverse rope applied to RoPE channels.
 
     The lanes of a quad have two adjacent channels each of every eight. In bf16 they are less than a sector of device

@@ -48,7 +48,7 @@ def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope
 
 
 def decode_attention(
-    inputs: AttentionInputs,
+    inputs: AttentionInputs[jax.Array],
     *,
     kv_format: str,
     dtype: DTypeLike = jnp.bfloat16,
@@ -112,7 +112,7 @@ def decode_attention(
 
 
 def attend(
-    inputs: AttentionInputs,
+    inputs: AttentionInputs[jax.Array],
     form: AttendedFormat,
     layout: AttentionLayout,
     dtype: DTypeLike,
@@ -124,7 +124,7 @@ def attend(
     batch, tokens, heads, dim = inputs.q.shape
     queries, groups = batch * tokens, heads // layout.heads
     if dtype == jnp.float8_e4m3fn:
-        out: Any = RoundedRows.shapes(queries, heads * dim)
+        out = RoundedRows.shapes(queries, heads * dim)
         if not isinstance(layout, sm90.Layout) or layout.cluster > 1 or out.scales.shape[1] != queries:
             in_bf16 = attend(inputs, form, layout, jnp.bfloat16, simulate=simulate)
             return round_rows(in_bf16.reshape(queries, heads * dim), simulate=simulate)
@@ -134,7 +134,7 @@ def attend(
         out = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
     if isinstance(layout, sm90.Layout):
         layout = dataclasses.replace(layout, is_picked=inputs.picks is not None)
-    outputs: Outputs = launch(
+    outputs: Outputs[jax.Array] = launch(
         functools.partial(layout.body, form=form),
         name="decode_attention",
         grid=layout.grid(queries, groups),

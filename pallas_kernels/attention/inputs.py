@@ -4,43 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import AttendedFormat
+from pallas_kernels.formats import AttendedFormat, KVRows
+from pallas_kernels.language.lanes import Shaped
+from pallas_kernels.needed import needed_first, past_last_needed
 
 HEAD_DIM, NOPE_DIM, ROPE_DIM = 512, 448, 64
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionInputs:
+class AttentionInputs[Array: Shaped]:
     """T queries of each of B requests, and the arrays of the layer that they attend to.
 
     A query at p sees the positions max(0, p - n_win + 1) .. p of its window, and of its first ``visible`` entries
     either those in ``picks`` or all. Rows are pytrees with leaves ``nope rope scale``, all in the same KV format.
     """
 
-    q: Any  # f16 or bf16 [B, T, H, 512]
-    window: Any  # rows [layers, requests, n_win, ...]: rings, with position p in row p % n_win
-    pos: Any  # int32 [layers, requests, n_win] position of each ring row, -1 = empty; a row with a wrong one is masked
-    fresh: Any  # rows [B, F, ...] of positions start .. start + F - 1, which are not in the ring yet; or None
-    entries: Any  # rows [layers, num_blocks, entries_per_block, ...]; or None
-    picks: Any  # int32 [B, T, K] entry numbers, -1 = none; None means all below visible
-    block_table: Any  # int32 [requests, max_blocks], -1 = none; None without entries
-    slots: Any  # int32 [B], -1 = none
-    start: Any  # int32 [B] position of the first fresh row
-    positions: Any  # int32 [B, T] of the queries, -1 = none, for which the output is 0
-    visible: Any  # int32 [B, T] number of entries that a query may see; None without entries
-    sinks: Any  # f32 or bf16 [H]
-    angles: Any  # f32 [B, T, 64] cosines, then sines, for the inverse rope of the output; or None
-    layer: Any  # int32 [1]
-    needed: Any = None  # bool [B, T], queries whose output anyone reads, which for others may be anything; None: all
-    order: Any = None  # a ``sm90.QueryOrder``, in place of ``needed``
-    wide: Any = None  # from ``wide.widen``, in place of the window, the fresh rows and the entries
+    q: Array  # f16 or bf16 [B, T, H, 512]
+    window: KVRows[Array]  # rows [layers, requests, n_win, ...]: rings, with position p in row p % n_win
+    pos: (
+        Array  # int32 [layers, requests, n_win] position of each ring row, -1 = empty; a row with a wrong one is masked
+    )
+    fresh: (
+        KVRows[Array] | None
+    )  # rows [B, F, ...] of positions start .. start + F - 1, which are not in the ring yet; or None
+    entries: KVRows[Array] | None  # rows [layers, num_blocks, entries_per_block, ...]; or None
+    picks: Array | None  # int32 [B, T, K] entry numbers, -1 = none; None means all below visible
+    block_table: Array | None  # int32 [requests, max_blocks], -1 = none; None without entries
+    slots: Array  # int32 [B], -1 = none
+    start: Array  # int32 [B] position of the first fresh row
+    positions: Array  # int32 [B, T] of the queries, -1 = none, for which the output is 0
+    visible: Array | None  # int32 [B, T] number of entries that a query may see; None without entries
+    sinks: Array  # f32 or bf16 [H]
+    angles: Array | None  # f32 [B, T, 64] cosines, then sines, for the inverse rope of the output; or None
+    layer: Array  # int32 [1]
+    needed: Array | None = (
+        None  # bool [B, T], queries whose output anyone reads, which for others may be anything; None: all
+    )
+    order: QueryOrder[Array] | None = None  # in place of ``needed``
+    wide: WideRows[Array] | None = None  # from ``wide.widen``, in place of the window, the fresh rows and the entries
 
     @property
     def max_entries(self) -> int:
@@ -49,16 +56,17 @@ class AttentionInputs:
             return 0
         if self.picks is not None:
             return self.picks.shape[2]
+        assert self.block_table is not None
         return self.block_table.shape[1] * self.entries.nope.shape[2]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WideRows:
+class WideRows[Array: Shaped]:
     """The workspace: the rows of each request, first those of its window, then its entries."""
 
-    rows: Any  # f16 [B * (n_win + F + entries), 512]
-    bias: Any  # f32 [B, n_win + F + entries], added to a row's logits: 0, -inf if there is no such row, or NaN
+    rows: Array  # f16 [B * (n_win + F + entries), 512]
+    bias: Array  # f32 [B, n_win + F + entries], added to a row's logits: 0, -inf if there is no such row, or NaN
     of_window: int = dataclasses.field(metadata=dict(static=True))  # n_win + F
 
     @property
@@ -67,22 +75,40 @@ class WideRows:
         return self.bias.shape[1]
 
     @classmethod
-    def of(cls, inputs: AttentionInputs) -> WideRows:
+    def of[Leaf: Shaped](cls, inputs: AttentionInputs[Leaf]) -> WideRows[jax.ShapeDtypeStruct]:
         """Return the shapes for a call."""
         of_window, entries = inputs.pos.shape[2], 0
         if inputs.fresh is not None:
             of_window += inputs.fresh.nope.shape[1]
         if inputs.entries is not None:
+            assert inputs.block_table is not None
             entries = inputs.block_table.shape[1] * inputs.entries.nope.shape[2]
         shape = inputs.slots.shape[0], of_window + entries
-        return cls(
+        return WideRows(
             rows=jax.ShapeDtypeStruct((math.prod(shape), HEAD_DIM), jnp.float16),
             bias=jax.ShapeDtypeStruct(shape, jnp.float32),
             of_window=of_window,
         )
 
 
-def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QueryOrder[Array: Shaped]:
+    """The queries of a launch, those that are needed first, or their buffers."""
+
+    count: Array  # int32 [1], of those that are needed
+    numbers: Array | None  # int32 [B T]; None: as they are
+
+    @classmethod
+    def of(cls, needed: jax.Array) -> QueryOrder[jax.Array]:
+        """The order for bool [B, T]; of one request, without a list."""
+        if needed.shape[0] == 1:
+            return QueryOrder(count=past_last_needed(needed), numbers=None)
+        count, numbers = needed_first(needed.reshape(-1))
+        return QueryOrder(count=count.reshape(1), numbers=numbers)
+
+
+def check_inputs(inputs: AttentionInputs[jax.Array], form: AttendedFormat) -> None:
     """Check that shapes and dtypes agree, and that rows have this format.
 
     Raises:
@@ -121,7 +147,7 @@ def check_inputs(inputs: AttentionInputs, form: AttendedFormat) -> None:
         _check_rows(entries, (pos.shape[0], None, None), form)
 
 
-def _check_rows(rows: Any, lead: tuple[int | None, ...], form: AttendedFormat) -> None:
+def _check_rows(rows: KVRows[jax.Array], lead: tuple[int | None, ...], form: AttendedFormat) -> None:
     chex.assert_shape([rows.nope, rows.rope], [(*lead, NOPE_DIM), (*lead, ROPE_DIM)])
     chex.assert_type(rows.rope, jnp.bfloat16)
     chex.assert_equal(rows.nope.dtype.itemsize, form.itemsize)

@@ -42,7 +42,7 @@ class Query:
     """One of a block's queries, and the number of its keys."""
 
     machine: TensorCores
-    inputs: AttentionInputs  # of buffers
+    inputs: AttentionInputs[Buffer]
     number: Value  # among the queries of all requests
     batch: Value
     token: Value
@@ -55,7 +55,7 @@ class Query:
     entry_keys: Value  # length of the list of entries: picks, or entries below visible
 
     @classmethod
-    def of(cls, machine: TensorCores, inputs: AttentionInputs, number: Value) -> Query:
+    def of(cls, machine: TensorCores, inputs: AttentionInputs[Buffer], number: Value) -> Query:
         tokens = inputs.positions.shape[1]
         batch, token = number // tokens, number % tokens
         slot, layer = inputs.slots.load_int(batch), inputs.layer.load_int(0)
@@ -195,6 +195,7 @@ class KeyLoader:
             address = inputs.pos.address_of((query.layer, query.slot, number % n_win))
             if inputs.entries is not None:
                 per_page, table = inputs.entries.nope.shape[2], inputs.block_table
+                assert table is not None
                 has_page = (number >= 0) & (number < query.visible) & (number < table.shape[1] * per_page)
                 known = select(in_window, known, has_page)
                 address = select(in_window, address, table.address_of((query.slot, number // per_page)))

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
+from pallas_kernels.activations import OperandRows, RoundedRows
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, QueryOrder
 from pallas_kernels.formats import AttendedFormat
+from pallas_kernels.language.lanes import Buffer, Shaped
 from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.target import GPU
 
@@ -19,7 +21,7 @@ CLUSTERS = (1, 2, 4, 8)  # blocks in a cluster, among which the channels of a he
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Scratch:
+class Scratch[Array: Shaped]:
     """Memory through which the blocks of a cluster exchange their parts of an output.
 
     Each block gets a share of channels.
@@ -27,14 +29,16 @@ class Scratch:
     The memory is device memory, which stays in L2. This was twice as fast as exchanging parts through shared memory.
     """
 
-    stats: Any  # f32 [queries, groups of heads, cluster, heads, 2] peak and total of each block
-    parts: Any  # f16 [queries, groups of heads, to block, from block, ...] in the kernel's own order
+    stats: Array  # f32 [queries, groups of heads, cluster, heads, 2] peak and total of each block
+    parts: Array  # f16 [queries, groups of heads, to block, from block, ...] in the kernel's own order
 
     @classmethod
-    def of(cls, layout: AttentionLayout, queries: int, groups: int, part: tuple[int, ...]) -> Scratch:
+    def of(
+        cls, layout: AttentionLayout, queries: int, groups: int, part: tuple[int, ...]
+    ) -> Scratch[jax.ShapeDtypeStruct]:
         """Return the shapes for parts of this shape."""
         lead = queries, groups, layout.cluster
-        return cls(
+        return Scratch(
             stats=jax.ShapeDtypeStruct((*lead, layout.heads, 2), jnp.float32),
             parts=jax.ShapeDtypeStruct((*lead, layout.cluster, *part), jnp.float16),
         )
@@ -42,12 +46,12 @@ class Scratch:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
+class Outputs[Array: Shaped]:
     """What decode attention writes."""
 
     # bf16 or f32 [B, T, H, 512], RoundedRows [B T, H 512] without clusters, or OperandRows [B T, H 512].
-    out: Any
-    scratch: Scratch | None  # None if there are no clusters
+    out: Array | RoundedRows[Array] | OperandRows[Array]
+    scratch: Scratch[Array] | None  # None if there are no clusters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,18 +91,20 @@ class AttentionLayout(abc.ABC):
             reduces=self.reduces,
         )
 
-    def arguments(self, inputs: AttentionInputs) -> AttentionInputs:
+    def arguments(self, inputs: AttentionInputs[jax.Array]) -> AttentionInputs[jax.Array]:
         """Return the inputs in the shapes and dtypes in which the kernel reads them."""
         return inputs
 
-    def order(self, inputs: AttentionInputs) -> Any:
+    def order(self, inputs: AttentionInputs[jax.Array]) -> QueryOrder[jax.Array] | None:
         """Return a ``sm90.QueryOrder`` of ``inputs.needed``, or None if the kernel computes all queries."""
         return None
 
     @abc.abstractmethod
-    def scratch(self, queries: int, groups: int) -> Scratch | None:
+    def scratch(self, queries: int, groups: int) -> Scratch[jax.ShapeDtypeStruct] | None:
         """Return the scratch shapes for so many queries and groups of heads; None without clusters."""
 
     @abc.abstractmethod
-    def body(self, machine: Any, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
+    def body(
+        self, machine: Any, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
+    ) -> None:
         """Run the kernel, on ``grid(B * T, H // heads)``."""

@@ -40,6 +40,7 @@ from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.fragment import QUAD, Fragment, PerColumn, PerRow
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.pipeline import Pipeline, Use
 from pallas_kernels.language.shared import Shared
@@ -73,7 +74,9 @@ class Layout(BlockLayout):
         barriers = 8 * (2 * STAGES + 2 * _HELD + 3)
         return self.common_bytes + _HELD * _PIECE * HEADS * 2 + HEADS * 8 + barriers + 16
 
-    def body(self, machine: TensorMemory, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
+    def body(
+        self, machine: TensorMemory, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
+    ) -> None:
         memory = _Memory.take(machine)
         init_barriers(
             *(memory.pipe.full, memory.pipe.free, memory.weights_pipe.full, memory.weights_pipe.free),
@@ -142,7 +145,9 @@ class _Memory(Memory):
         return self.weights_pipe.use_of(piece % _HELD, piece // _HELD)
 
 
-def _multiply(machine: TensorMemory, block: Block, memory: _Memory, outputs: Outputs, form: AttendedFormat) -> None:
+def _multiply(
+    machine: TensorMemory, block: Block, memory: _Memory, outputs: Outputs[Buffer], form: AttendedFormat
+) -> None:
     """Run the two multiplying warpgroups: one computes weights, and a warp of the other starts products.
 
     At the end each takes half of the channels.

@@ -38,7 +38,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +61,14 @@ from pallas_kernels.attention.block import (
     scale_logits,
     weigh,
 )
-from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, WideRows
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, QueryOrder
 from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.fragment import Fragment, LeftOperand, PerColumn, PerRow
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.pipeline import Pipeline, Use
@@ -83,7 +84,6 @@ from pallas_kernels.language.tensor_cores import (
 )
 from pallas_kernels.language.tiles import TypedTile
 from pallas_kernels.language.values import Condition, Index, Value, negate, select
-from pallas_kernels.needed import needed_first, past_last_needed
 
 _LOADERS = 2  # warpgroups, unless the hardware loads
 # Registers per lane for each number of loading warpgroups: of those that multiply, and of those that load.
@@ -113,11 +113,11 @@ class Layout(BlockLayout):
         if self.is_wide and self.cluster > 1:
             raise ValueError(f"{self}: with rows that are widened before, a cluster has 1 block")
 
-    def arguments(self, inputs: AttentionInputs) -> AttentionInputs:
+    def arguments(self, inputs: AttentionInputs[jax.Array]) -> AttentionInputs[jax.Array]:
         """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
         return dataclasses.replace(inputs, q=inputs.q.astype(jnp.float16).reshape(-1, HEAD_DIM))
 
-    def order(self, inputs: AttentionInputs) -> QueryOrder | None:
+    def order(self, inputs: AttentionInputs[jax.Array]) -> QueryOrder[jax.Array] | None:
         queries = math.prod(inputs.positions.shape)
         has_turns = queries > self._at_once(queries, inputs.sinks.shape[0] // HEADS)
         return QueryOrder.of(inputs.needed) if inputs.needed is not None and has_turns else None
@@ -135,7 +135,9 @@ class Layout(BlockLayout):
     def shared_bytes(self) -> int:
         return self.common_bytes + _HANDED_BYTES + 8 * (2 * STAGES * _PARTS + 1)
 
-    def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
+    def body(
+        self, machine: TensorCores, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
+    ) -> None:
         memory = HopperMemory.take(machine, is_wide=self.is_wide, staged_loads=self.staged_loads, loaders=self.loaders)
         init_barriers(memory.pipe.full, memory.pipe.free, memory.loaded_q, memory.handover.given)
         queries, heads = math.prod(inputs.positions.shape), inputs.sinks.shape[0]
@@ -191,23 +193,6 @@ class Layout(BlockLayout):
 
 
 # The queries of a block, one after the other.
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QueryOrder:
-    """The queries of a launch, those that are needed first, or their buffers."""
-
-    count: Any  # int32 [1], of those that are needed
-    numbers: Any  # int32 [B T]; None: as they are
-
-    @classmethod
-    def of(cls, needed: jax.Array) -> QueryOrder:
-        """The order for bool [B, T]; of one request, without a list."""
-        if needed.shape[0] == 1:
-            return cls(count=past_last_needed(needed), numbers=None)
-        count, numbers = needed_first(needed.reshape(-1))
-        return cls(count=count.reshape(1), numbers=numbers)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
     """A query of a block, by its number, and what follows it."""
@@ -223,7 +208,7 @@ class Turns:
     """Every ``at_once``-th query from the block's number on, of all or of those that are needed."""
 
     machine: TensorCores
-    order: QueryOrder | None  # of buffers; None: all queries, as they are
+    order: QueryOrder[Buffer] | None  # None: all queries, as they are
     queries: int  # of the launch
     at_once: int
 
@@ -243,6 +228,7 @@ class Turns:
     def _load(self, turn: Value) -> Value:
         """Return the number of a turn's query. Past the last turn it is that of any query."""
         assert self.order is not None
+        assert self.order.numbers is not None
         place = turn * self.at_once + self.machine.block(0)
         return self.order.numbers.load_int(place.minimum(self.queries - 1))
 
@@ -339,7 +325,7 @@ class HopperMemory(Memory):
         found = self.keys.copy(stage * self.pieces + piece).transposed(byte)
         return dataclasses.replace(found, leading=self.keys.size) if self.pieces > 1 else found
 
-    def load_query(self, inputs: AttentionInputs, number: Value) -> None:
+    def load_query(self, inputs: AttentionInputs[Buffer], number: Value) -> None:
         """Start to load the heads of a query, as a warpgroup together."""
         machine, heads = self.loaded_q.machine, inputs.sinks.shape[0]
         with machine.when(machine.thread % WARPGROUP < WARP):
@@ -433,20 +419,22 @@ class _Copier:
 
     def __init__(self, query: Query):
         self.query, self.machine = query, query.machine
-        self.wide: WideRows = query.inputs.wide
+        assert query.inputs.wide is not None
+        self.wide = query.inputs.wide
         lane = self.machine.thread % WARPGROUP
         self._unit, row = lane % _TEAM, lane // _TEAM
         self._rows = [row + first for first in range(0, KEYS, WARPGROUP // _TEAM)]  # of a tile
 
     def find(self, tile: Value) -> list[Value]:
         """Return the number of each key's row among those of the request, -1 = none."""
-        query, inputs, of_window = self.query, self.query.inputs, self.wide.of_window
+        query, picks, of_window = self.query, self.query.inputs.picks, self.wide.of_window
+        assert picks is not None
         found = []
         for row in self._rows:
             place = tile * KEYS + row
             entry = place - query.window_tiles * KEYS
-            inside = (entry >= 0) & (entry < inputs.picks.shape[2])
-            address = inputs.picks.address_of((query.batch, query.token, entry))
+            inside = (entry >= 0) & (entry < picks.shape[2])
+            address = picks.address_of((query.batch, query.token, entry))
             (entry,) = self.machine.load(address, 4, inside, constant=True, otherwise=-1)
             there = (entry >= 0) & (entry < query.visible) & (entry < self.wide.of_request - of_window)
             entry = select(there, entry + of_window, -1)
@@ -482,7 +470,8 @@ def copy_runs(block: Block, memory: HopperMemory) -> None:
     A tile's rows lie one after the other. Those that are no keys of the query have biases of -inf.
     """
     machine, query = block.machine, block.query
-    wide: WideRows = query.inputs.wide
+    wide = query.inputs.wide
+    assert wide is not None
     lane = machine.thread % WARPGROUP
     row = lane // (WARPGROUP // KEYS)
 
@@ -576,7 +565,7 @@ class Multiplier(abc.ABC):
         self.given_before = block.before.firsts + block.before.queries  # by each warpgroup
         self.no_total = PerRow([self.machine.constant(0.0, "f32")] * 2)
 
-    def run(self, outputs: Outputs, load_next: LoadNext | None) -> None:
+    def run(self, outputs: Outputs[Buffer], load_next: LoadNext | None) -> None:
         """Compute and store the output of the block's query."""
         machine, tiles = self.machine, self.block.tiles
         self.memory.loaded_q.wait(self.before.queries & 1)

@@ -13,6 +13,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import jax
+
 from pallas_kernels.activations import OperandRows
 from pallas_kernels.attention.block import LOG2E, LOWEST, scale_logits
 from pallas_kernels.attention.inputs import HEAD_DIM, NOPE_DIM, ROPE_DIM, AttentionInputs
@@ -20,7 +22,7 @@ from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
 from pallas_kernels.attention.layout import AttentionLayout, Outputs, Scratch
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.fragment import QUAD, Fragment, PerColumn, PerRow
-from pallas_kernels.language.lanes import Op, add, fold, maximum
+from pallas_kernels.language.lanes import Buffer, Op, add, fold, maximum
 from pallas_kernels.language.launch import SCRATCH_BYTES
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
@@ -69,17 +71,19 @@ class Layout(AttentionLayout):
         """Number of channels for which a block merges the parts."""
         return HEAD_DIM // self.cluster
 
-    def scratch(self, queries: int, groups: int) -> Scratch:
+    def scratch(self, queries: int, groups: int) -> Scratch[jax.ShapeDtypeStruct]:
         return Scratch.of(self, queries, groups, part=(self.heads, self.channels))
 
-    def body(self, machine: TensorCores, inputs: AttentionInputs, outputs: Outputs, *, form: AttendedFormat) -> None:
+    def body(
+        self, machine: TensorCores, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
+    ) -> None:
         _Block(machine, inputs, self, form).run(outputs)
 
 
 class _Block:
     """A block's share of a query, and its shared memory."""
 
-    def __init__(self, machine: TensorCores, inputs: AttentionInputs, layout: Layout, form: AttendedFormat):
+    def __init__(self, machine: TensorCores, inputs: AttentionInputs[Buffer], layout: Layout, form: AttendedFormat):
         self.machine, self.layout, self.form = machine, layout, form
         self.query = Query.of(machine, inputs, machine.block(0))
         self.first_head = machine.block(1) * layout.heads
@@ -93,7 +97,7 @@ class _Block:
         warps = layout.tiles * _WARPS
         self.peaks, self.totals = (Shared.take(machine, (warps, layout.heads), "f32") for _ in range(2))
 
-    def run(self, outputs: Outputs) -> None:
+    def run(self, outputs: Outputs[Buffer]) -> None:
         assert outputs.scratch is not None
         machine = self.machine
         self._load()
@@ -176,7 +180,7 @@ class _Block:
         """
         return [self.warpgroup + n for n in range(0, _PRODUCTS, self.layout.tiles)]
 
-    def _leave(self, scratch: Scratch, sums: Fragment, peak: PerColumn, total: PerColumn) -> None:
+    def _leave(self, scratch: Scratch[Buffer], sums: Fragment, peak: PerColumn, total: PerColumn) -> None:
         """Store this block's part of the output, each share of channels for the block that merges it.
 
         Parts are means, in f16, which is the precision of the weights they were computed with.
@@ -254,7 +258,7 @@ class _End:
     sink: Value
     angles: Sequence[list[Value]]  # cosines and sines of four pairs
 
-    def finish(self, outputs: Outputs) -> None:
+    def finish(self, outputs: Outputs[Buffer]) -> None:
         """Merge all blocks' parts, apply the inverse rope, and store the output."""
         machine, layout, query = self.block.machine, self.block.layout, self.block.query
         out, scratch = outputs.out, outputs.scratch
@@ -288,6 +292,7 @@ class _End:
             head = self.block.first_head + self.head
             out.store_line(merged, query.number, head * HEAD_DIM + channel, self.where)
             return
+        assert isinstance(out, Buffer), "blocks that share a query do not round"
         place = query.batch, query.token, self.block.first_head + self.head
         for n in range(0, 8, 16 // out.dtype.itemsize):
             out.store_floats(merged[n : n + 16 // out.dtype.itemsize], *place, channel + n, where=self.where)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
+import jax
 import numpy as np
 
 from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, WideRows
-from pallas_kernels.formats import AttendedFormat
-from pallas_kernels.language.lanes import Row, Team, fold, maximum
+from pallas_kernels.formats import AttendedFormat, KVRows
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team, fold, maximum
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
@@ -28,7 +28,7 @@ _INFINITE = int(np.float32(65520).view(np.int32))  # the bits of the smallest ma
 _WARPS = WARPGROUP // WARP
 
 
-def worth_widening(inputs: AttentionInputs) -> bool:
+def worth_widening[Array: Shaped](inputs: AttentionInputs[Array]) -> bool:
     """Return whether the queries read each row often enough, and the workspace is small enough.
 
     Both follow from shapes alone. The workspace has room for all entries for which a request has blocks in its table.
@@ -42,7 +42,9 @@ def worth_widening(inputs: AttentionInputs) -> bool:
     return read >= READS * wide.bias.size and size <= MAX_BYTES
 
 
-def widen(inputs: AttentionInputs, form: AttendedFormat, *, simulate: bool = False) -> AttentionInputs:
+def widen(
+    inputs: AttentionInputs[jax.Array], form: AttendedFormat, *, simulate: bool = False
+) -> AttentionInputs[jax.Array]:
     """Decode the rows of all requests.
 
     Returns:
@@ -50,7 +52,7 @@ def widen(inputs: AttentionInputs, form: AttendedFormat, *, simulate: bool = Fal
       NaN. Rows that do not exist are zero, or if there are picks they may be left unwritten.
     """
 
-    def body(machine: TensorCores, inputs: AttentionInputs, wide: WideRows) -> None:
+    def body(machine: TensorCores, inputs: AttentionInputs[Buffer], wide: WideRows[Buffer]) -> None:
         _widen_row(machine, inputs, wide, form)
 
     wide = WideRows.of(inputs)
@@ -65,12 +67,14 @@ def widen(inputs: AttentionInputs, form: AttendedFormat, *, simulate: bool = Fal
     return instead_of_rows(inputs, wide)
 
 
-def instead_of_rows(inputs: AttentionInputs, wide: WideRows) -> AttentionInputs:
+def instead_of_rows[Array: Shaped](inputs: AttentionInputs[Array], wide: WideRows[Array]) -> AttentionInputs[Array]:
     """Return inputs with widened rows in place of the stored ones."""
     return dataclasses.replace(inputs, window=None, fresh=None, entries=None, block_table=None, wide=wide)
 
 
-def _widen_row(machine: TensorCores, inputs: AttentionInputs, wide: WideRows, form: AttendedFormat) -> None:
+def _widen_row(
+    machine: TensorCores, inputs: AttentionInputs[Buffer], wide: WideRows[Buffer], form: AttendedFormat
+) -> None:
     """Write a row of the workspace by each warp of a block."""
     batch, n = machine.block(1), machine.block(0) * _WARPS + machine.thread // WARP
     _, requests, n_win = inputs.pos.shape
@@ -80,7 +84,7 @@ def _widen_row(machine: TensorCores, inputs: AttentionInputs, wide: WideRows, fo
     row = Row(Team(machine, WARP), HEAD_DIM)
     channels = row.constant(0.0)
 
-    def load(rows: Any, *lead: Index, where: Condition) -> None:
+    def load(rows: KVRows[Buffer], *lead: Index, where: Condition) -> None:
         nonlocal channels
         found = form.load(row, rows, *lead, where=where)
         channels = row.map(lambda new, old: select(where, new, old), found, channels)
@@ -96,6 +100,7 @@ def _widen_row(machine: TensorCores, inputs: AttentionInputs, wide: WideRows, fo
         load(inputs.fresh, batch, n - n_win, where=there)
         exists = exists | there
     if inputs.entries is not None:
+        assert inputs.block_table is not None
         _, num_pages, per_page = inputs.entries.nope.shape[:3]
         is_entry, entry = live & (n >= wide.of_window), (n - wide.of_window).maximum(0)
         page = inputs.block_table.load_int(slot, entry // per_page, where=is_entry, otherwise=-1)

@@ -1,5 +1,6 @@
 """Types that kernel bodies use on top of ``machine``: arrays in device memory, and rows spread over teams of lanes.
 
+Shaped      what a leaf of a tree is, inside of a kernel and outside
 Buffer      an array in device memory, addressed by indices
 Team        part of a warp, a warp, or a warpgroup, which together hold a row and reduce over it
 Row         how a row is spread over a team: lane t holds channels 4t .. 4t + 3 of every step
@@ -13,6 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +23,20 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+class Shaped(Protocol):
+    """A leaf of the trees that kernels take: an array, the shape and dtype of one, or its buffer in a body.
+
+    The classes of such trees are generic in it. ``KVRows[jax.Array]`` are rows outside of a kernel,
+    ``KVRows[jax.ShapeDtypeStruct]`` are asked for as a result, and a body works with ``KVRows[Buffer]``.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -40,7 +40,7 @@ def unsupported_scores(*, key_format: str, heads: int, key_dim: int, entries_per
 
 
 def indexer_scores(
-    inputs: ScoreInputs,
+    inputs: ScoreInputs[jax.Array],
     *,
     key_format: str,
     tuning: Tuning | None = None,
@@ -86,7 +86,7 @@ def indexer_scores(
 
 
 def _launch(
-    inputs: ScoreInputs, fp4: type[Fp4], tuning: Tuning | None, kernel: type[Tuning], simulate: bool
+    inputs: ScoreInputs[jax.Array], fp4: type[Fp4], tuning: Tuning | None, kernel: type[Tuning], simulate: bool
 ) -> jax.Array:
     batch, tokens = inputs.visible.shape
     max_entries = inputs.block_table.shape[1] * PAGE_ENTRIES

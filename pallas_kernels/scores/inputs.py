@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats import KeyRows
+from pallas_kernels.language.lanes import Shaped
 from pallas_kernels.scores.fp4 import CODE_BYTES, Fp4
 
 HEADS = 64
@@ -17,30 +18,30 @@ PAGE_ENTRIES = 32  # entries per page; a page is a block of the pool, and "block
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreInputs:
+class ScoreInputs[Array: Shaped]:
     """T queries of each of B requests, and the arrays of the layer whose indexer keys they are compared with.
 
     Queries and keys are pytrees with leaves ``codes scale``, in the same 4-bit format. A page is a block of the pool:
     the keys of 32 consecutive entries of a request.
     """
 
-    queries: Any  # codes u8 [B, T, 64, 64], scale u8 [B, T, 64, scale_bytes]
-    weights: Any  # f32 [B, T, 64] signed weights of the heads
-    keys: Any  # codes u8 [layers, num_blocks, 32, 64], scale u8 [layers, num_blocks, 32, scale_bytes]
-    layer: Any  # int32 [1]
-    block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none: their entries score 0
-    slots: Any  # int32 [B], -1 = none: nothing is read or written for the row
-    visible: Any  # int32 [B, T] number of entries that each query sees
-    tiles: Any = None  # from ``share.count_tiles``; None: the kernel counts them itself
+    queries: KeyRows[Array]  # codes u8 [B, T, 64, 64], scale u8 [B, T, 64, scale_bytes]
+    weights: Array  # f32 [B, T, 64] signed weights of the heads
+    keys: KeyRows[Array]  # codes u8 [layers, num_blocks, 32, 64], scale u8 [layers, num_blocks, 32, scale_bytes]
+    layer: Array  # int32 [1]
+    block_table: Array  # int32 [requests, max_blocks] pages of each request, -1 = none: their entries score 0
+    slots: Array  # int32 [B], -1 = none: nothing is read or written for the row
+    visible: Array  # int32 [B, T] number of entries that each query sees
+    tiles: Array | None = None  # from ``share.count_tiles``; None: the kernel counts them itself
 
-    def of_tokens(self, first: int, end: int) -> ScoreInputs:
+    def of_tokens(self: ScoreInputs[jax.Array], first: int, end: int) -> ScoreInputs[jax.Array]:
         """Return the inputs with only the queries of tokens first .. end - 1."""
         queries = jax.tree.map(lambda leaf: leaf[:, first:end], self.queries)
         weights, visible = self.weights[:, first:end], self.visible[:, first:end]
         return dataclasses.replace(self, queries=queries, weights=weights, visible=visible)
 
 
-def check_inputs(inputs: ScoreInputs, fp4: type[Fp4]) -> None:
+def check_inputs(inputs: ScoreInputs[jax.Array], fp4: type[Fp4]) -> None:
     """Check that shapes and dtypes agree, and are those of the format.
 
     Raises:

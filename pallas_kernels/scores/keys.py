@@ -29,12 +29,13 @@ class StoredKeys:
 class Keys:
     """A lane's part of the keys in its warpgroup's tiles."""
 
-    def __init__(self, inputs: ScoreInputs, fp4: Fp4):
+    def __init__(self, inputs: ScoreInputs[Buffer], fp4: Fp4):
         self.inputs, self.fp4 = inputs, fp4
         machine = fp4.machine
         self.half = machine.thread % WARPGROUP // (WARPGROUP // 2)  # this lane's half of a tile, which is a page
         layer, row = inputs.layer.load_int(0), product_row(machine) % PAGE_ENTRIES
         self.codes = self._from(inputs.keys.codes, layer, row, fp4.quarter * QUARTER_BYTES)
+        assert inputs.keys.scale is not None
         self.scales = self._from(inputs.keys.scale, layer, row, fp4.quarter * fp4.quarter_scales)
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.language.lanes import fold, maximum
+from pallas_kernels.language.lanes import Buffer, fold, maximum
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tiles import TypedTile
@@ -38,7 +38,7 @@ class _Loaded:
 class Queries:
     """The operands in shared memory for a request's queries."""
 
-    def __init__(self, inputs: ScoreInputs, fp4: Fp4, warpgroups: int):
+    def __init__(self, inputs: ScoreInputs[Buffer], fp4: Fp4, warpgroups: int):
         self.machine, self.inputs, self.fp4 = fp4.machine, inputs, fp4
         self.tokens, self.lanes = inputs.visible.shape[1], warpgroups * WARPGROUP
         self.operand = TypedTile.take(self.machine, HEADS, DIM, fp4.dtype, copies=self.tokens)
@@ -78,6 +78,7 @@ class Queries:
         quarters, tokens, heads = self._quarters(lane), self._tokens(lane), self._heads(lane)
 
         def scales(t: Value, head: Value, where: Condition) -> list[Value]:
+            assert queries.scale is not None
             return queries.scale.load_words(b, t, head, 0, count=self.fp4.scale_bytes, where=where)
 
         return _Loaded(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.language.lanes import add, fold, maximum
+from pallas_kernels.language.lanes import Buffer, add, fold, maximum
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Value, select
@@ -24,7 +24,7 @@ TILE_ENTRIES = 64  # rows of a warpgroup's product: two pages
 _START = 8  # cost of preparing a request's queries, in tiles
 
 
-def count_tiles(inputs: ScoreInputs) -> jax.Array:
+def count_tiles(inputs: ScoreInputs[jax.Array]) -> jax.Array:
     """Return the number of tiles that any query of each batch row sees, int32 [rows of all lanes].
 
     For calls with several tokens of a request, which may be thousands of rows: every warp reads the numbers of all of
@@ -43,7 +43,7 @@ def _lanes_and_rows(batch: int) -> tuple[int, int]:
     return lanes, -(-batch // lanes)
 
 
-def num_tiles(inputs: ScoreInputs, b: Value, where: Condition) -> Value:
+def num_tiles(inputs: ScoreInputs[Buffer], b: Value, where: Condition) -> Value:
     """Return the number of tiles that any query of a batch row sees; 0 for padding. ``inputs`` are buffers."""
     if inputs.tiles is not None:
         return inputs.tiles.load_int(b, where=where)
@@ -62,7 +62,7 @@ class Share:
     Each request has ``_START`` additional tiles in front, for its preparation.
     """
 
-    inputs: ScoreInputs  # of buffers
+    inputs: ScoreInputs[Buffer]
     begin: Value
     end: Value
     first: Value  # batch row in which the part begins
@@ -70,7 +70,7 @@ class Share:
     before: Value  # cost of all requests before the first
 
     @classmethod
-    def of_block(cls, machine: TensorCores, inputs: ScoreInputs, blocks: int) -> Share:
+    def of_block(cls, machine: TensorCores, inputs: ScoreInputs[Buffer], blocks: int) -> Share:
         """Return the share of this block, of ``blocks`` in total.
 
         Every warp computes it for itself. Each lane adds up the cost of some consecutive requests.

@@ -45,7 +45,9 @@ class Tuning(tuning.Tuning):
         operands = self.warpgroups * _COPIES * (TILE_ENTRIES * fp4.row_bytes + 8)
         return Queries.shared_bytes(fp4, tokens) + operands + 32
 
-    def body(self, machine: TensorMemory, inputs: ScoreInputs, out: Buffer, *, fp4: type[Fp4], blocks: int) -> None:
+    def body(
+        self, machine: TensorMemory, inputs: ScoreInputs[Buffer], out: Buffer, *, fp4: type[Fp4], blocks: int
+    ) -> None:
         share, form = Share.of_block(machine, inputs, blocks), fp4(machine)
         own = _Own.of(machine, form, self.warpgroups)
         block = Block.of(inputs, out, form, self.warpgroups)

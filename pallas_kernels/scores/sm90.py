@@ -55,7 +55,9 @@ class Tuning(tuning.Tuning):
     def shared_bytes(self, fp4: type[Fp4], tokens: int) -> int:
         return Queries.shared_bytes(fp4, tokens)
 
-    def body(self, machine: TensorCores, inputs: ScoreInputs, out: Buffer, *, fp4: type[Fp4], blocks: int) -> None:
+    def body(
+        self, machine: TensorCores, inputs: ScoreInputs[Buffer], out: Buffer, *, fp4: type[Fp4], blocks: int
+    ) -> None:
         share = Share.of_block(machine, inputs, blocks)
         block = Block.of(inputs, out, fp4(machine), self.warpgroups)
 

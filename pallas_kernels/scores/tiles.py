@@ -25,14 +25,14 @@ class Block:
     """What a block uses for all requests that it works on."""
 
     machine: TensorCores
-    inputs: ScoreInputs  # of buffers
+    inputs: ScoreInputs[Buffer]
     out: Buffer  # f32 [B, T, max_entries]
     queries: Queries
     keys: Keys
     warpgroups: int
 
     @classmethod
-    def of(cls, inputs: ScoreInputs, out: Buffer, fp4: Fp4, warpgroups: int) -> Self:
+    def of(cls, inputs: ScoreInputs[Buffer], out: Buffer, fp4: Fp4, warpgroups: int) -> Self:
         queries, keys = Queries(inputs, fp4, warpgroups), Keys(inputs, fp4)
         return cls(fp4.machine, inputs, out, queries, keys, warpgroups)
 

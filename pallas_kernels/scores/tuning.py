@@ -28,7 +28,7 @@ class Tuning(abc.ABC):
         """Return the shared memory that a block needs."""
 
     @abc.abstractmethod
-    def body(self, machine: Any, inputs: ScoreInputs, out: Buffer, *, fp4: type[Fp4], blocks: int) -> None:
+    def body(self, machine: Any, inputs: ScoreInputs[Buffer], out: Buffer, *, fp4: type[Fp4], blocks: int) -> None:
         """Score a block's share of the tiles. The grid is (blocks,).
 
         Args:

@@ -382,7 +382,7 @@ def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope
 
 
 def decode_attention(
-    inputs: AttentionInputs, *, kv_format: str, dtype: DTypeLike = jnp.bfloat16, tiles: Tiles | None = None
+    inputs: AttentionInputs[jax.Array], *, kv_format: str, dtype: DTypeLike = jnp.bfloat16, tiles: Tiles | None = None
 ) -> jax.Array:
     """Compute attention of each query over its own keys.
 

@@ -62,7 +62,7 @@ def unsupported(
 
 def append_chunk(
     stack: Any,
-    tokens: NewTokens,
+    tokens: NewTokens[jax.Array],
     *,
     kv_format: str,
     key_format: str,
@@ -115,7 +115,7 @@ def append_chunk(
     return store_compressed(stack, _given(tokens), sizes, formats, keep_tails)
 
 
-def cache_step(stack: Any, tokens: NewTokens, **options: Any) -> Any:
+def cache_step(stack: Any, tokens: NewTokens[jax.Array], **options: Any) -> Any:
     """Run the cache update of one layer for a decode step, with one token per request; see ``append_chunk``."""
     return append_chunk(stack, tokens, **options)
 
@@ -135,7 +135,7 @@ def append_swa(
     return append_chunk(stack, tokens, kv_format=kv_format, key_format="f32", ratio=None, eps=0.0)
 
 
-def flush_entries(entries_of: Any, new: NewEntries, *, kv_format: str, key_format: str) -> Any:
+def flush_entries(entries_of: Any, new: NewEntries[jax.Array], *, kv_format: str, key_format: str) -> Any:
     """Encode finished entries, and indexer keys if there are any, and write them into the pool, in place.
 
     Args:
@@ -170,7 +170,7 @@ def _formats(rows: Any, kv_format: str, key_dim: int, key_format: str) -> Format
     return Formats(nope_dim=nope_dim, rope_dim=rope_dim, kv_format=kv_format, key_dim=key_dim, key_format=key_format)
 
 
-def _check(tokens: NewTokens, formats: Formats) -> tuple[int, int]:
+def _check(tokens: NewTokens[jax.Array], formats: Formats) -> tuple[int, int]:
     """Check that shapes and dtypes agree. Returns B and T."""
     newest = tokens.kv if tokens.kv is not None else tokens.entry and tokens.entry.k
     assert newest is not None, "neither window rows nor entries are given"
@@ -187,10 +187,11 @@ def _check(tokens: NewTokens, formats: Formats) -> tuple[int, int]:
             chex.assert_shape([streams.k, streams.z], (*lead, count * dim))
             chex.assert_type([streams.k, streams.z], jnp.float32)
             chex.assert_shape(streams.norm, (dim,))
-    return lead
+    batch, count = lead
+    return batch, count
 
 
-def _given(tokens: NewTokens) -> Tokens:
+def _given(tokens: NewTokens[jax.Array]) -> Tokens:
     entry, key = (given and Streams(given.k, given.z, given.norm) for given in (tokens.entry, tokens.key))
     batch = Batch(tokens.layer, tokens.slots, tokens.start, tokens.num_new, tokens.block_table)
     return Tokens(batch, tokens.kv, entry, key, tokens.rope)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import KeyFormat, KVFormat
-from pallas_kernels.language.lanes import Buffer, Row, Team
+from pallas_kernels.formats import KeyFormat, KeyRows, KVFormat, KVRows
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team
 from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value
@@ -30,20 +30,22 @@ Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Streams:
+class Streams[Array: Shaped]:
     """A compressor's projections of the new tokens, straight from the matrix product, and the weight of its norm.
 
     CSA has two streams side by side: channels [0, dim) of k and z are the b-stream, [dim, 2 dim) the a-stream.
     """
 
-    k: Any  # f32 [B, T, dim or 2 dim]
-    z: Any  # f32 [B, T, dim or 2 dim] gate logits, including the position bias
-    norm: Any  # f32 or bf16 [dim]
+    k: Array | None  # f32 [B, T, dim or 2 dim]
+    z: Array | None  # f32 [B, T, dim or 2 dim] gate logits, including the position bias
+    norm: Array  # f32 or bf16 [dim]
 
     @property
     def lead(self) -> tuple[int, int]:
         """B and T."""
-        return self.k.shape[:2]
+        assert self.k is not None
+        batch, tokens, _ = self.k.shape
+        return batch, tokens
 
     def check(self, width: int, ratio: int) -> None:
         """Raise AssertionError (chex) if k and z are not so wide."""
@@ -52,7 +54,7 @@ class Streams:
         chex.assert_type([self.k, self.z], jnp.float32)
 
     def load(
-        self,
+        self: Streams[Buffer],
         row: Row,
         request: Request,
         token: Index,
@@ -71,7 +73,7 @@ class Streams:
         return self._finished(row, request, token, pair, first, where)
 
     def load_or_kept(
-        self,
+        self: Streams[Buffer],
         row: Row,
         request: Request,
         token: Value,
@@ -96,8 +98,10 @@ class Streams:
         return self._finished(row, request, token, (k, z), first, where & (token >= 0))
 
     @property
-    def _columns(self) -> tuple[tuple[Buffer, int], tuple[Buffer, int]]:
+    def _columns(self) -> tuple[tuple[Array, int], tuple[Array, int]]:
         """The buffer of k and its first column there, and those of z."""
+        assert self.k is not None
+        assert self.z is not None
         return (self.k, 0), (self.z, 0)
 
     def _finished(self, row: Row, request: Request, token: Index, pair: Pair, first: int, where: Condition) -> Pair:
@@ -116,7 +120,7 @@ class Kept:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProductStreams(Streams):
+class ProductStreams[Array: Shaped](Streams[Array]):
     """Streams that are columns of a product: [first, first + width) are k, the next ``width`` are z without its bias.
 
     Both are rounded to bf16 if ``is_bf16`` says so.
@@ -124,14 +128,15 @@ class ProductStreams(Streams):
 
     k: None = None
     z: None = None
-    product: Any  # f32 [B, T, columns]
-    ape: Any  # f32 or bf16 [ratio, width]: the bias of z, by the position's place in its group
+    product: Array  # f32 [B, T, columns]
+    ape: Array  # f32 or bf16 [ratio, width]: the bias of z, by the position's place in its group
     first: int = dataclasses.field(metadata={"static": True})
     is_bf16: bool = dataclasses.field(metadata={"static": True})
 
     @property
     def lead(self) -> tuple[int, int]:
-        return self.product.shape[:2]
+        batch, tokens, _ = self.product.shape
+        return batch, tokens
 
     def check(self, width: int, ratio: int) -> None:
         chex.assert_shape([self.product, self.ape], [(*self.lead, None), (ratio, width)])
@@ -143,10 +148,18 @@ class ProductStreams(Streams):
             )
 
     @property
-    def _columns(self) -> tuple[tuple[Buffer, int], tuple[Buffer, int]]:
+    def _columns(self) -> tuple[tuple[Array, int], tuple[Array, int]]:
         return (self.product, self.first), (self.product, self.first + self.ape.shape[1])
 
-    def _finished(self, row: Row, request: Request, token: Index, pair: Pair, first: int, where: Condition) -> Pair:
+    def _finished(
+        self: ProductStreams[Buffer],
+        row: Row,
+        request: Request,
+        token: Index,
+        pair: Pair,
+        first: int,
+        where: Condition,
+    ) -> Pair:
         """Add the bias of z where a token is new, and round both. What a tail has kept is rounded already."""
         place = (request.start + token).maximum(0) % self.ape.shape[0]
         bias = row.load(self.ape, place, first=first, where=where)
@@ -156,38 +169,76 @@ class ProductStreams(Streams):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NewTokens:
+class NewTokens[Array: Shaped]:
     """T new tokens of each of B requests, and where they go. Parts that are None are not written."""
 
-    layer: Any  # int32 [1] place of the layer in its stack
-    slots: Any  # int32 [B], -1 = no-op
-    start: Any  # int32 [B] tokens already stored
-    num_new: Any  # int32 [B] new tokens; 0 or more than T: no-op
-    block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none; None for SWA
-    kv: Any  # f32 [B, T, head_dim] window rows, after norm and rope
-    entry: Streams | None  # from the compressor; None for SWA
-    key: Streams | None  # from the indexer's compressor; CSA only
-    rope: Any  # f32 [B, N, rope_dim] cosines, then sines, for entry start // ratio + n; None for SWA
+    layer: Array  # int32 [1] place of the layer in its stack
+    slots: Array  # int32 [B], -1 = no-op
+    start: Array  # int32 [B] tokens already stored
+    num_new: Array  # int32 [B] new tokens; 0 or more than T: no-op
+    block_table: Array | None  # int32 [requests, max_blocks] pages of each request, -1 = none; None for SWA
+    kv: Array | None  # f32 [B, T, head_dim] window rows, after norm and rope
+    entry: Streams[Array] | None  # from the compressor; None for SWA
+    key: Streams[Array] | None  # from the indexer's compressor; CSA only
+    rope: Array | None  # f32 [B, N, rope_dim] cosines, then sines, for entry start // ratio + n; None for SWA
 
     @classmethod
-    def of_window(cls, layer: Any, kv: Any, slots: Any, start: Any, num_new: Any) -> NewTokens:
+    def of_window(cls, layer: Array, kv: Array, slots: Array, start: Array, num_new: Array) -> NewTokens[Array]:
         """Return tokens of which only the window rows are written."""
         nothing = dict.fromkeys(("block_table", "entry", "key", "rope"))
         return cls(layer=layer, slots=slots, start=start, num_new=num_new, kv=kv, **nothing)
 
 
+class State[Array: Shaped](Protocol):
+    """What requests have in all layers of a kind, beside their entries: [layers, requests, ...]."""
+
+    @property
+    def window(self) -> KVRows[Array]: ...  # rings of n_win rows
+
+    @property
+    def pos(self) -> Array: ...  # int32 [layers, requests, n_win] position of each ring row
+
+    @property
+    def tail(self) -> Any: ...  # one of ``update.call.TAIL_UPDATES`` knows it by the names of its leaves; or None
+
+    @property
+    def indexer_tail(self) -> Any: ...  # likewise
+
+
+class Pool[Array: Shaped](Protocol):
+    """The entries of all layers of a kind: [layers, num_pages, entries_per_page, ...]."""
+
+    @property
+    def entries(self) -> KVRows[Array]: ...
+
+    @property
+    def indexer_keys(self) -> KeyRows[Array] | None: ...  # CSA only
+
+
+class Stack[Array: Shaped](Protocol):
+    """All layers of a kind."""
+
+    @property
+    def state(self) -> State[Array]: ...
+
+    @property
+    def pool(self) -> Pool[Array] | None: ...  # None for SWA
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NewEntries:
+class NewEntries[Array: Shaped]:
     """Up to E finished entries of each of B requests, and where they go. Entries without a page are dropped."""
 
-    layer: Any  # int32 [1] place of the layer in its stack
-    slots: Any  # int32 [B], -1 = no-op
-    first: Any  # int32 [B] the number of the request's entry in row 0
-    count: Any  # int32 [B] number of entries; 0 or more than E: no-op
-    block_table: Any  # int32 [requests, max_blocks] pages of each request, -1 = none
-    entries: Any  # f32 [B, E, head_dim], after norm and rope
-    keys: Any  # f32 [B, E, indexer_head_dim] indexer keys, after norm, rope and Hadamard transform; None for HCA
+    layer: Array  # int32 [1] place of the layer in its stack
+    slots: Array  # int32 [B], -1 = no-op
+    first: Array  # int32 [B] the number of the request's entry in row 0
+    count: Array  # int32 [B] number of entries; 0 or more than E: no-op
+    block_table: Array  # int32 [requests, max_blocks] pages of each request, -1 = none
+    entries: Array  # f32 [B, E, head_dim], after norm and rope
+    keys: (
+        Array | None
+    )  # f32 [B, E, indexer_head_dim] indexer keys, after norm, rope and Hadamard transform; None for HCA
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,11 +305,11 @@ class Block:
 
     call: Call
     request: Request
-    tokens: NewTokens  # of buffers
-    stack: Any  # of buffers; the ``stack`` of ``append_chunk``
+    tokens: NewTokens[Buffer]
+    stack: Stack[Buffer]  # the ``stack`` of ``append_chunk``
 
     @classmethod
-    def load(cls, machine: Machine, call: Call, tokens: NewTokens, stack: Any) -> Block:
+    def load(cls, machine: Machine, call: Call, tokens: NewTokens[Buffer], stack: Stack[Buffer]) -> Block:
         request = Request.load(
             machine,
             layer=tokens.layer,

@@ -18,18 +18,16 @@ nothing to do (slot -1, or no entry completed) ends after reading slot and lengt
 
 from __future__ import annotations
 
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
-from pallas_kernels.language.lanes import Row
+from pallas_kernels.language.lanes import Buffer, Row
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Value
-from pallas_kernels.update.batch import Block, Call, Jobs, NewTokens, Split, Work
+from pallas_kernels.update.batch import Block, Call, Jobs, NewTokens, Split, Stack, State, Work
 from pallas_kernels.update.csa import CSAUpdate
 from pallas_kernels.update.hca import HCAOnlineUpdate, HCARingUpdate
 from pallas_kernels.update.tail_update import TailUpdate
@@ -39,16 +37,16 @@ MAX_HEAD_DIM = VECTOR * WARPGROUP
 TAIL_UPDATES: tuple[type[TailUpdate], ...] = (CSAUpdate, HCARingUpdate, HCAOnlineUpdate)
 
 
-def cache_step(
-    stack: Any,
-    tokens: NewTokens,
+def cache_step[Layers: Stack[jax.Array]](
+    stack: Layers,
+    tokens: NewTokens[jax.Array],
     *,
     kv_format: str,
     key_format: str,
     ratio: int | None,
     eps: float,
     simulate: bool = False,
-) -> Any:
+) -> Layers:
     """Run the cache update of one layer for a decode step, with one token per request.
 
     Args:
@@ -76,9 +74,9 @@ def cache_step(
     )
 
 
-def append_chunk(
-    stack: Any,
-    tokens: NewTokens,
+def append_chunk[Layers: Stack[jax.Array]](
+    stack: Layers,
+    tokens: NewTokens[jax.Array],
     *,
     kv_format: str,
     key_format: str,
@@ -86,7 +84,7 @@ def append_chunk(
     eps: float,
     keep_tails: bool = False,
     simulate: bool = False,
-) -> Any:
+) -> Layers:
     """Run the cache update of one layer for T tokens per request, of which ``num_new`` are real.
 
     The arguments are those of ``cache_step``. With ``keep_tails`` entries are written but the tails are not changed.
@@ -116,7 +114,7 @@ def append_chunk(
     if not batch or not work.units + work.job_units:
         return stack
 
-    def body(machine: Machine, tokens: NewTokens, stack: Any) -> None:
+    def body(machine: Machine, tokens: NewTokens[Buffer], stack: Stack[Buffer]) -> None:
         block = Block.load(machine, call, tokens, stack)
         work.run(block, None if update is None else update.of_block(block).run)
 
@@ -130,7 +128,7 @@ def append_chunk(
     )
 
 
-def _plan(call: Call, update: type[TailUpdate] | None, stack: Any, tokens: NewTokens) -> Work:
+def _plan(call: Call, update: type[TailUpdate] | None, stack: Stack[jax.Array], tokens: NewTokens[jax.Array]) -> Work:
     """Decide how the work on a request is split."""
     units, split, jobs = 0, Split(), ()
     if update is not None:
@@ -142,16 +140,18 @@ def _plan(call: Call, update: type[TailUpdate] | None, stack: Any, tokens: NewTo
     return Work.of(units, split, jobs, ride_along=call.num_tokens == 1 and split.parts > 1)
 
 
-def window_jobs(call: Call, tokens: NewTokens, state: Any) -> Jobs:
+def window_jobs(call: Call, tokens: NewTokens[jax.Array], state: State[jax.Array]) -> Jobs:
     """Return the jobs for the window rows that a request's new tokens can fill, one for each row.
 
     The newest n_win of the tokens are written to ring rows position mod n_win, each by a warp.
     """
-    rows = min(call.num_tokens, state.pos.shape[2])
+    assert tokens.kv is not None
+    rows, dim = min(call.num_tokens, state.pos.shape[2]), tokens.kv.shape[-1]
 
     def write(block: Block, row: Row, i: Value) -> None:
         """Write the ``i``-th of the newest rows; ``i`` is the same in all lanes of the row's team."""
         call, request, state, kv = block.call, block.request, block.stack.state, block.tokens.kv
+        assert kv is not None
         # If several tokens map to one row, only the newest is written.
         token = request.count - rows + i
         stored = request.live & (token >= 0)
@@ -164,10 +164,10 @@ def window_jobs(call: Call, tokens: NewTokens, state: Any) -> Jobs:
             call.kv_format.store(row, values, state.window, *lead, where=True)
             state.pos.store_int(position, *lead, where=row.team.lane == 0)
 
-    return Jobs(count=rows, dim=tokens.kv.shape[-1], run=write)
+    return Jobs(count=rows, dim=dim, run=write)
 
 
-def update_of(tail: Any) -> type[TailUpdate]:
+def update_of(tail: object) -> type[TailUpdate]:
     """Return the update that serves a tail, given as a pytree of arrays or buffers.
 
     Raises:
@@ -204,20 +204,21 @@ def unsupported_rows(kv_format: str, key_format: str, nope_dim: int, rope_dim: i
     return None
 
 
-def _sizes(tokens: NewTokens) -> tuple[int, int]:
+def _sizes(tokens: NewTokens[jax.Array]) -> tuple[int, int]:
     """Return B and T."""
     if tokens.kv is not None:
-        return tokens.kv.shape[:2]
+        batch, count, _ = tokens.kv.shape
+        return batch, count
     assert tokens.entry is not None, "there are window rows, or entries, or both"
     return tokens.entry.lead
 
 
-def _head_dim(stack: Any) -> int:
+def _head_dim(stack: Stack[jax.Array]) -> int:
     window = stack.state.window
     return window.nope.shape[-1] + window.rope.shape[-1]
 
 
-def check_tokens(stack: Any, tokens: NewTokens, call: Call) -> None:
+def check_tokens(stack: Stack[jax.Array], tokens: NewTokens[jax.Array], call: Call) -> None:
     chex.assert_shape(tokens.layer, (1,))
     chex.assert_shape([tokens.slots, tokens.start, tokens.num_new], (call.requests,))
     chex.assert_type([tokens.layer, tokens.slots, tokens.start, tokens.num_new], jnp.int32)
@@ -226,7 +227,9 @@ def check_tokens(stack: Any, tokens: NewTokens, call: Call) -> None:
         chex.assert_type(tokens.kv, jnp.float32)
 
 
-def check_compressors(stack: Any, tokens: NewTokens, call: Call, update: type[TailUpdate]) -> None:
+def check_compressors(
+    stack: Stack[jax.Array], tokens: NewTokens[jax.Array], call: Call, update: type[TailUpdate]
+) -> None:
     state, entry, key = stack.state, tokens.entry, tokens.key
     assert entry is not None
     if (key is not None) != update.has_keys:

@@ -10,9 +10,9 @@ the same code, one on a warpgroup and the other on a warp.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
-from pallas_kernels.language.lanes import Buffer, Row, add, fold, maximum
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, add, fold, maximum
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
 from pallas_kernels.update.batch import Block, Call, Jobs, Kept, NewTokens, Pair
@@ -35,7 +35,29 @@ def softmax_pool(row: Row, pairs: list[Pair]) -> Channels:
     return row.map(pool, *[k for k, _ in pairs], *[z for _, z in pairs])
 
 
-class CSAUpdate(TailUpdate):
+class CSATail[Array: Shaped](Protocol):
+    """The two streams of unfinished groups: [layers, requests, m, dim]."""
+
+    @property
+    def ka(self) -> Array: ...
+
+    @property
+    def za(self) -> Array: ...
+
+    @property
+    def kb_next(self) -> Array: ...
+
+    @property
+    def zb_next(self) -> Array: ...
+
+    @property
+    def kb(self) -> Array: ...
+
+    @property
+    def zb(self) -> Array: ...
+
+
+class CSAUpdate(TailUpdate[CSATail[Buffer]]):
     """The update of a CSA compressor, whose tail has both streams."""
 
     __slots__ = ()
@@ -48,6 +70,8 @@ class CSAUpdate(TailUpdate):
         """Return the indexer's compressor."""
         key = block.tokens.key
         assert key is not None
+        assert block.stack.pool is not None
+        assert block.stack.pool.indexer_keys is not None
         store = KeyStore(block, row, block.stack.pool.indexer_keys, key.norm)
         return cls(block, row, block.stack.state.indexer_tail, key, store)
 
@@ -65,7 +89,7 @@ class CSAUpdate(TailUpdate):
         return max(1, call.max_entries - 1)
 
     @classmethod
-    def jobs(cls, call: Call, tokens: NewTokens) -> tuple[Jobs, ...]:
+    def jobs[Array: Shaped](cls, call: Call, tokens: NewTokens[Array]) -> tuple[Jobs, ...]:
         """Return the units of the indexer's compressor, as jobs."""
         assert tokens.key is not None
 
@@ -75,7 +99,7 @@ class CSAUpdate(TailUpdate):
         return (Jobs(count=cls.num_units(call), dim=tokens.key.norm.shape[0], run=run),)
 
     @classmethod
-    def reset(cls, row: Row, tail: Any, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
+    def reset(cls, row: Row, tail: CSATail[Buffer], lead: tuple[Value, Value], j: Value, where: Condition) -> None:
         """Copy the current b-stream over the previous one."""
         where = where & (j < tail.kb.shape[2])
         for current, previous in ((tail.kb_next, tail.kb), (tail.zb_next, tail.zb)):

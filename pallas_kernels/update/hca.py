@@ -18,11 +18,11 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import jax
 
-from pallas_kernels.language.lanes import Row, add, fold, maximum
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, add, fold, maximum
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
@@ -95,7 +95,30 @@ class Softmax:
         return row.map(lambda a, s: row.machine.divide(a, select(s > 0, s, 1.0)), self.weighted, self.total)
 
 
-class HCAUpdate(TailUpdate):
+class RingTail[Array: Shaped](Protocol):
+    """The tokens of unfinished groups: [layers, requests, m', dim]."""
+
+    @property
+    def ka(self) -> Array: ...
+
+    @property
+    def za(self) -> Array: ...
+
+
+class OnlineTail[Array: Shaped](Protocol):
+    """The running softmax of unfinished groups: [layers, requests, dim]."""
+
+    @property
+    def peak(self) -> Array: ...
+
+    @property
+    def total(self) -> Array: ...
+
+    @property
+    def weighted(self) -> Array: ...
+
+
+class HCAUpdate[Tail](TailUpdate[Tail]):
     """The compressor of one request, which runs on all warpgroups of a cluster."""
 
     __slots__ = ()
@@ -124,7 +147,7 @@ class HCAUpdate(TailUpdate):
         return Split(cluster=parts // warpgroups, warpgroups=warpgroups, shared_bytes=scratch)
 
     @classmethod
-    def reset(cls, row: Row, tail: Any, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
+    def reset(cls, row: Row, tail: Tail, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
         """Set the tail to the state without rows."""
         for name, number in cls.empty.items():
             leaf = getattr(tail, name)
@@ -195,7 +218,7 @@ class HCAUpdate(TailUpdate):
         self.store.finish(softmax.pooled(self.row), to)
 
 
-class HCARingUpdate(HCAUpdate):
+class HCARingUpdate(HCAUpdate[RingTail[Buffer]]):
     """The update of a compressor with the ring tail."""
 
     __slots__ = ()
@@ -209,7 +232,7 @@ class HCARingUpdate(HCAUpdate):
         return call.max_entries
 
     @classmethod
-    def jobs(cls, call: Call, tokens: NewTokens) -> tuple[Jobs, ...]:
+    def jobs[Array: Shaped](cls, call: Call, tokens: NewTokens[Array]) -> tuple[Jobs, ...]:
         """Return a job for each tail row that the new tokens fill."""
         if call.keep_tails:
             return ()
@@ -279,7 +302,7 @@ def _num_tail_rows(call: Call) -> int:
     return min(call.num_tokens, call.ratio)
 
 
-class HCAOnlineUpdate(HCAUpdate):
+class HCAOnlineUpdate(HCAUpdate[OnlineTail[Buffer]]):
     """The update of a compressor with the online tail."""
 
     __slots__ = ()

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
-from pallas_kernels.language.lanes import Row, Team
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
-from pallas_kernels.update.batch import NewEntries, NewTokens, Request
+from pallas_kernels.update.batch import NewEntries, NewTokens, Pool, Request, Stack
 from pallas_kernels.update.call import append_chunk, update_of
 
 
-def append_swa(
-    stack: Any,
+def append_swa[Layers: Stack[jax.Array]](
+    stack: Layers,
     layer: jax.Array,
     kv: jax.Array,
     slots: jax.Array,
@@ -34,7 +33,7 @@ def append_swa(
     *,
     kv_format: str,
     simulate: bool = False,
-) -> Any:
+) -> Layers:
     """Encode rows kv f32 [B, T, head_dim], and write the newest n_win of each request into its window.
 
     The arguments are those of ``append_chunk``; of ``stack`` only ``state`` is needed. Returns the updated stack.
@@ -43,7 +42,9 @@ def append_swa(
     return append_chunk(stack, tokens, kv_format=kv_format, key_format="f32", ratio=None, eps=0.0, simulate=simulate)
 
 
-def flush_entries(pool: Any, new: NewEntries, *, kv_format: str, key_format: str, simulate: bool = False) -> Any:
+def flush_entries[Entries: Pool[jax.Array]](
+    pool: Entries, new: NewEntries[jax.Array], *, kv_format: str, key_format: str, simulate: bool = False
+) -> Entries:
     """Encode finished entries and write them where the block table says.
 
     The launch is named ``flush_hca``, or with keys ``flush_csa``, like the library's functions.
@@ -69,7 +70,7 @@ def flush_entries(pool: Any, new: NewEntries, *, kv_format: str, key_format: str
         return pool
     warps, rows_as, keys_as = WARPGROUP // WARP, KV_FORMATS[kv_format], KEY_FORMATS[key_format]
 
-    def body(machine: Machine, new: NewEntries, pool: Any) -> None:
+    def body(machine: Machine, new: NewEntries[Buffer], pool: Pool[Buffer]) -> None:
         table = new.block_table
         request = Request.load(
             machine,
@@ -92,6 +93,7 @@ def flush_entries(pool: Any, new: NewEntries, *, kv_format: str, key_format: str
         if new.keys is not None:
             row = Row(Team(machine, WARP), new.keys.shape[-1])
             values = row.load(new.keys, request.batch, entry, where=stored)
+            assert pool.indexer_keys is not None
             with machine.when(stored):
                 keys_as.store(row, values, pool.indexer_keys, *lead, where=True)
 
@@ -102,15 +104,17 @@ def flush_entries(pool: Any, new: NewEntries, *, kv_format: str, key_format: str
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Groups:
+class _Groups[Array: Shaped]:
     """Which requests have completed a group."""
 
-    complete: Any  # int32 [B], 0 or 1
-    layer: Any  # int32 [1]
-    slots: Any  # int32 [B], -1 = no-op
+    complete: Array  # int32 [B], 0 or 1
+    layer: Array  # int32 [1]
+    slots: Array  # int32 [B], -1 = no-op
 
 
-def rotate_csa(tails: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False) -> Any:
+def rotate_csa[Tail](
+    tails: list[Tail], layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False
+) -> list[Tail]:
     """Copy the current b-stream over the previous one for requests whose group is complete.
 
     Args:
@@ -125,7 +129,9 @@ def rotate_csa(tails: Any, layer: jax.Array, slots: jax.Array, complete: jax.Arr
     return _reset("rotate_csa", tails, _Groups(layer=layer, slots=slots, complete=complete), simulate)
 
 
-def reset_hca(tail: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False) -> Any:
+def reset_hca[Tail](
+    tail: Tail, layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False
+) -> Tail:
     """Empty the tail of requests whose group is complete.
 
     Args:
@@ -138,11 +144,11 @@ def reset_hca(tail: Any, layer: jax.Array, slots: jax.Array, complete: jax.Array
     return _reset("reset_hca", [tail], _Groups(layer=layer, slots=slots, complete=complete), simulate)[0]
 
 
-def _reset(name: str, tails: list[Any], groups: _Groups, simulate: bool) -> list[Any]:
+def _reset[Tail](name: str, tails: list[Tail], groups: _Groups[jax.Array], simulate: bool) -> list[Tail]:
     """Launch one warpgroup per request and row of the largest tail, which calls ``TailUpdate.reset`` for that row."""
     updates = [update_of(tail) for tail in tails]
 
-    def body(machine: Machine, groups: _Groups, tails: list[Any]) -> None:
+    def body(machine: Machine, groups: _Groups[Buffer], tails: list[object]) -> None:
         slot, complete = (leaf.load_int(machine.block(0)) for leaf in (groups.slots, groups.complete))
         lead, j = (groups.layer.load_int(0), slot), machine.block(1)
         for update, tail in zip(updates, tails, strict=True):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from pallas_kernels.language.lanes import Buffer, Row, Team
+from pallas_kernels.formats import KeyRows, KVRows
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.values import Channels, Condition, Index, Value
 from pallas_kernels.rows import Angles, hadamard, load_angles, norm, rope
@@ -33,12 +34,12 @@ class Destination:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class RowStore(abc.ABC):
+class RowStore[Rows](abc.ABC):
     """Where a compressor's pooled rows go, and how they are finished."""
 
     block: Block
     row: Row
-    rows: Any  # buffers of the pool, [layers, num_pages, entries_per_page, ...]
+    rows: Rows  # of the pool, [layers, num_pages, entries_per_page, ...]
     weight: Buffer  # of the norm
 
     @property
@@ -56,6 +57,8 @@ class RowStore(abc.ABC):
             without waiting for ``where``.
         """
         request, row, tokens = self.block.request, self.row, self.block.tokens
+        assert tokens.rope is not None
+        assert tokens.block_table is not None
         at_once = True if known else where
         weight = row.load(self.weight, where=at_once)
         angles = load_angles(row, tokens.rope, request.batch, number, where=at_once)
@@ -67,7 +70,7 @@ class RowStore(abc.ABC):
         """Finish a pooled row and store it."""
 
 
-class EntryStore(RowStore):
+class EntryStore(RowStore[KVRows[Buffer]]):
     """Stores entries."""
 
     __slots__ = ()
@@ -83,7 +86,7 @@ class EntryStore(RowStore):
         call.kv_format.store(row, rope(y, to.angles), self.rows, *lead, where=to.stored, amax=amax)
 
 
-class KeyStore(RowStore):
+class KeyStore(RowStore[KeyRows[Buffer]]):
     """Stores the indexer keys of entries."""
 
     __slots__ = ()
@@ -100,7 +103,7 @@ class KeyStore(RowStore):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TailUpdate(abc.ABC):
+class TailUpdate[Tail](abc.ABC):
     """The compressor of one request, with its tail. Subclasses are listed in ``call.TAIL_UPDATES``.
 
     The class methods say which tails are supported and how the work is split. An instance does the share of one CTA.
@@ -120,8 +123,8 @@ class TailUpdate(abc.ABC):
 
     block: Block
     row: Row
-    tail: Any  # buffers
-    streams: Streams  # of buffers
+    tail: Tail  # of buffers
+    streams: Streams[Buffer]
     store: RowStore
 
     @classmethod
@@ -129,6 +132,7 @@ class TailUpdate(abc.ABC):
         """Return the compressor of entries, which runs on a warpgroup."""
         entry, state, pool = block.tokens.entry, block.stack.state, block.stack.pool
         assert entry is not None
+        assert pool is not None
         row = Row(Team(block.machine, WARPGROUP), entry.norm.shape[0])
         return cls(block, row, state.tail, entry, EntryStore(block, row, pool.entries, entry.norm))
 
@@ -156,7 +160,7 @@ class TailUpdate(abc.ABC):
         return Split()
 
     @classmethod
-    def jobs(cls, call: Call, tokens: NewTokens) -> tuple[Jobs, ...]:
+    def jobs[Array: Shaped](cls, call: Call, tokens: NewTokens[Array]) -> tuple[Jobs, ...]:
         """Return the additional work that is done by single warps."""
         return ()
 
@@ -166,7 +170,7 @@ class TailUpdate(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def reset(cls, row: Row, tail: Any, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
+    def reset(cls, row: Row, tail: Tail, lead: tuple[Value, Value], j: Value, where: Condition) -> None:
         """Set the j-th row of a tail, of shape ``tail_shape``, to what it is after a complete group.
 
         Args:

@@ -12,14 +12,13 @@ compressor loads its streams from the product, and a window row is stored where 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
-from pallas_kernels.language.lanes import Row, Team
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.values import VECTOR
@@ -34,12 +33,12 @@ from pallas_kernels.token_parts import (
     store_latent,
     window_row,
 )
-from pallas_kernels.update.batch import Block, Call, NewTokens
+from pallas_kernels.update.batch import Block, Call, NewTokens, Stack
 from pallas_kernels.update.call import check_compressors, check_tokens, unsupported_rows, update_of
 from pallas_kernels.update.tail_update import TailUpdate
 
 
-def unsupported_token_step(tail: Any, products: TokenProducts) -> str | None:
+def unsupported_token_step[Array: Shaped](tail: object, products: TokenProducts[Array]) -> str | None:
     """Return why this is not one launch, or None if it is. It then takes two, if each of them is supported.
 
     Args:
@@ -50,21 +49,21 @@ def unsupported_token_step(tail: Any, products: TokenProducts) -> str | None:
         return f"a request must bring one token, got {tokens}"
     if tail is not None and not update_of(tail).is_one_warpgroup:
         return f"the update of {update_of(tail).__name__} is done by several warpgroups"
-    if not products.has_aligned_streams:
+    if products.compress is not None and not products.has_aligned_streams:
         return f"columns and streams must be multiples of {VECTOR}, got {products.compress.shape} and {products.widths}"
     return None
 
 
-def token_step(
-    stack: Any,
-    tokens: NewTokens,
-    products: TokenProducts,
+def token_step[Layers: Stack[jax.Array]](
+    stack: Layers,
+    tokens: NewTokens[jax.Array],
+    products: TokenProducts[jax.Array],
     rounding: TokenRounding,
     *,
     key_format: str,
     ratio: int | None,
     simulate: bool = False,
-) -> tuple[Any, TokenParts]:
+) -> tuple[Layers, TokenParts[jax.Array]]:
     """Split the products of one token of each request into parts, and update the cache of one layer with them.
 
     The bytes are those of ``token_parts`` followed by ``cache_step``.
@@ -115,7 +114,11 @@ def token_step(
     if update is not None:
         units.insert(0, _compress)
 
-    def body(machine: Machine, given: tuple[NewTokens, TokenProducts], state: tuple[Any, TokenParts]) -> None:
+    def body(
+        machine: Machine,
+        given: tuple[NewTokens[Buffer], TokenProducts[Buffer]],
+        state: tuple[Stack[Buffer], TokenParts[Buffer]],
+    ) -> None:
         (tokens, products), (stack, parts) = given, state
         block = Block.load(machine, call, tokens, stack)
         work = _Work(block, Token.of(machine, products, reads_padding=True), parts, rounding, update)
@@ -143,7 +146,7 @@ class _Work:
 
     block: Block
     token: Token
-    parts: TokenParts
+    parts: TokenParts[Buffer]
     rounding: TokenRounding
     update: type[TailUpdate] | None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -138,8 +138,7 @@ def test_rows_are_widened_where_many_queries_read_them_and_there_is_memory():
 
         each, every = of(batch), of(batch, tokens)
         inputs = AttentionInputs(
-            q=None,
-            window=None,
+            **cast(Any, dict.fromkeys(("q", "window", "sinks", "angles"))),  # which are not asked about
             pos=of(2, 9, 128),
             fresh=rows(batch, tokens),
             entries=rows(2, 99, 128 // ratio),
@@ -149,8 +148,6 @@ def test_rows_are_widened_where_many_queries_read_them_and_there_is_memory():
             start=each,
             positions=every,
             visible=every,
-            sinks=None,
-            angles=None,
             layer=of(1),
         )
         return worth_widening(inputs)

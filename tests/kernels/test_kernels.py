@@ -230,7 +230,7 @@ def test_a_named_backend_refuses_sizes_that_its_kernels_do_not_serve(sizes, reas
     assert CACHE_UPDATE.choose("xla", plan, CSA) == "xla"
 
 
-def new_tokens(case: Case) -> pk.NewTokens:
+def new_tokens(case: Case) -> Any:
     """Return a call's arrays, of which only the shapes matter."""
     cfg, plan, batch, is_csa = case.cfg, case.plan, case.batch, case.kind == CSA
 

@@ -43,7 +43,7 @@ class Size:
             dataclasses.replace(d4.DSV4Config.flash(), rope_dim=self.rope_dim), d4.AttentionType.CSA
         )
 
-    def draw(self, dtype: Any) -> pk.TokenProducts:
+    def draw(self, dtype: Any) -> Any:
         """Rows of all magnitudes, a row of zeros, padding that is NaN; weights of ``dtype``."""
         rng = np.random.default_rng(self.rank)
 
@@ -53,7 +53,7 @@ class Size:
             x[-1, -1] = np.nan
             return jnp.asarray(x, jnp.float32)
 
-        def weight(*shape: int) -> jax.Array | None:
+        def weight(*shape: int) -> Any:
             return jnp.asarray(rng.standard_normal(shape), dtype) if all(shape) else None
 
         positions = rng.integers(0, 1 << 20, self.lead)
@@ -83,12 +83,12 @@ SIZES = {
 sizes = pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
 
 
-def formulas(products: pk.TokenProducts, rounding: pk.TokenRounding, freqs: np.ndarray) -> pk.TokenParts:
+def formulas(products: pk.TokenProducts, rounding: pk.TokenRounding, freqs: np.ndarray) -> Any:
     """The parts in plain JAX, but for ``stored``."""
     return jax.jit(functools.partial(_formulas, rounding=rounding, freqs=freqs))(products)
 
 
-def _formulas(products: pk.TokenProducts, rounding: pk.TokenRounding, freqs: np.ndarray) -> pk.TokenParts:
+def _formulas(products: Any, rounding: pk.TokenRounding, freqs: np.ndarray) -> pk.TokenParts:
     rank = products.q_norm.shape[0]
     latent = rms_norm(products.q_a_kv[..., :rank], products.q_norm, rounding.eps).astype(rounding.latent_dtype)
     kv = apply_rope(rms_norm(products.q_a_kv[..., rank:], products.kv_norm, rounding.eps), products.positions, freqs)

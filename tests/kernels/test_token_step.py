@@ -64,7 +64,7 @@ def make_products(case: Case, batch: Batch, dtype: Any) -> pk.TokenProducts:
         x[~is_real] = np.nan
         return jnp.asarray(x, jnp.float32)
 
-    def weight(*shape: int) -> jax.Array | None:
+    def weight(*shape: int) -> Any:
         return jnp.asarray(rng.standard_normal(shape), dtype) if all(shape) else None
 
     positions = jnp.asarray(np.where(is_real, batch.start[:, None] + token, -1), jnp.int32)
@@ -91,6 +91,7 @@ def make_tokens(case: Case, batch: Batch, products: pk.TokenProducts) -> pk.NewT
         norm, is_bf16 = jnp.asarray(1 + 0.1 * rng.standard_normal(dim), jnp.float32), case.tail_dtype == "bfloat16"
         if ape is None:
             return None
+        assert products.compress is not None
         return pk.ProductStreams(product=products.compress, ape=ape, norm=norm, first=first, is_bf16=is_bf16)
 
     return pk.NewTokens(
@@ -222,6 +223,7 @@ def test_what_it_does_not_support_is_named():
     assert "one token" in str(
         pk.unsupported_token_step(tail, dataclasses.replace(products, positions=jnp.zeros((3, 2))))
     )
+    assert products.compress is not None
     odd = dataclasses.replace(products, compress=jnp.zeros((12, 1, products.compress.shape[-1] + 2)))
     assert "multiples of 4" in str(pk.unsupported_token_step(tail, odd))
     stack, tokens = make_stack(case, make_batch(case)), make_tokens(case, make_batch(case), products)

@@ -206,6 +206,7 @@ def _attention_of_chunk(cache: d4.KVCache, kind: AttentionType, batch: int, toke
     def widened(inputs: Any) -> Any:
         return widen(inputs, form).wide
 
+    assert inputs.entries is not None
     rows = inputs.entries.nope
     yield Kernel(
         name=f"widen_rows {title}", function=widened, args=(inputs,), rows=rows, reads_only=True, has_scratch=True
@@ -247,7 +248,7 @@ def _scores(cache: d4.KVCache, batch: int, tokens: int) -> Kernel:
     inputs = pk.ScoreInputs(
         queries=_many(plan.keys.row(128), *lead, plan.cfg.indexer_heads),
         weights=f32(*lead, plan.cfg.indexer_heads),
-        keys=None,  # the first argument
+        keys=cast(Any, None),  # the first argument
         layer=_i32(1),
         block_table=cache.tables.block_table,
         slots=_i32(batch),

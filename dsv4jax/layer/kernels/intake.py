@@ -105,6 +105,8 @@ def _product_streams(
     def streams(pool: PoolParams | None, ape: jax.Array | None, first: int) -> pk.ProductStreams | None:
         if pool is None:
             return None
+        assert products.compress is not None
+        assert ape is not None
         is_bf16 = rounding.stream_dtype == jnp.bfloat16
         return pk.ProductStreams(product=products.compress, ape=ape, norm=pool.norm, first=first, is_bf16=is_bf16)
 

@@ -62,6 +62,7 @@ class IndexerScoresKernels(Kernels):
             padding = [(0, 0), (0, groups * together - tokens)] + [(0, 0)] * (x.ndim - 2)
             return jnp.pad(x, padding).reshape(batch * groups, together, *x.shape[2:])
 
+        assert layer.pool.indexer_keys is not None
         inputs = pk.ScoreInputs(
             queries=jax.tree.map(grouped, queries),
             weights=grouped(weights),

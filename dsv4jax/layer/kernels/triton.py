@@ -122,6 +122,8 @@ class TritonIndexerScores(IndexerScoresKernels):
         self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
     ) -> jax.Array:
         weights, layer = self.without_derivative(INDEXER_SCORES, (weights, layer))
+        assert layer.pool.indexer_keys is not None
+        assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
         inputs = pk.ScoreInputs(
             queries=queries,
             weights=weights,
