@@ -124,9 +124,28 @@ def attention_layer_at(
       ValueError: as for ``attention_layer``, or the index is out of range or the model has no layer of this kind.
     """
     check_cache("attention_layer_at", cache)
+    given = Given(x=x, slots=slots, num_new=num_new, residual=residual)
     options = RunOptions(backend=backend, model_axis=model_axis)
-    y, cache, _ = run_layer(params, x, cache, AttentionType(kind), index, slots, num_new, options, residual)
+    y, cache, _ = run_layer(params, given, cache, AttentionType(kind), index, options)
     return y, cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a layer is given of each request of a batch."""
+
+    x: jax.Array  # f32 or bf16 [B, T, hidden]
+    slots: jax.Array  # int32 [B], -1 = padding row
+    num_new: jax.Array  # int32 [B], tokens of each row that are real
+    residual: jax.Array | None = None  # rows like x to which the output is added
+
+    def check(self, hidden_size: int) -> None:
+        check_batch(slots=self.slots, num_new=self.num_new)
+        check_array("x", self.x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden_size}, FLOATS)
+        if self.residual is not None:
+            axes = dict(zip(("B", "T", "hidden_size"), self.x.shape, strict=True))
+            check_array("residual", self.residual, axes, self.x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,35 +159,29 @@ class RunOptions:
 
 def run_layer(
     params: AttentionParams,
-    x: jax.Array,
+    given: Given,
     cache: KVCache,
     kind: AttentionType,
     index: jax.Array | int,
-    slots: jax.Array,
-    num_new: jax.Array,
     options: RunOptions,
-    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, Draft | None]:
     """Check the arguments of a layer and run it.
 
     For a draft, the returned cache has the same windows and tails, and new entries past the end of each request's own.
     """
     plan = plan_of_heads(cache.plan, options.model_axis)
-    cfg = plan.cfg
-    check_batch(slots=slots, num_new=num_new)
-    check_array("x", x, {"B": slots.shape[0], "T": None, "hidden_size": cfg.hidden_size}, FLOATS)
-    if residual is not None:
-        check_array("residual", residual, dict(zip(("B", "T", "hidden_size"), x.shape, strict=True)), x.dtype)
-    check_params(params, cfg, kind)
+    given.check(plan.cfg.hidden_size)
+    check_params(params, plan.cfg, kind)
     cache.stack(kind)  # raises if the model has no such layers
     depth = len(cache.plan.layers(kind))
     if isinstance(index, Tracer):
         nearest = jnp.clip(index, 0, depth - 1)
-        num_new = jnp.where(index == nearest, num_new, x.shape[1] + 1)
+        given = dataclasses.replace(given, num_new=jnp.where(index == nearest, given.num_new, given.x.shape[1] + 1))
         index = nearest
     elif not 0 <= integer("index", index) < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
     check_name(options.backend)
+    x = given.x
     if not isinstance(x.shape[1], int):
         raise ValueError(f"x: T must be a number, got {x.shape}: export a function for each T; B may be symbolic")
     if not isinstance(x.shape[0], int):
@@ -176,25 +189,22 @@ def run_layer(
     if x.size == 0:
         if options.is_draft:
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
-        cache, slots, num_new = jax.tree.map(jnp.asarray, (cache, slots, num_new))  # nothing is jitted here
-        cache, _ = LayerCall.begin(cache, kind, index, slots, num_new, x.shape[1])
-        return jnp.zeros_like(x) if residual is None else jnp.asarray(residual), cache, None
+        cache, given = jax.tree.map(jnp.asarray, (cache, given))  # nothing is jitted here
+        cache, _ = LayerCall.begin(cache, kind, index, given.slots, given.num_new, x.shape[1])
+        return jnp.zeros_like(given.x) if given.residual is None else given.residual, cache, None
     options = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
     index = jnp.asarray(index, jnp.int32)
     params = frozen_where_stored(params)
-    return _run_layer(params, x, residual, cache, index, slots, num_new, kind=kind, options=options)
+    return _run_layer(params, given, cache, index, kind=kind, options=options)
 
 
 # Jitted so that all layers of a kind are traced once. It donates nothing.
 @functools.partial(jax.jit, static_argnames=("kind", "options"))
 def _run_layer(
     params: AttentionParams,
-    x: jax.Array,
-    residual: jax.Array | None,
+    given: Given,
     cache: KVCache,
     index: jax.Array,
-    slots: jax.Array,
-    num_new: jax.Array,
     *,
     kind: AttentionType,
     options: RunOptions,
@@ -203,11 +213,11 @@ def _run_layer(
     assert isinstance(options.backend, OpBackends)
     plan = plan_of_heads(cache.plan, options.model_axis)
     stages = Stages.of(options.backend, plan, kind)
-    batch, given, _ = x.shape
-    tile = stages.tile(params, batch, given)
-    x = jnp.pad(x, ((0, 0), (0, -given % tile), (0, 0)))
+    batch, num_tokens, _ = given.x.shape
+    tile = stages.tile(params, batch, num_tokens)
+    x = jnp.pad(given.x, ((0, 0), (0, -num_tokens % tile), (0, 0)))
     tokens = batch * x.shape[1]
-    cache, call = LayerCall.begin(cache, kind, index, slots, num_new, given)
+    cache, call = LayerCall.begin(cache, kind, index, given.slots, given.num_new, num_tokens)
     call = dataclasses.replace(call, plan=plan)
     taken = stages.intake.take(params, x, call, is_draft=options.is_draft)
     window, entries = taken.window, taken.entries
@@ -226,13 +236,13 @@ def _run_layer(
     rows, stack = lax.optimization_barrier((rows, taken.call.stack))
     ending = Ending(
         positions=taken.latents.positions,
-        num_tokens=given,
+        num_tokens=num_tokens,
         dtype=x.dtype,
-        residual=residual,
+        residual=given.residual,
         axis=options.model_axis,
     )
     y = stages.output.finish(params, rows, ending)
     if options.is_draft:
         assert taken.rows is not None
-        return y, cache.with_stack(kind, stack), (call.batch, taken.rows.first(given))
+        return y, cache.with_stack(kind, stack), (call.batch, taken.rows.first(num_tokens))
     return y, cache.with_stack(kind, stages.intake.close(taken, stack)), None

@@ -31,7 +31,7 @@ from dsv4jax.config import layer_kind
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
-from dsv4jax.layer.layer import RunOptions, run_layer
+from dsv4jax.layer.layer import Given, RunOptions, run_layer
 from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
 from dsv4jax.plan import CachePlan
@@ -83,8 +83,9 @@ def stage(
     """
     check_cache("stage", cache)
     kind, index = cache.locate(layer)
+    given = Given(x=x, slots=slots, num_new=num_new, residual=residual)
     options = RunOptions(backend=backend, model_axis=model_axis, is_draft=True)
-    y, cache, draft = run_layer(params, x, cache, kind, index, slots, num_new, options, residual)
+    y, cache, draft = run_layer(params, given, cache, kind, index, options)
     assert draft is not None
     batch, rows = draft
     assert rows.kv is not None
