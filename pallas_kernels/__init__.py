@@ -24,6 +24,7 @@ activations  rows of activations, which products multiply: a class for each way 
 needed       which rows of a batch with padding are computed
 rows         the arithmetic of a row: norm, rope, Hadamard transform, scales
 language     the language that kernel bodies are written in, and its two implementations
+tuned        numbers that were measured on a card, by kernel
 plugin       the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
 """
 

@@ -30,10 +30,7 @@ from pallas_kernels.attention.wide import widen, worth_widening
 from pallas_kernels.formats import ATTENDED_FORMATS, AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
-
-# Heads per block in the kernel for few queries -> the smallest number of tiles per block with which it is used. A block
-# has a warpgroup per tile; with fewer, this kernel was slower than the one for many queries.
-_FEW_HEADS = {8: 1, 16: 1, 32: 2}
+from pallas_kernels.tuned import h200
 
 
 def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope_dim: int) -> str | None:
@@ -158,7 +155,7 @@ def choose_layout(gpu: target.GPU, queries: int, heads: int, tiles: int) -> Atte
     cluster = next((size for size, most in at_once if queries * heads <= most * HEADS and size <= tiles), 1)
     if gpu is target.BLACKWELL:
         return sm100.Layout(cluster=cluster)
-    for some, least in _FEW_HEADS.items() if cluster > 1 else ():
+    for some, least in h200.FEW_HEADS.items() if cluster > 1 else ():
         few = sm90_few.Layout(heads=some, cluster=cluster, tiles=-(-tiles // cluster))
         if queries * heads <= some * gpu.clusters[cluster] and few.tiles >= least and few.fits:
             return few

@@ -21,9 +21,8 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Index, select
 from pallas_kernels.rows import magnitude_bits
+from pallas_kernels.tuned import h200
 
-MAX_BYTES = 256 << 20  # of a workspace
-READS = 32  # of each row, from which on it is widened before: so many conversions take longer than one row here
 _INFINITE = int(np.float32(65520).view(np.int32))  # the bits of the smallest magnitude that f16 makes infinite
 _WARPS = WARPGROUP // WARP
 
@@ -39,7 +38,7 @@ def worth_widening[Array: Shaped](inputs: AttentionInputs[Array]) -> bool:
     wide = WideRows.of(inputs)
     read = math.prod(inputs.positions.shape) * (inputs.pos.shape[2] + inputs.max_entries)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in (wide.rows, wide.bias))
-    return read >= READS * wide.bias.size and size <= MAX_BYTES
+    return read >= h200.READS_TO_WIDEN * wide.bias.size and size <= h200.MOST_WIDE_BYTES
 
 
 def widen(

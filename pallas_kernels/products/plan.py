@@ -34,27 +34,12 @@ from pallas_kernels.products.many.launch import Many
 from pallas_kernels.products.many.tiling import OUTPUTS, fastest_tiling, tiling_of_heads
 from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS, TILE
+from pallas_kernels.tuned.h200 import THRESHOLDS, Thresholds
 
 ACTIVATIONS = ("bf16", "fp8")
 _HEADS = AttentionQueries, IndexerQueries
 _WIDE_QUERIES = Unsupported(kind="no kernel", reason="queries are made in products with FP8 weights")
 _BOTH_DIM = 128  # outputs of the indexer's heads that have tiles beside those of attention
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """Where one program becomes faster than another, as measured on an H200."""
-
-    few_rows: int = 64  # up to which products have the kernel of few rows, if there is another one
-    some_rows: int = 128  # up to which it is faster than a product with the widened weight, and serves wide weights too
-    many_rows: int = 1024  # from which products with a wide weight have a kernel that leaves out padding
-    # Numbers of a wide weight up to which its kernel is faster than XLA: for one row, and for 2 to 64, where XLA takes
-    # two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
-    small_weight: int = 1 << 22
-    medium_weight: int = 1 << 24
-
-
-THRESHOLDS = Thresholds()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.products.epilogues.faces import BlockSums, ColumnSums, LastSteps, RowSums, TileShape
+from pallas_kernels.products.epilogues.faces import BlockSums, ColumnSums, Extras, LastSteps, RowSums, TileShape
 
 Spec = jax.ShapeDtypeStruct
 NOT_WRITTEN = "this epilogue has no form for these sums"
@@ -171,7 +171,7 @@ class Epilogue(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def few(self, block: BlockSums, extras: dict[str, Any], out: Any) -> LastSteps:
+    def few(self, block: BlockSums, extras: Extras, out: Any) -> LastSteps:
         """Load what the sums need, and return what is done when they are there."""
 
     # Products of many rows.
@@ -191,15 +191,15 @@ class Epilogue(abc.ABC):
         del tile
         return 0
 
-    def begin_many(self, machine: TensorCores, tile: TileShape, extras: dict[str, Any]) -> Any:
+    def begin_many(self, machine: TensorCores, tile: TileShape, extras: Extras) -> Any:
         """Take shared memory and barriers. All lanes of the cluster call it. The result is passed to ``many_rows``."""
         del machine, tile, extras
 
-    def many_rows(self, sums: RowSums, extras: dict[str, Any], out: Any, begun: Any) -> None:
+    def many_rows(self, sums: RowSums, extras: Extras, out: Any, begun: Any) -> None:
         """Store what is made of sums with rows of x along rows."""
         raise TypeError(NOT_WRITTEN)
 
-    def many_columns(self, sums: ColumnSums, extras: dict[str, Any], out: Any) -> None:
+    def many_columns(self, sums: ColumnSums, extras: Extras, out: Any) -> None:
         """Store what is made of sums with outputs along rows."""
         raise TypeError(NOT_WRITTEN)
 

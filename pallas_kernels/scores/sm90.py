@@ -28,6 +28,7 @@ from pallas_kernels.scores.keys import StoredKeys
 from pallas_kernels.scores.queries import Queries
 from pallas_kernels.scores.share import Share
 from pallas_kernels.scores.tiles import Block, Tiles
+from pallas_kernels.tuned import h200
 
 _BLOCKS = HOPPER.multiprocessors  # the largest number of blocks in a launch
 
@@ -43,14 +44,14 @@ class Tuning(tuning.Tuning):
     @classmethod
     def fastest(cls, fp4: type[Fp4], tokens: int, tiles: int) -> Self:
         """Return the fastest tuning, as measured on an H200."""
-        is_short, has_long_products = tiles <= 8 * _BLOCKS, fp4.row_bytes > ATOM_BYTES
+        is_short, has_long_products = tiles <= h200.SHORT_SCORES * _BLOCKS, fp4.row_bytes > ATOM_BYTES
         if tokens > 1:
             return cls(warpgroups=2 if has_long_products else 3, overlapped=True)
         if has_long_products:
             return cls(warpgroups=2 if is_short else 3, overlapped=True)
         if is_short:
             return cls(warpgroups=4)
-        return cls(warpgroups=4 if tiles <= 64 * _BLOCKS else 5, stages=2)
+        return cls(warpgroups=4 if tiles <= h200.LONG_SCORES * _BLOCKS else 5, stages=2)
 
     def shared_bytes(self, fp4: type[Fp4], tokens: int) -> int:
         return Queries.shared_bytes(fp4, tokens)

@@ -7,6 +7,7 @@ import dataclasses
 from pallas_kernels.language.launch import MAX_CLUSTER
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.values import VECTOR
+from pallas_kernels.tuned import h200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,14 @@ def split_of(rows: int, size: int) -> Split:
     cluster = 1
     # Clusters that fill the GPU start slowly. In that case, pairs of blocks pay off only for long rows, and larger
     # clusters never.
-    while cluster < MAX_CLUSTER and size > 8192 * cluster:
-        if 2 * cluster * rows > (128 if cluster == 1 and size > 65536 else 64):
+    while cluster < MAX_CLUSTER and size > h200.SPLIT_SCORES * cluster:
+        is_long = cluster == 1 and size > h200.LONG_ROW
+        if 2 * cluster * rows > (h200.MOST_BLOCKS_OF_LONG_ROWS if is_long else h200.MOST_BLOCKS):
             break
         cluster *= 2
     share = -(-size // cluster)
-    if share <= 8192:
+    if share <= h200.SPLIT_SCORES:
         return Split(warpgroups=4, cluster=cluster, bundles=4, keep=True)
+    is_many = share <= 2 * h200.SPLIT_SCORES or rows * cluster > h200.MANY_BLOCKS
     # With 16 bundles per lane, only one block fits on a multiprocessor.
-    return Split(warpgroups=4, cluster=cluster, bundles=8 if share <= 16384 or rows * cluster > 128 else 16)
+    return Split(warpgroups=4, cluster=cluster, bundles=8 if is_many else 16)

@@ -26,6 +26,7 @@ from pallas_kernels.language.lanes import Buffer, Row, Shaped, add, fold, maximu
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
+from pallas_kernels.tuned import h200
 from pallas_kernels.update.batch import Block, Call, Jobs, Kept, NewTokens, Pair, Split
 from pallas_kernels.update.tail_update import Destination, TailUpdate
 
@@ -132,13 +133,9 @@ class HCAUpdate[Tail](TailUpdate[Tail]):
 
     @classmethod
     def split(cls, call: Call) -> Split:
-        """Return the CTAs of a unit. Each warpgroup gets at least two batches of rows.
-
-        The sizes were chosen by measurements on an H200. In a decode step with few requests, a group should be spread
-        over many SMs. With many requests there are enough CTAs already; each CTA that finds nothing to do costs time,
-        and all of them should be resident at once.
-        """
-        cluster, warpgroups = (4, 2) if call.num_tokens > 1 else (8, 1) if call.requests <= 64 else (2, 1)
+        """Return the CTAs of a unit. Each warpgroup gets at least two batches of rows."""
+        of_step = h200.HCA_STEP if call.requests <= h200.HCA_MANY_REQUESTS else h200.HCA_STEP_OF_MANY
+        cluster, warpgroups = h200.HCA_CHUNK if call.num_tokens > 1 else of_step
         parts = max(1, min(cluster * warpgroups, cls._pooled_rows(call) // (2 * BATCH)))
         parts = 1 << (parts.bit_length() - 1)
         warpgroups = min(warpgroups, parts)

@@ -27,6 +27,7 @@ ROOMS = {
         "",
         "language",
         "plugin",
+        "tuned",
     ),
     "pallas_kernels.language": ("launch", "ptx", "simulator", ""),
 }

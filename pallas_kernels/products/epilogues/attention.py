@@ -30,7 +30,16 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Value, negate, select
-from pallas_kernels.products.epilogues.faces import BlockSums, Finish, LastSteps, Line, Lines, RowSums, TileShape
+from pallas_kernels.products.epilogues.faces import (
+    BlockSums,
+    Extras,
+    Finish,
+    LastSteps,
+    Line,
+    Lines,
+    RowSums,
+    TileShape,
+)
 from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import ROWS, TILE
 from pallas_kernels.rows import Angles, load_angles, rope, unit_norm
@@ -58,10 +67,10 @@ class AttentionQueries(Epilogue):
         """Cosines and then sines of the angles by which the last channels of each head are rotated."""
         return {"angles": Spec((rows, self.rope_dim), jnp.float32)}
 
-    def state(self, rows: int, outputs: int) -> Any:
+    def state(self, rows: int, outputs: int) -> Spec:
         return Spec((rows, outputs), jnp.float16)
 
-    def finished(self, made: Any, rows: int) -> jax.Array:
+    def finished(self, made: jax.Array, rows: int) -> jax.Array:
         return made.reshape(rows, -1, self.head_dim)
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
@@ -86,7 +95,7 @@ class AttentionQueries(Epilogue):
     def sent_bytes(self, lines: int) -> int:
         return HALVES * lines * 4
 
-    def few(self, block: BlockSums, extras: dict[str, Any], out: Buffer) -> LastSteps:
+    def few(self, block: BlockSums, extras: Extras, out: Buffer) -> LastSteps:
         return block.with_lines(self.begin(block.machine, block.lines, extras["angles"], out))
 
     def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Buffer) -> Finish:
@@ -139,10 +148,10 @@ class AttentionQueries(Epilogue):
     def shared_bytes_of_many(self, tile: TileShape) -> int:
         return _TURNS * tile.neighbours * tile.rows * 4 + tile.warpgroups * 8
 
-    def begin_many(self, machine: TensorCores, tile: TileShape, extras: dict[str, Any]) -> _Squares:
+    def begin_many(self, machine: TensorCores, tile: TileShape, extras: Extras) -> _Squares:
         return _Squares.take(machine, tile)
 
-    def many_rows(self, sums: RowSums, extras: dict[str, Any], out: Buffer, begun: _Squares) -> None:
+    def many_rows(self, sums: RowSums, extras: Extras, out: Buffer, begun: _Squares) -> None:
         machine, blocks = sums.machine, begun.blocks
         last = machine.rank == blocks - 1
         turns = PairAngles.load(machine, extras["angles"], sums.rows, len(sums.sums) // VECTOR, last)
@@ -239,6 +248,9 @@ class PairAngles:
         return [select(self.here, x, old) for x, old in zip((a * cos - b * sin, b * cos + a * sin), pair, strict=True)]
 
 
+type Converted[Array] = tuple[Array, Array, Array | None]  # products, angles, and which tokens are needed
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """One head of one token: the row that a team of lanes works on."""
@@ -247,10 +259,10 @@ class Head:
     number: Value  # its number among the heads of all tokens
     there: Condition
     values: Channels
-    angles: Any
+    angles: Angles
 
     @classmethod
-    def load(cls, machine: TensorCores, inputs: tuple[Buffer, Buffer, Buffer | None], heads: int, lanes: int) -> Head:
+    def load(cls, machine: TensorCores, inputs: Converted[Buffer], heads: int, lanes: int) -> Head:
         """Load this team's head.
 
         ``inputs`` are products [rows, dim], angles [rows / heads, rope_dim], and which tokens are needed.
@@ -270,7 +282,7 @@ class Head:
 def launch_conversion(
     name: str,
     body: Body,
-    given: tuple[jax.Array, jax.Array, jax.Array | None],
+    given: Converted[jax.Array],
     out_row: Any,
     lanes: int,
     *,
@@ -327,7 +339,7 @@ def attention_queries(
     """
     heads, dim = product.shape[2:]
 
-    def body(machine: TensorCores, inputs: Any, out: Buffer) -> None:
+    def body(machine: TensorCores, inputs: Converted[Buffer], out: Buffer) -> None:
         head = Head.load(machine, inputs, heads, _CONVERTING)
         row = head.row
         for step, (a, b, c, d) in enumerate(head.turned(unit_norm(row, head.values, eps))):

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import jax
+
+from pallas_kernels.formats import KeyRows
 from pallas_kernels.language.barriers import Barrier
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, select
 from pallas_kernels.products.epilogues.attention import HALVES, AttentionQueries
-from pallas_kernels.products.epilogues.faces import PADDING, BlockSums, Finish, Lanes, LastSteps, Lines
+from pallas_kernels.products.epilogues.faces import PADDING, BlockSums, Extras, Finish, Lanes, LastSteps, Lines
 from pallas_kernels.products.epilogues.indexer import IndexerQueries
 from pallas_kernels.products.problem import Epilogue, Spec
 from pallas_kernels.products.weights import ROWS, TILE
@@ -40,11 +44,11 @@ class BothQueries(Epilogue):
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
         return self.attention.extras(rows, outputs)
 
-    def state(self, rows: int, outputs: int) -> Any:
+    def state(self, rows: int, outputs: int) -> tuple[Spec, KeyRows[Spec]]:
         heads = outputs // self.attention.head_dim
         return self.attention.state(rows, outputs), self.indexer.state(rows, heads * self.indexer.dim)
 
-    def finished(self, made: Any, rows: int) -> Any:
+    def finished(self, made: tuple[jax.Array, KeyRows[jax.Array]], rows: int) -> tuple[jax.Array, KeyRows[jax.Array]]:
         queries, key_queries = made
         return self.attention.finished(queries, rows), self.indexer.finished(key_queries, rows)
 
@@ -64,10 +68,10 @@ class BothQueries(Epilogue):
     def sent_bytes(self, lines: int) -> int:
         return self.attention.sent_bytes(lines) + lines // HALVES * self.indexer.dim * 4
 
-    def few(self, block: BlockSums, extras: dict[str, Any], out: Any) -> LastSteps:
+    def few(self, block: BlockSums, extras: Extras, out: tuple[Buffer, KeyRows[Buffer]]) -> LastSteps:
         return block.with_lines(self._begin(block.machine, block.lines, extras["angles"], out))
 
-    def _begin(self, machine: TensorCores, lines: Lines, table: Any, out: Any) -> Finish:
+    def _begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: tuple[Buffer, KeyRows[Buffer]]) -> Finish:
         """Load angles, so that they are there when the queries are made."""
         queries, key_queries = out
         width, count, first = self.beside * TILE, lines.count // HALVES, self.attention.tiles * WARPGROUP

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from pallas_kernels.language.barriers import Barrier
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Value, select
@@ -19,6 +20,7 @@ from pallas_kernels.language.values import VECTOR, Condition, Value, select
 PADDING = VECTOR  # numbers after each line of a block, so that lines begin in other banks
 TILE_PITCH = 64 * 4 + 16  # bytes from one line of a warpgroup's tile to the next: in other banks
 
+type Extras = dict[str, Buffer]  # what an epilogue takes beside the sums
 LastSteps = Callable[[list[list[Value]]], None]  # takes a lane's sums of each eight rows of x, and stores what is made
 
 

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import KEY_FORMATS, Fp4Keys
-from pallas_kernels.language.lanes import Buffer, Row, Team, fold, maximum, quad_transposed
+from pallas_kernels.formats import KEY_FORMATS, Fp4Keys, KeyRows
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team, fold, maximum, quad_transposed
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
-from pallas_kernels.products.epilogues.attention import Head, PairAngles, launch_conversion
-from pallas_kernels.products.epilogues.faces import BlockSums, Finish, LastSteps, Lines, RowSums
+from pallas_kernels.products.epilogues.attention import Converted, Head, PairAngles, launch_conversion
+from pallas_kernels.products.epilogues.faces import BlockSums, Extras, Finish, LastSteps, Lines, RowSums
 from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import ROWS, TILE
 from pallas_kernels.rows import hadamard, load_angles, magnitude, rope
@@ -37,7 +37,7 @@ class IndexerQueries(Epilogue):
     """Heads that are rotated, transformed, and rounded in the format of the indexer's keys."""
 
     key_format: str  # a 4-bit one
-    key_row: Any  # pytree ``codes scale`` of ``jax.ShapeDtypeStruct``, one encoded row
+    key_row: KeyRows[Spec] | KeyRows[jax.Array]  # an encoded row, or what describes one
     rope_dim: int  # channels that are rotated, the last ones of each head
 
     name: ClassVar[str] = "product_of_queries"
@@ -57,15 +57,15 @@ class IndexerQueries(Epilogue):
         """Cosines and then sines of the angles by which the last channels of each head are rotated."""
         return {"angles": Spec((rows, self.rope_dim), jnp.float32)}
 
-    def state(self, rows: int, outputs: int) -> Any:
+    def state(self, rows: int, outputs: int) -> KeyRows[Spec]:
         heads = rows * (outputs // self.dim)
         return jax.tree.map(lambda leaf: Spec((heads, *leaf.shape), leaf.dtype), self.key_row)
 
-    def state_of_many(self, rows: int, outputs: int) -> Any:
+    def state_of_many(self, rows: int, outputs: int) -> KeyRows[Spec]:
         heads = outputs // self.dim
         return jax.tree.map(lambda leaf: Spec((rows, heads * leaf.shape[0]), leaf.dtype), self.key_row)
 
-    def finished(self, made: Any, rows: int) -> Any:
+    def finished(self, made: KeyRows[jax.Array], rows: int) -> KeyRows[jax.Array]:
         return jax.tree.map(lambda leaf, row: leaf.reshape(rows, -1, *row.shape), made, self.key_row)
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
@@ -90,10 +90,10 @@ class IndexerQueries(Epilogue):
     def tiles(self) -> int:
         return self.dim // TILE
 
-    def few(self, block: BlockSums, extras: dict[str, Any], out: Any) -> LastSteps:
+    def few(self, block: BlockSums, extras: Extras, out: KeyRows[Buffer]) -> LastSteps:
         return block.with_lines(self.begin(block.machine, block.lines, extras["angles"], out))
 
-    def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Any) -> Finish:
+    def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: KeyRows[Buffer]) -> Finish:
         """Load angles, so that they are there when the queries are made."""
         row, mine = Row(Team(machine, _LANES), self.dim), list(lines.each(_LANES))
         angles = [load_angles(row, table, line.row, where=line.there) for line in mine]
@@ -108,7 +108,7 @@ class IndexerQueries(Epilogue):
         return Finish(lambda sums, sent: None, make)
 
     # Many rows: lanes have pairs of the outputs of whole heads.
-    def many_rows(self, sums: RowSums, extras: dict[str, Any], out: Any, begun: None) -> None:
+    def many_rows(self, sums: RowSums, extras: Extras, out: KeyRows[Buffer], begun: None) -> None:
         machine, dim = sums.machine, DIM_OF_MANY
         turns = PairAngles.load(machine, extras["angles"], sums.rows, dim // _EIGHT, True)
         for half, (_, at, where) in enumerate(sums.rows):
@@ -122,7 +122,7 @@ class IndexerQueries(Epilogue):
         self,
         machine: TensorCores,
         pairs: list[list[Value]],
-        out: Any,
+        out: KeyRows[Buffer],
         place: tuple[Index, Index],
         where: Condition,
     ) -> None:
@@ -149,6 +149,7 @@ class IndexerQueries(Epilogue):
         out.codes.store_words(words, row, head * (DIM_OF_MANY // 2) + quarter * 16, where=where)
         of_head = [_packed(scales[n : n + VECTOR]) for n in range(0, len(scales), VECTOR)]
         scale_bytes = DIM_OF_MANY // keys.per_scale
+        assert out.scale is not None
         out.scale.store_words(of_head, row, head * scale_bytes, where=where & (quarter == 0))
 
 
@@ -195,10 +196,10 @@ def _fp4(key_format: str) -> Fp4Keys:
     return known[key_format]
 
 
-def indexer_queries(
+def indexer_queries[Leaf: Shaped](
     product: jax.Array,
     angles: jax.Array,
-    key_row: Any,
+    key_row: KeyRows[Leaf],
     *,
     key_format: str,
     needed: jax.Array | None = None,
@@ -224,7 +225,7 @@ def indexer_queries(
     if dim & (dim - 1) or dim < keys.per_scale:
         raise ValueError(f"key_dim must be a power of two from {keys.per_scale} on, got {dim}")
 
-    def body(machine: TensorCores, inputs: Any, out: Any) -> None:
+    def body(machine: TensorCores, inputs: Converted[Buffer], out: KeyRows[Buffer]) -> None:
         head = Head.load(machine, inputs, heads, _LANES)
         values = hadamard(head.row, head.turned(head.values))
         keys.store(head.row, values, out, head.number, where=head.there)

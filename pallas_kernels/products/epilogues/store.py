@@ -18,14 +18,20 @@ from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows, W
 from pallas_kernels.language.lanes import Buffer, swapped
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.values import VECTOR, Step, Value, select
-from pallas_kernels.products.epilogues.faces import TILE_PITCH, BlockSums, ColumnSums, LastSteps, Place, RowSums
+from pallas_kernels.products.epilogues.faces import (
+    TILE_PITCH,
+    BlockSums,
+    ColumnSums,
+    Extras,
+    LastSteps,
+    Place,
+    RowSums,
+)
 from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
 from pallas_kernels.rows import from_bf16, through_bf16
 
 _TOGETHER = 8  # places for which a lane loads together what it adds to
 _ROWS = 64  # the most whose kernel writes operand rows, or adds the sums of a wide weight
-
-Extras = dict[str, Any]
 
 
 class _Sums(Epilogue):

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.activations import OperandRows, PlainRows
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.lanes import Buffer, Shaped
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
@@ -28,23 +29,26 @@ from pallas_kernels.products.weights import TILE, Scales, StoredTile, as_operand
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FewInputs:
+class FewInputs[Array: Shaped]:
     """The arrays of a product, or their buffers."""
 
-    x: Any  # PlainRows or OperandRows, bf16 [M, groups * inputs]
-    weight: Any  # bf16 or uint8 [groups * outputs, inputs]
-    scales: Any  # uint8 [groups * outputs / block, inputs / block], None for bf16
-    extras: dict[str, Any]  # what the epilogue takes beside the sums
+    x: PlainRows[Array] | OperandRows[Array]  # PlainRows or OperandRows, bf16 [M, groups * inputs]
+    weight: Array  # bf16 or uint8 [groups * outputs, inputs]
+    scales: Array | None  # uint8 [groups * outputs / block, inputs / block], None for bf16
+    extras: dict[str, Array]  # what the epilogue takes beside the sums
     # The weight and the scales of a second product with the same rows, of which blocks have tiles, too.
-    beside: tuple[Any, Any] | None = None
+    beside: tuple[Array, Array | None] | None = None
 
-    def of_tile(self, is_beside: Value) -> tuple[Buffer, Buffer]:
+    def of_tile(self: FewInputs[Buffer], is_beside: Value) -> tuple[Buffer, Buffer]:
         """Return weight and scales of the product whose tile a lane computes, as if both had the same shape."""
         assert self.beside is not None
-        first = self.weight, self.scales
-        alike = (dataclasses.replace(b, shape=a.shape) for a, b in zip(first, self.beside, strict=True))
-        weight, scales = (a.instead(is_beside, b) for a, b in zip(first, alike, strict=True))
-        return weight, scales
+
+        def chosen(a: Buffer | None, b: Buffer | None) -> Buffer:
+            assert a is not None
+            assert b is not None
+            return a.instead(is_beside, dataclasses.replace(b, shape=a.shape))
+
+        return chosen(self.weight, self.beside[0]), chosen(self.scales, self.beside[1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,7 +134,7 @@ class Block:
     arena: int  # where the shared memory begins that the last steps use again
 
     @classmethod
-    def of(cls, machine: TensorCores, inputs: FewInputs, layout: Layout) -> Block:
+    def of(cls, machine: TensorCores, inputs: FewInputs[Buffer], layout: Layout) -> Block:
         """Take shared memory, after that for an architecture's own use."""
         split = layout.split
         outputs, width = inputs.weight.shape
@@ -201,12 +205,12 @@ class Block:
         assert isinstance(self.activations, StagedRows)
         return self.activations
 
-    def multiply(
+    def multiply[Carry](
         self,
-        step: Callable[[Value, Value, Index, Any], Any],
-        carry: Any,
+        step: Callable[[Value, Value, Index, Carry], Carry],
+        carry: Carry,
         settle: Callable[[int], None] = lambda chunks: None,
-    ) -> Any:
+    ) -> Carry:
         """Return the carry of ``step(number of a chunk, its number in x's memory, its stage, carry)`` over all chunks.
 
         Chunks of the weight are copied ahead, and x is stored, where ``step`` finds it. It must call ``advance`` when
@@ -223,7 +227,7 @@ class Block:
             activations.stage(start, size)
             machine.barrier("block")
 
-            def one(i: Value, carry: Any, start: int = start, size: int = size) -> Any:
+            def one(i: Value, carry: Carry, start: int = start, size: int = size) -> Carry:
                 machine.wait_copies(pending=self.layout.stages - 2)
                 machine.barrier("warp")  # which copied what its lanes read
                 return step(i + start, self.part * size + i, (i + start) % self.layout.stages, carry)
@@ -231,7 +235,7 @@ class Block:
             carry = machine.loop(size, one, carry)
         return carry
 
-    def stream(self, step: Callable[[Value, Tile, Index, Any], Any], carry: Any) -> Any:
+    def stream[Carry](self, step: Callable[[Value, Tile, Index, Carry], Carry], carry: Carry) -> Carry:
         """Return the carry of ``step(number of a chunk, its x, its stage, carry)`` over all chunks.
 
         Chunks of the weight and of x are copied ahead. ``step`` must call ``advance`` when it has loaded the chunk of
@@ -241,7 +245,7 @@ class Block:
         assert isinstance(x, StreamedRows)
         self._begin()
 
-        def one(i: Value, carry: Any) -> Any:
+        def one(i: Value, carry: Carry) -> Carry:
             machine.wait_copies(pending=self.layout.stages - 2)
             machine.fence_shared()
             machine.barrier("block")
@@ -313,7 +317,7 @@ class Block:
                 added[VECTOR * n + j] = self.machine.fma(value, factors[j % 2], sums[VECTOR * n + j])
         return added
 
-    def finish(self, out: Any, sums: list[Value], inputs: FewInputs) -> None:
+    def finish(self, out: Any, sums: list[Value], inputs: FewInputs[Buffer]) -> None:
         """Add up the sums of all parts, and store what the epilogue makes of them."""
         machine, layout = self.machine, self.layout
         last = layout.epilogue.few(self, inputs.extras, out)

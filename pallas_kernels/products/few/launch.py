@@ -7,6 +7,9 @@ import functools
 import itertools
 from typing import Any
 
+import jax
+
+from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.tensor_cores import TensorCores
@@ -15,17 +18,17 @@ from pallas_kernels.products.epilogues.both import BothQueries
 from pallas_kernels.products.epilogues.store import Store
 from pallas_kernels.products.few import sm90, sm100
 from pallas_kernels.products.few.block import FewInputs
-from pallas_kernels.products.few.layout import CLUSTER_BYTES, MORE_CLUSTERS, Layout, Split, fastest_split
+from pallas_kernels.products.few.layout import Layout, Split, fastest_split
 from pallas_kernels.products.problem import Epilogue, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, TILE
+from pallas_kernels.tuned import h200
 
 _KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
 _SM_BYTES = 227 << 10  # shared memory of a multiprocessor that its blocks divide
 _RESERVED = 2 << 10  # of it, for each block: by the card, and for reductions
 _MOST_TOGETHER = 2  # blocks on a multiprocessor, for whose registers there is room
-_LAUNCH_BYTES = 100 << 10  # what a launch takes, as much as reading so many bytes by a block, as measured on an H200
 
-Weight = tuple[Any, ...]  # a weight's array, or its codes and scales, as bytes
+type Weight = tuple[jax.Array, ...]  # a weight's array, or its codes and scales, as bytes
 
 
 def fastest_layout(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: target.GPU) -> Layout:
@@ -88,7 +91,13 @@ class Few:
     layout: Layout
 
     def launch(
-        self, x: Any, weights: list[Weight], extras: dict[str, Any], needed: Any, *, simulate: bool
+        self,
+        x: ActivationRows,
+        weights: list[Weight],
+        extras: dict[str, jax.Array],
+        needed: jax.Array | None,
+        *,
+        simulate: bool,
     ) -> list[Any]:
         """Return what is made. All rows are computed, needed or not."""
         layout, epilogue = self.layout, self.layout.epilogue
@@ -104,9 +113,17 @@ class Few:
         return list(finished) if epilogue.beside else [finished]
 
 
-def _inputs(x: Any, weight: Weight, extras: dict[str, Any], beside: Weight | None = None) -> FewInputs:
-    codes, scales = (*weight, None)[:2]
-    return FewInputs(x=x, weight=codes, scales=scales, extras=extras, beside=beside)
+def _inputs(
+    x: ActivationRows, weight: Weight, extras: dict[str, jax.Array], beside: Weight | None = None
+) -> FewInputs[jax.Array]:
+    assert isinstance(x, PlainRows | OperandRows)
+    codes, scales = _both(weight)
+    return FewInputs(x=x, weight=codes, scales=scales, extras=extras, beside=None if beside is None else _both(beside))
+
+
+def _both(weight: Weight) -> tuple[jax.Array, jax.Array | None]:
+    """A weight or its codes, and its scales if it has any."""
+    return weight[0], weight[1] if len(weight) > 1 else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +138,13 @@ class Pair:
     layouts: tuple[Layout, Layout]
 
     def launch(
-        self, x: Any, weights: list[Weight], extras: dict[str, Any], needed: Any, *, simulate: bool
+        self,
+        x: ActivationRows,
+        weights: list[Weight],
+        extras: dict[str, jax.Array],
+        needed: jax.Array | None,
+        *,
+        simulate: bool,
     ) -> list[Any]:
         """Return what is made. All rows are computed, needed or not."""
         grids = [layout.grid for layout in self.layouts]
@@ -166,8 +189,8 @@ def fastest_pair(
     parts = first.split.all_parts
     if parts != second.split.all_parts or weights[0].groups > 1 or weights[1].groups > 1 or first.grid.blocks[1] > 1:
         return slower
-    sizes = [size for size in CLUSTER_BYTES if parts % size == 0 and (size == 1 or size in gpu.clusters)]
-    best, least = None, sum(_cost((one,)) for one in own) + _LAUNCH_BYTES
+    sizes = [size for size in h200.CLUSTER_BYTES if parts % size == 0 and (size == 1 or size in gpu.clusters)]
+    best, least = None, sum(_cost((one,)) for one in own) + h200.LAUNCH_BYTES
     for cluster, tiles in itertools.product(sizes, range(1, sm90.MOST_WARPGROUPS + 1)):
         of_block = parts // cluster
         if tiles * of_block > sm90.MOST_WARPGROUPS:
@@ -202,12 +225,12 @@ def _cost(layouts: tuple[Layout, ...]) -> int:
     gpu, blocks = layouts[0].gpu, sum(one.grid.blocks[0] * one.grid.cluster for one in layouts)
     waves = -(-blocks // gpu.multiprocessors)
     read = (one.split.parts * one.split.chunks * (one.split.tiles * TILE + one.columns) for one in layouts)
-    return waves * max(read) * CHUNK_BYTES + CLUSTER_BYTES[layouts[0].split.cluster]
+    return waves * max(read) * CHUNK_BYTES + h200.CLUSTER_BYTES[layouts[0].split.cluster]
 
 
 def _run_at_once(layouts: tuple[Layout, ...]) -> bool:
     gpu, cluster = layouts[0].gpu, layouts[0].split.cluster
     shared = max(one.grid.shared_bytes for one in layouts) + _RESERVED
     together = min(_MOST_TOGETHER, _SM_BYTES // shared)
-    room = gpu.multiprocessors if cluster == 1 else gpu.clusters[cluster] + MORE_CLUSTERS.get(cluster, 0)
+    room = gpu.multiprocessors if cluster == 1 else gpu.clusters[cluster] + h200.MORE_CLUSTERS.get(cluster, 0)
     return sum(one.grid.blocks[0] for one in layouts) <= room * together

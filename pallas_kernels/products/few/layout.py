@@ -20,15 +20,14 @@ from pallas_kernels.products.epilogues.faces import TILE_PITCH
 from pallas_kernels.products.few.staging import StagedRows
 from pallas_kernels.products.problem import Epilogue, WeightSpec
 from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, STAGE_BYTES, TILE, Scales
+from pallas_kernels.tuned import h200
 
-CLUSTER_BYTES = {1: 0, 2: 24 << 10, 4: 48 << 10, 8: 72 << 10}  # what a cluster takes, as much as reading so many bytes
-# Clusters that an H200 ran at once beyond those that every one runs (``GPU.clusters``). A card that lacks them runs
-# them after the others.
-MORE_CLUSTERS = {8: 1}
 _MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
-# The same where x is copied chunk by chunk too, by so many warpgroups: as measured on an H200 with 64 rows.
-_STREAMED = {1: 4, 2: 4, 3: 3, 4: 3, 5: 3}
-_STREAMED_FROM: dict[type[ActivationRows], int] = {PlainRows: ROWS, OperandRows: 32}  # rows from which they are
+# Rows from which on x is copied chunk by chunk.
+_STREAMED_FROM: dict[type[ActivationRows], int] = {
+    PlainRows: h200.STREAMED_ROWS,
+    OperandRows: h200.STREAMED_OPERAND_ROWS,
+}
 _LEAST_STAGES = 3
 EIGHT = 8  # columns of a product of which a lane has two rows and two columns
 EIGHT_BYTES = WARPGROUP * VECTOR * 4  # of a warpgroup's sums of eight columns
@@ -102,7 +101,7 @@ class Layout:
         total = self.split.chunks
         if self.streams:
             assert self.split.parts == 1
-            stages = max(2, min(_STREAMED[self.split.warpgroups], total))
+            stages = max(2, min(h200.STAGES_OF_STREAMED[self.split.warpgroups], total))
             return stages + 1, stages
         least, most = max(2, min(_LEAST_STAGES, total)), max(2, min(_MOST_STAGES, total))
         for segments in range(1, total + 1):
@@ -169,15 +168,15 @@ def fastest_split(tiles: int, groups: int, chunks: int, columns: int, most_warpg
       most_warpgroups: of a block, for which there are registers.
       gpu: that runs it.
     """
-    sizes = [size for size in CLUSTER_BYTES if size == 1 or size in gpu.clusters]
+    sizes = [size for size in h200.CLUSTER_BYTES if size == 1 or size in gpu.clusters]
 
     def cost(split: Split, columns: int) -> int:
         room = gpu.multiprocessors
         if split.cluster > 1:
-            room = gpu.clusters[split.cluster] + MORE_CLUSTERS.get(split.cluster, 0)
+            room = gpu.clusters[split.cluster] + h200.MORE_CLUSTERS.get(split.cluster, 0)
         waves = -(-split.blocks * groups // room)
         read = split.parts * split.chunks * CHUNK_BYTES * (split.tiles * TILE + columns)
-        return waves * read + CLUSTER_BYTES[split.cluster]
+        return waves * read + h200.CLUSTER_BYTES[split.cluster]
 
     def fastest(shapes: list[tuple[int, int]], columns: int) -> Split:
         """Return the best of these (cluster, parts of a block)."""

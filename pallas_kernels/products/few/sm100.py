@@ -73,7 +73,7 @@ class _Own:
         return self.machine.load_tensor(self.sums.part(8 * n, 8))
 
 
-def body(machine: TensorMemory, inputs: FewInputs, out: Buffer, *, layout: Layout) -> None:
+def body(machine: TensorMemory, inputs: FewInputs[Buffer], out: Buffer, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     own = _Own.take(machine, layout)
     block = Block.of(machine, inputs, layout)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.few.block import Block, FewInputs
 from pallas_kernels.products.few.layout import Layout
 from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
+from pallas_kernels.tuned import h200
 
 OPERAND_BYTES = 0  # shared memory of a warpgroup for its left operand
 MOST_WARPGROUPS = 5
 STREAMED_WARPGROUPS = 5  # the most of a block that copies x chunk by chunk, for which there are registers
 
-_MANY_COLUMNS = 32  # from which on loads were faster at once, on an H200
-
 _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a product that still runs
 
 
-def body(machine: TensorCores, inputs: FewInputs, out: Any, *, layout: Layout) -> None:
+def body(machine: TensorCores, inputs: FewInputs[Buffer], out: Any, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     block = Block.of(machine, inputs, layout)
     sums = _streamed(machine, block) if layout.streams else _staged(machine, block)
@@ -38,7 +38,11 @@ def _codes(block: Block, stage: Index) -> Callable[[int], list[list[Value]]]:
     products, which read shared memory too.
     """
     layout = block.layout
-    if layout.columns < _MANY_COLUMNS or layout.weight.block is None or layout.weight.activations == "fp8":
+    if (
+        layout.columns < h200.COLUMNS_TO_LOAD_AT_ONCE
+        or layout.weight.block is None
+        or layout.weight.activations == "fp8"
+    ):
         return lambda half: block.tile.load(stage, half)
     loaded = [block.tile.load(stage, half) for half in range(HALVES)]
     return lambda half: loaded[half]

@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
@@ -28,7 +29,7 @@ _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
 
 
-def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) -> None:
+def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Any, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     codes = Shared(
@@ -58,6 +59,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
 
     def scales_of(chunk: Value) -> list[Value]:
         """Load the bytes of a chunk's scales for this warp's 16 outputs."""
+        assert inputs.scales is not None
         place, first = turns.chunk(chunk)
         of_row, there = (place.output + first_row) // block[0], turns.exists(place)
         return [

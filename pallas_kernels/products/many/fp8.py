@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import fold
+from pallas_kernels.language.lanes import Buffer, fold
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
@@ -26,7 +26,7 @@ from pallas_kernels.products.weights import scale_of
 _ROWS = 64  # of a warpgroup
 
 
-def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) -> None:
+def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Any, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     codes = Tile.take(machine, tiling.tile_outputs, CHUNK_BYTES, copies=tiling.stages)
@@ -45,6 +45,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
         row = turns.row(place)
         to = x.copy(stage).offset, codes.copy(stage).offset
         of_x, of_weight = turns.copies(inputs, (place, first), row, to)
+        assert inputs.x_scales is not None
         of_scales = TileCopy(
             source=inputs.x_scales,
             row=(place.x + first) // tiling.chunk,
@@ -62,6 +63,7 @@ def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) 
 
     def scales_of(chunk: Value) -> list[Value]:
         """Load the bytes of a chunk's scales of the weight, for each 128 outputs."""
+        assert inputs.scales is not None
         place, first = turns.chunk(chunk)
         return [
             inputs.scales.load_bytes(

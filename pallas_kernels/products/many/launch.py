@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.activations import PlainRows
+from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.launch import launch
 from pallas_kernels.products.many import bf16, fp8, wide
 from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
@@ -27,9 +27,9 @@ class Many:
 
     def launch(
         self,
-        x: Any,
-        weights: list[tuple[Any, ...]],
-        extras: dict[str, Any],
+        x: ActivationRows,
+        weights: list[tuple[jax.Array, ...]],
+        extras: dict[str, jax.Array],
         needed: jax.Array | None,
         *,
         simulate: bool,
@@ -43,6 +43,7 @@ class Many:
             rounded = x.rounded(needed=needed, simulate=simulate)
             values, of_x = rounded.codes, rounded.scales
         else:
+            assert isinstance(x, PlainRows)
             values, of_x = x.values, None
         onto = extras.get("onto")
         inputs = ManyInputs(
@@ -55,7 +56,9 @@ class Many:
         )
         return [self.launch_tiles(inputs, onto, simulate=simulate)]
 
-    def launch_tiles(self, inputs: ManyInputs, onto: jax.Array | None = None, *, simulate: bool = False) -> Any:
+    def launch_tiles(
+        self, inputs: ManyInputs[jax.Array], onto: jax.Array | None = None, *, simulate: bool = False
+    ) -> Any:
         """Launch the kernel itself."""
         tiling, epilogue = self.tiling, self.tiling.epilogue
         state = epilogue.state_of_many(tiling.rows, tiling.weight.shape[0])

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
-from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.lanes import Buffer, Shaped
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores, TileCopy
@@ -32,15 +31,15 @@ _LEAST_TILES = 4  # of rows: finding those that are needed takes as long as can 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ManyInputs:
+class ManyInputs[Array: Shaped]:
     """The arrays of a product of many rows, or their buffers."""
 
-    x: Any  # bf16 or, if rounded, uint8 [M, groups * inputs]
-    x_scales: Any  # f32 [groups * inputs / 128, M rounded up to 128] of rounded rows, else None
-    weight: Any  # uint8 [groups * outputs, inputs]
-    scales: Any  # uint8 [groups * outputs / block, inputs / block]
-    extras: dict[str, Any]  # what the epilogue takes beside the sums
-    needed: Any = None  # what ``needed_tiles`` returns
+    x: Array  # bf16 or, if rounded, uint8 [M, groups * inputs]
+    x_scales: Array | None  # f32 [groups * inputs / 128, M rounded up to 128] of rounded rows, else None
+    weight: Array  # uint8 [groups * outputs, inputs]
+    scales: Array | None  # uint8 [groups * outputs / block, inputs / block]
+    extras: dict[str, Array]  # what the epilogue takes beside the sums
+    needed: Array | None = None  # what ``needed_tiles`` returns
 
 
 def needed_tiles(needed: jax.Array, which: Needed, tile_rows: int, tiles_of_outputs: int) -> jax.Array | None:
@@ -151,7 +150,7 @@ class Turns:
         return self.place(number // chunks), (number % chunks + self.part * chunks) * self.tiling.chunk
 
     def copies(
-        self, inputs: ManyInputs, chunk: tuple[Place, Value], row: Value, to: tuple[Index, Index]
+        self, inputs: ManyInputs[Buffer], chunk: tuple[Place, Value], row: Value, to: tuple[Index, Index]
     ) -> tuple[TileCopy, TileCopy]:
         """Return the copies of a chunk of x, whose tile begins at a row, and of the weight, to shared memory."""
         (place, first), (to_x, to_weight), tiling = chunk, to, self.tiling
@@ -274,12 +273,12 @@ class Exchange:
         self.left.arrive_in_cluster(self.tiling.parts)
 
 
-def for_each_tile(
+def for_each_tile[Scales](
     turns: Turns,
     ring: Ring,
     arena: int,
-    scales: Callable[[Value], Any],
-    sums: Callable[[Value, Any], tuple[list[Value], Any]],
+    scales: Callable[[Value], Scales],
+    sums: Callable[[Value, Scales], tuple[list[Value], Scales]],
     store: Callable[[Value, Value | int, list[Value]], None],
 ) -> None:
     """Compute and store the sums of each tile.
@@ -296,7 +295,7 @@ def for_each_tile(
     machine, tiling = turns.machine, turns.tiling
     exchange = Exchange.take(machine, tiling, arena)
 
-    def one(turn: Value, of_first: Any) -> Any:
+    def one(turn: Value, of_first: Scales) -> Scales:
         of_tile, following = sums(turn * tiling.chunks, of_first)
         store(turn, *(exchange.add(of_tile) if exchange else (0, of_tile)))
         return following

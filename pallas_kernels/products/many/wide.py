@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Value
@@ -20,7 +21,7 @@ from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Tiling
 
 
-def body(machine: TensorCores, inputs: ManyInputs, out: Any, *, tiling: Tiling) -> None:
+def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Any, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     weight = Tile.take(machine, OUTPUTS // WARPGROUPS, CHUNK_BYTES, copies=tiling.stages * WARPGROUPS)
