@@ -33,11 +33,12 @@ from dsv4jax.reprs import print_compactly
 from dsv4jax.requests.snapshot import Snapshot
 from dsv4jax.requests.speculate import StagedLayer
 from dsv4jax.tails import CSATail, HCAOnlineTail, HCATail, Streams
+from dsv4jax.weights.deltas import Delta, WeightWithDelta
 from dsv4jax.weights.params import AttentionParams, CompressorParams, IndexerParams, PoolParams
 from dsv4jax.weights.stored import StoredWeight
 
 PYTREES: tuple[type, ...] = (
-    *(AttentionParams, CompressorParams, IndexerParams, PoolParams, StoredWeight),
+    *(AttentionParams, CompressorParams, IndexerParams, PoolParams, StoredWeight, WeightWithDelta, Delta),
     *(KVCache, LayerStack, StateCache, PagedPool, Tables, KVRows, KeyRows, CSATail, HCATail, HCAOnlineTail),
     *(LayerCacheHandle, SWAView, ClassicalView, IndexerView, SlidingWindow, PooledLayer, ExactEntries, Streams),
     *(Snapshot, StagedLayer, Grants, Batch),

@@ -16,7 +16,7 @@ from dsv4jax.derivatives import straight_through
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Backend
 from dsv4jax.layer.call import Normed, TokenRows
-from dsv4jax.layer.dense import rms_norm, wide_product
+from dsv4jax.layer.dense import rms_norm
 from dsv4jax.layer.ops import PROJECTIONS
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -65,7 +65,7 @@ def project_streams(
     """
     if params.ape.shape[0] != ratio:
         raise ValueError(f"ratio must be the {params.ape.shape[0]} rows of ape, got {ratio}")
-    k, z = wide_product(x, params.kv), wide_product(x, params.gate)
+    k, z = (PROJECTIONS[XLA].linear(x, weight) for weight in (params.kv, params.gate))
     return streams_of(k, z, params.ape, start, dtype, overlap=overlap)
 
 

@@ -20,7 +20,7 @@ from dsv4jax.checks import check_array, known_size
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
-from dsv4jax.layer.dense import hadamard, wide_product
+from dsv4jax.layer.dense import hadamard
 from dsv4jax.layer.ops import INDEXER_SCORES, PROJECTIONS, TOP_K, IndexerScores, Projections, TopK
 from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.plan import CachePlan
@@ -77,7 +77,7 @@ def head_weights(params: IndexerParams, x: jax.Array, plan: CachePlan) -> jax.Ar
 
     Both scale factors of the indexer are included.
     """
-    return wide_product(x, params.head_weights) * head_factor(plan)
+    return PROJECTIONS[XLA].linear(x, params.head_weights) * head_factor(plan)
 
 
 def head_factor(plan: CachePlan) -> float:

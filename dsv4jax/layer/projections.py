@@ -24,6 +24,7 @@ from dsv4jax.layer.indexer import head_factor
 from dsv4jax.layer.ops import PROJECTIONS, InputProducts, TokenParts
 from dsv4jax.layer.stored_products import stored_product
 from dsv4jax.rope import apply_rope, rope_frequencies
+from dsv4jax.weights.deltas import WeightWithDelta
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import StoredWeight, Weight
 
@@ -40,6 +41,9 @@ class XLAProjections(Anywhere):
         needed: jax.Array | None = None,
     ) -> jax.Array:
         assert not isinstance(x, pk.OperandRows), "other rows are for kernels"
+        if isinstance(weight, WeightWithDelta):
+            product = self.linear(x, weight.base, groups=groups, needed=needed)
+            return weight.add_to(product, x, groups).astype(dtype)
         if isinstance(weight, StoredWeight):
             lead = x.shape[:-1] if groups == 1 else x.shape[:-2]
             product = stored_product(x.reshape(math.prod(lead), groups, x.shape[-1]), weight, groups).astype(dtype)
@@ -80,7 +84,7 @@ def linear(
 
     Args:
       x: f32 or bf16 [..., in]; with ``groups`` [..., groups, in].
-      weight: [out, in], an array or a ``StoredWeight``.
+      weight: [out, in], an array or a ``StoredWeight``, or either with deltas.
       dtype: of the result, f32 or bf16. Sums are in f32.
       groups: the rows of the weight are divided over so many groups, each with its own part of x (W_oa).
       backend: of ``projections``: None for the fastest available, a name from ``backends()``, or ``OpBackends``.

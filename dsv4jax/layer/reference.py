@@ -17,6 +17,7 @@ from jax import lax
 
 from dsv4jax.config import AttentionType, DSV4Config, layer_schedule
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, rounded, rounded_keys
+from dsv4jax.weights.deltas import WeightWithDelta
 from dsv4jax.weights.params import AttentionParams, CompressorParams
 from dsv4jax.weights.stored import StoredWeight, Weight
 
@@ -34,6 +35,8 @@ class Reference:
 
 
 def _wide(weight: Weight) -> jax.Array:
+    if isinstance(weight, WeightWithDelta):
+        return weight.merged(_wide(weight.base))
     return weight.widened(jnp.float32) if isinstance(weight, StoredWeight) else weight.astype(jnp.float32)
 
 

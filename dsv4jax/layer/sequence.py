@@ -22,10 +22,11 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import indexer
 from dsv4jax.layer.attention import attend, start_at_sinks
 from dsv4jax.layer.backend import XLA
-from dsv4jax.layer.dense import hadamard, product_dtype, rms_norm, wide_product
+from dsv4jax.layer.dense import hadamard, product_dtype, rms_norm
 from dsv4jax.layer.projections import linear
 from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.rope import apply_rope, rope_frequencies
+from dsv4jax.weights.deltas import split_delta
 from dsv4jax.weights.params import AttentionParams, PoolParams, check_params
 from dsv4jax.weights.stored import StoredWeight, Weight
 
@@ -155,7 +156,7 @@ def _project(params: AttentionParams, x: jax.Array, tokens: int, form: _Form) ->
     entries = keys = head_weights = None
     if count:
         assert params.compress is not None
-        product = wide_product(x, params.compress)
+        product = linear(x, params.compress, backend=XLA)
         entries, product = _entries(product, params.entry_pool, count, form)
         entries = rounded(entries, form.rows, cfg.rope_dim)
         if kind.is_indexed and count > cfg.indexer_top_k:
@@ -207,7 +208,8 @@ def _attend_tile(params: AttentionParams, queries: _Queries, seen: _Seen, form: 
 
     out = apply_rope(running.output, positions[..., None], form.freqs, inverse=True).astype(latent.dtype)
     groups = out.reshape(*positions.shape, cfg.o_groups, -1)
-    dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
+    o_a, _ = split_delta(params.o_a)
+    dtype = groups.dtype if isinstance(o_a, StoredWeight) else product_dtype(groups, o_a)
     narrow = linear(groups, params.o_a, dtype, cfg.o_groups, backend=XLA).reshape(*positions.shape, -1)
     return linear(narrow.astype(latent.dtype), params.o_b, latent.dtype, backend=XLA)
 

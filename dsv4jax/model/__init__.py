@@ -17,6 +17,7 @@ text               tokenizers and chats
 checkpoint         loading a model from a folder, and saving it
 partition          the weights that can be trained, and the rest
 initial            random models
+deltas             low-rank deltas on its weights
 memory             the bytes of a model's weights
 """
 
@@ -30,6 +31,7 @@ from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.checkpoint.load import load_model
 from dsv4jax.model.checkpoint.save import save_model
 from dsv4jax.model.config import DSparkConfig, ModelConfig
+from dsv4jax.model.deltas import merge_deltas, with_deltas, without_deltas
 from dsv4jax.model.drafts import draft_forward
 from dsv4jax.model.forward_pass import Inspection, forward, forward_sequences, inspect_forward, stage_forward
 from dsv4jax.model.generation import Generated, Generator, generate
@@ -63,9 +65,12 @@ __all__ = [
     "init_caches",
     "inspect_forward",
     "load_model",
+    "merge_deltas",
     "partition",
     "plan_memory",
     "random_model",
     "save_model",
     "stage_forward",
+    "with_deltas",
+    "without_deltas",
 ]

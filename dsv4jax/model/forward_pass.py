@@ -48,6 +48,7 @@ from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix,
 from dsv4jax.model.plain.hyper_connections import head_input, mix_out
 from dsv4jax.requests.speculate import StagedLayer, stage
 from dsv4jax.weights.params import AttentionParams
+from dsv4jax.weights.stored import Weight
 
 Logits = Literal["last", "all", "none"]
 type Attend[Cache: KVCache | None] = Callable[[AttentionParams, jax.Array, Cache, int], tuple[jax.Array, Cache]]
@@ -292,7 +293,7 @@ class Way[Cache: KVCache | None]:
         outputs = _mix(x, picks, block.experts, op=experts, cfg=self.cfg, backend=self.backend)
         return outputs, dataclasses.replace(picks, tiles=None)
 
-    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
         """Return logits f32 [..., V] of x [..., hidden]."""
         return HEAD.of(self.backend, self.cfg, head, x.dtype).logits(x, head)
 
@@ -400,7 +401,7 @@ def embedded(embedding: jax.Array, ids: jax.Array, real: jax.Array) -> jax.Array
     return jnp.where(real[..., None], rows, jnp.zeros((), rows.dtype))
 
 
-def read_logits(x: jax.Array, head: jax.Array, which: Logits, way: Way) -> jax.Array | None:
+def read_logits(x: jax.Array, head: Weight, which: Logits, way: Way) -> jax.Array | None:
     """Return logits f32 of the "last" tokens [B, V], of "all" [B, T, V], or None for "none"."""
     if which == "none":
         return None
@@ -413,6 +414,6 @@ def read_logits(x: jax.Array, head: jax.Array, which: Logits, way: Way) -> jax.A
     return jnp.where(count[:, None] > 0, way.logits(last, head), 0.0)
 
 
-def all_logits(x: jax.Array, head: jax.Array, way: Way) -> jax.Array:
+def all_logits(x: jax.Array, head: Weight, way: Way) -> jax.Array:
     """Return the logits of all tokens, f32 [B, T, V]."""
     return jnp.where(way.tokens.real[..., None], way.logits(x, head), 0.0)

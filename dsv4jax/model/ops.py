@@ -23,6 +23,7 @@ import pallas_kernels as pk
 from dsv4jax.layer.backend import Backend, Op, declare
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import Experts, Router, StreamMix
+from dsv4jax.weights.stored import Weight
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +138,7 @@ class HyperConnectionsOp(ModelOp, Protocol):
 class HeadOp(ModelOp, Protocol):
     """Logits."""
 
-    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
         """Multiply x [..., h], after the norm, by head [V, h]: f32 [..., V]."""
         ...
 

@@ -18,6 +18,7 @@ from dsv4jax.checks import FLOATS, check_array, check_type
 from dsv4jax.formats import e2m1_values
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.reprs import print_compactly
+from dsv4jax.weights.deltas import WeightWithDelta
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
@@ -72,7 +73,7 @@ class StoredExperts:
         return (values * of_numbers).astype(dtype)
 
 
-ExpertWeight = jax.Array | StoredExperts
+ExpertWeight = jax.Array | StoredExperts | WeightWithDelta
 
 
 def is_any_stored(node: object) -> bool:
@@ -95,7 +96,7 @@ class StreamMix:
 class Router:
     """How a layer picks experts: by the token's id (``table``), or by score (``bias``)."""
 
-    gate: jax.Array  # [E, h]
+    gate: Weight  # [E, h], not stored as FP8
     bias: jax.Array | None  # f32 [E], added to scores to pick, not to weigh
     table: jax.Array | None  # int32 [V, k]
 
@@ -182,7 +183,7 @@ class ModelParams:
     blocks: tuple[Block, ...]
     final_mix: StreamMix
     final_norm: jax.Array  # [h]
-    head: jax.Array  # [V, h]
+    head: Weight  # [V, h], not stored as FP8
     drafts: DraftParams | DSparkParams | None  # None where the checkpoint has none
     cfg: ModelConfig = dataclasses.field(metadata={"static": True})
 
@@ -207,7 +208,7 @@ def check_model(params: ModelParams) -> None:
         raise ValueError(f"params.blocks: expected {cfg.num_layers} layers, got {len(params.blocks)}")
     table = {"vocabulary": cfg.vocab_size, "hidden": cfg.hidden_size}
     check_array("params.embedding", params.embedding, dict(table), FLOATS)
-    check_array("params.head", params.head, dict(table), FLOATS)
+    _check_wide("params.head", params.head, dict(table))
     _check_norm("params.final_norm", params.final_norm, cfg)
     _check_mix("params.final_mix", params.final_mix, cfg.num_streams, 1, cfg)
     for layer, block in enumerate(params.blocks):
@@ -252,7 +253,7 @@ def _check_block(name: str, block: Block, layer: int | None, cfg: ModelConfig) -
     router, by_id = block.router, cfg.picks_by_id(layer)
     if (router.table is not None) != by_id or (router.bias is None) != by_id:
         raise ValueError(f"{name}.router: expected {'a table' if by_id else 'a bias'}, and not the other")
-    check_array(f"{name}.router.gate", router.gate, experts | {"hidden": hidden}, FLOATS)
+    _check_wide(f"{name}.router.gate", router.gate, experts | {"hidden": hidden})
     if router.table is not None:
         axes = {"vocabulary": cfg.vocab_size, "picks": cfg.experts_per_token}
         check_array(f"{name}.router.table", router.table, dict(axes), jnp.int32)
@@ -274,8 +275,18 @@ def _check_mix(name: str, mix: StreamMix, numbers: int, scales: int, cfg: ModelC
     check_array(f"{name}.scale", mix.scale, {"scales": scales}, FLOATS)
 
 
+def _check_wide(name: str, weight: Weight, axes: dict[str, int | None]) -> None:
+    if isinstance(weight, WeightWithDelta):
+        weight.check(name, tuple(axes.values()))  # type: ignore[arg-type]
+        name, weight = f"{name}.base", weight.base
+    check_array(name, weight, axes, FLOATS)
+
+
 def _check_experts(name: str, weight: ExpertWeight, shape: tuple[int, int, int]) -> None:
     experts, rows, columns = shape
+    if isinstance(weight, WeightWithDelta):
+        weight.check(name, shape)
+        name, weight = f"{name}.base", weight.base
     if not isinstance(weight, StoredExperts):
         check_array(name, weight, {"experts": experts, "out": rows, "in": columns}, FLOATS)
         return

@@ -6,6 +6,7 @@ grads = jax.grad(lambda trainable: loss(combine(trainable, rest)))(trainable)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,24 +15,34 @@ import jax.numpy as jnp
 from dsv4jax.model.params import is_any_stored
 
 
-def partition[T](params: T) -> tuple[T, T]:
-    """Divide weights into those that have a derivative and the rest.
+def partition[T](params: T, trains: str | Callable[[str], bool] = "floats") -> tuple[T, T]:
+    """Divide weights into those to be trained and the rest.
 
     Args:
       params: a model's weights, one layer's, or any tree that holds such, of arrays or ``jax.ShapeDtypeStruct``.
+      trains: "floats" for all that has a derivative; "deltas" for the low-rank deltas alone (``with_deltas``); or a
+        function that is asked, of all that has a derivative, by a name such as ".blocks[0].attention.q_b.deltas[0].up".
 
     Returns:
-      (trainable, rest), both of the form of params. A leaf that is in one of them is None in the other. Trainable are
-      arrays of floats, whatever their dtype. The rest are weights stored as FP8 or FP4 with their scales, and tables
-      of integers.
-    """
+      (trainable, rest), both of the form of params. A leaf that is in one of them is None in the other. Only arrays of
+      floats have a derivative, whatever their dtype: weights stored as FP8 or FP4, with their scales, and tables of
+      integers are always among the rest.
 
-    def trains(node: Any) -> object:
+    Raises:
+      ValueError: ``trains`` is another word, or nothing is left to be trained.
+    """
+    if isinstance(trains, str) and trains not in _WORDS:
+        raise ValueError(f"trains must be one of {list(_WORDS)}, or a function of a name; got {trains!r}")
+    is_wanted = _WORDS[trains] if isinstance(trains, str) else trains
+
+    def of_node(path: Any, node: Any) -> Any:
         if is_any_stored(node):
             return jax.tree.map(lambda _: False, node)
-        return bool(jnp.issubdtype(node.dtype, jnp.floating))
+        return bool(jnp.issubdtype(node.dtype, jnp.floating)) and bool(is_wanted(jax.tree_util.keystr(path)))
 
-    which = jax.tree.map(trains, params, is_leaf=is_any_stored)
+    which = jax.tree_util.tree_map_with_path(of_node, params, is_leaf=is_any_stored)
+    if trains != "floats" and not any(jax.tree.leaves(which)):
+        raise ValueError(f"trains={trains!r}: nothing of these weights would be trained")
 
     def part(wanted: bool) -> T:
         return jax.tree.map(lambda leaf, trains: leaf if trains is wanted else None, params, which)
@@ -57,5 +68,9 @@ def combine[T](trainable: T, rest: T) -> T:
     return jax.tree_util.tree_map_with_path(either, trainable, rest, is_leaf=_is_none)
 
 
-def _is_none(node: object) -> bool:
+# What may be trained, by name.
+_WORDS: dict[str, Callable[[str], bool]] = {"floats": lambda name: True, "deltas": lambda name: ".deltas[" in name}
+
+
+def _is_none(node: Any) -> bool:
     return node is None

@@ -22,6 +22,7 @@ from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import axis_size, split_heads
+from dsv4jax.weights.deltas import WeightWithDelta
 from dsv4jax.weights.stored import (
     BLOCK,
     CODES,
@@ -31,6 +32,7 @@ from dsv4jax.weights.stored import (
     Weight,
     check_weight,
     is_stored,
+    is_weight,
     join,
     num_blocks,
     rows_of,
@@ -81,6 +83,8 @@ class IndexerParams:
 class AttentionParams:
     """Weights of one attention layer. Those marked Weight are arrays, or FP8 with block scales (``StoredWeight``).
 
+    Any linear weight may have low-rank deltas beside it (``WeightWithDelta``).
+
     ``q_a``, ``kv``, ``compressor`` and ``indexer`` are properties that cut the arrays; ``AttentionParams.join`` makes
     the arrays of such parts.
     """
@@ -113,7 +117,7 @@ class AttentionParams:
         def pool(name: str) -> PoolParams | None:
             return PoolParams(ape=parts[f"{name}.ape"], norm=parts[f"{name}.norm"]) if f"{name}.ape" in parts else None
 
-        compress = [parts[name] for name in _COMPRESS if name in parts]
+        compress = [parts[name] for name in COMPRESS if name in parts]
         return cls(
             q_a_kv=join(parts["q_a"], parts["kv"]),
             q_norm=parts["q_norm"],
@@ -133,7 +137,7 @@ class AttentionParams:
         parts = {"q_a": self.q_a, "kv": self.kv}
         parts |= {name: getattr(self, name) for name in ("q_norm", "q_b", "kv_norm", "o_a", "o_b", "sinks")}
         for prefix, group in (("compressor", self.compressor), ("indexer", self.indexer)):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(group, is_leaf=is_stored):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(group, is_leaf=is_weight):
                 parts[prefix + jax.tree_util.keystr(path)] = leaf
         return parts
 
@@ -174,7 +178,7 @@ class AttentionParams:
 
 
 # What stands side by side in ``compress``, in order.
-_COMPRESS = (
+COMPRESS = (
     *("compressor.kv", "compressor.gate"),
     *("indexer.compressor.kv", "indexer.compressor.gate", "indexer.head_weights"),
 )
@@ -300,12 +304,15 @@ def check_compressors(
 def _check_weights(name: str, weights: object, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> None:
     """Check weights against the shapes of their kind. Those of the other kinds are for the message."""
     expected, tree = jax.tree_util.tree_flatten_with_path(of_kinds[kind])
-    leaves, found = jax.tree.flatten(weights, is_leaf=is_stored)
+    leaves, found = jax.tree.flatten(weights, is_leaf=is_weight)
     if found != tree:
         given = _said(weights, of_kinds, kind)
         raise ValueError(f"{name}: expected the weights of a {kind.upper()} layer, got {given}")
     for (path, spec), leaf in zip(expected, leaves, strict=True):
         full = f"{name}{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, WeightWithDelta) and len(spec.shape) == 2:
+            leaf.check(full, spec.shape)
+            full, leaf = f"{full}.base", leaf.base
         if path[-1].name in (*_WEIGHTS, "q_b"):
             check_weight(full, leaf, spec.shape)
         else:
@@ -314,7 +321,7 @@ def _check_weights(name: str, weights: object, of_kinds: Mapping[AttentionType, 
 
 def _said(weights: object, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> str:
     """What weights are that have another form than those of a kind."""
-    found = jax.tree.structure(weights, is_leaf=is_stored)
+    found = jax.tree.structure(weights, is_leaf=is_weight)
     for other, shapes in of_kinds.items():
         if jax.tree.structure(shapes) == found:
             return "none" if weights is None else f"those of a {other.upper()} layer"
@@ -322,7 +329,7 @@ def _said(weights: object, of_kinds: Mapping[AttentionType, Any], kind: Attentio
         return f"a {type(weights).__name__}"
 
     def paths(tree: object) -> set[str]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored)
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_weight)
         return {jax.tree_util.keystr(path).removeprefix(".") for path, _ in leaves}
 
     wanted, given = paths(of_kinds[kind]), paths(weights)

@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.weights.deltas import WeightWithDelta, has_delta, moved, of_rows, split_delta, with_delta
 
 CODES, SCALES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
 BLOCK = (128, 128)  # rows and columns per scale in DeepSeek's checkpoints
@@ -78,12 +79,17 @@ class StoredWeight:
         return _widen(self.codes, self.scales, self.block, jnp.dtype(dtype))
 
 
-Weight = jax.Array | StoredWeight
+Weight = jax.Array | StoredWeight | WeightWithDelta
 
 
 def is_stored(weight: object) -> bool:
     """Whether a weight is stored as FP8; for ``is_leaf`` of tree functions."""
     return isinstance(weight, StoredWeight)
+
+
+def is_weight(node: Any) -> bool:
+    """Whether a node is a linear weight that is a tree itself: stored, or with deltas; for ``is_leaf``."""
+    return isinstance(node, StoredWeight | WeightWithDelta)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +151,13 @@ def as_bytes(x: jax.Array) -> jax.Array:
 def rows_of(weight: Any, start: int, stop: int) -> Any:
     """Return rows [start, stop) of a weight, which may be an array, a StoredWeight or a ``jax.ShapeDtypeStruct``.
 
+    Deltas beside it are cut with it.
+
     Raises:
       ValueError: the rows begin within a block of a stored weight.
     """
+    if isinstance(weight, WeightWithDelta):
+        return with_delta(rows_of(weight.base, start, stop), of_rows(weight.deltas, start, stop))
     if isinstance(weight, StoredWeight):
         height = weight.block[0]
         if start % height:
@@ -162,7 +172,7 @@ def rows_of(weight: Any, start: int, stop: int) -> Any:
 
 
 def join(*weights: Any) -> Any:
-    """Return a weight with the rows of several, in order: all stored ones, or all arrays.
+    """Return a weight with the rows of several, in order: all stored ones, or all arrays. Their deltas come along.
 
     Blocks become lower where one would hold rows of two weights; the values are the same. Arrays of two dtypes become
     float32.
@@ -170,6 +180,11 @@ def join(*weights: Any) -> Any:
     Raises:
       ValueError: some are stored and some are not, or they differ in the width of their blocks or in ``activations``.
     """
+    if any(map(has_delta, weights)):
+        bases, deltas = zip(*map(split_delta, weights), strict=True)
+        above = np.cumsum([0, *(base.shape[0] for base in bases[:-1])]).tolist()
+        found = [delta for of, rows in zip(deltas, above, strict=True) for delta in moved(of, rows)]
+        return with_delta(join(*bases), found)
     stored = [isinstance(weight, StoredWeight) for weight in weights]
     if not any(stored):
         return _join_rows(list(weights))
@@ -211,12 +226,15 @@ def _join_rows(parts: list[Any]) -> Any:
 
 
 def check_weight(name: str, weight: object, shape: tuple[int, ...]) -> None:
-    """Check a linear weight [out, in], an array or a stored one.
+    """Check a linear weight [out, in], an array or a stored one, and its deltas.
 
     Raises:
       AssertionError: (chex) a shape or dtype is wrong.
-      ValueError: a stored weight's ``block`` or ``activations`` is none.
+      ValueError: a stored weight's ``block`` or ``activations`` is none, or a delta is of other rows.
     """
+    if isinstance(weight, WeightWithDelta):
+        weight.check(name, shape)
+        name, weight = f"{name}.base", weight.base
     if not isinstance(weight, StoredWeight):
         check_array(name, weight, _axes(shape), FLOATS)
         return

@@ -1,5 +1,6 @@
 """``jax.export``: batches of symbolic size, and functions over the pytrees of this library written and read again."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.requests.snapshot import abstract_snapshot
 from dsv4jax.serialization import PYTREES
+from dsv4jax.weights.deltas import Delta, WeightWithDelta
 from dsv4jax.weights.params import param_shapes
 from dsv4jax.weights.stored import Stored
 from tests.support.driver import (
@@ -117,6 +119,8 @@ def node_types(tree: Any) -> set[type]:
 def test_every_pytree_keeps_its_structure_and_static_fields_when_written_and_read():
     csa = random_params()[1]
     trees: list[Any] = [random_params(), csa.compressor, csa.indexer]
+    delta = Delta(down=jnp.ones((2, csa.q_b.shape[1])), up=jnp.ones((4, 2)), first=3, alpha=1.5)
+    trees.append(dataclasses.replace(csa, q_b=WeightWithDelta(base=csa.q_b, deltas=(delta,))))
     trees += [param_shapes(CFG, kind, Stored(activations="fp8")) for kind in d4.AttentionType]
     for options in (F32, DEFAULT, TRAINED, BF16_TAILS):
         cache = d4.cache.abstract_cache(small_plan(**options))

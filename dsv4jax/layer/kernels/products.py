@@ -19,6 +19,7 @@ from dsv4jax.layer.ops import PROJECTIONS, InputProducts, RowForm, Rows, TokenPa
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.tails import Streams
+from dsv4jax.weights.deltas import WeightWithDelta, has_delta
 from dsv4jax.weights.params import AttentionParams, PoolParams, param_shapes
 from dsv4jax.weights.stored import StoredWeight, Weight
 
@@ -49,6 +50,10 @@ class ProjectionsKernels(Kernels):
         groups: int = 1,
         needed: jax.Array | None = None,
     ) -> jax.Array:
+        if isinstance(weight, WeightWithDelta):
+            assert not isinstance(x, _OTHERS), "as row_form says"
+            product = self.linear(x, weight.base, groups=groups, needed=needed)
+            return weight.add_to(product, x, groups).astype(dtype)
         plan = self.plan(x, (weight,), (pk.Store(dtype=dtype),), groups, needed=needed)
         if isinstance(plan, pk.Unsupported):
             assert not isinstance(x, _OTHERS), "rows in another form have a kernel"
@@ -66,6 +71,8 @@ class ProjectionsKernels(Kernels):
         needed: jax.Array | None = None,
     ) -> pk.Plan | pk.Unsupported:
         """Return how kernels multiply rows [..., groups * in] by weights, of which bool [B, T] are needed."""
+        if any(map(has_delta, weights)):
+            return pk.Unsupported(kind="no kernel", reason="what a low-rank delta adds is computed beside the product")
         specs = tuple(weight_spec(weight, groups) for weight in weights)
         width = groups * specs[0].inputs
         form: dict[str, Any] = {"kind": type(x)} if isinstance(x, _OTHERS) else {"dtype": x.dtype}
@@ -154,7 +161,9 @@ def which_are_needed(needed: jax.Array | None) -> pk.Needed:
 
 
 def row_form(weight: Weight, rows: int, groups: int = 1) -> RowForm:
-    """Return in which form a product takes so many rows of bf16 the fastest."""
+    """Return in which form a product takes so many rows of bf16 the fastest. Deltas take them as they are."""
+    if has_delta(weight):
+        return "plain"
     spec = weight_spec(weight, groups)
     given = pk.RowsSpec(count=rows, width=groups * spec.inputs)
     taken = pk.rows_taken(pk.Problem(rows=given, weights=(spec,), epilogues=(pk.Store(),)))
@@ -178,6 +187,7 @@ def weight_spec(weight: Weight, groups: int = 1) -> pk.WeightSpec:
 
 def weight_arrays(weight: Weight) -> tuple[jax.Array, ...]:
     """Return the arrays of a weight, as kernels take them."""
+    assert not isinstance(weight, WeightWithDelta), "it has no plan"
     return (weight.codes, weight.scales) if isinstance(weight, StoredWeight) else (weight,)
 
 

@@ -24,6 +24,7 @@ from dsv4jax.layer.stages.interface import Ending, Latents, Queries, Taken
 from dsv4jax.layer.update import exact_entries, store
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import rope_frequencies
+from dsv4jax.weights.deltas import split_delta
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import StoredWeight
 
@@ -129,7 +130,8 @@ class OutputSteps:
         count = self.plan.cfg.o_groups
         groups = rows.reshape(*positions.shape, count, -1)
         # bf16 if W_ob takes bf16, which saves a pass over an f32 result.
-        dtype = groups.dtype if isinstance(params.o_a, StoredWeight) else product_dtype(groups, params.o_a)
+        o_a, _ = split_delta(params.o_a)
+        dtype = groups.dtype if isinstance(o_a, StoredWeight) else product_dtype(groups, o_a)
         narrow = self.projections.linear(groups, params.o_a, dtype=dtype, groups=count, needed=positions >= 0)
         return narrow.reshape(*positions.shape, -1)
 

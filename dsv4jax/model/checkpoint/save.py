@@ -32,6 +32,7 @@ from dsv4jax.model.params import (
     check_model,
     is_any_stored,
 )
+from dsv4jax.weights.deltas import WeightWithDelta, has_delta
 from dsv4jax.weights.files import NewTensor, write_file
 from dsv4jax.weights.load import NAMINGS, scale_names
 from dsv4jax.weights.params import check_params
@@ -53,12 +54,15 @@ def save_model(params: ModelParams, path: str | os.PathLike[str], max_file_bytes
 
     Raises:
       FileExistsError: the folder exists and is not empty, or another save was killed; nothing is overwritten.
-      ValueError: the weights are traced, or their FP8 blocks differ in size, where a checkpoint has one size.
+      ValueError: the weights are traced, or have low-rank deltas, or their FP8 blocks differ in
+        size, where a checkpoint has one size.
       AssertionError: (chex) a weight's shape or dtype is wrong.
     """
     check_concrete("save_model", params, "call it on weights that have come back")
     integer("max_file_bytes", max_file_bytes, least=1)
     check_model(params)
+    if any(map(has_delta, jax.tree.leaves(params, is_leaf=has_delta))):
+        raise ValueError("params have low-rank deltas: save_deltas has a file for them, merge_deltas adds them up")
     cfg = params.cfg
     for block, spec in zip(params.blocks, layer_schedule(cfg.attention), strict=True):
         check_params(block.attention, cfg.attention, spec.attn)
@@ -199,6 +203,7 @@ class _Tensors:
             index = np.int32(expert), np.int32(start)
             self.found[name] = _tensor(spec, lambda: _rows_of_expert(leaf, *index, count=count))
 
+        assert not isinstance(weight, WeightWithDelta), "save_model refuses them"
         if not isinstance(weight, StoredExperts):
             put(name, weight, 1)
             return

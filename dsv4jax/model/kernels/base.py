@@ -5,8 +5,11 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+import jax
+
 from dsv4jax.layer.kernels.base import OfFamily
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.weights.deltas import has_delta
 
 
 class ModelKernels(OfFamily):
@@ -14,6 +17,8 @@ class ModelKernels(OfFamily):
 
     def unsupported(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
         reason = self.family.missing()
+        if reason is None and any(map(has_delta, jax.tree.leaves(weights, is_leaf=has_delta))):
+            reason = "weights with low-rank deltas have no kernel"
         if reason is None:
             reason = self.unserved(cfg, weights, dtype)
         return self.family.unsupported() if reason is None else reason

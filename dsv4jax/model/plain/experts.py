@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.projections import linear
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
-from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts
+from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts, is_any_stored
+from dsv4jax.weights.deltas import WeightWithDelta
 
 TILE = 128  # tokens of one expert that are multiplied at once
 WIDE = 1 << 28  # numbers of experts' weights that are wide at a time
@@ -108,11 +110,18 @@ def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> j
 
 
 def _constant(weight: ExpertWeight) -> ExpertWeight:
-    """The weight as it is. One that is stored has no derivative: asking for it is a ValueError."""
-    if not isinstance(weight, StoredExperts):
-        return weight
+    """The weight as it is. What of it is stored has no derivative: asking for it is a ValueError."""
     message = "experts that are stored as FP8 or FP4 have no derivative: freeze them, or load weights='wide'"
-    return lax.stop_gradient(refuse_derivative(message, weight))
+    return _frozen(weight, functools.partial(refuse_derivative, message))
+
+
+def _frozen(weight: ExpertWeight, also: Callable[[Any], Any] = lambda stored: stored) -> ExpertWeight:
+    """The weight, with no tangent for what of it is stored. ``also`` is done to that first."""
+
+    def freeze(node: Any) -> Any:
+        return lax.stop_gradient(also(node)) if isinstance(node, StoredExperts) else node
+
+    return jax.tree.map(freeze, weight, is_leaf=is_any_stored)
 
 
 def _all_outputs(
@@ -126,7 +135,7 @@ def _all_outputs(
 ) -> jax.Array:
     """The weighted output of each pair's expert, in x's dtype [N, h], for x [M, h] and weights f32 [N]."""
     # A rule of derivatives gives every argument a tangent, and these have none.
-    gate_up, down = (lax.stop_gradient(each) if isinstance(each, StoredExperts) else each for each in linear)
+    gate_up, down = map(_frozen, linear)
     tokens, pairs = x.shape[0], weights.size
     tile = min(tokens, TILE)
     most = min(pairs, cfg.num_experts + pairs // tile)  # tiles that there can be
@@ -161,6 +170,9 @@ def _(cfg: ModelConfig, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> 
 
 def _product(x: jax.Array, weight: ExpertWeight, experts: jax.Array) -> jax.Array:
     """Multiply tiles x [G, tile, in] by the weights of experts int32 [G]: x's dtype [G, tile, out], with f32 sums."""
+    if isinstance(weight, WeightWithDelta):
+        product = _product(x, weight.base, experts).astype(jnp.float32)
+        return weight.add_to_experts(product, x, experts).astype(x.dtype)
     if isinstance(weight, StoredExperts):
         return _stored_product(x, weight, experts)
     return _dot(x, weight[experts].astype(x.dtype))

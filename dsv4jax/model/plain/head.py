@@ -5,15 +5,16 @@ from __future__ import annotations
 import jax
 
 from dsv4jax.layer.backend import XLA, Anywhere
-from dsv4jax.layer.dense import wide_product
+from dsv4jax.layer.projections import linear
 from dsv4jax.model.ops import HEAD
+from dsv4jax.weights.stored import Weight
 
 
 class XLAHead(Anywhere):
     """Logits in plain JAX."""
 
-    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
-        return wide_product(x, head)
+    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
+        return linear(x, head, backend=XLA)
 
 
 HEAD.register(XLA, XLAHead())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.layer.backend import XLA, Anywhere
-from dsv4jax.layer.dense import wide_product
+from dsv4jax.layer.projections import linear
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import ROUTER, Picks
 from dsv4jax.model.params import Router
@@ -22,7 +22,7 @@ class XLARouter(Anywhere):
     """The router in plain JAX."""
 
     def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
-        scores = jnp.sqrt(jax.nn.softplus(wide_product(x, router.gate)))
+        scores = jnp.sqrt(jax.nn.softplus(linear(x, router.gate, backend=XLA)))
         if router.table is not None:
             picked = router.table.at[ids].get(mode="clip")
         else:
