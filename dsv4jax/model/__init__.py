@@ -28,6 +28,7 @@ import dsv4jax.model.plain.head as _head  # noqa: F401  the same
 import dsv4jax.model.plain.hyper_connections as _hyper_connections  # noqa: F401  the same
 import dsv4jax.model.plain.router as _router  # noqa: F401  the same
 from dsv4jax.model.caches import Caches, init_caches
+from dsv4jax.model.checkpoint.adapter import load_deltas, save_deltas
 from dsv4jax.model.checkpoint.load import load_model
 from dsv4jax.model.checkpoint.save import save_model
 from dsv4jax.model.config import DSparkConfig, ModelConfig
@@ -64,11 +65,13 @@ __all__ = [
     "generate",
     "init_caches",
     "inspect_forward",
+    "load_deltas",
     "load_model",
     "merge_deltas",
     "partition",
     "plan_memory",
     "random_model",
+    "save_deltas",
     "save_model",
     "stage_forward",
     "with_deltas",

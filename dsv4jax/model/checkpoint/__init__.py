@@ -1,5 +1,6 @@
 """A model's folder: config.json and safetensors files.
 
+adapter  low-rank deltas in PEFT's names
 save     writing a model in DeepSeek's names
 load     reading one, weight by weight on to the device
 tensors  the tensors of a checkpoint: names, shapes, forms

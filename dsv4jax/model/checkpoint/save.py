@@ -6,11 +6,12 @@ or one other tensor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ def save_model(params: ModelParams, path: str | os.PathLike[str], max_file_bytes
     for block in () if params.drafts is None else params.drafts.blocks:
         check_params(block.attention, cfg.draft_attention, layer_schedule(cfg.draft_attention)[0].attn)
     tensors = _Tensors(params)
+    with new_folder(path) as folder:
+        _write(folder, tensors.found, max_file_bytes)
+        (folder / "config.json").write_text(json.dumps(tensors.config(), indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Generator[Path]:
+    """Make a folder under another name, to be written, which gets its own when that went well and else goes.
+
+    Raises:
+      FileExistsError: the folder exists and is not empty, or another save was killed.
+    """
     folder = Path(path).absolute()
     partial = folder.with_name(folder.name + ".partial")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -77,8 +90,7 @@ def save_model(params: ModelParams, path: str | os.PathLike[str], max_file_bytes
         raise FileExistsError(f"{partial} was left by a save that was killed: remove it")
     partial.mkdir(parents=True)
     try:
-        _write(partial, tensors.found, max_file_bytes)
-        (partial / "config.json").write_text(json.dumps(tensors.config(), indent=2) + "\n")
+        yield partial
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial)
