@@ -23,12 +23,13 @@ from dsv4jax.layer import indexer
 from dsv4jax.layer.attention import attend, start_at_sinks
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.dense import hadamard, product_dtype, rms_norm
+from dsv4jax.layer.indexer_loss import Over, check_over, divergence, weights_of_entries
 from dsv4jax.layer.projections import linear
 from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.deltas import split_delta
 from dsv4jax.weights.params import AttentionParams, PoolParams, check_params
-from dsv4jax.weights.stored import StoredWeight, Weight
+from dsv4jax.weights.stored import StoredWeight, Weight, rows_of
 
 TILE_BYTES = 64 << 20  # of a tile's queries, logits and scores
 
@@ -65,21 +66,42 @@ def attention(
       ValueError: unknown layer or format, weights of another kind of layer, or a derivative by weights that are stored
         as FP8.
     """
-    kind = layer_kind(cfg, layer)
-    check_array("x", x, {"B": None, "T": None, "hidden_size": cfg.hidden_size}, FLOATS)
-    if lengths is not None:
-        check_array("lengths", lengths, {"B": x.shape[0]}, jnp.int32)
-    check_params(params, cfg, kind)
-    if kv_format not in KV_FORMATS:
-        raise ValueError(f"kv_format must be one of {list(KV_FORMATS)}, got {kv_format!r}")
-    if indexer_format not in INDEXER_FORMATS:
-        raise ValueError(f"indexer_format must be one of {list(INDEXER_FORMATS)}, got {indexer_format!r}")
-    if x.size == 0:
-        return x
-    if lengths is None:
-        lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
-    form = _Form(cfg=cfg, kind=kind, rows=KV_FORMATS[kv_format], keys=INDEXER_FORMATS[indexer_format])
-    return _attention(params, x, lengths, form=form)
+    form = _Form.of(cfg, layer, kv_format, indexer_format)
+    return _run(params, x, lengths, form)[0]
+
+
+def attention_with_indexer_loss(
+    params: AttentionParams,
+    x: jax.Array,
+    cfg: DSV4Config,
+    layer: int,
+    lengths: jax.Array | None = None,
+    kv_format: str = "f32",
+    indexer_format: str = "f32",
+    over: Over = "picked",
+) -> tuple[jax.Array, jax.Array]:
+    """Run ``attention`` in a CSA layer, and return what its indexer has to learn from.
+
+    Args:
+      params, x, cfg, layer, lengths, kv_format, indexer_format: as for ``attention``.
+      over: "picked" for the entries that the indexer picks, which are what attention reads; "all" for all that a query
+        sees, which attention then reads, too.
+
+    Returns:
+      (y in x's dtype [B, T, hidden], 0 past the lengths; f32 [B, T], the divergence of the softmax of the indexer's
+      scores from attention's weights over these entries, 0 where there are none and past the lengths). The latter has a
+      derivative by the indexer's weights, and by nothing else.
+
+    Raises:
+      AssertionError, ValueError: as ``attention``; or the layer has no indexer, or ``over`` is unknown.
+    """
+    check_over(over)
+    form = dataclasses.replace(_Form.of(cfg, layer, kv_format, indexer_format), over=over)
+    if not form.kind.is_indexed:
+        raise ValueError(f"layer {layer} is a {form.kind.upper()} layer, which has no indexer")
+    y, loss = _run(params, x, lengths, form)
+    assert loss is not None
+    return y, loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +112,17 @@ class _Form:
     kind: AttentionType
     rows: KVFormat
     keys: KeyFormat
+    over: Over | None = None  # the entries of the indexer's loss, if that is asked for
+
+    @classmethod
+    def of(cls, cfg: DSV4Config, layer: int, kv_format: str, indexer_format: str) -> _Form:
+        """Check what is static. Raises ValueError if a format is unknown, or there is no such layer."""
+        kind = layer_kind(cfg, layer)
+        if kv_format not in KV_FORMATS:
+            raise ValueError(f"kv_format must be one of {list(KV_FORMATS)}, got {kv_format!r}")
+        if indexer_format not in INDEXER_FORMATS:
+            raise ValueError(f"indexer_format must be one of {list(INDEXER_FORMATS)}, got {indexer_format!r}")
+        return cls(cfg=cfg, kind=kind, rows=KV_FORMATS[kv_format], keys=INDEXER_FORMATS[indexer_format])
 
     @property
     def freqs(self) -> np.ndarray:
@@ -116,9 +149,26 @@ class _Queries:
     head_weights: jax.Array | None  # f32 [B, t, indexer_heads]; None if the indexer does not pick
 
 
+def _run(
+    params: AttentionParams, x: jax.Array, lengths: jax.Array | None, form: _Form
+) -> tuple[jax.Array, jax.Array | None]:
+    """Check the arrays and run the layer. Returns (y, the indexer's loss f32 [B, T] if the form asks for it)."""
+    check_array("x", x, {"B": None, "T": None, "hidden_size": form.cfg.hidden_size}, FLOATS)
+    if lengths is not None:
+        check_array("lengths", lengths, {"B": x.shape[0]}, jnp.int32)
+    check_params(params, form.cfg, form.kind)
+    if x.size == 0:
+        return x, None if form.over is None else jnp.zeros(x.shape[:2])
+    if lengths is None:
+        lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
+    return _attention(params, x, lengths, form=form)
+
+
 # Jitted so that all layers of a kind are traced once.
 @functools.partial(jax.jit, static_argnames="form")
-def _attention(params: AttentionParams, x: jax.Array, lengths: jax.Array, *, form: _Form) -> jax.Array:
+def _attention(
+    params: AttentionParams, x: jax.Array, lengths: jax.Array, *, form: _Form
+) -> tuple[jax.Array, jax.Array | None]:
     batch, tokens, _ = x.shape
     real = (jnp.arange(tokens, dtype=jnp.int32)[None] < lengths[:, None])[..., None]
     x = jnp.where(real, x, jnp.zeros((), x.dtype))  # NaN in padding would reach derivatives
@@ -126,11 +176,12 @@ def _attention(params: AttentionParams, x: jax.Array, lengths: jax.Array, *, for
     queries, seen = _project(params, jnp.pad(x, ((0, 0), (0, -tokens % tile), (0, 0))), tokens, form)
 
     @jax.checkpoint
-    def attend_tile(queries: _Queries) -> jax.Array:
+    def attend_tile(queries: _Queries) -> tuple[jax.Array, jax.Array | None]:
         return _attend_tile(params, queries, seen, form)
 
-    y = map_tokens(attend_tile, queries, tile)[:, :tokens]
-    return jnp.where(real, y, jnp.zeros((), y.dtype))
+    found = map_tokens(attend_tile, queries, tile)
+    y, loss = jax.tree.map(lambda leaf: jnp.where(real, leaf[:, :tokens], jnp.zeros((), leaf.dtype)), found)
+    return y, None if loss is None else loss[..., 0]
 
 
 def _tile_size(batch: int, tokens: int, form: _Form) -> int:
@@ -159,8 +210,13 @@ def _project(params: AttentionParams, x: jax.Array, tokens: int, form: _Form) ->
         product = linear(x, params.compress, backend=XLA)
         entries, product = _entries(product, params.entry_pool, count, form)
         entries = rounded(entries, form.rows, cfg.rope_dim)
-        if kind.is_indexed and count > cfg.indexer_top_k:
-            keys, head_weights = _entries(lax.stop_gradient(product), params.key_pool, count, form)
+        if form.over is not None:  # x is a constant for the indexer, and its weights are none
+            own = rows_of(params.compress, params.compress.shape[0] - product.shape[-1], params.compress.shape[0])
+            product = linear(lax.stop_gradient(x), own, backend=XLA)
+        if kind.is_indexed and (count > cfg.indexer_top_k or form.over is not None):
+            of_indexer = product, params.key_pool
+            of_indexer = lax.stop_gradient(of_indexer) if form.over is None else of_indexer
+            keys, head_weights = _entries(*of_indexer, count, form)
             keys = rounded_keys(hadamard(keys), form.keys)
             head_weights *= cfg.indexer_head_dim**-0.5 * cfg.indexer_heads**-0.5
     queries = _Queries(latent=latent, positions=positions, head_weights=head_weights)
@@ -186,8 +242,10 @@ def _entries(product: jax.Array, pool: PoolParams | None, count: int, form: _For
     return apply_rope(pooled, ratio * jnp.arange(count, dtype=jnp.int32)[None], form.freqs), others
 
 
-def _attend_tile(params: AttentionParams, queries: _Queries, seen: _Seen, form: _Form) -> jax.Array:
-    """Process one tile of queries, from W_qb to W_ob: [B, t, hidden]."""
+def _attend_tile(
+    params: AttentionParams, queries: _Queries, seen: _Seen, form: _Form
+) -> tuple[jax.Array, jax.Array | None]:
+    """Process one tile of queries, from W_qb to W_ob: [B, t, hidden]; and the indexer's loss f32 [B, t, 1]."""
     cfg, latent, positions = form.cfg, queries.latent, queries.positions
     q = linear(latent, params.q_b, backend=XLA).reshape(*positions.shape, cfg.num_heads, cfg.head_dim)
     q = apply_rope(rms_norm(q, None, cfg.norm_eps), positions[..., None], form.freqs)
@@ -198,32 +256,45 @@ def _attend_tile(params: AttentionParams, queries: _Queries, seen: _Seen, form: 
     window = lax.dynamic_slice_in_dim(seen.rows, positions[0, 0], size, axis=1)
     in_window = (key >= 0)[:, None] & (age >= 0) & (age < cfg.sliding_window)
     running = attend(start_at_sinks(params.sinks, q), q, window, in_window)
+    loss = None if form.over is None else jnp.zeros((*positions.shape, 1))
     if seen.entries is not None:
         visible = (positions + 1) // cfg.ratio(form.kind)
         read = jnp.arange(seen.entries.shape[1], dtype=jnp.int32)[None, None] < visible[..., None]
+        scores = None
         if seen.keys is not None:
             assert params.index_q_b is not None
-            read &= _picked(*lax.stop_gradient((params.index_q_b, queries, seen.keys)), visible, form)
+            latents = dataclasses.replace(queries, latent=lax.stop_gradient(latent))
+            given = params.index_q_b, latents, seen.keys
+            scores = _scores(*(lax.stop_gradient(given) if form.over is None else given), form)
+            if form.over != "all":
+                read &= _picked(lax.stop_gradient(scores), visible, form)
         running = attend(running, q, seen.entries, read)
+        if form.over is not None:
+            assert scores is not None
+            loss = divergence(weights_of_entries(running, q, seen.entries, read), scores, read)[..., None]
 
     out = apply_rope(running.output, positions[..., None], form.freqs, inverse=True).astype(latent.dtype)
     groups = out.reshape(*positions.shape, cfg.o_groups, -1)
     o_a, _ = split_delta(params.o_a)
     dtype = groups.dtype if isinstance(o_a, StoredWeight) else product_dtype(groups, o_a)
     narrow = linear(groups, params.o_a, dtype, cfg.o_groups, backend=XLA).reshape(*positions.shape, -1)
-    return linear(narrow.astype(latent.dtype), params.o_b, latent.dtype, backend=XLA)
+    return linear(narrow.astype(latent.dtype), params.o_b, latent.dtype, backend=XLA), loss
 
 
-def _picked(q_b: Weight, queries: _Queries, keys: jax.Array, visible: jax.Array, form: _Form) -> jax.Array:
-    """Which of all entries the indexer picks for the queries of a tile, bool [B, t, entries]."""
-    cfg, positions, count = form.cfg, queries.positions, keys.shape[1]
+def _scores(q_b: Weight, queries: _Queries, keys: jax.Array, form: _Form) -> jax.Array:
+    """The indexer's scores of all entries for the queries of a tile, f32 [B, t, entries]."""
+    cfg, positions = form.cfg, queries.positions
     q = linear(queries.latent, q_b, backend=XLA)
     q = q.reshape(*positions.shape, cfg.indexer_heads, cfg.indexer_head_dim)
     q = hadamard(apply_rope(q, positions[..., None], form.freqs))
     q = rounded_keys(q, form.keys) if form.keys.rounds_queries else q
     dots = jnp.einsum("bthd,bkd->bthk", q, keys, precision=lax.Precision.HIGHEST)
-    scores = jnp.einsum("bth,bthk->btk", queries.head_weights, jnp.maximum(dots, 0), precision=lax.Precision.HIGHEST)
-    picks = indexer.pick(scores, visible, cfg.indexer_top_k)
-    row, token = (of_axis[..., None] for of_axis in jnp.indices(positions.shape, dtype=jnp.int32))
-    none = jnp.zeros((*positions.shape, count), bool)
+    return jnp.einsum("bth,bthk->btk", queries.head_weights, jnp.maximum(dots, 0), precision=lax.Precision.HIGHEST)
+
+
+def _picked(scores: jax.Array, visible: jax.Array, form: _Form) -> jax.Array:
+    """Which of all entries the indexer picks for the queries of a tile, bool [B, t, entries]."""
+    picks, count = indexer.pick(scores, visible, form.cfg.indexer_top_k), scores.shape[-1]
+    row, token = (of_axis[..., None] for of_axis in jnp.indices(visible.shape, dtype=jnp.int32))
+    none = jnp.zeros(scores.shape, bool)
     return none.at[row, token, jnp.where(picks < 0, count, picks)].set(True, mode="drop")

@@ -14,12 +14,12 @@ def map_tokens[Inputs](function: Callable[[Inputs], Any], inputs: Inputs, size: 
     """Apply a function to ``size`` tokens of its inputs at a time.
 
     Args:
-      function: makes an array [B, size, ...] of a tree like ``inputs`` with that many tokens.
+      function: makes an array [B, size, ...], or a tree of such, of a tree like ``inputs`` with that many tokens.
       inputs: tree of arrays [B, T, ...], where T is a multiple of ``size``.
       size: tokens.
 
     Returns:
-      [B, T, n]. If one call takes all tokens, what the function returns, which may then be anything.
+      [B, T, n] for each array. If one call takes all tokens, what the function returns, which may then be anything.
     """
     batch, tokens = jax.tree.leaves(inputs)[0].shape[:2]
     if tokens == size:
@@ -29,4 +29,4 @@ def map_tokens[Inputs](function: Callable[[Inputs], Any], inputs: Inputs, size: 
         return function(jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size, axis=1), inputs))
 
     found = lax.map(part, jnp.arange(0, tokens, size, dtype=jnp.int32))
-    return jnp.moveaxis(found, 0, 1).reshape(batch, tokens, -1)
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(batch, tokens, -1), found)

@@ -34,7 +34,14 @@ from dsv4jax.model.checkpoint.save import save_model
 from dsv4jax.model.config import DSparkConfig, ModelConfig
 from dsv4jax.model.deltas import merge_deltas, with_deltas, without_deltas
 from dsv4jax.model.drafts import draft_forward
-from dsv4jax.model.forward_pass import Inspection, forward, forward_sequences, inspect_forward, stage_forward
+from dsv4jax.model.forward_pass import (
+    Inspection,
+    forward,
+    forward_sequences,
+    forward_with_indexer_loss,
+    inspect_forward,
+    stage_forward,
+)
 from dsv4jax.model.generation import Generated, Generator, generate
 from dsv4jax.model.initial import random_model
 from dsv4jax.model.memory import MemoryPlan, plan_memory
@@ -62,6 +69,7 @@ __all__ = [
     "draft_forward",
     "forward",
     "forward_sequences",
+    "forward_with_indexer_loss",
     "generate",
     "init_caches",
     "inspect_forward",

@@ -18,18 +18,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.checks import check_array, check_batch
-from dsv4jax.config import DSV4Config
+from dsv4jax.config import DSV4Config, layer_schedule
 from dsv4jax.layer.backend import XLA, Backend
 from dsv4jax.layer.call import granted_batch
+from dsv4jax.layer.indexer_loss import Over
 from dsv4jax.layer.layer import attention_layer
 from dsv4jax.layer.sequence import attention as attend_sequences
+from dsv4jax.layer.sequence import attention_with_indexer_loss
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import (
     EXPERTS,
@@ -51,7 +53,7 @@ from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import Weight
 
 Logits = Literal["last", "all", "none"]
-type Attend[Cache: KVCache | None] = Callable[[AttentionParams, jax.Array, Cache, int], tuple[jax.Array, Cache]]
+type Attend[Cache] = Callable[[AttentionParams, jax.Array, Cache, int], tuple[jax.Array, Cache]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,30 +226,78 @@ def forward_sequences(
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
       ValueError: an unknown format, or a derivative by weights that are stored as FP8 or FP4.
     """
+
+    def attend(weights: AttentionParams, x: jax.Array, found: None, layer: int) -> tuple[jax.Array, None]:
+        return attend_sequences(weights, x, params.cfg.attention, layer, lengths, kv_format, indexer_format), found
+
+    return _run_sequences(params, ids, lengths, attend)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("kv_format", "indexer_format", "over"))
+def forward_with_indexer_loss(
+    params: ModelParams,
+    ids: jax.Array,
+    lengths: jax.Array | None = None,
+    kv_format: str = "f32",
+    indexer_format: str = "f32",
+    over: Over = "picked",
+) -> tuple[jax.Array, jax.Array]:
+    """Run ``forward_sequences``, and return what the indexers have to learn from.
+
+    Args:
+      params, ids, lengths, kv_format, indexer_format: as for ``forward_sequences``.
+      over: "picked" for training with the entries that the indexers pick; "all" for the warm-up, in which attention
+        reads all entries that a query sees. See ``dsv4jax.layer.sequence.attention_with_indexer_loss``.
+
+    Returns:
+      (logits f32 [B, T, V]; f32 [L, B, T], for each CSA layer in order the divergence of its indexer's scores from its
+      attention, 0 where a token sees no entry and past the lengths). The latter has a derivative by the indexers'
+      weights, and by nothing else; the former by all but these. So both can be added up in one loss.
+
+    Raises:
+      AssertionError, ValueError: as ``forward_sequences``; or the model has no CSA layer, or ``over`` is unknown.
+    """
+    cfg = params.cfg.attention
+    if not any(spec.attn.is_indexed for spec in layer_schedule(cfg)):
+        raise ValueError("the model has no CSA layer, and so no indexer")
+
+    def attend(
+        weights: AttentionParams, x: jax.Array, found: jax.Array | None, layer: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        given = weights, x, cfg, layer, lengths, kv_format, indexer_format
+        if layer_schedule(cfg)[layer].attn.is_indexed:
+            return attention_with_indexer_loss(*given, over=over)
+        return attend_sequences(*given), found
+
+    logits, losses = _run_sequences(params, ids, lengths, attend)
+    return logits, jnp.stack([loss for loss in losses if loss is not None])
+
+
+def _run_sequences(
+    params: ModelParams, ids: jax.Array, lengths: jax.Array | None, attend: Attend[Any]
+) -> tuple[jax.Array, list[jax.Array | None]]:
+    """Run whole sequences. Returns (logits f32 [B, T, V], what ``attend`` found besides y in each layer, or None)."""
     check_model(params)
     check_array("ids", ids, {"B": None, "T": None}, jnp.int32)
     if lengths is None:
         lengths = jnp.full(ids.shape[:1], ids.shape[1], jnp.int32)
     check_array("lengths", lengths, {"B": ids.shape[0]}, jnp.int32)
     real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    cfg = params.cfg
-
-    def attend(weights: AttentionParams, x: jax.Array, cache: None, layer: int) -> tuple[jax.Array, None]:
-        return attend_sequences(weights, x, cfg.attention, layer, lengths, kv_format, indexer_format), cache
-
-    way = Way(tokens=Tokens(ids=ids, real=real, count=lengths), attend=attend, cfg=cfg, backend=XLA)
+    way = Way(tokens=Tokens(ids=ids, real=real, count=lengths), attend=attend, cfg=params.cfg, backend=XLA)
     streams = first_streams(params, way.tokens)
+    found: list[jax.Array | None] = []
     for layer, block in enumerate(params.blocks):
 
         @jax.checkpoint
-        def run(block: Block, streams: jax.Array, layer: int = layer) -> jax.Array:
+        def run(block: Block, streams: jax.Array, layer: int = layer) -> tuple[jax.Array, jax.Array | None]:
             x, gains = way.begin(streams, block)
-            y, _ = way.attend(block.attention, x, None, layer)
+            y, found = way.attend(block.attention, x, None, layer)
             streams, x, gains = way.between(y, streams, gains, block.experts_mix, block.experts_norm)
-            return mix_out(way.experts(x, block)[0], streams, gains)
+            return mix_out(way.experts(x, block)[0], streams, gains), found
 
-        streams = run(block, streams)
-    return all_logits(head_input(streams, params.final_mix, params.final_norm, cfg), params.head, way)
+        streams, of_layer = run(block, streams)
+        found.append(of_layer)
+    return all_logits(head_input(streams, params.final_mix, params.final_norm, params.cfg), params.head, way), found
 
 
 def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend[KVCache]:
@@ -260,7 +310,7 @@ def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend[
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Way[Cache: KVCache | None]:
+class Way[Cache]:
     """What stays the same in all layers of a forward pass."""
 
     tokens: Tokens
