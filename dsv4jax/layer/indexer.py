@@ -3,11 +3,20 @@
     I_s = sum over heads h of w_h * relu(q_h . k_s)      for visible entries s; the top_k largest are read
 
 Queries and keys are multiplied by a Hadamard matrix after their rope. With 4-bit key formats, both are then rounded.
+
+Which entries are picked has no derivative, so an indexer learns nothing from a model's loss. DeepSeek trains it to give
+what attention gives: for each query, with p the weights of attention over the entries, summed over the heads and
+divided by their sum,
+
+    loss = KL(p || softmax(I)) = sum over entries s of p_s (log p_s - log softmax(I)_s)
+
+p is a constant, and so are the inputs of the indexer: no other weight learns from this loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +28,7 @@ from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.checks import check_array, known_size
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.attention import RunningSoftmax
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.dense import hadamard
 from dsv4jax.layer.ops import INDEXER_SCORES, PROJECTIONS, TOP_K, IndexerScores, Projections, TopK
@@ -27,6 +37,11 @@ from dsv4jax.plan import CachePlan
 from dsv4jax.rope import apply_rope
 from dsv4jax.weights.params import IndexerParams
 from dsv4jax.weights.stored import Weight
+
+# The entries that the loss is over, and which attention reads: those that the indexer picks; or all that a query sees,
+# as in DeepSeek's warm-up, when attention is dense and nothing but the indexer is trained.
+Over = Literal["picked", "all"]
+OVER: tuple[Over, ...] = ("picked", "all")
 
 SCORE_BYTES = 192 << 20  # of scores at a time; those of more tokens are computed and picked from group by group
 
@@ -199,6 +214,44 @@ class Selection:
             lambda leaf: jnp.pad(leaf, ((0, 0), (0, more), *[(0, 0)] * (leaf.ndim - 2))), (queries, weights, visible)
         )
         return map_tokens(picks, given, size)[:, :tokens]
+
+
+def check_over(over: str) -> None:
+    """Require one of ``OVER``. ValueError otherwise."""
+    if over not in OVER:
+        raise ValueError(f"over must be one of {list(OVER)}, got {over!r}")
+
+
+def divergence(weights: jax.Array, scores: jax.Array, read: jax.Array) -> jax.Array:
+    """Return KL(p || softmax(scores)) of each query, f32 [B, T]; 0 where it reads no entry.
+
+    Args:
+      weights: f32 [B, T, K], attention's weights of entries, summed over the heads. A constant.
+      scores: f32 [B, T, K], the indexer's.
+      read: bool [B, T, K], the entries that both are over.
+    """
+    tiny = jnp.finfo(jnp.float32).tiny
+    weights = jnp.where(read, lax.stop_gradient(weights), 0.0)
+    p = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), tiny)
+    log_q = jax.nn.log_softmax(jnp.where(read, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    terms = p * (jnp.log(jnp.maximum(p, tiny)) - jnp.where(read, log_q, 0.0))
+    return jnp.sum(terms, axis=-1)
+
+
+def weights_of_entries(running: RunningSoftmax, queries: jax.Array, entries: jax.Array, read: jax.Array) -> jax.Array:
+    """Return the weights that attention gives entries, summed over the heads: f32 [B, T, K], without a derivative.
+
+    Args:
+      running: the softmax after all keys.
+      queries: f32 [B, T, H, dim].
+      entries: f32 [B, K, dim].
+      read: bool [B, T, K], the entries that are read.
+    """
+    running, queries, entries = lax.stop_gradient((running, queries, entries))
+    logits = jnp.einsum("bthd,bkd->bthk", queries, entries, precision=lax.Precision.HIGHEST) * queries.shape[-1] ** -0.5
+    logits = jnp.where(read[:, :, None], logits, -jnp.inf)
+    weights = jnp.exp(logits - running.peak[..., None]) / running.total[..., None]
+    return jnp.sum(weights, axis=2)
 
 
 class XLAIndexerScores(Anywhere):

@@ -23,7 +23,7 @@ from dsv4jax.layer import indexer
 from dsv4jax.layer.attention import attend, start_at_sinks
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.dense import hadamard, product_dtype, rms_norm
-from dsv4jax.layer.indexer_loss import Over, check_over, divergence, weights_of_entries
+from dsv4jax.layer.indexer import Over, check_over, divergence, weights_of_entries
 from dsv4jax.layer.projections import linear
 from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.rope import apply_rope, rope_frequencies

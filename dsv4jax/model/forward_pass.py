@@ -28,7 +28,7 @@ from dsv4jax.checks import check_array, check_batch
 from dsv4jax.config import DSV4Config, layer_schedule
 from dsv4jax.layer.backend import XLA, Backend
 from dsv4jax.layer.call import granted_batch
-from dsv4jax.layer.indexer_loss import Over
+from dsv4jax.layer.indexer import Over
 from dsv4jax.layer.layer import attention_layer
 from dsv4jax.layer.sequence import attention as attend_sequences
 from dsv4jax.layer.sequence import attention_with_indexer_loss

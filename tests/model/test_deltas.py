@@ -46,7 +46,7 @@ SAME = 2e-5
 
 @functools.cache
 def model(weights: str) -> ModelParams:
-    params = random_model(CFG, jax.random.key(3), weights=weights, drafts=False)
+    params = random_model(CFG, jax.random.key(3), weights=weights, drafts=0)
     return as_f32(params) if weights == "stored" else params
 
 

@@ -21,9 +21,10 @@ def tokens(rows: int = 2) -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).integers(0, CFG.vocab_size, (rows, TOKENS)), jnp.int32)
 
 
+@pytest.mark.slow
 def test_the_loss_of_indexers_beside_the_models_own():
     """Each weight learns from one of the two, so that both can be added up."""
-    params = random_model(CFG, jax.random.key(3), weights="f32", drafts=False)
+    params = random_model(CFG, jax.random.key(3), weights="f32", drafts=0)
     part, rest = partition(params)
     logits, losses = forward_with_indexer_loss(params, tokens(), ids(TOKENS, 40))
     np.testing.assert_allclose(logits, forward_sequences(params, tokens(), ids(TOKENS, 40)), rtol=0, atol=2e-5)
@@ -51,7 +52,7 @@ def test_the_loss_of_indexers_beside_the_models_own():
 @pytest.mark.slow
 def test_a_warm_up_teaches_indexers_what_attention_reads():
     """Gradient steps on the indexers alone, on one batch: 40 of them take away a third of the divergence."""
-    params = random_model(CFG, jax.random.key(3), weights="f32", drafts=False)
+    params = random_model(CFG, jax.random.key(3), weights="f32", drafts=0)
     names = ("index_q_b", "key_pool")
     part, rest = partition(params, lambda name: any(part in name for part in names))
 
@@ -73,4 +74,4 @@ def test_a_warm_up_teaches_indexers_what_attention_reads():
 def test_a_model_without_indexers_is_refused():
     cfg = ModelConfig.tiny(attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(0,)))
     with pytest.raises(ValueError, match="the model has no CSA layer, and so no indexer"):
-        forward_with_indexer_loss(random_model(cfg, jax.random.key(0), weights="f32", drafts=False), tokens())
+        forward_with_indexer_loss(random_model(cfg, jax.random.key(0), weights="f32", drafts=0), tokens())
