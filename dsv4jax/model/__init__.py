@@ -44,7 +44,7 @@ from dsv4jax.model.forward_pass import (
 )
 from dsv4jax.model.generation import Generated, Generator, generate
 from dsv4jax.model.initial import random_model
-from dsv4jax.model.memory import MemoryPlan, plan_memory
+from dsv4jax.model.memory import MemoryPlan, StepMemory, TrainingStep, plan_memory
 from dsv4jax.model.ops import Picks
 from dsv4jax.model.params import ModelParams, StoredExperts
 from dsv4jax.model.partition import combine, partition
@@ -62,8 +62,10 @@ __all__ = [
     "ModelParams",
     "Picks",
     "Sampling",
+    "StepMemory",
     "StoredExperts",
     "Text",
+    "TrainingStep",
     "chat_text",
     "combine",
     "draft_forward",

@@ -1,23 +1,98 @@
-"""The memory that a model's weights take as checkpoints store them, on one device or spread over several.
+"""The memory that a model's weights take as checkpoints store them, and that a training step takes besides.
 
 print(plan_memory(ModelConfig.flash()))
+print(plan_memory(ModelConfig.flash(), training=TrainingStep(tokens=4096, ranks={"q_b": 8, "experts": 4})))
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
+from dsv4jax.checks import integer
 from dsv4jax.model.checkpoint.tensors import TensorSpec, model_tensors
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.deltas import numbers_of
+from dsv4jax.model.plain.experts import TILE, WIDE
 
 GIB = 1 << 30
 DEVICES = (1, 2, 4, 8)
 
 
+# Copies of the streams in f32 that are in memory while a layer is differentiated, at most: those of its two sublayers,
+# and their mixing, of which each has as many products as streams. Measured on a CPU, of models of 2 to 7 layers.
+STREAM_COPIES = 36
+WIDE_BYTES = 8  # of each number of experts' weights that are wide at a time, and of its products' operands, at most
+LOGIT_COPIES = 3  # in f32: logits, the logarithm of their softmax, and the derivative
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """A step that trains low-rank deltas: ``forward_sequences``, a cross entropy of all tokens, and its derivative.
+
+    Raises:
+      ValueError: a size is not positive.
+    """
+
+    ranks: Mapping[str, int]  # of deltas, as for ``with_deltas``
+    batch: int = 1
+    tokens: int = 4096  # of each sequence
+    activation_bytes: int = 2  # of a number of the streams: 2 for a model in bf16, 4 in f32
+    moments: int = 2  # numbers that the optimiser keeps for each that it trains: 2 for Adam
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "tokens", "activation_bytes"):
+            integer(name, getattr(self, name), 1)
+        integer("moments", self.moments, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Bytes that a training step takes besides the weights, at most. Arithmetic, of XLA's form on any device."""
+
+    deltas: int  # in f32
+    gradients: int  # of them
+    moments: int  # of the optimiser
+    streams: int  # between layers, which reverse mode keeps
+    layer: int  # while one layer is computed again and differentiated
+    head: int  # logits and their derivative, before any layer is
+
+    @property
+    def total(self) -> int:
+        """All that are in memory at the same time. The layers' turn comes when the head's is over."""
+        return self.deltas + self.gradients + self.moments + self.temporaries
+
+    @property
+    def temporaries(self) -> int:
+        """Without what stays from one step to the next, and without the result."""
+        return self.streams + max(self.layer, self.head)
+
+
+def step_memory(cfg: ModelConfig, step: TrainingStep) -> StepMemory:
+    """Compute the memory of a training step."""
+    tokens, deltas = step.batch * step.tokens, 4 * numbers_of(cfg, step.ranks)
+    of_streams = tokens * cfg.num_streams * cfg.hidden_size
+    of_expert = 3 * cfg.expert_width * cfg.hidden_size
+    pairs = tokens * cfg.experts_per_token
+    tiles = min(pairs, cfg.num_experts + pairs // min(tokens, TILE))
+    tiles = max(1, min(tiles, WIDE // of_expert))
+    return StepMemory(
+        deltas=deltas,
+        gradients=deltas,
+        moments=step.moments * deltas,
+        streams=(cfg.num_layers + 1) * of_streams * step.activation_bytes,
+        layer=4 * STREAM_COPIES * of_streams + WIDE_BYTES * tiles * of_expert + 2 * deltas,
+        head=4 * LOGIT_COPIES * tokens * cfg.vocab_size + 4 * of_streams,
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of a model's weights in a checkpoint, and how many numbers and tensors they are."""
+    """Bytes of a model's weights in a checkpoint, and how many numbers and tensors they are.
+
+    ``training`` is what a training step takes besides, if that was asked for.
+    """
 
     experts: int  # routed, without those of the block for drafts
     tables: int  # embedding and head
@@ -26,6 +101,7 @@ class MemoryPlan:
     draft_experts: int  # its routed experts
     numbers: int
     tensors: int  # scales are tensors, too
+    training: StepMemory | None = None
 
     @property
     def total(self) -> int:
@@ -53,11 +129,32 @@ class MemoryPlan:
             + (", the experts spread, the rest on each; computed, only one device is served" if devices > 1 else "")
             for devices in DEVICES
         ]
+        if self.training is not None:
+            step = self.training
+            parts = {
+                "deltas": step.deltas,
+                "their gradients": step.gradients,
+                "optimiser": step.moments,
+                "streams": step.streams,
+                "a layer": step.layer,
+                "or the head": step.head,
+                "a training step": step.total,
+            }
+            lines += [f"{name:<20} {size / GIB:8.1f} GiB" for name, size in parts.items()]
         return "\n".join(lines)
 
 
-def plan_memory(cfg: ModelConfig, drafts: int = 1) -> MemoryPlan:
-    """Compute the memory of a model's weights; ``drafts`` of 0 leaves out the block that guesses tokens."""
+def plan_memory(cfg: ModelConfig, drafts: int = 1, training: TrainingStep | None = None) -> MemoryPlan:
+    """Compute the memory of a model's weights, and of a training step if one is given.
+
+    Args:
+      cfg: the model's sizes.
+      drafts: 0 leaves out the block that guesses tokens.
+      training: the step; its memory is the plan's ``training``.
+
+    Raises:
+      ValueError: no weight has the name of one of the step's deltas.
+    """
     specs = model_tensors(cfg, drafts)
 
     def size(of: dict[str, TensorSpec]) -> int:
@@ -76,4 +173,5 @@ def plan_memory(cfg: ModelConfig, drafts: int = 1) -> MemoryPlan:
         draft_experts=size({name: spec for name, spec in block.items() if ".ffn.experts." in name}),
         numbers=sum(math.prod(spec.codes) for spec in specs.values()) + sum(math.prod(scale) for scale in scales),
         tensors=len(specs) + len(scales),
+        training=None if training is None else step_memory(cfg, training),
     )
