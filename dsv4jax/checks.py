@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
+from collections.abc import Mapping
+from types import EllipsisType
 from typing import Any
 
 import chex
@@ -16,7 +18,9 @@ from jax.typing import DTypeLike
 FLOATS = (jnp.float32, jnp.bfloat16)  # dtypes allowed for inputs and weights
 
 
-def check_array(name: str, x: Any, axes: dict[str, Any], dtype: DTypeLike | tuple[DTypeLike, ...]) -> None:
+def check_array(
+    name: str, x: Any, axes: Mapping[str, int | EllipsisType | None], dtype: DTypeLike | tuple[DTypeLike, ...]
+) -> None:
     """Check that an array has the expected rank, sizes and dtype.
 
     Args:

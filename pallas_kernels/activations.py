@@ -323,30 +323,30 @@ class OperandRows[Array: Shaped](ActivationRows):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRows(ActivationRows):
+class ExpertRows[Array: Shaped](ActivationRows):
     """Rows of activations in the order in which experts in FP4 are multiplied, or their buffer.
 
     Of each 128 numbers of a row, four quarters of 16 pairs, pair p of quarter q is stored as pair 4 p + q: a lane holds
     16 adjacent bytes of a weight's row, which are a quarter.
     """
 
-    values: Any  # bf16 [..., width]
+    values: Array  # bf16 [..., width]
 
     copied_bytes = UNIT
 
     @classmethod
-    def shapes(cls, *shape: int) -> ExpertRows:
+    def shapes(cls, *shape: int) -> ExpertRows[jax.ShapeDtypeStruct]:
         if shape[-1] % EXPERT_SEGMENT:
             raise ValueError(f"rows for experts must have a multiple of {EXPERT_SEGMENT} numbers, got {shape[-1]}")
-        return cls(values=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+        return ExpertRows(values=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
     @classmethod
-    def of(cls, x: jax.Array) -> ExpertRows:
+    def of(cls, x: jax.Array) -> ExpertRows[jax.Array]:
         """Return rows of bf16 [..., width] in this order. Raises ValueError as ``shapes`` does."""
         shape = cls.shapes(*x.shape).shape
-        return cls(values=x.reshape(-1, _QUARTERS, 2 * _PAIRS, 2).swapaxes(1, 2).reshape(shape))
+        return ExpertRows(values=x.reshape(-1, _QUARTERS, 2 * _PAIRS, 2).swapaxes(1, 2).reshape(shape))
 
-    def in_order(self) -> jax.Array:
+    def in_order(self: ExpertRows[jax.Array]) -> jax.Array:
         """Return the rows bf16 [..., width] in the order that they had."""
         return self.values.reshape(-1, 2 * _PAIRS, _QUARTERS, 2).swapaxes(1, 2).reshape(self.values.shape)
 
@@ -355,7 +355,7 @@ class ExpertRows(ActivationRows):
         return self.values.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.values.dtype
 
     @staticmethod

@@ -144,7 +144,7 @@ class Given:
         check_batch(slots=self.slots, num_new=self.num_new)
         check_array("x", self.x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden_size}, FLOATS)
         if self.residual is not None:
-            axes = dict(zip(("B", "T", "hidden_size"), self.x.shape, strict=True))
+            axes: dict[str, int | None] = dict(zip(("B", "T", "hidden_size"), self.x.shape, strict=True))
             check_array("residual", self.residual, axes, self.x.dtype)
 
 

@@ -138,7 +138,7 @@ class _DSpark:
         last = jnp.maximum(fed.count - 1, 0)[:, None]
         token = jnp.take_along_axis(fed.following, last, 1)[:, 0]
         x = dspark.run_block(params, token, cache, fed.slots, active, backend).x[:, :number]
-        base = dspark.base_logits(params, x)
+        base = dspark.base_logits(params, x, backend)
         made: list[tuple[jax.Array, jax.Array, jax.Array]] = []
         for i in range(number):  # at most a block's rows
             logits, confidence = dspark.token_head(params.drafts, base[:, i], x[:, i], token)

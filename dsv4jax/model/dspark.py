@@ -40,6 +40,7 @@ from dsv4jax.layer.projections import linear
 from dsv4jax.layer.stages.compose import Stages
 from dsv4jax.layer.stages.interface import Ending, Latents
 from dsv4jax.model.forward_pass import Tokens, Way, first_streams, run_blocks
+from dsv4jax.model.ops import HEAD
 from dsv4jax.model.params import DSparkParams, ModelParams
 from dsv4jax.model.plain.hyper_connections import collapse
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -169,10 +170,11 @@ class _Attention:
         return stages.output.finish(params, rows, ending), cache
 
 
-def base_logits(params: ModelParams, x: jax.Array) -> jax.Array:
+def base_logits(params: ModelParams, x: jax.Array, backend: Backend = None) -> jax.Array:
     """Return the logits of rows x [B, m, h] of the block but for the tokens before them: f32 [B, m, V]."""
     drafts, cfg = _drafts(params), params.cfg
-    return wide_product(rms_norm(x, drafts.final_norm, cfg.norm_eps).astype(x.dtype), params.head)
+    normed = rms_norm(x, drafts.final_norm, cfg.norm_eps).astype(x.dtype)
+    return HEAD.of(backend, cfg, params.head, x.dtype).logits(normed, params.head)
 
 
 def token_head(drafts: DSparkParams, base: jax.Array, x: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:

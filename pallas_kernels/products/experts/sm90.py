@@ -305,7 +305,7 @@ class _Block:
         if layout.gathers:
             machine.barrier("warp")
 
-    def _copy_words(self, unit: Value, chunk: Value, stage: Value, gatherer: Value) -> None:
+    def _copy_words(self, unit: Value, chunk: Value, stage: Index, gatherer: Value) -> None:
         """Start to copy a chunk of this warp's rows of x, in words of 4 bytes.
 
         Eight lanes read adjacent words of a quarter. So a warp reads whole sectors, and writes to all banks.
