@@ -156,7 +156,7 @@ def test_what_has_no_kernel_is_refused_by_name():
     assert "blocks of (1, 32), got (128, 128)" in _unserved(spec={"block": (128, 128)})
     assert "got activations='fp8'" in _unserved(spec={"activations": "fp8"})
     assert "PlainRows of bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
-    assert "got 24" in _unserved(routing={"rows": 24})
+    assert "rows, got 12" in _unserved(routing={"rows": 12})
     assert "tiles are of 5 experts, the weight has 4" in _unserved(routing={"experts": 5})
     assert "expected 3 rows" in _unserved(rows={"count": 4})
     assert "no Hopper" in _unserved(BLACKWELL)
