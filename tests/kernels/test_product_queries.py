@@ -19,7 +19,7 @@ from pallas_kernels.products.epilogues.both import BothQueries
 from pallas_kernels.products.few.launch import Few, fastest_layout, layout_of_both
 from pallas_kernels.products.few.layout import Layout
 from pallas_kernels.products.many.launch import Many as ManyLaunch
-from tests.kernels.test_products import Some, check_some, many_of
+from tests.kernels.test_needed_rows import Some, check_some, many_of
 from tests.support.cases import first_of
 from tests.support.kernel_cases import same_bytes
 from tests.support.machines import HOPPER_MACHINES
