@@ -310,7 +310,7 @@ def test_weights_that_are_not_stored_have_no_activations(capsys):
 
 def test_drafts_that_a_checkpoint_cannot_make(folder_without_drafts, capsys):
     assert command.main([str(folder_without_drafts), "--ids", "5", "--drafts", "1"]) == 1
-    message = "error: this model cannot make drafts: its checkpoint holds no MTP weights"
+    message = "error: this model cannot make drafts: its checkpoint holds no block for them"
     assert one_error(capsys.readouterr()).startswith(message)
 
 

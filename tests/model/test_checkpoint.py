@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -195,22 +194,34 @@ def test_tensors_in_any_order_in_several_files(tmp_path):
 
 
 def test_another_kind_of_drafts_is_left_out(tmp_path):
-    """DSpark: tensors of mtp.0 to mtp.2, without the norms of multi-token prediction."""
+    """A block that is neither for multi-token prediction nor DSpark's: it has none of the tensors that tell them."""
     tensors, config = recorded("a")
     main = {name: value for name, value in tensors.items() if not name.startswith("mtp.")}
-    dspark = {
-        name.replace("mtp.0.", f"mtp.{block}."): value
-        for block in range(3)
-        for name, value in tensors.items()
-        if name.startswith("mtp.0.") and not name.endswith(("enorm.weight", "hnorm.weight", "_proj.weight"))
-    }
-    dspark["mtp.0.main_proj.weight"] = np.ones((64, 3 * 64), ml_dtypes.bfloat16)
+    other = {name: value for name, value in tensors.items() if name.startswith("mtp.0.ffn.")}
     calls: list[tuple[int, int]] = []
-    folder = write_folder(tmp_path, dspark | main, config | {"dspark_block_size": 5})
+    folder = write_folder(tmp_path, other | main, config)
     params = load_model(folder, "f32", on_progress=lambda *call: calls.append(call))
     assert_same(params, dataclasses.replace(loaded("a", "f32"), drafts=None))
     total = sum(value.nbytes for value in main.values())
     assert calls[-1] == (total, total)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dspark_markov_rank": None}, r"has a DSpark block and lacks \['dspark_markov_rank'\]"),
+        (
+            dict.fromkeys(
+                ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
+            ),
+            "holds a DSpark block, and its configuration lacks dspark_block_size",
+        ),
+    ],
+)
+def test_a_dspark_block_needs_its_sizes(tmp_path, changed, message):
+    tensors, config = recorded("d")
+    with pytest.raises(ValueError, match=message):
+        load_model(write_folder(tmp_path, tensors, config | changed))
 
 
 # ---- progress and memory
