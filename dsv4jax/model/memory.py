@@ -22,7 +22,9 @@ DEVICES = (1, 2, 4, 8)
 
 # Copies of the streams in f32 that are in memory while a layer is differentiated, at most: those of its two sublayers,
 # and their mixing, of which each has as many products as streams. Measured on a CPU, of models of 2 to 7 layers.
-STREAM_COPIES = 36
+STREAM_COPIES = 28
+# Bytes for each number of a sublayer's input: what the loops of a layer begin with, which XLA writes before all layers.
+LOOP_BYTES = 40
 WIDE_BYTES = 8  # of each number of experts' weights that are wide at a time, and of its products' operands, at most
 LOGIT_COPIES = 3  # in f32: logits, the logarithm of their softmax, and the derivative
 
@@ -54,9 +56,9 @@ class StepMemory:
     deltas: int  # in f32
     gradients: int  # of them
     moments: int  # of the optimiser
-    streams: int  # between layers, which reverse mode keeps
+    streams: int  # between layers, which reverse mode keeps, and what XLA writes early for each layer
     layer: int  # while one layer is computed again and differentiated
-    head: int  # logits and their derivative, before any layer is
+    head: int  # logits and their derivative, before any layer is; with the head in f32, to which a CPU widens it
 
     @property
     def total(self) -> int:
@@ -81,9 +83,10 @@ def step_memory(cfg: ModelConfig, step: TrainingStep) -> StepMemory:
         deltas=deltas,
         gradients=deltas,
         moments=step.moments * deltas,
-        streams=(cfg.num_layers + 1) * of_streams * step.activation_bytes,
+        streams=(cfg.num_layers + 1) * of_streams * step.activation_bytes
+        + cfg.num_layers * LOOP_BYTES * tokens * cfg.hidden_size,
         layer=4 * STREAM_COPIES * of_streams + WIDE_BYTES * tiles * of_expert + 2 * deltas,
-        head=4 * LOGIT_COPIES * tokens * cfg.vocab_size + 4 * of_streams,
+        head=4 * (LOGIT_COPIES * tokens + cfg.hidden_size) * cfg.vocab_size + 2 * 4 * of_streams,
     )
 
 
