@@ -33,10 +33,14 @@ class Shaped(Protocol):
     """
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its axes."""
+        ...
 
     @property
-    def dtype(self) -> np.dtype: ...
+    def dtype(self) -> np.dtype:
+        """The dtype of its elements."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
