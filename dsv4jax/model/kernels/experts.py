@@ -23,7 +23,9 @@ class ExpertsKernels(ModelKernels):
     """``pallas_kernels.products`` with the weights of experts. The shared one's products are the op ``projections``."""
 
     def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
-        routing = _routing(1, cfg)
+        if not isinstance(weights.gate_up, StoredExperts):
+            return "experts must be stored in FP4, with scales in E8M0"
+        routing = _routing(1, cfg, weights.gate_up.activations)
         for weight, epilogue in ((weights.gate_up, pk.Gated), (weights.down, pk.OfPicks)):
             if not isinstance(weight, StoredExperts) or not weight.is_fp4 or weight.scales.dtype != SCALES:
                 return "experts must be stored in FP4, with scales in E8M0"
@@ -39,7 +41,8 @@ class ExpertsKernels(ModelKernels):
         gains = picks.weights.reshape(-1).astype(jnp.float32)
         weights = experts.gate_up, experts.down
         rows, gains, (gate_up, down) = self.without_derivative(EXPERTS, (rows, gains, weights))
-        routing = _routing(rows.shape[0], cfg)
+        assert isinstance(gate_up, StoredExperts)
+        routing = _routing(rows.shape[0], cfg, gate_up.activations)
         routed = picks.tiles
         if routed is None or routed.rows != routing.rows:
             routed = pk.routed_tiles(numbers, cfg.num_experts, routing.rows)
@@ -62,9 +65,10 @@ class ExpertsKernels(ModelKernels):
         return made
 
 
-def _routing(tokens: int, cfg: ModelConfig) -> pk.Routing:
+def _routing(tokens: int, cfg: ModelConfig, activations: str) -> pk.Routing:
     picks, experts = cfg.experts_per_token, cfg.num_experts
-    return pk.Routing(tokens=tokens, picks=picks, experts=experts, rows=pk.tile_rows(tokens, picks, experts))
+    rows = pk.tile_rows(tokens, picks, experts)
+    return pk.Routing(tokens=tokens, picks=picks, experts=experts, rows=rows, activations=activations)
 
 
 def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsupported:
