@@ -43,6 +43,7 @@ from dsv4jax.weights.stored import Weight
 Over = Literal["picked", "all"]
 OVER: tuple[Over, ...] = ("picked", "all")
 
+PICKS = (jnp.int32, jnp.int16, jnp.int8)  # dtypes of picks that are given, and not made here
 SCORE_BYTES = 192 << 20  # of scores at a time; those of more tokens are computed and picked from group by group
 
 
@@ -144,6 +145,19 @@ def pick(score: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
     _, picks = lax.top_k(masked(score, entry[None, None] < visible[..., None]), min(top_k, score.shape[-1]))
     picks = jnp.sort(picks, axis=-1)
     return jnp.where(picks < visible[..., None], picks, -1)
+
+
+def ordered_picks(picks: jax.Array, visible: jax.Array) -> jax.Array:
+    """Return picks int [B, T, K] of any origin as those of an indexer: int32, ascending, then -1.
+
+    Those that are not visible to their query, or were there before, are left out. ``visible`` is int32 [B, T].
+    """
+    picks = picks.astype(jnp.int32)
+    none = jnp.int32(2**31 - 1)
+    picks = jnp.sort(jnp.where((picks >= 0) & (picks < visible[..., None]), picks, none), axis=-1)
+    again = jnp.pad(picks[..., 1:] == picks[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    picks = jnp.sort(jnp.where(again, none, picks), axis=-1)
+    return jnp.where(picks == none, -1, picks)
 
 
 def select_entries(

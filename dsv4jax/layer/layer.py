@@ -29,9 +29,12 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.attention import attention_inputs
 from dsv4jax.layer.backend import Backend, OpBackends, check_name
 from dsv4jax.layer.call import Draft, LayerCall
+from dsv4jax.layer.indexer import PICKS
 from dsv4jax.layer.ops import Rows, choose_backends, choose_for_any_batch
 from dsv4jax.layer.stages.compose import Stages
+from dsv4jax.layer.stages.entries import tap_entries
 from dsv4jax.layer.stages.interface import Ending, Latents
+from dsv4jax.layer.stages.probe import NOTHING, Probe, Seen
 from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.plan import plan_of_heads
 from dsv4jax.weights.params import AttentionParams, check_params, frozen_where_stored
@@ -126,8 +129,7 @@ def attention_layer_at(
     check_cache("attention_layer_at", cache)
     given = Given(x=x, slots=slots, num_new=num_new, residual=residual)
     options = RunOptions(backend=backend, model_axis=model_axis)
-    y, cache, _ = run_layer(params, given, cache, AttentionType(kind), index, options)
-    return y, cache
+    return run_layer(params, given, cache, AttentionType(kind), index, options)[:2]
 
 
 @jax.tree_util.register_dataclass
@@ -164,10 +166,13 @@ def run_layer(
     kind: AttentionType,
     index: jax.Array | int,
     options: RunOptions,
-) -> tuple[jax.Array, KVCache, Draft | None]:
+    probe: Probe = NOTHING,
+) -> tuple[jax.Array, KVCache, Draft | None, Seen]:
     """Check the arguments of a layer and run it.
 
     For a draft, the returned cache has the same windows and tails, and new entries past the end of each request's own.
+    The sites of the probe are "entries", as ``CompletedEntries``; "picks" int32 [B, T, K], -1 = none; and "attention",
+    the heads' outputs in x's dtype [B, T, H, head_dim].
     """
     plan = plan_of_heads(cache.plan, options.model_axis)
     given.check(plan.cfg.hidden_size)
@@ -191,11 +196,16 @@ def run_layer(
             raise ValueError(f"a draft must have rows and tokens, got x of shape {x.shape}")
         cache, given = jax.tree.map(jnp.asarray, (cache, given))  # nothing is jitted here
         cache, _ = LayerCall.begin(cache, kind, index, given.slots, given.num_new, x.shape[1])
-        return jnp.zeros_like(given.x) if given.residual is None else given.residual, cache, None
+        if probe != NOTHING:
+            raise ValueError(f"what is captured, patched or chosen must have rows and tokens, got x of shape {x.shape}")
+        return jnp.zeros_like(given.x) if given.residual is None else given.residual, cache, None, {}
     options = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
     index = jnp.asarray(index, jnp.int32)
     params = frozen_where_stored(params)
-    return _run_layer(params, given, cache, index, kind=kind, options=options)
+    if probe.entries is not None:
+        axes = {"B": x.shape[0], "T": x.shape[1], "K": None}
+        check_array("chosen entries", probe.entries, axes, PICKS)
+    return _run_layer(params, given, cache, index, probe, kind=kind, options=options)
 
 
 # Jitted so that all layers of a kind are traced once. It donates nothing.
@@ -205,35 +215,52 @@ def _run_layer(
     given: Given,
     cache: KVCache,
     index: jax.Array,
+    probe: Probe,
     *,
     kind: AttentionType,
     options: RunOptions,
-) -> tuple[jax.Array, KVCache, Draft | None]:
+) -> tuple[jax.Array, KVCache, Draft | None, Seen]:
     """Run a layer whose arguments are checked. ``options.backend`` names a backend for every op that the kind uses."""
     assert isinstance(options.backend, OpBackends)
     plan = plan_of_heads(cache.plan, options.model_axis)
     stages = Stages.of(options.backend, plan, kind)
     batch, num_tokens, _ = given.x.shape
-    tile = stages.tile(params, batch, num_tokens)
+    # A patch is given all tokens at once.
+    tile = num_tokens if probe.patched("picks", "attention") else stages.tile(params, batch, num_tokens)
     x = jnp.pad(given.x, ((0, 0), (0, -num_tokens % tile), (0, 0)))
     tokens = batch * x.shape[1]
     cache, call = LayerCall.begin(cache, kind, index, given.slots, given.num_new, num_tokens)
     call = dataclasses.replace(call, plan=plan)
     taken = stages.intake.take(params, x, call, is_draft=options.is_draft)
+    seen: Seen = {}
+    if kind.compresses and probe.sees("entries"):
+        taken = tap_entries(taken, num_tokens, probe, seen)
     window, entries = taken.window, taken.entries
 
-    def narrow(latents: Latents) -> Rows:
+    def narrow(part: tuple[Latents, jax.Array | None]) -> tuple[Rows, Seen]:
+        latents, chosen = part
+        probed, seen = dataclasses.replace(probe, entries=chosen), Seen()
         q, keys = stages.queries.make(params, latents)
-        picks, positions = stages.pick(keys, latents, entries), latents.positions
+        picks, positions = stages.pick(keys, latents, entries, probed, seen), latents.positions
         inputs = attention_inputs(q, positions, params.sinks, window, entries, picks, kind)
-        rows = stages.attend(inputs, latents, stages.output.takes(params, latents))
-        return stages.output.narrow(params, rows, positions, tokens)
+        form = stages.output.takes(params, latents)
+        if probe.sees("attention"):
+            rows = stages.attend(inputs, latents, "plain")
+            assert isinstance(rows, jax.Array), "in the plain form"
+            rows = probed.tap("attention", jnp.where((positions >= 0)[..., None, None], rows, 0), seen)
+        else:
+            rows = stages.attend(inputs, latents, form)
+        return stages.output.narrow(params, rows, positions, tokens), seen
 
-    rows = map_tokens(narrow, taken.latents, tile)
+    chosen = probe.entries
+    if chosen is not None:
+        chosen = jnp.pad(chosen, ((0, 0), (0, -num_tokens % tile), (0, 0)), constant_values=-1)
+    rows, of_tokens = map_tokens(narrow, (taken.latents, chosen), tile)
+    seen |= {site: value[:, :num_tokens] for site, value in of_tokens.items()}
     # Make the next write into these buffers wait for this layer's reads. Otherwise XLA may schedule the write first and
     # keep a copy of the pool or window for the reads. What follows them is not tied, so that XLA can fuse the end of
     # this layer with what the caller does with y.
-    rows, stack = lax.optimization_barrier((rows, taken.call.stack))
+    rows, stack, seen = lax.optimization_barrier((rows, taken.call.stack, seen))
     ending = Ending(
         positions=taken.latents.positions,
         num_tokens=num_tokens,
@@ -244,5 +271,5 @@ def _run_layer(
     y = stages.output.finish(params, rows, ending)
     if options.is_draft:
         assert taken.rows is not None
-        return y, cache.with_stack(kind, stack), (call.batch, taken.rows.first(num_tokens))
-    return y, cache.with_stack(kind, stages.intake.close(taken, stack)), None
+        return y, cache.with_stack(kind, stack), (call.batch, taken.rows.first(num_tokens)), seen
+    return y, cache.with_stack(kind, stages.intake.close(taken, stack)), None, seen

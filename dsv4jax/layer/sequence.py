@@ -23,7 +23,7 @@ from dsv4jax.layer import indexer
 from dsv4jax.layer.attention import attend, start_at_sinks
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.dense import hadamard, product_dtype, rms_norm
-from dsv4jax.layer.indexer import Over, check_over, divergence, weights_of_entries
+from dsv4jax.layer.indexer import PICKS, Over, check_over, divergence, weights_of_entries
 from dsv4jax.layer.projections import linear
 from dsv4jax.layer.tiles import map_tokens
 from dsv4jax.rope import apply_rope, rope_frequencies
@@ -42,6 +42,7 @@ def attention(
     lengths: jax.Array | None = None,
     kv_format: str = "f32",
     indexer_format: str = "f32",
+    picks: jax.Array | None = None,
 ) -> jax.Array:
     """Run one attention layer over whole sequences that begin at position 0, without a cache. For training.
 
@@ -56,6 +57,8 @@ def attention(
       lengths: int32 [B], tokens of each sequence that are real; None = all T.
       kv_format, indexer_format: how a cache would round rows and entries, and indexer keys, as for ``plan_cache``.
         "f32" rounds nothing. Derivatives go straight through the rounding.
+      picks: int32, int16 or int8 [B, T, K], the entries that each token reads in place of those that the indexer would
+        pick, -1 = none; those that it cannot see are left out. CSA only.
 
     Returns:
       y in x's dtype [B, T, hidden], 0 past the lengths. Picks have no derivative, so that y's derivative by the
@@ -63,11 +66,13 @@ def attention(
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: unknown layer or format, weights of another kind of layer, or a derivative by weights that are stored
-        as FP8.
+      ValueError: unknown layer or format, weights or picks of another kind of layer, or a derivative by weights that
+        are stored as FP8.
     """
     form = _Form.of(cfg, layer, kv_format, indexer_format)
-    return _run(params, x, lengths, form)[0]
+    if picks is not None and not form.kind.is_indexed:
+        raise ValueError(f"picks are for layers with an indexer, layer {layer} is {form.kind.upper()}")
+    return _run(params, x, lengths, form, picks)[0]
 
 
 def attention_with_indexer_loss(
@@ -147,33 +152,37 @@ class _Queries:
     latent: jax.Array  # [B, t, q_lora_rank]
     positions: jax.Array  # int32 [B, t], the same in every row, consecutive
     head_weights: jax.Array | None  # f32 [B, t, indexer_heads]; None if the indexer does not pick
+    picks: jax.Array | None  # int [B, t, K] entries to read; None if the indexer picks, or all are read
 
 
 def _run(
-    params: AttentionParams, x: jax.Array, lengths: jax.Array | None, form: _Form
+    params: AttentionParams, x: jax.Array, lengths: jax.Array | None, form: _Form, picks: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check the arrays and run the layer. Returns (y, the indexer's loss f32 [B, T] if the form asks for it)."""
     check_array("x", x, {"B": None, "T": None, "hidden_size": form.cfg.hidden_size}, FLOATS)
     if lengths is not None:
         check_array("lengths", lengths, {"B": x.shape[0]}, jnp.int32)
     check_params(params, form.cfg, form.kind)
+    if picks is not None:
+        check_array("picks", picks, {"B": x.shape[0], "T": x.shape[1], "K": None}, PICKS)
     if x.size == 0:
         return x, None if form.over is None else jnp.zeros(x.shape[:2])
     if lengths is None:
         lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
-    return _attention(params, x, lengths, form=form)
+    return _attention(params, x, lengths, picks, form=form)
 
 
 # Jitted so that all layers of a kind are traced once.
 @functools.partial(jax.jit, static_argnames="form")
 def _attention(
-    params: AttentionParams, x: jax.Array, lengths: jax.Array, *, form: _Form
+    params: AttentionParams, x: jax.Array, lengths: jax.Array, picks: jax.Array | None, *, form: _Form
 ) -> tuple[jax.Array, jax.Array | None]:
     batch, tokens, _ = x.shape
     real = (jnp.arange(tokens, dtype=jnp.int32)[None] < lengths[:, None])[..., None]
     x = jnp.where(real, x, jnp.zeros((), x.dtype))  # NaN in padding would reach derivatives
     tile = _tile_size(batch, tokens, form)
-    queries, seen = _project(params, jnp.pad(x, ((0, 0), (0, -tokens % tile), (0, 0))), tokens, form)
+    x, picks = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, -tokens % tile), (0, 0))), (x, picks))
+    queries, seen = _project(params, x, picks, tokens, form)
 
     @jax.checkpoint
     def attend_tile(queries: _Queries) -> tuple[jax.Array, jax.Array | None]:
@@ -195,7 +204,9 @@ def _tile_size(batch: int, tokens: int, form: _Form) -> int:
     return -(-tokens // -(-tokens // most))  # tiles of one size, with as little padding as can be
 
 
-def _project(params: AttentionParams, x: jax.Array, tokens: int, form: _Form) -> tuple[_Queries, _Seen]:
+def _project(
+    params: AttentionParams, x: jax.Array, picks: jax.Array | None, tokens: int, form: _Form
+) -> tuple[_Queries, _Seen]:
     """Multiply x [B, T, hidden], of which the first ``tokens`` are no padding, by the weights that it feeds."""
     cfg, kind = form.cfg, form.kind
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
@@ -213,13 +224,14 @@ def _project(params: AttentionParams, x: jax.Array, tokens: int, form: _Form) ->
         if form.over is not None:  # x is a constant for the indexer, and its weights are none
             own = rows_of(params.compress, params.compress.shape[0] - product.shape[-1], params.compress.shape[0])
             product = linear(lax.stop_gradient(x), own, backend=XLA)
-        if kind.is_indexed and (count > cfg.indexer_top_k or form.over is not None):
+        is_scored = (count > cfg.indexer_top_k and picks is None) or form.over is not None
+        if kind.is_indexed and is_scored:
             of_indexer = product, params.key_pool
             of_indexer = lax.stop_gradient(of_indexer) if form.over is None else of_indexer
             keys, head_weights = _entries(*of_indexer, count, form)
             keys = rounded_keys(hadamard(keys), form.keys)
             head_weights *= cfg.indexer_head_dim**-0.5 * cfg.indexer_heads**-0.5
-    queries = _Queries(latent=latent, positions=positions, head_weights=head_weights)
+    queries = _Queries(latent=latent, positions=positions, head_weights=head_weights, picks=picks)
     return queries, _Seen(rows=rows, entries=entries, keys=keys)
 
 
@@ -261,7 +273,9 @@ def _attend_tile(
         visible = (positions + 1) // cfg.ratio(form.kind)
         read = jnp.arange(seen.entries.shape[1], dtype=jnp.int32)[None, None] < visible[..., None]
         scores = None
-        if seen.keys is not None:
+        if queries.picks is not None:
+            read &= _mask(queries.picks, seen.entries.shape[1])
+        elif seen.keys is not None:
             assert params.index_q_b is not None
             latents = dataclasses.replace(queries, latent=lax.stop_gradient(latent))
             given = params.index_q_b, latents, seen.keys
@@ -294,7 +308,12 @@ def _scores(q_b: Weight, queries: _Queries, keys: jax.Array, form: _Form) -> jax
 
 def _picked(scores: jax.Array, visible: jax.Array, form: _Form) -> jax.Array:
     """Which of all entries the indexer picks for the queries of a tile, bool [B, t, entries]."""
-    picks, count = indexer.pick(scores, visible, form.cfg.indexer_top_k), scores.shape[-1]
-    row, token = (of_axis[..., None] for of_axis in jnp.indices(visible.shape, dtype=jnp.int32))
-    none = jnp.zeros(scores.shape, bool)
+    return _mask(indexer.pick(scores, visible, form.cfg.indexer_top_k), scores.shape[-1])
+
+
+def _mask(picks: jax.Array, count: int) -> jax.Array:
+    """Which of so many entries are among picks int [B, t, K], -1 = none: bool [B, t, count]."""
+    picks = picks.astype(jnp.int32)
+    row, token = (of_axis[..., None] for of_axis in jnp.indices(picks.shape[:2], dtype=jnp.int32))
+    none = jnp.zeros((*picks.shape[:2], count), bool)
     return none.at[row, token, jnp.where(picks < 0, count, picks)].set(True, mode="drop")

@@ -19,7 +19,7 @@ def map_tokens[Inputs](function: Callable[[Inputs], Any], inputs: Inputs, size: 
       size: tokens.
 
     Returns:
-      [B, T, n] for each array. If one call takes all tokens, what the function returns, which may then be anything.
+      The same of all tokens, [B, T, ...]. If one call takes all, what the function returns may be anything.
     """
     batch, tokens = jax.tree.leaves(inputs)[0].shape[:2]
     if tokens == size:
@@ -29,4 +29,4 @@ def map_tokens[Inputs](function: Callable[[Inputs], Any], inputs: Inputs, size: 
         return function(jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size, axis=1), inputs))
 
     found = lax.map(part, jnp.arange(0, tokens, size, dtype=jnp.int32))
-    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(batch, tokens, -1), found)
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(batch, tokens, *leaf.shape[3:]), found)

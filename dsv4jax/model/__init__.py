@@ -5,7 +5,8 @@ params             its weights, as frozen pytrees
 ops                the ops that have several implementations, and what they hand to one another
 plain              these ops in plain JAX: experts, router, hyper-connections, head
 kernels            their implementations that call ``pallas_kernels``
-forward_pass       the forward pass over the cache
+inside             a pass from within: its layers, what can be captured of it, and its choices as values
+forward_pass       the forward pass over the cache, on drafts, and over whole sequences
 drafts             guesses at the next tokens, by a block for multi-token prediction
 dspark             the same by DSpark, whose block guesses several at once
 drafting           drafts for the loop, whichever block makes them
@@ -27,6 +28,8 @@ import dsv4jax.model.plain.experts as _experts  # noqa: F401  the same
 import dsv4jax.model.plain.head as _head  # noqa: F401  the same
 import dsv4jax.model.plain.hyper_connections as _hyper_connections  # noqa: F401  the same
 import dsv4jax.model.plain.router as _router  # noqa: F401  the same
+from dsv4jax.layer.stages.entries import CompletedEntries
+from dsv4jax.layer.stages.weights import AttentionWeights
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.checkpoint.adapter import load_deltas, save_deltas
 from dsv4jax.model.checkpoint.load import load_model
@@ -44,20 +47,26 @@ from dsv4jax.model.forward_pass import (
 )
 from dsv4jax.model.generation import Generated, Generator, generate
 from dsv4jax.model.initial import random_model
+from dsv4jax.model.inside.choices import Choices
+from dsv4jax.model.inside.weights import attention_weights
 from dsv4jax.model.memory import MemoryPlan, StepMemory, TrainingStep, plan_memory
-from dsv4jax.model.ops import Picks
+from dsv4jax.model.ops import Mixing, Picks
 from dsv4jax.model.params import ModelParams, StoredExperts
 from dsv4jax.model.partition import combine, partition
 from dsv4jax.model.sampling import Sampling
 from dsv4jax.model.text import Text, chat_text
 
 __all__ = [
+    "AttentionWeights",
     "Caches",
+    "Choices",
+    "CompletedEntries",
     "DSparkConfig",
     "Generated",
     "Generator",
     "Inspection",
     "MemoryPlan",
+    "Mixing",
     "ModelConfig",
     "ModelParams",
     "Picks",
@@ -66,6 +75,7 @@ __all__ = [
     "StoredExperts",
     "Text",
     "TrainingStep",
+    "attention_weights",
     "chat_text",
     "combine",
     "draft_forward",

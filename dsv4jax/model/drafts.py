@@ -17,7 +17,8 @@ from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.dense import rms_norm
 from dsv4jax.layer.projections import linear
-from dsv4jax.model.forward_pass import Tokens, Way, all_logits, attention, embedded, run_blocks
+from dsv4jax.model.forward_pass import attention
+from dsv4jax.model.inside.blocks import Tokens, Way, all_logits, embedded, run_blocks
 from dsv4jax.model.params import DraftParams, ModelParams
 
 

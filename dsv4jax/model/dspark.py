@@ -39,7 +39,8 @@ from dsv4jax.layer.ops import CACHE_UPDATE, PROJECTIONS, InputProducts, choose_b
 from dsv4jax.layer.projections import linear
 from dsv4jax.layer.stages.compose import Stages
 from dsv4jax.layer.stages.interface import Ending, Latents
-from dsv4jax.model.forward_pass import Tokens, Way, first_streams, run_blocks
+from dsv4jax.layer.stages.probe import Probe, Seen
+from dsv4jax.model.inside.blocks import Tokens, Way, first_streams, run_blocks
 from dsv4jax.model.ops import HEAD
 from dsv4jax.model.params import DSparkParams, ModelParams
 from dsv4jax.model.plain.hyper_connections import collapse
@@ -131,8 +132,7 @@ def run_block(
     way = Way(tokens=tokens, attend=_Attention(batch=batch, backend=backend), cfg=params.cfg, backend=backend)
     streams = first_streams(params, tokens)
     ran = run_blocks(drafts.blocks, drafts.final_mix, drafts.final_norm, streams, cache, way)
-    after = jnp.stack([streams for streams, _ in ran.seen])
-    return BlockRows(x=collapse(ran.streams, drafts.final_mix, params.cfg), streams=after)
+    return BlockRows(x=collapse(ran.streams, drafts.final_mix, params.cfg), streams=jnp.stack(ran.after))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,10 @@ class _Attention:
     batch: Batch
     backend: Backend
 
-    def __call__(self, params: AttentionParams, x: jax.Array, cache: KVCache, stage: int) -> tuple[jax.Array, KVCache]:
+    def __call__(
+        self, params: AttentionParams, x: jax.Array, cache: KVCache, stage: int, probe: Probe
+    ) -> tuple[jax.Array, KVCache, Seen]:
+        del probe
         plan, batch = cache.plan, self.batch
         cfg, freqs = plan.cfg, rope_frequencies(plan.cfg, _KIND)
         # The kernels' attention is causal.
@@ -167,7 +170,7 @@ class _Attention:
         out = apply_rope(running.output, positions[..., None], freqs, inverse=True).astype(x.dtype)
         rows = stages.output.narrow(params, out, positions, positions.size)
         ending = Ending(positions=positions, num_tokens=x.shape[1], dtype=x.dtype, residual=None, axis=None)
-        return stages.output.finish(params, rows, ending), cache
+        return stages.output.finish(params, rows, ending), cache, {}
 
 
 def base_logits(params: ModelParams, x: jax.Array, backend: Backend = None) -> jax.Array:

@@ -1,99 +1,48 @@
-"""The model's forward pass over the cache: embedding, layers, head.
+"""The model's forward pass: over a cache, on drafts, and over whole sequences without a cache.
 
-    streams            = embedding of the ids, in every stream
-    x, gains           = begin(streams)
-    per layer:
-    y                  = attention(x)
-    streams, x, gains  = between(y, streams, gains)
-    y                  = experts(x, picks(x, ids))
-    streams, x, gains  = between(y, streams, gains)     after the last layer: streams, x = end(y, streams, gains)
-    logits             = x W_head
-
-Each x is a weighted sum of the streams after the norm of the sublayer that takes it. What stands between two sublayers
-is one step, so that it can be one kernel.
+``inside.blocks`` has the layers of a pass, ``inside.captures`` what can be captured of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.cache.cache import KVCache, check_cache
-from dsv4jax.checks import check_array, check_batch
-from dsv4jax.config import DSV4Config, layer_schedule
+from dsv4jax.cache.cache import KVCache
+from dsv4jax.checks import check_array
+from dsv4jax.config import layer_schedule
 from dsv4jax.layer.backend import XLA, Backend
-from dsv4jax.layer.call import granted_batch
 from dsv4jax.layer.indexer import Over
-from dsv4jax.layer.layer import attention_layer
+from dsv4jax.layer.layer import Given, RunOptions, run_layer
 from dsv4jax.layer.sequence import attention as attend_sequences
 from dsv4jax.layer.sequence import attention_with_indexer_loss
-from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.ops import (
-    EXPERTS,
-    HEAD,
-    HYPER_CONNECTIONS,
-    ROUTER,
-    ExpertOutputs,
-    ExpertsOp,
-    Gains,
-    HyperConnectionsOp,
-    Picks,
-    RouterOp,
-    SublayerOutput,
+from dsv4jax.layer.stages.probe import Probe, Seen
+from dsv4jax.model.inside.blocks import (
+    Attend,
+    Logits,
+    Ran,
+    Sublayer,
+    Tokens,
+    Way,
+    all_logits,
+    first_streams,
+    read_logits,
+    run_model,
 )
-from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix, check_model
+from dsv4jax.model.inside.captures import NOTHING, Looking, ModelProbe, Patching
+from dsv4jax.model.inside.choices import check_choices
+from dsv4jax.model.ops import Picks
+from dsv4jax.model.params import Block, ModelParams, check_model
 from dsv4jax.model.plain.hyper_connections import head_input, mix_out
-from dsv4jax.requests.speculate import StagedLayer, stage
+from dsv4jax.requests.speculate import StagedLayer, staged_layer
 from dsv4jax.weights.params import AttentionParams
-from dsv4jax.weights.stored import Weight
-
-Logits = Literal["last", "all", "none"]
-type Attend[Cache] = Callable[[AttentionParams, jax.Array, Cache, int], tuple[jax.Array, Cache]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """The tokens of a forward pass."""
-
-    ids: jax.Array  # int32 [B, T]
-    real: jax.Array  # bool [B, T] False on padding, and in rows that were not granted
-    count: jax.Array  # int32 [B] number of real tokens
-
-    @classmethod
-    def of(
-        cls,
-        params: ModelParams,
-        ids: jax.Array,
-        cache: KVCache,
-        slots: jax.Array,
-        num_new: jax.Array,
-        cfg: DSV4Config,
-    ) -> Tokens:
-        """Check the arguments of a forward pass over the layers of ``cfg``.
-
-        Raises:
-          AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-          ValueError: the cache is for attention layers of other sizes, the weights are for another model, or there are
-            no tokens.
-        """
-        check_model(params)
-        check_batch(slots=slots, num_new=num_new)
-        check_array("ids", ids, {"B": slots.shape[0], "T": None}, jnp.int32)
-        if ids.shape[1] == 0:
-            raise ValueError("ids has no tokens: give num_new = 0 for rows that have none")
-        check_cache("a model's forward pass", cache)
-        if cache.plan.cfg != cfg:
-            raise ValueError(f"the cache was planned for {cache.plan.cfg}, the model has {cfg}")
-        _, batch = granted_batch(cache, slots, num_new, ids.shape[1])
-        return cls(ids=ids, real=jnp.arange(ids.shape[1])[None] < batch.num_new[:, None], count=batch.num_new)
-
-
-@functools.partial(jax.jit, static_argnames=("logits", "backend"))
+@overload
 def forward(
     params: ModelParams,
     ids: jax.Array,
@@ -103,7 +52,35 @@ def forward(
     logits: Logits = "last",
     *,
     backend: Backend = None,
-) -> tuple[jax.Array | None, jax.Array, KVCache]:
+    **looking: Unpack[Patching],
+) -> tuple[jax.Array | None, jax.Array, KVCache]: ...
+
+
+@overload
+def forward(
+    params: ModelParams,
+    ids: jax.Array,
+    cache: KVCache,
+    slots: jax.Array,
+    num_new: jax.Array,
+    logits: Logits = "last",
+    *,
+    backend: Backend = None,
+    **looking: Unpack[Looking],
+) -> tuple[jax.Array | None, jax.Array, KVCache, dict[str, Any]]: ...
+
+
+def forward(
+    params: ModelParams,
+    ids: jax.Array,
+    cache: KVCache,
+    slots: jax.Array,
+    num_new: jax.Array,
+    logits: Logits = "last",
+    *,
+    backend: Backend = None,
+    **looking: Any,
+) -> Any:
     """Run the model on new tokens and store what the cache keeps of them.
 
     Call it between ``prepare_forward`` and ``advance``. T = 1 is decode, T > 1 a chunk of a prompt; rows of one batch
@@ -118,23 +95,49 @@ def forward(
         that names more than T, is left alone.
       logits: of each row's "last" token, of "all" tokens, or "none".
       backend: of the attention layers and products; see ``attention_layer``.
+      looking: ``capture``, names of what is returned beside, such as ("streams", "picks"); ``intervene``, functions
+        (value, layer) -> value by such a name, which change it inside jit; ``choices``, the ``Choices`` to use in
+        place of choosing. ``dsv4jax.model.inside.captures`` lists the names. What is not named costs nothing.
 
     Returns:
       (logits f32 [B, V], [B, T, V] or None; what drafts are made of; the updated cache, its lengths not yet advanced).
       Drafts are made of the streams after the last layer [B, T, num_streams, hidden]; those of DSpark of the means of
-      the streams after its taps [B, T, taps * hidden]. Rows and tokens that were not taken have 0.
+      the streams after its taps [B, T, taps * hidden]. Rows and tokens that were not taken have 0. With ``capture``, a
+      dict by its names is the fourth; in it, what belongs to tokens that were not taken means nothing.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: the cache is for another model, there are no tokens, ``logits`` or the backend is unknown.
+      ValueError: the cache is for another model, there are no tokens, ``logits``, the backend or a name is unknown, or
+        a function returns something of another form than it was given.
     """
+    probe = ModelProbe.of(**looking)
+    *made, captured = _forward(params, ids, cache, slots, num_new, probe, logits=logits, backend=backend)
+    return (*made, captured) if "capture" in looking else tuple(made)
+
+
+@functools.partial(jax.jit, static_argnames=("logits", "backend"))
+def _forward(
+    params: ModelParams,
+    ids: jax.Array,
+    cache: KVCache,
+    slots: jax.Array,
+    num_new: jax.Array,
+    probe: ModelProbe,
+    *,
+    logits: Logits,
+    backend: Backend,
+) -> tuple[jax.Array | None, jax.Array, KVCache, dict[str, Any]]:
     tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-    way = Way(tokens=tokens, attend=attention(slots, num_new, backend), cfg=params.cfg, backend=backend)
+    attend = attention(slots, num_new, backend)
+    way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend, probe=probe)
     ran = run_model(params, cache, way)
-    return read_logits(ran.x, params.head, logits, way), _for_drafts(params, ran), ran.cache
+    return read_logits(ran.x, params.head, logits, way), _for_drafts(params, ran), ran.cache, ran.captured(way)
 
 
-@functools.partial(jax.jit, static_argnames="backend")
+Staged = tuple[StagedLayer, ...]
+
+
+@overload
 def stage_forward(
     params: ModelParams,
     ids: jax.Array,
@@ -143,33 +146,82 @@ def stage_forward(
     num_new: jax.Array,
     *,
     backend: Backend = None,
-) -> tuple[jax.Array, jax.Array, KVCache, tuple[StagedLayer, ...]]:
+    **looking: Unpack[Patching],
+) -> tuple[jax.Array, jax.Array, KVCache, Staged]: ...
+
+
+@overload
+def stage_forward(
+    params: ModelParams,
+    ids: jax.Array,
+    cache: KVCache,
+    slots: jax.Array,
+    num_new: jax.Array,
+    *,
+    backend: Backend = None,
+    **looking: Unpack[Looking],
+) -> tuple[jax.Array, jax.Array, KVCache, Staged, dict[str, Any]]: ...
+
+
+def stage_forward(
+    params: ModelParams,
+    ids: jax.Array,
+    cache: KVCache,
+    slots: jax.Array,
+    num_new: jax.Array,
+    *,
+    backend: Backend = None,
+    **looking: Any,
+) -> Any:
     """Run the model on drafts without changing what the requests hold; see ``stage``.
 
     The arguments are those of ``forward``.
 
     Returns:
       (logits f32 [B, T, V]; what drafts are made of; cache; what ``commit`` takes to store tokens that are accepted).
+      With ``capture``, what it names is the fifth.
 
     Raises:
       AssertionError, ValueError: as ``forward``.
     """
+    probe = ModelProbe.of(**looking)
+    *made, captured = _stage_forward(params, ids, cache, slots, num_new, probe, backend=backend)
+    return (*made, captured) if "capture" in looking else tuple(made)
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def _stage_forward(
+    params: ModelParams,
+    ids: jax.Array,
+    cache: KVCache,
+    slots: jax.Array,
+    num_new: jax.Array,
+    probe: ModelProbe,
+    *,
+    backend: Backend,
+) -> tuple[jax.Array, jax.Array, KVCache, Staged, dict[str, Any]]:
     tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
     staged: list[StagedLayer] = []
+    options = RunOptions(backend=backend, is_draft=True)
 
-    def attend(weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int) -> tuple[jax.Array, KVCache]:
-        y, cache, rows = stage(weights, x, cache, layer, slots, num_new, backend=backend)
-        staged.append(rows)
-        return y, cache
+    def attend(
+        weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int, probe: Probe
+    ) -> tuple[jax.Array, KVCache, Seen]:
+        kind, index = cache.locate(layer)
+        y, cache, draft, seen = run_layer(
+            weights, Given(x=x, slots=slots, num_new=num_new), cache, kind, index, options, probe
+        )
+        assert draft is not None
+        staged.append(staged_layer(draft, layer))
+        return y, cache, seen
 
-    way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend)
+    way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend, probe=probe)
     ran = run_model(params, cache, way)
-    return all_logits(ran.x, params.head, way), _for_drafts(params, ran), ran.cache, tuple(staged)
+    return all_logits(ran.x, params.head, way), _for_drafts(params, ran), ran.cache, tuple(staged), ran.captured(way)
 
 
 def _for_drafts(params: ModelParams, ran: Ran) -> jax.Array:
-    streams = [streams for streams, _ in ran.seen]
-    return ran.streams if params.drafts is None else params.drafts.made_of(streams, params.cfg)
+    return ran.streams if params.drafts is None else params.drafts.made_of(ran.after, params.cfg)
 
 
 @jax.tree_util.register_dataclass
@@ -182,7 +234,6 @@ class Inspection:
     picks: Picks  # [L, B, T, k] of each layer
 
 
-@functools.partial(jax.jit, static_argnames="backend")
 def inspect_forward(
     params: ModelParams,
     ids: jax.Array,
@@ -193,21 +244,42 @@ def inspect_forward(
     backend: Backend = None,
 ) -> tuple[Inspection, KVCache]:
     """Run ``forward`` and return all logits, the streams after every layer, and the experts that it picked."""
-    tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-    way = Way(tokens=tokens, attend=attention(slots, num_new, backend), cfg=params.cfg, backend=backend)
-    ran = run_model(params, cache, way)
-    after, picks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ran.seen)
-    return Inspection(logits=all_logits(ran.x, params.head, way), streams=after, picks=picks), ran.cache
+    capture = "streams", "experts"
+    logits, _, cache, seen = forward(params, ids, cache, slots, num_new, "all", backend=backend, capture=capture)
+    assert logits is not None
+    return Inspection(logits=logits, streams=seen["streams"], picks=seen["experts"]), cache
 
 
-@functools.partial(jax.jit, static_argnames=("kv_format", "indexer_format"))
+@overload
 def forward_sequences(
     params: ModelParams,
     ids: jax.Array,
     lengths: jax.Array | None = None,
     kv_format: str = "f32",
     indexer_format: str = "f32",
-) -> jax.Array:
+    **looking: Unpack[Patching],
+) -> jax.Array: ...
+
+
+@overload
+def forward_sequences(
+    params: ModelParams,
+    ids: jax.Array,
+    lengths: jax.Array | None = None,
+    kv_format: str = "f32",
+    indexer_format: str = "f32",
+    **looking: Unpack[Looking],
+) -> tuple[jax.Array, dict[str, Any]]: ...
+
+
+def forward_sequences(
+    params: ModelParams,
+    ids: jax.Array,
+    lengths: jax.Array | None = None,
+    kv_format: str = "f32",
+    indexer_format: str = "f32",
+    **looking: Any,
+) -> Any:
     """Run the model on whole sequences that begin at position 0, without a cache. For training.
 
     The logits are those of ``forward`` on an empty cache, up to the order of sums. Plain JAX on every device. Reverse
@@ -218,19 +290,38 @@ def forward_sequences(
       ids: int32 [B, T]. What is past a row's length is ignored. An id outside the vocabulary gives NaN.
       lengths: int32 [B], tokens of each sequence that are real; None = all T.
       kv_format, indexer_format: how a cache would round what it stores; see ``dsv4jax.attention``.
+      looking: ``capture``, ``intervene`` and ``choices``, as for ``forward``; but "entries", "picks", "attention" and
+        "choices" are of passes over a cache alone.
 
     Returns:
-      logits f32 [B, T, V] of the tokens after each, 0 past the lengths.
+      logits f32 [B, T, V] of the tokens after each, 0 past the lengths; with ``capture``, a dict by its names, too.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: an unknown format, or a derivative by weights that are stored as FP8 or FP4.
+      ValueError: an unknown format or name, or a derivative by weights that are stored as FP8 or FP4.
     """
+    probe = ModelProbe.of(**looking, has_cache=False)
+    logits, captured = _forward_sequences(params, ids, lengths, probe, kv_format, indexer_format)
+    return (logits, captured) if "capture" in looking else logits
 
-    def attend(weights: AttentionParams, x: jax.Array, found: None, layer: int) -> tuple[jax.Array, None]:
-        return attend_sequences(weights, x, params.cfg.attention, layer, lengths, kv_format, indexer_format), found
 
-    return _run_sequences(params, ids, lengths, attend)[0]
+@functools.partial(jax.jit, static_argnames=("kv_format", "indexer_format"))
+def _forward_sequences(
+    params: ModelParams,
+    ids: jax.Array,
+    lengths: jax.Array | None,
+    probe: ModelProbe,
+    kv_format: str,
+    indexer_format: str,
+) -> tuple[jax.Array, dict[str, Any]]:
+    def attend(
+        weights: AttentionParams, x: jax.Array, found: None, layer: int, probe: Probe
+    ) -> tuple[jax.Array, None, Seen]:
+        given = weights, x, params.cfg.attention, layer, lengths, kv_format, indexer_format
+        return attend_sequences(*given, picks=probe.entries), found, {}
+
+    logits, captured, _ = _run_sequences(params, ids, lengths, attend, probe)
+    return logits, captured
 
 
 @functools.partial(jax.jit, static_argnames=("kv_format", "indexer_format", "over"))
@@ -262,208 +353,68 @@ def forward_with_indexer_loss(
         raise ValueError("the model has no CSA layer, and so no indexer")
 
     def attend(
-        weights: AttentionParams, x: jax.Array, found: jax.Array | None, layer: int
-    ) -> tuple[jax.Array, jax.Array | None]:
+        weights: AttentionParams, x: jax.Array, found: jax.Array | None, layer: int, probe: Probe
+    ) -> tuple[jax.Array, jax.Array | None, Seen]:
+        del probe
         given = weights, x, cfg, layer, lengths, kv_format, indexer_format
         if layer_schedule(cfg)[layer].attn.is_indexed:
-            return attention_with_indexer_loss(*given, over=over)
-        return attend_sequences(*given), found
+            return *attention_with_indexer_loss(*given, over=over), {}
+        return attend_sequences(*given), found, {}
 
-    logits, losses = _run_sequences(params, ids, lengths, attend)
+    logits, _, losses = _run_sequences(params, ids, lengths, attend, NOTHING)
     return logits, jnp.stack([loss for loss in losses if loss is not None])
 
 
 def _run_sequences(
-    params: ModelParams, ids: jax.Array, lengths: jax.Array | None, attend: Attend[Any]
-) -> tuple[jax.Array, list[jax.Array | None]]:
-    """Run whole sequences. Returns (logits f32 [B, T, V], what ``attend`` found besides y in each layer, or None)."""
+    params: ModelParams, ids: jax.Array, lengths: jax.Array | None, attend: Attend[Any], probe: ModelProbe
+) -> tuple[jax.Array, dict[str, Any], list[jax.Array | None]]:
+    """Run whole sequences.
+
+    Returns (logits f32 [B, T, V], what is captured, what ``attend`` found besides y in each layer, or None).
+    """
     check_model(params)
     check_array("ids", ids, {"B": None, "T": None}, jnp.int32)
     if lengths is None:
         lengths = jnp.full(ids.shape[:1], ids.shape[1], jnp.int32)
     check_array("lengths", lengths, {"B": ids.shape[0]}, jnp.int32)
     real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    way = Way(tokens=Tokens(ids=ids, real=real, count=lengths), attend=attend, cfg=params.cfg, backend=XLA)
-    streams = first_streams(params, way.tokens)
+    if probe.choices is not None:
+        check_choices(probe.choices, params.cfg, *ids.shape)
+    tokens = Tokens(ids=ids, real=real, count=lengths)
+    way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=XLA, probe=probe)
+    streams, seen = first_streams(params, tokens), []
     found: list[jax.Array | None] = []
     for layer, block in enumerate(params.blocks):
 
         @jax.checkpoint
-        def run(block: Block, streams: jax.Array, layer: int = layer) -> tuple[jax.Array, jax.Array | None]:
-            x, gains = way.begin(streams, block)
-            y, found = way.attend(block.attention, x, None, layer)
-            streams, x, gains = way.between(y, streams, gains, block.experts_mix, block.experts_norm)
-            return mix_out(way.experts(x, block)[0], streams, gains), found
+        def run(block: Block, streams: jax.Array, layer: int = layer) -> tuple[jax.Array, jax.Array | None, Seen]:
+            taps = way.taps(layer)
+            x, gains = way.begin(streams, Sublayer.attention(block, taps))
+            y, found = way.attention(x, None, block, layer, taps)
+            streams, x, gains = way.between(y, streams, gains, Sublayer.experts(block, taps))
+            streams = taps.tap("streams", mix_out(way.experts(x, block, taps), streams, gains))
+            return streams, found, taps.seen
 
-        streams, of_layer = run(block, streams)
+        streams, of_layer, seen_there = run(block, streams)
         found.append(of_layer)
-    return all_logits(head_input(streams, params.final_mix, params.final_norm, params.cfg), params.head, way), found
+        seen.append(seen_there)
+    taps = way.taps(len(seen))
+    x = taps.tap("head", head_input(streams, params.final_mix, params.final_norm, params.cfg))
+    captured = probe.captured([*seen, taps.seen], params.cfg, 0)
+    return all_logits(x, params.head, way), captured, found
 
 
 def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend[KVCache]:
     """Return how the layers of an ordinary pass attend: they store what is new."""
+    options = RunOptions(backend=backend)
 
-    def attend(weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int) -> tuple[jax.Array, KVCache]:
-        return attention_layer(weights, x, cache, layer, slots, num_new, backend=backend)
+    def attend(
+        weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int, probe: Probe
+    ) -> tuple[jax.Array, KVCache, Seen]:
+        kind, index = cache.locate(layer)
+        y, cache, _, seen = run_layer(
+            weights, Given(x=x, slots=slots, num_new=num_new), cache, kind, index, options, probe
+        )
+        return y, cache, seen
 
     return attend
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Way[Cache]:
-    """What stays the same in all layers of a forward pass."""
-
-    tokens: Tokens
-    attend: Attend[Cache]
-    cfg: ModelConfig
-    backend: Backend
-
-    def begin(self, streams: jax.Array, block: Block) -> tuple[jax.Array, Gains]:
-        """Return (x of a layer's attention, gains) from streams [B, T, num_streams, hidden]."""
-        mix = block.attention_mix
-        return _begin(streams, mix, block.attention_norm, op=self._connections(mix, streams), cfg=self.cfg)
-
-    def between(
-        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Gains]:
-        """Return (streams with a sublayer's output y, x of the next one, gains)."""
-        return _between(y, streams, gains, mix, norm, op=self._connections(mix, streams), cfg=self.cfg)
-
-    def end(
-        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return (streams with the last sublayer's output y, x of the head)."""
-        return _end(y, streams, gains, mix, norm, op=self._connections(mix, streams), cfg=self.cfg)
-
-    def experts(self, x: jax.Array, block: Block) -> tuple[ExpertOutputs, Picks]:
-        """Return what a layer's experts make of x, and which they are."""
-        router = ROUTER.of(self.backend, self.cfg, block.router, x.dtype)
-        picks = _pick(x, self.tokens.ids, self.tokens.real, block.router, op=router, cfg=self.cfg)
-        experts = EXPERTS.of(self.backend, self.cfg, block.experts, x.dtype)
-        outputs = _mix(x, picks, block.experts, op=experts, cfg=self.cfg, backend=self.backend)
-        return outputs, dataclasses.replace(picks, tiles=None)
-
-    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
-        """Return logits f32 [..., V] of x [..., hidden]."""
-        return HEAD.of(self.backend, self.cfg, head, x.dtype).logits(x, head)
-
-    def _connections(self, mix: StreamMix, streams: jax.Array) -> HyperConnectionsOp:
-        return HYPER_CONNECTIONS.of(self.backend, self.cfg, mix, streams.dtype)
-
-
-# Jitted so that they are traced once for all layers.
-@functools.partial(jax.jit, static_argnames=("op", "cfg"))
-def _begin(
-    streams: jax.Array, mix: StreamMix, norm: jax.Array, *, op: HyperConnectionsOp, cfg: ModelConfig
-) -> tuple[jax.Array, Gains]:
-    return op.begin(streams, mix, norm, cfg)
-
-
-@functools.partial(jax.jit, static_argnames=("op", "cfg"))
-def _between(
-    y: SublayerOutput,
-    streams: jax.Array,
-    gains: Gains,
-    mix: StreamMix,
-    norm: jax.Array,
-    *,
-    op: HyperConnectionsOp,
-    cfg: ModelConfig,
-) -> tuple[jax.Array, jax.Array, Gains]:
-    return op.between(y, streams, gains, mix, norm, cfg)
-
-
-@functools.partial(jax.jit, static_argnames=("op", "cfg"))
-def _end(
-    y: SublayerOutput,
-    streams: jax.Array,
-    gains: Gains,
-    mix: StreamMix,
-    norm: jax.Array,
-    *,
-    op: HyperConnectionsOp,
-    cfg: ModelConfig,
-) -> tuple[jax.Array, jax.Array]:
-    return op.end(y, streams, gains, mix, norm, cfg)
-
-
-@functools.partial(jax.jit, static_argnames=("op", "cfg"))
-def _pick(x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, *, op: RouterOp, cfg: ModelConfig) -> Picks:
-    return op.pick(x, ids, real, router, cfg)
-
-
-@functools.partial(jax.jit, static_argnames=("op", "cfg", "backend"))
-def _mix(
-    x: jax.Array, picks: Picks, experts: Experts, *, op: ExpertsOp, cfg: ModelConfig, backend: Backend
-) -> ExpertOutputs:
-    return op.mix(x, picks, experts, cfg, backend)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """What layers have made."""
-
-    streams: jax.Array  # [B, T, num_streams, hidden] after the last layer
-    x: jax.Array  # [B, T, hidden] of the head
-    cache: KVCache
-    seen: list[tuple[jax.Array, Picks]]  # the streams after each layer, and its picks
-
-
-def run_model(params: ModelParams, cache: KVCache, way: Way[KVCache]) -> Ran:
-    """Run all layers of a model on a pass's tokens."""
-    return run_blocks(params.blocks, params.final_mix, params.final_norm, first_streams(params, way.tokens), cache, way)
-
-
-def run_blocks(
-    blocks: Sequence[Block],
-    final_mix: StreamMix,
-    final_norm: jax.Array,
-    streams: jax.Array,
-    cache: KVCache,
-    way: Way[KVCache],
-) -> Ran:
-    """Run layers, of which the last is followed by a head with this mix and norm, on streams."""
-    x, gains = way.begin(streams, blocks[0])
-    seen: list[tuple[jax.Array, Picks]] = []
-    for layer, block in enumerate(blocks):
-        y, cache = way.attend(block.attention, x, cache, layer)
-        streams, x, gains = way.between(y, streams, gains, block.experts_mix, block.experts_norm)
-        outputs, picks = way.experts(x, block)
-        if layer + 1 < len(blocks):
-            following = blocks[layer + 1]
-            streams, x, gains = way.between(outputs, streams, gains, following.attention_mix, following.attention_norm)
-        else:
-            streams, x = way.end(outputs, streams, gains, final_mix, final_norm)
-        seen.append((streams, picks))
-    return Ran(streams=streams, x=x, cache=cache, seen=seen)
-
-
-def first_streams(params: ModelParams, tokens: Tokens) -> jax.Array:
-    """Return the streams before the first layer [B, T, num_streams, hidden]."""
-    rows = embedded(params.embedding, tokens.ids, tokens.real)
-    return jnp.repeat(rows[..., None, :], params.cfg.num_streams, axis=-2)
-
-
-def embedded(embedding: jax.Array, ids: jax.Array, real: jax.Array) -> jax.Array:
-    """Return rows of the embedding [..., hidden]: NaN for an id outside the vocabulary, 0 on padding."""
-    ids = jnp.where(ids < 0, embedding.shape[0], ids)  # a negative index would count from the end
-    rows = embedding.at[ids].get(mode="fill", fill_value=jnp.nan)
-    return jnp.where(real[..., None], rows, jnp.zeros((), rows.dtype))
-
-
-def read_logits(x: jax.Array, head: Weight, which: Logits, way: Way) -> jax.Array | None:
-    """Return logits f32 of the "last" tokens [B, V], of "all" [B, T, V], or None for "none"."""
-    if which == "none":
-        return None
-    if which == "all":
-        return all_logits(x, head, way)
-    if which != "last":
-        raise ValueError(f"logits must be 'last', 'all' or 'none', got {which!r}")
-    count = way.tokens.count
-    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-    return jnp.where(count[:, None] > 0, way.logits(last, head), 0.0)
-
-
-def all_logits(x: jax.Array, head: Weight, way: Way) -> jax.Array:
-    """Return the logits of all tokens, f32 [B, T, V]."""
-    return jnp.where(way.tokens.real[..., None], way.logits(x, head), 0.0)

@@ -25,6 +25,7 @@ from dsv4jax.cache.tables import blocks_for
 from dsv4jax.checks import check_type, integer
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.inside.choices import Choices, no_choices
 from dsv4jax.model.loop import Loop, Texts, begin, run, seat, store
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling
@@ -55,6 +56,7 @@ class Generated:
     drafted: int  # drafts that the model judged
     accepted: int  # drafts that became part of a text
     seconds: float  # without compilation
+    choices: list[Choices] | None = None  # of each text but for its last token [.., 1, tokens - 1, ..], if asked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +128,8 @@ class Generator:
         self._caches: Caches | None = caches
         self._plans = caches.model.plan, caches.drafts and caches.drafts.plan
         self._kept: list[_Kept] = []  # in the order of their last use
-        self._compiled: set[int | None] = set()  # chunks of ``store``, and None for ``run``
+        # Chunks of ``store``, and None for ``run``; with whether they record choices.
+        self._compiled: set[tuple[int | None, bool]] = set()
         self._is_busy = False
         self.result = Generated(tokens=[], passes=0, stored=0, drafted=0, accepted=0, seconds=0.0)
 
@@ -171,8 +174,13 @@ class Generator:
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         on_progress: Callable[[list[list[int]]], None] | None = None,
+        *,
+        choices: bool = False,
     ) -> Generated:
         """Continue prompts, of which there may be more than rows. The arguments are those of the function ``generate``.
+
+        With ``choices``, the result has the experts and entries that the passes used for each text, but for its last
+        token, which is never stored. All prompts are then stored from their beginnings, whatever the caches hold.
 
         Raises:
           ValueError: as the function.
@@ -181,7 +189,7 @@ class Generator:
         texts = read_prompts(prompts, self._params.cfg.vocab_size)
         tokens: list[list[int]] = [[] for _ in texts]
         passes = REPORTED if on_progress else UNSEEN
-        with contextlib.closing(self._rounds(texts, max_new, sampling, stop_tokens, passes)) as rounds:
+        with contextlib.closing(self._rounds(texts, max_new, sampling, stop_tokens, passes, choices)) as rounds:
             for new in rounds:
                 for one, more in zip(tokens, new, strict=True):
                     one += more
@@ -196,6 +204,7 @@ class Generator:
         sampling: Sampling | None,
         stop_tokens: Sequence[int] | None,
         passes: int,
+        records: bool = False,
     ) -> Rounds:
         """Check the arguments of a call; then, so many passes at a time, yield the new tokens of each prompt."""
         max_new = integer("max_new", max_new, 1)
@@ -205,13 +214,16 @@ class Generator:
         elif not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
         stops = _stops(self._params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
-        return self._run(prompts, max_new, functools.partial(run, sampling=sampling, stop_tokens=stops), passes)
+        go_on = functools.partial(run, sampling=sampling, stop_tokens=stops)
+        return self._run(prompts, max_new, go_on, passes, records)
 
-    def _run(self, prompts: list[np.ndarray], max_new: int, go_on: functools.partial[Loop], passes: int) -> Rounds:
+    def _run(
+        self, prompts: list[np.ndarray], max_new: int, go_on: functools.partial[Loop], passes: int, records: bool
+    ) -> Rounds:
         if self._is_busy:
             raise RuntimeError("this generator's last stream is not over: exhaust it, or call its close()")
         made: list[list[int]] = [[] for _ in prompts]
-        loop, seconds = self._begin(prompts, max_new), 0.0
+        loop, seconds = self._begin(prompts, max_new, records), 0.0
         self._is_busy = True
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
@@ -250,24 +262,28 @@ class Generator:
     def _compile(self, loop: Loop, sizes: Iterable[int], go_on: functools.partial[Loop]) -> None:
         """Compile, at once, the programs that prompts of so many tokens need; without it, their first calls do."""
         chunks = {chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in self._chunks(sizes)}
+        records = loop.choices is not None
         lowered = [
             store.lower(self._params, loop, rows, chunk=chunk)
             for chunk, rows in chunks.items()
-            if chunk not in self._compiled
+            if (chunk, records) not in self._compiled
         ]
-        if None not in self._compiled:
+        if (None, records) not in self._compiled:
             lowered.append(run.lower(self._params, loop, passes=jnp.int32(1), **go_on.keywords))
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda program: program.compile(), lowered))
-        self._compiled |= {None, *chunks}
+        self._compiled |= {(program, records) for program in (None, *chunks)}
 
-    def _begin(self, prompts: list[np.ndarray], max_new: int) -> Loop:
-        """Return the state of the loop in which prompts wait, or go on from what the cache holds of them."""
+    def _begin(self, prompts: list[np.ndarray], max_new: int, records: bool) -> Loop:
+        """Return the state of the loop in which prompts wait, or go on from what the cache holds of them.
+
+        If it records choices none go on, because those of what the cache holds are not known.
+        """
         caches, self._caches = self._caches or _empty(*self._plans), None  # the loop has them now
         others, self._kept = self._kept, []
         going_on: dict[int, _Kept] = {}
         for i, prompt in enumerate(prompts):
-            if found := [one for one in others if one.is_begin_of(prompt)]:
+            if found := [one for one in others if not records and one.is_begin_of(prompt)]:
                 going_on[i] = max(found, key=lambda one: one.tokens.size)
                 others.remove(going_on[i])
         plan, held = self._plans[0], jax.device_get(caches.model.tables.block_lens)
@@ -282,7 +298,10 @@ class Generator:
             caches = caches.release(jnp.asarray(gone + [-1] * (self.rows - len(gone)), jnp.int32))
         self._kept = others
         texts = _queue(prompts, max_new, self.context)
-        loop = begin(caches, texts, self._params.cfg.vocab_size, self.drafts)
+        cfg, room = self._params.cfg, None
+        if records:
+            room = no_choices(_power_of_two(len(prompts)), self.context, plan, cfg)
+        loop = begin(caches, texts, cfg.vocab_size, self.drafts, room)
         # The last text of the queue is empty, hence complete.
         rows = [(one.slot, i) for i, one in going_on.items()] + [(one.slot, texts.lengths.size - 1) for one in others]
         rows += [(-1, 0)] * (self.rows - len(rows))
@@ -311,6 +330,7 @@ class Generator:
             drafted=int(drafted),
             accepted=int(accepted),
             seconds=seconds,
+            choices=None if loop.choices is None else _choices(loop, len(made)),
         )
 
 
@@ -427,6 +447,13 @@ def _look(loop: Loop, lengths: jax.Array, most: int) -> tuple[jax.Array, jax.Arr
     texts = loop.texts
     tokens = jnp.take_along_axis(texts.tokens, jnp.minimum(places, texts.tokens.shape[1] - 1), axis=1)
     return tokens, texts.lengths, loop.unfinished, loop.needs_seats
+
+
+def _choices(loop: Loop, texts: int) -> list[Choices]:
+    """Return the choices for the stored tokens of each of the first texts, on the host."""
+    choices, lengths = jax.device_get((loop.choices, loop.texts.lengths))
+    assert choices is not None
+    return [jax.tree.map(lambda leaf, i=i: leaf[:, i : i + 1, : lengths[i] - 1], choices) for i in range(texts)]
 
 
 def _empty(model: CachePlan, drafts: CachePlan | None) -> Caches:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from dsv4jax.layer.backend import Backend
 from dsv4jax.model.caches import Caches
 from dsv4jax.model.drafting import Drafts, Fed, drafter
 from dsv4jax.model.forward_pass import forward, stage_forward
+from dsv4jax.model.inside.choices import Choices
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling, accept, draw
 from dsv4jax.requests.speculate import commit
@@ -57,6 +59,7 @@ class Loop:
     caches: Caches
     texts: Texts
     drafts: Drafts | None  # None if no drafts are made
+    choices: Choices | None  # of the stored tokens of each text [.., texts, longest, ..]; None if not recorded
     slots: jax.Array  # int32 [B] slot of each row, -1 = the row is free
     text: jax.Array  # int32 [B] text that the row works on, or worked on last
     passes: jax.Array  # int32 [] that sampled
@@ -98,14 +101,15 @@ class Loop:
         return self.texts.tokens_from(self.text, self.texts.lengths[self.text] - 1, 1)
 
 
-def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int) -> Loop:
-    """Return the state of a loop that has not done anything."""
+def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int, choices: Choices | None = None) -> Loop:
+    """Return the state of a loop that has not done anything. ``choices`` is room for those of the first texts."""
     rows = caches.model.plan.max_requests
     drafts = Drafts.none(rows, num_drafts, vocab_size) if num_drafts else None
     return Loop(
         caches=caches,
         texts=texts,
         drafts=drafts,
+        choices=choices,
         slots=jnp.full(rows, -1, jnp.int32),
         text=jnp.zeros(rows, jnp.int32),
         passes=jnp.int32(0),
@@ -152,14 +156,16 @@ def store(params: ModelParams, loop: Loop, rows: jax.Array, *, chunk: int, backe
     cache, ok = prepare_forward(caches.model, slots, num_new)
     num_new = jnp.where(ok, num_new, 0)
     ids = loop.texts.tokens_from(text, stored, chunk)
-    _, seen, cache = forward(params, ids, cache, slots, num_new, logits="none", backend=backend)
+    _, seen, cache, *captured = forward(params, ids, cache, slots, num_new, "none", backend=backend, **_looking(loop))
+    choices = _recorded(loop, text, stored, num_new, captured)
     caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
     if caches.drafts is not None:
         following = loop.texts.tokens_from(text, stored + 1, chunk)
         fed = Fed(seen=seen, following=following, slots=slots, count=num_new)
         drafts = drafter(params).store(params, fed, caches.drafts, backend)
         caches = dataclasses.replace(caches, drafts=drafts)
-    return dataclasses.replace(loop, caches=caches, stored=loop.stored + jnp.sum(num_new), ok=loop.ok & ok)
+    done = loop.stored + jnp.sum(num_new)
+    return dataclasses.replace(loop, caches=caches, choices=choices, stored=done, ok=loop.ok & ok)
 
 
 @functools.partial(jax.jit, static_argnames="backend", donate_argnames="loop")
@@ -290,6 +296,7 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
         caches=caches,
         texts=_extended(loop.texts, text, made),
         drafts=drafts,
+        choices=_recorded(loop, text, loop.texts.lengths[text] - 1, made.count, made.captured),
         passes=loop.passes + 1,
         drafted=loop.drafted + jnp.sum(made.judged),
         accepted=loop.accepted + jnp.sum(jnp.maximum(made.count - 1, 0)),
@@ -306,6 +313,7 @@ class _Made:
     stopped: jax.Array  # bool [B] whether the last one of them is a stop token
     judged: jax.Array  # int32 [B] drafts that the model has judged
     seen: jax.Array  # [B, m + 1, ...] what drafts are made of, of the tokens that were fed
+    captured: list[dict[str, Any]]  # of the same tokens, if anything was
 
 
 Outcome = tuple[_Made, KVCache, jax.Array]  # the last two are the model's cache, and whether it had room
@@ -315,11 +323,15 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcom
     """Feed each row's last token, and draw the next one."""
     cache, ok = prepare_forward(loop.caches.model, loop.slots, active.astype(jnp.int32))
     num_new = jnp.where(ok & active, 1, 0)
-    logits, seen, cache = forward(way.params, loop.last_tokens, cache, loop.slots, num_new, backend=way.backend)
+    looking, given = _looking(loop), loop.last_tokens
+    logits, seen, cache, *captured = forward(
+        way.params, given, cache, loop.slots, num_new, backend=way.backend, **looking
+    )
     assert logits is not None
     tokens = way.sampling.draw(logits, keys)[:, None]
     count, stopped = _until_stop(tokens, num_new, way.stop_tokens)
-    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=jnp.zeros_like(num_new), seen=seen)
+    judged = jnp.zeros_like(num_new)
+    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, seen=seen, captured=captured)
     return made, advance(cache, loop.slots, num_new), ok
 
 
@@ -334,7 +346,9 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     judged = jnp.where(fed, judged, 0)
     given = jnp.concatenate([loop.last_tokens, drafts.tokens], axis=1)
     num_new = jnp.where(fed, 1 + judged, 0)
-    logits, seen, cache, staged = stage_forward(way.params, given, cache, slots, num_new, backend=way.backend)
+    logits, seen, cache, staged, *captured = stage_forward(
+        way.params, given, cache, slots, num_new, backend=way.backend, **_looking(loop)
+    )
     wanted = way.sampling.probabilities(logits)
     accepted, following = accept(wanted, drafts.probabilities, drafts.tokens, judged, keys)
     tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
@@ -343,8 +357,26 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     # None past a stop token: the text may go on from it.
     cache, committed = commit(cache, staged, count, backend=way.backend)
     count = jnp.where(committed, count, 0)
-    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, seen=seen)
+    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, seen=seen, captured=captured)
     return made, cache, ok & committed
+
+
+def _looking(loop: Loop) -> dict[str, Any]:
+    """What the passes of a loop capture."""
+    return {} if loop.choices is None else {"capture": ("choices",)}
+
+
+def _recorded(
+    loop: Loop, text: jax.Array, first: jax.Array, count: jax.Array, captured: list[dict[str, Any]]
+) -> Choices | None:
+    """Note the choices for ``count`` tokens of texts from place ``first`` on, all int32 [B]."""
+    if loop.choices is None:
+        return None
+    new: Choices = captured[0]["choices"]
+    number = jnp.arange(jax.tree.leaves(new)[0].shape[2], dtype=jnp.int32)[None]
+    nowhere = loop.texts.lengths.size  # a place out of range is dropped
+    at = jnp.where(number < count[:, None], text[:, None], nowhere), first[:, None] + number
+    return jax.tree.map(lambda old, new: old.at[:, *at].set(new, mode="drop"), loop.choices, new)
 
 
 def _until_stop(tokens: jax.Array, count: jax.Array, stop_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

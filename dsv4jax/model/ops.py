@@ -63,6 +63,20 @@ class Gains:
     carry: jax.Array  # f32 [..., n, n] share of old stream j in new stream l; not symmetric
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """How a sublayer mixes the streams: what it takes of them, and its gains. f32."""
+
+    pre: jax.Array  # [..., n] share of each stream in the sublayer's input
+    post: jax.Array  # [..., n] as in ``Gains``
+    carry: jax.Array  # [..., n, n] as in ``Gains``
+
+    @property
+    def gains(self) -> Gains:
+        return Gains(post=self.post, carry=self.carry)
+
+
 SublayerOutput = jax.Array | ExpertOutputs  # of attention [..., h], or of experts
 
 

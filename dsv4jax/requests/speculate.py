@@ -30,7 +30,7 @@ from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.config import layer_kind
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.backend import Backend
-from dsv4jax.layer.call import LayerCall, Normed, TokenRows
+from dsv4jax.layer.call import Draft, LayerCall, Normed, TokenRows
 from dsv4jax.layer.layer import Given, RunOptions, run_layer
 from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
@@ -53,6 +53,21 @@ class StagedLayer:
     start: jax.Array  # int32 [B] tokens stored before the draft
     num_new: jax.Array  # int32 [B] tokens staged
     layer: int = dataclasses.field(metadata={"static": True})
+
+
+def staged_layer(draft: Draft, layer: int) -> StagedLayer:
+    """Return what must be kept of the draft that a layer's run returned."""
+    batch, rows = draft
+    assert rows.kv is not None
+    return StagedLayer(
+        kv=rows.kv,
+        entry=rows.entry,
+        key=rows.key,
+        slots=batch.slots,
+        start=batch.start,
+        num_new=batch.num_new,
+        layer=int(layer),
+    )
 
 
 def stage(
@@ -85,23 +100,9 @@ def stage(
     kind, index = cache.locate(layer)
     given = Given(x=x, slots=slots, num_new=num_new, residual=residual)
     options = RunOptions(backend=backend, model_axis=model_axis, is_draft=True)
-    y, cache, draft = run_layer(params, given, cache, kind, index, options)
+    y, cache, draft, _ = run_layer(params, given, cache, kind, index, options)
     assert draft is not None
-    batch, rows = draft
-    assert rows.kv is not None
-    return (
-        y,
-        cache,
-        StagedLayer(
-            kv=rows.kv,
-            entry=rows.entry,
-            key=rows.key,
-            slots=batch.slots,
-            start=batch.start,
-            num_new=batch.num_new,
-            layer=int(layer),
-        ),
-    )
+    return y, cache, staged_layer(draft, layer)
 
 
 @functools.partial(jax.jit, static_argnames="backend")

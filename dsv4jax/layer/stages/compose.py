@@ -12,7 +12,7 @@ from dsv4jax.checks import known_size
 from dsv4jax.formats import KeyRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import OpBackends
-from dsv4jax.layer.indexer import Selection
+from dsv4jax.layer.indexer import Selection, ordered_picks
 from dsv4jax.layer.ops import (
     CACHE_UPDATE,
     DECODE_ATTENTION,
@@ -23,6 +23,7 @@ from dsv4jax.layer.ops import (
     Rows,
 )
 from dsv4jax.layer.stages.interface import Intake, Latents, Output, QueryStage
+from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.layer.stages.steps import IntakeSteps, OutputSteps, QuerySteps
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import rope_frequencies
@@ -81,12 +82,24 @@ class Stages:
             kind=kind,
         )
 
-    def pick(self, keys: jax.Array | KeyRows | None, latents: Latents, entries: PooledLayer | None) -> jax.Array | None:
+    def pick(
+        self,
+        keys: jax.Array | KeyRows | None,
+        latents: Latents,
+        entries: PooledLayer | None,
+        probe: Probe,
+        seen: Seen,
+    ) -> jax.Array | None:
         """Return the entries that each query reads, int32 [B, T, K], -1 = none; None if it reads all that it sees."""
         if self.selection is None or keys is None or latents.head_weights is None or entries is None:
             return None
         visible = (latents.positions + 1) // self.plan.cfg.ratio(self.kind)
-        return self.selection.pick(keys, latents.head_weights, entries, visible)
+        if probe.entries is None:
+            picks = self.selection.pick(keys, latents.head_weights, entries, visible)
+        else:
+            picks = ordered_picks(probe.entries, visible)
+        picks = probe.tap("picks", picks, seen)
+        return ordered_picks(picks, visible) if probe.patched("picks") else picks
 
     def attend(self, inputs: AttentionInputs, latents: Latents, form: RowForm) -> Rows:
         """Return rows in a form that attention can give, of values in the dtype of the latents; 0 on padding."""

@@ -3,8 +3,8 @@
 A sublayer, attention or experts, reads a weighted sum of the streams and its output is added to each of them, with
 weights that depend on the token:
 
-    x, gains = mix_in(streams)            x = sum_j pre_j S_j
-    streams  = mix_out(f(x), streams)     S'_l = post_l f(x) + sum_j carry[j, l] S_j
+    pre, post, carry = mixing(streams)     x = sum_j pre_j S_j
+    streams = mix_out(f(norm(x)), streams) S'_l = post_l f(norm(x)) + sum_j carry[j, l] S_j
 
 The columns of ``carry`` sum to 1, and its rows nearly do: some rounds of Sinkhorn's algorithm normalise both in turn.
 All of this is f32; streams are in the dtype of the model.
@@ -19,7 +19,7 @@ from jax import lax
 from dsv4jax.layer.backend import XLA, Anywhere
 from dsv4jax.layer.dense import rms_norm, wide_product
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, SublayerOutput
+from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, Mixing, SublayerOutput
 from dsv4jax.model.params import StreamMix
 
 
@@ -27,8 +27,8 @@ class XLAHyperConnections(Anywhere):
     """Hyper-connections in plain JAX."""
 
     def begin(self, streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
-        x, gains = mix_in(streams, mix, cfg)
-        return _normed(x, norm, cfg), gains
+        shares = mixing(streams, mix, cfg)
+        return sublayer_input(streams, shares, norm, cfg), shares.gains
 
     def between(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
@@ -43,25 +43,22 @@ class XLAHyperConnections(Anywhere):
         return streams, head_input(streams, mix, norm, cfg)
 
 
-def mix_in(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
-    """Return a sublayer's input, before its norm, and what ``mix_out`` needs.
-
-    Args:
-      streams: [..., n, hidden].
-      mix: with the weights of (2 + n) n numbers per token.
-      cfg: the model's sizes.
-
-    Returns:
-      (x in the dtype of streams [..., hidden], gains).
-    """
+def mixing(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> Mixing:
+    """Return how a sublayer mixes streams [..., n, hidden]; ``mix`` has the weights of (2 + n) n numbers per token."""
     n = cfg.num_streams
     pre, post, carry = jnp.split(_numbers(streams, mix, cfg), [n, 2 * n], axis=-1)
     base = jnp.split(mix.base.astype(jnp.float32), [n, 2 * n])
     scale = mix.scale.astype(jnp.float32)
     post = 2 * jax.nn.sigmoid(post * scale[1] + _like(base[1], post))
     carry = (carry * scale[2] + _like(base[2], carry)).reshape(*carry.shape[:-1], n, n)
-    gains = Gains(post=post, carry=_sinkhorn(jax.nn.softmax(carry, -1) + cfg.hyper_eps, cfg))
-    return _sum(streams, jax.nn.sigmoid(pre * scale[0] + _like(base[0], pre)) + cfg.hyper_eps), gains
+    carry = _sinkhorn(jax.nn.softmax(carry, -1) + cfg.hyper_eps, cfg)
+    pre = jax.nn.sigmoid(pre * scale[0] + _like(base[0], pre)) + cfg.hyper_eps
+    return Mixing(pre=pre, post=post, carry=carry)
+
+
+def sublayer_input(streams: jax.Array, mixing: Mixing, norm: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Return the input x of a sublayer that mixes streams [..., n, hidden] so, in their dtype [..., hidden]."""
+    return _normed(_sum(streams, mixing.pre), norm, cfg)
 
 
 def mix_out(y: SublayerOutput, streams: jax.Array, gains: Gains) -> jax.Array:

@@ -22,7 +22,7 @@ class XLARouter(Anywhere):
     """The router in plain JAX."""
 
     def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
-        scores = jnp.sqrt(jax.nn.softplus(linear(x, router.gate, backend=XLA)))
+        scores = _scores(x, router)
         if router.table is not None:
             picked = router.table.at[ids].get(mode="clip")
         else:
@@ -36,6 +36,23 @@ class XLARouter(Anywhere):
             experts=jnp.where(real[..., None], picked, cfg.num_experts),
             weights=jnp.where(real[..., None], weights, 0.0),
         )
+
+
+def _scores(x: jax.Array, router: Router) -> jax.Array:
+    """The scores of all experts, f32 [..., E]."""
+    return jnp.sqrt(jax.nn.softplus(linear(x, router.gate, backend=XLA)))
+
+
+def chosen_experts(x: jax.Array, chosen: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
+    """Return what ``pick`` would if it picked the experts int [..., k]; numbers of none are left out, such as -1."""
+    picked = chosen.astype(jnp.int32)
+    is_expert = (picked >= 0) & (picked < cfg.num_experts) & real[..., None]
+    picked = jnp.sort(jnp.where(is_expert, picked, cfg.num_experts), -1)
+    weights = jnp.take_along_axis(_scores(x, router), jnp.minimum(picked, cfg.num_experts - 1), -1)
+    weights = jnp.where(picked < cfg.num_experts, weights, 0.0)
+    total = jnp.sum(weights, -1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0) * cfg.routed_scale
+    return Picks(experts=picked, weights=weights)
 
 
 ROUTER.register(XLA, XLARouter())

@@ -1,0 +1,7 @@
+"""A pass of a model from within: its layers, looking inside, and changing what is computed.
+
+blocks    the layers of a pass
+captures  what can be captured and patched, by name, and what a pass returns of it
+weights   the weights that heads give to keys
+choices   the experts and entries that a pass uses, as values
+"""

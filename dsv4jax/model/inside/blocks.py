@@ -1,0 +1,349 @@
+"""The layers of a forward pass: embedding, layers, head.
+
+    streams            = embedding of the ids, in every stream
+    x, gains           = begin(streams)
+    per layer:
+    y                  = attention(x)
+    streams, x, gains  = between(y, streams, gains)
+    y                  = experts(x, picks(x, ids))
+    streams, x, gains  = between(y, streams, gains)     after the last layer: streams, x = end(y, streams, gains)
+    logits             = x W_head
+
+Each x is a weighted sum of the streams after the norm of the sublayer that takes it. What stands between two sublayers
+is one step, so that it can be one kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.cache.cache import KVCache, check_cache
+from dsv4jax.checks import check_array, check_batch
+from dsv4jax.config import DSV4Config
+from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.call import granted_batch
+from dsv4jax.layer.stages.probe import Probe, Seen
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.inside.captures import IN_ATTENTION, NOTHING, ModelProbe, Taps
+from dsv4jax.model.inside.choices import check_choices
+from dsv4jax.model.ops import (
+    EXPERTS,
+    HEAD,
+    HYPER_CONNECTIONS,
+    ROUTER,
+    ExpertOutputs,
+    ExpertsOp,
+    Gains,
+    HyperConnectionsOp,
+    Picks,
+    RouterOp,
+    SublayerOutput,
+)
+from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix, check_model
+from dsv4jax.model.plain.hyper_connections import head_input, mix_out, mixing, sublayer_input
+from dsv4jax.model.plain.router import chosen_experts
+from dsv4jax.weights.params import AttentionParams
+from dsv4jax.weights.stored import Weight
+
+Logits = Literal["last", "all", "none"]
+# Cache may be anything that goes from layer to layer, or comes from one.
+type Attend[Cache] = Callable[[AttentionParams, jax.Array, Cache, int, Probe], tuple[jax.Array, Cache, Seen]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The tokens of a forward pass."""
+
+    ids: jax.Array  # int32 [B, T]
+    real: jax.Array  # bool [B, T] False on padding, and in rows that were not granted
+    count: jax.Array  # int32 [B] number of real tokens
+
+    @classmethod
+    def of(
+        cls,
+        params: ModelParams,
+        ids: jax.Array,
+        cache: KVCache,
+        slots: jax.Array,
+        num_new: jax.Array,
+        cfg: DSV4Config,
+    ) -> Tokens:
+        """Check the arguments of a forward pass over the layers of ``cfg``.
+
+        Raises:
+          AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+          ValueError: the cache is for attention layers of other sizes, the weights are for another model, or there are
+            no tokens.
+        """
+        check_model(params)
+        check_batch(slots=slots, num_new=num_new)
+        check_array("ids", ids, {"B": slots.shape[0], "T": None}, jnp.int32)
+        if ids.shape[1] == 0:
+            raise ValueError("ids has no tokens: give num_new = 0 for rows that have none")
+        check_cache("a model's forward pass", cache)
+        if cache.plan.cfg != cfg:
+            raise ValueError(f"the cache was planned for {cache.plan.cfg}, the model has {cfg}")
+        _, batch = granted_batch(cache, slots, num_new, ids.shape[1])
+        return cls(ids=ids, real=jnp.arange(ids.shape[1])[None] < batch.num_new[:, None], count=batch.num_new)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sublayer:
+    """A sublayer that is about to run."""
+
+    name: str  # "attention" or "experts"
+    mix: StreamMix
+    norm: jax.Array
+    taps: Taps  # of its layer
+
+    @classmethod
+    def attention(cls, block: Block, taps: Taps) -> Sublayer:
+        return cls(name="attention", mix=block.attention_mix, norm=block.attention_norm, taps=taps)
+
+    @classmethod
+    def experts(cls, block: Block, taps: Taps) -> Sublayer:
+        return cls(name="experts", mix=block.experts_mix, norm=block.experts_norm, taps=taps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Way[Cache]:
+    """What stays the same in all layers of a forward pass.
+
+    Kernels run as if nothing was captured. What they do not show is computed beside them in plain JAX, and so is a step
+    in which something is patched.
+    """
+
+    tokens: Tokens
+    attend: Attend[Cache]
+    cfg: ModelConfig
+    backend: Backend
+    probe: ModelProbe = NOTHING
+
+    def taps(self, layer: int) -> Taps:
+        """Return the taps of a layer; those of the head have the number after the last one."""
+        return Taps(self.probe.of_layer(layer, self.cfg))
+
+    def begin(self, streams: jax.Array, into: Sublayer) -> tuple[jax.Array, Gains]:
+        """Return (x of a sublayer, gains) from streams [B, T, num_streams, hidden]."""
+        if self._patches_mixing(into):
+            mixing = into.taps.tap(f"mixing.{into.name}", _mixing(streams, into.mix, self.cfg))
+            x, gains = sublayer_input(streams, mixing, into.norm, self.cfg), mixing.gains
+        else:
+            op = self._connections(into.mix, streams)
+            x, gains = _begin(streams, into.mix, into.norm, op=op, cfg=self.cfg)
+            self._show_mixing(streams, into)
+        return into.taps.tap(f"inputs.{into.name}", x), gains
+
+    def attention(self, x: jax.Array, cache: Cache, block: Block, layer: int, taps: Taps) -> tuple[jax.Array, Cache]:
+        """Return (what a layer's attention makes of x, cache)."""
+        probe = taps.probe.within(*IN_ATTENTION)
+        y, cache, seen = self.attend(
+            block.attention, x, cache, layer, dataclasses.replace(probe, entries=taps.probe.entries)
+        )
+        taps.seen.update(seen)
+        return taps.tap("outputs.attention", y), cache
+
+    def between(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, into: Sublayer, ended: Taps | None = None
+    ) -> tuple[jax.Array, jax.Array, Gains]:
+        """Return (streams with a sublayer's output y, x of the next one, gains). ``ended`` is a layer that is over."""
+        if self._patches_mixing(into) or (ended is not None and ended.patched("streams")):
+            streams = _mix_out(y, streams, gains)
+            streams = streams if ended is None else ended.tap("streams", streams)
+            return streams, *self.begin(streams, into)
+        op = self._connections(into.mix, streams)
+        streams, x, gains = _between(y, streams, gains, into.mix, into.norm, op=op, cfg=self.cfg)
+        if ended is not None:
+            ended.tap("streams", streams)
+        self._show_mixing(streams, into)
+        return streams, into.taps.tap(f"inputs.{into.name}", x), gains
+
+    def end(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, head: Sublayer, ended: Taps
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (streams with the last sublayer's output y, x of the head)."""
+        if ended.patched("streams"):
+            streams = ended.tap("streams", _mix_out(y, streams, gains))
+            x = head_input(streams, head.mix, head.norm, self.cfg)
+        else:
+            op = self._connections(head.mix, streams)
+            streams, x = _end(y, streams, gains, head.mix, head.norm, op=op, cfg=self.cfg)
+            ended.tap("streams", streams)
+        return streams, head.taps.tap("head", x)
+
+    def experts(self, x: jax.Array, block: Block, taps: Taps) -> SublayerOutput:
+        """Return what a layer's experts make of x."""
+        if taps.probe.experts is None:
+            router = ROUTER.of(self.backend, self.cfg, block.router, x.dtype)
+            picks = _pick(x, self.tokens.ids, self.tokens.real, block.router, op=router, cfg=self.cfg)
+        else:
+            picks = chosen_experts(x, taps.probe.experts, self.tokens.real, block.router, self.cfg)
+        if taps.sees("experts"):
+            shown = taps.tap("experts", dataclasses.replace(picks, tiles=None))
+            if taps.patched("experts"):
+                numbers = jnp.where(shown.experts < 0, self.cfg.num_experts, shown.experts)
+                picks = dataclasses.replace(shown, experts=numbers)
+        op = EXPERTS.of(self.backend, self.cfg, block.experts, x.dtype)
+        y = _mix(x, picks, block.experts, op=op, cfg=self.cfg, backend=self.backend)
+        if not taps.sees("outputs.experts"):
+            return y
+        summed = taps.tap("outputs.experts", y.sum())
+        return summed if taps.patched("outputs.experts") else y
+
+    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
+        """Return logits f32 [..., V] of x [..., hidden]."""
+        return HEAD.of(self.backend, self.cfg, head, x.dtype).logits(x, head)
+
+    def _connections(self, mix: StreamMix, streams: jax.Array) -> HyperConnectionsOp:
+        return HYPER_CONNECTIONS.of(self.backend, self.cfg, mix, streams.dtype)
+
+    def _patches_mixing(self, into: Sublayer) -> bool:
+        return into.taps.patched(f"mixing.{into.name}")
+
+    def _show_mixing(self, streams: jax.Array, into: Sublayer) -> None:
+        if into.taps.sees(site := f"mixing.{into.name}"):
+            into.taps.tap(site, _mixing(streams, into.mix, self.cfg))
+
+
+# Jitted so that they are traced once for all layers.
+@functools.partial(jax.jit, static_argnames=("op", "cfg"))
+def _begin(
+    streams: jax.Array, mix: StreamMix, norm: jax.Array, *, op: HyperConnectionsOp, cfg: ModelConfig
+) -> tuple[jax.Array, Gains]:
+    return op.begin(streams, mix, norm, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg"))
+def _between(
+    y: SublayerOutput,
+    streams: jax.Array,
+    gains: Gains,
+    mix: StreamMix,
+    norm: jax.Array,
+    *,
+    op: HyperConnectionsOp,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, jax.Array, Gains]:
+    return op.between(y, streams, gains, mix, norm, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg"))
+def _end(
+    y: SublayerOutput,
+    streams: jax.Array,
+    gains: Gains,
+    mix: StreamMix,
+    norm: jax.Array,
+    *,
+    op: HyperConnectionsOp,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    return op.end(y, streams, gains, mix, norm, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg"))
+def _pick(x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, *, op: RouterOp, cfg: ModelConfig) -> Picks:
+    return op.pick(x, ids, real, router, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg", "backend"))
+def _mix(
+    x: jax.Array, picks: Picks, experts: Experts, *, op: ExpertsOp, cfg: ModelConfig, backend: Backend
+) -> ExpertOutputs:
+    return op.mix(x, picks, experts, cfg, backend)
+
+
+_mixing = jax.jit(mixing, static_argnames="cfg")
+_mix_out = jax.jit(mix_out)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What layers have made."""
+
+    after: list[jax.Array]  # streams [B, T, num_streams, hidden] after each layer
+    x: jax.Array  # [B, T, hidden] of the head
+    cache: KVCache
+    seen: list[Seen]  # what was captured of each layer, and of the head
+
+    @property
+    def streams(self) -> jax.Array:
+        """The streams after the last layer, [B, T, num_streams, hidden]."""
+        return self.after[-1]
+
+    def captured(self, way: Way[KVCache]) -> dict[str, Any]:
+        """Return what was captured by name."""
+        plan = self.cache.plan
+        return way.probe.captured(self.seen, way.cfg, plan.max_blocks * plan.entries_per_block(AttentionType.CSA))
+
+
+def run_model(params: ModelParams, cache: KVCache, way: Way[KVCache]) -> Ran:
+    """Run all layers of a model on a pass's tokens."""
+    if way.probe.choices is not None:
+        check_choices(way.probe.choices, way.cfg, *way.tokens.ids.shape)
+    return run_blocks(params.blocks, params.final_mix, params.final_norm, first_streams(params, way.tokens), cache, way)
+
+
+def run_blocks(
+    blocks: Sequence[Block],
+    final_mix: StreamMix,
+    final_norm: jax.Array,
+    streams: jax.Array,
+    cache: KVCache,
+    way: Way[KVCache],
+) -> Ran:
+    """Run layers, of which the last is followed by a head with this mix and norm, on streams."""
+    taps = [way.taps(layer) for layer in range(len(blocks) + 1)]
+    x, gains = way.begin(streams, Sublayer.attention(blocks[0], taps[0]))
+    after: list[jax.Array] = []
+    for layer, block in enumerate(blocks):
+        own, following = taps[layer], taps[layer + 1]
+        y, cache = way.attention(x, cache, block, layer, own)
+        streams, x, gains = way.between(y, streams, gains, Sublayer.experts(block, own))
+        y = way.experts(x, block, own)
+        if layer + 1 < len(blocks):
+            into = Sublayer.attention(blocks[layer + 1], following)
+            streams, x, gains = way.between(y, streams, gains, into, own)
+        else:
+            head = Sublayer(name="head", mix=final_mix, norm=final_norm, taps=following)
+            streams, x = way.end(y, streams, gains, head, own)
+        after.append(streams)
+    return Ran(after=after, x=x, cache=cache, seen=[each.seen for each in taps])
+
+
+def first_streams(params: ModelParams, tokens: Tokens) -> jax.Array:
+    """Return the streams before the first layer [B, T, num_streams, hidden]."""
+    rows = embedded(params.embedding, tokens.ids, tokens.real)
+    return jnp.repeat(rows[..., None, :], params.cfg.num_streams, axis=-2)
+
+
+def embedded(embedding: jax.Array, ids: jax.Array, real: jax.Array) -> jax.Array:
+    """Return rows of the embedding [..., hidden]: NaN for an id outside the vocabulary, 0 on padding."""
+    ids = jnp.where(ids < 0, embedding.shape[0], ids)  # a negative index would count from the end
+    rows = embedding.at[ids].get(mode="fill", fill_value=jnp.nan)
+    return jnp.where(real[..., None], rows, jnp.zeros((), rows.dtype))
+
+
+def read_logits(x: jax.Array, head: Weight, which: Logits, way: Way) -> jax.Array | None:
+    """Return logits f32 of the "last" tokens [B, V], of "all" [B, T, V], or None for "none"."""
+    if which == "none":
+        return None
+    if which == "all":
+        return all_logits(x, head, way)
+    if which != "last":
+        raise ValueError(f"logits must be 'last', 'all' or 'none', got {which!r}")
+    count = way.tokens.count
+    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where(count[:, None] > 0, way.logits(last, head), 0.0)
+
+
+def all_logits(x: jax.Array, head: Weight, way: Way) -> jax.Array:
+    """Return the logits of all tokens, f32 [B, T, V]."""
+    return jnp.where(way.tokens.real[..., None], way.logits(x, head), 0.0)

@@ -1,0 +1,162 @@
+"""What can be captured of a pass and patched in it, by name.
+
+Of a layer; the second axis of what a layer has twice is its sublayer, attention and then experts:
+
+    streams    the streams after the layer                              [L, B, T, n, hidden]
+    mixing     how each sublayer mixes the streams: ``Mixing``          [L, 2, B, T, ...]
+    inputs     of each sublayer, after its norm                         [L, 2, B, T, hidden]
+    outputs    of each sublayer, before they are added to the streams   [L, 2, B, T, hidden]
+    entries    that the tokens complete: ``CompletedEntries``           by kind, [layers of it, B, E, ...]
+    picks      entries that queries of CSA layers read                  int32 [CSA layers, B, T, K], -1 = none
+    attention  outputs of the heads, before W_oa                        [L, B, T, H, head_dim]
+    experts    that tokens go to, and their weights: ``Picks``          [L, B, T, k]
+
+And of the whole pass, captured only, and of the head as if it were one more layer:
+
+    choices    the experts and entries that it uses: ``Choices``
+    head       what the product with the head takes                     [B, T, hidden]
+
+"inputs.attention" is a name, too, for the attention's alone, [L, B, T, hidden]; and so on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Required, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from dsv4jax.config import layer_schedule
+from dsv4jax.layer.stages.probe import Patch, Probe, Seen
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.inside.choices import Choices, choices_of_layer, record
+
+SUBLAYERS = ("attention", "experts")
+TWICE = ("mixing", "inputs", "outputs")
+IN_ATTENTION = ("entries", "picks", "attention")
+NAMES = ("streams", *TWICE, *IN_ATTENTION, "experts", "head", "choices")
+
+
+class Patching(TypedDict, total=False):
+    """What a pass is told to compute otherwise."""
+
+    intervene: Mapping[str, Patch]  # name -> function(value, layer) -> value, inside jit
+    choices: Choices | None  # used in place of choosing
+
+
+class Looking(Patching, total=False):
+    """The same, and what it captures."""
+
+    capture: Required[Sequence[str]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProbe:
+    """What is captured, patched and chosen in a pass."""
+
+    captures: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    patches: tuple[tuple[str, Patch], ...] = dataclasses.field(default=(), metadata={"static": True})
+    choices: Choices | None = None
+
+    @classmethod
+    def of(
+        cls,
+        capture: Sequence[str] = (),
+        intervene: Mapping[str, Patch] | None = None,
+        choices: Choices | None = None,
+        *,
+        has_cache: bool = True,
+    ) -> ModelProbe:
+        """Check the arguments of a pass.
+
+        Raises:
+          ValueError: a name is unknown, or names what a pass without a cache does not have.
+        """
+        if isinstance(capture, str):
+            raise ValueError(f"capture must be names, such as ({capture!r},), got {capture!r}")
+        intervene = intervene or {}
+        for argument, names in (("capture", capture), ("intervene", intervene)):
+            for name in names:
+                _check_name(argument, name, has_cache=has_cache)
+        if choices is not None and not isinstance(choices, Choices):
+            raise ValueError(f"choices must be Choices, got {type(choices).__name__}")
+        return cls(captures=tuple(capture), patches=tuple(intervene.items()), choices=choices)
+
+    def of_layer(self, layer: int, cfg: ModelConfig) -> Probe:
+        """Return the probe of a layer; that of the head has the number after the last one."""
+        captures = set(self.captures)
+        if "choices" in captures:
+            captures = captures - {"choices"} | {"experts", "picks"}
+        experts = entries = None
+        if self.choices is not None and layer < cfg.num_layers:
+            experts, entries = choices_of_layer(self.choices, layer, cfg)
+        return Probe(
+            captures=frozenset(captures),
+            patches=self.patches,
+            layer=layer if self.patches else None,
+            experts=experts,
+            entries=entries,
+        )
+
+    def captured(self, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int) -> dict[str, Any]:
+        """Return what was captured by name: ``seen`` is that of each layer, and of the head."""
+        return {name: _stacked(name, seen, cfg, max_entries) for name in self.captures}
+
+
+NOTHING = ModelProbe()
+
+
+def _check_name(argument: str, name: str, *, has_cache: bool) -> None:
+    family, _, sublayer = name.partition(".")
+    if family not in NAMES or (sublayer and (family not in TWICE or sublayer not in SUBLAYERS)):
+        raise ValueError(f"{argument}: {name!r} is none of {', '.join(NAMES)}; nor is it such as 'inputs.attention'")
+    if argument == "intervene" and name == "choices":
+        raise ValueError("intervene: choices are given as choices=, or patched as 'experts' and 'picks'")
+    if not has_cache and name in (*IN_ATTENTION, "choices"):
+        raise ValueError(f"{argument}: {name!r} is of a pass over a cache, such as forward")
+
+
+def _stacked(name: str, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int) -> Any:
+    *layers, of_head = seen
+    if name == "head":
+        return of_head[name]
+    if name in TWICE:
+        return _stack([_stack([of_layer[f"{name}.{sublayer}"] for sublayer in SUBLAYERS]) for of_layer in layers])
+    if name == "picks":
+        found = [of_layer[name] for of_layer in layers if name in of_layer]
+        return _stack(found) if found else None
+    if name == "choices":
+        experts, picks = (_stacked(each, seen, cfg, max_entries) for each in ("experts", "picks"))
+        return record(experts, picks, max_entries, cfg)
+    if name == "entries":
+        of_kinds: dict[str, list[Any]] = {}
+        for spec, of_layer in zip(layer_schedule(cfg.attention), layers, strict=True):
+            if name in of_layer:
+                of_kinds.setdefault(spec.attn.value, []).append(of_layer[name])
+        return {kind: _stack(entries) for kind, entries in of_kinds.items()}
+    return _stack([of_layer[name] for of_layer in layers])
+
+
+def _stack(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taps:
+    """The probe of a layer, and what it has seen."""
+
+    probe: Probe
+    seen: Seen = dataclasses.field(default_factory=dict)
+
+    def tap[T](self, site: str, value: T) -> T:
+        """Return what a pass goes on with at a site."""
+        return self.probe.tap(site, value, self.seen)
+
+    def sees(self, site: str) -> bool:
+        return self.probe.sees(site)
+
+    def patched(self, site: str) -> bool:
+        return self.probe.patched(site)
