@@ -30,7 +30,7 @@ from dsv4jax.model import (
 )
 
 RANKS = {"q_a": 16, "q_b": 16, "kv": 16, "o_a": 16, "o_b": 16, "experts": 8}
-FORMATS = {"kv_format": "fp8_tile64", "indexer_format": "mxfp4"}
+FORMATS = "fp8_tile64", "mxfp4"  # of rows, and of indexer keys
 
 
 def sizes(name: str, ratios: tuple[int, ...]) -> ModelConfig:
@@ -40,7 +40,7 @@ def sizes(name: str, ratios: tuple[int, ...]) -> ModelConfig:
 
 
 def loss(deltas: Any, rest: Any, ids: jax.Array) -> jax.Array:
-    likely = jax.nn.log_softmax(forward_sequences(combine(deltas, rest), ids[:, :-1], **FORMATS))
+    likely = jax.nn.log_softmax(forward_sequences(combine(deltas, rest), ids[:, :-1], None, *FORMATS))
     return -jnp.mean(jnp.take_along_axis(likely, ids[:, 1:, None], -1))
 
 

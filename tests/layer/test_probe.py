@@ -10,7 +10,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.layer import RunOptions, run_layer
+from dsv4jax.layer.layer import Given, RunOptions, run_layer
 from dsv4jax.layer.ops import DECODE_ATTENTION
 from dsv4jax.layer.reference import reference_layer
 from dsv4jax.layer.stages.probe import Probe
@@ -34,7 +34,8 @@ def inputs() -> np.ndarray:
 def call(params, x, cache, slots, num_new, probe, *, layer):
     kind, index = cache.locate(layer)
     cache, _ = d4.prepare_forward(cache, slots, num_new)
-    y, after, _, seen = run_layer(params, x, cache, kind, index, slots, num_new, RunOptions(backend="xla"), probe=probe)
+    given = Given(x=x, slots=slots, num_new=num_new)
+    y, after, _, seen = run_layer(params, given, cache, kind, index, RunOptions(backend="xla"), probe)
     return y, cache, d4.advance(after, slots, num_new), seen
 
 
@@ -276,8 +277,9 @@ def test_what_cannot_be_done_is_named():
         run(1, Probe(entries=jnp.zeros((1, 2, 3), jnp.int32)), splits=(LENGTH,))
     cache, slots, _ = d4.admit(d4.init_cache(small_plan()), 1)
     x, capture = jnp.zeros((1, 0, CFG.hidden_size)), Probe(captures=frozenset(SITES))
+    given = Given(x=x, slots=slots, num_new=ids(0))
     with pytest.raises(ValueError, match=r"must have rows and tokens, got x of shape \(1, 0, 64\)"):
-        run_layer(random_params()[1], x, cache, AttentionType.CSA, 0, slots, ids(0), RunOptions(), probe=capture)
+        run_layer(random_params()[1], given, cache, AttentionType.CSA, 0, RunOptions(), capture)
     x = jnp.zeros((1, 1, CFG.hidden_size))
     with pytest.raises(ValueError, match="picks are for layers with an indexer, layer 0 is SWA"):
         attention_weights(random_params()[0], x, cache, 0, slots, ids(1), ids(0)[None], jnp.zeros((1, 1, 1), jnp.int32))

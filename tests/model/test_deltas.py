@@ -132,6 +132,7 @@ def test_the_cached_pass_has_them_too(weights):
         part = tokens()[:, done : done + count]
         logits, _, cache = forward(tuned(weights), part, cache, slots, ids(count), logits="all", backend="xla")
         cache, done = d4.advance(cache, slots, ids(count)), done + count
+        assert logits is not None
         found.append(logits[0])
     np.testing.assert_allclose(np.concatenate(found), wanted, rtol=0, atol=SAME)
 

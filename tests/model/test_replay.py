@@ -35,4 +35,6 @@ def test_the_choices_of_a_rollout_are_those_of_one_pass_over_its_text(drafts):
         given = jax.tree.map(jnp.asarray, choices)
         replayed, _, _, seen = forward(params, text, cache, slots, count, "all", capture=("choices",), choices=given)
         jax.tree.map(np.testing.assert_array_equal, choices, seen["choices"])
+        assert own is not None
+        assert replayed is not None
         np.testing.assert_allclose(replayed, own, rtol=0, atol=TOLERANCE)
