@@ -30,13 +30,8 @@ CASES = {
     "tiles of 64": Experts(tokens=30, rows=64, limit=0.0),
     "tiles of 128": Experts(tokens=70, rows=128, blocks=3),
     "padding alone": Experts(tokens=2, padding=2),
-    "FP8, few tokens": Experts(tokens=5, padding=1, activations="fp8"),
-    "FP8, full tiles": Experts(tokens=16, one=True, hidden=1024, width=1024, stages=3, activations="fp8"),
-    "FP8, tiles of 32": Experts(tokens=40, picks=1, rows=32, padding=3, activations="fp8"),
-    "FP8, tiles of 64": Experts(tokens=30, rows=64, limit=0.0, activations="fp8"),
-    "FP8, tiles of 128": Experts(tokens=70, rows=128, blocks=3, activations="fp8"),
 }
-cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=15), ids=list(CASES))
+cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=10), ids=list(CASES))
 
 
 def test_rows_for_experts_are_permuted_as_documented():
@@ -111,11 +106,10 @@ def test_gated_rows(case: Experts, simulate: bool):
 
 
 @machines
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
 @pytest.mark.parametrize("rows", TILE_ROWS)
-def test_a_token_has_the_same_bits_alone_and_among_others(rows: int, activations: str, simulate: bool):
+def test_a_token_has_the_same_bits_alone_and_among_others(rows: int, simulate: bool):
     """In tiles of every size, at every place, and beside tokens with NaN."""
-    many = Experts(tokens=37, picks=1, experts=2, one=True, width=128, rows=rows, activations=activations)
+    many = Experts(tokens=37, picks=1, experts=2, one=True, width=128, rows=rows)
     x = many.x.copy()
     x[1::2] = np.nan
     found = many.run_gate_up(x, simulate=simulate)
@@ -147,8 +141,7 @@ def test_scales_from_the_smallest_to_the_largest(simulate: bool):
 
 
 def _unserved(gpu=HOPPER, *, spec: dict | None = None, rows: dict | None = None, routing: dict | None = None) -> str:
-    sizes: dict[str, Any] = {"tokens": 3, "picks": 2, "experts": 4, "rows": 8}
-    of = pk.Routing(**(sizes | (routing or {})))
+    of = pk.Routing(**({"tokens": 3, "picks": 2, "experts": 4, "rows": 8} | (routing or {})))
     weight = pk.ExpertsSpec(**({"experts": 4, "shape": (1024, 512)} | (spec or {})))
     of_rows: dict[str, Any] = {"count": 3, "width": weight.inputs} | (rows or {})
     given = pk.RowsSpec(**of_rows)
@@ -161,11 +154,9 @@ def test_what_has_no_kernel_is_refused_by_name():
     assert "multiple of 256 outputs and 512 inputs, got (1024, 256)" in _unserved(spec={"shape": (1024, 256)})
     assert "multiple of 256 outputs and 512 inputs, got (896, 512)" in _unserved(spec={"shape": (896, 512)})
     assert "blocks of (1, 32), got (128, 128)" in _unserved(spec={"block": (128, 128)})
-    assert "for activations='bf16', the weight has 'fp8'" in _unserved(spec={"activations": "fp8"})
-    both = {"activations": "fp8", "interleaved": True}
-    assert "have codes in order" in _unserved(spec=both, routing={"activations": "fp8"})
+    assert "got activations='fp8'" in _unserved(spec={"activations": "fp8"})
     assert "PlainRows of bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
-    assert "got 12" in _unserved(routing={"rows": 12})
+    assert "rows, got 12" in _unserved(routing={"rows": 12})
     assert "tiles are of 5 experts, the weight has 4" in _unserved(routing={"experts": 5})
     assert "expected 3 rows" in _unserved(rows={"count": 4})
     assert "no Hopper" in _unserved(BLACKWELL)

@@ -40,8 +40,6 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "products on Blackwell, FP8": (*IN_TENSOR_MEMORY, FewerCopies),
     "experts": (*FILLED, *STORED, NoHold, FewerCopies),
     "experts, adjacent rows": (*FILLED, NoHold),
-    "experts, rows in FP8": (*FILLED, *STORED, NoHold, FewerCopies),
-    "experts, adjacent rows in FP8": (*FILLED, NoHold),
     "attention": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened picks": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened rows": (*FILLED, LateStore, NoBarrier, NoHold),

@@ -23,9 +23,7 @@ class ExpertsKernels(ModelKernels):
     """``pallas_kernels.products`` with the weights of experts. The shared one's products are the op ``projections``."""
 
     def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
-        if not isinstance(weights.gate_up, StoredExperts):
-            return "experts must be stored in FP4, with scales in E8M0"
-        routing = _routing(1, cfg, weights.gate_up.activations)
+        routing = _routing(1, cfg)
         for weight, epilogue in ((weights.gate_up, pk.Gated), (weights.down, pk.OfPicks)):
             if not isinstance(weight, StoredExperts) or not weight.is_fp4 or weight.scales.dtype != SCALES:
                 return "experts must be stored in FP4, with scales in E8M0"
@@ -41,8 +39,7 @@ class ExpertsKernels(ModelKernels):
         gains = picks.weights.reshape(-1).astype(jnp.float32)
         weights = experts.gate_up, experts.down
         rows, gains, (gate_up, down) = self.without_derivative(EXPERTS, (rows, gains, weights))
-        assert isinstance(gate_up, StoredExperts)
-        routing = _routing(rows.shape[0], cfg, gate_up.activations)
+        routing = _routing(rows.shape[0], cfg)
         routed = picks.tiles
         if routed is None or routed.rows != routing.rows:
             routed = pk.routed_tiles(numbers, cfg.num_experts, routing.rows)
@@ -65,10 +62,9 @@ class ExpertsKernels(ModelKernels):
         return made
 
 
-def _routing(tokens: int, cfg: ModelConfig, activations: str) -> pk.Routing:
+def _routing(tokens: int, cfg: ModelConfig) -> pk.Routing:
     picks, experts = cfg.experts_per_token, cfg.num_experts
-    rows = pk.tile_rows(tokens, picks, experts)
-    return pk.Routing(tokens=tokens, picks=picks, experts=experts, rows=rows, activations=activations)
+    return pk.Routing(tokens=tokens, picks=picks, experts=experts, rows=pk.tile_rows(tokens, picks, experts))
 
 
 def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsupported:

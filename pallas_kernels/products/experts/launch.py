@@ -9,9 +9,8 @@ from typing import Any
 import jax
 
 from pallas_kernels.language.launch import launch
-from pallas_kernels.products.experts import fp8, sm90
+from pallas_kernels.products.experts import sm90
 from pallas_kernels.products.experts.layout import Layout
-from pallas_kernels.products.experts.rounding import round_expert_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +31,8 @@ class OfExperts:
         """Return what is made of the product."""
         layout, ((codes, scales),), epilogue = self.layout, weights, self.layout.epilogue
         assert needed is None, "padding is in no tile"
-        body, rows = sm90.body, x.values
-        x_scales = None
-        if layout.is_rounded:
-            in_fp8 = round_expert_rows(x, simulate=simulate)
-            body, rows, x_scales = fp8.body, in_fp8.codes, in_fp8.scales
         inputs = sm90.ExpertInputs(
-            x=rows,
-            x_scales=x_scales,
+            x=x.values,
             codes=codes.reshape(-1, codes.shape[-1]),
             scales=scales.reshape(-1, scales.shape[-1]),
             pairs=extras["pairs"],
@@ -48,7 +41,7 @@ class OfExperts:
             weights=extras.get("weights"),
         )
         made = launch(
-            functools.partial(body, layout=layout),
+            functools.partial(sm90.body, layout=layout),
             name=epilogue.name,
             grid=layout.grid,
             inputs=inputs,

@@ -33,9 +33,9 @@ from pallas_kernels.products.experts.layout import (
     HALF,
     OUTPUTS,
     PART,
+    QUARTER,
     SCALE_BYTES,
     SCALE_INPUTS,
-    TILE_BYTES,
     Layout,
 )
 
@@ -45,6 +45,7 @@ _REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that
 _UNIT = 16  # bytes
 _PART_ROWS = PART // BOXES  # rows of a box that a warpgroup multiplies at once
 _STEP_WORDS = 4  # of a left operand
+QUARTER_BYTES = 2 * QUARTER  # of a row of x
 # E2M1 moved into the bits of a bf16 means the number times 2^-126. Weights are times 2^-8 beside that until they are
 # summed, so that scales up to 2^9 can be served.
 _LESS = 8
@@ -59,14 +60,13 @@ _TWICE = 0x00800080  # puts an exponent in its place in two bf16
 class ExpertInputs:
     """The arrays of a product, or their buffers."""
 
-    x: Any  # bf16 [rows, inputs]; uint8 of rows in FP8
+    x: Any  # bf16 [rows, inputs]
     codes: Any  # uint8 [experts * outputs, inputs / 2]
     scales: Any  # uint8 [experts * outputs, inputs / 32]
     pairs: Any  # as ``RoutedTiles``
     tiles: Any
     count: Any
     weights: Any  # f32 [pairs], None where the epilogue takes none
-    x_scales: Any = None  # f32 [inputs / 128, rows or more] of rows in FP8
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +81,7 @@ class _Entry:
 
 def body(machine: TensorCores, inputs: ExpertInputs, out: Buffer, *, layout: Layout) -> None:
     """Compute a block's units."""
-    block = Block.take(machine, inputs, layout)
+    block = _Block.take(machine, inputs, layout)
     multiplying, loading = _REGISTERS[layout.warpgroups]
     machine.roles(
         Role(warpgroups=layout.warpgroups, registers=multiplying, body=lambda: block.multiply(out)),
@@ -131,15 +131,14 @@ def factor_of(byte: Value) -> Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
+class _Block:
     """A block, from the view of one of its lanes."""
 
     machine: TensorCores
     inputs: ExpertInputs
     layout: Layout
     codes: Shared  # u8 [stages, boxes, outputs of a box, bytes]
-    x: Tile  # of a quarter of a chunk, or in FP8 of a half; copies for each stage
-    x_scales: Shared | None  # f32 [stages, halves of a chunk, rows], with what aligns stages
+    x: Tile  # of a quarter of a chunk; copies for each stage
     scales: Shared  # u8 [slots, boxes, outputs of a box, bytes]
     sources: Shared  # i32 [slots, rows] of a unit: the row of x, -1 for none
     targets: Shared  # i32 [slots, rows] the row that is stored to, -1 for none
@@ -149,7 +148,7 @@ class Block:
     first: _Entry  # of the first unit
 
     @classmethod
-    def take(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> Block:
+    def take(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> _Block:
         """Take shared memory, and initialise the barriers."""
         # Loaded first of all, because everything waits for them.
         total = inputs.count.load_int(0) * layout.units
@@ -158,14 +157,10 @@ class Block:
         size = layout.stages * OUTPUTS * layout.row_bytes
         shape = layout.stages, BOXES, BOX, layout.row_bytes
         codes = Shared(machine, machine.take_shared(size, alignment=1024), shape, "u8")
-        x = Tile.take(machine, layout.rows, TILE_BYTES, copies=layout.stages * layout.quarters)
+        x = Tile.take(machine, layout.rows, QUARTER_BYTES, copies=layout.stages * layout.quarters)
         scales = layout.scale_slots, BOXES, BOX, SCALE_BYTES
         at = machine.take_shared(layout.scale_slots * OUTPUTS * SCALE_BYTES, alignment=128)
         table = layout.table_slots, layout.rows
-        x_scales = None
-        if layout.is_rounded:
-            of_x = machine.take_shared(layout.stages * layout.x_scale_bytes, alignment=128)
-            x_scales = Shared(machine, of_x, (layout.stages, layout.x_scale_bytes // 4), "f32")
         full = Barrier.take(machine, 1 + GATHERERS, copies=layout.stages)
         free = Barrier.take(machine, layout.warps, copies=layout.stages)
         init_barriers(full, free)
@@ -175,7 +170,6 @@ class Block:
             layout=layout,
             codes=codes,
             x=x,
-            x_scales=x_scales,
             scales=Shared(machine, at, scales, "u8"),
             sources=Shared.take(machine, table, "i32"),
             targets=Shared.take(machine, table, "i32"),
@@ -218,7 +212,7 @@ class Block:
                     self._copy_tiles(number, chunk, output, entry.first)
                 with machine.when(gatherer >= 0):
                     if layout.gathers:
-                        self.copy_rows(unit, chunk, stage, gatherer)
+                        self._copy_words(unit, chunk, stage, gatherer)
                         machine.close_copies()
                         machine.wait_copies(pending=late)
                         machine.fence_shared()
@@ -280,22 +274,10 @@ class Block:
                 TileCopy(
                     source=self.inputs.x,
                     row=first,
-                    column=chunk * layout.inputs + quarter * layout.tile_inputs,
+                    column=chunk * layout.inputs + quarter * QUARTER,
                     to=self.x.copy(stage * layout.quarters + quarter).offset,
                     rows=layout.rows,
-                    row_bytes=TILE_BYTES,
-                )
-            )
-        if self.x_scales is not None and not layout.gathers:
-            copies.append(
-                TileCopy(
-                    source=self.inputs.x_scales,
-                    row=chunk * layout.halves,
-                    column=first,
-                    to=self.x_scales.address_of(stage, 0),
-                    rows=layout.halves,
-                    row_bytes=layout.rows * 4,
-                    swizzle=0,
+                    row_bytes=QUARTER_BYTES,
                 )
             )
         with machine.when(chunk % layout.scaled_chunks == 0):
@@ -323,7 +305,7 @@ class Block:
         if layout.gathers:
             machine.barrier("warp")
 
-    def copy_rows(self, unit: Value, chunk: Value, stage: Index, gatherer: Value) -> None:
+    def _copy_words(self, unit: Value, chunk: Value, stage: Index, gatherer: Value) -> None:
         """Start to copy a chunk of this warp's rows of x, in words of 4 bytes.
 
         Eight lanes read adjacent words of a quarter. So a warp reads whole sectors, and writes to all banks.
@@ -338,7 +320,7 @@ class Block:
             sources = [self.sources.load_int(unit % layout.table_slots, row) for row in rows]
             for row, source in zip(rows, sources, strict=True):
                 address = first + machine.widen(source) * (x.shape[1] * x.dtype.itemsize)
-                to = row * TILE_BYTES + (number ^ row % _EIGHT) * _UNIT + quarter * 4 + tile.offset
+                to = row * QUARTER_BYTES + (number ^ row % _EIGHT) * _UNIT + quarter * 4 + tile.offset
                 for n in range(layout.quarters):
                     at = address + (n // 2 * (2 * HALF) + n % 2 * 32)
                     machine.copy_async(to + n * tile.size, at, source >= 0, size=4)
@@ -412,8 +394,7 @@ class Block:
             sums = [machine.wgmma_wait(each) for each in sums]
             machine.hold(held)
             pipe.release(unit * layout.chunks + (layout.chunks - 1))
-            sums = [[value * 2.0**_LESS for value in of_part] for of_part in sums]
-            self.store(unit, row, of_warp, distance, sums, out)
+            self._store(unit, row, of_warp, distance, sums, out)
 
         machine.loop(self.units, one)
 
@@ -426,7 +407,7 @@ class Block:
         )
         return [word for n in range(0, len(one), 2) for word in (one[n], other[n], one[n + 1], other[n + 1])]
 
-    def store(
+    def _store(
         self, unit: Value, row: Value, of_warp: Value, distance: int, sums: list[list[Value]], out: Buffer
     ) -> None:
         """Store what is made of a unit's sums."""
@@ -443,7 +424,7 @@ class Block:
         for part, of_part in enumerate(sums):
             mine = PairSums(
                 machine,
-                of_part,
+                [value * 2.0**_LESS for value in of_part],
                 number * layout.unit_outputs + row + part * _PART_ROWS,
                 layout.second,
                 is_odd,
