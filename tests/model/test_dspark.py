@@ -219,8 +219,8 @@ def test_texts_of_a_shared_batch_equal_those_without_drafts():
 
 def sampled_pairs() -> np.ndarray:
     """How often each pair of tokens follows a prompt in 4,000 texts, of which the second may be a draft."""
-    both = init_caches(SPARK, 400, 16, 3, **FULL)
-    found = generate(small_model(), [PROMPTS[0]] * 4000, 3, Sampling.of(0.8, seed=2), 3, caches=both)
+    both = init_caches(SPARK, 400, 16, 2, **FULL)
+    found = generate(small_model(), [PROMPTS[0]] * 4000, 3, Sampling.of(0.8, seed=2), 2, caches=both)
     assert 0 < found.accepted < found.drafted
     size = SPARK.vocab_size
     return np.bincount([size * a + b for a, b, _ in found.tokens], minlength=size**2)
