@@ -64,7 +64,6 @@ def tuned(weights: str, scale: float = 0.3) -> ModelParams:
     return combine(jax.tree.unflatten(tree, drawn), rest)
 
 
-@functools.cache
 def tokens() -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).integers(0, CFG.vocab_size, (1, TOKENS)), jnp.int32)
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import warnings
 from types import ModuleType
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -123,9 +124,8 @@ class TritonIndexerScores(IndexerScoresKernels):
     ) -> jax.Array:
         weights, layer = self.without_derivative(INDEXER_SCORES, (weights, layer))
         assert layer.pool.indexer_keys is not None
-        assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
         inputs = pk.ScoreInputs(
-            queries=queries,
+            queries=cast(Any, queries),  # an array where keys are floats, which the kernels in Triton serve, too
             weights=weights,
             keys=layer.pool.indexer_keys,
             layer=layer_number(layer.index),
