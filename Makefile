@@ -1,7 +1,7 @@
 # make demo              the demo on the CPU: out/occupancy.png and a table
 # make demo DEVICE=gpu   layers of V4-Flash's size on an NVIDIA GPU
 # make test              all but the slowest tests, in JOBS=2 processes; ARGS="-k name" goes to pytest
-# make test-gpu          all tests that a GPU can run, on one GPU, in as many processes as there are cores
+# make test-gpu          all tests to which a GPU matters, on one GPU, in as many processes as there are cores
 # make check             what every change must pass: lint, test, the slowest tests, check-newest, docs
 # make check-newest      import, README's example and the audit of products, on the newest jax, jaxlib and CUDA plugin
 # make lint              ruff and pyright
@@ -51,7 +51,7 @@ test-slow: $(call installed,test)
 # Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance.
 test-gpu: $(call installed,test-gpu)
 	XLA_FLAGS="--xla_gpu_autotune_level=0 $(XLA_FLAGS)" $(python) -m pytest -n $(GPU_JOBS) --dist worksteal \
-		-m "not simulated" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
+		-m "not simulated and (gpu or not (slow or any_device))" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
 		tests/requests tests/triton_gpu tests/weights tests/model tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
 check: lint test test-slow $(if $(PYTHON),,check-newest) docs

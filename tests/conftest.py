@@ -34,6 +34,11 @@ except ModuleNotFoundError:  # the tests that need it are skipped and say so
 
 # Folders, and single files, whose slow tests compile with all optimizations.
 COMPILED_AS_BY_USERS = ("audits", "test_rules.py", "test_recorded_outputs.py", "test_precision.py")
+# Files about gradients, captures, deltas and sentences, which are of XLA's form alone whatever the device.
+OF_ANY_DEVICE = (
+    "test_captures.py", "test_deltas.py", "test_derivatives.py", "test_indexer_loss.py", "test_indexers_of_models.py",
+    "test_layers_with_deltas.py", "test_partition.py", "test_replay.py", "test_reprs.py", "test_save_deltas.py",
+)  # fmt: skip
 MAPPINGS = Path("/proc/self/maps")  # a line each; only Linux has it
 MOST_MAPPINGS = 40_000  # Linux allows 65,530 by default; ten tests compile fewer than 2,000 programs
 COUNTED = 10  # tests from one count of mappings to the next: a count takes up to 24 ms
@@ -62,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {item.path.parent.name, item.path.name} & set(COMPILED_AS_BY_USERS):
             item.add_marker("optimized")
+        if item.path.name in OF_ANY_DEVICE:
+            item.add_marker("any_device")
         (left_out if _cannot_run(item) else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
