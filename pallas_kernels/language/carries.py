@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
+from pallas_kernels.trees import Structure, Tree
 
-def flatten[Leaf](tree: Any, leaf_type: type[Leaf]) -> tuple[list[Leaf], Any]:
+
+def flatten[Leaf](tree: Tree, leaf_type: type[Leaf]) -> tuple[list[Leaf], Structure]:
     """Return the leaves of a pytree and its structure. Raises TypeError if a leaf has another type."""
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
@@ -19,7 +19,7 @@ def flatten[Leaf](tree: Any, leaf_type: type[Leaf]) -> tuple[list[Leaf], Any]:
     return leaves, structure
 
 
-def alike[Leaf](result: Any, carry: Any, leaf_type: type[Leaf]) -> list[Leaf]:
+def alike[Leaf](result: Tree, carry: Tree, leaf_type: type[Leaf]) -> list[Leaf]:
     """Return the leaves of what a body returned. Raises TypeError if its structure is not that of the carry."""
     leaves, structure = flatten(result, leaf_type)
     if structure != jax.tree.structure(carry) or _kinds(result) != _kinds(carry):
@@ -30,9 +30,9 @@ def alike[Leaf](result: Any, carry: Any, leaf_type: type[Leaf]) -> list[Leaf]:
     return leaves
 
 
-def _kinds(tree: Any) -> list[str]:
+def _kinds(tree: Tree) -> list[str]:
     return [leaf.kind for leaf in jax.tree.leaves(tree)]
 
 
-def _shown(tree: Any) -> str:
+def _shown(tree: Tree) -> str:
     return str(jax.tree.map(lambda leaf: leaf.kind, tree))

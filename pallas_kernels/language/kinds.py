@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def instead_of_mixing(a: Kind, b: Kind) -> str:
     return "write machine.widen(x) for the i64 of an i32"
 
 
-def fitting(number: Any, kind: Kind) -> Any:
+def fitting(number: object, kind: Kind) -> float:
     """Return the number, converted to Python's type for this kind. Raises TypeError if the kind cannot represent it."""
     is_bool = isinstance(number, bool | np.bool_)
     if kind == "bool":

@@ -18,8 +18,11 @@ from pallas_kernels import plugin
 from pallas_kernels.language import target
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.simulator.tensor_memory import TensorMemorySimulator
+from pallas_kernels.trees import Tree
 
-Body = Callable[[Any, Any, Any], None]  # takes a TensorMemory machine, inputs and state
+type Body = Callable[[Any, Tree, Tree], None]  # takes a TensorMemory machine, inputs and state
+type _Leaf = jax.Array | jax.ShapeDtypeStruct  # a result is given by its shape and dtype
+type _Lowered = Any  # what Mosaic GPU gives a kernel: refs when it is traced, then memrefs and fragments of registers
 MAX_WARPGROUPS, MAX_CLUSTER = 8, 8
 SCRATCH_BYTES = 1024  # shared memory that a launch has for reductions
 
@@ -48,10 +51,10 @@ def launch(
     *,
     name: str,
     grid: Grid | tuple[int, ...],
-    inputs: Any,
-    state: Any,
+    inputs: Tree,
+    state: Tree,
     simulate: bool = False,
-) -> Any:
+) -> Tree:
     """Run ``body(machine, inputs, state)`` on each block of a grid and return the updated state.
 
         def double(machine: Machine, x: Buffer, out: Buffer) -> None:
@@ -117,14 +120,14 @@ def launch(
     axes = ("block", "unit")[: len(grid.blocks)]
     gpu = target.gpu()
 
-    def kernel(*arguments: Any) -> None:
+    def kernel(*arguments: _Lowered) -> None:
         *arrays, shared = arguments
         numbers = [lax.axis_index(axis) for axis in axes]
         ref_types = [plgpu.RefType()] * (len(arrays) + 1)
         scalar_types = [plgpu.Layout.WG_SPLAT(())] * len(numbers)
 
         @plgpu.inline_mgpu(arg_types=(*ref_types, *scalar_types))
-        def emit(context: Any, *values: Any) -> None:
+        def emit(context: _Lowered, *values: _Lowered) -> None:
             name_module(name)
             memrefs, shared_memref = values[: len(arrays)], values[len(arrays)]
             machine = TensorMemoryPTX([number.registers.item() for number in values[len(arrays) + 1 :]], shared_memref)
@@ -145,7 +148,7 @@ def launch(
         emit(*arrays, shared, *numbers)
 
     kernel.__name__ = name
-    several: dict[str, Any] = {}
+    several: Tree = {}
     if grid.warpgroups > 1:
         several |= dict(num_threads=grid.warpgroups, thread_name="warpgroup")
     if grid.cluster > 1:
@@ -162,18 +165,18 @@ def launch(
     return jax.tree.unflatten(state_tree, _in_place(order, [*updated, *(found if results else ())]))
 
 
-def _never_mapped(name: str, operands: list[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
+def _never_mapped(name: str, operands: list[jax.Array], state: list[_Leaf]) -> tuple[list[jax.Array], list[_Leaf]]:
     """Return the arrays of a launch as they are; mapping one by ``jax.vmap`` is a ValueError.
 
     Without it, a launch would run once, on arrays that have an axis more than its body knows.
     """
 
     @jax.custom_batching.custom_vmap
-    def same(arrays: list[Any]) -> list[Any]:
+    def same(arrays: list[_Leaf]) -> list[_Leaf]:
         return arrays
 
     @same.def_vmap
-    def _(axis_size: int, is_mapped: Any, arrays: Any) -> Any:
+    def _(axis_size: int, is_mapped: Tree, arrays: Tree) -> Tree:
         del axis_size, is_mapped, arrays
         raise ValueError(f"{name} is a kernel, which jax.vmap cannot map: use jax.lax.map, or backend='xla'")
 
@@ -183,11 +186,11 @@ def _never_mapped(name: str, operands: list[Any], state: list[Any]) -> tuple[lis
     return operands, [next(arrays) if given else leaf for leaf, given in zip(state, is_array, strict=True)]
 
 
-def _is_result(leaf: Any) -> bool:
+def _is_result(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _in_place(order: list[int], leaves: list[Any]) -> list[Any]:
+def _in_place[Leaf](order: list[int], leaves: list[Leaf]) -> list[Leaf]:
     """Return leaves that are given in an order in the place that each has without it."""
     placed = dict(zip(order, leaves, strict=True))
     return [placed[i] for i in range(len(leaves))]
@@ -201,18 +204,18 @@ def _check_shared(name: str, machine: Machine, grid: Grid) -> None:
         raise ValueError(f"{name} takes {scratch} bytes of shared memory for reductions, a launch has {most}")
 
 
-def _uninitialised(leaf: Any) -> jax.Array:
+def _uninitialised(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Return an array of a number that no body stores on purpose: NaN, or the largest integer."""
     is_float, is_bool = (jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.floating, jnp.bool))
     return jnp.full(leaf.shape, jnp.nan if is_float else is_bool or jnp.iinfo(leaf.dtype).max, leaf.dtype)
 
 
-def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, inputs: Any, state: Any) -> Any:
+def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, inputs: Tree, state: Tree) -> Tree:
     if not math.prod(grid.blocks):
         return state
     machine = TensorMemorySimulator(grid.blocks, grid.warpgroups * WARPGROUP, shared_bytes, grid.cluster)
 
-    def buffers(tree: Any, *, constant: bool) -> Any:
+    def buffers(tree: Tree, *, constant: bool) -> Tree:
         return jax.tree_util.tree_map_with_path(
             lambda path, array: machine.buffer(name + jax.tree_util.keystr(path), array, constant=constant), tree
         )

@@ -12,13 +12,14 @@ import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 
 from pallas_kernels.language import carries
 from pallas_kernels.language.regions import Part, Region
 from pallas_kernels.language.values import Arithmetic, Condition, Index, Value, expect
+from pallas_kernels.trees import Tree
 
 Scope = Literal["warp", "warpgroup", "block", "cluster", "grid"]
 WARP, WARPGROUP = 32, 128
@@ -203,7 +204,9 @@ class Machine(Arithmetic):
         self, count: Index, body: Callable[[Value, Carry], Carry], carry: Carry, *, rolled: bool = False
     ) -> Carry: ...
 
-    def loop(self, count: Index, body: Callable[[Value, Any], Any], carry: Any = None, *, rolled: bool = False) -> Any:
+    def loop(
+        self, count: Index, body: Callable[[Value, Tree], Tree], carry: Tree = None, *, rolled: bool = False
+    ) -> Tree:
         """Run ``carry = body(i, carry)`` for i in range(count), and return the last carry.
 
             total = machine.loop(count, lambda i, total: total + values.load_int(i), machine.constant(0, "i32"))
@@ -338,10 +341,10 @@ class Machine(Arithmetic):
             inside.is_left = True
             self.region = outer
 
-    def _play(self, role: Any) -> None:
+    def _play(self, body: Callable[[], None]) -> None:
         """Run a role, as a separate part of the body."""
         with self._part("role"):
-            role.body()
+            body()
 
     def _made_in(self, region: Region, values: Sequence[Value]) -> list[Value]:
         """Return the same values as if they were made in another part of the body."""

@@ -39,16 +39,17 @@ BLACKWELL = GPU(
     clusters={8: 13, 4: 30, 2: 66},  # those of an H200; not measured on a B200
 )
 GPUS = (HOPPER, BLACKWELL)
+type Device = Any  # a jax.Device, which jaxlib gives no type, or the AbstractDevice of a mesh
 
 
-def device() -> Any:
+def device() -> Device:
     """Return the device that is compiled for.
 
     This is the device of the current abstract mesh if the mesh describes one, and the default device otherwise. A mesh
     of real devices, as ``jax.shard_map`` sets it, gives the kind of its devices but not their compute capability. In
     that case the default device is returned if it is of the same kind.
     """
-    described: Any = jax.sharding.get_abstract_mesh().abstract_device
+    described = jax.sharding.get_abstract_mesh().abstract_device
     if hasattr(described, "compute_capability"):
         return described
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]

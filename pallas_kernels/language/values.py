@@ -11,6 +11,8 @@ import abc
 import numbers
 from typing import Any
 
+import numpy as np
+
 from pallas_kernels.language.kinds import (
     INSTEAD_OF_TRUTH,
     INTEGER_BITS,
@@ -22,6 +24,8 @@ from pallas_kernels.language.kinds import (
     instead_of_operator,
 )
 from pallas_kernels.language.regions import Region
+
+type Raw = Any  # a number as a machine has it: an array of all lanes' in the simulator, a value in MLIR in PTX
 
 
 class Value:
@@ -49,14 +53,21 @@ class Value:
     kind: Kind
     __array_ufunc__ = None  # makes NumPy's numbers on the left use the operators below
 
-    def __init__(self, machine: Arithmetic, kind: Kind, raw: Any, fault: Any = None, region: Region | None = None):
+    def __init__(
+        self,
+        machine: Arithmetic,
+        kind: Kind,
+        raw: Raw,
+        fault: np.ndarray | None = None,
+        region: Region | None = None,
+    ):
         self.machine, self.kind = machine, kind
         self._raw = raw  # the machine's representation
         self.fault = fault  # faults of the number, recorded by the simulator
         self._region = machine.region if region is None else region
 
     @property
-    def raw(self) -> Any:
+    def raw(self) -> Raw:
         """The machine's representation. Raises TypeError outside of the part of the body that made the value."""
         if self._region.is_left:
             self._region.refuse()
@@ -107,7 +118,7 @@ class Value:
             return dividend - dividend._with("div", divisor) * divisor
         return dividend & (divisor - 1)
 
-    def _division(self, sign: str, divisor: Any) -> tuple[int, Value]:
+    def _division(self, sign: str, divisor: object) -> tuple[int, Value]:
         """Return the divisor, and the dividend after the machine's check."""
         if self.kind not in INTEGER_BITS:
             raise TypeError(f"{self.kind} {sign} {divisor!r}: {instead_of_operator(self.kind)}")
@@ -117,7 +128,7 @@ class Value:
             )
         return int(divisor), self.machine._bounded(self, None, f"a number below 0 on the left of {sign}")
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: object) -> Any:
         if isinstance(other, Value | numbers.Number):
             raise TypeError("a / b: write machine.divide(a, b), x * (1 / n) for a number n, or a // n for an integer a")
         return NotImplemented  # ``lanes.Divisor`` divides
@@ -218,7 +229,7 @@ def negate(condition: Condition) -> Condition:
     return not condition if isinstance(condition, bool) else expect("bool", condition) == False  # noqa: E712
 
 
-def expect(kind: Kind, x: Any) -> Value:
+def expect(kind: Kind, x: object) -> Value:
     """Return x if it is a Value of this kind. Raises TypeError otherwise, with what to write."""
     if not isinstance(x, Value):
         raise TypeError(f'{x!r} is no Value: write machine.constant({x!r}, "{kind}") for a number')
@@ -247,7 +258,7 @@ class Arithmetic(abc.ABC):
         return self._constant(fitting(number, kind), kind)
 
     @abc.abstractmethod
-    def _constant(self, number: Any, kind: Kind) -> Value: ...
+    def _constant(self, number: float, kind: Kind) -> Value: ...
 
     @abc.abstractmethod
     def binary(self, op: str, a: Value, b: Value) -> Value:

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -15,6 +13,7 @@ import triton
 import triton.language as tl
 from jax.typing import DTypeLike
 
+from pallas_kernels.formats import KVRows
 from pallas_kernels.triton_gpu.launch import Config, launch
 from pallas_kernels.triton_gpu.operands import Formats, Paging, Rows
 from pallas_kernels.triton_gpu.rows import load_row
@@ -68,12 +67,18 @@ def gather_request_rows_kernel(
     _decode(rows, number, there, out, n, formats)
 
 
-def _formats(rows: Any, kv_format: str) -> Formats:
+def _formats(rows: KVRows[jax.Array], kv_format: str) -> Formats:
     return Formats(nope_dim=rows.nope.shape[-1], rope_dim=rows.rope.shape[-1], kv_format=kv_format)
 
 
 def gather_rows(
-    rows: Any, layer: jax.Array, blocks: jax.Array, row: jax.Array, *, kv_format: str, dtype: DTypeLike = jnp.bfloat16
+    rows: KVRows[jax.Array],
+    layer: jax.Array,
+    blocks: jax.Array,
+    row: jax.Array,
+    *,
+    kv_format: str,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> jax.Array:
     """Gather any rows of one layer.
 
@@ -99,7 +104,7 @@ def gather_rows(
 
 
 def gather_request_rows(
-    rows: Any,
+    rows: KVRows[jax.Array],
     layer: jax.Array,
     block_table: jax.Array,
     slots: jax.Array,

@@ -7,15 +7,22 @@ It cuts f32 to bf16, where GPUs round to nearest. And it multiplies matrices of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Protocol
 
 import jax
 import ml_dtypes
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+from pallas_kernels.trees import Structure
+from pallas_kernels.triton_gpu.operands import Constants
+
+type Kernel = triton.JITFunction | interpreter.InterpretedFunction  # what ``triton.jit`` returns
 
 _EXCHANGED = (
     (interpreter, "_patch_lang_tensor"),
@@ -26,13 +33,17 @@ _EXCHANGED = (
 _INTERPRETER = threading.Lock()  # the interpreter exchanges functions of triton.language while it runs
 
 
-def interprets(kernel: Any) -> bool:
+def interprets(kernel: Kernel) -> bool:
     """Whether this process interprets its kernels, as the environment variable ``TRITON_INTERPRET`` asks for."""
     return isinstance(kernel, interpreter.InterpretedFunction)
 
 
 def run(
-    kernel: Any, grid: tuple[int, ...], pointers: Any, arrays: Sequence[np.ndarray], constants: dict[str, Any]
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    pointers: Structure,
+    arrays: Sequence[np.ndarray],
+    constants: Constants,
 ) -> None:
     """Run a kernel, which reads and changes arrays.
 
@@ -43,6 +54,7 @@ def run(
       arrays: what each of them points to.
       constants: by name.
     """
+    assert isinstance(kernel, interpreter.InterpretedFunction)
     given = jax.tree.unflatten(pointers, map(_Pointer, arrays))
     with _INTERPRETER, np.errstate(all="ignore"), _patched():
         _OverNumPy(kernel.rewrite(), kernel.arg_names, grid)(*given, **constants)
@@ -61,11 +73,17 @@ class _Pointer:
 class _OverNumPy(interpreter.GridExecutor):
     """Runs a kernel over arrays that are on the host already."""
 
-    def _init_args_hst(self, args_dev: Any, kwargs: Any) -> Any:
+    def _init_args_hst[Given](self, args_dev: Given, kwargs: Constants) -> tuple[Given, Constants]:
         return args_dev, kwargs
 
-    def _restore_args_dev(self, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
+    def _restore_args_dev(self, args_dev: object, args_hst: object, kwargs: object, kwargs_hst: object) -> None:
         pass
+
+
+class _Scope(Protocol):
+    """What the interpreter has exchanged in a module."""
+
+    def restore(self) -> None: ...
 
 
 class _NothingToRestore:
@@ -83,27 +101,29 @@ def _patched() -> Iterator[None]:
     """
     before = [getattr(owner, name) for owner, name in _EXCHANGED]
     patch_tensor, patch_all, convert, multiply = before
-    scopes: dict[int, Any] = {}
+    scopes: dict[int, _Scope] = {}
 
-    def with_index(tensor: Any, scope: Any) -> None:
+    def with_index(tensor: type, scope: interpreter._LangPatchScope) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    def once(function: Any) -> Any:
+    def once(function: FunctionType) -> _Scope:
         module = id(function.__globals__)
         if module not in scopes:
             scopes[module] = patch_all(function)
         return _NothingToRestore()
 
-    def rounded(values: Any, of: Any, to: Any, mode: Any) -> Any:
+    def rounded(values: np.ndarray, of: tl.dtype, to: tl.dtype, mode: object) -> np.ndarray:
         if (of, to) == (tl.float32, tl.bfloat16):
             return values.astype(ml_dtypes.bfloat16).view(np.uint16)
         return convert(values, of, to, mode)
 
-    def product(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def product(
+        self: interpreter.InterpreterBuilder, a: interpreter.TensorHandle, b: interpreter.TensorHandle, *rest: object
+    ) -> interpreter.TensorHandle:
         return multiply(self, *map(_widened, (a, b)), *rest)
 
-    def exchange(functions: Sequence[Any]) -> None:
+    def exchange(functions: Sequence[Callable]) -> None:
         for (owner, name), function in zip(_EXCHANGED, functions, strict=True):
             setattr(owner, name, function)
 
@@ -116,7 +136,7 @@ def _patched() -> Iterator[None]:
             scope.restore()
 
 
-def _widened(handle: Any) -> Any:
+def _widened(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
     """A matrix of bf16 as one of f32."""
     if handle.dtype != tl.bfloat16:
         return handle

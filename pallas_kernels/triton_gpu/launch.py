@@ -16,7 +16,6 @@ import functools
 import linecache
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,12 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from pallas_kernels.trees import Structure
 from pallas_kernels.triton_gpu import device, interpreter
+from pallas_kernels.triton_gpu.interpreter import Kernel
+from pallas_kernels.triton_gpu.operands import Constants, Operand
 
-Kernel = Any  # what ``triton.jit`` returns
+type Specs = Sequence[jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +36,12 @@ class Config:
     """How a kernel is launched, and its constants."""
 
     grid: tuple[int] | tuple[int, int] | tuple[int, int, int]
-    constants: dict[str, Any]  # by name; hashable
+    constants: Constants
     warps: int = 4
     stages: int = 1
 
 
-def launch(kernel: Kernel, config: Config, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+def launch(kernel: Kernel, config: Config, inputs: Sequence[Operand], results: Sequence[Operand]) -> list[Operand]:
     """Run a kernel that computes results from inputs.
 
     Args:
@@ -54,7 +56,7 @@ def launch(kernel: Kernel, config: Config, inputs: Sequence[Any], results: Seque
     return _run(kernel, config, inputs, (), results)
 
 
-def update(kernel: Kernel, config: Config, inputs: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+def update(kernel: Kernel, config: Config, inputs: Sequence[Operand], state: Sequence[Operand]) -> list[Operand]:
     """Run a kernel that changes arrays in place, if the caller's jit donates them.
 
     Args:
@@ -70,8 +72,8 @@ def update(kernel: Kernel, config: Config, inputs: Sequence[Any], state: Sequenc
 
 
 def _run(
-    kernel: Kernel, config: Config, inputs: Sequence[Any], state: Sequence[Any], results: Sequence[Any]
-) -> list[Any]:
+    kernel: Kernel, config: Config, inputs: Sequence[Operand], state: Sequence[Operand], results: Sequence[Operand]
+) -> list[Operand]:
     """Returns the updated state, then the results."""
     read, changed = jax.tree.leaves(inputs), jax.tree.leaves(state)
     found = [*state, *results]
@@ -87,7 +89,7 @@ def _run(
 
 
 @functools.cache
-def _flat(kernel: Kernel, pointers: Any, num_read: int, num_changed: int) -> Kernel:
+def _flat(kernel: Kernel, pointers: Structure, num_read: int, num_changed: int) -> triton.JITFunction:
     """Return a kernel with a parameter for each pointer, which packs them and calls this kernel."""
     names = [f"p{i}" for i in range(pointers.num_leaves + num_changed)]
     again = num_read + num_changed
@@ -103,7 +105,7 @@ def _flat(kernel: Kernel, pointers: Any, num_read: int, num_changed: int) -> Ker
     return triton.jit(scope[kernel.__name__])
 
 
-def _expression(value: Any, scope: dict[str, Any]) -> str:
+def _expression(value: Operand, scope: dict[str, object]) -> str:
     """Return an expression for a name, None, or a named tuple of such, and put the classes of tuples into ``scope``."""
     if value is None or isinstance(value, str):
         return str(value)
@@ -113,7 +115,11 @@ def _expression(value: Any, scope: dict[str, Any]) -> str:
 
 
 def _compiled(
-    kernel: Kernel, config: Config, given: Sequence[jax.Array], results: Sequence[Any], aliases: dict[int, int]
+    kernel: triton.JITFunction,
+    config: Config,
+    given: Sequence[jax.Array],
+    results: Specs,
+    aliases: dict[int, int],
 ) -> list[jax.Array]:
     import jax_triton  # it takes a second to import, and the interpreter does without
 
@@ -132,7 +138,7 @@ def _compiled(
 
 
 def _interpreted(
-    kernel: Kernel, config: Config, given: Sequence[jax.Array], results: Sequence[Any], pointers: Any
+    kernel: Kernel, config: Config, given: Sequence[jax.Array], results: Specs, pointers: Structure
 ) -> list[jax.Array]:
     """Run a kernel in the interpreter. Results hold NaN, or the largest integer, where the kernel stores nothing."""
     num_made = pointers.num_leaves - len(given)
@@ -148,7 +154,7 @@ def _interpreted(
     return list(jax.pure_callback(run, results, *given, vmap_method="sequential"))
 
 
-def _poisoned(spec: Any) -> np.ndarray:
+def _poisoned(spec: jax.ShapeDtypeStruct) -> np.ndarray:
     dtype = np.dtype(spec.dtype)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return np.full(spec.shape, np.nan if is_float else np.iinfo(dtype).max, dtype)

@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.formats import KeyRows, KVRows
+
 type Leaf = Any  # an array; its shape and dtype, of a result; or a pointer, inside a kernel
+type Operand = Any  # what an argument of a kernel is: a leaf, None, or a named tuple of operands
+type Constants = dict[str, Any]  # arguments of a kernel by name, hashable, for which it is compiled
 
 
 def next_power_of_2(count: int) -> int:
@@ -28,7 +32,7 @@ class Rows(NamedTuple):
     scale: Leaf  # f32 [...], u8 [..., tiles], or None
 
     @classmethod
-    def of(cls, rows: Any) -> Rows:
+    def of(cls, rows: KVRows) -> Rows:
         """Return the leaves of a pytree ``nope rope scale``."""
         return cls(rows.nope, rows.rope, rows.scale)
 
@@ -40,7 +44,7 @@ class Keys(NamedTuple):
     scale: Leaf  # u8 [..., groups], or None
 
     @classmethod
-    def of(cls, keys: Any) -> Keys:
+    def of(cls, keys: KeyRows) -> Keys:
         """Return the leaves of a pytree ``codes scale``."""
         return cls(keys.codes, keys.scale)
 
@@ -48,8 +52,8 @@ class Keys(NamedTuple):
 class Both(NamedTuple):
     """The same thing twice: of entries, and of indexer keys."""
 
-    entry: Any
-    key: Any
+    entry: Operand
+    key: Operand
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

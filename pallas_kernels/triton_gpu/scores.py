@@ -15,7 +15,7 @@ to multiples of 2^-24. Keys of f32 and bf16 are multiplied with three TF32 produ
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.triton_gpu import device
 from pallas_kernels.triton_gpu.launch import Config, launch
 from pallas_kernels.triton_gpu.numbers import e4m3_to_f16, from_ue8m0
@@ -167,7 +168,7 @@ def unsupported_scores(*, key_format: str, heads: int, key_dim: int, entries_per
     return None
 
 
-def indexer_scores(inputs: Any, *, key_format: str) -> jax.Array:
+def indexer_scores(inputs: ScoreInputs[jax.Array], *, key_format: str) -> jax.Array:
     """Compute the scores of the entries that queries see.
 
     Args:

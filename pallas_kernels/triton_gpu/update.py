@@ -6,12 +6,14 @@ The arguments and results are those of ``pallas_kernels.update``: what it calls 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats import KVRows
+from pallas_kernels.trees import Tree
 from pallas_kernels.triton_gpu import pool, store
 from pallas_kernels.triton_gpu.launch import Config, launch, update
 from pallas_kernels.triton_gpu.operands import (
@@ -21,6 +23,7 @@ from pallas_kernels.triton_gpu.operands import (
     Formats,
     Keys,
     OnlineTail,
+    Operand,
     Paging,
     Pooled,
     RingTail,
@@ -31,7 +34,7 @@ from pallas_kernels.triton_gpu.operands import (
     Window,
     next_power_of_2,
 )
-from pallas_kernels.update.batch import NewEntries, NewTokens
+from pallas_kernels.update.batch import NewEntries, NewTokens, Pool, Stack, State
 
 KV_FORMATS, KEY_FORMATS = ("f32", "bf16", "fp8_row", "fp8_tile64"), ("f32", "bf16", "nvfp4", "mxfp4")
 MAX_HEAD_DIM = 1024  # a block holds a row
@@ -60,8 +63,8 @@ def unsupported(
     return None
 
 
-def append_chunk(
-    stack: Any,
+def append_chunk[Layers: Stack[jax.Array]](
+    stack: Layers,
     tokens: NewTokens[jax.Array],
     *,
     kv_format: str,
@@ -69,7 +72,7 @@ def append_chunk(
     ratio: int | None,
     eps: float,
     keep_tails: bool = False,
-) -> Any:
+) -> Layers:
     """Run the cache update of one layer for T tokens per request, of which ``num_new`` are real.
 
     Args:
@@ -115,13 +118,13 @@ def append_chunk(
     return store_compressed(stack, _given(tokens), sizes, formats, keep_tails)
 
 
-def cache_step(stack: Any, tokens: NewTokens[jax.Array], **options: Any) -> Any:
+def cache_step[Layers: Stack[jax.Array]](stack: Layers, tokens: NewTokens[jax.Array], **options: Any) -> Layers:
     """Run the cache update of one layer for a decode step, with one token per request; see ``append_chunk``."""
     return append_chunk(stack, tokens, **options)
 
 
-def append_swa(
-    stack: Any,
+def append_swa[Layers: Stack[jax.Array]](
+    stack: Layers,
     layer: jax.Array,
     kv: jax.Array,
     slots: jax.Array,
@@ -129,13 +132,15 @@ def append_swa(
     num_new: jax.Array,
     *,
     kv_format: str,
-) -> Any:
+) -> Layers:
     """Encode key rows f32 [B, T, head_dim] and write the newest n_win of each request into its window, in place."""
     tokens = NewTokens.of_window(layer, kv, slots, start, num_new)
     return append_chunk(stack, tokens, kv_format=kv_format, key_format="f32", ratio=None, eps=0.0)
 
 
-def flush_entries(entries_of: Any, new: NewEntries[jax.Array], *, kv_format: str, key_format: str) -> Any:
+def flush_entries[Entries: Pool[jax.Array]](
+    entries_of: Entries, new: NewEntries[jax.Array], *, kv_format: str, key_format: str
+) -> Entries:
     """Encode finished entries, and indexer keys if there are any, and write them into the pool, in place.
 
     Args:
@@ -160,12 +165,15 @@ def flush_entries(entries_of: Any, new: NewEntries[jax.Array], *, kv_format: str
         ),
     )
     given = [Batch(new.layer, new.slots, new.first, new.count, new.block_table), Both(new.entries, new.keys)]
-    state = Both(Rows.of(rows), None if new.keys is None else Keys.of(keys))
+    state = Both(Rows.of(rows), None)
+    if new.keys is not None:
+        assert keys is not None, "indexer keys are given, and the pool has none"
+        state = state._replace(key=Keys.of(keys))
     (stored,) = update(store.flush_entries_kernel, config, given, [state])
     return _with_rows(entries_of, stored)
 
 
-def _formats(rows: Any, kv_format: str, key_dim: int, key_format: str) -> Formats:
+def _formats(rows: KVRows[jax.Array], kv_format: str, key_dim: int, key_format: str) -> Formats:
     nope_dim, rope_dim = rows.nope.shape[-1], rows.rope.shape[-1]
     return Formats(nope_dim=nope_dim, rope_dim=rope_dim, kv_format=kv_format, key_dim=key_dim, key_format=key_format)
 
@@ -197,29 +205,34 @@ def _given(tokens: NewTokens[jax.Array]) -> Tokens:
     return Tokens(batch, tokens.kv, entry, key, tokens.rope)
 
 
-def _window(stack: Any, tokens: Tokens) -> Window | None:
+def _window(stack: Stack[jax.Array], tokens: Tokens) -> Window | None:
     """The window that a kernel changes, if it does."""
     return None if tokens.kv is None else Window(Rows.of(stack.state.window), stack.state.pos)
 
 
-def _with(given: Any, stored: Any) -> Any:
+def _replaced[Part](part: Part, **changes: object) -> Part:
+    """A part of a stack, which is a dataclass, with other fields."""
+    return dataclasses.replace(cast(Any, part), **changes)
+
+
+def _with[Part](given: Part, stored: Operand) -> Part:
     """A dataclass with the leaves of a named tuple of the same fields; as it is if there is none."""
-    return given if stored is None else dataclasses.replace(given, **stored._asdict())
+    return given if stored is None else _replaced(given, **stored._asdict())
 
 
-def _with_window(state: Any, window: Window | None) -> Any:
+def _with_window[Requests: State[jax.Array]](state: Requests, window: Window | None) -> Requests:
     if window is None:
         return state
-    return dataclasses.replace(state, window=_with(state.window, window.rows), pos=window.pos)
+    return _replaced(state, window=_with(state.window, window.rows), pos=window.pos)
 
 
-def _with_rows(pool_of: Any, stored: Both) -> Any:
+def _with_rows[Entries: Pool[jax.Array]](pool_of: Entries, stored: Both) -> Entries:
     """A pool with these rows, and keys if there are any."""
     entries, keys = _with(pool_of.entries, stored.entry), _with(pool_of.indexer_keys, stored.key)
-    return dataclasses.replace(pool_of, entries=entries, indexer_keys=keys)
+    return _replaced(pool_of, entries=entries, indexer_keys=keys)
 
 
-def _fields(tail: Any) -> dict[str, jax.Array]:
+def _fields(tail: Tree) -> dict[str, jax.Array]:
     return {field.name: getattr(tail, field.name) for field in dataclasses.fields(tail)}
 
 
@@ -227,23 +240,28 @@ def _f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _store_swa(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats) -> Any:
+def _store_swa[Layers: Stack[jax.Array]](stack: Layers, tokens: Tokens, sizes: UpdateSizes, formats: Formats) -> Layers:
     config = Config(grid=(len(tokens.batch.slots), sizes.window_rows), constants=dict(sizes=sizes, formats=formats))
     (window,) = update(store.cache_step_window, config, [tokens], [_window(stack, tokens)])
-    return dataclasses.replace(stack, state=_with_window(stack.state, window))
+    return _replaced(stack, state=_with_window(stack.state, window))
 
 
-def _store_config(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats, entry_units: int) -> Config:
+def _store_config(
+    rows: KVRows[jax.Array], tokens: Tokens, sizes: UpdateSizes, formats: Formats, entry_units: int
+) -> Config:
     """How the second launch of a cache update is launched; ``entry_units`` blocks of each request store entries."""
     window_rows = 0 if tokens.kv is None else sizes.window_rows
-    paging = Paging.of(stack.pool.entries.nope, tokens.batch.block_table)
+    paging = Paging.of(rows.nope, tokens.batch.block_table)
     return Config(
         grid=(len(tokens.batch.slots), entry_units + sizes.tail_units + window_rows),
         constants=dict(sizes=sizes, formats=formats, paging=paging),
     )
 
 
-def _store_hca(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats, keep_tails: bool) -> Any:
+def _store_hca[Layers: Stack[jax.Array]](
+    stack: Layers, tokens: Tokens, sizes: UpdateSizes, formats: Formats, keep_tails: bool
+) -> Layers:
+    assert stack.pool is not None
     state, rows, batch = stack.state, stack.pool.entries, len(tokens.batch.slots)
     is_online = hasattr(state.tail, "peak")
     tail = (OnlineTail if is_online else RingTail)(**_fields(state.tail))
@@ -259,14 +277,18 @@ def _store_hca(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats,
     (pooled,) = launch(pool.cache_step_pool_hca, pooling, [tokens, tail], [pooled])
     tail_units = 1 if is_online else min(sizes.tokens, sizes.ratio)
     sizes = dataclasses.replace(sizes, tail_units=0 if keep_tails else tail_units)
-    config = _store_config(stack, tokens, sizes, formats, sizes.max_entries)
+    config = _store_config(rows, tokens, sizes, formats, sizes.max_entries)
     leaves = [_window(stack, tokens), Rows.of(rows), None if keep_tails else tail]
     window, entries, tail = update(store.cache_step_store_hca, config, [tokens, pooled], leaves)
-    state = dataclasses.replace(_with_window(state, window), tail=_with(state.tail, tail))
-    return dataclasses.replace(stack, state=state, pool=_with_rows(stack.pool, Both(entries, None)))
+    state = _replaced(_with_window(state, window), tail=_with(state.tail, tail))
+    return _replaced(stack, state=state, pool=_with_rows(stack.pool, Both(entries, None)))
 
 
-def _store_csa(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats, keep_tails: bool) -> Any:
+def _store_csa[Layers: Stack[jax.Array]](
+    stack: Layers, tokens: Tokens, sizes: UpdateSizes, formats: Formats, keep_tails: bool
+) -> Layers:
+    assert stack.pool is not None
+    assert stack.pool.indexer_keys is not None
     state, rows, keys = stack.state, stack.pool.entries, stack.pool.indexer_keys
     batch, groups = len(tokens.batch.slots), sizes.max_entries
     tails = Both(CSATail(**_fields(state.tail)), CSATail(**_fields(state.indexer_tail)))
@@ -274,11 +296,11 @@ def _store_csa(stack: Any, tokens: Tokens, sizes: UpdateSizes, formats: Formats,
     pooled = Both(_f32(batch, groups, formats.dim), _f32(batch, groups, formats.key_dim))
     (pooled,) = launch(pool.cache_step_pool_csa, pooling, [tokens, tails], [pooled])
     sizes = dataclasses.replace(sizes, tail_units=0 if keep_tails else 2)
-    config = _store_config(stack, tokens, sizes, formats, 2 * groups)
+    config = _store_config(rows, tokens, sizes, formats, 2 * groups)
     leaves = [_window(stack, tokens), Both(Rows.of(rows), Keys.of(keys)), None if keep_tails else tails]
     window, stored, tails = update(store.cache_step_store_csa, config, [tokens, pooled], leaves)
     state = _with_window(state, window)
     if tails is not None:
         tail, indexer_tail = _with(state.tail, tails.entry), _with(state.indexer_tail, tails.key)
-        state = dataclasses.replace(state, tail=tail, indexer_tail=indexer_tail)
-    return dataclasses.replace(stack, state=state, pool=_with_rows(stack.pool, stored))
+        state = _replaced(state, tail=tail, indexer_tail=indexer_tail)
+    return _replaced(stack, state=state, pool=_with_rows(stack.pool, stored))

@@ -28,6 +28,7 @@ ROOMS = {
         "language",
         "plugin",
         "tuned",
+        "trees",
     ),
     "pallas_kernels.language": ("launch", "ptx", "simulator", ""),
 }

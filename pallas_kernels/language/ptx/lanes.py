@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +102,7 @@ def _access(size: int) -> tuple[str, int]:
 class PTX(Machine):
     """Emits into the current MLIR insertion point, for one lane."""
 
-    def __init__(self, blocks: Sequence[Any], shared: Any):
+    def __init__(self, blocks: Sequence[ir.Value], shared: ir.Value):
         """Prepare to emit.
 
         Args:
@@ -114,16 +114,16 @@ class PTX(Machine):
         pointer = llvm.ptrtoint(_integer(32), mgpu.utils.memref_ptr(shared))
         self._shared = self._wrap("i32", pointer)
         self._thread = self._wrap("i32", mgpu.utils.thread_idx())
-        self._memrefs: dict[int, Any] = {}  # of buffers, by the identity of their addresses
+        self._memrefs: dict[int, ir.Value] = {}  # of buffers, by the identity of their addresses
         self._has_grid_counter = False
 
-    def buffer(self, ref: Any, shape: tuple[int, ...], dtype: DTypeLike, *, constant: bool) -> Buffer:
+    def buffer(self, ref: ir.Value, shape: tuple[int, ...], dtype: DTypeLike, *, constant: bool) -> Buffer:
         """Return an array in device memory, from its memref."""
         address = self._wrap("i64", llvm.ptrtoint(_integer(64), mgpu.utils.memref_ptr(ref)))
         self._memrefs[id(address.raw)] = ref
         return Buffer(self, address, shape, jnp.dtype(dtype), constant)
 
-    def _wrap(self, kind: Kind, raw: Any) -> Value:
+    def _wrap(self, kind: Kind, raw: ir.Value) -> Value:
         return Value(self, kind, raw)
 
     @property
@@ -137,7 +137,7 @@ class PTX(Machine):
     def rank(self) -> Value:
         return self._asm("mov.u32 $0, %cluster_ctarank;", "=r", ["i32"])[0]
 
-    def _constant(self, number: Any, kind: Kind) -> Value:
+    def _constant(self, number: float, kind: Kind) -> Value:
         kind_type = _type(kind)
         if kind == "f32":
             return self._wrap(kind, arith.constant(kind_type, ir.FloatAttr.get(kind_type, float(np.float32(number)))))

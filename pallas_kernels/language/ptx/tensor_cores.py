@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import gpu, llvm  # pyright: ignore[reportPrivateImportUsage]
@@ -57,7 +56,7 @@ _FAMILY = {
 class TensorCorePTX(PTX, TensorCores):
     """Emits for one lane. Products run on sm_90a."""
 
-    context: Any  # Mosaic's of the launch
+    context: mgpu.LaunchContext
     changes_registers = False  # until roles with registers of their own are emitted
 
     def exp2(self, x: Value) -> Value:
@@ -131,7 +130,7 @@ class TensorCorePTX(PTX, TensorCores):
             with self.when(inside & (warpgroup < first)):
                 change = "inc" if role.registers > at_launch else "dec"
                 self._asm(f"setmaxnreg.{change}.sync.aligned.u32 {role.registers};", "", [], effects=True)
-                self._play(role)
+                self._play(role.body)
 
     def init_barriers(self, counts: Sequence[tuple[int, int]]) -> None:
         with self.when(self.thread == 0):

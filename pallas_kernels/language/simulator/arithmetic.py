@@ -14,10 +14,10 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pallas_kernels.language.kinds import COMPARISONS, Kind
 from pallas_kernels.language.machine import Machine
@@ -25,7 +25,7 @@ from pallas_kernels.language.simulator.memory import UNWRITTEN, SimulationError
 from pallas_kernels.language.values import Condition, Step, Value, expect
 
 _DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "bool": np.bool_}
-_OPS: dict[str, Callable[[Any, Any], Any]] = {
+_OPS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
@@ -46,15 +46,17 @@ _OPS: dict[str, Callable[[Any, Any], Any]] = {
 _LANGUAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def elementwise(*kinds: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def elementwise[Results: Value | Sequence[Value]](
+    *kinds: Kind,
+) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
     """Decorate an operation on operands of these kinds that works lane by lane.
 
     Results get the faults of their operands.
     """
 
-    def decorate(word: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(word: Callable[..., Results]) -> Callable[..., Results]:
         @functools.wraps(word)
-        def checked(self: Any, *operands: Value) -> Any:
+        def checked(self: Machine, *operands: Value) -> Results:
             is_faulty = False
             for kind, operand in zip(kinds, operands, strict=True):
                 is_faulty |= expect(kind, operand).fault is not None
@@ -115,13 +117,13 @@ class NumPyArithmetic(Machine):
         self._made = 0  # values so far
         self._reasons = {"shared memory that nobody has written": UNWRITTEN}
 
-    def _wrap(self, kind: Kind, raw: Any) -> Value:
+    def _wrap(self, kind: Kind, raw: ArrayLike) -> Value:
         self._made += 1
         return Value(self, kind, np.asarray(raw, _DTYPES[kind]))
 
     def _caller(self) -> str:
         """Return file:line of the kernel code that called the language."""
-        frame: Any = sys._getframe(1)
+        frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith((_LANGUAGE, "<")):
             frame = frame.f_back
         return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -157,7 +159,7 @@ class NumPyArithmetic(Machine):
         return self._mask & where.raw
 
     # Operations.
-    def _constant(self, number: Any, kind: Kind) -> Value:
+    def _constant(self, number: float, kind: Kind) -> Value:
         return self._wrap(kind, np.asarray(number).astype(_DTYPES[kind]).reshape(1, 1))
 
     def _bounded(self, x: Value, most: int | None, otherwise: str) -> Value:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 _NOBODY, _MANY = -1, 1 << 60
@@ -127,7 +125,9 @@ class DeviceMemory(Memory):
         np.maximum.at(self.high, cells.reshape(-1), owners)
 
     @staticmethod
-    def _unordered(cells: np.ndarray, owner: np.ndarray, low: Any, high: Any, scope: Any) -> np.ndarray:
+    def _unordered(
+        cells: np.ndarray, owner: np.ndarray, low: np.ndarray, high: np.ndarray, scope: np.ndarray
+    ) -> np.ndarray:
         """Return whether another lane's access is ordered neither before nor after that of ``owner``."""
         low, high = low[cells], high[cells]
         others = (high != _NOBODY) & ((low != owner) | (high != owner))

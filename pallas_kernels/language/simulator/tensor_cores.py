@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +34,7 @@ from pallas_kernels.language.tensor_cores import (
     Role,
     TensorCores,
 )
-from pallas_kernels.language.values import Condition, Index, Value
+from pallas_kernels.language.values import Condition, Index, Raw, Value
 
 _NUMPY = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
@@ -96,8 +96,8 @@ class _Turn:
 class _Group:
     """A product that was started."""
 
-    start: list[Any] | None  # raw values
-    a: Operand | list[Any]
+    start: list[Raw] | None
+    a: Operand | list[Raw]
     b: Operand
     columns: int
     dtype: DType
@@ -114,7 +114,7 @@ class _Pending:
 
     __slots__ = ("choice", "group", "index")
 
-    def __init__(self, group: _Group | None, index: int = 0, choice: tuple[np.ndarray, Any, Any] | None = None):
+    def __init__(self, group: _Group | None, index: int = 0, choice: tuple[np.ndarray, Raw, Raw] | None = None):
         self.group, self.index, self.choice = group, index, choice
 
     def value(self) -> np.ndarray:
@@ -126,7 +126,7 @@ class _Pending:
             raise SimulationError("a product is used before it was waited for")
         return self.group.result[self.index]
 
-    def refuse(self, *_: Any, **__: Any) -> Any:
+    def refuse(self, *_: object, **__: object) -> NoReturn:
         raise SimulationError(
             "sums of a product are used that wgmma_wait has not returned: write sums = machine.wgmma_wait(sums)"
         )
@@ -136,7 +136,7 @@ class _Pending:
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = refuse
 
 
-def _value(raw: Any) -> np.ndarray:
+def _value(raw: Raw) -> np.ndarray:
     return raw.value() if isinstance(raw, _Pending) else raw
 
 
@@ -281,7 +281,7 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         self._around_roles = self.region
         thread = np.arange(self._threads)[None]
         for role in roles:
-            body = functools.partial(self._play, role)
+            body = functools.partial(self._play, role.body)
             for _ in range(role.warpgroups):
                 turns.append(_Turn(body, outer & (thread // WARPGROUP == first // WARPGROUP), self.region))
                 first += WARPGROUP
@@ -471,7 +471,7 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             raise SimulationError("a product reads shared memory that nobody has written")
         return at
 
-    def _registers(self, words: list[Any], block: int, lanes: slice, dtype: DType) -> np.ndarray:
+    def _registers(self, words: list[Raw], block: int, lanes: slice, dtype: DType) -> np.ndarray:
         """Return [64, K] from a warpgroup's registers."""
         lane = np.arange(WARPGROUP)
         row, byte = lane // WARP * 16 + lane % WARP // 4, lane % 4 * 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from pallas_kernels.language.values import Condition, Index, Value, expect
 
 _TENSOR_ROWS, _WARPS = 128, 4  # rows of tensor memory; warps of a warpgroup, each of which can access a part of them
 _NEVER = 1 << 60
+type _Cells = tuple[int, np.ndarray, np.ndarray]  # block, rows and columns
 
 
 @dataclasses.dataclass(eq=False)
@@ -155,12 +156,12 @@ class TensorMemorySimulator(TensorCoreSimulator, TensorMemory):
         if first < 0 or first + count > self._columns:
             raise SimulationError(f"columns {first} .. {first + count - 1} of {self._columns} in tensor memory")
 
-    def _check_order(self, cells: tuple[Any, ...], warp: int, *, by_product: bool) -> None:
+    def _check_order(self, cells: _Cells, warp: int, *, by_product: bool) -> None:
         same = (self._user[cells] == warp) & (by_product | ~self._by_product[cells])
         if np.any(~same & (self._user[cells] >= 0) & (self._released[cells] > self._seen[warp])):
             raise SimulationError("tensor memory is used that another warp may still use: a fence or a wait is missing")
 
-    def _transfers(self, accumulator: Accumulator) -> Iterator[tuple[int, slice, tuple[Any, ...]]]:
+    def _transfers(self, accumulator: Accumulator) -> Iterator[tuple[int, slice, _Cells]]:
         """Yield block, lanes, and cells [values, lanes] of each active warp."""
         warps = self._active(True).reshape(-1, WARP)
         if np.any(warps.any(-1) & ~warps.all(-1)):
