@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 
@@ -70,12 +70,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the model guesses ahead per pass")
+    least = "do not judge the first draft that the model trusts less, in [0, 1], nor those after it"
+    parser.add_argument("--least-confidence", type=float, default=0.0, help=least)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of a text")
     parser.add_argument("--weights", choices=WEIGHTS, default="stored", help="how to hold weights")
     parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16", help="inputs of stored weights")
     parser.add_argument("--kv-format", choices=KV_FORMATS, help="format of the cache's rows; default fp8_tile64")
     parser.add_argument("--indexer-format", choices=INDEXER_FORMATS, help="format of indexer keys; default mxfp4")
-    parser.add_argument("--json", action="store_true", help="print a JSON object of the new tokens, and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object of the new tokens and their drafts, and nothing else"
+    )
     args = parser.parse_args(argv)
     if not args.prompts:
         parser.error("give at least one --prompt or --ids")
@@ -88,6 +92,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--max-new must be at least 1, got {args.max_new}")
     if args.drafts >= args.max_new:
         parser.error(f"--drafts must be less than --max-new {args.max_new}, got {args.drafts}")
+    if args.least_confidence and not args.drafts:
+        parser.error("--least-confidence is for --drafts")
     return args
 
 
@@ -112,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
     text = Text(args.checkpoint) if needs_text or (args.checkpoint / "tokenizer.json").exists() else None
     # All of it is checked before weights are loaded, which may take minutes.
     prompts = read_prompts([given.read(text, args.chat, args.bos) for given in args.prompts], cfg.vocab_size)
-    sampling = Sampling.of(args.temperature, args.top_p, args.seed)
+    sampling = Sampling.of(args.temperature, args.top_p, args.seed, args.least_confidence)
     caches = caches_for(cfg, prompts, args.max_new, args.drafts, **formats(args))
     with progress_bar(f"Loading {args.checkpoint.name}") as on_progress:
         params = load_model(args.checkpoint, args.weights, args.activations, on_progress=on_progress)
@@ -129,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
         printer.print_all(generator.generate(prompts, args.max_new, sampling, stops).tokens)
     print(summary(generator.result), file=sys.stderr)
     if args.json:
-        print(json.dumps({"tokens": generator.result.tokens}))
+        print(json.dumps(as_json(generator.result)))
 
 
 def formats(args: argparse.Namespace) -> dict[str, str]:
@@ -138,6 +144,14 @@ def formats(args: argparse.Namespace) -> dict[str, str]:
     if args.weights == "f32":
         chosen = {name: one or "f32" for name, one in chosen.items()}
     return {name: one for name, one in chosen.items() if one}
+
+
+def as_json(result: Generated) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    if result.drafts is None:
+        return {"tokens": result.tokens}
+    drafts = [[None if one is None else one._asdict() for one in text] for text in result.drafts]
+    return {"tokens": result.tokens, "drafts": drafts}
 
 
 def summary(result: Generated) -> str:

@@ -30,12 +30,13 @@ import dsv4jax.model.plain.hyper_connections as _hyper_connections  # noqa: F401
 import dsv4jax.model.plain.router as _router  # noqa: F401  the same
 from dsv4jax.layer.stages.entries import CompletedEntries
 from dsv4jax.layer.stages.weights import AttentionWeights
-from dsv4jax.model.caches import Caches, init_caches
+from dsv4jax.model.caches import Caches, Snapshots, init_caches, restore_caches, save_caches
 from dsv4jax.model.checkpoint.adapter import load_deltas, save_deltas
 from dsv4jax.model.checkpoint.load import load_model
 from dsv4jax.model.checkpoint.save import save_model
 from dsv4jax.model.config import DSparkConfig, ModelConfig
 from dsv4jax.model.deltas import merge_deltas, with_deltas, without_deltas
+from dsv4jax.model.drafting import JudgedDraft
 from dsv4jax.model.drafts import draft_forward
 from dsv4jax.model.forward_pass import (
     Inspection,
@@ -65,12 +66,14 @@ __all__ = [
     "Generated",
     "Generator",
     "Inspection",
+    "JudgedDraft",
     "MemoryPlan",
     "Mixing",
     "ModelConfig",
     "ModelParams",
     "Picks",
     "Sampling",
+    "Snapshots",
     "StepMemory",
     "StoredExperts",
     "Text",
@@ -91,6 +94,8 @@ __all__ = [
     "partition",
     "plan_memory",
     "random_model",
+    "restore_caches",
+    "save_caches",
     "save_deltas",
     "save_model",
     "stage_forward",

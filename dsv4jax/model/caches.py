@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv4jax.cache.cache import KVCache, admit, release
 from dsv4jax.cache.create import init_cache
-from dsv4jax.checks import integer
+from dsv4jax.checks import check_type, integer
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.plan import plan_cache
+from dsv4jax.plan import CachePlan, plan_cache
 from dsv4jax.requests.fork import fork
+from dsv4jax.requests.snapshot import Snapshot, extract, insert
+from dsv4jax.requests.storage import new_folder, restore, save
 
 # How the published models' rows and keys were rounded in training; ``plan_cache`` says why its own defaults differ.
 TRAINED: dict[str, Any] = {"kv_format": "fp8_tile64", "indexer_format": "mxfp4", "hca_tail": "online"}
@@ -25,8 +31,20 @@ MOST_DRAFTS = 16
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshots:
+    """Requests outside of any cache, with what their drafts are made of."""
+
+    model: Snapshot
+    drafts: Snapshot | None  # None if no drafts are made
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Caches:
-    """A model's cache and that of its drafts. Admit, fork and release requests here, so that both agree on slots."""
+    """A model's cache and that of its drafts.
+
+    Admit, fork, release, extract and insert requests here, so that both caches agree on slots and tokens.
+    """
 
     model: KVCache
     drafts: KVCache | None  # None if no drafts are made
@@ -51,6 +69,31 @@ class Caches:
         """Free slots int32 [B], as ``d4.release`` does."""
         drafts = None if self.drafts is None else release(self.drafts, slots)
         return Caches(model=release(self.model, slots), drafts=drafts)
+
+    def extract(self, slots: Sequence[int] | np.ndarray | jax.Array) -> Snapshots:
+        """Copy requests out of both caches, as ``d4.extract`` does."""
+        drafts = None if self.drafts is None else extract(self.drafts, slots)
+        return Snapshots(model=extract(self.model, slots), drafts=drafts)
+
+    def insert(self, snapshots: Snapshots) -> tuple[Caches, jax.Array, jax.Array]:
+        """Admit the requests of snapshots, as ``d4.insert`` does: (caches, slots int32 [n], ok bool []).
+
+        Raises:
+          ValueError: as ``d4.insert``; or only one of the two has drafts.
+        """
+        check_type("snapshots", snapshots, Snapshots)
+        if (self.drafts is None) != (snapshots.drafts is None):
+            have = (
+                ("caches have", "snapshots do not") if snapshots.drafts is None else ("snapshots have", "caches do not")
+            )
+            raise ValueError(f"insert: the {have[0]} rows for drafts, and the {have[1]}")
+        model, slots, ok = insert(self.model, snapshots.model)
+        if self.drafts is None or snapshots.drafts is None:
+            return Caches(model=model, drafts=None), slots, ok
+        # Slots are taken as by ``admit``. A snapshot of a negative length is not inserted.
+        lengths = jnp.where(ok, snapshots.drafts.seq_lens, -1)
+        drafts, _, also_ok = insert(self.drafts, dataclasses.replace(snapshots.drafts, seq_lens=lengths))
+        return Caches(model=model, drafts=drafts), slots, ok & also_ok
 
 
 def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: int = 0, **formats: Any) -> Caches:
@@ -86,3 +129,52 @@ def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: i
         cfg.draft_attention, max_requests, max_context + drafts, plan.kv_format, plan.indexer_format, plan.tail_dtype
     )
     return Caches(model=init_cache(plan), drafts=init_cache(of_drafts))
+
+
+# What a folder of both has; each is a folder as ``d4.requests.save`` writes it.
+_FOLDERS = "model", "drafts"
+
+
+def save_caches(path: str | os.PathLike[str], value: Caches | Snapshots) -> None:
+    """Write both caches, or the requests of snapshots of both, to a new folder; see ``d4.requests.save``.
+
+    Raises:
+      ValueError, FileExistsError, ImportError: as ``d4.requests.save``.
+    """
+    if not isinstance(value, Caches | Snapshots):
+        raise ValueError(f"save_caches: expected Caches or Snapshots, got {type(value).__name__}")
+    with new_folder(path, _FOLDERS) as partial:
+        partial.mkdir()
+        for name in _FOLDERS:
+            if (one := getattr(value, name)) is not None:
+                save(partial / name, one)
+
+
+def restore_caches(
+    path: str | os.PathLike[str],
+    plans: tuple[CachePlan, CachePlan | None] | None = None,
+    device: Any = None,
+) -> Caches | Snapshots:
+    """Read what ``save_caches`` wrote, bit for bit.
+
+    Args:
+      path: the folder given to ``save_caches``.
+      plans: those of the model's cache and of the drafts' that the reader expects, as for ``d4.requests.restore``.
+      device: as for ``d4.requests.restore``.
+
+    Raises:
+      FileNotFoundError, ValueError, ImportError: as ``d4.requests.restore``; or drafts are expected and there are none,
+        or the other way round.
+    """
+    path = Path(path)
+    has_drafts = (path / "drafts").exists()
+    if plans is not None and (plans[1] is not None) != has_drafts:
+        raise ValueError(f"{path} has {'rows' if has_drafts else 'no rows'} for drafts, unlike the plans")
+    wanted_model, wanted_drafts = plans or (None, None)
+    model = restore(path / "model", wanted_model, device)
+    drafts = restore(path / "drafts", wanted_drafts, device) if has_drafts else None
+    if isinstance(model, Snapshot):
+        assert not isinstance(drafts, KVCache)
+        return Snapshots(model=model, drafts=drafts)
+    assert not isinstance(drafts, Snapshot)
+    return Caches(model=model, drafts=drafts)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
@@ -46,6 +47,51 @@ class Drafts:
         """
         good = (self.confidence >= least) & self.made[:, None]
         return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1)
+
+
+class JudgedDraft(NamedTuple):
+    """What became of a draft."""
+
+    confidence: float  # the estimated probability that it is accepted if all before it are; 1 if unknown
+    accepted: bool  # False: the text has another token in its place
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What became of the drafts that were made for each place of some texts."""
+
+    confidence: jax.Array  # f32 [texts, longest], NaN where no draft was judged
+    accepted: jax.Array  # bool [texts, longest]
+
+    @classmethod
+    def none(cls, texts: int, longest: int) -> Judged:
+        shape = texts, longest
+        return cls(confidence=jnp.full(shape, jnp.nan, jnp.float32), accepted=jnp.zeros(shape, jnp.bool))
+
+    def noted(
+        self, drafts: Drafts, text: jax.Array, first: jax.Array, judged: jax.Array, accepted: jax.Array
+    ) -> Judged:
+        """Note the first ``judged`` drafts of texts from place ``first`` on, of which some are accepted, int32 [B]."""
+        number = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None]
+        nowhere = self.accepted.shape[0]  # a place out of range is dropped
+        at = jnp.where(number < judged[:, None], text[:, None], nowhere), first[:, None] + number
+        return Judged(
+            confidence=self.confidence.at[at].set(drafts.confidence, mode="drop"),
+            accepted=self.accepted.at[at].set(number < accepted[:, None], mode="drop"),
+        )
+
+    def of(self, first: Sequence[int], counts: Sequence[int]) -> list[list[JudgedDraft | None]]:
+        """Return, on the host, the drafts for so many places of the first texts from place ``first`` on."""
+        # Of a power of two of places, so that a few programs serve any counts.
+        number = np.arange(1 << max(counts).bit_length(), dtype=np.int32)[None]
+        text, places = np.arange(len(first), dtype=np.int32)[:, None], np.asarray(first, np.int32)[:, None] + number
+        confidence, accepted = (leaf.at[text, places].get(mode="clip") for leaf in (self.confidence, self.accepted))
+        confidence, accepted = jax.device_get((confidence, accepted))
+        return [
+            [None if np.isnan(c) else JudgedDraft(float(c), bool(a)) for c, a in zip(*row, strict=True)]
+            for row in ((confidence[i, :count], accepted[i, :count]) for i, count in enumerate(counts))
+        ]
 
 
 @jax.tree_util.register_dataclass

@@ -25,6 +25,7 @@ from dsv4jax.cache.tables import blocks_for
 from dsv4jax.checks import check_type, integer
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.drafting import JudgedDraft
 from dsv4jax.model.inside.choices import Choices, no_choices
 from dsv4jax.model.loop import Loop, Texts, begin, run, seat, store
 from dsv4jax.model.params import ModelParams
@@ -56,6 +57,8 @@ class Generated:
     drafted: int  # drafts that the model judged
     accepted: int  # drafts that became part of a text
     seconds: float  # without compilation
+    # Of each new token, the draft that was judged in its place, or None; None of all if no drafts are made.
+    drafts: list[list[JudgedDraft | None]] | None = None
     choices: list[Choices] | None = None  # of each text but for its last token [.., 1, tokens - 1, ..], if asked for
 
 
@@ -248,7 +251,7 @@ class Generator:
                 raise RuntimeError("no text can go on, although each has room when it is alone: an error of dsv4jax")
         finally:
             self._is_busy = False
-            self._end(loop, made, seconds)
+            self._end(loop, prompts, made, seconds)
 
     def _chunks(self, pending: Iterable[int]) -> list[tuple[list[int], int]]:
         """Return the passes that store what rows lack, but for their last tokens: (their rows, tokens of each)."""
@@ -308,7 +311,7 @@ class Generator:
         slots, text = np.asarray(rows, np.int32).T
         return dataclasses.replace(loop, slots=jnp.asarray(slots), text=jnp.asarray(text))
 
-    def _end(self, loop: Loop, made: list[list[int]], seconds: float) -> None:
+    def _end(self, loop: Loop, prompts: list[np.ndarray], made: list[list[int]], seconds: float) -> None:
         """Take the caches back, and note what they hold."""
         if loop.ok.is_deleted():  # a pass was interrupted: its caches are lost, and the next call makes new ones
             self._kept = []
@@ -330,6 +333,7 @@ class Generator:
             drafted=int(drafted),
             accepted=int(accepted),
             seconds=seconds,
+            drafts=loop.judged and loop.judged.of([prompt.size for prompt in prompts], list(map(len, made))),
             choices=None if loop.choices is None else _choices(loop, len(made)),
         )
 

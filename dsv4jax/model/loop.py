@@ -23,7 +23,7 @@ from dsv4jax.cache.cache import KVCache, advance, prepare_forward
 from dsv4jax.cache.tables import blocks_for
 from dsv4jax.layer.backend import Backend
 from dsv4jax.model.caches import Caches
-from dsv4jax.model.drafting import Drafts, Fed, drafter
+from dsv4jax.model.drafting import Drafts, Fed, Judged, drafter
 from dsv4jax.model.forward_pass import forward, stage_forward
 from dsv4jax.model.inside.choices import Choices
 from dsv4jax.model.params import ModelParams
@@ -59,6 +59,7 @@ class Loop:
     caches: Caches
     texts: Texts
     drafts: Drafts | None  # None if no drafts are made
+    judged: Judged | None  # by place of each text; None if no drafts are made
     choices: Choices | None  # of the stored tokens of each text [.., texts, longest, ..]; None if not recorded
     slots: jax.Array  # int32 [B] slot of each row, -1 = the row is free
     text: jax.Array  # int32 [B] text that the row works on, or worked on last
@@ -109,6 +110,7 @@ def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int, choice
         caches=caches,
         texts=texts,
         drafts=drafts,
+        judged=Judged.none(*texts.tokens.shape) if num_drafts else None,
         choices=choices,
         slots=jnp.full(rows, -1, jnp.int32),
         text=jnp.zeros(rows, jnp.int32),
@@ -286,9 +288,13 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
     judge_keys, guess_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
 
     made, cache, ok = (_sample if loop.drafts is None else _judge)(way, loop, active, judge_keys)
-    caches, drafts = dataclasses.replace(loop.caches, model=cache), loop.drafts
+    caches, drafts, judged = dataclasses.replace(loop.caches, model=cache), loop.drafts, loop.judged
     if drafts is not None:
+        assert judged is not None
         assert caches.drafts is not None
+        # The first one that is not accepted is the last one that the text tells of.
+        settled = jnp.minimum(made.judged, made.count)
+        judged = judged.noted(drafts, text, loop.texts.lengths[text], settled, made.accepted)
         drafts, cache = _guess(way, drafts, made, caches.drafts, loop.slots, guess_keys)
         caches = dataclasses.replace(caches, drafts=cache)
     return dataclasses.replace(
@@ -296,10 +302,11 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
         caches=caches,
         texts=_extended(loop.texts, text, made),
         drafts=drafts,
+        judged=judged,
         choices=_recorded(loop, text, loop.texts.lengths[text] - 1, made.count, made.captured),
         passes=loop.passes + 1,
         drafted=loop.drafted + jnp.sum(made.judged),
-        accepted=loop.accepted + jnp.sum(jnp.maximum(made.count - 1, 0)),
+        accepted=loop.accepted + jnp.sum(made.accepted),
         ok=loop.ok & ok,
     )
 
@@ -312,6 +319,7 @@ class _Made:
     count: jax.Array  # int32 [B] how many of them are new tokens; 0 for rows that were not fed
     stopped: jax.Array  # bool [B] whether the last one of them is a stop token
     judged: jax.Array  # int32 [B] drafts that the model has judged
+    accepted: jax.Array  # int32 [B] how many of them are new tokens, the first ones
     seen: jax.Array  # [B, m + 1, ...] what drafts are made of, of the tokens that were fed
     captured: list[dict[str, Any]]  # of the same tokens, if anything was
 
@@ -330,8 +338,8 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcom
     assert logits is not None
     tokens = way.sampling.draw(logits, keys)[:, None]
     count, stopped = _until_stop(tokens, num_new, way.stop_tokens)
-    judged = jnp.zeros_like(num_new)
-    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, seen=seen, captured=captured)
+    none = jnp.zeros_like(num_new)
+    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=none, accepted=none, seen=seen, captured=captured)
     return made, advance(cache, loop.slots, num_new), ok
 
 
@@ -357,7 +365,10 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     # None past a stop token: the text may go on from it.
     cache, committed = commit(cache, staged, count, backend=way.backend)
     count = jnp.where(committed, count, 0)
-    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=judged, seen=seen, captured=captured)
+    accepted = jnp.minimum(accepted, count)
+    made = _Made(
+        tokens=tokens, count=count, stopped=stopped, judged=judged, accepted=accepted, seen=seen, captured=captured
+    )
     return made, cache, ok & committed
 
 

@@ -10,12 +10,13 @@ read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +50,20 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
         overwritten.
       ImportError: orbax-checkpoint is not installed.
     """
-    ocp, path = _orbax(), Path(path).absolute()
+    ocp = _orbax()
     if not isinstance(value, KVCache | Snapshot):
         raise ValueError(f"save: expected a KVCache or a Snapshot, got {type(value).__name__}")
     check_concrete("save", value, "call it on a value that has come back")
-    if path.exists():
-        raise FileExistsError(f"{path} exists: save to a new folder and remove the old one afterwards")
-    partial = path.with_name(path.name + ".partial")
-    _remove_unfinished(partial)
-    # orbax does not accept empty arrays.
-    leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(value).items() if leaf.size}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(partial / "leaves", args=ocp.args.PyTreeSave(leaves))
-    header = _describe(value) | {"files": _checksums(partial / "leaves")}
-    # A plan may contain NumPy integers, which JSON cannot encode.
-    header = json.loads(json.dumps(header, default=lambda number: number.item()))
-    sealed = {"header": header, "crc32": _checksum_of_json(header)}
-    (partial / "header.json").write_text(json.dumps(sealed, indent=1) + "\n")
-    for entry in (*partial.rglob("*"), partial):  # else the new name could survive a power failure without its contents
-        _sync(entry)
-    partial.rename(path)
-    _sync(path.parent)
+    with new_folder(path, ("header.json", "leaves")) as partial:
+        # orbax does not accept empty arrays.
+        leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(value).items() if leaf.size}
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(partial / "leaves", args=ocp.args.PyTreeSave(leaves))
+        header = _describe(value) | {"files": _checksums(partial / "leaves")}
+        # A plan may contain NumPy integers, which JSON cannot encode.
+        header = json.loads(json.dumps(header, default=lambda number: number.item()))
+        sealed = {"header": header, "crc32": _checksum_of_json(header)}
+        (partial / "header.json").write_text(json.dumps(sealed, indent=1) + "\n")
 
 
 def restore(
@@ -120,13 +114,35 @@ def _orbax() -> Any:
     return ocp
 
 
-def _remove_unfinished(partial: Path) -> None:
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike[str], names: tuple[str, ...]) -> Iterator[Path]:
+    """Give a folder to write to, which gets its name ``path`` when all is written.
+
+    Args:
+      path: of the new folder.
+      names: what the names of everything written to it begin with. A folder ``path.partial`` that has nothing else was
+        left by an interrupted save, and is removed.
+
+    Raises:
+      FileExistsError: there is something at ``path``, or something else at ``path.partial``.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise FileExistsError(f"{path} exists: save to a new folder and remove the old one afterwards")
+    partial = path.with_name(path.name + ".partial")
+    _remove_unfinished(partial, names)
+    yield partial
+    for entry in (*partial.rglob("*"), partial):  # else the new name could survive a power failure without its contents
+        _sync(entry)
+    partial.rename(path)
+    _sync(path.parent)
+
+
+def _remove_unfinished(partial: Path, names: tuple[str, ...]) -> None:
     """Remove what an interrupted save has left. Raises FileExistsError for anything else."""
     if not partial.exists():
         return
-    if not partial.is_dir() or any(
-        entry.name != "header.json" and not entry.name.startswith("leaves") for entry in partial.iterdir()
-    ):
+    if not partial.is_dir() or any(not entry.name.startswith(names) for entry in partial.iterdir()):
         raise FileExistsError(f"{partial} is where a save begins, and was left by none: move it away")
     shutil.rmtree(partial)
 

@@ -84,6 +84,32 @@ def test_the_recorded_tokens(capsys):
 
 
 @pytest.mark.slow
+def test_the_recorded_tokens_with_the_drafts_of_dspark(capsys):
+    """Of a folder in DeepSeek's names. A confidence that is asked for leaves fewer drafts to be judged."""
+    recorded = np.load(DATA / "model" / "d" / "recorded.npz")
+    prompt, greedy = np.split(recorded["ids"], [int(recorded["prompt_len"])])
+    arguments = [str(DATA / "model" / "d"), "--ids", as_argument(prompt), *EXACT, "--drafts", "5", "--json"]
+    judged, accepted = 0, 0
+    for least in (0.0, 0.5):
+        assert command.main([*arguments, f"--least-confidence={least}"]) == 0
+        captured = capsys.readouterr()
+        found = json.loads(captured.out)
+        assert found["tokens"] == [greedy.tolist()]
+        (drafts,) = found["drafts"]
+        assert len(drafts) == len(greedy)
+        assert drafts[0] is None, "the first token comes of the prompt"
+        there = [one for one in drafts if one]
+        assert all(least <= one["confidence"] < 1 for one in there)
+        before = judged, accepted
+        ((accepted, judged),) = re.findall(r"(\d+) of (\d+) drafts accepted", captured.err)
+        judged, accepted = int(judged), int(accepted)
+        assert sum(one["accepted"] for one in there) == accepted
+    assert before == (101, 42)
+    assert 0 < judged < 101
+    assert accepted <= judged
+
+
+@pytest.mark.slow
 def test_text_is_printed_as_it_is_made(folder_with_tokenizer, capsys, monkeypatch):
     pieces = []
 
@@ -293,6 +319,7 @@ def one_error(captured) -> str:
         (["--ids", "5", "--drafts=-1"], "drafts must be an integer of at least 0, got -1"),
         (["--ids", "5", "--drafts=17"], "drafts must be at most 16, got 17"),
         (["--ids", "5", "--temperature=-1"], "temperature must be at least 0"),
+        (["--ids", "5", "--drafts=1", "--least-confidence=2"], r"least_confidence must be in \[0, 1\], got 2"),
         (["--ids", "5", "--top-p", "0"], "top_p must be in"),
         (["--prompt", "Hi"], "has no tokenizer.json, so that prompts must be token ids"),
     ],
@@ -333,6 +360,7 @@ def test_a_folder_of_another_model_is_named(tmp_path, capsys):
         (["--ids", "5,x"], "argument --ids: must be token ids with commas between them, such as 5,17,3; got '5,x'"),
         (["--ids", ""], "argument --ids: must be token ids"),
         (["--ids", "5", "--drafts", "50", "--max-new", "4"], "--drafts must be less than --max-new 4, got 50"),
+        (["--ids", "5", "--least-confidence", "0.5"], "--least-confidence is for --drafts"),
         (["--prompt", "Hi", "--chat", "--bos"], "--bos and --no-bos are for --prompt without --chat"),
         (["--ids", "5", "--no-bos"], "--bos and --no-bos are for --prompt"),
         (["--ids", "5", "--chat"], "--chat is for --prompt"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import dsv4jax as d4
 from dsv4jax.cache.state import gather_swa
 from dsv4jax.model import (
     DSparkConfig,
+    JudgedDraft,
     ModelConfig,
     ModelParams,
     Sampling,
@@ -170,6 +172,19 @@ def test_greedy_tokens_are_the_recorded_ones(drafts):
     if drafts == 5:
         passes = recorded("d")["passes"]
         assert (found.passes, found.drafted, found.accepted) == (len(passes), *passes[:, 1:].sum(0))
+        check_judged(found.drafts, passes)
+
+
+def check_judged(found: list[list[JudgedDraft | None]] | None, passes: np.ndarray) -> None:
+    """Each pass tells of the drafts that it accepts, and of the first one that it does not."""
+    assert found is not None
+    first, logits = int(recorded("d")["prompt_len"]), recorded("d")["draft_confidence"]
+    expected: list[Any] = [None] * len(found[0])
+    for known, judged, accepted in passes.tolist():
+        for i in range(min(judged, accepted + 1)):
+            confidence = 1 / (1 + math.exp(-logits[known - 2, i]))
+            expected[known - first + i] = (pytest.approx(confidence, abs=CLOSE), i < accepted)
+    assert found[0] == expected
 
 
 @pytest.mark.slow
