@@ -4,7 +4,11 @@
     python -m benchmarks.training --size tiny    # anywhere
 
 The model is random and in the published forms, FP8 and FP4. The step is ``forward_sequences``, a cross entropy, its
-derivative by the deltas, and Adam. All of it is plain JAX, compiled by XLA.
+derivative by the deltas, and Adam. All of it is plain JAX, compiled by XLA. The plan's gradients are temporaries here,
+because Adam is part of the compiled step.
+
+The peak is that of the device's allocator, with XLA_PYTHON_CLIENT_PREALLOCATE=false. Weights and the state of Adam are
+part of it. It is that of the steps where it is above the peak before them, when the weights were made.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import statistics
 import time
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -31,6 +37,7 @@ from dsv4jax.model import (
 
 RANKS = {"q_a": 16, "q_b": 16, "kv": 16, "o_a": 16, "o_b": 16, "experts": 8}
 FORMATS = "fp8_tile64", "mxfp4"  # of rows, and of indexer keys
+GIB = 1 << 30
 
 
 def sizes(name: str, ratios: tuple[int, ...]) -> ModelConfig:
@@ -62,7 +69,7 @@ def main() -> None:
     parser.add_argument("--size", choices=["flash", "tiny"], default="flash")
     parser.add_argument("--ratios", type=int, nargs="+", default=[4, 128], help="of the layers, which are so many")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="that are timed, after a first one")
     parser.add_argument("--compile-only", action="store_true")
     args = parser.parse_args()
     cfg, ids = sizes(args.size, tuple(args.ratios)), jax.ShapeDtypeStruct((1, args.tokens + 1), jnp.int32)
@@ -79,22 +86,42 @@ def main() -> None:
     memory: Any = compiled.memory_analysis()
     plan = plan_memory(cfg, drafts=0, training=TrainingStep(tokens=args.tokens, ranks=RANKS)).training
     assert plan is not None
-    gib = 1 / (1 << 30)
     device = jax.devices()[0]
     print(f"{device.device_kind}: {args.size}, ratios {args.ratios}, {args.tokens} tokens, ranks {RANKS}")
-    print(f"compiled in {time.perf_counter() - start:.1f} s")
-    print(f"planned {plan}")
-    print(f"temporaries: planned {plan.temporaries * gib:.2f} GiB, compiled {memory.temp_size_in_bytes * gib:.2f} GiB")
-    print(f"arguments {memory.argument_size_in_bytes * gib:.2f} GiB")
+    print(
+        f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}; compiled in {time.perf_counter() - start:.1f} s"
+    )
+    print(plan)
+    arguments, planned = memory.argument_size_in_bytes, plan.temporaries + plan.gradients
+    show("weights and state", arguments)
+    show("temporaries, planned", planned)
+    show("temporaries, compiled", memory.temp_size_in_bytes)
     if args.compile_only:
         return
     given = jax.random.randint(jax.random.key(2), ids.shape, 0, cfg.vocab_size, jnp.int32)
-    for number in range(1, args.steps + 1):
+    show("in use before", bytes_of(device, "bytes_in_use"))
+    show("peak before", bytes_of(device, "peak_bytes_in_use"))
+    times, losses = [], []
+    for number in range(1, args.steps + 2):
         start = time.perf_counter()
         state, value = jax.block_until_ready(compiled(state, rest, given, jnp.float32(number)))
-        print(f"step {number}: {time.perf_counter() - start:.3f} s, loss {float(value):.4f}")
-    stats = device.memory_stats() or {}
-    print(f"peak of the process {stats.get('peak_bytes_in_use', 0) * gib:.2f} GiB")
+        times.append(1e3 * (time.perf_counter() - start))
+        losses.append(f"{float(value):.4f}")
+    show("peak, planned", arguments + planned)
+    show("peak, seen", bytes_of(device, "peak_bytes_in_use"))
+    first, *times = times
+    spread = f"{min(times):.1f} to {max(times):.1f}"
+    print(f"a step: median {statistics.median(times):.1f} ms of {args.steps}, {spread}; the first took {first:.0f} ms")
+    print(f"losses: {', '.join(losses)}")
+
+
+def show(name: str, count: int) -> None:
+    print(f"{name:<22} {count / GIB:7.2f} GiB")
+
+
+def bytes_of(device: Any, name: str) -> int:
+    """Return a number of the device's allocator; 0 on a CPU, which has none."""
+    return (device.memory_stats() or {}).get(name, 0)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from dsv4jax.model import (
     with_deltas,
 )
 from dsv4jax.model.memory import GIB
+from dsv4jax.model.plain import experts
 
 RANKS = {"q_b": 8, "o_b": 8, "experts": 4}
 TOKENS = 512
@@ -59,6 +60,11 @@ def planned(cfg: ModelConfig, **sizes: Any) -> StepMemory:
 @functools.cache
 def compiled(cfg: ModelConfig) -> Any:
     """What the compiled derivative by the deltas takes."""
+    return lowered(cfg).compile().memory_analysis()
+
+
+def lowered(cfg: ModelConfig) -> Any:
+    """The derivative by the deltas."""
 
     def make() -> ModelParams:
         return with_deltas(random_model(cfg, jax.random.key(0), drafts=0), RANKS, jax.random.key(1))
@@ -70,7 +76,7 @@ def compiled(cfg: ModelConfig) -> Any:
         return -jnp.mean(jnp.take_along_axis(likely, ids[:, 1:, None], -1))
 
     ids = jax.ShapeDtypeStruct((1, TOKENS + 1), jnp.int32)
-    return jax.jit(jax.grad(loss)).lower(deltas, rest, ids).compile().memory_analysis()
+    return jax.jit(jax.grad(loss)).lower(deltas, rest, ids)
 
 
 @pytest.mark.slow
@@ -88,6 +94,17 @@ def test_a_step_takes_what_was_planned_and_not_much_less(cfg):
     assert found.temp_size_in_bytes <= plan.temporaries
     assert plan.temporaries <= 2 * found.temp_size_in_bytes
     assert found.output_size_in_bytes == pytest.approx(plan.gradients, rel=0.01)  # and a few bytes of structure
+
+
+def test_a_loop_over_experts_keeps_no_record_of_its_steps(monkeypatch):
+    """One tile at a time. A mask of all outputs for each step took 4 GiB at V4-Flash's sizes."""
+    monkeypatch.setattr(experts, "WIDE", 1)
+    cfg = config(0, experts=64)
+    pairs = TOKENS * cfg.experts_per_token
+    steps = cfg.num_experts + pairs // experts.TILE
+    text = lowered(cfg).as_text()
+    assert f"tensor<{steps}x1x{experts.TILE}x" in text, "numbers of pairs are kept by step"
+    assert f"tensor<{steps}x{pairs}x{cfg.attention.hidden_size}x" not in text
 
 
 def test_its_parts_grow_with_what_they_are_of():

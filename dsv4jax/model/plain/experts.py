@@ -89,14 +89,18 @@ class _Tiles:
         )
 
     def rows(self, number: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-        """Return the expert [G] and pairs [G, tile] of tiles int32 [G]. A place without a pair has number N."""
+        """Return the expert [G] and pairs [G, tile] of tiles int32 [G]. Places without a pair have numbers from N on.
+
+        No number comes twice: so the derivative of a scatter to them needs no record of who wrote a place last.
+        """
         expert = jnp.searchsorted(self.end, number, side="right", method="compare_all").astype(jnp.int32)
         exists, expert = expert < self.end.size, jnp.minimum(expert, self.end.size - 1)
         tiles = (self.count[expert] + tile - 1) // tile
         within = (number - (self.end[expert] - tiles))[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None]
         is_pair = exists[:, None] & (within < self.count[expert][:, None])
-        place = jnp.where(is_pair, self.first[expert][:, None] + within, self.pairs.size)
-        return expert, self.pairs.at[place].get(mode="fill", fill_value=self.pairs.size)
+        pairs = self.pairs.at[self.first[expert][:, None] + within].get(mode="clip")
+        nobody = self.pairs.size + jnp.arange(is_pair.size, dtype=jnp.int32).reshape(is_pair.shape)
+        return expert, jnp.where(is_pair, pairs, nobody)
 
 
 def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
@@ -150,7 +154,7 @@ def _all_outputs(
 
     def multiply(step: jax.Array | int, out: jax.Array) -> jax.Array:
         expert, pair = tiles.rows(step * at_once + jnp.arange(at_once, dtype=jnp.int32), tile)
-        return out.at[pair].set(outputs(pair, expert), mode="drop")
+        return out.at[pair].set(outputs(pair, expert), mode="drop", unique_indices=True)
 
     out = jnp.zeros((pairs, x.shape[1]), x.dtype)
     steps = math.ceil(most / at_once)
