@@ -89,6 +89,13 @@ def checksum(value: np.ndarray) -> float:
     return float(np.sum(numbers * np.cos(np.arange(numbers.size))))
 
 
+def sums_of(value: np.ndarray) -> list[float]:
+    """Return the norm of numbers, and sums of them along four waves, by which they are told apart from others."""
+    numbers = value.astype(np.float64).reshape(-1)
+    places = np.arange(numbers.size)
+    return [float(np.linalg.norm(numbers)), *(float(np.sum(numbers * np.cos(k * places))) for k in (1, 2, 3, 4))]
+
+
 def renamed(tensors: Tensors, naming: str, cfg: ModelConfig, widen: bool = True) -> Tensors:
     """Return the tensors of a model without drafts as transformers writes them, from DeepSeek's.
 
