@@ -22,14 +22,18 @@ KERNELS = {
 }  # and their modules
 
 
+DRAFTS = "drafts"  # a part with a model of its own
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=(*KERNELS, *WHOLE), help="may be repeated; default all")
+    every = *KERNELS, *WHOLE, DRAFTS
+    parser.add_argument("--part", action="append", choices=every, help="may be repeated; default all")
     parser.add_argument("--layers", type=int, default=43, help="of the whole model")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU; of the whole model alone")
     options = parser.parse_args()
-    parts = options.part or (*KERNELS, *WHOLE)
+    parts = options.part or every
     out = [] if options.out is None else ["--out", str(options.out)]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
 
@@ -42,9 +46,11 @@ def main() -> None:
     for part, module in KERNELS.items():
         if part in parts:
             run(module, [])
+    arguments = ["--layers", str(options.layers), *(["--tiny"] if options.tiny else [])]
     if whole := [part for part in WHOLE if part in parts]:
-        arguments = ["--layers", str(options.layers), *(["--tiny"] if options.tiny else [])]
         run("whole", [*arguments, *(word for part in whole for word in ("--part", part))])
+    if DRAFTS in parts:
+        run("drafts", arguments)
 
 
 if __name__ == "__main__":

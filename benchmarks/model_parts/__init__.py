@@ -3,5 +3,6 @@
 experts  the routed experts of a layer
 router  picks, weights and tiles of a layer
 head  the head, and drawing tokens
+drafts  drafts by DSpark: their parts, and passes of the loop with them
 whole  a layer, a step, generation and a prompt of the whole model
 """

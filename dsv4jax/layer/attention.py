@@ -88,6 +88,17 @@ def attend_window(
     return attend(running, queries, rows, held[:, None] & (age >= 0) & (age < n_win))
 
 
+def attend_block(running: RunningSoftmax, inputs: AttentionInputs) -> RunningSoftmax:
+    """Add the rows of a block for each of its queries, and the window before them."""
+    assert inputs.block is not None
+    q, window = inputs.q.astype(jnp.float32), inputs.window
+    kept, of_kept = window.newest(window.start)
+    rows, real = window.plan.rows.decode(inputs.block), inputs.positions >= 0
+    keys = jnp.concatenate([kept, jnp.where(real[..., None], rows, 0.0)], axis=1)
+    seen = jnp.concatenate([of_kept >= 0, real], axis=1)[:, None] & real[..., None]
+    return attend(running, q, keys, seen)
+
+
 def attend_picked(running: RunningSoftmax, queries: jax.Array, layer: PooledLayer, picks: jax.Array) -> RunningSoftmax:
     """Add the picked entries of each query, int32 [B, T, k]; -1 = none."""
     return attend(running, queries, layer.rows(picks), picks >= 0)
@@ -271,7 +282,11 @@ class XLADecodeAttention(Anywhere):
     ) -> jax.Array:
         assert form in self.forms, "other forms are for kernels"
         q = inputs.q.astype(jnp.float32)
-        running = attend_window(start_at_sinks(inputs.sinks, q), q, inputs.positions, inputs.window)
+        running = start_at_sinks(inputs.sinks, q)
+        if inputs.block is not None:
+            running = attend_block(running, inputs)
+        else:
+            running = attend_window(running, q, inputs.positions, inputs.window)
         if inputs.entries is not None:
             assert inputs.visible is not None
             if inputs.picks is None:

@@ -164,7 +164,11 @@ class TopK(Implementation, Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
-    """The inputs of attention: queries, and where to find their keys."""
+    """The inputs of attention: queries, and where to find their keys.
+
+    The rows of a ``block`` are keys of all queries of their request, also of those at earlier positions. Beside them
+    each query sees the window of the last token before them; ``window`` has no fresh rows, and there are no entries.
+    """
 
     q: jax.Array  # f32 or f16 [B, T, H, head_dim], after norm and rope
     positions: jax.Array  # int32 [B, T], -1 = padding
@@ -173,6 +177,7 @@ class AttentionInputs:
     entries: PooledLayer | None
     picks: jax.Array | None  # int32 [B, T, K], -1 = none; None means all visible entries
     visible: jax.Array | None  # int32 [B, T] number of entries that each query may see; None without entries
+    block: KVRows | None = None  # [B, F, ...] of positions window.start .. window.start + F - 1
 
 
 class DecodeAttention(Implementation, Protocol):

@@ -27,18 +27,15 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.formats import rounded
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.attention import attend, start_at_sinks
-from dsv4jax.layer.backend import XLA, Backend
+from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.dense import rms_norm, wide_product
-from dsv4jax.layer.ops import CACHE_UPDATE, PROJECTIONS, InputProducts, choose_backends
+from dsv4jax.layer.ops import CACHE_UPDATE, AttentionInputs, choose_backends
 from dsv4jax.layer.projections import linear
 from dsv4jax.layer.stages.compose import Stages
-from dsv4jax.layer.stages.interface import Ending, Latents
+from dsv4jax.layer.stages.interface import Ending
 from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.model.inside.blocks import Tokens, Way, first_streams, run_blocks
 from dsv4jax.model.ops import HEAD
@@ -146,30 +143,24 @@ class _Attention:
         self, params: AttentionParams, x: jax.Array, cache: KVCache, stage: int, probe: Probe
     ) -> tuple[jax.Array, KVCache, Seen]:
         del probe
-        plan, batch = cache.plan, self.batch
-        cfg, freqs = plan.cfg, rope_frequencies(plan.cfg, _KIND)
-        # The kernels' attention is causal.
-        backends = dataclasses.replace(choose_backends(self.backend, plan, _KIND), decode_attention=XLA)
-        stages, projections = Stages.of(backends, plan, _KIND), PROJECTIONS.of(backends, plan, _KIND)
-        call = LayerCall.of(cache, _KIND, stage, batch)
-        positions = call.positions(x.shape[1])
-        products = InputProducts(
-            q_a_kv=projections.linear(x, params.q_a_kv), compress=None, start=batch.start, positions=positions
+        plan = cache.plan
+        stages = Stages.of(choose_backends(self.backend, plan, _KIND), plan, _KIND)
+        call = LayerCall.of(cache, _KIND, stage, self.batch)
+        taken = stages.intake.take(params, x, call, is_draft=True)  # a window alone has nothing that a draft stores
+        latents = taken.latents
+        inputs = AttentionInputs(
+            q=stages.queries.make(params, latents).q,
+            positions=latents.positions,
+            sinks=params.sinks,
+            window=call.window(None),
+            entries=None,
+            picks=None,
+            visible=None,
+            block=taken.fresh,
         )
-        parts = projections.parts(products, params, call, x.dtype, encode=False)
-        latents = Latents(rows=parts.latent, positions=positions, head_weights=None)
-        q = stages.queries.make(params, latents).q
-        kept, of_kept = SlidingWindow(
-            state=call.stack.state, index=stage, slots=batch.slots, start=batch.start, fresh=None, plan=plan
-        ).newest(batch.start)
-        assert parts.rows.kv is not None
-        keys = jnp.concatenate([kept, rounded(parts.rows.kv, plan.rows, cfg.rope_dim)], axis=1)
-        seen = jnp.concatenate([of_kept, positions], axis=1) >= 0
-        seen = jnp.broadcast_to(seen[:, None], (*positions.shape, seen.shape[1]))
-        running = attend(start_at_sinks(params.sinks, q), q, keys, seen)
-        out = apply_rope(running.output, positions[..., None], freqs, inverse=True).astype(x.dtype)
-        rows = stages.output.narrow(params, out, positions, positions.size)
-        ending = Ending(positions=positions, num_tokens=x.shape[1], dtype=x.dtype, residual=None, axis=None)
+        rows = stages.attend(inputs, latents, stages.output.takes(params, latents))
+        rows = stages.output.narrow(params, rows, latents.positions, latents.positions.size)
+        ending = Ending(positions=latents.positions, num_tokens=x.shape[1], dtype=x.dtype, residual=None, axis=None)
         return stages.output.finish(params, rows, ending), cache, {}
 
 

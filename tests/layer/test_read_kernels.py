@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
+from dsv4jax.indexing import Batch
 from dsv4jax.layer import indexer
 from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.kernels import reads
-from dsv4jax.layer.ops import DECODE_ATTENTION, TOP_K
+from dsv4jax.layer.ops import DECODE_ATTENTION, TOP_K, AttentionInputs
 from dsv4jax.layer.reference import reference_layer
 from dsv4jax.layer.stages.compose import Stages
+from dsv4jax.rope import rope_frequencies
 from tests.support import driver
 from tests.support.cases import first_of
 from tests.support.driver import DEFAULT, TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
@@ -284,3 +287,43 @@ def test_a_backend_op_by_op_names_ops_and_backends_that_there_are():
     assert TOP_K.choose(named, SMALL.plan, CSA) == "xla"
     assert DECODE_ATTENTION.choose(named, tiny, CSA) == "xla"
     assert hash(named) == hash(d4.OpBackends(top_k="xla"))
+
+
+@backends
+@pytest.mark.parametrize("options", first_of([TRAINED, DEFAULT]))
+@pytest.mark.parametrize("count", [5, 3])
+def test_all_queries_of_a_block_see_its_rows_and_the_window_before_it(count, options, backend):
+    """Requests of one token, of two and of many; one that is left out, and padding, both with bytes of NaN."""
+    lengths = 1, 64, 190, 126
+    size = Size(lengths=lengths, num_new=(0, 0, 0, 0, 0))
+    cache, slots = filled(size, tuple(options.items()))
+    rng, plan = np.random.default_rng(count), cache.plan
+    there = np.arange(5) < 3
+    start = np.asarray([*lengths, 0], np.int32)
+    positions = jnp.asarray(np.where(there[:, None], start[:, None] + np.arange(count), -1), jnp.int32)
+    rows = jnp.asarray(rng.standard_normal((len(slots), count, CFG.head_dim), np.float32))
+    block = plan.rows.encode(rows, CFG.rope_dim)
+    bad = jax.tree.map(lambda leaf: np.full(leaf.nbytes, 0xFF, np.uint8).view(leaf.dtype).reshape(leaf.shape), block)
+    block = jax.tree.map(lambda leaf, bad: leaf.at[~there].set(bad[~there]), block, bad)
+    q = jnp.asarray(rng.standard_normal((len(slots), count, CFG.num_heads, CFG.head_dim), np.float32))
+    num_new = jnp.where(jnp.asarray(there), count, 0)
+    batch = Batch(slots=jnp.where(there, slots, -1), start=jnp.asarray(start), num_new=num_new)
+    inputs = AttentionInputs(
+        q=q.astype(jnp.float16),
+        positions=positions,
+        sinks=jnp.asarray(rng.standard_normal(CFG.num_heads, np.float32)),
+        window=LayerCall.of(cache, SWA, 0, batch).window(None),
+        entries=None,
+        picks=None,
+        visible=None,
+        block=block,
+    )
+    freqs = rope_frequencies(CFG, SWA)
+    got, want = (np.asarray(DECODE_ATTENTION[name].attend(inputs, freqs, jnp.float32)) for name in (backend, "xla"))
+    assert not got[~there].any(), "padding must give 0"
+    # With few keys, outputs are as large as these.
+    np.testing.assert_allclose(got[there], want[there], rtol=2**-10, atol=TOLERANCE)
+    # An early query sees the last row, and a late one the oldest of the window.
+    others = jax.tree.map(lambda leaf: leaf.at[:, -1].set(leaf[:, 0]), block)
+    changed = DECODE_ATTENTION[backend].attend(dataclasses.replace(inputs, block=others), freqs, jnp.float32)
+    assert (np.abs(np.asarray(changed) - got)[there].max((1, 2, 3)) > 0.01).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from jax.typing import DTypeLike
 
 import pallas_kernels as pk
 from dsv4jax.cache.pool import PooledLayer
-from dsv4jax.formats import KeyRows
+from dsv4jax.formats import KeyRows, KVRows
+from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register
 from dsv4jax.layer.ops import (
@@ -134,26 +136,50 @@ class DecodeAttentionKernels(Kernels):
         form: RowForm = "plain",
     ) -> Rows:
         inputs = self.without_derivative(DECODE_ATTENTION, inputs)
-        window, entries = inputs.window, inputs.entries
-        given = pk.AttentionInputs(
-            q=inputs.q.astype(jnp.float16) if inputs.q.dtype == jnp.float32 else inputs.q,
-            window=window.state.window,
-            pos=window.state.pos,
-            fresh=window.fresh,
-            entries=None if entries is None else entries.pool.entries,
-            picks=inputs.picks,
-            block_table=None if entries is None else entries.block_table,
-            slots=window.slots,
-            start=window.start,
-            positions=inputs.positions,
-            visible=inputs.visible,
-            sinks=inputs.sinks,
-            angles=packed_angles(inputs.positions, freqs),
-            layer=layer_number(window.index),
-            needed=of_chunk(needed),
-        )
-        options = _form_options(form, dtype) | self.options
-        return self.kernels.decode_attention(given, kv_format=window.plan.kv_format, **options)
+        given = _reads(inputs, freqs)
+        options = _form_options(form, dtype) | self.options | dict(kv_format=inputs.window.plan.kv_format)
+        if inputs.block is None:
+            return self.kernels.decode_attention(dataclasses.replace(given, needed=of_chunk(needed)), **options)
+        return self.kernels.decode_attention(_of_block(given, inputs.block), **options)
+
+
+def _reads(inputs: AttentionInputs, freqs: np.ndarray) -> pk.AttentionInputs[jax.Array]:
+    window, entries = inputs.window, inputs.entries
+    return pk.AttentionInputs(
+        q=inputs.q.astype(jnp.float16) if inputs.q.dtype == jnp.float32 else inputs.q,
+        window=window.state.window,
+        pos=window.state.pos,
+        fresh=window.fresh,
+        entries=None if entries is None else entries.pool.entries,
+        picks=inputs.picks,
+        block_table=None if entries is None else entries.block_table,
+        slots=window.slots,
+        start=window.start,
+        positions=inputs.positions,
+        visible=inputs.visible,
+        sinks=inputs.sinks,
+        angles=packed_angles(inputs.positions, freqs),
+        layer=layer_number(window.index),
+    )
+
+
+def _of_block(reads: pk.AttentionInputs[jax.Array], block: KVRows) -> pk.AttentionInputs[jax.Array]:
+    """The rows of a block are entries, of a page for each request, and all queries stand before it.
+
+    Their own positions are in the angles alone.
+    """
+    layers, requests, _ = reads.pos.shape
+    batch, count = block.nope.shape[:2]
+    real, page = reads.positions >= 0, jnp.arange(batch, dtype=jnp.int32)
+    table = jnp.full((requests, 1), -1, jnp.int32)
+    return dataclasses.replace(
+        reads,
+        # A kernel finds the pages of a layer by its number among those of the windows.
+        entries=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (layers, *leaf.shape)), block),
+        block_table=table.at[unique_or_dropped(reads.slots, reads.slots >= 0, requests), 0].set(page, mode="drop"),
+        visible=jnp.where(real, count, 0),
+        positions=jnp.where(real, reads.start[:, None] - 1, -1),
+    )
 
 
 def _form_options(form: RowForm, dtype: DTypeLike) -> dict[str, Any]:

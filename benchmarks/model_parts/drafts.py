@@ -1,0 +1,230 @@
+"""Drafts by DSpark, of V4-Flash's sizes: python -m benchmarks.model_parts.drafts
+
+    part   kernel time of what a pass with drafts does beside the model's own layers, by CUPTI, and launches
+    pass   wall time of a pass of the loop that generates texts, with drafts and without, several in a row
+
+The parts are: storing keys of the tokens of a pass, a run of the block, its logits, the drafts drawn of them one after
+the other, and judging them. Beside the run of the block stands the time that its bytes take at ``READ``. L2 is not made
+cold: a part reads more than it holds.
+
+``whole`` says how a model of all layers is made of ``LAYERS``. Caches hold random rows of 4,096 tokens. In a random
+model all rows of noise are alike, and would pick the same experts; here each row of the block has streams of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4jax as d4
+from benchmarks.kernels.reads import long_cache
+from benchmarks.kernels.timing import Times
+from benchmarks.model_parts.whole import CONTEXT, LAYERS, ROOM, ROUNDS, Bench, events_of, whole_model, with_layers
+from benchmarks.speculate import compile_all
+from dsv4jax.model import Caches, DSparkConfig, ModelConfig, ModelParams, Sampling, dspark, init_caches, random_model
+from dsv4jax.model.drafting import Fed, drafter
+from dsv4jax.model.loop import Loop, Texts, begin, run
+from dsv4jax.model.params import DSparkParams
+from dsv4jax.model.sampling import accept, draw
+
+PARTS = "part", "pass"
+PASSES = 16  # in a row
+READ = 4.5e6  # bytes a microsecond, as measured on an H200
+SAMPLINGS = {"greedy": Sampling.of(0.0), "top-p 0.9": Sampling.of(1.0, 0.9)}
+
+type Parts = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # a function and its arguments, by its name
+
+
+@contextlib.contextmanager
+def unlike_rows() -> Iterator[None]:
+    """Give each row of the block streams of its own."""
+    real = dspark.first_streams
+
+    def unlike(params: ModelParams, tokens: Any) -> jax.Array:
+        shape = *tokens.ids.shape, params.cfg.num_streams, params.cfg.hidden_size
+        key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens.ids))  # no constant of the program
+        return jax.random.normal(key, shape, params.embedding.dtype)
+
+    dspark.first_streams = cast(Any, unlike)
+    try:
+        yield
+    finally:
+        dspark.first_streams = real
+
+
+def with_block(cfg: ModelConfig) -> ModelConfig:
+    """The model with a DSpark block, whose taps are its last layers."""
+    taps = tuple(range(cfg.num_layers))[-3:]
+    return dataclasses.replace(cfg, dspark=DSparkConfig(taps=taps, noise_token=cfg.vocab_size - 1))
+
+
+def caches_of(bench: Bench, cfg: ModelConfig, requests: int, drafts: int) -> Caches:
+    """Caches whose requests hold random rows."""
+    made = jax.eval_shape(lambda: init_caches(cfg, requests, bench.context + ROOM, drafts, headroom=1.0))
+    model = long_cache(made.model.plan, bench.context)
+    return Caches(model=model, drafts=made.drafts and long_cache(made.drafts.plan, bench.context))
+
+
+def block_megabytes(params: ModelParams, requests: int) -> float:
+    """The weights that a run of the block reads, in MB. Of experts they are those that unlike rows pick."""
+    cfg, drafts = params.cfg, params.drafts
+    assert isinstance(drafts, DSparkParams)
+    assert cfg.dspark is not None
+    rows, total = requests * cfg.dspark.block_size, 0.0
+    for block in drafts.blocks:
+        routed = d4.cache.tree_bytes((block.experts.gate_up, block.experts.down))
+        untouched = (1 - cfg.experts_per_token / cfg.num_experts) ** rows
+        total += d4.cache.tree_bytes(block) - routed * untouched
+    return total / 1e6
+
+
+def parts_of(bench: Bench, params: ModelParams, requests: int) -> Parts:
+    """The parts of a pass with as many drafts as the block has rows."""
+    cfg, kind = params.cfg, params.drafts
+    assert isinstance(kind, DSparkParams)
+    assert cfg.dspark is not None
+    drafts, hidden, vocabulary = cfg.dspark.block_size, cfg.hidden_size, cfg.vocab_size
+    cache = caches_of(bench, cfg, requests, drafts).drafts
+    assert cache is not None
+    keys = jax.random.split(jax.random.key(requests), 5)
+    ids = jax.random.randint(keys[0], (requests, 1 + drafts), 0, vocabulary, jnp.int32)
+    seen = jax.random.normal(keys[1], (requests, 1 + drafts, len(cfg.dspark.taps) * hidden), jnp.bfloat16)
+    count = jnp.full(requests, 1 + drafts, jnp.int32)
+    fed = Fed(seen=seen, following=ids, slots=jnp.arange(requests, dtype=jnp.int32), count=count)
+    x = jax.random.normal(keys[2], (requests, drafts, hidden), jnp.bfloat16)
+    logits = 3 * jax.random.normal(keys[3], (requests, 1 + drafts, vocabulary))
+    of_rows = jax.random.split(keys[4], requests)
+
+    def store(params: ModelParams, fed: Fed, cache: d4.KVCache) -> d4.KVCache:
+        return drafter(params).store(params, fed, cache, None)
+
+    def block(params: ModelParams, fed: Fed, cache: d4.KVCache) -> jax.Array:
+        return dspark.run_block(params, fed.following[:, 0], cache, fed.slots, fed.count > 0).x
+
+    def drawn(kind: DSparkParams, base: jax.Array, x: jax.Array, token: jax.Array, sampling: Sampling) -> Any:
+        made = []
+        for i in range(drafts):
+            logits, confidence = dspark.token_head(kind, base[:, i], x[:, i], token)
+            probabilities = sampling.probabilities(logits)
+            token = draw(probabilities, of_rows)
+            made.append((token, probabilities, confidence))
+        return made
+
+    def judged(logits: jax.Array, guessed: jax.Array, tokens: jax.Array, sampling: Sampling) -> Any:
+        wanted = sampling.probabilities(logits)
+        return accept(wanted, guessed, tokens, jnp.full(requests, drafts, jnp.int32), of_rows)
+
+    parts: Parts = {
+        "store keys": (store, (params, fed, cache)),
+        "run of the block": (block, (params, fed, cache)),
+        "logits": (dspark.base_logits, (params, x)),
+    }
+    guessed = jax.nn.softmax(logits[:, 1:])
+    for name, sampling in SAMPLINGS.items():
+        parts[f"draw drafts, {name}"] = drawn, (kind, logits[:, 1:], x, ids[:, 0], sampling)
+        parts[f"judge drafts, {name}"] = judged, (logits, guessed, ids[:, 1:], sampling)
+    return parts
+
+
+def time_parts(bench: Bench, params: ModelParams) -> None:
+    """Time each part alone."""
+    for requests in bench.requests:
+        parts = parts_of(bench, params, requests)
+        compiled = compile_all([jax.jit(function).lower(*given) for function, given in parts.values()])
+        for (name, (_, given)), program in zip(parts.items(), compiled, strict=True):
+            rounds = [events_of(program, *given) for _ in range(ROUNDS)]
+            times = Times.of([sum(us for _, us in events) for events in rounds], len(rounds[-1]))
+            text = f"{times.median:9.1f} us [{times.low:.1f}, {times.high:.1f}] in {times.kernels:g} launches"
+            if name == "run of the block":
+                size = block_megabytes(params, requests)
+                text += f", {times.median * READ / size / 1e6:.2f} times its {size:.0f} MB"
+            bench.note(f"{name} B{requests} {bench.context}", text, us=dataclasses.asdict(times))
+            if name == "run of the block":
+                by_name: dict[str, list[float]] = {}
+                for kernel, us in rounds[-1]:
+                    by_name.setdefault(kernel.rstrip("0123456789_."), []).append(us)
+                for kernel, all_us in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:14]:
+                    print(f"        {sum(all_us):9.2f} us in {len(all_us):3} {kernel[:90]}")
+
+
+def time_passes(bench: Bench, params: ModelParams, numbers: tuple[int, ...]) -> None:
+    """Time passes of the loop with so many drafts, beside those without any."""
+    vocabulary, rng = params.cfg.vocab_size, np.random.default_rng(5)
+
+    def loop_of(requests: int, drafts: int) -> Loop:
+        caches = caches_of(bench, params.cfg, requests, drafts)
+        lengths = caches.model.seq_lens + 1
+        # Sampled drafts of a random model are hardly ever accepted, so that no text comes to its end.
+        tokens = jnp.asarray(rng.integers(0, vocabulary, (requests, bench.context + ROOM)), jnp.int32)
+        texts = Texts(tokens=tokens, lengths=lengths, limits=jnp.full_like(lengths, bench.context + ROOM))
+        rows = jnp.arange(requests, dtype=jnp.int32)
+        return dataclasses.replace(begin(caches, texts, vocabulary, drafts), slots=rows, text=rows + 0)
+
+    sampling, stops = Sampling.of(1.0), jnp.asarray([-1], jnp.int32)
+    for requests in bench.requests:
+        began, passes = time.perf_counter(), jnp.int32(PASSES)
+        shapes = [jax.eval_shape(functools.partial(loop_of, requests, drafts)) for drafts in numbers]
+        programs = compile_all([run.lower(params, shape, sampling, stops, passes) for shape in shapes])
+        print(f"    B{requests}: loops traced and compiled in {time.perf_counter() - began:.0f} s", flush=True)
+        plain = 0.0
+        for drafts, program in zip(numbers, programs, strict=True):
+            loop, samples = loop_of(requests, drafts), []
+            for _ in range(1 + ROUNDS):
+                jax.block_until_ready(loop)
+                began = time.perf_counter()
+                loop = jax.block_until_ready(program(params, loop, sampling, stops, passes))
+                samples.append((time.perf_counter() - began) / PASSES * 1e3)
+            assert bool(loop.ok), "a request was refused"
+            assert int(loop.passes) == PASSES * (1 + ROUNDS), "a text came to its end"
+            times = Times.of(samples[1:])  # the first includes what is done once
+            plain = plain or times.median
+            text = (
+                f"{times.median:9.3f} ms of wall [{times.low:.3f}, {times.high:.3f}], {times.median / plain:.2f} of one"
+            )
+            text += f" without drafts; {int(loop.accepted)} of {int(loop.drafted)} accepted"
+            case = f"pass of {params.cfg.num_layers} layers, {drafts} drafts, B{requests} {bench.context}"
+            bench.note(case, text, ms_of_wall=dataclasses.asdict(times), plain=times.median / plain)
+            del loop
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default all")
+    parser.add_argument("--layers", type=int, default=43)
+    parser.add_argument("--made", type=int, default=LAYERS, help="layers whose weights are made")
+    parser.add_argument("--requests", default="1,16,64")
+    parser.add_argument("--drafts", default="2,5", help="of a pass, beside one without")
+    parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
+    options = parser.parse_args(arguments)
+    whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
+    ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
+    cfg = with_block(with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios))))
+    few = ratios[: options.made]
+    first = with_block(with_layers(whole, few, min(whole.num_hash_layers, len(few))))
+    requests = (1, 2) if options.tiny else tuple(map(int, options.requests.split(",")))
+    bench = Bench(cfg=cfg, requests=requests, context=512 if options.tiny else CONTEXT, out=options.out)
+    began = time.perf_counter()
+    made = jax.block_until_ready(random_model(first, jax.random.key(0)))
+    size, seconds = d4.cache.tree_bytes(made), time.perf_counter() - began
+    print(f"{first.num_layers} layers and the block, {size / 1e9:.1f} GB, made in {seconds:.0f} s", flush=True)
+    parts = options.part or PARTS
+    with unlike_rows():
+        if "part" in parts:
+            time_parts(bench, made)
+        if "pass" in parts:
+            time_passes(bench, whole_model(cfg, made), (0, *map(int, options.drafts.split(","))))
+
+
+if __name__ == "__main__":
+    main()
