@@ -32,11 +32,12 @@ endif
 demo: $(call installed,demo-$(DEVICE))
 	$(python) examples/demo.py --device $(DEVICE) --out out
 
-# On a CPU, tests spend most of their time in XLA, which is told to optimize little, and to emit fusions as it did before
-# it had an emitter in MLIR: a layer then compiles in a third of the time. Slow tests of the rules and of recorded layers,
+# On a CPU, tests spend most of their time in XLA, which is told to optimize little, to emit fusions as it did before it
+# had an emitter in MLIR, and to compile a program in one piece: a layer then compiles in a quarter of the time. Slow tests of the rules and of recorded layers,
 # and audits, compile as users do. Those that compare two programs bit for bit need the emitter of today.
 quickly := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
-	XLA_FLAGS="--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters $(XLA_FLAGS)"
+	XLA_FLAGS="--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
+		--xla_cpu_parallel_codegen_split_count=1 $(XLA_FLAGS)"
 pytest := $(python) -m pytest -n $(JOBS) --dist worksteal --durations=15
 
 test: $(call installed,test)

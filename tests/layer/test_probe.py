@@ -40,11 +40,15 @@ def call(params, x, cache, slots, num_new, probe, *, layer):
 
 
 def run(layer, probe, *, splits=(FIRST, LENGTH - FIRST), formats=F32):
-    """Run a layer, with the probe in the last call. Returns (y, the cache before that call and after it, seen)."""
+    """Run a layer, with the probe in the last call. Returns (y, the cache before that call and after it, seen).
+
+    The last split is the longest: calls before it have padding, so that they are one program.
+    """
     cache, slots, _ = d4.admit(d4.init_cache(small_plan(**formats)), 1)
     done, params, before, y, seen = 0, random_params()[layer], cache, jnp.zeros(()), {}
     for i, count in enumerate(splits):
-        x = jnp.asarray(inputs()[None, done : done + count])
+        x = np.zeros((1, splits[-1], CFG.hidden_size), np.float32)
+        x[0, :count] = inputs()[done : done + count]
         given = probe if i + 1 == len(splits) else Probe()
         y, before, cache, seen = call(params, x, cache, slots, ids(count), given, layer=layer)
         done += count
@@ -149,17 +153,6 @@ def test_what_is_captured_is_what_the_layer_without_a_cache_computes(layer):
     shares, _ = weights_by_hand(layer, keys, mask)
     heads = turned(np.einsum("thk,kd->thd", shares, keys), np.arange(LENGTH), layer, -1)
     np.testing.assert_allclose(seen["attention"][0], heads[FIRST:], rtol=0, atol=TOLERANCE)
-
-
-def test_captures_of_tiles_are_those_of_all_tokens(monkeypatch):
-    capture = Probe(captures=frozenset(SITES))
-    _, _, _, whole = run(1, capture)
-    monkeypatch.setattr(type(DECODE_ATTENTION["xla"]), "tile_bytes", 1 << 18)
-    jax.clear_caches()
-    _, _, _, parts = run(1, capture)
-    jax.clear_caches()
-    np.testing.assert_array_equal(parts["picks"], whole["picks"])
-    np.testing.assert_allclose(parts["attention"], whole["attention"], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -283,3 +276,14 @@ def test_what_cannot_be_done_is_named():
     x = jnp.zeros((1, 1, CFG.hidden_size))
     with pytest.raises(ValueError, match="picks are for layers with an indexer, layer 0 is SWA"):
         attention_weights(random_params()[0], x, cache, 0, slots, ids(1), ids(0)[None], jnp.zeros((1, 1, 1), jnp.int32))
+
+
+def test_captures_of_tiles_are_those_of_all_tokens(monkeypatch):
+    capture = Probe(captures=frozenset(SITES))
+    _, _, _, whole = run(1, capture)
+    monkeypatch.setattr(type(DECODE_ATTENTION["xla"]), "tile_bytes", 1 << 18)
+    jax.clear_caches()
+    _, _, _, parts = run(1, capture)
+    jax.clear_caches()
+    np.testing.assert_array_equal(parts["picks"], whole["picks"])
+    np.testing.assert_allclose(parts["attention"], whole["attention"], rtol=0, atol=TOLERANCE)
