@@ -9,8 +9,6 @@ needed, which saves putting them in order.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -36,8 +34,8 @@ def needed_first(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
     of_row = rows.sum(1, dtype=jnp.int32)
     rank, count = (_before(of_row)[:, None] + _before(rows)).reshape(-1)[:size], of_row.sum(dtype=jnp.int32)
     place = jnp.where(needed, rank, count + numbers - rank)
-    options: dict[str, Any] = dict(unique_indices=True, mode="promise_in_bounds")
-    return count, jnp.zeros(size, jnp.int32).at[place].set(numbers, **options)
+    sorted_numbers = jnp.zeros(size, jnp.int32).at[place].set(numbers, unique_indices=True, mode="promise_in_bounds")
+    return count, sorted_numbers
 
 
 def _before(counts: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ both store the same bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -193,7 +193,7 @@ def packed_e2m1(values: list[Value], *, is_clipped: bool) -> Value:
 
 def _bytes(words: list[Value], number: int) -> Value:
     """Return the bytes of this number of two or four words as one word, whose upper half is undefined for two."""
-    machine: Any = words[0].machine
+    machine = cast(TensorCores, words[0].machine)
     pairs = [
         machine.permute_bytes(a, b, number | number + 4 << 4) for a, b in zip(words[::2], words[1::2], strict=True)
     ]

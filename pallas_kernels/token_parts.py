@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
@@ -28,6 +27,7 @@ from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Step, Value, select
 from pallas_kernels.rows import load_angles, norm, rope, through_bf16
+from pallas_kernels.trees import Tree
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _PAIR = 2  # a word holds two bf16: no stream may end within one
@@ -82,7 +82,7 @@ class TokenParts[Array: Shaped]:
 
     latent: Array | OperandRows[Array]  # f32 or bf16 [B, T, q_lora_rank], or OperandRows of that shape, after norm
     kv: Array | None  # f32 [B, T, head_dim], after norm and rope
-    stored: Any  # pytree ``nope rope scale`` [B, T, ...]: kv in the format of stored rows
+    stored: Tree  # pytree ``nope rope scale`` [B, T, ...]: kv in the format of stored rows
     entry: tuple[Array, Array] | None  # f32 [B, T, entry width] each: k, and z with its bias
     key: tuple[Array, Array] | None  # f32 [B, T, key width] each
     head_weights: Array | None  # f32 [B, T, heads]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import chex
 import jax
@@ -30,6 +29,7 @@ from pallas_kernels.attention.wide import widen, worth_widening
 from pallas_kernels.formats import ATTENDED_FORMATS, AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.launch import launch
+from pallas_kernels.trees import Tree
 from pallas_kernels.tuned import h200
 
 
@@ -52,7 +52,7 @@ def decode_attention(
     is_operand: bool = False,
     layout: AttentionLayout | None = None,
     simulate: bool = False,
-) -> Any:
+) -> Tree:
     """Compute attention of each query over its own keys.
 
     Args:
@@ -116,7 +116,7 @@ def attend(
     *,
     is_operand: bool = False,
     simulate: bool = False,
-) -> Any:
+) -> Tree:
     """Launch the kernel of a layout, with rows that are widened where it expects them so, and queries in its order."""
     batch, tokens, heads, dim = inputs.q.shape
     queries, groups = batch * tokens, heads // layout.heads

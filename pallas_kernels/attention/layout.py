@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.lanes import Buffer, Shaped
 from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.target import GPU
+from pallas_kernels.language.tensor_memory import TensorMemory
 
 CLUSTERS = (1, 2, 4, 8)  # blocks in a cluster, among which the channels of a head are divided
 
@@ -105,6 +106,6 @@ class AttentionLayout(abc.ABC):
 
     @abc.abstractmethod
     def body(
-        self, machine: Any, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
+        self, machine: TensorMemory, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
     ) -> None:
         """Run the kernel, on ``grid(B * T, H // heads)``."""

@@ -19,7 +19,16 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.products.epilogues.faces import BlockSums, ColumnSums, Extras, LastSteps, RowSums, TileShape
+from pallas_kernels.products.epilogues.faces import (
+    Begun,
+    BlockSums,
+    ColumnSums,
+    Extras,
+    LastSteps,
+    Made,
+    RowSums,
+    TileShape,
+)
 
 Spec = jax.ShapeDtypeStruct
 NOT_WRITTEN = "this epilogue has no form for these sums"
@@ -44,7 +53,7 @@ class Unsupported:
 
     kind: Literal["impossible", "no kernel", "slower"]  # it has no meaning; nobody wrote it; other programs are faster
     reason: str
-    plan: Any = None  # the plan that is slower, if there is one
+    plan: Any = None  # the ``Plan`` that is slower, if there is one
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,15 +141,15 @@ class Epilogue(abc.ABC):
         """Return the arrays that it takes beside the sums, by name."""
 
     @abc.abstractmethod
-    def state(self, rows: int, outputs: int) -> Any:
+    def state(self, rows: int, outputs: int) -> Made:
         """Return the shapes of what the kernel of few rows stores."""
 
-    def state_of_many(self, rows: int, outputs: int) -> Any:
+    def state_of_many(self, rows: int, outputs: int) -> Made:
         """Return the same of that of many rows."""
         return self.state(rows, outputs)
 
     @abc.abstractmethod
-    def finished(self, made: Any, rows: int) -> Any:
+    def finished(self, made: Made, rows: int) -> Made:
         """Return what a kernel stored as the result: a class of rows, or arrays [M, ...]."""
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
@@ -171,7 +180,7 @@ class Epilogue(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def few(self, block: BlockSums, extras: Extras, out: Any) -> LastSteps:
+    def few(self, block: BlockSums, extras: Extras, out: Made) -> LastSteps:
         """Load what the sums need, and return what is done when they are there."""
 
     # Products of many rows.
@@ -191,15 +200,15 @@ class Epilogue(abc.ABC):
         del tile
         return 0
 
-    def begin_many(self, machine: TensorCores, tile: TileShape, extras: Extras) -> Any:
+    def begin_many(self, machine: TensorCores, tile: TileShape, extras: Extras) -> Begun:
         """Take shared memory and barriers. All lanes of the cluster call it. The result is passed to ``many_rows``."""
         del machine, tile, extras
 
-    def many_rows(self, sums: RowSums, extras: Extras, out: Any, begun: Any) -> None:
+    def many_rows(self, sums: RowSums, extras: Extras, out: Made, begun: Begun) -> None:
         """Store what is made of sums with rows of x along rows."""
         raise TypeError(NOT_WRITTEN)
 
-    def many_columns(self, sums: ColumnSums, extras: Extras, out: Any) -> None:
+    def many_columns(self, sums: ColumnSums, extras: Extras, out: Made) -> None:
         """Store what is made of sums with outputs along rows."""
         raise TypeError(NOT_WRITTEN)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import chex
 import jax
@@ -12,6 +11,7 @@ from jax import lax
 
 from pallas_kernels.activations import ActivationRows, ExpertRows, OperandRows, PlainRows, RoundedRows, round_rows
 from pallas_kernels.language import target
+from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.plan import Plan
 
 type Rows = jax.Array | RoundedRows | OperandRows | ExpertRows
@@ -19,7 +19,7 @@ type Rows = jax.Array | RoundedRows | OperandRows | ExpertRows
 
 def run(
     plan: Plan, x: Rows, weights: Sequence[tuple[jax.Array, ...]], *extras: jax.Array, simulate: bool = False
-) -> tuple[Any, ...]:
+) -> tuple[Made, ...]:
     """Multiply rows by one weight or several, and make of the sums what the problem says.
 
         weight = pk.WeightSpec(shape=(1536, 4096), block=(128, 128))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.tensor_memory import TensorMemory
 from pallas_kernels.scores.fp4 import Fp4
 from pallas_kernels.scores.inputs import ScoreInputs
 
@@ -28,7 +29,9 @@ class Tuning(abc.ABC):
         """Return the shared memory that a block needs."""
 
     @abc.abstractmethod
-    def body(self, machine: Any, inputs: ScoreInputs[Buffer], out: Buffer, *, fp4: type[Fp4], blocks: int) -> None:
+    def body(
+        self, machine: TensorMemory, inputs: ScoreInputs[Buffer], out: Buffer, *, fp4: type[Fp4], blocks: int
+    ) -> None:
         """Score a block's share of the tiles. The grid is (blocks,).
 
         Args:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import chex
 import jax
@@ -24,6 +24,7 @@ from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value
 from pallas_kernels.rows import through_bf16
+from pallas_kernels.trees import Tree
 
 Pair = tuple[Channels, Channels]  # a row of keys and the row of its gate logits
 
@@ -199,10 +200,10 @@ class State[Array: Shaped](Protocol):
     def pos(self) -> Array: ...  # int32 [layers, requests, n_win] position of each ring row
 
     @property
-    def tail(self) -> Any: ...  # one of ``update.call.TAIL_UPDATES`` knows it by the names of its leaves; or None
+    def tail(self) -> Tree: ...  # one of ``update.call.TAIL_UPDATES`` knows it by the names of its leaves; or None
 
     @property
-    def indexer_tail(self) -> Any: ...  # likewise
+    def indexer_tail(self) -> Tree: ...  # likewise
 
 
 class Pool[Array: Shaped](Protocol):

@@ -16,7 +16,7 @@ kernel wait for each other. With few rows these take little time. The kernel was
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import chex
 import jax
@@ -43,6 +43,7 @@ from pallas_kernels.products.epilogues.faces import (
 from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import ROWS, TILE
 from pallas_kernels.rows import Angles, load_angles, rope, unit_norm
+from pallas_kernels.trees import Tree
 
 HEAD_DIM = 512  # outputs of a head
 HALVES = 2  # blocks of few rows that share a head
@@ -283,11 +284,11 @@ def launch_conversion(
     name: str,
     body: Body,
     given: Converted[jax.Array],
-    out_row: Any,
+    out_row: Tree,
     lanes: int,
     *,
     simulate: bool,
-) -> Any:
+) -> Tree:
     """Launch a conversion of products f32 [B, T, H, dim] with angles f32 [B, T, rope_dim], and which tokens are needed.
 
     ``lanes`` hold a head's row, of which the result is like ``out_row``.

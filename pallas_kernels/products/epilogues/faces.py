@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
@@ -21,6 +21,8 @@ PADDING = VECTOR  # numbers after each line of a block, so that lines begin in o
 TILE_PITCH = 64 * 4 + 16  # bytes from one line of a warpgroup's tile to the next: in other banks
 
 type Extras = dict[str, Buffer]  # what an epilogue takes beside the sums
+type Made = Any  # what an epilogue makes: arrays or classes of rows, their shapes, or their buffers
+type Begun = Any  # what an epilogue has taken of a block before its sums are there
 LastSteps = Callable[[list[list[Value]]], None]  # takes a lane's sums of each eight rows of x, and stores what is made
 
 

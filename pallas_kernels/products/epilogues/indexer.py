@@ -10,7 +10,7 @@ the order of ``indexer_queries``, so that the same sums give the same bytes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from pallas_kernels.products.epilogues.faces import BlockSums, Extras, Finish, L
 from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import ROWS, TILE
 from pallas_kernels.rows import hadamard, load_angles, magnitude, rope
+from pallas_kernels.trees import Tree
 
 DIMS = 64, 128, 256  # outputs of a head: they fit in a block
 DIM_OF_MANY = 128  # outputs of a head where rows are many
@@ -204,7 +205,7 @@ def indexer_queries[Leaf: Shaped](
     key_format: str,
     needed: jax.Array | None = None,
     simulate: bool = False,
-) -> Any:
+) -> Tree:
     """Apply rope and Hadamard transform, and round in the number format of the indexer's keys.
 
     Args:

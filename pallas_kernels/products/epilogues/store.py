@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -20,10 +19,12 @@ from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.values import VECTOR, Step, Value, select
 from pallas_kernels.products.epilogues.faces import (
     TILE_PITCH,
+    Begun,
     BlockSums,
     ColumnSums,
     Extras,
     LastSteps,
+    Made,
     Place,
     RowSums,
 )
@@ -37,10 +38,10 @@ _ROWS = 64  # the most whose kernel writes operand rows, or adds the sums of a w
 class _Sums(Epilogue):
     """The sums of a product, before they are stored as rows."""
 
-    def finished(self, made: Any, rows: int) -> Any:
+    def finished(self, made: Made, rows: int) -> Made:
         return made.values if isinstance(made, PlainRows) else made
 
-    def few(self, block: BlockSums, extras: Extras, out: Any) -> LastSteps:
+    def few(self, block: BlockSums, extras: Extras, out: Made) -> LastSteps:
         """A warpgroup gathers its outputs in shared memory, so that they are stored in whole lines."""
         machine = block.machine
         places = list(block.places(out.shape[0], 16 // out.dtype.itemsize))
@@ -57,7 +58,7 @@ class _Sums(Epilogue):
 
         return store
 
-    def many_columns(self, sums: ColumnSums, extras: Extras, out: Any) -> None:
+    def many_columns(self, sums: ColumnSums, extras: Extras, out: Made) -> None:
         """Every store writes whole sectors of 32 bytes."""
         machine, lane, given = sums.machine, sums.machine.thread % WARP, sums.sums
         if out.dtype.itemsize == 4:
@@ -79,10 +80,10 @@ class _Sums(Epilogue):
 
         self._store_words(out.values, (words_of(n) for n in range(0, len(given), VECTOR)), extras)
 
-    def _load(self, place: Place, extras: Extras) -> Any:
+    def _load(self, place: Place, extras: Extras) -> tuple[Step, Value] | None:
         """Load what a lane adds to the sums of a place."""
 
-    def _added(self, values: Step, before: Any) -> Step:
+    def _added(self, values: Step, before: tuple[Step, Value] | None) -> Step:
         """Return sums with what ``_load`` returned."""
         return values
 
@@ -101,7 +102,7 @@ class Store(_Sums):
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
         return {}
 
-    def state(self, rows: int, outputs: int) -> Any:
+    def state(self, rows: int, outputs: int) -> ActivationRows:
         if self.kind is PlainRows:
             return PlainRows.shapes(rows, outputs, dtype=self.dtype)
         return self.kind.shapes(rows, outputs)
@@ -117,7 +118,7 @@ class Store(_Sums):
             return Unsupported(kind="no kernel", reason=f"sums are stored as f32 or bf16, got {jnp.dtype(self.dtype)}")
         return None
 
-    def many_rows(self, sums: RowSums, extras: Extras, out: Any, begun: Any) -> None:
+    def many_rows(self, sums: RowSums, extras: Extras, out: Made, begun: Begun) -> None:
         for half, (_, at, where) in enumerate(sums.rows):
             out.store_pairs(sums.machine, sums.pairs(half), at, sums.output, where)
 
@@ -133,7 +134,7 @@ class AddTo(_Sums):
         """``onto`` is added to in place where rows are many, if the caller's jit donates it or uses it no more."""
         return {"onto": Spec((rows, outputs), jnp.bfloat16), "positions": Spec((rows,), jnp.int32)}
 
-    def state(self, rows: int, outputs: int) -> Any:
+    def state(self, rows: int, outputs: int) -> ActivationRows:
         return PlainRows.shapes(rows, outputs)
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
@@ -150,12 +151,13 @@ class AddTo(_Sums):
         ]
         return values, extras["positions"].load_int(place.row, where=place.there) >= 0
 
-    def _added(self, values: Step, before: tuple[Step, Value]) -> Step:
+    def _added(self, values: Step, before: tuple[Step, Value] | None) -> Step:
+        assert before is not None
         old, is_real = before
         rounded = [select(is_real, value, 0.0) for value in through_bf16(values)]
         return [one + other for one, other in zip(old, rounded, strict=True)]
 
-    def many_rows(self, sums: RowSums, extras: Extras, out: Any, begun: Any) -> None:
+    def many_rows(self, sums: RowSums, extras: Extras, out: Made, begun: Begun) -> None:
         machine = sums.machine
         for half, (_, at, where) in enumerate(sums.rows):
             words = [machine.to_bf16(*pair) for pair in sums.pairs(half)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
@@ -21,7 +20,7 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
-from pallas_kernels.products.epilogues.faces import PADDING, TILE_PITCH, Finish, Lanes, LastSteps, Lines, Place
+from pallas_kernels.products.epilogues.faces import PADDING, TILE_PITCH, Finish, Lanes, LastSteps, Lines, Made, Place
 from pallas_kernels.products.few.layout import EIGHT, EIGHT_BYTES, Layout, Split
 from pallas_kernels.products.few.staging import StagedRows, StreamedRows
 from pallas_kernels.products.weights import TILE, Scales, StoredTile, as_operand, widen
@@ -317,7 +316,7 @@ class Block:
                 added[VECTOR * n + j] = self.machine.fma(value, factors[j % 2], sums[VECTOR * n + j])
         return added
 
-    def finish(self, out: Any, sums: list[Value], inputs: FewInputs[Buffer]) -> None:
+    def finish(self, out: Made, sums: list[Value], inputs: FewInputs[Buffer]) -> None:
         """Add up the sums of all parts, and store what the epilogue makes of them."""
         machine, layout = self.machine, self.layout
         last = layout.epilogue.few(self, inputs.extras, out)

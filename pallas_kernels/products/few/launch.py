@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from types import ModuleType
 
 import jax
 
 from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows
 from pallas_kernels.language import target
+from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import negate
 from pallas_kernels.products.epilogues.both import BothQueries
+from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.epilogues.store import Store
 from pallas_kernels.products.few import sm90, sm100
 from pallas_kernels.products.few.block import FewInputs
@@ -23,7 +25,7 @@ from pallas_kernels.products.problem import Epilogue, RowsSpec, Unsupported, Wei
 from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, TILE
 from pallas_kernels.tuned import h200
 
-_KERNELS: dict[target.Architecture, Any] = {"sm90": sm90, "sm100": sm100}
+_KERNELS: dict[target.Architecture, ModuleType] = {"sm90": sm90, "sm100": sm100}
 _SM_BYTES = 227 << 10  # shared memory of a multiprocessor that its blocks divide
 _RESERVED = 2 << 10  # of it, for each block: by the card, and for reductions
 _MOST_TOGETHER = 2  # blocks on a multiprocessor, for whose registers there is room
@@ -98,7 +100,7 @@ class Few:
         needed: jax.Array | None,
         *,
         simulate: bool,
-    ) -> list[Any]:
+    ) -> list[Made]:
         """Return what is made. All rows are computed, needed or not."""
         layout, epilogue = self.layout, self.layout.epilogue
         made = launch(
@@ -145,7 +147,7 @@ class Pair:
         needed: jax.Array | None,
         *,
         simulate: bool,
-    ) -> list[Any]:
+    ) -> list[Made]:
         """Return what is made. All rows are computed, needed or not."""
         grids = [layout.grid for layout in self.layouts]
         made = launch(
@@ -164,7 +166,13 @@ class Pair:
         return [layout.epilogue.finished(one, layout.rows) for layout, one in zip(self.layouts, made, strict=True)]
 
 
-def _pair_body(machine: TensorCores, inputs: Any, out: Any, *, layouts: tuple[Layout, Layout]) -> None:
+def _pair_body(
+    machine: TensorCores,
+    inputs: tuple[FewInputs[Buffer], ...],
+    out: tuple[Made, ...],
+    *,
+    layouts: tuple[Layout, Layout],
+) -> None:
     is_first = machine.block(0) < layouts[1].first_block
     taken = most = machine.shared_bytes
     for layout, given, result, mine in zip(layouts, inputs, out, (is_first, negate(is_first)), strict=True):

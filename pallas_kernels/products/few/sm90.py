@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Index, Value
+from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.few.block import Block, FewInputs
 from pallas_kernels.products.few.layout import Layout
 from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
@@ -20,7 +20,7 @@ STREAMED_WARPGROUPS = 5  # the most of a block that copies x chunk by chunk, for
 _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a product that still runs
 
 
-def body(machine: TensorCores, inputs: FewInputs[Buffer], out: Any, *, layout: Layout) -> None:
+def body(machine: TensorCores, inputs: FewInputs[Buffer], out: Made, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
     block = Block.of(machine, inputs, layout)
     sums = _streamed(machine, block) if layout.streams else _staged(machine, block)

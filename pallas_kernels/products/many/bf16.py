@@ -9,7 +9,6 @@ in registers, and enter products from there: a wide weight is in no memory.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
@@ -17,7 +16,7 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import Condition, Value, select
-from pallas_kernels.products.epilogues.faces import ColumnSums
+from pallas_kernels.products.epilogues.faces import ColumnSums, Extras, Made
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile, warp_rows
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
@@ -28,8 +27,11 @@ _HALVES, _HALF_INPUTS = 2, 32
 _STEPS = 2  # of a product with half a chunk: 16 inputs each
 _UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
 
+# From chunk to chunk: sums, registers of the last product, and codes and scales that are loaded.
+type _Carry = tuple[list[Value], list[Value], list[list[Value]], list[Value]]
 
-def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Any, *, tiling: Tiling) -> None:
+
+def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     codes = Shared(
@@ -84,7 +86,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Any, *, tiling: 
     # Codes are loaded a chunk ahead, because a load takes long beside products, which read shared memory too. While
     # half a chunk is multiplied, the next half is widened, that of the next chunk too.
     def sums_of(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
-        def one(i: Value, carry: tuple[list[Value], list[Value], list[list[Value]], list[Value]]) -> Any:
+        def one(i: Value, carry: _Carry) -> _Carry:
             sums, held, loaded, scales = carry
             chunk = i + begin
             following = scales_of(chunk + 1)
@@ -114,7 +116,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Any, *, tiling: 
     for_each_tile(turns, ring, arena, scales_of, sums_of, functools.partial(store_columns, turns, inputs.extras, out))
 
 
-def store_columns(turns: Turns, extras: Any, out: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
+def store_columns(turns: Turns, extras: Extras, out: Made, turn: Value, first: Value | int, sums: list[Value]) -> None:
     """Give the epilogue fours [outputs, rows of x], the first of which is number ``first`` of the tile."""
     machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
     lane = machine.thread % WARP

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer, fold
@@ -18,7 +17,7 @@ from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
 from pallas_kernels.language.values import Condition, Value
-from pallas_kernels.products.epilogues.faces import RowSums
+from pallas_kernels.products.epilogues.faces import Begun, Extras, Made, RowSums
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
@@ -26,7 +25,7 @@ from pallas_kernels.products.weights import scale_of
 _ROWS = 64  # of a warpgroup
 
 
-def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Any, *, tiling: Tiling) -> None:
+def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     codes = Tile.take(machine, tiling.tile_outputs, CHUNK_BYTES, copies=tiling.stages)
@@ -115,7 +114,9 @@ def _packed(bytes: list[Value]) -> Value:
     return fold(lambda a, b: a | b, [byte << 8 * i if i else byte for i, byte in enumerate(bytes)])
 
 
-def _store(turns: Turns, extras: Any, out: Any, begun: Any, turn: Value, first: Value | int, sums: list[Value]) -> None:
+def _store(
+    turns: Turns, extras: Extras, out: Made, begun: Begun, turn: Value, first: Value | int, sums: list[Value]
+) -> None:
     """Give the epilogue fours [rows of x, outputs], the first of which is number ``first`` of the tile."""
     place = turns.place(turn)
     output = place.output + first * 8

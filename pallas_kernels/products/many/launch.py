@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from types import ModuleType
 
 import jax
 
 from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.launch import launch
+from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.many import bf16, fp8, wide
 from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
 from pallas_kernels.products.many.tiling import Tiling
 from pallas_kernels.products.problem import Needed
 
-_KERNELS: dict[str, Any] = {"bf16": bf16, "fp8": fp8}  # by the activations of FP8 weights
+_KERNELS: dict[str, ModuleType] = {"bf16": bf16, "fp8": fp8}  # by the activations of FP8 weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Many:
         needed: jax.Array | None,
         *,
         simulate: bool,
-    ) -> list[Any]:
+    ) -> list[Made]:
         """Return what is made. Sums are added in place to the rows ``onto`` in ``extras``, if there are any."""
         tiling, ((weight, *scales),) = self.tiling, weights
         tiles = None
@@ -58,7 +59,7 @@ class Many:
 
     def launch_tiles(
         self, inputs: ManyInputs[jax.Array], onto: jax.Array | None = None, *, simulate: bool = False
-    ) -> Any:
+    ) -> Made:
         """Launch the kernel itself."""
         tiling, epilogue = self.tiling, self.tiling.epilogue
         state = epilogue.state_of_many(tiling.rows, tiling.weight.shape[0])

@@ -9,19 +9,19 @@ kernel is for batches with padding.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Value
+from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.many.bf16 import store_columns
 from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Tiling
 
 
-def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Any, *, tiling: Tiling) -> None:
+def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling: Tiling) -> None:
     """Compute a block's tiles."""
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     weight = Tile.take(machine, OUTPUTS // WARPGROUPS, CHUNK_BYTES, copies=tiling.stages * WARPGROUPS)
