@@ -214,9 +214,10 @@ def _experts(key: jax.Array, shape: tuple[int, int, int], dtype: DTypeLike, stor
     count, rows, columns = shape
     codes, scales = jax.random.split(key)
     blocks = count, *num_blocks((rows, columns), FP4_BLOCK)
-    return StoredExperts(
+    weight = StoredExperts(
         codes=jax.random.bits(codes, (count, rows, columns // 2), jnp.uint8),
         scales=random_scales(scales, blocks, 1 / (columns * _E2M1_VARIANCE)),
         block=FP4_BLOCK,
         activations=stored.of("experts"),
     )
+    return weight.for_kernels()

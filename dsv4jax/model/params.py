@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+import pallas_kernels as pk
 from dsv4jax.checks import FLOATS, check_array, check_type
 from dsv4jax.formats import e2m1_values
 from dsv4jax.model.config import ModelConfig
@@ -33,6 +34,8 @@ from dsv4jax.weights.stored import (
     per_number,
 )
 
+INTERLEAVED_BYTES = 8  # of codes, 16 numbers, which are interleaved with one another
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +43,15 @@ class StoredExperts:
     """One linear weight of all experts as checkpoints store it, with a scale per block of numbers.
 
     Codes are FP8 (float8_e4m3fn [E, out, in]) or pairs of FP4 (uint8 [E, out, in / 2]: E2M1, the even input in the low
-    nibble).
+    nibble). Those of FP4 may be interleaved, which the kernels widen faster: the same bytes, whose bits are in another
+    order within each 16 numbers (``pallas_kernels.interleaved_codes``).
     """
 
     codes: jax.Array
     scales: jax.Array  # float8_e8m0fnu or f32 [E, ceil(out / block[0]), ceil(in / block[1])]
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (1, 32) for FP4, (128, 128) for FP8
     activations: str = dataclasses.field(default="bf16", metadata={"static": True})  # as of StoredWeight
+    interleaved: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def is_fp4(self) -> bool:
@@ -58,11 +63,25 @@ class StoredExperts:
         experts, rows, columns = self.codes.shape
         return experts, rows, columns * (2 if self.is_fp4 else 1)
 
+    def for_kernels(self) -> StoredExperts:
+        """Return the same weight with its codes in the order that the kernels for its activations widen fastest.
+
+        That is interleaved for FP4 and inputs as they are, and as in checkpoints for all else.
+        """
+        can = self.is_fp4 and self.activations == "bf16" and self.codes.shape[-1] % INTERLEAVED_BYTES == 0
+        if self.interleaved or not can:
+            return self
+        return dataclasses.replace(self, codes=pk.interleaved_codes(self.codes), interleaved=True)
+
+    def in_order(self, codes: jax.Array) -> jax.Array:
+        """Return some of the codes, whole rows, as checkpoints have them."""
+        return pk.codes_in_order(codes) if self.interleaved else codes
+
     def widened(self, experts: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return the weights of experts int32 [G]: dtype [G, out, in], of which bf16 and f32 are exact."""
         _, rows, columns = self.shape
         if self.is_fp4:
-            values = e2m1_values(self.codes[experts])
+            values = e2m1_values(self.in_order(self.codes[experts]))
         else:  # cut as bytes, because XLA on CPU would widen all of them first
             values = lax.bitcast_convert_type(as_bytes(self.codes)[experts], self.codes.dtype).astype(jnp.float32)
         if self.scales.dtype.itemsize == 1:
@@ -297,3 +316,6 @@ def _check_experts(name: str, weight: ExpertWeight, shape: tuple[int, int, int])
     blocks = num_blocks((rows, columns), weight.block)
     axes = {"experts": experts, "rows": blocks[0], "columns": blocks[1]}
     check_array(f"{name}.scales", weight.scales, dict(axes), (SCALES, jnp.float32))
+    if weight.interleaved and (not weight.is_fp4 or width % INTERLEAVED_BYTES):
+        unit = 2 * INTERLEAVED_BYTES
+        raise ValueError(f"{name}: interleaved codes are FP4 with a multiple of {unit} inputs, got {weight.shape}")

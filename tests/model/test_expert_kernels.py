@@ -45,18 +45,23 @@ def experts(**changes: Any) -> Experts:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_experts_in_kernels(backend):
-    """Both round what they hand on to bf16, after sums in another order: their outputs differ by some 2^-9."""
+    """Both round what they hand on to bf16, after sums in another order: their outputs differ by some 2^-9.
+
+    Of one weight, the kernels get interleaved codes.
+    """
     rng = np.random.default_rng(0)
     picked = np.sort(np.argsort(rng.random((2, 3, CFG.num_experts)), -1)[..., : CFG.experts_per_token], -1)
     picked[1, 2] = CFG.num_experts
     picks = Picks(experts=jnp.asarray(picked, jnp.int32), weights=jnp.asarray(rng.random(picked.shape), jnp.float32))
     x = jax.random.normal(KEY, (2, 3, CFG.hidden_size), jnp.bfloat16).at[1, 2].set(jnp.nan)
 
-    def mix(backend: str) -> Any:
+    def mix(backend: str, experts: Experts) -> Any:
         run = jax.jit(lambda x, picks, experts: EXPERTS[backend].mix(x, picks, experts, CFG))
-        return run(x, picks, experts())
+        return run(x, picks, experts)
 
-    found, want = mix(backend), mix("xla")
+    given = experts()
+    assert isinstance(given.gate_up, StoredExperts)
+    found, want = mix(backend, experts(gate_up=given.gate_up.for_kernels())), mix("xla", given)
     assert found.routed.dtype == found.shared.dtype == jnp.bfloat16
     is_pick = np.asarray(want.experts) < CFG.num_experts
     one, other = (np.asarray(each.routed, np.float32)[is_pick] for each in (found, want))

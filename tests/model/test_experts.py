@@ -1,5 +1,6 @@
 """Experts: the tiled products give what a loop over tokens and experts gives, and never widen all experts at once."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from dsv4jax.model import ModelConfig, Picks, random_model
 from dsv4jax.model.ops import EXPERTS
-from dsv4jax.model.params import Experts, StoredExperts
+from dsv4jax.model.params import Experts, StoredExperts, check_model
 from dsv4jax.model.plain import experts as module
 from tests.support.cases import first_of
 from tests.support.models import relative_rms
@@ -161,6 +162,29 @@ def test_derivatives_of_wide_weights_are_those_of_the_dense_sum(monkeypatch, at_
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         # Sums of f32 in another order, in derivatives of rms about 1.
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+def test_interleaved_codes_mean_the_same_numbers():
+    """They are what models are made of, unless the kernels for their activations take codes in order."""
+    made, rounded = (experts_of("stored", activations=activations).down for activations in ("bf16", "fp8"))
+    assert isinstance(made, StoredExperts)
+    assert isinstance(rounded, StoredExperts)
+    assert (made.interleaved, rounded.interleaved) == (True, False)
+    assert not np.array_equal(made.codes, rounded.codes)
+    np.testing.assert_array_equal(made.in_order(made.codes), rounded.codes)
+    for expert in range(CFG.num_experts):
+        np.testing.assert_array_equal(widened(made, expert), widened(rounded, expert))
+    assert made.for_kernels() is made
+    assert rounded.for_kernels() is rounded
+    narrow = dataclasses.replace(rounded, codes=rounded.codes[..., :4], activations="bf16")
+    assert not narrow.for_kernels().interleaved  # 8 inputs are half of a group
+    params = random_model(CFG, jax.random.key(0), drafts=0)
+    block = params.blocks[0]
+    wrong = dataclasses.replace(made, codes=jnp.zeros(made.shape, jnp.float8_e4m3fn))
+    experts = dataclasses.replace(block.experts, down=wrong)
+    params = dataclasses.replace(params, blocks=(dataclasses.replace(block, experts=experts), *params.blocks[1:]))
+    with pytest.raises(ValueError, match=r"blocks\[0\].experts.down: interleaved codes are FP4"):
+        check_model(params)
 
 
 @pytest.mark.parametrize(("activations", "at_once"), [("bf16", 64), ("fp8", 64), ("bf16", 2)])

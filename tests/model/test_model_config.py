@@ -286,7 +286,7 @@ def numbers(weight: Any) -> np.ndarray:
     if isinstance(weight, StoredWeight):
         return stored.values_of(weight)
     if isinstance(weight, StoredExperts):
-        codes = np.asarray(weight.codes)
+        codes = np.asarray(weight.in_order(weight.codes))
         values = E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(weight.shape)]
         return values * per_number(np.asarray(weight.scales).astype(np.float64), weight.shape)
     return np.asarray(weight).astype(np.float64)

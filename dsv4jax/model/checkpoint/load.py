@@ -453,7 +453,7 @@ class _Reader:
             activations=Stored(activations=self.form.activations).of("experts"),
         )
         if self.form.weights == "stored":
-            return stored
+            return stored.for_kernels()
         exact = jnp.bfloat16 if scale.dtype == SCALES else jnp.float32
         return stored.widened(jnp.zeros(1, jnp.int32), exact if self.form.dtype is None else self.form.dtype)
 

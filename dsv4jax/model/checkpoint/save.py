@@ -208,18 +208,20 @@ class _Tensors:
     def expert(self, name: str, weight: ExpertWeight, expert: int, first: int, rows: int) -> None:
         """Note some rows of one expert."""
 
-        def put(name: str, leaf: jax.Array, height: int) -> None:
-            """``height`` rows of the weight are one of the leaf."""
+        def put(
+            name: str, leaf: jax.Array, height: int, written: Callable[[jax.Array], jax.Array] = lambda rows: rows
+        ) -> None:
+            """``height`` rows of the weight are one of the leaf, which are written as ``written`` returns them."""
             count, start = -(-rows // height), first // height
             spec = jax.ShapeDtypeStruct((count, leaf.shape[2]), leaf.dtype)
             index = np.int32(expert), np.int32(start)
-            self.found[name] = _tensor(spec, lambda: _rows_of_expert(leaf, *index, count=count))
+            self.found[name] = _tensor(spec, lambda: written(_rows_of_expert(leaf, *index, count=count)))
 
         assert not isinstance(weight, WeightWithDelta), "save_model refuses them"
         if not isinstance(weight, StoredExperts):
             put(name, weight, 1)
             return
-        put(name, weight.codes, 1)
+        put(name, weight.codes, 1, weight.in_order)
         put(scale_names(name)[0], weight.scales, weight.block[0])
 
     def drafts(self, drafts: DraftParams | DSparkParams) -> None:

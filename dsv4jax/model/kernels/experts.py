@@ -70,7 +70,13 @@ def _routing(tokens: int, cfg: ModelConfig) -> pk.Routing:
 def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsupported:
     assert isinstance(weight, StoredExperts)
     experts, *shape = weight.shape
-    spec = pk.ExpertsSpec(experts=experts, shape=tuple(shape), block=weight.block, activations=weight.activations)
+    spec = pk.ExpertsSpec(
+        experts=experts,
+        shape=tuple(shape),
+        block=weight.block,
+        activations=weight.activations,
+        interleaved=weight.interleaved,
+    )
     rows = pk.RowsSpec(count=epilogue.x_rows, width=spec.inputs, dtype=dtype)
     problem = pk.Problem(rows=rows, weights=(spec,), epilogues=(epilogue,))
     if jnp.dtype(dtype) == jnp.bfloat16:

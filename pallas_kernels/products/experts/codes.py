@@ -53,6 +53,7 @@ def _moves() -> dict[tuple[int, int, int], int]:
     return found
 
 
+@functools.partial(jax.jit, static_argnames="back")
 def _moved(codes: jax.Array, *, back: bool) -> jax.Array:
     if codes.dtype != jnp.uint8 or codes.shape[-1] % _GROUP_BYTES:
         raise ValueError(f"codes: expected uint8 [..., a multiple of {_GROUP_BYTES}], got {codes.dtype} {codes.shape}")
