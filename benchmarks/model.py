@@ -16,6 +16,7 @@ import jax
 WHOLE = "layer", "step", "generate", "prompt"  # parts that share a random model
 KERNELS = {
     "experts": "experts",
+    "shared": "shared_expert",
     "router": "router",
     "between": "hyper_connections",
     "head": "head",

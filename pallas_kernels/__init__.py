@@ -36,6 +36,7 @@ from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
 from pallas_kernels.plugin import SlowKernelsWarning
 from pallas_kernels.products.epilogues.attention import AttentionQueries, attention_queries
+from pallas_kernels.products.epilogues.gated import SwiGLU
 from pallas_kernels.products.epilogues.indexer import IndexerQueries, indexer_queries
 from pallas_kernels.products.epilogues.store import AddTo, Store
 from pallas_kernels.products.experts.codes import in_order as codes_in_order
@@ -92,6 +93,7 @@ __all__ = [
     "SlowKernelsWarning",
     "Store",
     "Streams",
+    "SwiGLU",
     "TokenParts",
     "TokenProducts",
     "TokenRounding",

@@ -3,6 +3,7 @@
     norm      y * w / sqrt(mean(y^2) + eps)
     rope      (e, o) -> (e cos - o sin, o cos + e sin) on the last channels
     hadamard  y H / sqrt(n), Sylvester order
+    swiglu    silu(gate) * up, both clamped
     bf16      values rounded to it, as f32
     f16       bf16 times a factor, for the tensor cores
     scales    the power of two for a largest magnitude, as a UE8M0 byte, and back; E2M1 codes
@@ -22,6 +23,7 @@ from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Step, Value, negate, select
 
 E2M1_MAX = 6.0
+_MOST_EXPONENT = 80.0  # silu of a gate below -80 is 0 but for 2^-108
 _INFINITY, _NAN = 0x7F800000, 0x7FFFFFFF  # bits of f32
 
 
@@ -126,6 +128,14 @@ def hadamard(row: Row, y: Channels) -> Channels:
             )
         distance *= 2
     return row.map(lambda value: value * row.dim**-0.5, y)
+
+
+def swiglu(machine: TensorCores, gate: Value, up: Value, limit: float) -> Value:
+    """Return silu(gate) * up after clamps, if the limit is not 0: of the gate from above alone."""
+    if limit > 0:
+        gate, up = gate.minimum(limit), up.minimum(limit).maximum(-limit)
+    power = machine.exp((gate * -1.0).minimum(_MOST_EXPONENT))
+    return gate * machine.normal_reciprocal(power + 1.0) * up
 
 
 def through_bf16(values: Step) -> Step:

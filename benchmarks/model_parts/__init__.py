@@ -1,6 +1,7 @@
 """Timings of the parts of a whole model beside attention, which ``python -m benchmarks.model --part`` runs.
 
 experts  the routed experts of a layer
+shared_expert  the expert of every token
 router  picks, weights and tiles of a layer
 head  the head, and drawing tokens
 drafts  drafts by DSpark: their parts, and passes of the loop with them

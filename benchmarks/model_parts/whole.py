@@ -28,7 +28,7 @@ from benchmarks.kernels.timing import Times, kernel_events, record
 from benchmarks.speculate import compile_all
 from dsv4jax.config import layer_kind
 from dsv4jax.model import Generator, ModelConfig, ModelParams, forward, init_caches, random_model
-from dsv4jax.model.params import Block, is_any_stored
+from dsv4jax.model.params import Block, StoredExperts, is_any_stored
 from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 
 PARTS = "layer", "step", "generate", "prompt"
@@ -78,6 +78,8 @@ def with_activations(params: ModelParams, activations: str) -> ModelParams:
     """The same weights, of products that round their inputs to FP8, or do not."""
 
     def changed(node: Any) -> Any:
+        if isinstance(node, StoredExperts):
+            return node.with_activations(activations)
         return dataclasses.replace(node, activations=activations) if is_any_stored(node) else node
 
     return jax.tree.map(changed, params, is_leaf=is_any_stored)
@@ -226,7 +228,8 @@ def main(arguments: list[str] | None = None) -> None:
     if "generate" in parts:
         time_texts(bench, params, steps)
     if "prompt" in parts:
-        time_texts(bench, with_activations(params, options.activations), None)
+        del params
+        time_texts(bench, whole_model(cfg, with_activations(made, options.activations)), None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The dense operations of a layer: matrix product, norm and Hadamard transform."""
+"""The dense operations of a layer: matrix product, SwiGLU, norm and Hadamard transform."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from jax.typing import DTypeLike
 def product_dtype(x: jax.Array, weight: jax.Array) -> DTypeLike:
     """Return bf16 if both are bf16, so that the product runs on the tensor cores; otherwise f32."""
     return x.dtype if x.dtype == weight.dtype else jnp.float32
+
+
+def swiglu(product: jax.Array, limit: float) -> jax.Array:
+    """Return silu(gate) * up, f32 [..., I], of products [..., 2 I], the gates first.
+
+    The gate is clamped to ``limit`` from above alone, before silu, and ups from both sides; not if it is 0.
+    """
+    gate, up = jnp.split(product.astype(jnp.float32), 2, axis=-1)
+    if limit > 0:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
 
 
 def wide_product(x: jax.Array, weight: jax.Array) -> jax.Array:

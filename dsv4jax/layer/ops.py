@@ -73,6 +73,13 @@ class Projections(Implementation, Protocol):
         """
         ...
 
+    def swiglu(self, x: jax.Array, gate_up: Weight, down: Weight, limit: float) -> jax.Array:
+        """Multiply x [..., in] by a weight [2 I, in], make ``dense.swiglu`` of it, and multiply by another [out, I].
+
+        The result is [..., out], in x's dtype, as is what is multiplied.
+        """
+        ...
+
     def parts(
         self, products: InputProducts, params: AttentionParams, call: LayerCall, dtype: DTypeLike, *, encode: bool
     ) -> TokenParts:

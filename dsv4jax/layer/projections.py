@@ -19,7 +19,7 @@ from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.compressor import token_streams
-from dsv4jax.layer.dense import product_dtype, rms_norm, wide_product
+from dsv4jax.layer.dense import product_dtype, rms_norm, swiglu, wide_product
 from dsv4jax.layer.indexer import head_factor
 from dsv4jax.layer.ops import PROJECTIONS, InputProducts, TokenParts
 from dsv4jax.layer.stored_products import stored_product
@@ -58,6 +58,9 @@ class XLAProjections(Anywhere):
             precision=lax.Precision.HIGHEST,
             preferred_element_type=dtype if product == dtype else jnp.float32,
         ).astype(dtype)
+
+    def swiglu(self, x: jax.Array, gate_up: Weight, down: Weight, limit: float) -> jax.Array:
+        return self.linear(swiglu(self.linear(x, gate_up, x.dtype), limit).astype(x.dtype), down, x.dtype)
 
     def parts(
         self, products: InputProducts, params: AttentionParams, call: LayerCall, dtype: DTypeLike, *, encode: bool

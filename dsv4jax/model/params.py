@@ -73,6 +73,11 @@ class StoredExperts:
             return self
         return dataclasses.replace(self, codes=pk.interleaved_codes(self.codes), interleaved=True)
 
+    def with_activations(self, activations: str) -> StoredExperts:
+        """Return the same weight for other inputs, ``for_kernels``."""
+        codes = self.in_order(self.codes)
+        return dataclasses.replace(self, codes=codes, interleaved=False, activations=activations).for_kernels()
+
     def in_order(self, codes: jax.Array) -> jax.Array:
         """Return some of the codes, whole rows, as checkpoints have them."""
         return pk.codes_in_order(codes) if self.interleaved else codes

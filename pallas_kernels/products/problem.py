@@ -157,6 +157,9 @@ class Epilogue(abc.ABC):
         del rows, weight
         return None
 
+    # Whether outputs of the weight's first half are computed beside those of the second one that belong to them.
+    is_gated: ClassVar[bool] = False
+
     # Products of few rows.
     blocks: ClassVar[int] = 1  # of a cluster, which share what is made
 

@@ -42,6 +42,24 @@ _BIAS = 127
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Corner:
+    """Where a warpgroup's tile begins in a weight.
+
+    A gated tile has 32 outputs of the first half of the weight, and then those of the second half that belong to them.
+    """
+
+    output: Value
+    input: Value
+    half: int = 0  # outputs of a half of the weight, for a gated tile
+
+    def output_of(self, warp: Value) -> Value:
+        """Return the first output of a warp."""
+        if not self.half:
+            return self.output + warp * _ROWS
+        return self.output + warp % 2 * _ROWS + warp // 2 * self.half
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Scales:
     """The scales of a block's part of an FP8 weight, each for 16 outputs and 32 inputs, as exponents with a bias."""
 
@@ -65,13 +83,12 @@ class Scales:
             inside: Condition = True if start + WARPGROUP <= total else n < total
             yield n // (_PLACES * chunks), n // _PLACES % chunks, n % _PLACES, inside
 
-    def load(self, scales: Buffer, block: tuple[int, int], at: tuple[Value, Value]) -> list[Value]:
-        """Load this lane's share of the scales of its warpgroup's tile, which begins at an output and an input."""
-        row, first = at
+    def load(self, scales: Buffer, block: tuple[int, int], at: Corner) -> list[Value]:
+        """Load this lane's share of the scales of its warpgroup's tile."""
         loaded = []
         for warp, chunk, place, inside in self._places():
-            of_row = (row + warp * SCALE_ROWS) // block[0]
-            of_input = (first + chunk * CHUNK_BYTES + place * SCALE_INPUTS) // block[1]
+            of_row = at.output_of(warp) // block[0]
+            of_input = (at.input + chunk * CHUNK_BYTES + place * SCALE_INPUTS) // block[1]
             where = inside & (of_row < scales.shape[0])
             loaded.append(scales.load_bytes(of_row, of_input, count=1, where=where))
         return loaded
@@ -111,15 +128,13 @@ class StoredTile:
     there: Condition
 
     @classmethod
-    def of(
-        cls, machine: TensorCores, weight: Buffer, at: tuple[Value, Value], there: Condition, rooms: Shared
-    ) -> StoredTile:
-        """The tile that begins at an output and an input."""
-        (row, first), size = at, weight.dtype.itemsize
+    def of(cls, machine: TensorCores, weight: Buffer, at: Corner, there: Condition, rooms: Shared) -> StoredTile:
+        """The tile that begins there."""
+        size = weight.dtype.itemsize
         lane, warp = machine.thread % WARP, machine.thread % WARPGROUP // WARP
         room = rooms[machine.thread // WARPGROUP]
         room = dataclasses.replace(room, offset=warp * (_ROWS * CHUNK_BYTES) + room.offset)
-        address = weight.address_of((row + warp * _ROWS + lane // _UNITS, first + lane % _UNITS * (_UNIT // size)))
+        address = weight.address_of((at.output_of(warp) + lane // _UNITS, at.input + lane % _UNITS * (_UNIT // size)))
         row_bytes = weight.shape[1] * size
         shape = row_bytes // CHUNK_BYTES, CHUNK_BYTES
         view = dataclasses.replace(weight, address=address, shape=shape, dtype=jnp.dtype(jnp.uint8))

@@ -30,6 +30,7 @@ LAUNCHES = {
     "experts_gate_up",
     "product",
     "products",
+    "product_gated",
     "product_of_many",
     "product_of_indexer_queries",
     "product_of_queries",

@@ -13,6 +13,7 @@ import dsv4jax as d4
 from dsv4jax.model import ModelConfig, Picks
 from dsv4jax.model.ops import EXPERTS
 from dsv4jax.model.params import Experts, StoredExperts
+from dsv4jax.weights.stored import StoredWeight
 from tests.support.machines import BACKENDS
 from tests.support.models import relative_rms
 
@@ -28,12 +29,17 @@ def stored(outputs: int, inputs: int, seed: int) -> StoredExperts:
     return StoredExperts(codes=jnp.asarray(codes), scales=scales, block=(1, 32))
 
 
+def stored_shared(outputs: int, inputs: int, seed: int) -> StoredWeight:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 120, (outputs, inputs), np.uint8) | rng.integers(0, 2, (outputs, inputs), np.uint8) << 7
+    scales = rng.integers(113, 117, (-(-outputs // 128), -(-inputs // 128)), np.uint8)
+    codes, scales = codes.view(ml_dtypes.float8_e4m3fn), scales.view(ml_dtypes.float8_e8m0fnu)
+    return StoredWeight(codes=jnp.asarray(codes), scales=jax.device_put(scales))
+
+
 def experts(**changes: Any) -> Experts:
     width, hidden = CFG.expert_width, CFG.hidden_size
-    shared = [
-        jax.random.normal(key, shape, jnp.bfloat16) / 32
-        for key, shape in zip(jax.random.split(KEY), ((2 * width, hidden), (hidden, width)), strict=True)
-    ]
+    shared = stored_shared(2 * width, hidden, 3), stored_shared(hidden, width, 4)
     found = Experts(
         gate_up=stored(2 * width, hidden, 1),
         down=stored(hidden, width, 2),
@@ -66,7 +72,9 @@ def test_experts_in_kernels(backend):
     is_pick = np.asarray(want.experts) < CFG.num_experts
     one, other = (np.asarray(each.routed, np.float32)[is_pick] for each in (found, want))
     assert relative_rms(one, other) < 2**-7
-    for token in np.argwhere(is_pick.any(-1)):
+    is_real = is_pick.any(-1)
+    assert relative_rms(*(np.asarray(each.shared, np.float32)[is_real] for each in (found, want))) < 2**-7
+    for token in np.argwhere(is_real):
         one, other = (np.asarray(each.sum(), np.float32)[tuple(token)] for each in (found, want))
         assert relative_rms(one, other) < 2**-7
 

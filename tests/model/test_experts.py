@@ -152,9 +152,9 @@ def test_derivatives_of_wide_weights_are_those_of_the_dense_sum(monkeypatch, at_
         share = (
             jnp.zeros((7, CFG.num_experts)).at[jnp.arange(7)[:, None], picks.experts].add(picks.weights, mode="drop")
         )
-        inner = module._gated(jnp.einsum("th,eoh->teo", x, experts.gate_up), CFG)
+        inner = module.swiglu(jnp.einsum("th,eoh->teo", x, experts.gate_up), CFG.swiglu_limit)
         mixed = jnp.einsum("te,tei,ehi->th", share, inner, experts.down)
-        shared = module._gated(x @ experts.shared_gate_up.T, CFG) @ experts.shared_down.T
+        shared = module.swiglu(x @ experts.shared_gate_up.T, CFG.swiglu_limit) @ experts.shared_down.T
         return jnp.sum((mixed + shared) * direction)
 
     with jax.default_matmul_precision("float32"):  # of the dense sum; a GPU's default is TF32
@@ -174,6 +174,10 @@ def test_interleaved_codes_mean_the_same_numbers():
     np.testing.assert_array_equal(made.in_order(made.codes), rounded.codes)
     for expert in range(CFG.num_experts):
         np.testing.assert_array_equal(widened(made, expert), widened(rounded, expert))
+    for one, other in ((made, rounded), (rounded, made)):
+        found = one.with_activations(other.activations)
+        assert (found.interleaved, found.activations) == (other.interleaved, other.activations)
+        np.testing.assert_array_equal(found.codes, other.codes)
     assert made.for_kernels() is made
     assert rounded.for_kernels() is rounded
     narrow = dataclasses.replace(rounded, codes=rounded.codes[..., :4], activations="bf16")

@@ -34,7 +34,23 @@ def product_kernels(cfg: d4.DSV4Config, *, is_flash: bool) -> Iterator[Kernel]:
     yield from _pairs(cfg)
     yield from _queries_in_products(cfg, is_flash)
     yield from _multiplications_of_many(cfg, is_flash)
-    yield from _experts(ModelConfig.flash() if is_flash else ModelConfig.pro(), is_flash)
+    model = ModelConfig.flash() if is_flash else ModelConfig.pro()
+    yield from _experts(model, is_flash)
+    yield from _shared_expert(model, is_flash)
+
+
+def _shared_expert(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
+    """Yield the gated product of the shared expert: of Pro for most rows alone."""
+    for rows, activations in ((1, "bf16"), (64, "bf16"), (64, "fp8")) if is_flash else ((64, "bf16"),):
+        weight = shared_gate_up(cfg, activations)
+        made = pk.SwiGLU(limit=cfg.swiglu_limit, kind=pk.OperandRows)
+        yield from _kernel(f"{made.name} {activations} [{rows}]", rows, (weight, made))
+
+
+def shared_gate_up(cfg: ModelConfig, activations: str) -> pk.WeightSpec:
+    """Return the weight of the shared expert's gates and ups."""
+    shape = 2 * cfg.expert_width, cfg.hidden_size
+    return pk.WeightSpec(shape=shape, block=(128, 128), activations=activations)
 
 
 def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:

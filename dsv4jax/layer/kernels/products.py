@@ -13,6 +13,7 @@ import pallas_kernels as pk
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
+from dsv4jax.layer.dense import swiglu
 from dsv4jax.layer.indexer import head_factor
 from dsv4jax.layer.kernels.base import Kernels, of_chunk, register
 from dsv4jax.layer.ops import PROJECTIONS, InputProducts, RowForm, Rows, TokenParts
@@ -60,6 +61,16 @@ class ProjectionsKernels(Kernels):
             return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
         (product,) = self.run(plan, x, (weight,), needed=needed)
         return product.reshape(*x.shape[:-1], weight.shape[0] // groups)
+
+    def swiglu(self, x: jax.Array, gate_up: Weight, down: Weight, limit: float) -> jax.Array:
+        takes_operand = row_form(down, math.prod(x.shape[:-1])) == "operand"
+        made = pk.SwiGLU(limit=limit, kind=pk.OperandRows) if takes_operand else pk.SwiGLU(limit=limit)
+        plan = self.plan(x, (gate_up,), (made,))
+        if isinstance(plan, pk.Unsupported):
+            inner = swiglu(self.linear(x, gate_up, x.dtype), limit).astype(x.dtype)
+        else:
+            (inner,) = self.run(plan, x, (gate_up,))
+        return self.linear(inner, down, x.dtype).reshape(x.shape[:-1] + (-1,))
 
     def plan(
         self,

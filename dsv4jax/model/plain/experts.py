@@ -23,8 +23,10 @@ from jax import lax
 
 from dsv4jax.derivatives import refuse_derivative, straight_through
 from dsv4jax.formats import fp8_rounded
+from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
-from dsv4jax.layer.projections import linear
+from dsv4jax.layer.dense import swiglu
+from dsv4jax.layer.ops import PROJECTIONS
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
 from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts, is_any_stored
@@ -54,17 +56,8 @@ class XLAExperts(Anywhere):
 
 def shared_expert(x: jax.Array, experts: Experts, cfg: ModelConfig, backend: Backend) -> jax.Array:
     """Return what the shared expert makes of x [..., h], in x's dtype. Its products are the op ``projections``."""
-    inner = _gated(linear(x, experts.shared_gate_up, x.dtype, backend=backend), cfg).astype(x.dtype)
-    return linear(inner, experts.shared_down, x.dtype, backend=backend)
-
-
-def _gated(product: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """SwiGLU with clamps, f32, of products [..., 2 I]. The gate is clamped from above alone, before silu."""
-    gate, up = jnp.split(product.astype(jnp.float32), 2, axis=-1)
-    if cfg.swiglu_limit > 0:
-        gate = jnp.minimum(gate, cfg.swiglu_limit)
-        up = jnp.clip(up, -cfg.swiglu_limit, cfg.swiglu_limit)
-    return jax.nn.silu(gate) * up
+    projections = PROJECTIONS.of(backend, None, AttentionType.SWA)  # products do not depend on the kind of a layer
+    return projections.swiglu(x, experts.shared_gate_up, experts.shared_down, cfg.swiglu_limit)
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +142,7 @@ def _all_outputs(
     def outputs(pair: jax.Array, expert: jax.Array) -> jax.Array:
         rows = x.at[pair // (pairs // tokens)].get(mode="fill", fill_value=0)
         weight = weights.at[pair].get(mode="fill", fill_value=0)
-        inner = _gated(_product(rows, gate_up, expert), cfg) * weight[..., None]
+        inner = swiglu(_product(rows, gate_up, expert), cfg.swiglu_limit) * weight[..., None]
         return _product(inner.astype(x.dtype), down, expert)
 
     def multiply(step: jax.Array | int, out: jax.Array) -> jax.Array:

@@ -16,10 +16,9 @@ from pallas_kernels.language.values import Value, select
 from pallas_kernels.products.epilogues.faces import BlockSums, LastSteps
 from pallas_kernels.products.problem import NOT_WRITTEN, Epilogue, Spec, Unsupported, WeightSpec
 from pallas_kernels.router.tiles import RoutedTiles
-from pallas_kernels.rows import through_bf16
+from pallas_kernels.rows import swiglu, through_bf16
 
 _GATHERED_ROWS = 16  # of a tile, up to which the kernel's own copies of rows take hardly any time
-_MOST_EXPONENT = 80.0  # silu of a gate below -80 is 0 but for 2^-108
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,6 @@ class ExpertEpilogue(Epilogue):
     """What is made of the sums of a product with experts."""
 
     routing: Routing
-    is_gated: ClassVar[bool]  # whether the second box of outputs has the gates' counterparts
 
     @property
     def routed(self) -> dict[str, Spec]:
@@ -160,14 +158,11 @@ class Gated(ExpertEpilogue):
         column = ExpertRows.column(sums.even)
         for n, (row, weights) in enumerate(rows):
             gates, ups = through_bf16(sums.sums[4 * n : 4 * n + 2]), through_bf16(sums.sums[4 * n + 2 : 4 * n + 4])
-            values = [self._gated(sums.machine, *each) for each in zip(gates, ups, weights, strict=True)]
+            values = [
+                swiglu(sums.machine, gate, up, self.limit) * weight
+                for gate, up, weight in zip(gates, ups, weights, strict=True)
+            ]
             out.values.store_words([sums.pairs(values)], row, column, where=row >= 0)
-
-    def _gated(self, machine: TensorCores, gate: Value, up: Value, weight: Value) -> Value:
-        if self.limit > 0:
-            gate, up = gate.minimum(self.limit), up.minimum(self.limit).maximum(-self.limit)
-        power = machine.exp((gate * -1.0).minimum(_MOST_EXPONENT))
-        return gate * machine.normal_reciprocal(power + 1.0) * up * weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +173,6 @@ class OfPicks(ExpertEpilogue):
     """
 
     name: ClassVar[str] = "experts_down"
-    is_gated: ClassVar[bool] = False
 
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
         return self.routed

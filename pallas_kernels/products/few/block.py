@@ -23,7 +23,7 @@ from pallas_kernels.language.values import VECTOR, Condition, Index, Value, sele
 from pallas_kernels.products.epilogues.faces import PADDING, TILE_PITCH, Finish, Lanes, LastSteps, Lines, Made, Place
 from pallas_kernels.products.few.layout import EIGHT, EIGHT_BYTES, Layout, Split
 from pallas_kernels.products.few.staging import StagedRows, StreamedRows
-from pallas_kernels.products.weights import TILE, Scales, StoredTile, as_operand, widen
+from pallas_kernels.products.weights import TILE, Corner, Scales, StoredTile, as_operand, widen
 
 
 @jax.tree_util.register_dataclass
@@ -126,8 +126,7 @@ class Block:
     stored_scales: Buffer | None  # those of the weight
     row: Value  # first row of x
     place: Value  # the block's, among those of its group of outputs
-    output: Value  # first output of the tile
-    first: Value  # first input of the warpgroup's part
+    corner: Corner  # of the tile of the warpgroup's part
     part: Value  # the warpgroup's, among those of the block
     sent: Barrier | None  # for what other blocks of the cluster send
     arena: int  # where the shared memory begins that the last steps use again
@@ -156,7 +155,9 @@ class Block:
         rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
         of_block = rank * (split.parts * part_inputs)
         first = of_block + part * part_inputs
-        output, row = (group * tiles + mine) * TILE, machine.block(1) * layout.columns
+        row = machine.block(1) * layout.columns
+        half = outputs // 2 if epilogue.is_gated else 0
+        corner = Corner((group * tiles + mine) * layout.stored, first, half)
         sent = Barrier.take(machine, 1, scope="cluster") if layout.cluster > 1 else None
         scales = None if inputs.scales is None else Scales.take(machine, split.warpgroups, split.chunks)
         place_of_x = row, group * width + of_block
@@ -187,12 +188,11 @@ class Block:
             layout=layout,
             activations=activations,
             scales=scales,
-            tile=StoredTile.of(machine, weight, (output, first), there, rooms),
+            tile=StoredTile.of(machine, weight, corner, there, rooms),
             stored_scales=of_weight,
             row=row,
             place=place,
-            output=output,
-            first=first,
+            corner=corner,
             part=part,
             sent=sent,
             arena=activations.tiles.offset,
@@ -261,7 +261,7 @@ class Block:
         if self.scales is not None:  # first, because they are waited for first
             assert self.stored_scales is not None
             assert self.layout.weight.block is not None
-            loaded = self.scales.load(self.stored_scales, self.layout.weight.block, (self.output, self.first))
+            loaded = self.scales.load(self.stored_scales, self.layout.weight.block, self.corner)
         self._copy(0, True)
         if self.scales is not None:
             self.scales.store(loaded)
@@ -381,7 +381,7 @@ class Block:
     def places(self, rows_of_x: int, count: int) -> Iterator[Place]:
         """Do what ``BlockSums`` says, for the rows of this lane's part."""
         lane, rows = self.machine.thread % WARPGROUP, self.layout.owned * EIGHT
-        per_row = TILE // count
+        per_row = self.layout.stored // count
         first = _part_number(self.machine, self.layout.split, self.part) * rows
         for start in range(0, rows * per_row, WARPGROUP):
             n = lane + start
@@ -396,7 +396,7 @@ class Block:
                 unit=unit,
                 count=count,
                 row=column + self.row,
-                output=self.output + unit * count,
+                output=self.corner.output + unit * count,
                 there=there,
             )
 

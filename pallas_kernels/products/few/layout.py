@@ -76,6 +76,11 @@ class Layout:
         return self.split.cluster * self.epilogue.blocks
 
     @property
+    def stored(self) -> int:
+        """Outputs of a tile of which something is stored: the first ones."""
+        return TILE // 2 if self.epilogue.is_gated else TILE
+
+    @property
     def owned(self) -> int:
         """How many eights of columns the warpgroup of each part of a tile adds up and stores."""
         return -(-(self.columns // EIGHT) // self.split.all_parts)
