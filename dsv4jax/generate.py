@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
+from jax.sharding import Mesh
 
+from dsv4jax.cache.shards import DATA, MODEL
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS
 from dsv4jax.model import Generated, Generator, ModelConfig, Sampling, load_model
 from dsv4jax.model.generation import caches_for, read_prompts
@@ -53,6 +56,18 @@ class Given(NamedTuple):
         return text.encode(self.text, bos=text.adds_bos if bos is None else bos)
 
 
+def mesh_of(given: str) -> Mesh:
+    """Read a mesh such as 1x2. Its devices are the first ones that JAX finds."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", given)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be shards of requests x devices of each, such as 1x2; got {given!r}")
+    data, model = map(int, match.groups())
+    devices = jax.devices()
+    if data * model > len(devices):
+        raise argparse.ArgumentTypeError(f"{given} takes {data * model} devices, and there are {len(devices)}")
+    return jax.make_mesh((data, model), (DATA, MODEL), devices=devices[: data * model])
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dsv4jax.generate", description="Generate texts with a checkpoint.")
     parser.add_argument("checkpoint", type=Path, help="folder with config.json and safetensors files")
@@ -77,6 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16", help="inputs of stored weights")
     parser.add_argument("--kv-format", choices=KV_FORMATS, help="format of the cache's rows; default fp8_tile64")
     parser.add_argument("--indexer-format", choices=INDEXER_FORMATS, help="format of indexer keys; default mxfp4")
+    parser.add_argument("--mesh", type=mesh_of, help="devices: shards of requests x devices of each, such as 1x2")
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object of the new tokens and their drafts, and nothing else"
     )
@@ -119,9 +135,9 @@ def run(args: argparse.Namespace) -> None:
     # All of it is checked before weights are loaded, which may take minutes.
     prompts = read_prompts([given.read(text, args.chat, args.bos) for given in args.prompts], cfg.vocab_size)
     sampling = Sampling.of(args.temperature, args.top_p, args.seed, args.least_confidence)
-    caches = caches_for(cfg, prompts, args.max_new, args.drafts, **formats(args))
+    caches = caches_for(cfg, prompts, args.max_new, args.drafts, mesh=args.mesh, **formats(args))
     with progress_bar(f"Loading {args.checkpoint.name}") as on_progress:
-        params = load_model(args.checkpoint, args.weights, args.activations, on_progress=on_progress)
+        params = load_model(args.checkpoint, args.weights, args.activations, on_progress=on_progress, mesh=args.mesh)
         jax.block_until_ready(params)
     print("Compiling, which takes minutes for a large model", file=sys.stderr)
     stops = () if args.ignore_eos else params.cfg.stop_tokens

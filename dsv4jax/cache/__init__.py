@@ -10,6 +10,7 @@ cache       ``KVCache`` and the five calls that drive it
 grants      what a batch is granted row by row, and why a row is refused
 create      empty caches: on one device, over a mesh, or as shapes alone
 sharding    several devices: requests split over one axis of a mesh, heads over another
+shards      calls on a cache that knows its mesh, mapped over its shards
 inspection  reports on what a cache holds, and checks that it is consistent
 plots       pictures of which request holds which block
 """

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dsv4jax.cache.allocation import allocate
 from dsv4jax.cache.checked import check_advance
 from dsv4jax.cache.pool import init_pool
+from dsv4jax.cache.shards import is_spread, on_shards
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.state import init_state, reset_slots
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, init_tables, release_slots
@@ -29,6 +31,9 @@ class KVCache(Stacks):
 
     tables: Tables
     plan: CachePlan = dataclasses.field(metadata={"static": True})
+    # The mesh over whose axis "data" the library's calls map themselves; None for one device, and for a cache of
+    # ``init_cache(plan, mesh)``, whose steps the caller maps.
+    mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
         lengths = values_of(seq_lens=self.tables.seq_lens)
@@ -86,7 +91,8 @@ def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCac
 
     Returns:
       (cache, slots int32 [n], ok bool []). A slot is -1 where masked out; all are -1 and the cache is unchanged when
-      too few slots are free (``ok`` False).
+      too few slots are free (``ok`` False). Of a cache with a ``mesh``, each shard admits its share of the n, and
+      ``ok`` is bool [shards], here and in all calls.
 
     Raises:
       AssertionError: (chex) ``where`` has another shape or dtype.
@@ -94,6 +100,9 @@ def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCac
     """
     check_cache("admit", cache)
     n = integer("n", n, least=0)
+    if is_spread(cache):
+        asked = jnp.ones(n, jnp.bool) if where is None else where
+        return on_shards(lambda cache, where: admit(cache, where.shape[0], where), cache, (asked,), 2)
     tables, slots, ok = admit_slots(cache.tables, n, where)
 
     def emptied(kind: AttentionType, stack: LayerStack) -> LayerStack:
@@ -123,6 +132,8 @@ def prepare_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tup
     """
     check_cache("prepare_forward", cache)
     check_batch(slots=slots, num_new=num_new)
+    if is_spread(cache):
+        return on_shards(prepare_forward, cache, (slots, num_new), 1)
     tables, ok = allocate(cache.tables, slots, num_new, cache.plan)
     return dataclasses.replace(cache, tables=tables), ok
 
@@ -138,6 +149,8 @@ def advance(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> KVCache:
         added.
     """
     check_cache("advance", cache)
+    if is_spread(cache):
+        return on_shards(advance, cache, (slots, num_new), 0)
     tables = advance_lengths(cache.tables, slots, num_new)
     check_advance(cache.tables, cache, slots, num_new)
     return dataclasses.replace(cache, tables=tables)
@@ -147,6 +160,8 @@ def advance(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> KVCache:
 def release(cache: KVCache, slots: jax.Array) -> KVCache:
     """Free slots int32 [B] and their blocks. Slots that are free, repeated or negative are ignored."""
     check_cache("release", cache)
+    if is_spread(cache):
+        return on_shards(release, cache, (slots,), 0)
     return dataclasses.replace(cache, tables=release_slots(cache.tables, slots))
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv4jax.cache.cache import KVCache, admit, release
 from dsv4jax.cache.create import init_cache
+from dsv4jax.cache.shards import DATA, automatic
 from dsv4jax.checks import check_type, integer
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.plan import CachePlan, plan_cache
@@ -96,7 +98,9 @@ class Caches:
         return Caches(model=model, drafts=drafts), slots, ok & also_ok
 
 
-def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: int = 0, **formats: Any) -> Caches:
+def init_caches(
+    cfg: ModelConfig, max_requests: int, max_context: int, drafts: int = 0, *, mesh: Mesh | None = None, **formats: Any
+) -> Caches:
     """Return empty caches for a model.
 
     Args:
@@ -105,12 +109,13 @@ def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: i
       max_context: tokens that a request can hold.
       drafts: the most tokens that are guessed at a time, up to ``MOST_DRAFTS``, or with DSpark the rows of its block;
         0 = no cache for drafts.
+      mesh: as for ``load_model``. Requests and blocks are then divided over its axis "data". None = one device.
       formats: further arguments of ``plan_cache``. Unless given, rows, keys and tails are stored as in the models'
         training, and not as ``plan_cache`` has them: ``kv_format="fp8_tile64"``, ``indexer_format="mxfp4"``,
         ``hca_tail="online"``.
 
     Raises:
-      ValueError: as ``plan_cache``, or there are too many drafts.
+      ValueError: as ``plan_cache``, there are too many drafts, or requests or blocks do not divide.
     """
     drafts = integer("drafts", drafts, least=0)
     if cfg.dspark is not None and drafts > cfg.dspark.block_size:
@@ -121,14 +126,32 @@ def init_caches(cfg: ModelConfig, max_requests: int, max_context: int, drafts: i
             f"drafts must be at most {MOST_DRAFTS}, got {drafts}: each costs a run of the draft block and of the head, "
             "and counts only if all before it were right"
         )
+    mesh = None if mesh is None else automatic(mesh)
     plan = plan_cache(cfg.attention, max_requests, max_context, **(TRAINED | formats))
+    if "num_blocks" not in formats:
+        plan = _divisible(plan, mesh)
     if not drafts:
-        return Caches(model=init_cache(plan), drafts=None)
+        return empty_caches(plan, None, mesh)
     # Multi-token prediction stores guesses past the end of the request's tokens, in a copy that is then forgotten.
     of_drafts = plan_cache(
         cfg.draft_attention, max_requests, max_context + drafts, plan.kv_format, plan.indexer_format, plan.tail_dtype
     )
-    return Caches(model=init_cache(plan), drafts=init_cache(of_drafts))
+    return empty_caches(plan, _divisible(of_drafts, mesh), mesh)
+
+
+def _divisible(plan: CachePlan, mesh: Mesh | None) -> CachePlan:
+    """The plan with as many more blocks as make them divide by a mesh's shards of requests."""
+    shards = 1 if mesh is None else mesh.shape[DATA]
+    return dataclasses.replace(plan, num_blocks=-(-plan.num_blocks // shards) * shards)
+
+
+def empty_caches(model: CachePlan, drafts: CachePlan | None, mesh: Mesh | None) -> Caches:
+    """Return empty caches of these plans, over a mesh if one is given."""
+
+    def empty(plan: CachePlan) -> KVCache:
+        return dataclasses.replace(init_cache(plan, mesh), mesh=mesh)
+
+    return Caches(model=empty(model), drafts=None if drafts is None else empty(drafts))
 
 
 # What a folder of both has; each is a folder as ``d4.requests.save`` writes it.

@@ -81,11 +81,11 @@ class Judged:
             accepted=self.accepted.at[at].set(number < accepted[:, None], mode="drop"),
         )
 
-    def of(self, first: Sequence[int], counts: Sequence[int]) -> list[list[JudgedDraft | None]]:
-        """Return, on the host, the drafts for so many places of the first texts from place ``first`` on."""
+    def of(self, texts: Sequence[int], first: Sequence[int], counts: Sequence[int]) -> list[list[JudgedDraft | None]]:
+        """Return, on the host, the drafts for so many places of some texts from place ``first`` on."""
         # Of a power of two of places, so that a few programs serve any counts.
         number = np.arange(1 << max(counts).bit_length(), dtype=np.int32)[None]
-        text, places = np.arange(len(first), dtype=np.int32)[:, None], np.asarray(first, np.int32)[:, None] + number
+        text, places = np.asarray(texts, np.int32)[:, None], np.asarray(first, np.int32)[:, None] + number
         confidence, accepted = (leaf.at[text, places].get(mode="clip") for leaf in (self.confidence, self.accepted))
         confidence, accepted = jax.device_get((confidence, accepted))
         return [

@@ -8,17 +8,20 @@ a cache of its own, of one layer with a window alone, which holds row t when the
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.shards import OF_ROWS, cache_specs
 from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.dense import rms_norm
 from dsv4jax.layer.projections import linear
 from dsv4jax.model.forward_pass import attention
 from dsv4jax.model.inside.blocks import Tokens, Way, all_logits, embedded, run_blocks
+from dsv4jax.model.inside.devices import run_on_devices, weight_specs
 from dsv4jax.model.params import DraftParams, ModelParams
 
 
@@ -57,10 +60,24 @@ def draft_forward(
     cfg, drafts = params.cfg, params.drafts
     if not isinstance(drafts, DraftParams):
         raise ValueError("this model has no block for multi-token prediction: its checkpoint holds no MTP weights")
-    tokens = Tokens.of(params, next_ids, cache, slots, num_new, cfg.draft_attention)
     axes = {"B": slots.shape[0], "T": next_ids.shape[1], "streams": cfg.num_streams, "hidden": cfg.hidden_size}
     check_array("streams", streams, dict(axes), FLOATS)
-    token = embedded(params.embedding, next_ids, tokens.real)
+
+    def specs() -> tuple[Any, Any]:
+        of_cache = cache_specs(cache)
+        return (weight_specs(params), of_cache, OF_ROWS), (OF_ROWS, OF_ROWS, of_cache)
+
+    run = run_on_devices(functools.partial(_step, backend=backend), params.mesh, cache, slots.shape[0], specs)
+    return run(params, cache, (streams, next_ids, slots, num_new))
+
+
+def _step(
+    params: ModelParams, cache: KVCache, rows: tuple[jax.Array, ...], *, backend: Backend
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    (streams, next_ids, slots, num_new), cfg, drafts = rows, params.cfg, params.drafts
+    assert isinstance(drafts, DraftParams)
+    tokens = Tokens.of(params, next_ids, cache, slots, num_new, cfg.draft_attention)
+    token = embedded(params, tokens)
     token = rms_norm(token, drafts.token_norm, cfg.norm_eps).astype(token.dtype)
     old = rms_norm(streams, drafts.stream_norm, cfg.norm_eps).astype(streams.dtype)
     old = jnp.where(tokens.real[..., None, None], old, jnp.zeros((), old.dtype))

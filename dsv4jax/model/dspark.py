@@ -123,6 +123,7 @@ def run_block(
         ids=jnp.concatenate([newest[:, None], noise], axis=1),
         real=jnp.broadcast_to(active[:, None], (newest.shape[0], size)),
         count=jnp.where(active, size, 0),
+        devices=params.devices,
     )
     start = cache.seq_lens.at[slots].get(mode="clip")
     batch = Batch(slots=jnp.where(active, slots, -1), start=start, num_new=tokens.count)
@@ -168,7 +169,8 @@ def base_logits(params: ModelParams, x: jax.Array, backend: Backend = None) -> j
     """Return the logits of rows x [B, m, h] of the block but for the tokens before them: f32 [B, m, V]."""
     drafts, cfg = _drafts(params), params.cfg
     normed = rms_norm(x, drafts.final_norm, cfg.norm_eps).astype(x.dtype)
-    return HEAD.of(backend, cfg, params.head, x.dtype).logits(normed, params.head)
+    devices, op = params.devices, HEAD.of(backend, cfg, params.head, x.dtype)
+    return devices.gather_logits(op.logits(devices.gather_inputs(normed), params.head))
 
 
 def token_head(drafts: DSparkParams, base: jax.Array, x: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
+from dsv4jax.cache.shards import OF_ROWS, cache_specs
 from dsv4jax.checks import check_array
 from dsv4jax.config import layer_schedule
 from dsv4jax.layer.backend import XLA, Backend
@@ -33,12 +34,13 @@ from dsv4jax.model.inside.blocks import (
     read_logits,
     run_model,
 )
-from dsv4jax.model.inside.captures import NOTHING, Looking, ModelProbe, Patching
+from dsv4jax.model.inside.captures import CHOICES_SPEC, NOTHING, Looking, ModelProbe, Patching
 from dsv4jax.model.inside.choices import check_choices
+from dsv4jax.model.inside.devices import run_on_devices, weight_specs
 from dsv4jax.model.ops import Picks
 from dsv4jax.model.params import Block, ModelParams, check_model
 from dsv4jax.model.plain.hyper_connections import head_input, mix_out
-from dsv4jax.requests.speculate import StagedLayer, staged_layer
+from dsv4jax.requests.speculate import StagedLayer, staged_layer, staged_specs
 from dsv4jax.weights.params import AttentionParams
 
 
@@ -127,14 +129,24 @@ def _forward(
     logits: Logits,
     backend: Backend,
 ) -> tuple[jax.Array | None, jax.Array, KVCache, dict[str, Any]]:
-    tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-    attend = attention(slots, num_new, backend)
-    way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend, probe=probe)
-    ran = run_model(params, cache, way)
-    return read_logits(ran.x, params.head, logits, way), _for_drafts(params, ran), ran.cache, ran.captured(way)
+    def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Any:
+        ids, slots, num_new = rows
+        tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
+        attend = attention(slots, num_new, backend)
+        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend, probe=probe)
+        ran = run_model(params, cache, way)
+        return read_logits(ran.x, params.head, logits, way), _for_drafts(params, ran), ran.cache, ran.captured(way)
+
+    def specs() -> tuple[Any, Any]:
+        of_cache = cache_specs(cache)
+        return (weight_specs(params), of_cache, OF_ROWS, CHOICES_SPEC), (OF_ROWS, OF_ROWS, of_cache, probe.specs)
+
+    run = run_on_devices(step, params.mesh, cache, ids.shape[0], specs)
+    return run(params, cache, (ids, slots, num_new), probe)
 
 
 Staged = tuple[StagedLayer, ...]
+Rows = tuple[jax.Array, jax.Array, jax.Array]  # ids, slots and num_new of a pass
 
 
 @overload
@@ -200,24 +212,37 @@ def _stage_forward(
     *,
     backend: Backend,
 ) -> tuple[jax.Array, jax.Array, KVCache, Staged, dict[str, Any]]:
-    tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-    staged: list[StagedLayer] = []
-    options = RunOptions(backend=backend, is_draft=True)
+    sizes = params.cfg.attention
 
-    def attend(
-        weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int, probe: Probe
-    ) -> tuple[jax.Array, KVCache, Seen]:
-        kind, index = cache.locate(layer)
-        y, cache, draft, seen = run_layer(
-            weights, Given(x=x, slots=slots, num_new=num_new), cache, kind, index, options, probe
-        )
-        assert draft is not None
-        staged.append(staged_layer(draft, layer))
-        return y, cache, seen
+    def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Any:
+        ids, slots, num_new = rows
+        tokens = Tokens.of(params, ids, cache, slots, num_new, sizes)
+        staged: list[StagedLayer] = []
+        options = RunOptions(backend=backend, is_draft=True)
 
-    way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend, probe=probe)
-    ran = run_model(params, cache, way)
-    return all_logits(ran.x, params.head, way), _for_drafts(params, ran), ran.cache, tuple(staged), ran.captured(way)
+        def attend(
+            weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int, probe: Probe
+        ) -> tuple[jax.Array, KVCache, Seen]:
+            kind, index = cache.locate(layer)
+            given = Given(x=x, slots=slots, num_new=num_new)
+            y, cache, draft, seen = run_layer(weights, given, cache, kind, index, options, probe)
+            assert draft is not None
+            staged.append(staged_layer(draft, layer))
+            return y, cache, seen
+
+        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend, probe=probe)
+        ran = run_model(params, cache, way)
+        logits = all_logits(ran.x, params.head, way)
+        return logits, _for_drafts(params, ran), ran.cache, tuple(staged), ran.captured(way)
+
+    def specs() -> tuple[Any, Any]:
+        of_cache = cache_specs(cache)
+        of_staged = tuple(staged_specs(sizes, layer) for layer in range(sizes.num_layers))
+        given = weight_specs(params), of_cache, OF_ROWS, CHOICES_SPEC
+        return given, (OF_ROWS, OF_ROWS, of_cache, of_staged, probe.specs)
+
+    run = run_on_devices(step, params.mesh, cache, ids.shape[0], specs)
+    return run(params, cache, (ids, slots, num_new), probe)
 
 
 def _for_drafts(params: ModelParams, ran: Ran) -> jax.Array:

@@ -10,6 +10,7 @@ import collections.abc
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,17 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.create import init_cache
+from dsv4jax.cache.shards import DATA, OF_ROWS
 from dsv4jax.cache.tables import blocks_for
 from dsv4jax.checks import check_type, integer
-from dsv4jax.model.caches import Caches, init_caches
+from dsv4jax.model.caches import Caches, empty_caches, init_caches
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.drafting import JudgedDraft
 from dsv4jax.model.inside.choices import Choices, no_choices
-from dsv4jax.model.loop import Loop, Texts, begin, run, seat, store
+from dsv4jax.model.inside.devices import check_meshes
+from dsv4jax.model.loop import Loop, Texts, begin, of_each_shard, run, seat, store
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling
-from dsv4jax.plan import CachePlan
+from dsv4jax.plan import CachePlan, shard_plan
 
 # Passes of the loop from one look at what it made to the next: of a stream, for reports of progress, otherwise.
 STREAMED, REPORTED, UNSEEN = 1, 8, 64
@@ -66,7 +68,7 @@ class Generated:
 class _Kept:
     """A text that a slot of the cache still holds."""
 
-    slot: int
+    slot: int  # among those of all shards
     tokens: np.ndarray  # int [stored]
 
     def is_begin_of(self, prompt: np.ndarray) -> bool:
@@ -84,6 +86,9 @@ class Generator:
     Texts wait until there is a row and blocks for what they have. If blocks run out later on, the last texts of those
     at work wait again, and are stored anew when there is room. What is drawn does not depend on it, but with drafts at
     a temperature above 0, where only its distribution does not.
+
+    Over a mesh, each shard of requests has its share of the rows and of the blocks. A prompt goes to the shard that
+    holds its beginning, or to one that has the fewest tokens to store.
 
     Generators of equal sizes share their compiled programs. Calls follow each other: one is over before the next.
 
@@ -108,7 +113,7 @@ class Generator:
 
         Args:
           params: the model's weights.
-          rows: texts to work on at a time, rounded up to a power of two.
+          rows: texts to work on at a time, rounded up to a power of two on each shard of requests.
           context: tokens that each of them can hold, rounded up to a power of two of at least ``CONTEXT``.
           drafts: tokens to guess per pass with the model's own draft block. They change the speed, not the
             distribution; at temperature 0 not even the tokens.
@@ -124,12 +129,15 @@ class Generator:
         if self.drafts and params.drafts is None:
             raise ValueError("this model cannot make drafts: its checkpoint holds no block for them")
         if caches is None:
-            caches = caches_of(params.cfg, integer("rows", rows, 1), integer("context", context, 1), drafts, **formats)
+            sizes = integer("rows", rows, 1), integer("context", context, 1), drafts
+            caches = caches_of(params.cfg, *sizes, mesh=params.mesh, **formats)
         elif formats:
             raise ValueError(f"caches are given, and have formats: leave out {list(formats)}")
-        _check_caches(caches, self.drafts)
+        _check_caches(caches, self.drafts, params)
         self._caches: Caches | None = caches
         self._plans = caches.model.plan, caches.drafts and caches.drafts.plan
+        self._shards = 1 if params.mesh is None else params.mesh.shape[DATA]
+        self._of_shard = self._plans[0] if params.mesh is None else shard_plan(self._plans[0], params.mesh, DATA)
         self._kept: list[_Kept] = []  # in the order of their last use
         # Chunks of ``store``, and None for ``run``; with whether they record choices.
         self._compiled: set[tuple[int | None, bool]] = set()
@@ -166,7 +174,7 @@ class Generator:
         """
         texts = read_prompts([prompt], self._params.cfg.vocab_size)
         if max_new is None:
-            max_new = max(1, _most_tokens(self._plans[0]) - texts[0].size)
+            max_new = max(1, _most_tokens(self._of_shard) - texts[0].size)
         rounds = self._rounds(texts, max_new, sampling, stop_tokens, STREAMED)
         return _first_texts(rounds)
 
@@ -211,7 +219,7 @@ class Generator:
     ) -> Rounds:
         """Check the arguments of a call; then, so many passes at a time, yield the new tokens of each prompt."""
         max_new = integer("max_new", max_new, 1)
-        _check_room(prompts, max_new, self._plans[0])
+        _check_room(prompts, max_new, self._of_shard)
         if sampling is None:
             sampling = Sampling.of()
         elif not isinstance(sampling, Sampling):
@@ -226,7 +234,7 @@ class Generator:
         if self._is_busy:
             raise RuntimeError("this generator's last stream is not over: exhaust it, or call its close()")
         made: list[list[int]] = [[] for _ in prompts]
-        loop, seconds = self._begin(prompts, max_new, records), 0.0
+        (loop, places), seconds = self._begin(prompts, max_new, records), 0.0
         self._is_busy = True
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
@@ -236,35 +244,46 @@ class Generator:
                 began = time.perf_counter()
                 if needs_seats:
                     loop = seat(loop)
-                    for rows, chunk in self._chunks(jax.device_get(_pending(loop))):
+                    for rows, chunk in self._chunks(jax.device_get(_pending(loop)).reshape(self._shards, -1)):
                         loop = store(self._params, loop, jnp.asarray(rows, jnp.int32), chunk=chunk)
                 loop = go_on(self._params, loop, passes=jnp.int32(passes))
                 tokens, after, *flags = _look(loop, lengths, passes * (self.drafts + 1))
-                tokens, counts, goes_on, needs_seats = jax.device_get((tokens, after - lengths, *flags))
+                tokens, counts, *flags = jax.device_get((tokens, after - lengths, *flags))
+                goes_on, needs_seats = map(np.any, flags)
                 lengths = after
                 seconds += time.perf_counter() - began
-                new = [tokens[i, : counts[i]].tolist() for i in range(len(prompts))]
+                new = [tokens[place, : counts[place]].tolist() for place in places]
                 for one, more in zip(made, new, strict=True):
                     one += more
                 yield new
-            if not bool(loop.ok):
+            if not np.all(jax.device_get(loop.ok)):
                 raise RuntimeError("no text can go on, although each has room when it is alone: an error of dsv4jax")
         finally:
             self._is_busy = False
-            self._end(loop, prompts, made, seconds)
+            self._end(loop, prompts, made, places, seconds)
 
-    def _chunks(self, pending: Iterable[int]) -> list[tuple[list[int], int]]:
-        """Return the passes that store what rows lack, but for their last tokens: (their rows, tokens of each)."""
-        lacking = [int(count) - 1 for count in pending]
-        most = max(lacking)
+    def _chunks(self, pending: Sequence[Iterable[int]]) -> list[tuple[list[int], int]]:
+        """Return the passes that store what rows of each shard lack, but for their last tokens.
+
+        Each is (rows, as many of each shard and -1 for none; tokens of each).
+        """
+        lacking = [[int(count) - 1 for count in of_shard] for of_shard in pending]
+        most = max(itertools.chain(*lacking))
         chunk = min(LONG if most <= LONG else LONGEST, self.context)
-        long = [([row], chunk) for row, count in enumerate(lacking) if count > SHORT for _ in range(0, count, chunk)]
-        is_short = any(0 < count <= SHORT for count in lacking)
-        return long + [(list(range(self.rows)), min(SHORT, self.context))] * is_short
+        turns = [
+            [row for row, count in enumerate(of_shard) if count > SHORT for _ in range(0, count, chunk)]
+            for of_shard in lacking
+        ]
+        long = [(list(rows), chunk) for rows in itertools.zip_longest(*turns, fillvalue=-1)]
+        is_short = any(0 < count <= SHORT for count in itertools.chain(*lacking))
+        all_rows = list(range(self.rows // self._shards)) * self._shards
+        return long + [(all_rows, min(SHORT, self.context))] * is_short
 
     def _compile(self, loop: Loop, sizes: Iterable[int], go_on: functools.partial[Loop]) -> None:
         """Compile, at once, the programs that prompts of so many tokens need; without it, their first calls do."""
-        chunks = {chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in self._chunks(sizes)}
+        chunks = {
+            chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in self._chunks([[*sizes], *[[]] * (self._shards - 1)])
+        }
         records = loop.choices is not None
         lowered = [
             store.lower(self._params, loop, rows, chunk=chunk)
@@ -277,64 +296,87 @@ class Generator:
             list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= {(program, records) for program in (None, *chunks)}
 
-    def _begin(self, prompts: list[np.ndarray], max_new: int, records: bool) -> Loop:
+    def _begin(self, prompts: list[np.ndarray], max_new: int, records: bool) -> tuple[Loop, list[int]]:
         """Return the state of the loop in which prompts wait, or go on from what the cache holds of them.
 
-        If it records choices none go on, because those of what the cache holds are not known.
+        The second result is the place of each prompt in its queue. If the loop records choices none go on, because
+        those of what the cache holds are not known.
         """
-        caches, self._caches = self._caches or _empty(*self._plans), None  # the loop has them now
+        caches, self._caches = self._caches or empty_caches(*self._plans, self._params.mesh), None  # the loop's now
         others, self._kept = self._kept, []
         going_on: dict[int, _Kept] = {}
         for i, prompt in enumerate(prompts):
             if found := [one for one in others if not records and one.is_begin_of(prompt)]:
                 going_on[i] = max(found, key=lambda one: one.tokens.size)
                 others.remove(going_on[i])
-        plan, held = self._plans[0], jax.device_get(caches.model.tables.block_lens)
-        blocks = sum(int(blocks_for(plan, prompt.size + max_new - 1)) for prompt in prompts)
-        gone = []
-        while others and (
-            len(prompts) + len(others) > self.rows
-            or blocks + sum(int(held[one.slot]) for one in others) > plan.num_blocks
-        ):
-            gone.append(others.pop(0).slot)
-        if gone:
-            caches = caches.release(jnp.asarray(gone + [-1] * (self.rows - len(gone)), jnp.int32))
+        plan, rows = self._of_shard, self.rows // self._shards
+        held = jax.device_get(caches.model.tables.block_lens)
+        queues = self._assigned(prompts, {i: one.slot // rows for i, one in going_on.items()})
+        released = np.full(self.rows, -1, np.int32)
+        for shard, queue in enumerate(queues):
+            kept = [one for one in others if one.slot // rows == shard]
+            blocks = sum(int(blocks_for(plan, prompts[i].size + max_new - 1)) for i in queue)
+            while kept and (
+                len(queue) + len(kept) > rows or blocks + sum(int(held[one.slot]) for one in kept) > plan.num_blocks
+            ):
+                others.remove(gone := kept.pop(0))
+                released[gone.slot] = gone.slot % rows
+        if (released >= 0).any():
+            caches = caches.release(jnp.asarray(released))
         self._kept = others
-        texts = _queue(prompts, max_new, self.context)
-        cfg, room = self._params.cfg, None
+        texts, places = _queue(prompts, queues, max_new, self.context)
+        cfg, room, longest = self._params.cfg, None, max(map(len, queues))
         if records:
-            room = no_choices(_power_of_two(len(prompts)), self.context, plan, cfg)
+            room = no_choices(_power_of_two(longest) * self._shards, self.context, plan, cfg)
         loop = begin(caches, texts, cfg.vocab_size, self.drafts, room)
-        # The last text of the queue is empty, hence complete.
-        rows = [(one.slot, i) for i, one in going_on.items()] + [(one.slot, texts.lengths.size - 1) for one in others]
-        rows += [(-1, 0)] * (self.rows - len(rows))
-        slots, text = np.asarray(rows, np.int32).T
-        return dataclasses.replace(loop, slots=jnp.asarray(slots), text=jnp.asarray(text))
+        slots, text = np.full(self.rows, -1, np.int32), np.zeros(self.rows, np.int32)
+        size = texts.lengths.size // self._shards
+        # The last text of a queue is empty, hence complete.
+        seats = [(one, places[i] % size) for i, one in going_on.items()] + [(one, size - 1) for one in others]
+        for one, which in seats:
+            slots[one.slot], text[one.slot] = one.slot % rows, which
+        return dataclasses.replace(loop, slots=jnp.asarray(slots), text=jnp.asarray(text)), places
 
-    def _end(self, loop: Loop, prompts: list[np.ndarray], made: list[list[int]], seconds: float) -> None:
+    def _assigned(self, prompts: list[np.ndarray], known: dict[int, int]) -> list[list[int]]:
+        """Return the numbers of the prompts of each shard. ``known`` are the shards of some."""
+        loads = [0] * self._shards  # tokens
+        shards = []
+        for i, prompt in enumerate(prompts):
+            shards.append(known.get(i, loads.index(min(loads))))
+            loads[shards[-1]] += prompt.size
+        return [[i for i, of_prompt in enumerate(shards) if of_prompt == shard] for shard in range(self._shards)]
+
+    def _end(
+        self, loop: Loop, prompts: list[np.ndarray], made: list[list[int]], places: list[int], seconds: float
+    ) -> None:
         """Take the caches back, and note what they hold."""
         if loop.ok.is_deleted():  # a pass was interrupted: its caches are lost, and the next call makes new ones
             self._kept = []
             return
         self._caches = loop.caches
         # The tokens are read again: what an interrupted call made may not all have been seen.
-        tokens = jnp.take(loop.texts.tokens, loop.text, axis=0)
-        slots, text, tokens, lengths = jax.device_get((loop.slots, loop.text, tokens, loop.caches.model.seq_lens))
+        shard = np.arange(self.rows, dtype=np.int32) // (self.rows // self._shards)  # of each row
+        text = loop.text + shard * (loop.texts.lengths.size // self._shards)
+        tokens = jnp.take(loop.texts.tokens, text, axis=0)
+        slots, text, tokens, lengths = jax.device_get((loop.slots, text, tokens, loop.caches.model.seq_lens))
+        at = shard * (self.rows // self._shards) + slots  # of each row the slot among those of all shards
         held = {
-            int(slot): (int(text[row]), tokens[row, : lengths[slot]]) for row, slot in enumerate(slots) if slot >= 0
+            int(at[row]): (int(text[row]), tokens[row, : lengths[at[row]]])
+            for row in range(self.rows)
+            if slots[row] >= 0
         }
-        self._kept = [one for one in self._kept if one.slot in held and held[one.slot][0] >= len(made)]
-        self._kept += [_Kept(slot, stored) for slot, (i, stored) in held.items() if i < len(made)]
+        self._kept = [one for one in self._kept if one.slot in held and held[one.slot][0] not in places]
+        self._kept += [_Kept(slot, stored) for slot, (place, stored) in held.items() if place in places]
         passes, stored, drafted, accepted = jax.device_get((loop.passes, loop.stored, loop.drafted, loop.accepted))
         self.result = Generated(
             tokens=made,
-            passes=int(passes),
-            stored=int(stored),
-            drafted=int(drafted),
-            accepted=int(accepted),
+            passes=int(np.max(passes)),
+            stored=int(np.sum(stored)),
+            drafted=int(np.sum(drafted)),
+            accepted=int(np.sum(accepted)),
             seconds=seconds,
-            drafts=loop.judged and loop.judged.of([prompt.size for prompt in prompts], list(map(len, made))),
-            choices=None if loop.choices is None else _choices(loop, len(made)),
+            drafts=loop.judged and loop.judged.of(places, [prompt.size for prompt in prompts], list(map(len, made))),
+            choices=None if loop.choices is None else _choices(loop, places, self._shards),
         )
 
 
@@ -371,7 +413,7 @@ def generate(
     if drafts >= max_new:
         raise ValueError(f"drafts={drafts} are more than can be used: of max_new={max_new} tokens, {max_new - 1}")
     if caches is None:
-        caches = caches_for(params.cfg, texts, max_new, drafts)
+        caches = caches_for(params.cfg, texts, max_new, drafts, mesh=params.mesh)
     generator = Generator(params, drafts=drafts, caches=caches)
     return generator.generate(texts, max_new, sampling, stop_tokens, on_progress)
 
@@ -386,7 +428,9 @@ def caches_for(
 
 def caches_of(cfg: ModelConfig, rows: int, context: int, drafts: int, **formats: Any) -> Caches:
     """Return empty caches of at least these sizes."""
-    return init_caches(cfg, _power_of_two(rows), _power_of_two(max(context, CONTEXT)), drafts, **formats)
+    shards = 1 if formats.get("mesh") is None else formats["mesh"].shape[DATA]
+    rows = _power_of_two(-(-rows // shards)) * shards
+    return init_caches(cfg, rows, _power_of_two(max(context, CONTEXT)), drafts, **formats)
 
 
 def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
@@ -418,15 +462,22 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _queue(prompts: list[np.ndarray], max_new: int, longest: int) -> Texts:
-    """The prompts as texts, and at least one that is empty."""
-    texts = _power_of_two(max(len(prompts) + 1, TEXTS))
-    tokens, lengths = np.zeros((texts, longest), np.int32), np.zeros(texts, np.int32)
-    for i, prompt in enumerate(prompts):
-        lengths[i] = prompt.size
-        tokens[i, : prompt.size] = prompt
-    limits = np.where(lengths > 0, lengths + max_new, 0).astype(np.int32)
-    return Texts(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths), limits=jnp.asarray(limits))
+def _queue(prompts: list[np.ndarray], queues: list[list[int]], max_new: int, longest: int) -> tuple[Texts, list[int]]:
+    """The prompts as texts, in a queue for each shard, and at least one of each that is empty.
+
+    Returns (the texts, the place of each prompt among all of them).
+    """
+    size = _power_of_two(max(*map(len, queues), TEXTS - 1) + 1)
+    texts = size * len(queues)
+    places = {i: shard * size + turn for shard, queue in enumerate(queues) for turn, i in enumerate(queue)}
+    tokens, (lengths, numbers) = np.zeros((texts, longest), np.int32), np.zeros((2, texts), np.int32)
+    for i, place in places.items():
+        lengths[place], numbers[place] = prompts[i].size, i
+        tokens[place, : prompts[i].size] = prompts[i]
+    limits = np.where(lengths > 0, lengths + max_new, 0)
+    arrays = {"tokens": tokens, "lengths": lengths, "limits": limits, "numbers": numbers}
+    queue = Texts(**{name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()})
+    return queue, [places[i] for i in range(len(prompts))]
 
 
 def _first_texts(rounds: Rounds) -> collections.abc.Generator[int]:
@@ -437,7 +488,7 @@ def _first_texts(rounds: Rounds) -> collections.abc.Generator[int]:
 
 @jax.jit
 def _pending(loop: Loop) -> jax.Array:
-    return loop.pending
+    return of_each_shard(lambda loop: loop.pending, loop, made=OF_ROWS)
 
 
 @functools.partial(jax.jit, static_argnames="most")
@@ -447,21 +498,27 @@ def _look(loop: Loop, lengths: jax.Array, most: int) -> tuple[jax.Array, jax.Arr
     It is (up to ``most`` tokens of each text after so many int32 [texts, most], lengths int32 [texts], whether there is
     more to do, whether texts need seats).
     """
-    places = lengths[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
-    texts = loop.texts
-    tokens = jnp.take_along_axis(texts.tokens, jnp.minimum(places, texts.tokens.shape[1] - 1), axis=1)
-    return tokens, texts.lengths, loop.unfinished, loop.needs_seats
+
+    def step(loop: Loop, lengths: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        places = lengths[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
+        texts = loop.texts
+        tokens = jnp.take_along_axis(texts.tokens, jnp.minimum(places, texts.tokens.shape[1] - 1), axis=1)
+        return tokens, texts.lengths, loop.unfinished, loop.needs_seats
+
+    return of_each_shard(step, loop, (lengths,), (OF_ROWS,), OF_ROWS)
 
 
-def _choices(loop: Loop, texts: int) -> list[Choices]:
-    """Return the choices for the stored tokens of each of the first texts, on the host."""
+def _choices(loop: Loop, places: list[int], shards: int) -> list[Choices]:
+    """Return the choices for the stored tokens of the texts at these places, on the host."""
     choices, lengths = jax.device_get((loop.choices, loop.texts.lengths))
     assert choices is not None
-    return [jax.tree.map(lambda leaf, i=i: leaf[:, i : i + 1, : lengths[i] - 1], choices) for i in range(texts)]
+    size, room = lengths.size // shards, jax.tree.leaves(choices)[0].shape[1] // shards
 
+    def of_text(place: int) -> Choices:
+        at = place // size * room + place % size
+        return jax.tree.map(lambda leaf: leaf[:, at : at + 1, : lengths[place] - 1], choices)
 
-def _empty(model: CachePlan, drafts: CachePlan | None) -> Caches:
-    return Caches(model=init_cache(model), drafts=None if drafts is None else init_cache(drafts))
+    return [of_text(place) for place in places]
 
 
 def _stops(tokens: Sequence[int]) -> jax.Array:
@@ -486,11 +543,12 @@ def _check_room(prompts: list[np.ndarray], max_new: int, plan: CachePlan) -> Non
         raise ValueError(f"{what}, and the caches have room for {most} ({sizes})")
 
 
-def _check_caches(caches: Caches, drafts: int) -> None:
+def _check_caches(caches: Caches, drafts: int, params: ModelParams) -> None:
     if not isinstance(caches, Caches):
         hint = ": make both by init_caches" if isinstance(caches, KVCache) else ""
         raise ValueError(f"caches must be Caches, of a model and its drafts, got {type(caches).__name__}{hint}")
     plan = caches.model.plan
+    check_meshes(params.mesh, caches.model)
     if bool(jnp.any(caches.model.tables.admitted)):
         raise ValueError("caches must be empty: some of their slots are taken")
     if drafts and (caches.drafts is None or caches.drafts.plan.max_context < plan.max_context + drafts):

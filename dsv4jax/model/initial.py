@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dsv4jax.config import layer_kind
 from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.inside.devices import model_mesh, weight_specs
 from dsv4jax.model.params import (
     Block,
     DraftParams,
@@ -28,7 +32,7 @@ from dsv4jax.model.params import (
     StoredExperts,
     StreamMix,
 )
-from dsv4jax.weights.initial import init_attention_params, random_params, random_scales, random_stored, with_f32
+from dsv4jax.weights.initial import random_params, random_scales, random_stored, with_f32
 from dsv4jax.weights.stored import Stored, Weight, join, num_blocks
 
 _E2M1_VARIANCE = float(np.mean(np.square(E2M1_VALUES)))
@@ -40,6 +44,7 @@ def random_model(
     weights: str = "stored",
     activations: str = "bf16",
     drafts: int = 1,
+    mesh: Mesh | None = None,
 ) -> ModelParams:
     """Return a model with random weights: linear weights of variance 1 / in, norms near 1.
 
@@ -50,10 +55,12 @@ def random_model(
         which is also what "wide" makes, and "f32" make all weights in one dtype, but for those that are always float32.
       activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_model``.
       drafts: the most tokens that are to be guessed at a time; 0 leaves out the block that guesses them.
+      mesh: as for ``load_model``. The numbers do not depend on it, and each device draws its own.
 
     Raises:
-      ValueError: an option is unknown, or a size does not divide into blocks of FP4.
+      ValueError: an option is unknown, a size does not divide into blocks of FP4, or as ``load_model`` for the mesh.
     """
+    mesh = None if mesh is None else model_mesh(mesh, cfg)
     stored = Stored.choose(weights, activations)
     if stored is not None and (cfg.hidden_size % FP4_BLOCK[1] or cfg.expert_width % FP4_BLOCK[1]):
         sizes = f"hidden_size={cfg.hidden_size} and expert_width={cfg.expert_width}"
@@ -61,33 +68,54 @@ def random_model(
     dtype = jnp.dtype(jnp.float32 if weights == "f32" else jnp.bfloat16)
     outer, draft_key, *layers = jax.random.split(key, 2 + cfg.num_layers)
     if not isinstance(key, Tracer):
-        _compile(outer, cfg, dtype, stored, with_drafts=bool(drafts))
+        _compile(outer, cfg, dtype, stored, mesh, with_drafts=bool(drafts))
     return ModelParams(
-        **_outer(outer, cfg, dtype),
-        blocks=tuple(_block(key, cfg, layer, dtype, stored) for layer, key in enumerate(layers)),
-        drafts=(_drafts if cfg.dspark is None else _dspark)(draft_key, cfg, dtype, stored) if drafts else None,
+        **_outer(outer, cfg, dtype, mesh=mesh),
+        blocks=tuple(_block(key, cfg, layer, dtype, stored, mesh) for layer, key in enumerate(layers)),
+        drafts=(_drafts if cfg.dspark is None else _dspark)(draft_key, cfg, dtype, stored, mesh) if drafts else None,
         cfg=cfg,
+        mesh=mesh,
     )
 
 
-def _compile(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None, *, with_drafts: bool) -> None:
+def _placed(draw: Callable[..., Any]) -> Any:
+    """Compile a function that draws weights: (key, *sizes, mesh) -> the weights, where a mesh keeps them."""
+    sizes = range(1, len(inspect.signature(draw).parameters))
+
+    @functools.partial(jax.jit, static_argnums=tuple(sizes), static_argnames="mesh")
+    def placed(key: jax.Array, *sizes: Any, mesh: Mesh | None) -> Any:
+        drawn = draw(key, *sizes)
+        return drawn if mesh is None else lax.with_sharding_constraint(drawn, weight_specs(drawn, mesh))
+
+    return placed
+
+
+def _compile(
+    key: jax.Array,
+    cfg: ModelConfig,
+    dtype: DTypeLike,
+    stored: Stored | None,
+    mesh: Mesh | None,
+    *,
+    with_drafts: bool,
+) -> None:
     """Compile all programs that draw weights, side by side: one after the other, they take half a minute."""
     layers = range(cfg.num_layers)
     kinds = {(cfg.attention, layer_kind(cfg.attention, layer)) for layer in layers}
     ways = {cfg.picks_by_id(layer) for layer in layers}
-    programs = [_outer.lower(key, cfg, dtype)]
+    programs = [_outer.lower(key, cfg, dtype, mesh=mesh)]
     if with_drafts:
         kinds.add((cfg.draft_attention, layer_kind(cfg.draft_attention, 0)))
         ways.add(cfg.picks_by_id(None))
         around = _around_block if cfg.dspark is None else _around_stages
-        programs.append(around.lower(key, cfg, dtype, stored))
-    programs += [random_params.lower(key, sizes, kind, dtype, stored) for sizes, kind in kinds]
-    programs += [_around_attention.lower(key, cfg, by_id, dtype, stored) for by_id in ways]
+        programs.append(around.lower(key, cfg, dtype, stored, mesh=mesh))
+    programs += [_attention.lower(key, sizes, kind, dtype, stored, mesh=mesh) for sizes, kind in kinds]
+    programs += [_around_attention.lower(key, cfg, by_id, dtype, stored, mesh=mesh) for by_id in ways]
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda program: program.compile(), programs))
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype"))
+@_placed
 def _outer(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
     embedding, head, norm, mix = jax.random.split(key, 4)
     shape = cfg.vocab_size, cfg.hidden_size
@@ -113,20 +141,23 @@ def _mix(key: jax.Array, numbers: int, scales: int, cfg: ModelConfig) -> StreamM
     )
 
 
-def _block(key: jax.Array, cfg: ModelConfig, layer: int | None, dtype: DTypeLike, stored: Stored | None) -> Block:
+def _block(
+    key: jax.Array, cfg: ModelConfig, layer: int | None, dtype: DTypeLike, stored: Stored | None, mesh: Mesh | None
+) -> Block:
     """A layer; None means the draft block."""
     attention, rest = jax.random.split(key)
     sizes = cfg.draft_attention if layer is None else cfg.attention
-    how = ("wide", "bf16") if stored is None else ("stored", stored.activations)
-    params = init_attention_params(attention, sizes, layer or 0, dtype, *how)
     return Block(
-        attention=with_f32(params),
-        **_around_attention(rest, cfg, cfg.picks_by_id(layer), dtype, stored),
+        attention=with_f32(_attention(attention, sizes, layer_kind(sizes, layer or 0), dtype, stored, mesh=mesh)),
+        **_around_attention(rest, cfg, cfg.picks_by_id(layer), dtype, stored, mesh=mesh),
     )
 
 
+_attention = _placed(random_params)
+
+
 # The layers that pick experts in the same way share a compiled program.
-@functools.partial(jax.jit, static_argnames=("cfg", "by_id", "dtype", "stored"))
+@_placed
 def _around_attention(
     key: jax.Array, cfg: ModelConfig, by_id: bool, dtype: DTypeLike, stored: Stored | None
 ) -> dict[str, Any]:
@@ -154,12 +185,15 @@ def _around_attention(
     }
 
 
-def _drafts(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> DraftParams:
+def _drafts(
+    key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None, mesh: Mesh | None
+) -> DraftParams:
     block, rest = jax.random.split(key)
-    return DraftParams(block=_block(block, cfg, None, dtype, stored), **_around_block(rest, cfg, dtype, stored))
+    around = _around_block(rest, cfg, dtype, stored, mesh=mesh)
+    return DraftParams(block=_block(block, cfg, None, dtype, stored, mesh), **around)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "stored"))
+@_placed
 def _around_block(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> dict[str, Any]:
     keys = iter(jax.random.split(key, 6))
     square = cfg.hidden_size, cfg.hidden_size
@@ -173,14 +207,16 @@ def _around_block(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: St
     }
 
 
-def _dspark(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> DSparkParams:
+def _dspark(
+    key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None, mesh: Mesh | None
+) -> DSparkParams:
     assert cfg.dspark is not None
     rest, *stages = jax.random.split(key, 1 + cfg.dspark.stages)
-    blocks = tuple(_block(stage, cfg, None, dtype, stored) for stage in stages)
-    return DSparkParams(blocks=blocks, **_around_stages(rest, cfg, dtype, stored))
+    blocks = tuple(_block(stage, cfg, None, dtype, stored, mesh) for stage in stages)
+    return DSparkParams(blocks=blocks, **_around_stages(rest, cfg, dtype, stored, mesh=mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "stored"))
+@_placed
 def _around_stages(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> dict[str, Any]:
     assert cfg.dspark is not None
     keys = iter(jax.random.split(key, 7))

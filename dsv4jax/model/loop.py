@@ -7,12 +7,16 @@ is then not touched in every pass. When blocks run out, the last texts of those 
 keeps its row, so that a longer one can go on from it, until something else needs the row or its blocks.
 
 What a row samples depends on its text's number and place alone, not on the other rows.
+
+Over a mesh, each shard of requests has a queue, rows and a loop of its own, and all of them make the same number of
+passes. Slots, and places in the queue, are numbers within a shard.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,12 +24,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
+from dsv4jax.cache.shards import OF_ROWS, cache_specs, is_inside, over_mesh
 from dsv4jax.cache.tables import blocks_for
 from dsv4jax.layer.backend import Backend
 from dsv4jax.model.caches import Caches
 from dsv4jax.model.drafting import Drafts, Fed, Judged, drafter
 from dsv4jax.model.forward_pass import forward, stage_forward
+from dsv4jax.model.inside.captures import CHOICES_SPEC
 from dsv4jax.model.inside.choices import Choices
+from dsv4jax.model.inside.devices import EVERYWHERE, weight_specs
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Sampling, accept, draw
 from dsv4jax.requests.speculate import commit
@@ -39,6 +46,7 @@ class Texts:
     tokens: jax.Array  # int32 [texts, longest] each prompt, then what was generated; the rest is not read
     lengths: jax.Array  # int32 [texts] tokens so far
     limits: jax.Array  # int32 [texts] tokens at which a text is complete, at most longest; a stop token lowers it
+    numbers: jax.Array  # int32 [texts] number of each among those of all shards, by which it draws
 
     @property
     def complete(self) -> jax.Array:
@@ -54,7 +62,7 @@ class Texts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """What one pass of the loop hands to the next."""
+    """What one pass of the loop hands to the next. Over a mesh, what is [] here is [shards]."""
 
     caches: Caches
     texts: Texts
@@ -102,9 +110,51 @@ class Loop:
         return self.texts.tokens_from(self.text, self.texts.lengths[self.text] - 1, 1)
 
 
+COUNTS = ("passes", "stored", "drafted", "accepted", "ok")  # fields of one number
+
+
+def of_each_shard[R](
+    step: Callable[..., R], loop: Loop, given: tuple[Any, ...] = (), specs: tuple[Any, ...] = (), made: Any = None
+) -> R:
+    """Run step(loop, *given) on each shard of the caches' mesh, or on one device as it is.
+
+    Args:
+      step: returns a loop, or arrays of rows or texts and single numbers, which become [shards].
+      loop: of all shards.
+      given: what else it takes.
+      specs: of that, over the mesh.
+      made: specs of what it returns; those of a loop if None.
+    """
+    mesh = loop.caches.model.mesh
+    if mesh is None or is_inside(mesh):
+        return step(loop, *given)
+
+    def of_shard(loop: Loop, *given: Any) -> R:
+        loop = dataclasses.replace(loop, **{name: getattr(loop, name)[0] for name in COUNTS})
+        return jax.tree.map(jnp.atleast_1d, step(loop, *given))
+
+    of_loop = _loop_specs(loop)
+    return over_mesh(mesh, of_shard, (of_loop, *specs), of_loop if made is None else made)(loop, *given)
+
+
+def _loop_specs(loop: Loop) -> Loop:
+    """The specs of a loop's leaves, as a prefix of its tree."""
+    fields: dict[str, Any] = {field.name: OF_ROWS for field in dataclasses.fields(loop)}
+    fields["caches"] = Caches(
+        model=cache_specs(loop.caches.model),
+        drafts=None if loop.caches.drafts is None else cache_specs(loop.caches.drafts),
+    )
+    fields |= {name: None for name in ("drafts", "judged") if getattr(loop, name) is None}
+    fields["choices"] = None if loop.choices is None else CHOICES_SPEC
+    return Loop(**fields)
+
+
 def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int, choices: Choices | None = None) -> Loop:
     """Return the state of a loop that has not done anything. ``choices`` is room for those of the first texts."""
-    rows = caches.model.plan.max_requests
+    rows, shards = caches.model.plan.max_requests, caches.model.tables.num_free.shape[0]
+    numbers: dict[str, Any] = {name: jnp.int32(0) for name in COUNTS} | {"ok": jnp.asarray(True)}
+    if caches.model.mesh is not None:
+        numbers = {name: jnp.full(shards, number) for name, number in numbers.items()}
     drafts = Drafts.none(rows, num_drafts, vocab_size) if num_drafts else None
     return Loop(
         caches=caches,
@@ -114,11 +164,7 @@ def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int, choice
         choices=choices,
         slots=jnp.full(rows, -1, jnp.int32),
         text=jnp.zeros(rows, jnp.int32),
-        passes=jnp.int32(0),
-        stored=jnp.int32(0),
-        drafted=jnp.int32(0),
-        accepted=jnp.int32(0),
-        ok=jnp.asarray(True),
+        **numbers,
     )
 
 
@@ -138,7 +184,7 @@ def seat(loop: Loop) -> Loop:
 
     The loop is donated.
     """
-    return _admit_waiting(_make_room(loop))
+    return of_each_shard(lambda loop: _admit_waiting(_make_room(loop)), loop)
 
 
 @functools.partial(jax.jit, static_argnames=("chunk", "backend"), donate_argnames="loop")
@@ -148,13 +194,21 @@ def store(params: ModelParams, loop: Loop, rows: jax.Array, *, chunk: int, backe
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
-      rows: int32 [any], distinct.
+      rows: int32 [any], distinct; -1 = none. Over a mesh, as many for each shard, one after another.
       chunk: tokens of each.
       backend: as for ``forward``.
     """
+
+    def step(loop: Loop, params: ModelParams, rows: jax.Array) -> Loop:
+        return _store(params, loop, rows, chunk, backend)
+
+    return of_each_shard(step, loop, (params, rows), (weight_specs(params), OF_ROWS))
+
+
+def _store(params: ModelParams, loop: Loop, rows: jax.Array, chunk: int, backend: Backend) -> Loop:
     slots, caches, text = loop.slots[rows], loop.caches, loop.text[rows]
     stored = caches.model.seq_lens.at[slots].get(mode="clip")
-    num_new = jnp.clip(loop.pending[rows] - 1, 0, chunk)
+    num_new = jnp.where(rows >= 0, jnp.clip(loop.pending[rows] - 1, 0, chunk), 0)
     cache, ok = prepare_forward(caches.model, slots, num_new)
     num_new = jnp.where(ok, num_new, 0)
     ids = loop.texts.tokens_from(text, stored, chunk)
@@ -192,14 +246,28 @@ def run(
       passes: int32 []. Unless it is 0, one is made in any case, so that calls in turn with ``seat`` come to an end.
       backend: as for ``forward``.
     """
-    way = _Way(params=params, sampling=sampling, stop_tokens=stop_tokens, backend=backend)
-    began = loop.passes
+
+    def step(loop: Loop, params: ModelParams, sampling: Sampling, stop_tokens: jax.Array, passes: jax.Array) -> Loop:
+        return _run(_Way(params=params, sampling=sampling, stop_tokens=stop_tokens, backend=backend), loop, passes)
+
+    given = params, sampling, stop_tokens, passes
+    return of_each_shard(step, loop, given, (weight_specs(params), *[EVERYWHERE] * 3))
+
+
+def _run(way: _Way, loop: Loop, passes: jax.Array) -> Loop:
+    began, devices = loop.passes, way.params.devices
 
     def goes_on(loop: Loop) -> jax.Array:
-        is_in_time = (loop.passes == began) | ~loop.needs_seats
-        return loop.unfinished & (loop.passes - began < passes) & is_in_time
+        unfinished, needs_seats = devices.any_of(loop.unfinished, loop.needs_seats)
+        is_in_time = (loop.passes == began) | ~needs_seats
+        return unfinished & (loop.passes - began < passes) & is_in_time
 
-    return lax.while_loop(goes_on, lambda loop: _append_tokens(way, loop), loop)
+    def append(state: tuple[Loop, jax.Array]) -> tuple[Loop, jax.Array]:
+        loop = _append_tokens(way, state[0])
+        return loop, goes_on(loop)
+
+    # Shards agree in the body, not in the condition, where nothing is sent.
+    return lax.while_loop(lambda state: state[1], append, (loop, goes_on(loop)))[0]
 
 
 def _room(loop: Loop) -> tuple[jax.Array, jax.Array]:
@@ -283,7 +351,7 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
     text = loop.text
     active = loop.ok & loop.at_work
     keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(way.sampling.key, n), p))(
-        text, loop.texts.lengths[text]
+        loop.texts.numbers[text], loop.texts.lengths[text]
     )
     judge_keys, guess_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
 
@@ -410,6 +478,7 @@ def _extended(texts: Texts, text: jax.Array, made: _Made) -> Texts:
     length = before + made.count
     grown = jnp.where(made.count > 0, text, nowhere)
     return Texts(
+        numbers=texts.numbers,
         tokens=texts.tokens.at[row, before[:, None] + number].set(made.tokens, mode="drop"),
         lengths=texts.lengths.at[grown].set(length, mode="drop"),
         limits=texts.limits.at[jnp.where(made.stopped, grown, nowhere)].set(length, mode="drop"),

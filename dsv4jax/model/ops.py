@@ -29,11 +29,24 @@ from dsv4jax.weights.stored import Weight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Picks:
-    """The experts of each token, in ascending order of their numbers. Padding has the number of no expert."""
+    """The experts of each token, in ascending order of their numbers. Padding has the number of no expert.
+
+    Among one device's experts, those of others are as padding, wherever they stand.
+    """
 
     experts: jax.Array  # int32 [..., k]; num_experts on padding
     weights: jax.Array  # f32 [..., k]; 0 on padding
     tiles: pk.RoutedTiles | None = None  # the same in tiles, where the router made them
+
+    def among(self, first: jax.Array | int, count: int) -> Picks:
+        """Return the picks of so many experts from number ``first`` on, which is 0 then. Others are as padding."""
+        experts = self.experts - first
+        is_among = (experts >= 0) & (experts < count)
+        return Picks(
+            experts=jnp.where(is_among, experts, count),
+            weights=jnp.where(is_among, self.weights, 0.0),
+            tiles=None if self.tiles is None else self.tiles.among(first, count),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -48,10 +61,14 @@ class ExpertOutputs:
 
     def sum(self) -> jax.Array:
         """Return the sum [..., h] in their dtype: f32, in order, the shared one last. Padding has the shared one's."""
-        is_pick = (self.experts < self.num_experts)[..., None]
-        routed = jnp.where(is_pick, self.routed, jnp.zeros((), self.routed.dtype))
-        total = jnp.sum(routed.astype(jnp.float32), axis=-2)
+        total = sum_of_picks(self.routed, self.experts, self.num_experts)
         return (total + self.shared.astype(jnp.float32)).astype(self.routed.dtype)
+
+
+def sum_of_picks(routed: jax.Array, experts: jax.Array, num_experts: int) -> jax.Array:
+    """Add up what picked experts int32 [..., k] gave, [..., k, h], in order: f32 [..., h]. Padding gives 0."""
+    is_pick = (experts < num_experts)[..., None]
+    return jnp.sum(jnp.where(is_pick, routed, jnp.zeros((), routed.dtype)).astype(jnp.float32), axis=-2)
 
 
 @jax.tree_util.register_dataclass
@@ -119,6 +136,14 @@ class ExpertsOp(ModelOp, Protocol):
         """Return what the picked experts and the shared one make of x [..., h], in x's dtype.
 
         ``backend`` is that of products which the implementation leaves to ``project``.
+        """
+        ...
+
+    def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
+        """Return what the picked experts alone make of x [..., h], times their weights: x's dtype [..., k, h].
+
+        ``experts`` may be a device's share; picks are numbers among them, in any order, and those of others are as
+        padding: ``experts.count``, with weight 0.
         """
         ...
 

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 import pallas_kernels as pk
 from dsv4jax.checks import FLOATS, check_array, check_type
 from dsv4jax.formats import e2m1_values
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.inside.devices import Devices
 from dsv4jax.reprs import print_compactly
-from dsv4jax.weights.deltas import WeightWithDelta
+from dsv4jax.weights.deltas import WeightWithDelta, has_delta
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
@@ -135,6 +137,11 @@ class Experts:
     shared_gate_up: Weight  # [2 I, h]
     shared_down: Weight  # [h, I]
 
+    @property
+    def count(self) -> int:
+        """Number of experts whose weights these are: all E, or one device's share of them."""
+        return self.gate_up.shape[0]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +217,13 @@ class ModelParams:
     head: Weight  # [V, h], not stored as FP8
     drafts: DraftParams | DSparkParams | None  # None where the checkpoint has none
     cfg: ModelConfig = dataclasses.field(metadata={"static": True})
+    # The mesh that the weights lie over, as ``dsv4jax.model.inside.devices`` says; None = one device.
+    mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def devices(self) -> Devices:
+        """The devices that the caller is one of."""
+        return Devices.of(self.mesh)
 
 
 print_compactly(StoredExperts, StreamMix, Router, Experts, Block, DraftParams, DSparkParams, ModelParams)
@@ -230,17 +244,20 @@ def check_model(params: ModelParams) -> None:
         raise ValueError("params: one of the two trees of a partition: give combine(trainable, rest)")
     if len(params.blocks) != cfg.num_layers:
         raise ValueError(f"params.blocks: expected {cfg.num_layers} layers, got {len(params.blocks)}")
-    table = {"vocabulary": cfg.vocab_size, "hidden": cfg.hidden_size}
+    devices = params.devices.count
+    if params.mesh is not None and any(map(has_delta, jax.tree.leaves(params, is_leaf=has_delta))):
+        raise ValueError("params: weights with low-rank deltas are served on one device alone")
+    table = {"vocabulary": cfg.vocab_size // devices, "hidden": cfg.hidden_size}
     check_array("params.embedding", params.embedding, dict(table), FLOATS)
     _check_wide("params.head", params.head, dict(table))
     _check_norm("params.final_norm", params.final_norm, cfg)
     _check_mix("params.final_mix", params.final_mix, cfg.num_streams, 1, cfg)
     for layer, block in enumerate(params.blocks):
-        _check_block(f"params.blocks[{layer}]", block, layer, cfg)
+        _check_block(f"params.blocks[{layer}]", block, layer, cfg, devices)
     if (params.drafts is not None) and isinstance(params.drafts, DSparkParams) != (cfg.dspark is not None):
         raise ValueError(f"params.drafts: expected those of dspark={cfg.dspark}, got {type(params.drafts).__name__}")
     if isinstance(params.drafts, DSparkParams):
-        _check_dspark("params.drafts", params.drafts, cfg)
+        _check_dspark("params.drafts", params.drafts, cfg, devices)
     elif params.drafts is not None:
         square = cfg.hidden_size, cfg.hidden_size
         for name in ("token_proj", "stream_proj"):
@@ -248,10 +265,10 @@ def check_model(params: ModelParams) -> None:
         for name in ("token_norm", "stream_norm", "final_norm"):
             _check_norm(f"params.drafts.{name}", getattr(params.drafts, name), cfg)
         _check_mix("params.drafts.final_mix", params.drafts.final_mix, cfg.num_streams, 1, cfg)
-        _check_block("params.drafts.block", params.drafts.block, None, cfg)
+        _check_block("params.drafts.block", params.drafts.block, None, cfg, devices)
 
 
-def _check_dspark(name: str, drafts: DSparkParams, cfg: ModelConfig) -> None:
+def _check_dspark(name: str, drafts: DSparkParams, cfg: ModelConfig, devices: int) -> None:
     assert cfg.dspark is not None
     hidden, rank = cfg.hidden_size, cfg.dspark.rank
     if len(drafts.blocks) != cfg.dspark.stages:
@@ -264,10 +281,10 @@ def _check_dspark(name: str, drafts: DSparkParams, cfg: ModelConfig) -> None:
         check_array(f"{name}.{table}", getattr(drafts, table), {"vocabulary": cfg.vocab_size, "rank": rank}, FLOATS)
     check_array(f"{name}.confidence", drafts.confidence, {"out": 1, "in": hidden + rank}, FLOATS)
     for stage, block in enumerate(drafts.blocks):
-        _check_block(f"{name}.blocks[{stage}]", block, None, cfg)
+        _check_block(f"{name}.blocks[{stage}]", block, None, cfg, devices)
 
 
-def _check_block(name: str, block: Block, layer: int | None, cfg: ModelConfig) -> None:
+def _check_block(name: str, block: Block, layer: int | None, cfg: ModelConfig, devices: int) -> None:
     hidden, wide = cfg.hidden_size, cfg.expert_width
     experts: dict[str, int | None] = {"experts": cfg.num_experts}
     for sublayer in ("attention", "experts"):
@@ -283,8 +300,9 @@ def _check_block(name: str, block: Block, layer: int | None, cfg: ModelConfig) -
         check_array(f"{name}.router.table", router.table, dict(axes), jnp.int32)
     if router.bias is not None:
         check_array(f"{name}.router.bias", router.bias, dict(experts), FLOATS)
-    _check_experts(f"{name}.experts.gate_up", block.experts.gate_up, (cfg.num_experts, 2 * wide, hidden))
-    _check_experts(f"{name}.experts.down", block.experts.down, (cfg.num_experts, hidden, wide))
+    of_device = cfg.num_experts // devices
+    _check_experts(f"{name}.experts.gate_up", block.experts.gate_up, (of_device, 2 * wide, hidden))
+    _check_experts(f"{name}.experts.down", block.experts.down, (of_device, hidden, wide))
     check_weight(f"{name}.experts.shared_gate_up", block.experts.shared_gate_up, (2 * wide, hidden))
     check_weight(f"{name}.experts.shared_down", block.experts.shared_down, (hidden, wide))
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache, check_cache
+from dsv4jax.cache.shards import is_spread, on_shards
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.tables import fork_slots
 from dsv4jax.checks import check_array, check_batch
@@ -43,6 +44,9 @@ def fork(cache: KVCache, source_slot: jax.Array, target_slots: jax.Array) -> tup
     check_cache("fork", cache)
     check_batch(target_slots=target_slots)
     check_array("source_slot", source_slot, {"B": target_slots.shape[0]} if jnp.ndim(source_slot) else {}, jnp.int32)
+    if is_spread(cache):
+        sources = jnp.broadcast_to(source_slot, target_slots.shape)
+        return on_shards(fork, cache, (sources, target_slots), 1)
     sources = jnp.broadcast_to(source_slot, target_slots.shape)
     tables, ok, filling, own = fork_slots(cache.tables, sources, target_slots, cache.plan)
     targets = jnp.where(ok, target_slots, -1)

@@ -20,14 +20,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from dsv4jax.cache.cache import KVCache, check_cache
+from dsv4jax.cache.shards import OF_ROWS, is_spread, on_shards
 from dsv4jax.cache.tables import advance_lengths, granted_tokens, is_admitted, withdraw_grants
 from dsv4jax.checks import FLOATS, check_array, check_batch
-from dsv4jax.config import layer_kind
+from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import Draft, LayerCall, Normed, TokenRows
@@ -67,6 +70,18 @@ def staged_layer(draft: Draft, layer: int) -> StagedLayer:
         start=batch.start,
         num_new=batch.num_new,
         layer=int(layer),
+    )
+
+
+def staged_specs(cfg: DSV4Config, layer: int) -> StagedLayer:
+    """Return the specs over a mesh of what a layer has staged, as a prefix of its tree."""
+    kind = layer_kind(cfg, layer)
+    normed: Any = OF_ROWS, P()  # norm weights are the same for all requests
+    return StagedLayer(
+        **dict.fromkeys(("kv", "slots", "start", "num_new"), OF_ROWS),  # type: ignore[arg-type]
+        entry=normed if kind.compresses else None,
+        key=normed if kind.is_indexed else None,
+        layer=layer,
     )
 
 
@@ -132,6 +147,10 @@ def commit(
         not stage; or the backend is unknown.
     """
     check_cache("commit", cache)
+    if is_spread(cache):
+        specs = [staged_specs(cache.plan.cfg, one.layer) for one in staged], OF_ROWS
+        of_shard = functools.partial(commit, backend=backend)
+        return on_shards(of_shard, cache, (list(staged), num_accepted), 1, specs)
     plan, tables = cache.plan, cache.tables
     layers = sorted(one.layer for one in staged)
     if layers != list(range(plan.cfg.num_layers)):

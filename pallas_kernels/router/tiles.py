@@ -38,6 +38,25 @@ class RoutedTiles:
             rows=rows,
         )
 
+    def among(self, first: jax.Array | int, experts: int) -> RoutedTiles:
+        """Return the tiles of so many experts from number ``first`` on, which become the first ones.
+
+        Pairs stay as they are; those of other experts are in no tile.
+        """
+        shapes = RoutedTiles.shapes(self.pairs.size, experts, self.rows)
+        expert, number = self.tiles[:, 0], jnp.arange(self.tiles.shape[0], dtype=jnp.int32)
+        is_tile = number < self.count[0]
+        before = jnp.sum(is_tile & (expert < first), dtype=jnp.int32)
+        count = jnp.sum(is_tile & (expert < first + experts), dtype=jnp.int32) - before
+        number = number[: shapes.tiles.shape[0]]
+        tiles = self.tiles.at[before + number].get(mode="clip").at[:, 0].add(-first)
+        return RoutedTiles(
+            pairs=self.pairs,
+            tiles=jnp.where(number[:, None] < count, tiles, 0),
+            count=count[None],
+            rows=self.rows,
+        )
+
 
 def tile_rows(tokens: int, picks: int, experts: int) -> int:
     """Return how many pairs a tile holds: 8, 16, 32, 64 or 128.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
+import pallas_kernels as pk
 from dsv4jax.model import ModelConfig, Picks
 from dsv4jax.model.ops import EXPERTS
 from dsv4jax.model.params import Experts, StoredExperts
@@ -77,6 +78,37 @@ def test_experts_in_kernels(backend):
     for token in np.argwhere(is_real):
         one, other = (np.asarray(each.sum(), np.float32)[tuple(token)] for each in (found, want))
         assert relative_rms(one, other) < 2**-7
+
+
+@pytest.mark.parametrize(("backend", "has_tiles"), [*((backend, True) for backend in BACKENDS), ("xla", False)])
+def test_a_share_of_the_experts_gives_what_it_gives_among_all(backend, has_tiles):
+    """Bit for bit: what a device that has some of the experts makes of tokens that pick others, too."""
+    rng = np.random.default_rng(1)
+    picked = np.sort(np.argsort(rng.random((7, CFG.num_experts)), -1)[..., : CFG.experts_per_token], -1)
+    picked[4] = CFG.num_experts
+    numbers, gains = jnp.asarray(picked, jnp.int32), jnp.asarray(rng.random(picked.shape), jnp.float32)
+    tiles = pk.routed_tiles(numbers, CFG.num_experts, 8) if has_tiles else None
+    picks, x = Picks(experts=numbers, weights=gains, tiles=tiles), jax.random.normal(KEY, (7, 512), jnp.bfloat16)
+
+    @jax.jit
+    def routed(experts: Experts, picks: Picks) -> jax.Array:
+        return EXPERTS[backend].routed(x, picks, experts, CFG)
+
+    whole, count = np.asarray(routed(experts(), picks)), CFG.num_experts // 2
+    for first in (0, count):
+        cut = {
+            name: dataclasses.replace(
+                one, **{part: getattr(one, part)[first : first + count] for part in ("codes", "scales")}
+            )
+            for name, one in (("gate_up", experts().gate_up), ("down", experts().down))
+            if isinstance(one, StoredExperts)
+        }
+        among = picks.among(first, count)
+        is_here = (picked >= first) & (picked < first + count)
+        np.testing.assert_array_equal(among.experts, np.where(is_here, picked - first, count))
+        found = np.asarray(routed(experts(**cut), among))
+        assert is_here.any()
+        np.testing.assert_array_equal(found[is_here], whole[is_here])
 
 
 def test_what_kernels_of_experts_do_not_serve():

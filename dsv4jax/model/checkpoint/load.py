@@ -3,11 +3,13 @@
 First the headers of all files are compared with what the configuration says, and everything that is wrong is named in
 one error. Then weights are read and placed layer by layer. On the host there is never more than the attention weights
 of one layer, as read and as arranged, or one other tensor; experts are written one by one into an array on the device
-that holds all of a layer.
+that holds all of a layer. Over a mesh, the host has the weights of a layer but for its experts, and each device gets
+its part of them; an expert is written into the array of its own device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -19,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from dsv4jax.checks import FLOATS, check_dtype
 from dsv4jax.config import read_config
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.inside.devices import EXPERTS_PLACE, model_mesh, weight_specs
 from dsv4jax.model.params import (
     Block,
     DraftParams,
@@ -92,6 +96,7 @@ def load_model(
     activations: str = "bf16",
     dtype: DTypeLike | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh | None = None,
 ) -> ModelParams:
     """Load a model from a folder: config.json, ``*.safetensors``, and an index where there are several.
 
@@ -109,10 +114,14 @@ def load_model(
       dtype: for stored weights, that of embedding, norms and other weights that checkpoints store as bfloat16; the
         model computes in it. None = as in the file.
       on_progress: called with the bytes read so far and in all.
+      mesh: several devices, with the axes "data" and "model", as ``jax.make_mesh((1, 2), ("data", "model"))``. Requests
+        are divided over the first. Experts, embedding and head are divided over all devices, and the rest is on each;
+        see ``dsv4jax.model.inside.devices``. None = one device.
 
     Raises:
       ValueError: tensors are missing, misshapen, truncated or unknown (all of this is found before anything is placed,
-        and named), or the configuration or an option is unknown.
+        and named), the configuration or an option is unknown, the mesh has other axes, or experts or vocabulary do not
+        divide by its devices.
       FileNotFoundError: the folder holds no config.json, or no safetensors file.
     """
     form = Form.choose(weights, activations, dtype)
@@ -120,17 +129,40 @@ def load_model(
     config = read_config(folder)
     block = block_size(config)
     tensors = _open(folder, ModelConfig.from_hf(config), form, block)
-    cfg, reader = tensors.cfg, _Reader(tensors, form, block, on_progress)
+    cfg = tensors.cfg
+    mesh = None if mesh is None else model_mesh(mesh, cfg)
+    reader = _Reader(tensors, form, block, on_progress, mesh)
     outer = reader.outer
-    return ModelParams(
-        embedding=outer("embed.weight"),
-        blocks=tuple(reader.block(layer) for layer in range(cfg.num_layers)),
-        final_mix=reader.mix("hc_head"),
-        final_norm=outer("norm.weight"),
-        head=outer("head.weight"),
-        drafts=reader.drafts() if reader.tensors.has_drafts else None,
-        cfg=cfg,
-    )
+    with _on_host(mesh):
+        params = ModelParams(
+            embedding=outer("embed.weight"),
+            blocks=tuple(reader.block(layer) for layer in range(cfg.num_layers)),
+            final_mix=reader.mix("hc_head"),
+            final_norm=outer("norm.weight"),
+            head=outer("head.weight"),
+            drafts=reader.drafts() if reader.tensors.has_drafts else None,
+            cfg=cfg,
+            mesh=mesh,
+        )
+        return _spread(params, mesh)
+
+
+def _on_host(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Over a mesh, arrays are made on the host and then placed where the mesh keeps them."""
+    return contextlib.nullcontext() if mesh is None else jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+def _spread[T](tree: T, mesh: Mesh | None) -> T:
+    """Place weights on the host where a mesh keeps them. What is there already stays as it is."""
+    if mesh is None:
+        return tree
+
+    def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if leaf.sharding == sharding:
+            return leaf
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.asarray(leaf)[index])
+
+    return jax.tree.map(place, tree, weight_specs(tree, mesh))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +298,10 @@ class _Reader:
         form: Form,
         block: tuple[int, int] | None,
         on_progress: Callable[[int, int], None] | None,
+        mesh: Mesh | None,
     ) -> None:
         self.tensors, self.cfg, self.form, self.block_size = tensors, tensors.cfg, form, block
+        self._mesh = mesh
         self._on_progress, self._done = on_progress, 0
 
     def _read(self, place: Place) -> np.ndarray:
@@ -360,7 +394,7 @@ class _Reader:
         def of(name: str) -> jax.Array | None:
             return self.outer(prefix + name) if prefix + name in self.tensors.specs else None
 
-        return Block(
+        block = Block(
             attention=self.attention(prefix, layer),
             attention_mix=self.mix(f"{prefix}hc_attn"),
             attention_norm=self.outer(f"{prefix}attn_norm.weight"),
@@ -376,6 +410,7 @@ class _Reader:
             experts_mix=self.mix(f"{prefix}hc_ffn"),
             experts_norm=self.outer(f"{prefix}ffn_norm.weight"),
         )
+        return _spread(block, self._mesh)
 
     def drafts(self) -> DraftParams | DSparkParams:
         """Place the block for drafts."""
@@ -407,30 +442,37 @@ class _Reader:
 
     def experts(self, prefix: str, *names: str) -> ExpertWeight:
         """Place one weight of all experts of a layer, or two side by side, an expert at a time."""
-        buffers: list[jax.Array] = []
-        example: Any = None
-        for expert in range(self.cfg.num_experts):
-            row = [0, 0]
-            for weight in names:
-                name = f"{prefix}ffn.experts.{expert}.{weight}.weight"
-                part = self._expert(name)
-                leaves, tree = jax.tree.flatten(part)
-                if not buffers:
-                    example = part
-                    rows = [leaf.shape[1] * len(names) for leaf in leaves]
-                    buffers = [
-                        jnp.zeros((self.cfg.num_experts, n, leaf.shape[2]), leaf.dtype)
-                        for n, leaf in zip(rows, leaves, strict=True)
-                    ]
-                elif tree != jax.tree.structure(example) or any(
-                    leaf.dtype != buffer.dtype for leaf, buffer in zip(leaves, buffers, strict=True)
-                ):
-                    raise ValueError(f"{self._named(name)} is stored unlike the first expert")
-                for i, leaf in enumerate(leaves):
-                    buffers[i] = _put(buffers[i], leaf, np.int32(expert), np.int32(row[i]))
-                    row[i] += leaf.shape[1]
-                jax.block_until_ready(buffers)  # until then the host holds the part, too
-        return jax.tree.unflatten(jax.tree.structure(example), buffers)
+        made: list[ExpertWeight] = []
+        like: ExpertWeight | None = None  # the first expert
+        for device, experts in self._shares():
+            buffers: list[jax.Array] = []
+            for place, expert in enumerate(experts):
+                row = [0, 0]
+                for weight in names:
+                    name = f"{prefix}ffn.experts.{expert}.{weight}.weight"
+                    part = self._expert(name)
+                    like = part if like is None else like
+                    if _forms(part) != _forms(like):
+                        raise ValueError(f"{self._named(name)} is stored unlike the first expert")
+                    leaves = jax.tree.leaves(part)
+                    if not buffers:
+                        shapes = [(len(experts), leaf.shape[1] * len(names), leaf.shape[2]) for leaf in leaves]
+                        pairs = zip(shapes, leaves, strict=True)
+                        buffers = [jnp.zeros(shape, leaf.dtype, device=device) for shape, leaf in pairs]
+                    for i, leaf in enumerate(leaves):
+                        buffers[i] = _put(buffers[i], leaf, np.int32(place), np.int32(row[i]))
+                        row[i] += leaf.shape[1]
+                    jax.block_until_ready(buffers)  # until then the host holds the part, too
+            made.append(jax.tree.unflatten(jax.tree.structure(like), buffers))
+        return made[0] if self._mesh is None else jax.tree.map(functools.partial(_joined, self._mesh), *made)
+
+    def _shares(self) -> list[tuple[Any, range]]:
+        """Which experts each of this process's devices holds. None is the default device."""
+        count = self.cfg.num_experts
+        if self._mesh is None:
+            return [(None, range(count))]
+        places = NamedSharding(self._mesh, EXPERTS_PLACE).addressable_devices_indices_map((count,))
+        return [(device, range(*which[0].indices(count))) for device, which in places.items() if which is not None]
 
     def _expert(self, name: str) -> ExpertWeight:
         """One weight of one expert, [1, out, in]."""
@@ -456,6 +498,16 @@ class _Reader:
             return stored.for_kernels()
         exact = jnp.bfloat16 if scale.dtype == SCALES else jnp.float32
         return stored.widened(jnp.zeros(1, jnp.int32), exact if self.form.dtype is None else self.form.dtype)
+
+
+def _forms(part: ExpertWeight) -> tuple[Any, list[Any]]:
+    return jax.tree.structure(part), [leaf.dtype for leaf in jax.tree.leaves(part)]
+
+
+def _joined(mesh: Mesh, *parts: jax.Array) -> jax.Array:
+    """The array over a mesh whose parts on this process's devices these are."""
+    shape = parts[0].shape[0] * mesh.size, *parts[0].shape[1:]
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, EXPERTS_PLACE), parts)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

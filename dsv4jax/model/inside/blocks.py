@@ -33,6 +33,7 @@ from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.captures import IN_ATTENTION, NOTHING, ModelProbe, Taps
 from dsv4jax.model.inside.choices import check_choices
+from dsv4jax.model.inside.devices import ONE, Devices
 from dsv4jax.model.ops import (
     EXPERTS,
     HEAD,
@@ -45,8 +46,10 @@ from dsv4jax.model.ops import (
     Picks,
     RouterOp,
     SublayerOutput,
+    sum_of_picks,
 )
 from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix, check_model
+from dsv4jax.model.plain.experts import shared_expert
 from dsv4jax.model.plain.hyper_connections import head_input, mix_out, mixing, sublayer_input
 from dsv4jax.model.plain.router import chosen_experts
 from dsv4jax.weights.params import AttentionParams
@@ -57,13 +60,22 @@ Logits = Literal["last", "all", "none"]
 type Attend[Cache] = Callable[[AttentionParams, jax.Array, Cache, int, Probe], tuple[jax.Array, Cache, Seen]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
     """The tokens of a forward pass."""
 
     ids: jax.Array  # int32 [B, T]
     real: jax.Array  # bool [B, T] False on padding, and in rows that were not granted
     count: jax.Array  # int32 [B] number of real tokens
+    devices: Devices = ONE  # that compute the pass together, each of them its own requests
+
+    @functools.cached_property
+    def of_all(self) -> Tokens:
+        """The tokens of all devices' requests."""
+        if self.devices.data == 1:
+            return self
+        ids, count = self.devices.gather_tokens(self.ids, self.count)
+        return Tokens(ids=ids, real=jnp.arange(ids.shape[1])[None] < count[:, None], count=count)
 
     @classmethod
     def of(
@@ -91,7 +103,8 @@ class Tokens:
         if cache.plan.cfg != cfg:
             raise ValueError(f"the cache was planned for {cache.plan.cfg}, the model has {cfg}")
         _, batch = granted_batch(cache, slots, num_new, ids.shape[1])
-        return cls(ids=ids, real=jnp.arange(ids.shape[1])[None] < batch.num_new[:, None], count=batch.num_new)
+        real = jnp.arange(ids.shape[1])[None] < batch.num_new[:, None]
+        return cls(ids=ids, real=real, count=batch.num_new, devices=params.devices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,26 +193,36 @@ class Way[Cache]:
 
     def experts(self, x: jax.Array, block: Block, taps: Taps) -> SublayerOutput:
         """Return what a layer's experts make of x."""
+        devices, tokens = self.tokens.devices, self.tokens.of_all
+        given = devices.gather_inputs(x)
         if taps.probe.experts is None:
             router = ROUTER.of(self.backend, self.cfg, block.router, x.dtype)
-            picks = _pick(x, self.tokens.ids, self.tokens.real, block.router, op=router, cfg=self.cfg)
+            picks = _pick(given, tokens.ids, tokens.real, block.router, op=router, cfg=self.cfg)
         else:
-            picks = chosen_experts(x, taps.probe.experts, self.tokens.real, block.router, self.cfg)
+            chosen = devices.gather_inputs(taps.probe.experts)
+            picks = chosen_experts(given, chosen, tokens.real, block.router, self.cfg)
         if taps.sees("experts"):
-            shown = taps.tap("experts", dataclasses.replace(picks, tiles=None))
+            shown = taps.tap("experts", devices.own_rows(dataclasses.replace(picks, tiles=None)))
             if taps.patched("experts"):
                 numbers = jnp.where(shown.experts < 0, self.cfg.num_experts, shown.experts)
-                picks = dataclasses.replace(shown, experts=numbers)
+                picks = devices.gather_inputs(dataclasses.replace(shown, experts=numbers))
         op = EXPERTS.of(self.backend, self.cfg, block.experts, x.dtype)
-        y = _mix(x, picks, block.experts, op=op, cfg=self.cfg, backend=self.backend)
+        if devices.count == 1:
+            y = _mix(x, picks, block.experts, op=op, cfg=self.cfg, backend=self.backend)
+        else:
+            here = _of_device(given, picks, block.experts, op=op, cfg=self.cfg, devices=devices)
+            shared = shared_expert(x, block.experts, self.cfg, self.backend)
+            y = (devices.sum_of_experts(here) + shared.astype(jnp.float32)).astype(x.dtype)
         if not taps.sees("outputs.experts"):
             return y
-        summed = taps.tap("outputs.experts", y.sum())
+        summed = taps.tap("outputs.experts", y.sum() if isinstance(y, ExpertOutputs) else y)
         return summed if taps.patched("outputs.experts") else y
 
     def logits(self, x: jax.Array, head: Weight) -> jax.Array:
         """Return logits f32 [..., V] of x [..., hidden]."""
-        return HEAD.of(self.backend, self.cfg, head, x.dtype).logits(x, head)
+        devices = self.tokens.devices
+        op = HEAD.of(self.backend, self.cfg, head, x.dtype)
+        return devices.gather_logits(op.logits(devices.gather_inputs(x), head))
 
     def _connections(self, mix: StreamMix, streams: jax.Array) -> HyperConnectionsOp:
         return HYPER_CONNECTIONS.of(self.backend, self.cfg, mix, streams.dtype)
@@ -258,6 +281,15 @@ def _mix(
     x: jax.Array, picks: Picks, experts: Experts, *, op: ExpertsOp, cfg: ModelConfig, backend: Backend
 ) -> ExpertOutputs:
     return op.mix(x, picks, experts, cfg, backend)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "cfg", "devices"))
+def _of_device(
+    x: jax.Array, picks: Picks, experts: Experts, *, op: ExpertsOp, cfg: ModelConfig, devices: Devices
+) -> jax.Array:
+    """The sum f32 [..., h] of what a device's share of experts makes of x [..., h]."""
+    picks = picks.among(devices.first(cfg.num_experts), experts.count)
+    return sum_of_picks(op.routed(x, picks, experts, cfg), picks.experts, experts.count)
 
 
 _mixing = jax.jit(mixing, static_argnames="cfg")
@@ -320,15 +352,23 @@ def run_blocks(
 
 def first_streams(params: ModelParams, tokens: Tokens) -> jax.Array:
     """Return the streams before the first layer [B, T, num_streams, hidden]."""
-    rows = embedded(params.embedding, tokens.ids, tokens.real)
+    rows = embedded(params, tokens)
     return jnp.repeat(rows[..., None, :], params.cfg.num_streams, axis=-2)
 
 
-def embedded(embedding: jax.Array, ids: jax.Array, real: jax.Array) -> jax.Array:
-    """Return rows of the embedding [..., hidden]: NaN for an id outside the vocabulary, 0 on padding."""
+def embedded(params: ModelParams, tokens: Tokens) -> jax.Array:
+    """Return rows of the embedding [B, T, hidden]: NaN for an id outside the vocabulary, 0 on padding."""
+    ids, embedding, size = tokens.of_all.ids, params.embedding, params.cfg.vocab_size
+    rows = _rows(embedding, ids - tokens.devices.first(size))
+    is_token = ((ids >= 0) & (ids < size))[..., None]
+    rows = tokens.devices.sum_of_embedding(jnp.where(is_token, rows, jnp.nan))
+    return jnp.where(tokens.real[..., None], rows, jnp.zeros((), rows.dtype))
+
+
+def _rows(embedding: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return rows of an embedding, or of a device's share of one: 0 for ids that are not in it."""
     ids = jnp.where(ids < 0, embedding.shape[0], ids)  # a negative index would count from the end
-    rows = embedding.at[ids].get(mode="fill", fill_value=jnp.nan)
-    return jnp.where(real[..., None], rows, jnp.zeros((), rows.dtype))
+    return embedding.at[ids].get(mode="fill", fill_value=0)
 
 
 def read_logits(x: jax.Array, head: Weight, which: Logits, way: Way) -> jax.Array | None:

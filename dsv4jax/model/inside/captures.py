@@ -27,7 +27,9 @@ from typing import Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from dsv4jax.cache.shards import DATA
 from dsv4jax.config import layer_schedule
 from dsv4jax.layer.stages.probe import Patch, Probe, Seen
 from dsv4jax.model.config import ModelConfig
@@ -105,8 +107,14 @@ class ModelProbe:
         """Return what was captured by name: ``seen`` is that of each layer, and of the head."""
         return {name: _stacked(name, seen, cfg, max_entries) for name in self.captures}
 
+    @property
+    def specs(self) -> dict[str, Any]:
+        """The specs over a mesh of what is captured. The axis of requests follows those of layer and sublayer."""
+        return {name: P(*[None] * (0 if name == "head" else 2 if name in TWICE else 1), DATA) for name in self.captures}
+
 
 NOTHING = ModelProbe()
+CHOICES_SPEC = P(None, DATA)  # of what a probe is given
 
 
 def _check_name(argument: str, name: str, *, has_cache: bool) -> None:

@@ -23,7 +23,7 @@ class ExpertsKernels(ModelKernels):
     """``pallas_kernels.products`` with the weights of experts. The shared one's products are the op ``projections``."""
 
     def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
-        routing = _routing(1, cfg)
+        routing = _routing(1, weights.count, cfg)
         for weight, epilogue in ((weights.gate_up, pk.Gated), (weights.down, pk.OfPicks)):
             if not isinstance(weight, StoredExperts) or not weight.is_fp4 or weight.scales.dtype != SCALES:
                 return "experts must be stored in FP4, with scales in E8M0"
@@ -35,24 +35,27 @@ class ExpertsKernels(ModelKernels):
     def mix(
         self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
     ) -> ExpertOutputs:
+        return ExpertOutputs(
+            routed=self.routed(x, picks, experts, cfg),
+            shared=shared_expert(x, experts, cfg, backend),
+            experts=picks.experts,
+            num_experts=experts.count,
+        )
+
+    def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
         rows, numbers = x.reshape(-1, x.shape[-1]), picks.experts.reshape(-1, cfg.experts_per_token)
         gains = picks.weights.reshape(-1).astype(jnp.float32)
         weights = experts.gate_up, experts.down
         rows, gains, (gate_up, down) = self.without_derivative(EXPERTS, (rows, gains, weights))
-        routing = _routing(rows.shape[0], cfg)
+        routing = _routing(rows.shape[0], experts.count, cfg)
         routed = picks.tiles
         if routed is None or routed.rows != routing.rows:
-            routed = pk.routed_tiles(numbers, cfg.num_experts, routing.rows)
+            routed = pk.routed_tiles(numbers, experts.count, routing.rows)
         lists = routed.pairs, routed.tiles, routed.count
         gated = pk.Gated(routing=routing, limit=cfg.swiglu_limit)
         inner = self._product(routing.rows_of(rows, routed.pairs), gate_up, gated, *lists, gains)
         outputs = self._product(inner, down, pk.OfPicks(routing=routing), *lists)
-        return ExpertOutputs(
-            routed=outputs.reshape(*picks.experts.shape, x.shape[-1]),
-            shared=shared_expert(x, experts, cfg, backend),
-            experts=picks.experts,
-            num_experts=cfg.num_experts,
-        )
+        return outputs.reshape(*picks.experts.shape, x.shape[-1])
 
     def _product(self, x: jax.Array | pk.ExpertRows, weight: Any, epilogue: Any, *extras: jax.Array) -> Any:
         plan = _plan(weight, epilogue, x.dtype)
@@ -62,9 +65,10 @@ class ExpertsKernels(ModelKernels):
         return made
 
 
-def _routing(tokens: int, cfg: ModelConfig) -> pk.Routing:
-    picks, experts = cfg.experts_per_token, cfg.num_experts
-    return pk.Routing(tokens=tokens, picks=picks, experts=experts, rows=pk.tile_rows(tokens, picks, experts))
+def _routing(tokens: int, experts: int, cfg: ModelConfig) -> pk.Routing:
+    picks = cfg.experts_per_token
+    rows = pk.tile_rows(tokens, picks, cfg.num_experts)  # an expert has as many tokens if others are elsewhere
+    return pk.Routing(tokens=tokens, picks=picks, experts=experts, rows=rows)
 
 
 def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsupported:

@@ -43,15 +43,17 @@ class XLAExperts(Anywhere):
     def mix(
         self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
     ) -> ExpertOutputs:
-        given = x, dataclasses.replace(picks, tiles=None)
-        rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), given)
-        routed = _routed(rows, flat, experts, cfg)
         return ExpertOutputs(
-            routed=routed.reshape(*picks.experts.shape, x.shape[-1]),
+            routed=self.routed(x, picks, experts, cfg),
             shared=shared_expert(x, experts, cfg, backend),
             experts=picks.experts,
-            num_experts=cfg.num_experts,
+            num_experts=experts.count,
         )
+
+    def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
+        given = x, dataclasses.replace(picks, tiles=None)
+        rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), given)
+        return _routed(rows, flat, experts, cfg).reshape(*picks.experts.shape, x.shape[-1])
 
 
 def shared_expert(x: jax.Array, experts: Experts, cfg: ModelConfig, backend: Backend) -> jax.Array:
@@ -101,7 +103,7 @@ def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> j
     tokens, per_token = picks.experts.shape
     if tokens * per_token == 0:
         return jnp.zeros((tokens * per_token, x.shape[1]), x.dtype)
-    tiles = _Tiles.of(picks.experts.reshape(-1), cfg.num_experts, min(tokens, TILE))
+    tiles = _Tiles.of(picks.experts.reshape(-1), experts.count, min(tokens, TILE))
     linear = _constant(experts.gate_up), _constant(experts.down)
     return _outputs(cfg, x, picks.weights.reshape(-1), linear, tiles)
 
@@ -135,7 +137,7 @@ def _all_outputs(
     gate_up, down = map(_frozen, linear)
     tokens, pairs = x.shape[0], weights.size
     tile = min(tokens, TILE)
-    most = min(pairs, cfg.num_experts + pairs // tile)  # tiles that there can be
+    most = min(pairs, tiles.count.size + pairs // tile)  # tiles that there can be
     at_once = max(1, min(most, WIDE // (3 * cfg.expert_width * cfg.hidden_size)))
 
     @jax.checkpoint  # reverse mode would keep the wide copies of all experts
