@@ -3,11 +3,13 @@
 fork       several continuations of one request, which share what it has stored
 speculate  drafts for speculative decoding, of which only the accepted tokens are stored
 snapshot   requests as values, taken out of one cache and inserted into another
+prefixes   a store of prefixes: prompts that begin alike are computed once
 storage    caches and snapshots in files
 """
 
+from dsv4jax.requests.prefixes import Prefix, PrefixReport, PrefixStore
 from dsv4jax.requests.snapshot import Snapshot
 from dsv4jax.requests.speculate import StagedLayer
 from dsv4jax.requests.storage import restore, save
 
-__all__ = ["Snapshot", "StagedLayer", "restore", "save"]
+__all__ = ["Prefix", "PrefixReport", "PrefixStore", "Snapshot", "StagedLayer", "restore", "save"]
