@@ -13,6 +13,7 @@ selection  top-k: the positions of the largest scores
 products   products with a weight stored as FP8, of few rows and of many
 
 router     the router of a mixture of experts
+streams    hyper-connections: what stands between two sublayers
 
 triton_gpu   kernels in Triton for other NVIDIA GPUs; imported only when they are used, because they need an extra
 
@@ -51,6 +52,8 @@ from pallas_kernels.router.tiles import RoutedTiles, routed_tiles, tile_rows
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.selection.call import top_k, unsupported_top_k
+from pallas_kernels.streams.call import mix_streams, unsupported_mix
+from pallas_kernels.streams.mixer import EndedSublayer, MixedStreams, MixRules, StreamWeights
 from pallas_kernels.token_parts import (
     TokenParts,
     TokenProducts,
@@ -68,12 +71,15 @@ __all__ = [
     "Asked",
     "AttentionInputs",
     "AttentionQueries",
+    "EndedSublayer",
     "Epilogue",
     "ExpertRows",
     "ExpertsSpec",
     "Gated",
     "Grants",
     "IndexerQueries",
+    "MixRules",
+    "MixedStreams",
     "Needed",
     "NewEntries",
     "NewTokens",
@@ -92,6 +98,7 @@ __all__ = [
     "ScoreInputs",
     "SlowKernelsWarning",
     "Store",
+    "StreamWeights",
     "Streams",
     "SwiGLU",
     "TokenParts",
@@ -112,6 +119,7 @@ __all__ = [
     "indexer_queries",
     "indexer_scores",
     "interleaved_codes",
+    "mix_streams",
     "plan",
     "reset_hca",
     "rotate_csa",
@@ -126,6 +134,7 @@ __all__ = [
     "unsupported",
     "unsupported_attention",
     "unsupported_grants",
+    "unsupported_mix",
     "unsupported_route",
     "unsupported_scores",
     "unsupported_token_parts",

@@ -308,6 +308,13 @@ class Arithmetic(abc.ABC):
         """Return 1 / x of an f32, correctly rounded."""
 
     @abc.abstractmethod
+    def approximate_reciprocal(self, x: Value) -> Value:
+        """Return 1 / x of an f32 within 1 ulp, in one instruction. Numbers below 2^-126, given or returned, become 0.
+
+        On the simulator it is correctly rounded.
+        """
+
+    @abc.abstractmethod
     def divide(self, a: Value, b: Value) -> Value:
         """Return a / b of two f32, correctly rounded.
 

@@ -20,6 +20,7 @@ KERNELS = (
     "scores.sm100",
     "selection.call",
     "router.call",
+    "streams.mixer",
     "update.call",
     "update.token_step",
     "update.pieces",

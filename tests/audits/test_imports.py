@@ -24,6 +24,7 @@ ROOMS = {
         "selection",
         "products",
         "router",
+        "streams",
         "",
         "language",
         "plugin",
@@ -34,7 +35,7 @@ ROOMS = {
 }
 # Rooms that stand beside each other, and know nothing of one another.
 BESIDE = {
-    "pallas_kernels": {"update", "attention", "scores", "selection", "products"},
+    "pallas_kernels": {"update", "attention", "scores", "selection", "products", "streams"},
     "pallas_kernels.language": {"ptx", "simulator"},
 }
 MAX_MODULES = 16  # in one folder

@@ -203,6 +203,19 @@ def test_reciprocal_rounds_correctly(simulate):
         assert_same_floats(got, (1 / x.astype(np.float64)).astype(F32))
 
 
+@machines
+def test_approximate_reciprocal_is_within_an_ulp(simulate):
+    x = np.concatenate([SPECIAL, random_floats(22, 3000), np.linspace(1, 2, 1000), [1e-39, -1e-42, 3e38]]).astype(F32)
+    (got,) = elementwise(lambda m, x: m.approximate_reciprocal(x), x, simulate=simulate)
+    with np.errstate(all="ignore"):
+        want = 1 / np.where(np.abs(x) < TINY, np.copysign(F32(0), x), x).astype(np.float64)
+    want = np.where(np.abs(want) < TINY, np.copysign(0, want), want)
+    usual = np.isfinite(want) & (want != 0)
+    assert_same_floats(got[~usual], want[~usual].astype(F32))
+    # An ulp, and half of one by which float64 may differ from its own rounding to f32.
+    assert np.all(np.abs(got[usual] - want[usual]) <= 1.5 * np.spacing(np.abs(want[usual]).astype(F32)))
+
+
 def fractions_of_reciprocals() -> tuple[np.ndarray, np.ndarray]:
     """m of every x = m 2^-23 in [1, 2), and k of its correctly rounded reciprocal k 2^-24."""
     m = np.arange(1 << 23, 1 << 24)

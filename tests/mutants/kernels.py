@@ -17,6 +17,7 @@ from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.target import BLACKWELL
 from pallas_kernels.scores import sm90 as scores_sm90
 from pallas_kernels.scores import sm100 as scores_sm100
+from tests.kernels import test_mixed_streams as mixed_streams
 from tests.kernels.test_product_queries import Queries
 from tests.mutants.faults import Fault, LateStore, LateWait, Mutant, NoHold, Probe
 from tests.support import attention_cases, score_cases
@@ -48,6 +49,11 @@ def _product(**sizes: Any) -> Run:
     return functools.partial(Product(**sizes).run, simulate=True, **gpu)
 
 
+def _mixed_streams() -> Any:
+    found = mixed_streams.Case(tokens=201, hidden=128, ended="experts").run(simulate=True)
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(found)])
+
+
 _WIDE = sm90.Layout(is_wide=True, blocks=1)
 _FP8: dict[str, Any] = {"activations": "fp8"}
 _QUERIES = Queries(rows=130, heads=1, inputs=512, many=Many(multiprocessors=2), **_FP8)
@@ -72,6 +78,7 @@ KERNELS: dict[str, Run] = {
     ),
     "experts": lambda: _GATE_UP.run_gate_up(simulate=True),
     "experts, adjacent rows": lambda: _DOWN.run_down(simulate=True),
+    "mixed streams": _mixed_streams,
     "attention": _attention(lengths=(130, 60), layout=sm90.Layout(blocks=1)),
     "attention to widened picks": _attention(lengths=(130,), tokens=2, layout=_WIDE),
     "attention to widened rows": _attention(lengths=(300,), tokens=2, entries="all", layout=_WIDE),

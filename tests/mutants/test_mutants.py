@@ -40,6 +40,7 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "products on Blackwell, FP8": (*IN_TENSOR_MEMORY, FewerCopies),
     "experts": (*FILLED, *STORED, NoHold, FewerCopies),
     "experts, adjacent rows": (*FILLED, NoHold),
+    "mixed streams": (*STORED, WrongParity, NoWait, FewerProducts),
     "attention": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened picks": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened rows": (*FILLED, LateStore, NoBarrier, NoHold),

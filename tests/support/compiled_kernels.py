@@ -78,6 +78,7 @@ HOPPER_ONLY = {
     "widen_rows",
     "attend_to_widened",
     "router",
+    "mix_streams",
 }
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
@@ -329,6 +330,37 @@ def _router(cfg: d4.DSV4Config, experts: int) -> Iterator[Kernel]:
     yield Kernel(name="router_tiles [4096]", function=many.sort, args=(_i32(4096, 6),), **options)
 
 
+def _mixed_streams(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield hyper-connections of few tokens and of many, after each kind of sublayer, and those of a model's ends."""
+    hidden, n = cfg.hidden_size, 4
+    rules = pk.MixRules(rounds=20, eps=1e-6, norm_eps=cfg.norm_eps)
+
+    def bf16(*shape: int) -> Any:
+        return Spec(shape, jnp.bfloat16)
+
+    def mix(streams: Any, weights: Any, ended: Any) -> Any:
+        return pk.mix_streams(streams, weights, ended, rules=rules)
+
+    for name, tokens, numbers in (
+        ("attention", 1, 24),
+        ("attention", 4096, 24),
+        ("experts", 1, 24),
+        ("experts", 4096, 24),
+        ("nothing", 4096, 24),
+        ("experts", 64, n),
+    ):
+        weights = pk.StreamWeights(
+            weight=f32(numbers, n * hidden), base=f32(numbers), scale=f32(3 if numbers > n else 1), norm=bf16(hidden)
+        )
+        experts: dict[str, Any] = {}
+        if name == "experts":
+            experts = dict(routed=bf16(tokens, 6, hidden), experts=_i32(tokens, 6), num_experts=256)
+        ended = pk.EndedSublayer(post=f32(tokens, n), carry=f32(tokens, n, n), output=bf16(tokens, hidden), **experts)
+        args = bf16(tokens, n, hidden), weights, None if name == "nothing" else ended
+        options: dict[str, Any] = dict(rows=None, reads_only=True, has_scratch=True)
+        yield Kernel(name=f"mix_streams {name} {numbers} [{tokens}]", function=mix, args=args, **options)
+
+
 def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the kernel that splits the products of new tokens, for a decode step, a draft and a chunk of each kind."""
     for formats in _formats(cfg):
@@ -449,6 +481,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_updates_of_products(cfg),
             *_grants(cfg),
             *_router(cfg, EXPERTS[model]),
+            *_mixed_streams(cfg),
             *product_kernels(cfg, is_flash=model == "flash"),
         ):
             yield f"{model} {kernel.name}", kernel

@@ -191,6 +191,9 @@ class PTX(Machine):
     def reciprocal(self, x: Value) -> Value:
         return self._asm("rcp.rn.f32 $0, $1;", "=f,f", ["f32"], x)[0]
 
+    def approximate_reciprocal(self, x: Value) -> Value:
+        return self._asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", ["f32"], x)[0]
+
     def divide(self, a: Value, b: Value) -> Value:
         return self._asm("div.rn.f32 $0, $1, $2;", "=f,f,f", ["f32"], a, b)[0]
 

@@ -227,6 +227,13 @@ class NumPyArithmetic(Machine):
         with np.errstate(all="ignore"):
             return self._wrap("f32", np.float32(1) / x.raw)
 
+    @elementwise("f32")
+    def approximate_reciprocal(self, x: Value) -> Value:
+        tiny = np.finfo(np.float32).tiny
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1) / np.where(np.abs(x.raw) < tiny, np.copysign(np.float32(0), x.raw), x.raw)
+            return self._wrap("f32", np.where(np.abs(inverse) < tiny, np.copysign(np.float32(0), inverse), inverse))
+
     @elementwise("f32", "f32")
     def divide(self, a: Value, b: Value) -> Value:
         with np.errstate(all="ignore"):

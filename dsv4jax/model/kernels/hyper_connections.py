@@ -1,0 +1,90 @@
+"""The kernel of hyper-connections: everything between two sublayers in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from dsv4jax.layer.kernels.base import register
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.kernels.base import ModelKernels
+from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, SublayerOutput
+from dsv4jax.model.params import StreamMix
+
+
+class HyperConnectionsKernels(ModelKernels):
+    """``pallas_kernels.mix_streams``."""
+
+    def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
+        if jnp.dtype(dtype) != jnp.bfloat16:
+            return f"streams must be bfloat16, got {jnp.dtype(dtype)}"
+        return pk.unsupported_mix(streams=cfg.num_streams, hidden=cfg.hidden_size)
+
+    def begin(self, streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
+        _, x, gains = self._mixed(streams, None, mix, norm, cfg)
+        assert gains is not None
+        return x, gains
+
+    def between(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
+    ) -> tuple[jax.Array, jax.Array, Gains]:
+        streams, x, following = self._mixed(streams, (y, gains), mix, norm, cfg)
+        assert following is not None
+        return streams, x, following
+
+    def end(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
+    ) -> tuple[jax.Array, jax.Array]:
+        streams, x, _ = self._mixed(streams, (y, gains), mix, norm, cfg)
+        return streams, x
+
+    def _mixed(
+        self,
+        streams: jax.Array,
+        ended: tuple[SublayerOutput, Gains] | None,
+        mix: StreamMix,
+        norm: jax.Array,
+        cfg: ModelConfig,
+    ) -> tuple[jax.Array, jax.Array, Gains | None]:
+        """Return (streams, x, gains); gains are None before the head, and streams stay where nothing has ended."""
+        streams, ended, mix, norm = self.without_derivative(HYPER_CONNECTIONS, (streams, ended, mix, norm))
+        *lead, count, hidden = streams.shape
+        found = self.kernels.mix_streams(
+            streams.reshape(-1, count, hidden),
+            pk.StreamWeights(
+                weight=mix.weight.astype(jnp.float32),
+                base=mix.base.astype(jnp.float32),
+                scale=mix.scale.astype(jnp.float32),
+                norm=norm if norm.dtype == jnp.bfloat16 else norm.astype(jnp.float32),
+            ),
+            None if ended is None else _ended(*ended),
+            rules=pk.MixRules(rounds=cfg.sinkhorn_iterations, eps=cfg.hyper_eps, norm_eps=cfg.norm_eps),
+            **self.options,
+        )
+        gains = None
+        if found.post is not None:
+            gains = Gains(post=found.post.reshape(*lead, count), carry=found.carry.reshape(*lead, count, count))
+        new = streams if ended is None else found.streams.reshape(streams.shape)
+        return new, found.x.reshape(*lead, hidden), gains
+
+
+def _ended(y: SublayerOutput, gains: Gains) -> pk.EndedSublayer:
+    count = gains.post.shape[-1]
+    post, carry = gains.post.reshape(-1, count), gains.carry.reshape(-1, count, count)
+    if not isinstance(y, ExpertOutputs):
+        return pk.EndedSublayer(post=post, carry=carry, output=y.reshape(-1, y.shape[-1]))
+    picks, hidden = y.routed.shape[-2:]
+    return pk.EndedSublayer(
+        post=post,
+        carry=carry,
+        output=y.shared.reshape(-1, hidden),
+        routed=y.routed.reshape(-1, picks, hidden),
+        experts=y.experts.reshape(-1, picks),
+        num_experts=y.num_experts,
+    )
+
+
+register(HYPER_CONNECTIONS, HyperConnectionsKernels)

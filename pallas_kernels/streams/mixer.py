@@ -1,0 +1,525 @@
+"""The body that mixes streams: new streams and their numbers, a barrier of the grid, and the next sublayer's input.
+
+A block has 64 columns of all streams, its part, for all tokens of its group. It reads its part of the weight once. For
+up to 64 tokens at a time it makes the new streams and multiplies them by the weight on the tensor cores. The weight is
+there as three bf16 numbers whose sum is the f32, so products are exact, and sums are f32. The parts' sums go through
+device memory. After a barrier of the grid each token belongs to one block, which adds them up in order: four warps
+compute gains there, while the other warpgroups compute inputs, each one of a token.
+
+How a token's sums are divided depends on the sizes of the model alone, so its results do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.fragment import product
+from pallas_kernels.language.lanes import Buffer, Team, add, fold
+from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.tiles import TypedTile
+from pallas_kernels.language.values import VECTOR, Condition, Index, Step, Value, select
+from pallas_kernels.rows import from_bf16
+from pallas_kernels.streams.shares import sigmoid, sinkhorn, softmax
+
+STREAMS = 4
+PART = 64  # columns of a block, of each stream
+TILE = 64  # tokens of a product
+WARPGROUPS = 4
+EIGHT = 8  # columns of a stream that a lane has together, and numbers of a product
+_THIRDS = 3  # bf16 numbers that a weight is the sum of
+_LANES, _WARPS = WARPGROUPS * WARPGROUP, WARPGROUPS * WARPGROUP // WARP
+_UNITS = PART // EIGHT  # lanes of a token
+_QUADS = PART // VECTOR  # fours of a row of the weight's part, of each stream
+_MIXERS = WARPGROUPS - 1  # warpgroups that compute inputs
+_ALIGNMENT = 1024
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StreamWeights:
+    """By what streams are mixed into the input of the sublayer that follows, or of the head."""
+
+    weight: Any  # f32 [m, n h]; m = (2 + n) n before a sublayer, n before the head
+    base: Any  # f32 [m]
+    scale: Any  # f32 [3], or [1] before the head
+    norm: Any  # f32 or bf16 [h]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndedSublayer:
+    """What a sublayer that is over adds to the streams: its output, or outputs of experts that are not yet summed."""
+
+    post: Any  # f32 [M, n]
+    carry: Any  # f32 [M, n, n], from old streams to new ones
+    output: Any  # bf16 [M, h], of attention or of the shared expert
+    routed: Any = None  # bf16 [M, k, h] of routed experts, or None; anything where a pick is none
+    experts: Any = None  # int32 [M, k] of the picks; from num_experts on they are none
+    num_experts: int = dataclasses.field(default=0, metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStreams:
+    """What is between two sublayers. None stands for what was not asked for."""
+
+    streams: Any  # bf16 [M, n, h] with the output of the sublayer that is over, or None if none is
+    x: Any  # bf16 [M, h], the input of what follows, after its norm
+    post: Any  # f32 [M, n] as in ``EndedSublayer``, or None before the head
+    carry: Any  # f32 [M, n, n] the same
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MixRules:
+    """The constants of a model's hyper-connections."""
+
+    rounds: int  # of Sinkhorn's algorithm
+    eps: float  # added to shares, and to its sums
+    norm_eps: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the work is divided."""
+
+    tokens: int
+    hidden: int
+    numbers: int  # of a token
+    groups: int  # of tokens, which are different blocks'
+    rows: int  # tokens of a block's tile
+    tiles: int  # of a block between two barriers
+
+    @classmethod
+    def of(cls, tokens: int, hidden: int, numbers: int, multiprocessors: int) -> Layout:
+        """Return how to divide it over blocks that run at once, each on a multiprocessor."""
+        parts = hidden // PART
+        groups = max(1, min(multiprocessors // parts, -(-tokens // _FEWEST)))
+        rows = min(TILE, -(-tokens // groups))
+        most = max(1, min(_TILES, _TILES * parts // TILE))
+        return cls(
+            tokens=tokens,
+            hidden=hidden,
+            numbers=numbers,
+            groups=groups,
+            rows=rows,
+            tiles=min(most, -(-tokens // (groups * rows))),
+        )
+
+    @property
+    def parts(self) -> int:
+        return self.hidden // PART
+
+    @property
+    def eights(self) -> int:
+        """Eights of numbers."""
+        return -(-self.numbers // EIGHT)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token and part: those that are multiplied, then the sum of squares, in whole eights."""
+        return (self.eights + 1) * EIGHT
+
+    @property
+    def turn(self) -> int:
+        """Tokens between two barriers."""
+        return self.groups * self.rows * self.tiles
+
+    @property
+    def turns(self) -> int:
+        return -(-self.tokens // self.turn)
+
+    @property
+    def slots(self) -> int:
+        """Tokens of a block after a barrier."""
+        return -(-self.turn // (self.parts * self.groups))
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """The shape of the parts' sums. Those of a turn are read while those of the next are made."""
+        return min(self.turns, 2), self.turn, self.parts, self.width
+
+    @property
+    def shared_bytes(self) -> int:
+        columns = STREAMS * PART
+        tiles = 2 * TILE * columns * 2 + self.eights * _THIRDS * EIGHT * columns * 2
+        constants = (self.numbers + VECTOR + self.hidden) * 4
+        return tiles + constants + self.slots * (self.width + VECTOR) * 4 + 2 * _MIXERS * VECTOR * 4 + _ALIGNMENT
+
+
+_FEWEST = 16  # tokens of a group, from which on there are more groups
+_TILES = 6  # of a block between two barriers, at most
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routed:
+    """What a lane has loaded of routed experts' outputs for a token."""
+
+    experts: list[Value]  # of the picks
+    rows: list[list[Value]]  # words of each pick
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Given:
+    """What a lane has loaded of a token: eight columns, and the token's gains."""
+
+    streams: list[list[Value]]  # words of each stream
+    output: list[Value] | None = None  # words
+    post: Step | None = None
+    carry: list[Step] | None = None
+    routed: Routed | None = None  # None where there are none, and where they are loaded later
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Constants:
+    """What the block reads of the weights after the barrier."""
+
+    base: Shared  # f32: the base, then the scale
+    norm: Shared  # [h]
+
+    def norm_of(self, column: Value) -> Step:
+        """Return eight of the norm's weights."""
+        if self.norm.dtype == "f32":
+            return [*self.norm.load_floats(column), *self.norm.load_floats(column + VECTOR)]
+        return _floats(self.norm.load_words(column, count=EIGHT))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedNumbers:
+    """Shared memory that is used after the barrier."""
+
+    numbers: Shared  # f32 [slots, ...] of each token of the block
+    squares: Shared  # f32 [2, mixers, 4], the parts of a sum
+    constants: Constants
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Mixer:
+    """A block at its work."""
+
+    machine: TensorCores
+    layout: Layout
+    rules: MixRules
+    streams: Buffer  # [M, n, h] before
+    weights: StreamWeights
+    ended: EndedSublayer | None
+    out: MixedStreams
+    sums: Buffer
+
+    @property
+    def part(self) -> Value:
+        return self.machine.block(0)
+
+    @property
+    def group(self) -> Value:
+        return self.machine.block(1)
+
+    def run(self) -> None:
+        machine, layout = self.machine, self.layout
+        columns = STREAMS * PART
+        weight = TypedTile.take(machine, _THIRDS * EIGHT, columns, "bf16", copies=layout.eights)
+        rows = TypedTile.take(machine, TILE, columns, "bf16", copies=2)
+        numbers = Shared.take(machine, (layout.slots, layout.width + VECTOR), "f32")
+        squares = Shared.take(machine, (2, _MIXERS, VECTOR), "f32")
+        added = Barrier.take(machine, _WARPS)
+        init_barriers(added)
+        zero = machine.constant(0, "i32")
+        loaded = self._load_weight()
+        given = self._load(zero, zero) if layout.turns == layout.tiles == 1 else None
+        constants = self._copy_constants()
+        self._widen_weight(weight, loaded)
+        machine.wait_copies()
+
+        def turn(i: Value, _: None) -> None:
+            first, buffer = i * layout.turn, i % layout.sums[0]
+            if given is not None:
+                self._multiply(weight, rows[0], (first, zero), buffer, given)
+            else:
+                machine.loop(
+                    layout.tiles,
+                    lambda n, _: self._multiply(weight, rows[n % 2], (first, n), buffer, self._load(first, n)),
+                    rolled=True,
+                )
+            machine.barrier("grid")
+            self._add_up(numbers, first, buffer)
+            added.arrive()
+            shared = SharedNumbers(numbers=numbers, squares=squares, constants=constants)
+            warpgroup = machine.thread // WARPGROUP
+            with machine.when(warpgroup == 0):
+                if self.out.post is not None:
+                    added.wait(i & 1)
+                    self._gain(shared, first)
+            with machine.when(warpgroup > 0):
+                mine = (warpgroup * -1 + (layout.slots + _MIXERS)) // _MIXERS
+                machine.loop(mine, lambda n, _: self._mix(shared, (first, n), (added, i & 1)), rolled=True)
+
+        if layout.turns == 1:
+            turn(zero, None)
+        else:
+            machine.loop(layout.turns, turn, rolled=True)
+
+    # Before the barrier. All that few tokens need is loaded before any of it is waited for.
+    def _load_weight(self) -> list[Step]:
+        """Load the block's part of the weight."""
+        layout, loaded = self.layout, []
+        for n, there in self._quads():
+            number, stream, column = _place(n)
+            if layout.numbers % EIGHT:
+                there = (number < layout.numbers) & there
+            at = number, stream * layout.hidden + self.part * PART + column
+            loaded.append(self.weights.weight.load_floats(*at, where=there))
+        return loaded
+
+    def _quads(self) -> list[tuple[Value, Condition]]:
+        """Return the numbers of this lane's fours of the weight, and whether there are so many."""
+        count = self.layout.eights * EIGHT * STREAMS * _QUADS
+        firsts = range(0, count, _LANES)
+        lane = self.machine.thread
+        return [(lane + first, True if first + _LANES <= count else lane + first < count) for first in firsts]
+
+    def _widen_weight(self, tile: TypedTile, loaded: list[Step]) -> None:
+        """Store the weight as three numbers of bf16, in eights of numbers."""
+        machine = self.machine
+        for (n, there), values in zip(self._quads(), loaded, strict=True):
+            number, stream, column = _place(n)
+            of_eight, row, at = tile[number // EIGHT], number % EIGHT, stream * PART + column
+            for third in range(_THIRDS):
+                words = _words(values)
+                unit = of_eight.unit(row + third * EIGHT, at // EIGHT)
+                machine.store_shared(unit + at % EIGHT * 2, words, 8, there)
+                values = [value - near for value, near in zip(values, _floats(words), strict=True)]
+
+    def _copy_constants(self) -> Constants:
+        """Copy what is needed after the barrier to shared memory, where it waits for no device memory."""
+        machine, weights, lane = self.machine, self.weights, self.machine.thread
+        (count,), (scales,) = weights.base.shape, weights.scale.shape
+        (hidden,) = weights.norm.shape
+        base = Shared.take(machine, (count + VECTOR,), "f32")
+        norm = Shared.take(machine, (hidden,), "f32" if weights.norm.dtype.itemsize == 4 else "u16")
+        for array, size, first in ((weights.base, count, 0), (weights.scale, scales, count)):
+            with machine.when(lane < size):
+                machine.copy_async(base.address_of(lane + first), array.address_of((lane,)), True, size=4)
+        each = 16 // norm.itemsize
+        for first in range(0, hidden, _LANES * each):
+            at = lane * each + first
+            with machine.when(True if first + _LANES * each <= hidden else at < hidden):
+                machine.copy_async(norm.address_of(at), weights.norm.address_of((at,)), True)
+        return Constants(base=base, norm=norm)
+
+    def _load(self, first: Value, number: Value) -> Given:
+        """Load what a lane has of a tile: eight columns of a token. Zeros where there is no token."""
+        row, unit = self.machine.thread // _UNITS, self.machine.thread % _UNITS
+        column = self.part * PART + unit * EIGHT
+        token = first + (number * self.layout.groups + self.group) * self.layout.rows + row
+        exists = (row < self.layout.rows) & (number < self.layout.tiles) & (token < self.layout.tokens)
+        streams = [self.streams.load_words(token, j, column, count=EIGHT, where=exists) for j in range(STREAMS)]
+        if (ended := self.ended) is None:
+            return Given(streams=streams)
+        # With several tiles, those of experts would be kept while another tile is computed.
+        routed = self._load_routed(ended, token, exists) if self.layout.tiles == 1 else None
+        return Given(
+            streams=streams,
+            output=ended.output.load_words(token, column, count=EIGHT, where=exists),
+            post=ended.post.load_floats(token, 0, where=exists),
+            carry=[ended.carry.load_floats(token, j, 0, where=exists) for j in range(STREAMS)],
+            routed=routed,
+        )
+
+    def _load_routed(self, ended: EndedSublayer, token: Value, exists: Value) -> Routed | None:
+        """Load what routed experts give: eight columns of each pick."""
+        if ended.routed is None:
+            return None
+        picks, column = range(ended.experts.shape[1]), self.part * PART + self.machine.thread % _UNITS * EIGHT
+        return Routed(
+            experts=[ended.experts.load_int(token, pick, where=exists) for pick in picks],
+            rows=[ended.routed.load_words(token, pick, column, count=EIGHT, where=exists) for pick in picks],
+        )
+
+    def _multiply(
+        self, weight: TypedTile, rows: TypedTile, tile: tuple[Value, Value], buffer: Value, given: Given
+    ) -> None:
+        """Make the new streams of a tile's tokens, and multiply the block's part of them by the weight."""
+        machine, layout = self.machine, self.layout
+        first, number = tile
+        at = (number * layout.groups + self.group) * layout.rows  # in the turn
+        row, unit = machine.thread // _UNITS, machine.thread % _UNITS
+        exists = (row < layout.rows) & (first + at + row < layout.tokens)
+        token, column = first + at + row, self.part * PART + unit * EIGHT
+        new = given.streams if given.post is None else self._with_output(given, token, exists)
+        squares = []
+        for stream, words in enumerate(new):
+            if self.out.streams is not None:
+                self.out.streams.store_words(words, token, stream, column, where=exists)
+            machine.store_shared(rows.unit(row, unit + stream * _UNITS), words, 16, True)
+            squares += [value * value for value in _floats(words)]
+        total = Team(machine, WARP).neighbours(add, fold(add, squares), _UNITS)
+        place = at + row, self.part, layout.eights * EIGHT
+        self.sums.store_floats([total], buffer, *place, where=exists & (unit == 0))
+        machine.fence_shared()
+        machine.barrier("block")
+        eight = machine.thread // WARPGROUP
+        thirds = product(None, rows, weight[eight.minimum(layout.eights - 1)]).wait().parts(EIGHT)
+        sums = thirds[0].map(lambda a, b, c: a + (b + c), *thirds[1:])
+        for row, column, pair in sums.pairs():
+            exists = (row < layout.rows) & (first + at + row < layout.tokens) & (eight < layout.eights)
+            self.sums.store_floats(pair, buffer, at + row, self.part, eight * EIGHT + column, where=exists)
+
+    def _with_output(self, given: Given, token: Value, exists: Value) -> list[list[Value]]:
+        """Return the words of the new streams."""
+        assert self.ended is not None
+        assert given.output is not None
+        assert given.post is not None
+        assert given.carry is not None
+        machine, y = self.machine, _floats(given.output)
+        routed = given.routed or self._load_routed(self.ended, token, exists)
+        if routed is not None:
+            y = self._sum_of_experts(routed, y, self.ended.num_experts)
+        streams = [_floats(words) for words in given.streams]
+        new = []
+        for into in range(STREAMS):
+            values = []
+            for d in range(EIGHT):
+                value = given.carry[0][into] * streams[0][d]
+                for j in range(1, STREAMS):
+                    value = machine.fma(given.carry[j][into], streams[j][d], value)
+                values.append(machine.fma(given.post[into], y[d], value))
+            new.append(_words(values))
+        return new
+
+    def _sum_of_experts(self, routed: Routed, shared: Step, num_experts: int) -> Step:
+        """Return the sum of experts' outputs: f32, in the order of the picks, the shared one last, rounded to bf16."""
+        totals = [self.machine.constant(0.0, "f32")] * EIGHT
+        for expert, words in zip(routed.experts, routed.rows, strict=True):
+            is_pick = expert < num_experts
+            totals = [total + select(is_pick, x, 0.0) for total, x in zip(totals, _floats(words), strict=True)]
+        return _floats(_words([total + x for total, x in zip(totals, shared, strict=True)]))
+
+    # After the barrier.
+    def _token(self, slot: Value) -> Value:
+        """Return the number in the turn of a block's token."""
+        blocks = self.layout.parts * self.layout.groups
+        return slot * blocks + (self.group * self.layout.parts + self.part)
+
+    def _exists(self, slot: Value, first: Value) -> Value:
+        at = self._token(slot)
+        return (slot < self.layout.slots) & (at < self.layout.turn) & (first + at < self.layout.tokens)
+
+    def _add_up(self, numbers: Shared, first: Value, buffer: Value) -> None:
+        """Add up the parts' sums of the block's tokens, a warp those of a token, and keep them in shared memory."""
+        machine, layout = self.machine, self.layout
+        quads = layout.width // VECTOR  # lanes of a part
+        together = WARP // quads
+        lane, warp = machine.thread % WARP, machine.thread // WARP
+        for begin in range(0, layout.slots, _WARPS):
+            slot = warp + begin
+            exists = self._exists(slot, first)
+            at = select(exists, self._token(slot), 0)
+            loaded = []
+            for part in range(0, layout.parts, together):
+                here = lane // quads + part
+                there = exists if part + together <= layout.parts else exists & (here < layout.parts)
+                loaded.append(self.sums.load_floats(buffer, at, here, lane % quads * VECTOR, where=there))
+            totals = [fold(add, values) for values in zip(*loaded, strict=True)]
+            distance = quads
+            while distance < WARP:
+                totals = [total + machine.shuffle_xor(total, distance) for total in totals]
+                distance *= 2
+            numbers.store_floats(totals, slot, lane % quads * VECTOR, where=(slot < layout.slots) & (lane < quads))
+
+    def _logits(self, shared: SharedNumbers, slot: Index, which: range) -> list[Value]:
+        """Return some of a token's numbers, times their scale and plus their base. They are whole times four."""
+        machine, layout = self.machine, self.layout
+        (total,) = shared.numbers.load_floats(slot, layout.eights * EIGHT, count=1)
+        inverse_rms = machine.inverse_sqrt(total * (1 / (STREAMS * layout.hidden)) + self.rules.norm_eps)
+        base, logits = shared.constants.base, []
+        for n in range(which.start, which.stop, VECTOR):
+            (scale,) = base.load_floats(layout.numbers + min(n // STREAMS, 2), count=1)
+            values = zip(shared.numbers.load_floats(slot, n), base.load_floats(n), strict=True)
+            logits += [machine.fma(x * inverse_rms, scale, b) for x, b in values]
+        return logits
+
+    def _gain(self, shared: SharedNumbers, first: Value) -> None:
+        """Compute the gains of the block's tokens, a lane those of a token."""
+        machine, rules, eps = self.machine, self.rules, self.rules.eps
+        slot = machine.thread % WARPGROUP
+        with machine.when(self._exists(slot, first)):
+            token = first + self._token(slot)
+            logits = self._logits(shared, slot, range(STREAMS, STREAMS * (2 + STREAMS)))
+            post = [sigmoid(machine, x) * 2.0 for x in logits[:STREAMS]]
+            self.out.post.store_floats(post, token, 0)
+            lines = [logits[n : n + STREAMS] for n in range(STREAMS, len(logits), STREAMS)]
+            matrix = [[x + eps for x in softmax(machine, line)] for line in lines]
+            for j, line in enumerate(sinkhorn(machine, matrix, rules.rounds, eps)):
+                self.out.carry.store_floats(line, token, j, 0)
+
+    def _mix(self, shared: SharedNumbers, tile: tuple[Value, Value], added: tuple[Barrier, Value]) -> None:
+        """Compute the input of one of the block's tokens, as a warpgroup."""
+        machine, layout = self.machine, self.layout
+        first, n = tile
+        mixer = machine.thread // WARPGROUP - 1
+        slot = mixer + n * _MIXERS
+        exists = self._exists(slot, first)
+        token = first + self._token(slot)
+        source = self.streams if self.out.streams is None else self.out.streams
+        columns = self._columns()
+        streams = [
+            [source.load_words(token, j, column, count=EIGHT, where=exists & there) for j in range(STREAMS)]
+            for column, there in (columns if len(columns) <= _AT_ONCE else columns[: _AT_ONCE // 2])
+        ]
+        added[0].wait(added[1])
+        pre = [sigmoid(machine, x) + self.rules.eps for x in self._logits(shared, slot, range(STREAMS))]
+        mixed: list[list[Value]] = []
+        for i, (column, there) in enumerate(columns):
+            words = (
+                streams[i]
+                if i < len(streams)
+                else [source.load_words(token, j, column, count=EIGHT, where=exists & there) for j in range(STREAMS)]
+            )
+            values = [_floats(of_stream) for of_stream in words]
+            totals = [pre[0] * value for value in values[0]]
+            for share, others in zip(pre[1:], values[1:], strict=True):
+                totals = [machine.fma(share, value, total) for value, total in zip(others, totals, strict=True)]
+            mixed.append(_words(totals))
+        total = fold(add, [value * value for words in mixed for value in _floats(words)])
+        total = Team(machine, WARP).neighbours(add, total, WARP)
+        lane = machine.thread % WARPGROUP
+        shared.squares.store_floats([total], n % 2, mixer, lane // WARP, where=lane % WARP == 0)
+        machine.barrier("warpgroup")
+        total = fold(add, shared.squares.load_floats(n % 2, mixer, 0))
+        inverse_rms = machine.inverse_sqrt(total * (1 / layout.hidden) + self.rules.norm_eps)
+        for words, (column, there) in zip(mixed, columns, strict=True):
+            norm = shared.constants.norm_of(select(there, column, 0))
+            values = [value * weight * inverse_rms for value, weight in zip(_floats(words), norm, strict=True)]
+            self.out.x.store_words(_words(values), token, column, where=exists & there)
+
+    def _columns(self) -> list[tuple[Value, Condition]]:
+        """Return the first of each eight columns that a lane of a warpgroup has of a token, and whether they exist."""
+        lane, hidden, width = self.machine.thread % WARPGROUP, self.layout.hidden, WARPGROUP * EIGHT
+        return [
+            (lane * EIGHT + first, True if first + width <= hidden else lane * EIGHT + first < hidden)
+            for first in range(0, hidden, width)
+        ]
+
+
+_AT_ONCE = 4  # eights of columns whose streams are loaded before the numbers are known
+
+
+def _place(n: Value) -> tuple[Value, Value, Value]:
+    """Return (number, stream, first column in the part) of the n-th four of the weight's part."""
+    return n // (STREAMS * _QUADS), n // _QUADS % STREAMS, n % _QUADS * VECTOR
+
+
+def _floats(words: list[Value]) -> Step:
+    return [value for word in words for value in from_bf16(word)]
+
+
+def _words(values: Step) -> list[Value]:
+    machine = values[0].machine
+    return [machine.to_bf16(*values[i : i + 2]) for i in range(0, len(values), 2)]
