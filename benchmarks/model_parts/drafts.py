@@ -166,8 +166,8 @@ def time_passes(bench: Bench, params: ModelParams, numbers: tuple[int, ...]) -> 
         lengths = caches.model.seq_lens + 1
         # Sampled drafts of a random model are hardly ever accepted, so that no text comes to its end.
         tokens = jnp.asarray(rng.integers(0, vocabulary, (requests, bench.context + ROOM)), jnp.int32)
-        texts = Texts(tokens=tokens, lengths=lengths, limits=jnp.full_like(lengths, bench.context + ROOM))
-        rows = jnp.arange(requests, dtype=jnp.int32)
+        rows, limits = jnp.arange(requests, dtype=jnp.int32), jnp.full_like(lengths, bench.context + ROOM)
+        texts = Texts(tokens=tokens, lengths=lengths, limits=limits, numbers=rows)
         return dataclasses.replace(begin(caches, texts, vocabulary, drafts), slots=rows, text=rows + 0)
 
     sampling, stops = Sampling.of(1.0), jnp.asarray([-1], jnp.int32)

@@ -24,8 +24,8 @@ def mix_experts(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) 
     return EXPERTS["xla"].mix(x, picks, experts, cfg).sum()
 
 
-def experts_of(weights: str, cfg: ModelConfig = CFG, **options: str) -> Experts:
-    return random_model(cfg, jax.random.key(0), weights, drafts=0, **options).blocks[0].experts
+def experts_of(weights: str, cfg: ModelConfig = CFG, activations: str = "bf16") -> Experts:
+    return random_model(cfg, jax.random.key(0), weights, activations, drafts=0).blocks[0].experts
 
 
 def random_picks(rng: np.random.Generator, tokens: int, cfg: ModelConfig = CFG, favourite: int | None = None) -> Picks:

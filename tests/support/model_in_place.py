@@ -17,7 +17,7 @@ def programs(drafts: int):
     def state():
         caches = init_caches(CFG, ROWS, LONGEST, drafts, num_blocks=LARGE)
         row = jnp.zeros(6, jnp.int32)
-        texts = Texts(tokens=jnp.zeros((6, LONGEST), jnp.int32), lengths=row, limits=row)
+        texts = Texts(tokens=jnp.zeros((6, LONGEST), jnp.int32), lengths=row, limits=row, numbers=row)
         return begin(caches, texts, CFG.vocab_size, drafts)
 
     def loop(params, state, stop_tokens, passes):
