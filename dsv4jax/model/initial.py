@@ -20,6 +20,7 @@ from dsv4jax.config import layer_kind
 from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.host_memory import check_host_experts, placed
 from dsv4jax.model.inside.devices import model_mesh, weight_specs
 from dsv4jax.model.params import (
     Block,
@@ -45,6 +46,7 @@ def random_model(
     activations: str = "bf16",
     drafts: int = 1,
     mesh: Mesh | None = None,
+    host_experts: int = 0,
 ) -> ModelParams:
     """Return a model with random weights: linear weights of variance 1 / in, norms near 1.
 
@@ -56,10 +58,13 @@ def random_model(
       activations: for stored weights, "bf16", "fp8" or "fp8_all", as for ``load_model``.
       drafts: the most tokens that are to be guessed at a time; 0 leaves out the block that guesses them.
       mesh: as for ``load_model``. The numbers do not depend on it, and each device draws its own.
+      host_experts: as for ``load_model``.
 
     Raises:
-      ValueError: an option is unknown, a size does not divide into blocks of FP4, or as ``load_model`` for the mesh.
+      ValueError: an option is unknown, a size does not divide into blocks of FP4, or as ``load_model`` for the mesh and
+        ``host_experts``.
     """
+    check_host_experts(host_experts, cfg, mesh)
     mesh = None if mesh is None else model_mesh(mesh, cfg)
     stored = Stored.choose(weights, activations)
     if stored is not None and (cfg.hidden_size % FP4_BLOCK[1] or cfg.expert_width % FP4_BLOCK[1]):
@@ -71,7 +76,10 @@ def random_model(
         _compile(outer, cfg, dtype, stored, mesh, with_drafts=bool(drafts))
     return ModelParams(
         **_outer(outer, cfg, dtype, mesh=mesh),
-        blocks=tuple(_block(key, cfg, layer, dtype, stored, mesh) for layer, key in enumerate(layers)),
+        blocks=tuple(
+            placed(_block(key, cfg, layer, dtype, stored, mesh), on_host=layer < host_experts)
+            for layer, key in enumerate(layers)
+        ),
         drafts=(_drafts if cfg.dspark is None else _dspark)(draft_key, cfg, dtype, stored, mesh) if drafts else None,
         cfg=cfg,
         mesh=mesh,

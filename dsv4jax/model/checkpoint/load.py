@@ -28,6 +28,7 @@ from dsv4jax.checks import FLOATS, check_dtype
 from dsv4jax.config import read_config
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.host_memory import check_host_experts, placed
 from dsv4jax.model.inside.devices import EXPERTS_PLACE, model_mesh, weight_specs
 from dsv4jax.model.params import (
     Block,
@@ -97,6 +98,7 @@ def load_model(
     dtype: DTypeLike | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     mesh: Mesh | None = None,
+    host_experts: int = 0,
 ) -> ModelParams:
     """Load a model from a folder: config.json, ``*.safetensors``, and an index where there are several.
 
@@ -118,10 +120,13 @@ def load_model(
         are divided over the first. Experts, embedding and head are divided over all devices, and the rest is on each;
         see ``dsv4jax.model.inside.devices``. None = one device.
 
+      host_experts: how many layers, from the first on, keep their routed experts in pinned memory of the host, from
+        where a pass fetches those that it picks. While a layer is read its experts are on the device. For one device.
+
     Raises:
       ValueError: tensors are missing, misshapen, truncated or unknown (all of this is found before anything is placed,
-        and named), the configuration or an option is unknown, the mesh has other axes, or experts or vocabulary do not
-        divide by its devices.
+        and named), the configuration or an option is unknown, the mesh has other axes, experts or vocabulary do not
+        divide by its devices, or ``host_experts`` is more than there are layers or meets a mesh.
       FileNotFoundError: the folder holds no config.json, or no safetensors file.
     """
     form = Form.choose(weights, activations, dtype)
@@ -130,13 +135,14 @@ def load_model(
     block = block_size(config)
     tensors = _open(folder, ModelConfig.from_hf(config), form, block)
     cfg = tensors.cfg
+    check_host_experts(host_experts, cfg, mesh)
     mesh = None if mesh is None else model_mesh(mesh, cfg)
     reader = _Reader(tensors, form, block, on_progress, mesh)
     outer = reader.outer
     with _on_host(mesh):
         params = ModelParams(
             embedding=outer("embed.weight"),
-            blocks=tuple(reader.block(layer) for layer in range(cfg.num_layers)),
+            blocks=tuple(placed(reader.block(layer), on_host=layer < host_experts) for layer in range(cfg.num_layers)),
             final_mix=reader.mix("hc_head"),
             final_norm=outer("norm.weight"),
             head=outer("head.weight"),

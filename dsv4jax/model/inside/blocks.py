@@ -31,6 +31,7 @@ from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import granted_batch
 from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.host_memory import fetched
 from dsv4jax.model.inside.captures import IN_ATTENTION, NOTHING, ModelProbe, Taps
 from dsv4jax.model.inside.choices import check_choices
 from dsv4jax.model.inside.devices import ONE, Devices
@@ -206,12 +207,13 @@ class Way[Cache]:
             if taps.patched("experts"):
                 numbers = jnp.where(shown.experts < 0, self.cfg.num_experts, shown.experts)
                 picks = devices.gather_inputs(dataclasses.replace(shown, experts=numbers))
-        op = EXPERTS.of(self.backend, self.cfg, block.experts, x.dtype)
+        experts, picks, cfg = fetched(block.experts, picks, self.cfg)
+        op = EXPERTS.of(self.backend, cfg, experts, x.dtype)
         if devices.count == 1:
-            y = _mix(x, picks, block.experts, op=op, cfg=self.cfg, backend=self.backend)
+            y = _mix(x, picks, experts, op=op, cfg=cfg, backend=self.backend)
         else:
-            here = _of_device(given, picks, block.experts, op=op, cfg=self.cfg, devices=devices)
-            shared = shared_expert(x, block.experts, self.cfg, self.backend)
+            here = _of_device(given, picks, experts, op=op, cfg=cfg, devices=devices)
+            shared = shared_expert(x, experts, cfg, self.backend)
             y = (devices.sum_of_experts(here) + shared.astype(jnp.float32)).astype(x.dtype)
         if not taps.sees("outputs.experts"):
             return y

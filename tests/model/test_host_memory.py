@@ -1,0 +1,81 @@
+"""Experts in the host's memory: the same tokens, and only what is picked is copied."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4jax.layer.backend import XLA
+from dsv4jax.model import ModelConfig, ModelParams, generate, init_caches, load_model, random_model
+from dsv4jax.model.host_memory import FEW, fetched, is_on_host, placed
+from dsv4jax.model.ops import EXPERTS, Picks
+from tests.support.models import FULL, MODEL_A, MODEL_Q, recorded
+
+CFG = ModelConfig.tiny()
+
+
+def places(params: ModelParams) -> list[bool]:
+    """Whether the experts of each layer are on the host, all leaves alike."""
+    found = [set(map(is_on_host, jax.tree.leaves((b.experts.gate_up, b.experts.down)))) for b in params.blocks]
+    assert all(len(each) == 1 for each in found)
+    return [each.pop() for each in found]
+
+
+@pytest.mark.parametrize("weights", ["stored", "f32"])
+@pytest.mark.parametrize("tokens", [1, 3, FEW])
+def test_experts_give_the_same_bits_wherever_they_are(weights, tokens):
+    params = random_model(CFG, jax.random.key(0), weights=weights, drafts=0)
+    block = params.blocks[-1]
+    moved = placed(block, on_host=True).experts
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, CFG.hidden_size)), params.embedding.dtype)
+    numbers = np.sort([rng.permutation(CFG.num_experts)[: CFG.experts_per_token] for _ in range(tokens)])
+    numbers[-1] = CFG.num_experts  # padding
+    picks = Picks(experts=jnp.asarray(numbers, jnp.int32), weights=jnp.asarray(rng.random(numbers.shape), jnp.float32))
+
+    @jax.jit
+    def outputs(experts):
+        given, chosen, cfg = fetched(experts, picks, CFG)
+        assert not any(map(is_on_host, jax.tree.leaves(given)))
+        return EXPERTS.of(XLA, cfg, given, x.dtype).mix(x, chosen, given, cfg).sum()
+
+    np.testing.assert_array_equal(outputs(moved), outputs(block.experts))
+
+
+def test_a_few_picks_are_all_that_is_copied():
+    experts = random_model(CFG, jax.random.key(0), drafts=0, host_experts=1).blocks[0].experts
+
+    def sizes(tokens: int) -> set[int]:
+        shape = tokens, CFG.experts_per_token
+        picks = Picks(experts=jnp.zeros(shape, jnp.int32), weights=jnp.ones(shape))
+        given = jax.eval_shape(lambda: fetched(experts, picks, CFG)[0])
+        return {leaf.shape[0] for leaf in jax.tree.leaves((given.gate_up, given.down))}
+
+    most = FEW // CFG.experts_per_token
+    assert sizes(most) == {most * CFG.experts_per_token}
+    assert sizes(most + 1) == {CFG.num_experts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "folder", "weights"), [("a", MODEL_A, "f32"), ("q", MODEL_Q, "stored")])
+def test_the_recorded_tokens_are_made_with_experts_on_the_host(name, folder, weights):
+    wanted, params = recorded(name), load_model(folder, weights=weights, host_experts=2)
+    assert places(params) == [layer < 2 for layer in range(params.cfg.num_layers)]
+    first = int(wanted["prompt_len"])
+    prompt, expected = wanted["ids"][:first].tolist(), wanted["ids"][first:].tolist()
+    caches = init_caches(params.cfg, 1, 512, **FULL)
+    assert generate(params, [prompt], len(expected), stop_tokens=(), caches=caches).tokens == [expected]
+
+
+def test_models_are_made_and_loaded_with_experts_on_the_host():
+    made = random_model(CFG, jax.random.key(3), drafts=0)
+    moved = random_model(CFG, jax.random.key(3), drafts=0, host_experts=1)
+    assert places(moved) == [layer < 1 for layer in range(CFG.num_layers)]
+    jax.tree.map(np.testing.assert_array_equal, made, moved)
+    assert places(load_model(MODEL_Q, host_experts=1))[:2] == [True, False]
+
+
+@pytest.mark.parametrize("layers", [-1, CFG.num_layers + 1])
+def test_more_layers_than_there_are_are_refused(layers):
+    with pytest.raises(ValueError, match="host_experts"):
+        random_model(CFG, jax.random.key(0), host_experts=layers)
