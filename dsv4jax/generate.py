@@ -90,6 +90,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of a text")
     parser.add_argument("--weights", choices=WEIGHTS, default="stored", help="how to hold weights")
     parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16", help="inputs of stored weights")
+    moved = "layers, from the first on, whose routed experts stay in the host's memory; for a model larger than a GPU"
+    parser.add_argument("--host-experts", type=int, default=0, metavar="LAYERS", help=moved)
     parser.add_argument("--kv-format", choices=KV_FORMATS, help="format of the cache's rows; default fp8_tile64")
     parser.add_argument("--indexer-format", choices=INDEXER_FORMATS, help="format of indexer keys; default mxfp4")
     parser.add_argument("--mesh", type=mesh_of, help="devices: shards of requests x devices of each, such as 1x2")
@@ -137,7 +139,9 @@ def run(args: argparse.Namespace) -> None:
     sampling = Sampling.of(args.temperature, args.top_p, args.seed, args.least_confidence)
     caches = caches_for(cfg, prompts, args.max_new, args.drafts, mesh=args.mesh, **formats(args))
     with progress_bar(f"Loading {args.checkpoint.name}") as on_progress:
-        params = load_model(args.checkpoint, args.weights, args.activations, on_progress=on_progress, mesh=args.mesh)
+        form = args.weights, args.activations
+        places = dict(mesh=args.mesh, host_experts=args.host_experts)
+        params = load_model(args.checkpoint, *form, on_progress=on_progress, **places)
         jax.block_until_ready(params)
     print("Compiling, which takes minutes for a large model", file=sys.stderr)
     stops = () if args.ignore_eos else params.cfg.stop_tokens

@@ -104,6 +104,7 @@ class MemoryPlan:
     draft_experts: int  # its routed experts
     numbers: int
     tensors: int  # scales are tensors, too
+    layers: int  # without those of the block for drafts
     training: StepMemory | None = None
 
     @property
@@ -115,6 +116,22 @@ class MemoryPlan:
         """Bytes on each of some devices if routed experts are spread over them, and all else is on each."""
         spread = self.experts + self.draft_experts
         return math.ceil(spread / devices) + self.total - spread
+
+    def host_layers(self, device_bytes: int) -> int:
+        """Return how many layers must keep their routed experts in the host's memory for the rest to fit a device.
+
+        Args:
+          device_bytes: what the device has for weights: its memory without caches and a pass's own arrays, of which
+            ``plan_cache`` and a compiled pass's ``memory_analysis`` tell.
+
+        Raises:
+          ValueError: the rest does not fit with no layer's experts on the device.
+        """
+        surplus = self.total - integer("device_bytes", device_bytes, 0)
+        if surplus > self.experts:
+            rest = self.total - self.experts
+            raise ValueError(f"device_bytes must be at least {rest}, all but the routed experts, got {device_bytes}")
+        return max(0, math.ceil(surplus * self.layers / self.experts))
 
     def __str__(self) -> str:
         parts = {
@@ -176,5 +193,6 @@ def plan_memory(cfg: ModelConfig, drafts: int = 1, training: TrainingStep | None
         draft_experts=size({name: spec for name, spec in block.items() if ".ffn.experts." in name}),
         numbers=sum(math.prod(spec.codes) for spec in specs.values()) + sum(math.prod(scale) for scale in scales),
         tensors=len(specs) + len(scales),
+        layers=cfg.num_layers,
         training=None if training is None else step_memory(cfg, training),
     )

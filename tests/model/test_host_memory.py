@@ -57,9 +57,9 @@ def test_a_few_picks_are_all_that_is_copied():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "folder", "weights"), [("a", MODEL_A, "f32"), ("q", MODEL_Q, "stored")])
-def test_the_recorded_tokens_are_made_with_experts_on_the_host(name, folder, weights):
-    wanted, params = recorded(name), load_model(folder, weights=weights, host_experts=2)
+@pytest.mark.parametrize(("name", "folder"), [("a", MODEL_A), ("q", MODEL_Q)])
+def test_the_recorded_tokens_are_made_with_experts_on_the_host(name, folder):
+    wanted, params = recorded(name), load_model(folder, dtype=jnp.float32, host_experts=2)
     assert places(params) == [layer < 2 for layer in range(params.cfg.num_layers)]
     first = int(wanted["prompt_len"])
     prompt, expected = wanted["ids"][:first].tolist(), wanted["ids"][first:].tolist()
@@ -75,7 +75,14 @@ def test_models_are_made_and_loaded_with_experts_on_the_host():
     assert places(load_model(MODEL_Q, host_experts=1))[:2] == [True, False]
 
 
-@pytest.mark.parametrize("layers", [-1, CFG.num_layers + 1])
-def test_more_layers_than_there_are_are_refused(layers):
-    with pytest.raises(ValueError, match="host_experts"):
-        random_model(CFG, jax.random.key(0), host_experts=layers)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(host_experts=-1), "host_experts must be"),
+        (dict(host_experts=CFG.num_layers + 1), f"the model has {CFG.num_layers} layers, got {CFG.num_layers + 1}"),
+        (dict(host_experts=1, mesh=jax.make_mesh((1, 2), ("data", "model"))), "is for one device"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        random_model(CFG, jax.random.key(0), **options)

@@ -69,3 +69,16 @@ def test_the_printed_plan_has_every_figure():
     ]:
         assert re.search(rf"^{label} +{re.escape(gib)} GiB", text, re.MULTILINE), label
     assert "158,069,433,298 numbers in 69,187 tensors" in text
+
+
+@pytest.mark.parametrize(("gib", "layers"), [(149, 0), (148, 1), (135, 5), (11.6, 43)])
+def test_layers_whose_experts_stay_on_the_host(gib, layers):
+    plan = plan_memory(FLASH)
+    assert plan.host_layers(int(gib * GIB)) == layers
+    assert plan.total - layers * plan.experts / FLASH.num_layers <= gib * GIB
+
+
+def test_what_fits_no_device_even_so_is_refused():
+    plan = plan_memory(FLASH)
+    with pytest.raises(ValueError, match="device_bytes must be at least"):
+        plan.host_layers(plan.total - plan.experts - 1)
