@@ -77,20 +77,20 @@ def main() -> None:
     def make() -> Any:
         return with_deltas(random_model(cfg, jax.random.key(0), drafts=0), RANKS, jax.random.key(1))
 
-    params = jax.eval_shape(make) if args.compile_only else make()
+    device, start = jax.devices()[0], time.perf_counter()
+    print(f"{device.device_kind}: {args.size}, ratios {args.ratios}, {args.tokens} tokens, ranks {RANKS}")
+    params = jax.block_until_ready(jax.eval_shape(make) if args.compile_only else make())
     deltas, rest = partition(params, "deltas")
     zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
     state = deltas, zeros(deltas), zeros(deltas)
+    print(f"weights made in {time.perf_counter() - start:.1f} s", flush=True)
     start = time.perf_counter()
     compiled = step.lower(state, rest, ids, jax.ShapeDtypeStruct((), jnp.float32)).compile()
     memory: Any = compiled.memory_analysis()
     plan = plan_memory(cfg, drafts=0, training=TrainingStep(tokens=args.tokens, ranks=RANKS)).training
     assert plan is not None
-    device = jax.devices()[0]
-    print(f"{device.device_kind}: {args.size}, ratios {args.ratios}, {args.tokens} tokens, ranks {RANKS}")
-    print(
-        f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}; compiled in {time.perf_counter() - start:.1f} s"
-    )
+    seconds = time.perf_counter() - start
+    print(f"compiled in {seconds:.1f} s by jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}")
     print(plan)
     arguments, planned = memory.argument_size_in_bytes, plan.temporaries + plan.gradients
     show("weights and state", arguments)
