@@ -3,7 +3,6 @@
 config             the sizes of a model
 params             its weights, as frozen pytrees
 ops                the ops that have several implementations, and what they hand to one another
-host_memory        experts in the host's memory, and fetching those that are picked
 plain              these ops in plain JAX: experts, router, hyper-connections, head
 kernels            their implementations that call ``pallas_kernels``
 inside             a pass from within: its layers, what can be captured of it, and its choices as values

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4jax.layer.backend import XLA
 from dsv4jax.model import ModelConfig, ModelParams, generate, init_caches, load_model, random_model
-from dsv4jax.model.host_memory import FEW, fetched, is_on_host, placed
+from dsv4jax.model.inside.host_memory import FEW, fetched, is_on_host, placed
 from dsv4jax.model.ops import EXPERTS, Picks
 from tests.support.models import FULL, MODEL_A, MODEL_Q, recorded
 
