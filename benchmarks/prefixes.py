@@ -26,6 +26,7 @@ from dsv4jax.requests import PrefixStore
 
 DOCUMENT, QUESTION, CHUNK, REQUESTS = 32_768, 128, 4096, 8
 LENGTHS = 4096, 32_768, 131_072
+say = functools.partial(print, flush=True)  # a run that is cut off has said what it found
 FORMATS: dict[str, Any] = {"kv_format": "fp8_tile64", "indexer_format": "mxfp4", "hca_tail": "online"}
 
 
@@ -82,13 +83,13 @@ def prompts_of(options) -> None:
         run(store)  # compiles
         found[name] = min((run(store) for _ in range(options.rounds)), key=lambda one: one[0])
     kinds = ", ".join(f"{len(plan.layers(kind))} {kind.upper()}" for kind in d4.AttentionType if plan.layers(kind))
-    print(f"{REQUESTS} requests with one document of {document:,} tokens and {question} of their own; layers: {kinds}")
+    say(f"{REQUESTS} requests with one document of {document:,} tokens and {question} of their own; layers: {kinds}")
     for name, (seconds, _, blocks) in found.items():
-        print(f"  {name:<8} a store: {seconds * 1e3:9.1f} ms to the last token of the prompts, {blocks:,} blocks")
+        say(f"  {name:<8} a store: {seconds * 1e3:9.1f} ms to the last token of the prompts, {blocks:,} blocks")
     same = all(np.array_equal(a, b) for a, b in zip(found["with"][1], found["without"][1], strict=True))
     most = max(np.max(np.abs(a - b)) for a, b in zip(found["with"][1], found["without"][1], strict=True))
-    print(f"  outputs of the last tokens: {'equal bit for bit' if same else f'largest difference {most:.3g}'}")
-    print(f"  {found['without'][0] / found['with'][0]:.2f} times as fast")
+    say(f"  outputs of the last tokens: {'equal bit for bit' if same else f'largest difference {most:.3g}'}")
+    say(f"  {found['without'][0] / found['with'][0]:.2f} times as fast")
 
 
 def hits_of(options) -> None:
@@ -127,9 +128,9 @@ def hits_of(options) -> None:
             if turn > 1:
                 times.setdefault(("keep", stored), []).append(kept - begin)
                 times.setdefault(("hit", stored), []).append(started - admitted)
-    print(f"{cfg.num_layers} layers; a prefix is {plan.bytes_per_request:,} B and takes no block; wall time of a call:")
+    say(f"{cfg.num_layers} layers; a prefix is {plan.bytes_per_request:,} B and takes no block; wall time of a call:")
     for (name, length), samples in sorted(times.items()):
-        print(f"  {name:<5}{length:>8,} tokens: {statistics.median(samples) * 1e6:8.1f} us, host and checks included")
+        say(f"  {name:<5}{length:>8,} tokens: {statistics.median(samples) * 1e6:8.1f} us, host and checks included")
     # The fork alone, many in one program.
     cache, target, _ = admit(cache)
     for slot, length in zip(slots, lengths, strict=True):
@@ -140,21 +141,21 @@ def hits_of(options) -> None:
             cache, ok = jax.block_until_ready(fork_again_and_again(cache, slot, target, 50))
             samples.append((time.perf_counter() - begin) / 50)
         assert ok
-        print(f"  hit  {length:>8,} tokens: {statistics.median(samples[1:]) * 1e6:8.1f} us on the device")
+        say(f"  hit  {length:>8,} tokens: {statistics.median(samples[1:]) * 1e6:8.1f} us on the device")
     state = jax.tree.map(lambda leaf: leaf[:, :1], [cache.stack(kind).state for kind in cache.kinds])
     row = plan.bytes_per_request - d4.cache.tree_bytes(state)
-    print(f"  state of a slot in the cache: {d4.cache.tree_bytes(state):,} B, and {row:,} B of the tables")
+    say(f"  state of a slot in the cache: {d4.cache.tree_bytes(state):,} B, and {row:,} B of the tables")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="attention layers that prompts run through")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=2, help="attention layers that prompts run through")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     options = parser.parse_args()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    prompts_of(options)
+    say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     hits_of(options)
+    prompts_of(options)
 
 
 if __name__ == "__main__":
