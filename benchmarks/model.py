@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 WHOLE = "layer", "step", "generate", "prompt"  # parts that share a random model
+MESH = "same", "made", "token"  # besides prompt and step, with --mesh
 KERNELS = {
     "experts": "experts",
     "shared": "shared_expert",
@@ -29,11 +30,14 @@ DRAFTS = "drafts"  # a part with a model of its own
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = *KERNELS, *WHOLE, DRAFTS
-    parser.add_argument("--part", action="append", choices=every, help="may be repeated; default all")
+    parser.add_argument("--part", action="append", choices=(*every, *MESH), help="may be repeated; default all")
+    parser.add_argument("--mesh", default=None, help="the whole model on several devices instead, such as 1x2")
     parser.add_argument("--layers", type=int, default=43, help="of the whole model")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU; of the whole model alone")
     options = parser.parse_args()
+    if options.mesh is None and set(options.part or ()) & set(MESH):
+        parser.error(f"{', '.join(MESH)} are with --mesh")
     parts = options.part or every
     out = [] if options.out is None else ["--out", str(options.out)]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
@@ -44,6 +48,10 @@ def main() -> None:
         importlib.import_module(f"benchmarks.model_parts.{module}").main([*arguments, *out])
         print(f"    {module}: {time.perf_counter() - began:.0f} s", flush=True)
 
+    if options.mesh is not None:
+        arguments = ["--mesh", options.mesh, "--layers", str(options.layers), *(["--tiny"] if options.tiny else [])]
+        run("mesh", [*arguments, *(word for part in options.part or () for word in ("--part", part))])
+        return
     for part, module in KERNELS.items():
         if part in parts:
             run(module, [])

@@ -1,0 +1,190 @@
+"""The whole model on several devices: python -m benchmarks.model_parts.mesh --mesh 1x2
+
+    same    a few layers: tokens of a small model in f32 on the mesh and on one device, and logits of layers of
+            V4-Flash's sizes as stored
+    made    seconds to draw the weights where they lie, and bytes on each device
+    prompt  wall time of a prompt of 4,096 tokens
+    token   wall time of a token of one text after it, by the loop that generates
+    step    wall time of a decode step of many requests, several in a row, on this mesh and on the one turned round
+
+Weights are drawn in the formats of checkpoints, of as many layers as are asked for. What requests hold before a step is
+granted and counted, but not computed: rows of zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import dsv4jax as d4
+from benchmarks.kernels.timing import Times, record
+from benchmarks.model_parts.whole import with_layers
+from dsv4jax.generate import mesh_of
+from dsv4jax.model import Generator, ModelConfig, ModelParams, forward, generate, init_caches, random_model
+from dsv4jax.model.inside.devices import weight_specs
+
+PARTS = "same", "made", "prompt", "token", "step"
+IN_A_ROW, ROUNDS = 10, 3
+ROOM = 256  # tokens that requests can grow by
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The sizes and options of a run."""
+
+    mesh: Mesh
+    cfg: ModelConfig
+    requests: tuple[int, ...]
+    context: int
+    out: Path | None
+
+    def note(self, case: str, text: str, **fields: Any) -> None:
+        case = f"{case}, {self.cfg.num_layers} layers, {named(self.mesh)}"
+        print(f"{case:48} {text}", flush=True)
+        record(self.out, case=case, **fields)
+
+
+def named(mesh: Mesh) -> str:
+    return "x".join(map(str, mesh.shape.values()))
+
+
+def turned(mesh: Mesh) -> Mesh:
+    """The mesh of the same devices in the same order with its axes' sizes exchanged."""
+    sizes = tuple(reversed(mesh.shape.values()))
+    return jax.make_mesh(sizes, mesh.axis_names, devices=mesh.devices.reshape(-1))
+
+
+def on_mesh(params: ModelParams, mesh: Mesh) -> ModelParams:
+    """The same weights over another mesh of the same devices: they stay where they are."""
+    mesh = Mesh(mesh.devices, mesh.axis_names)
+    return dataclasses.replace(jax.device_put(params, weight_specs(params, mesh)), mesh=mesh)
+
+
+def compare(bench: Bench) -> None:
+    tiny, key = ModelConfig.tiny(), jax.random.key(0)
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+    made = {}
+    for mesh in (None, bench.mesh, turned(bench.mesh)):
+        params = random_model(tiny, key, weights="f32", mesh=mesh)
+        full = {"kv_format": "f32", "indexer_format": "f32"}
+        caches = init_caches(tiny, 4, 256, mesh=mesh, **full)
+        made["one" if mesh is None else named(mesh)] = generate(params, prompts, 24, caches=caches).tokens
+    print("tokens of a small model in f32 equal those of one device:", {k: v == made["one"] for k, v in made.items()})
+
+    few = with_layers(bench.cfg, bench.cfg.attention.compress_ratios[:4], 1)
+    logits = {}
+    for mesh in (None, bench.mesh):
+        params = random_model(few, key, drafts=0, mesh=mesh)
+        cache, slots, _ = init_caches(few, 2, 256, mesh=mesh).admit(2)
+        counts = jnp.asarray([33, 7], jnp.int32)
+        cache, _ = d4.prepare_forward(cache.model, slots, counts)
+        ids = jnp.asarray(np.random.default_rng(0).integers(0, few.vocab_size, (2, 33)), jnp.int32)
+        logits[mesh is None] = np.asarray(forward(params, ids, cache, slots, counts)[0])
+        del params
+    difference = np.sqrt(np.mean((logits[True] - logits[False]) ** 2) / np.mean(logits[True] ** 2))
+    print(f"logits of {few.num_layers} layers as stored differ by {difference:.2e} of their rms from one device's")
+
+
+def step(
+    params: ModelParams, ids: jax.Array, cache: d4.KVCache, slots: jax.Array
+) -> tuple[jax.Array, d4.KVCache, jax.Array]:
+    """Feed each request a token. Returns (the likeliest next ones int32 [B, 1], the cache, ok [shards])."""
+    one = jnp.ones_like(slots)
+    cache, ok = d4.prepare_forward(cache, slots, one)
+    logits, _, cache = forward(params, ids, cache, slots, one)
+    assert logits is not None
+    return jnp.argmax(logits, -1).astype(jnp.int32)[:, None], d4.advance(cache, slots, one), ok
+
+
+def time_steps(bench: Bench, params: ModelParams) -> None:
+    for requests in bench.requests:
+        caches = init_caches(params.cfg, requests, bench.context + ROOM, mesh=params.mesh, headroom=1.0)
+        caches, slots, _ = caches.admit(requests)
+        stored = jnp.full(requests, bench.context, jnp.int32)
+        cache, ok = d4.prepare_forward(caches.model, slots, stored)
+        assert np.all(jax.device_get(ok)), "no room"
+        cache = d4.advance(cache, slots, stored)
+        del caches
+        ids = jnp.asarray(np.random.default_rng(1).integers(0, 1000, (requests, 1)), jnp.int32)
+        began = time.perf_counter()
+        program = jax.jit(step, donate_argnums=2)
+        ids, cache, ok = program(params, ids, cache, slots)
+        jax.block_until_ready(ids)
+        compiled, samples = time.perf_counter() - began, []
+        for _ in range(1 + ROUNDS):
+            jax.block_until_ready(cache)
+            began = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                ids, cache, ok = program(params, ids, cache, slots)
+            jax.block_until_ready((ids, cache))
+            samples.append((time.perf_counter() - began) / IN_A_ROW * 1e3)
+            assert np.all(jax.device_get(ok)), "a request was refused"
+        times = Times.of(samples[1:])
+        text = f"{times.median:9.3f} ms [{times.low:.3f}, {times.high:.3f}], the first in {compiled:.0f} s"
+        bench.note(f"step B{requests} {bench.context}", text, ms=dataclasses.asdict(times))
+        del cache
+
+
+def time_texts(bench: Bench, params: ModelParams) -> None:
+    began = time.perf_counter()
+    generator = Generator(params, 1, bench.context + ROOM)
+    prompts = np.random.default_rng(3).integers(0, params.cfg.vocab_size, (3, bench.context))
+    for number, prompt in enumerate(prompts):
+        generator.generate([prompt], 1, stop_tokens=[])
+        first, (tokens,) = generator.result.seconds, generator.result.tokens
+        if not number:
+            print(f"    compiled in {time.perf_counter() - began:.0f} s", flush=True)
+        generator.generate([[*prompt.tolist(), *tokens]], 65, stop_tokens=[])
+        again = generator.result
+        each = again.seconds / again.passes * 1e3
+        bench.note(f"prompt of {bench.context} tokens", f"{first * 1e3:9.1f} ms", ms=first * 1e3)
+        bench.note("token of one text", f"{each:9.3f} ms", ms=each, stored=again.stored)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", type=mesh_of, default="1x2")
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default all")
+    parser.add_argument("--layers", type=int, default=43)
+    parser.add_argument("--requests", default="1,64")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
+    options = parser.parse_args(arguments)
+    whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
+    ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
+    cfg = with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios)))
+    requests = tuple(map(int, options.requests.split(",")))
+    bench = Bench(mesh=options.mesh, cfg=cfg, requests=requests, context=options.context, out=options.out)
+    parts = options.part or PARTS
+    if "same" in parts:
+        compare(bench)
+    if not set(parts) - {"same"}:
+        return
+    began = time.perf_counter()
+    params = jax.block_until_ready(random_model(cfg, jax.random.key(0), drafts=0, mesh=bench.mesh))
+    seconds, size = time.perf_counter() - began, d4.cache.tree_bytes(params)
+    own = sum(part.data.nbytes for leaf in jax.tree.leaves(params) for part in leaf.addressable_shards[:1])
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in bench.mesh.devices.flat]
+    text = f"{seconds:.0f} s, {size / 2**30:.1f} GiB in all, {own / 2**30:.1f} on a device; peaks "
+    bench.note("made", text + ", ".join(f"{peak / 2**30:.1f}" for peak in peaks), seconds=seconds, bytes=own)
+    if "prompt" in parts or "token" in parts:
+        time_texts(bench, params)
+    if "step" in parts:
+        time_steps(bench, params)
+        time_steps(
+            dataclasses.replace(bench, mesh=turned(bench.mesh), requests=requests[-1:]),
+            on_mesh(params, turned(bench.mesh)),
+        )
+
+
+if __name__ == "__main__":
+    main()
