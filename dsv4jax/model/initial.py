@@ -20,8 +20,8 @@ from dsv4jax.config import layer_kind
 from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.inside.host_memory import check_host_experts, placed
 from dsv4jax.model.inside.devices import model_mesh, weight_specs
+from dsv4jax.model.inside.host_memory import check_host_experts, placed
 from dsv4jax.model.params import (
     Block,
     DraftParams,

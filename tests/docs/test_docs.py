@@ -141,11 +141,11 @@ def test_the_page_of_what_was_checked_names_the_known_spills():
     (said,) = re.findall(r"On the H200 attention of (.*?)\. All others", PAGES["verification.md"])
     stored = {name: spills[1] for (name, _), spills in KNOWN_SPILLS.items()}
     assert {target for _, target in KNOWN_SPILLS} == {"sm_90a"}
+    csa, hca = (stored.pop(f"flash decode_attention {kind} fp8_row [256, 1]") for kind in ("csa", "hca"))
+    after, first = (stored.pop(f"pro mix_streams {ended} 24 [4096]") for ended in ("attention", "nothing"))
     assert said == (
-        f"256 requests with a token each, in `fp8_row`, spills {stored.pop('flash decode_attention csa fp8_row [256, 1]')} "
-        f"bytes in a CSA layer and {stored.pop('flash decode_attention hca fp8_row [256, 1]')} in an HCA layer, and mixing "
-        f"V4-Pro's streams for 4,096 tokens {stored.pop('pro mix_streams attention 24 [4096]')} bytes after attention and "
-        f"{stored.pop('pro mix_streams nothing 24 [4096]')} in front of the first layer"
+        f"256 requests with a token each, in `fp8_row`, spills {csa} bytes in a CSA layer and {hca} in an HCA layer, and "
+        f"mixing V4-Pro's streams for 4,096 tokens {after} bytes after attention and {first} in front of the first layer"
     )
     assert not stored
 

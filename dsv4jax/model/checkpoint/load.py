@@ -28,8 +28,8 @@ from dsv4jax.checks import FLOATS, check_dtype
 from dsv4jax.config import read_config
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.inside.host_memory import check_host_experts, placed
 from dsv4jax.model.inside.devices import EXPERTS_PLACE, model_mesh, weight_specs
+from dsv4jax.model.inside.host_memory import check_host_experts, placed
 from dsv4jax.model.params import (
     Block,
     DraftParams,

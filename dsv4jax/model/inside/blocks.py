@@ -31,10 +31,10 @@ from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import granted_batch
 from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.inside.host_memory import fetched
 from dsv4jax.model.inside.captures import IN_ATTENTION, NOTHING, ModelProbe, Taps
 from dsv4jax.model.inside.choices import check_choices
 from dsv4jax.model.inside.devices import ONE, Devices
+from dsv4jax.model.inside.host_memory import fetched
 from dsv4jax.model.ops import (
     EXPERTS,
     HEAD,
