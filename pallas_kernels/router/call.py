@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -23,19 +24,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.language import target
+from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
+from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
+from pallas_kernels.language.values import Condition, Value, select
 from pallas_kernels.router.lists import Lists
-from pallas_kernels.router.picks import MAX_PICKS, Picked, Picker, PickInputs
+from pallas_kernels.router.picks import MAX_PICKS, Pick, Picked, Picker, PickInputs, Token
 from pallas_kernels.router.product import Layout, logits
 from pallas_kernels.router.scores import sqrt_softplus
 from pallas_kernels.router.tiles import RoutedTiles, tile_rows
 
 MAX_EXPERTS = 512
 _WARPS = WARPGROUP // WARP
-_ALONE = _WARPS  # tokens for which one block picks: the others would take longer to meet again
+_NEAR = 2  # tokens of a warp of the first cluster, up to which it picks alone: all blocks would take long to meet again
 _SORTED_ALONE = 1024  # pairs that one block sorts
 _SORTING_CLUSTER, _SORTING_WARPGROUPS = 8, 4  # blocks that sort more, and warpgroups of each
 
@@ -120,7 +124,7 @@ def _check(x: jax.Array, gate: jax.Array, inputs: PickInputs, picks: int) -> Non
 def _one_launch(hidden: int, experts: int, tokens: int, picks: int) -> Layout | None:
     """Return how few tokens' product is divided, if one launch does it all; all its clusters must run at once."""
     gpu = target.gpu_or_first()
-    layout = Layout.of(hidden, experts, tokens, Lists.shared_bytes(experts, _WARPS)) if tokens else None
+    layout = Layout.of(hidden, experts, tokens, _beside(experts, tokens * picks)) if tokens else None
     if gpu.architecture != "sm90" or layout is None or tokens * picks > _SORTED_ALONE:
         return None
     room = gpu.clusters[layout.cluster] if layout.cluster > 1 else gpu.multiprocessors
@@ -149,39 +153,56 @@ class Router:
 
     def together(self, x: jax.Array, gate: jax.Array, inputs: PickInputs, layout: Layout) -> Routed:
         """Do it all in one launch."""
-        shared = layout.shared_bytes + Lists.shared_bytes(self.experts, _WARPS)
+        pairs, size = self.tokens * self.picks, layout.clusters * layout.cluster
+        shared = layout.shared_bytes + _beside(self.experts, pairs)
+        is_trivial = self.tokens == 1 and inputs.table is None  # whose picks are of different experts, a tile of each
+        is_near = not is_trivial and layout.cluster > 1 and self.tokens <= _NEAR * layout.cluster * _WARPS
+        pickers = layout.cluster if is_near else size
 
         def body(machine: TensorCores, arrays: tuple[Buffer, Buffer, PickInputs], state: Any) -> None:
             scores, picked, tiles = state
-            is_alone = self.tokens <= _ALONE  # the first block has a warp for each token
             rank = machine.rank if layout.cluster > 1 else machine.constant(0, "i32")
             block = (machine.block(1) * layout.blocks[0] + machine.block(0)) * layout.cluster + rank
-            warp = machine.thread // WARP
-            warps = _WARPS if is_alone else layout.clusters * layout.cluster * _WARPS
             picker = self._picker(machine, scores, arrays[2], picked, of_logits=False)
-            mine = []
-            for first in range(0, self.tokens, warps):
-                token = (warp if is_alone else block * _WARPS + warp) + first
-                here = (token < self.tokens) & ((block == 0) if is_alone else True)
-                mine.append((token, here, picker.know(token, here)))
-            for logit, token, expert, exists in logits(machine, arrays[0], arrays[1], layout):
+            tokens = []
+            for first in range(0, self.tokens, pickers * _WARPS):
+                number = block * _WARPS + machine.thread // WARP + first
+                tokens.append(picker.token(number, (number < self.tokens) & (block < pickers)))
+            gathered = Shared.take(machine, (pairs,), "f32") if is_near else None
+            arrived = Barrier.take(machine, 1, scope="cluster")
+            found = logits(machine, arrays[0], arrays[1], layout, [arrived] if is_near else [])
+            for logit, token, expert, exists in found:
                 score = sqrt_softplus(machine, logit)
                 scores.store_floats([score], token, expert, where=exists)
             lists = Lists.take(machine, self.experts, _WARPS)
+            if is_near:
+                with machine.when((block == 0) & (machine.thread < WARP)):
+                    arrived.expect(pairs * 4)
             lists.clear()
             machine.barrier("grid")
-            zero = machine.constant(0, "i32")
-            nothing = zero, zero
-            found = [
-                machine.branch(here, lambda _, token=token, known=known: picker.pick(token, known), nothing)
-                for token, here, known in mine
-            ]
-            machine.barrier("block" if is_alone else "grid")
+            with machine.when(tokens[0].here):
+                picks = picker.pick(tokens)
+                for token, pick in zip(tokens, picks, strict=True):
+                    if is_trivial:
+                        with machine.when(token.here):
+                            _store_alone(picker, token, pick, tiles)
+                    elif gathered is not None:
+                        expert = machine.from_bits(picker.expert(token, pick))
+                        at = token.number * self.picks + pick.place
+                        arrived.send_floats([expert], gathered, at, rank=0, where=picker.has_pick & token.here)
+                for token, pick in zip(tokens, picks, strict=True):
+                    picker.store(token, pick)
+            if is_trivial:
+                return
+            if gathered is None:
+                machine.barrier("grid")
             with machine.when(block == 0):
-                lists.sort(picked.experts, tiles)
-            for (token, here, known), pick in zip(mine, found, strict=True):
-                with machine.when(here):
-                    picker.weigh(token, known, *pick)
+                if gathered is None:
+                    lists.sort(pairs, _flat(picked.experts), tiles)
+                else:
+                    arrived.wait(0)
+                    of_pairs = gathered.view((pairs,), "i32")
+                    lists.sort(pairs, lambda pair, there: of_pairs.load_int(select(there, pair, 0)), tiles)
 
         _, picked, tiles = launch(
             body,
@@ -198,10 +219,11 @@ class Router:
 
         def body(machine: Machine, arrays: tuple[Buffer, PickInputs], picked: Picked) -> None:
             picker = self._picker(machine, *arrays, picked, of_logits=True)
-            token = machine.block(0) * _WARPS + machine.thread // WARP
-            with machine.when(token < self.tokens):
-                known = picker.know(token)
-                picker.weigh(token, known, *picker.pick(token, known))
+            number = machine.block(0) * _WARPS + machine.thread // WARP
+            with machine.when(number < self.tokens):
+                token = picker.token(number, True)
+                (pick,) = picker.pick([token])
+                picker.store(token, pick)
 
         return launch(
             body,
@@ -220,7 +242,7 @@ class Router:
         def body(machine: Machine, experts: Buffer, tiles: RoutedTiles) -> None:
             lists = Lists.take(machine, self.experts, warps, cluster)
             lists.clear()
-            lists.sort(experts, tiles)
+            lists.sort(experts.shape[0] * experts.shape[1], _flat(experts), tiles)
 
         shared = Lists.shared_bytes(self.experts, warps, cluster)
         return launch(
@@ -235,3 +257,24 @@ class Router:
     def _picker(self, machine: Machine, scores: Buffer, inputs: PickInputs, out: Picked, *, of_logits: bool) -> Picker:
         score = functools.partial(sqrt_softplus, machine) if of_logits else lambda score: score
         return Picker(machine=machine, scores=scores, inputs=inputs, out=out, scale=self.scale, score=score)
+
+
+def _beside(experts: int, pairs: int) -> int:
+    """Return the bytes of shared memory that one launch needs beside the product's: lists, picks and a barrier."""
+    return Lists.shared_bytes(experts, _WARPS) + pairs * 4 + 32
+
+
+def _flat(experts: Buffer) -> Callable[[Value, Condition], Value]:
+    """Return what loads a pair's expert from picks [M, k]."""
+    flat = dataclasses.replace(experts, shape=(experts.shape[0] * experts.shape[1],))
+    return lambda pair, there: flat.load_int(pair, where=there)
+
+
+def _store_alone(picker: Picker, token: Token, pick: Pick, tiles: RoutedTiles) -> None:
+    """Store the tiles of the only token, whose picks are of different experts."""
+    machine, lane, is_real = picker.machine, picker.lane, token.known.real != 0
+    tiles.pairs.store_int(lane, lane, where=picker.has_pick)
+    tile = pick.mine, pick.place, machine.constant(1, "i32")
+    for n, value in enumerate(tile):
+        tiles.tiles.store_int(value, pick.place, n, where=picker.has_pick & is_real)
+    tiles.count.store_int(select(is_real, machine.constant(picker.picks, "i32"), 0), 0, where=lane == 0)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
-from pallas_kernels.language.lanes import Buffer, fold_tree
+from pallas_kernels.language.lanes import fold_tree
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.values import Value, select
+from pallas_kernels.language.values import Condition, Value, select
 from pallas_kernels.router.tiles import RoutedTiles
 
 _UNROLLED = 8  # steps of a warp, up to which their pairs are loaded together
@@ -65,19 +66,21 @@ class Lists:
                 of_warp.store_words(zeros, at, where=at < array.shape[1])
         self.machine.barrier("warp")
 
-    def sort(self, experts: Buffer, tiles: RoutedTiles) -> None:
-        """Store the tiles of the picks int32 [M, k], of which those of no expert are padding."""
-        machine, pairs = self.machine, experts.shape[0] * experts.shape[1]
+    def sort(self, pairs: int, expert_of: Callable[[Value, Condition], Value], tiles: RoutedTiles) -> None:
+        """Store the tiles of so many pairs, of which those of no expert are padding.
+
+        ``expert_of`` loads the expert of a pair by its number, if it exists.
+        """
+        machine = self.machine
         steps = -(-pairs // (WARP * self.warps * self.cluster))
         warp, lane = machine.thread // WARP, machine.thread % WARP
         rank = machine.rank if self.cluster > 1 else machine.constant(0, "i32")
         first = (rank * self.warps + warp) * (steps * WARP) + lane
-        flat = dataclasses.replace(experts, shape=(pairs,))
         counts, masks = self.counts[warp], self.masks[warp]
         found = []
         for begin in range(0, steps, _UNROLLED):
             numbers = [first + i * WARP for i in range(begin, min(begin + _UNROLLED, steps))]
-            kinds = [self._kind(flat.load_int(number, where=number < pairs)) for number in numbers]
+            kinds = [self._kind(expert_of(number, number < pairs)) for number in numbers]
             for number, kind in zip(numbers, kinds, strict=True):
                 there = number < pairs
                 masks.add_int(machine.constant(1, "i32") << lane, kind, where=there)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.language.lanes import Buffer, Team, add, fold, maximum
+from pallas_kernels.language.lanes import Buffer, Team, add, fold_tree, maximum
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.values import VECTOR, Condition, Value, select
 
@@ -50,6 +50,24 @@ class Known:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Token:
+    """A token that a warp picks for."""
+
+    number: Value
+    here: Condition  # whether it exists
+    known: Known
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pick:
+    """What a lane has of a token: the first lanes have a pick each."""
+
+    mine: Value  # its expert
+    place: Value  # its place among the token's
+    score: Value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Picker:
     """Picks for one token at a time, as all lanes of a warp."""
 
@@ -77,8 +95,11 @@ class Picker:
         """Experts of a lane."""
         return -(-self._experts // (WARP * VECTOR)) * VECTOR
 
-    def know(self, token: Value, where: Condition = True) -> Known:
+    def token(self, number: Value, here: Condition) -> Token:
         """Load what there is for a token, which exists if the condition holds."""
+        return Token(number=number, here=here, known=self._know(number, here))
+
+    def _know(self, token: Value, where: Condition) -> Known:
         inputs = self.inputs
         real = inputs.real.load_bytes(token, count=1, where=where)
         if inputs.table is not None:
@@ -94,62 +115,90 @@ class Picker:
             first = self.lane * count + i
             yield first, True if (WARP - 1) * count + i < self._experts else first < self._experts, together
 
-    def pick(self, token: Value, known: Known) -> tuple[Value, Value]:
-        """Store the picks of a token that exists. Returns this lane's pick, and its place among the token's."""
-        mine, place = self._largest(token, known) if self.inputs.table is None else self._listed(known)
-        expert = select(known.real != 0, mine, self._experts)
-        self.out.experts.store_int(expert, token, place, where=self.lane < self.picks)
-        return mine, place
+    def pick(self, tokens: list[Token]) -> list[Pick]:
+        """Return this lane's pick of each token. What those that do not exist pick has no meaning."""
+        if self.inputs.table is None:
+            return self._largest(tokens)
+        return [self._listed(token) for token in tokens]
 
-    def weigh(self, token: Value, known: Known, mine: Value, place: Value) -> None:
-        """Store the weights of a token's picks."""
-        machine, has_pick = self.machine, self.lane < self.picks
-        exists = has_pick & (mine >= 0) & (mine < self._experts)  # a table may name others, whose weights are NaN
-        (value,) = self.scores.load_floats(token, mine, count=1, where=exists, otherwise=float("nan"))
-        weight = select(has_pick, self.score(value), 0.0)
+    def expert(self, token: Token, pick: Pick) -> Value:
+        """Return the expert of a pick, the number of none on padding."""
+        return select(token.known.real != 0, pick.mine, self._experts)
+
+    def store(self, token: Token, pick: Pick) -> None:
+        """Store a token's picks and their weights, if it exists."""
+        machine, where = self.machine, self.has_pick & token.here
+        self.out.experts.store_int(self.expert(token, pick), token.number, pick.place, where=where)
+        weight = select(self.has_pick, pick.score, 0.0)
         total = Team(machine, WARP).neighbours(add, weight, MAX_PICKS)
-        weight = select(known.real != 0, machine.divide(weight, total) * self.scale, 0.0)
-        self.out.weights.store_floats([weight], token, place, where=has_pick)
+        weight = select(token.known.real != 0, machine.divide(weight, total) * self.scale, 0.0)
+        self.out.weights.store_floats([weight], token.number, pick.place, where=where)
 
-    def _listed(self, known: Known) -> tuple[Value, Value]:
-        """Return this lane's pick by the table, and its place among the token's."""
+    @property
+    def has_pick(self) -> Value:
+        """Whether a lane has one."""
+        return self.lane < self.picks
+
+    def _listed(self, token: Token) -> Pick:
+        """Return this lane's pick by the table."""
         mine = place = self.machine.constant(0, "i32")
-        for n, other in enumerate(known.shifts):
+        for n, other in enumerate(token.known.shifts):
             mine = select(self.lane == n, other, mine)
-        for n, other in enumerate(known.shifts):
+        for n, other in enumerate(token.known.shifts):
             place = place + self._one((other < mine) | ((other == mine) & (self.lane > n)))
-        return mine, place
+        # A table may name others, whose weights are NaN.
+        exists = self.has_pick & token.here & (mine >= 0) & (mine < self._experts)
+        (value,) = self.scores.load_floats(token.number, mine, count=1, where=exists, otherwise=float("nan"))
+        return Pick(mine=mine, place=place, score=self.score(value))
 
     def _one(self, condition: Value) -> Value:
         return select(condition, self.machine.constant(1, "i32"), 0)
 
-    def _largest(self, token: Value, known: Known) -> tuple[Value, Value]:
-        """Return this lane's pick, and its place: its rank among equal and larger ones is the lane's number.
+    def _largest(self, tokens: list[Token]) -> list[Pick]:
+        """Return this lane's picks: of a token the rank among equal and larger ones is the lane's number.
 
-        Of equal sums of score and bias the lower number comes first, and NaN comes before all.
+        Of equal sums of score and bias the lower number comes first, and NaN comes before all. The tokens go through
+        each round together, so that one does not wait for another one's reductions.
         """
         machine, first = self.machine, self.lane * self._count
-        ranks: list[Value] = []
-        for number, there, count in self._fours():
-            for value in self.scores.load_floats(token, number, count=count, where=there):
-                shift = known.shifts[len(ranks)]
-                ranks.append(select(there, self._rank(self.score(value) + shift), _LEAST))
+        all_ranks: list[list[Value]] = []
+        all_scores: list[list[Value]] = []
+        for token in tokens:
+            ranks: list[Value] = []
+            scores: list[Value] = []
+            for number, there, count in self._fours():
+                where = there & token.here
+                for value in self.scores.load_floats(token.number, number, count=count, where=where):
+                    score, shift = self.score(value), token.known.shifts[len(ranks)]
+                    ranks.append(select(there, self._rank(score + shift), _LEAST))
+                    scores.append(machine.bits(score))
+            all_ranks.append(ranks)
+            all_scores.append(scores)
 
-        def find(n: Value, carry: tuple[list[Value], Value, Value]) -> tuple[list[Value], Value, Value]:
-            ranks, mine, place = carry
-            best = machine.reduce_warp("max", fold(maximum, ranks))
-            own = machine.constant(_LARGEST, "i32")
-            for i, rank in reversed(list(enumerate(ranks))):
-                own = select(rank == best, first + i, own)
-            found = machine.reduce_warp("min", own)
-            ranks = [select(first + i == found, _LEAST, rank) for i, rank in enumerate(ranks)]
-            # Earlier picks with a higher number move up, and this one comes after those with a lower one.
-            lower = machine.reduce_warp("add", self._one((self.lane < n) & (mine < found)))
-            place = place + self._one((self.lane < n) & (mine > found))
-            return ranks, select(self.lane == n, found, mine), select(self.lane == n, lower, place)
+        def find(n: Value, carry: list[tuple[list[Value], Value, Value, Value]]) -> Any:
+            bests = [machine.reduce_warp("max", fold_tree(maximum, ranks)) for ranks, *_ in carry]
+            owned = []
+            for best, (ranks, *_) in zip(bests, carry, strict=True):
+                own = [select(rank == best, first + i, _LARGEST) for i, rank in enumerate(ranks)]
+                owned.append(machine.reduce_warp("min", fold_tree(lambda a, b: a.minimum(b), own)))
+            following = []
+            for found, (ranks, mine, place, score), scores in zip(owned, carry, all_scores, strict=True):
+                is_found = [first + i == found for i in range(len(ranks))]
+                ranks = [select(taken, _LEAST, rank) for taken, rank in zip(is_found, ranks, strict=True)]
+                own = [select(taken, bits, _LEAST) for taken, bits in zip(is_found, scores, strict=True)]
+                of_found = machine.reduce_warp("max", fold_tree(maximum, own))
+                # Earlier picks with a higher number move up, and this one comes after those with a lower one.
+                lower = machine.reduce_warp("add", self._one((self.lane < n) & (mine < found)))
+                place = place + self._one((self.lane < n) & (mine > found))
+                is_mine = self.lane == n
+                mine, place = select(is_mine, found, mine), select(is_mine, lower, place)
+                following.append((ranks, mine, place, select(is_mine, of_found, score)))
+            return following
 
         zero = machine.constant(0, "i32")
-        return machine.loop(self.picks, find, (ranks, zero, zero), rolled=True)[1:]
+        begun = [(ranks, zero, zero, zero) for ranks in all_ranks]
+        ended = machine.loop(self.picks, find, begun, rolled=True)
+        return [Pick(mine=mine, place=place, score=machine.from_bits(score)) for _, mine, place, score in ended]
 
     def _rank(self, x: Value) -> Value:
         """Return an i32 above ``_LEAST`` with the order of an f32, and NaN above all others."""

@@ -9,7 +9,7 @@ are divided depends on the gate's shape alone, so a token's logits do not depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
@@ -73,8 +73,13 @@ class Layout:
         return tiles + received + 16 + _ALIGNMENT
 
 
-def logits(machine: TensorCores, x: Any, gate: Any, layout: Layout) -> Iterator[tuple[Value, Value, Value, Value]]:
-    """Yield (logit, token, expert, whether they exist) of each that this lane adds up."""
+def logits(
+    machine: TensorCores, x: Any, gate: Any, layout: Layout, barriers: Sequence[Barrier] = ()
+) -> Iterator[tuple[Value, Value, Value, Value]]:
+    """Yield (logit, token, expert, whether they exist) of each that this lane adds up.
+
+    If blocks share the inputs, ``barriers`` are initialised, too, before any logit is there.
+    """
     weight = TypedTile.take(machine, SIDE, CHUNK, "bf16", copies=layout.chunks)
     rows = TypedTile.take(machine, layout.columns, CHUNK, "bf16", copies=layout.chunks)
     shape = layout.cluster, layout.owned, WARPGROUP, VECTOR
@@ -89,7 +94,7 @@ def logits(machine: TensorCores, x: Any, gate: Any, layout: Layout) -> Iterator[
             _copy(tile, array, (row, first), (begin, count))
         machine.close_copies()
     if received is not None:
-        init_barriers(sent)
+        init_barriers(sent, *barriers)
         with machine.when(machine.thread < WARP):
             mine = (rank * -1 + (eights + layout.cluster - 1)) // layout.cluster
             sent.expect(mine * (layout.cluster * WARPGROUP * VECTOR * 4))

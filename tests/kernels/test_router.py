@@ -56,6 +56,9 @@ class Case:
 CASES = {
     "V4-Flash's experts": Case(tokens=9, experts=256, hidden=512, picks=6),
     "one token": Case(tokens=1, experts=256, hidden=512, picks=6, real=1.0),
+    "one token of padding": Case(tokens=1, experts=64, hidden=128, picks=4, real=0.0),
+    "one token and a table": Case(tokens=1, experts=64, hidden=128, picks=4, by_id=True, real=1.0),
+    "two tokens of a warp": Case(tokens=14, experts=64, hidden=128, picks=4),
     "100 experts": Case(tokens=13, experts=100, hidden=192, picks=6),
     "160 experts": Case(tokens=5, experts=160, hidden=320, picks=8, by_id=True),
     "384 experts, 64 tokens a block": Case(tokens=70, experts=384, hidden=128, picks=6),
