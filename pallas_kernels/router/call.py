@@ -4,8 +4,9 @@
     picks   = the experts of the k largest scores plus bias, or those of a table by the token's id; in ascending order
     weights = the scores of the picks, without bias, over their sum, times a factor
 
-On Hopper one launch does it for few tokens: its blocks multiply, meet, pick, meet, and one of them sorts. Otherwise XLA
-multiplies, and picks and tiles are made by a launch each.
+On Hopper one launch does it for few tokens: its blocks multiply and meet. For up to 64 tokens or so, those of one
+cluster pick, and send one of them the picks, which sorts them. For more, all pick, meet again, and one of them sorts.
+Otherwise XLA multiplies, and picks and tiles are made by a launch each.
 
 Of equal sums of score and bias the expert with the lower number is picked. NaN is above all numbers, as in
 ``lax.top_k``, and makes all weights of its token NaN. So does a sum of scores of 0, as where all logits are -inf.

@@ -53,6 +53,16 @@ def test_a_draft_adds_no_more_but_what_stores_it():
         assert found["layer"] - found["products"] == BESIDES_PRODUCTS_OF_DRAFTS[kind], kind
 
 
+# Attention's, as above; the router, both products of the routed experts, and both of the shared one.
+OF_MODEL = {"csa": 8 + 5, "hca": 6 + 5}
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_model_adds_its_kernels():
+    report = report_of("tests.support.model_launches", "h200")
+    assert {kind: found["kernels"] for kind, found in report.items()} == OF_MODEL
+
+
 PROGRAM = """
 HloModule step
 

@@ -80,7 +80,10 @@ def test_experts_in_kernels(backend):
         assert relative_rms(one, other) < 2**-7
 
 
-@pytest.mark.parametrize(("backend", "has_tiles"), [*((backend, True) for backend in BACKENDS), ("xla", False)])
+@pytest.mark.parametrize(
+    ("backend", "has_tiles"),
+    [*(pytest.param(*each.values, True, marks=each.marks) for each in BACKENDS), ("xla", False)],
+)
 def test_a_share_of_the_experts_gives_what_it_gives_among_all(backend, has_tiles):
     """Bit for bit: what a device that has some of the experts makes of tokens that pick others, too."""
     rng = np.random.default_rng(1)
