@@ -20,8 +20,9 @@ from benchmarks.kernels.timing import FLUSH_NAME, Times, flush_buffer, kernel_ev
 
 HIDDEN, WIDTH, EXPERTS, PICKS, LIMIT = 4096, 2048, 256, 6, 10.0  # of V4-Flash
 TOKENS = 1, 2, 8, 64, 256, 1024, 4096
-GATE_UP = pk.ExpertsSpec(experts=EXPERTS, shape=(2 * WIDTH, HIDDEN), interleaved=True)
-DOWN = pk.ExpertsSpec(experts=EXPERTS, shape=(HIDDEN, WIDTH), interleaved=True)
+GATE_UP = pk.ExpertsSpec(experts=EXPERTS, shape=(2 * WIDTH, HIDDEN))
+DOWN = pk.ExpertsSpec(experts=EXPERTS, shape=(HIDDEN, WIDTH))
+STORED: dict[str, dict[str, Any]] = {"bf16": {"interleaved": True}, "fp8": {"activations": "fp8"}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +31,11 @@ class Case:
 
     tokens: int
     rows: int
+    activations: str
 
     @classmethod
-    def of(cls, tokens: int) -> Case:
-        return cls(tokens=tokens, rows=pk.tile_rows(tokens, PICKS, EXPERTS))
+    def of(cls, tokens: int, activations: str = "bf16") -> Case:
+        return cls(tokens=tokens, rows=pk.tile_rows(tokens, PICKS, EXPERTS), activations=activations)
 
     def picks(self) -> np.ndarray:
         """Return int32 [tokens, k], different and ascending."""
@@ -50,10 +52,12 @@ class Case:
     def products(self, inputs: tuple[Any, ...], weights: Any) -> jax.Array:
         """Return the outputs of all picks, bf16 [tokens, picks, hidden]."""
         x, gains, *routed = inputs
-        routing = pk.Routing(tokens=self.tokens, picks=PICKS, experts=EXPERTS, rows=self.rows)
+        sizes = {"tokens": self.tokens, "picks": PICKS, "experts": EXPERTS}
+        routing = pk.Routing(**sizes, rows=self.rows, activations=self.activations)
+        gate_up, down = (dataclasses.replace(spec, **STORED[self.activations]) for spec in (GATE_UP, DOWN))
         rows = routing.rows_of(x, routed[0])
-        inner = _run(GATE_UP, pk.Gated(routing=routing, limit=LIMIT), rows, weights[0], *routed, gains)
-        return _run(DOWN, pk.OfPicks(routing=routing), inner, weights[1], *routed)
+        inner = _run(gate_up, pk.Gated(routing=routing, limit=LIMIT), rows, weights[0], *routed, gains)
+        return _run(down, pk.OfPicks(routing=routing), inner, weights[1], *routed)
 
     def megabytes(self) -> float:
         """Return the bytes of the weights that are read, in MB."""
@@ -114,16 +118,21 @@ def timed(case: Case, weights: Any, runs: int = 6) -> dict[str, Times]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--activations", choices=STORED, default=None, help="default both")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     options = parser.parse_args(arguments)
     weights = random_weights()
-    for case in map(Case.of, map(int, options.tokens.split(","))):
+    kinds = [options.activations] if options.activations else STORED
+    for case in (Case.of(int(tokens), kind) for kind in kinds for tokens in options.tokens.split(",")):
         times = timed(case, weights)
         total, size = sum(one.median for one in times.values()), case.megabytes()
         each = "   ".join(f"{name} {one.median:8.1f} ({one.low:.1f}-{one.high:.1f})" for name, one in times.items())
         rate = f"{size / total:5.2f} TB/s"
-        print(f"{case.tokens:5} tokens, tiles of {case.rows:3}: {total:8.1f} us, {rate}   {each}", flush=True)
-        record(options.out, case=f"experts {case.tokens} tokens", microseconds=total, megabytes=size)
+        print(
+            f"{case.activations} {case.tokens:5} tokens, tiles of {case.rows:3}: {total:8.1f} us, {rate}   {each}",
+            flush=True,
+        )
+        record(options.out, case=f"experts {case.activations} {case.tokens} tokens", microseconds=total, megabytes=size)
 
 
 if __name__ == "__main__":

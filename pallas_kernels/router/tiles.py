@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_LARGEST = 128
+_LARGEST = 112
 
 
 @jax.tree_util.register_dataclass
@@ -59,14 +59,14 @@ class RoutedTiles:
 
 
 def tile_rows(tokens: int, picks: int, experts: int) -> int:
-    """Return how many pairs a tile holds: 8, 16, 32, 64 or 128.
+    """Return how many pairs a tile holds: 8, 16, 32, 64, 96 or 112.
 
     Most experts should need one tile, because each tile widens the expert's weights again. If tokens pick at random,
     an expert has ``mean`` pairs give or take the root of that.
     """
     mean = tokens * picks / experts
     likely = min(tokens, mean + 1.5 * math.sqrt(mean))
-    return next((rows for rows in (8, 16, 32, 64) if rows >= likely), _LARGEST)
+    return next((rows for rows in (8, 16, 32, 64, 96) if rows >= likely), _LARGEST)
 
 
 def routed_tiles(experts: jax.Array, num_experts: int, rows: int) -> RoutedTiles:

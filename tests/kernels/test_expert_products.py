@@ -28,10 +28,15 @@ CASES = {
     "tiles of 32": Experts(tokens=40, picks=1, rows=32, padding=3),
     "codes in order": Experts(tokens=5, interleaved=False),
     "tiles of 64": Experts(tokens=30, rows=64, limit=0.0),
-    "tiles of 128": Experts(tokens=70, rows=128, blocks=3),
+    "tiles of 112": Experts(tokens=70, rows=112, blocks=3),
     "padding alone": Experts(tokens=2, padding=2),
+    "FP8, few tokens": Experts(tokens=5, padding=1, activations="fp8"),
+    "FP8, full tiles": Experts(tokens=16, one=True, hidden=1024, width=1024, stages=3, activations="fp8"),
+    "FP8, tiles of 32": Experts(tokens=40, picks=1, rows=32, padding=3, activations="fp8"),
+    "FP8, tiles of 64": Experts(tokens=30, rows=64, limit=0.0, activations="fp8"),
+    "FP8, tiles of 112": Experts(tokens=70, rows=112, blocks=3, activations="fp8"),
 }
-cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=10), ids=list(CASES))
+cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=15), ids=list(CASES))
 
 
 def test_rows_for_experts_are_permuted_as_documented():
@@ -74,12 +79,13 @@ def _through_bf16(x: np.ndarray) -> np.ndarray:
 @machines
 @cases
 def test_outputs_of_picks(case: Experts, simulate: bool):
-    """Sums of exact products, whose f32 rounding is far below 2^-17 of the magnitudes; results are rounded to bf16."""
+    """Sums are as exact as ``Experts.relative`` says; results are rounded to bf16."""
     case = dataclasses.replace(case, hidden=512)
+    relative = case.relative(simulate=simulate)
     found = case.run_down(simulate=simulate).reshape(-1, case.hidden)
     for place, pair in enumerate(case.order):
         want, magnitude = case.sums(case.inner[place : place + 1], case.down, case.picked.reshape(-1)[pair])[:, 0]
-        assert np.all(np.abs(found[pair] - want) <= 2.0**-17 * magnitude + 2.0**-8 * np.abs(want))
+        assert np.all(np.abs(found[pair] - want) <= relative * magnitude + 2.0**-8 * np.abs(want))
     padding = np.setdiff1d(np.arange(found.shape[0]), case.order)
     assert not simulate or np.isnan(found[padding]).all()  # nobody wrote there
 
@@ -91,10 +97,11 @@ def test_gated_rows(case: Experts, simulate: bool):
     case = dataclasses.replace(case, width=256)
     found = case.run_gate_up(simulate=simulate)
     gains, limit = case.gains.reshape(-1).astype(np.float64), case.limit or np.inf
+    relative = case.relative(simulate=simulate)
     for place, pair in enumerate(case.order):
         row = case.x[pair // case.picks][None]
         sums, magnitude = case.sums(row, case.gate_up, case.picked.reshape(-1)[pair])[:, 0]
-        bounds = [np.split(_through_bf16(sums + sign * 2.0**-17 * magnitude), 2) for sign in (-1, 1)]
+        bounds = [np.split(_through_bf16(sums + sign * relative * magnitude), 2) for sign in (-1, 1)]
         made = []  # of every combination of the roundings that there can be
         for gate, up in itertools.product(*zip(*bounds, strict=True)):
             gate = np.minimum(gate, limit)
@@ -106,10 +113,11 @@ def test_gated_rows(case: Experts, simulate: bool):
 
 
 @machines
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
 @pytest.mark.parametrize("rows", TILE_ROWS)
-def test_a_token_has_the_same_bits_alone_and_among_others(rows: int, simulate: bool):
+def test_a_token_has_the_same_bits_alone_and_among_others(rows: int, activations: str, simulate: bool):
     """In tiles of every size, at every place, and beside tokens with NaN."""
-    many = Experts(tokens=37, picks=1, experts=2, one=True, width=128, rows=rows)
+    many = Experts(tokens=37, picks=1, experts=2, one=True, width=128, rows=rows, activations=activations)
     x = many.x.copy()
     x[1::2] = np.nan
     found = many.run_gate_up(x, simulate=simulate)
@@ -141,7 +149,8 @@ def test_scales_from_the_smallest_to_the_largest(simulate: bool):
 
 
 def _unserved(gpu=HOPPER, *, spec: dict | None = None, rows: dict | None = None, routing: dict | None = None) -> str:
-    of = pk.Routing(**({"tokens": 3, "picks": 2, "experts": 4, "rows": 8} | (routing or {})))
+    sizes: dict[str, Any] = {"tokens": 3, "picks": 2, "experts": 4, "rows": 8}
+    of = pk.Routing(**(sizes | (routing or {})))
     weight = pk.ExpertsSpec(**({"experts": 4, "shape": (1024, 512)} | (spec or {})))
     of_rows: dict[str, Any] = {"count": 3, "width": weight.inputs} | (rows or {})
     given = pk.RowsSpec(**of_rows)
@@ -154,9 +163,11 @@ def test_what_has_no_kernel_is_refused_by_name():
     assert "multiple of 256 outputs and 512 inputs, got (1024, 256)" in _unserved(spec={"shape": (1024, 256)})
     assert "multiple of 256 outputs and 512 inputs, got (896, 512)" in _unserved(spec={"shape": (896, 512)})
     assert "blocks of (1, 32), got (128, 128)" in _unserved(spec={"block": (128, 128)})
-    assert "got activations='fp8'" in _unserved(spec={"activations": "fp8"})
+    assert "for activations='bf16', the weight has 'fp8'" in _unserved(spec={"activations": "fp8"})
+    both = {"activations": "fp8", "interleaved": True}
+    assert "have codes in order" in _unserved(spec=both, routing={"activations": "fp8"})
     assert "PlainRows of bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
-    assert "rows, got 12" in _unserved(routing={"rows": 12})
+    assert "got 12" in _unserved(routing={"rows": 12})
     assert "tiles are of 5 experts, the weight has 4" in _unserved(routing={"experts": 5})
     assert "expected 3 rows" in _unserved(rows={"count": 4})
     assert "no Hopper" in _unserved(BLACKWELL)

@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("rows", [8, 16, 128])
+@pytest.mark.parametrize("rows", [8, 16, 112])
 @pytest.mark.parametrize("name", CASES)
 def test_the_tiles_are_those_made_by_hand(name, rows):
     experts = CASES[name]
@@ -81,7 +81,7 @@ def test_there_is_room_for_the_most_tiles():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows"), [(1, 8), (8, 8), (64, 8), (256, 16), (1024, 32), (4096, 128), (1_000_000, 128)]
+    ("tokens", "rows"), [(1, 8), (8, 8), (64, 8), (256, 16), (1024, 32), (4096, 112), (1_000_000, 112)]
 )
 def test_most_experts_of_v4_flash_need_one_tile(tokens, rows):
     assert tile_rows(tokens, 6, 256) == rows

@@ -22,12 +22,12 @@ CFG = ModelConfig.tiny(attention=d4.DSV4Config.tiny(hidden_size=512), expert_wid
 KEY = jax.random.key(0)
 
 
-def stored(outputs: int, inputs: int, seed: int) -> StoredExperts:
+def stored(outputs: int, inputs: int, seed: int, activations: str = "bf16") -> StoredExperts:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, (CFG.num_experts, outputs, inputs // 2), np.uint8)
     scales = rng.integers(118, 122, (CFG.num_experts, outputs, inputs // 32), np.uint8)
     scales = jax.device_put(scales.view(ml_dtypes.float8_e8m0fnu))
-    return StoredExperts(codes=jnp.asarray(codes), scales=scales, block=(1, 32))
+    return StoredExperts(codes=jnp.asarray(codes), scales=scales, block=(1, 32), activations=activations)
 
 
 def stored_shared(outputs: int, inputs: int, seed: int) -> StoredWeight:
@@ -38,12 +38,12 @@ def stored_shared(outputs: int, inputs: int, seed: int) -> StoredWeight:
     return StoredWeight(codes=jnp.asarray(codes), scales=jax.device_put(scales))
 
 
-def experts(**changes: Any) -> Experts:
+def experts(activations: str = "bf16", **changes: Any) -> Experts:
     width, hidden = CFG.expert_width, CFG.hidden_size
     shared = stored_shared(2 * width, hidden, 3), stored_shared(hidden, width, 4)
     found = Experts(
-        gate_up=stored(2 * width, hidden, 1),
-        down=stored(hidden, width, 2),
+        gate_up=stored(2 * width, hidden, 1, activations),
+        down=stored(hidden, width, 2, activations),
         shared_gate_up=shared[0],
         shared_down=shared[1],
     )
@@ -51,10 +51,11 @@ def experts(**changes: Any) -> Experts:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_experts_in_kernels(backend):
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_experts_in_kernels(backend, activations):
     """Both round what they hand on to bf16, after sums in another order: their outputs differ by some 2^-9.
 
-    Of one weight, the kernels get interleaved codes.
+    Of one weight of bf16 inputs, the kernels get interleaved codes.
     """
     rng = np.random.default_rng(0)
     picked = np.sort(np.argsort(rng.random((2, 3, CFG.num_experts)), -1)[..., : CFG.experts_per_token], -1)
@@ -66,9 +67,9 @@ def test_experts_in_kernels(backend):
         run = jax.jit(lambda x, picks, experts: EXPERTS[backend].mix(x, picks, experts, CFG))
         return run(x, picks, experts)
 
-    given = experts()
+    given = experts(activations)
     assert isinstance(given.gate_up, StoredExperts)
-    found, want = mix(backend, experts(gate_up=given.gate_up.for_kernels())), mix("xla", given)
+    found, want = mix(backend, experts(activations, gate_up=given.gate_up.for_kernels())), mix("xla", given)
     assert found.routed.dtype == found.shared.dtype == jnp.bfloat16
     is_pick = np.asarray(want.experts) < CFG.num_experts
     one, other = (np.asarray(each.routed, np.float32)[is_pick] for each in (found, want))
@@ -90,7 +91,7 @@ def test_a_share_of_the_experts_gives_what_it_gives_among_all(backend, has_tiles
     picked = np.sort(np.argsort(rng.random((7, CFG.num_experts)), -1)[..., : CFG.experts_per_token], -1)
     picked[4] = CFG.num_experts
     numbers, gains = jnp.asarray(picked, jnp.int32), jnp.asarray(rng.random(picked.shape), jnp.float32)
-    tiles = pk.routed_tiles(numbers, CFG.num_experts, 8) if has_tiles else None
+    tiles = None if backend == "xla" else pk.routed_tiles(numbers, CFG.num_experts, 8)
     picks, x = Picks(experts=numbers, weights=gains, tiles=tiles), jax.random.normal(KEY, (7, 512), jnp.bfloat16)
 
     @jax.jit
@@ -121,7 +122,7 @@ def test_what_kernels_of_experts_do_not_serve():
     wide = jnp.zeros((CFG.num_experts, CFG.hidden_size, CFG.expert_width), jnp.bfloat16)
     assert "must be stored in FP4" in str(unsupported(CFG, experts(down=wide), jnp.bfloat16))
     rounded = dataclasses.replace(stored(CFG.hidden_size, CFG.expert_width, 1), activations="fp8")
-    assert "activations='fp8'" in str(unsupported(CFG, experts(down=rounded), jnp.bfloat16))
+    assert "for activations='bf16', the weight has 'fp8'" in str(unsupported(CFG, experts(down=rounded), jnp.bfloat16))
     with pytest.raises(ValueError, match="cannot serve experts: experts must be stored in FP4"):
         EXPERTS.choose("pallas_simulated", CFG, experts(down=wide), jnp.bfloat16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,6 +60,7 @@ _FP8: dict[str, Any] = {"activations": "fp8"}
 _QUERIES = Queries(rows=130, heads=1, inputs=512, many=Many(multiprocessors=2), **_FP8)
 _EXPERTS: dict[str, Any] = {"tokens": 3, "experts": 2, "blocks": 1, "stages": 3}
 _GATE_UP, _DOWN = Experts(hidden=1536, width=128, **_EXPERTS), Experts(hidden=256, width=1536, **_EXPERTS)
+_GATE_UP_FP8, _DOWN_FP8 = (dataclasses.replace(case, **_FP8) for case in (_GATE_UP, _DOWN))
 KERNELS: dict[str, Run] = {
     "products of many rows, bf16": _product(rows=72, outputs=128, inputs=512, many=Many(parts=1, stages=3)),
     "products of many rows, shared tiles": _product(
@@ -78,6 +80,8 @@ KERNELS: dict[str, Run] = {
     ),
     "experts": lambda: _GATE_UP.run_gate_up(simulate=True),
     "experts, adjacent rows": lambda: _DOWN.run_down(simulate=True),
+    "experts, rows in FP8": lambda: _GATE_UP_FP8.run_gate_up(simulate=True),
+    "experts, adjacent rows in FP8": lambda: _DOWN_FP8.run_down(simulate=True),
     "mixed streams": _mixed_streams,
     "attention": _attention(lengths=(130, 60), layout=sm90.Layout(blocks=1)),
     "attention to widened picks": _attention(lengths=(130,), tokens=2, layout=_WIDE),
@@ -94,6 +98,8 @@ NEVER_MADE = "never made"
 HARMLESS: dict[tuple[str, type[Mutant]], str] = {
     ("products of few rows, streamed", LateWait): "a chunk of x has a place more than there are stages",
     ("experts, adjacent rows", LateStore): "what is known of rows is read after the last chunk, and stored before",
+    ("experts, rows in FP8", NoHold): "each wait follows its product at once",
+    ("experts, adjacent rows in FP8", NoHold): "each wait follows its product at once",
     ("scores in turn", NoHold): "each wait follows its product at once",
 }
 

@@ -40,6 +40,8 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "products on Blackwell, FP8": (*IN_TENSOR_MEMORY, FewerCopies),
     "experts": (*FILLED, *STORED, NoHold, FewerCopies),
     "experts, adjacent rows": (*FILLED, NoHold),
+    "experts, rows in FP8": (WrongParity, NoWait, FewerProducts, *STORED, FewerCopies),
+    "experts, adjacent rows in FP8": (WrongParity, NoWait, FewerProducts, LateStore, NoBarrier, FewerCopies),
     "mixed streams": (*STORED, WrongParity, NoWait, FewerProducts),
     "attention": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened picks": (*FILLED, *STORED, NoHold, FewerCopies),

@@ -1,5 +1,6 @@
 """The kernels of products at a model's sizes, for ``compiled_kernels``."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from dsv4jax.model.config import ModelConfig
 from dsv4jax.weights.params import param_shapes
 from pallas_kernels.activations import ActivationRows, PlainRows, round_rows
 from pallas_kernels.language.target import HOPPER
+from pallas_kernels.products.experts.launch import OfExperts
+from pallas_kernels.products.experts.rounding import RoundedExpertRows, round_expert_rows
+from pallas_kernels.products.experts.sm90 import ExpertInputs
 from pallas_kernels.products.many.launch import Many
 from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
 from pallas_kernels.products.many.tiling import Tiling, fastest_tiling, tiling_of_heads
@@ -55,19 +59,41 @@ def shared_gate_up(cfg: ModelConfig, activations: str) -> pk.WeightSpec:
 
 def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
     """Yield both products with experts: from one token to a chunk, in tiles of all sizes; of Pro in the largest."""
+    for tokens, activations in itertools.product((1, 256, 1024, 2048, 4096) if is_flash else (4096,), ("bf16", "fp8")):
+        yield from _products_with_experts(cfg, tokens, activations)
+    rows = pk.ExpertRows.shapes(24, cfg.expert_width)
+    rounded = functools.partial(round_expert_rows, simulate=False)
+    yield Kernel(name="experts_round", function=rounded, args=(rows,), rows=None, reads_only=True)
+
+
+def _products_with_experts(cfg: ModelConfig, tokens: int, activations: str) -> Iterator[Kernel]:
+    """Yield both products, without the launches that round rows before them."""
     hidden, width = cfg.hidden_size, cfg.expert_width
-    for tokens in (1, 256, 1024, 2048, 4096) if is_flash else (4096,):
-        rows = pk.tile_rows(tokens, cfg.experts_per_token, cfg.num_experts)
-        routing = pk.Routing(tokens=tokens, picks=cfg.experts_per_token, experts=cfg.num_experts, rows=rows)
-        for shape, made in (
-            ((2 * width, hidden), pk.Gated(routing=routing, limit=cfg.swiglu_limit)),
-            ((hidden, width), pk.OfPicks(routing=routing)),
-        ):
-            weight = pk.ExpertsSpec(experts=cfg.num_experts, shape=shape, interleaved=True)
-            plain = pk.RowsSpec(count=made.x_rows, width=weight.inputs)
-            taken = pk.rows_taken(pk.Problem(rows=plain, weights=(weight,), epilogues=(made,)), HOPPER)
-            title = f"{made.name} [{tokens}] in tiles of {rows}"
-            yield from _kernel(title, made.x_rows, (weight, made), kind=taken.kind)
+    rows = pk.tile_rows(tokens, cfg.experts_per_token, cfg.num_experts)
+    routing = pk.Routing(
+        tokens=tokens, picks=cfg.experts_per_token, experts=cfg.num_experts, rows=rows, activations=activations
+    )
+    for shape, made in (
+        ((2 * width, hidden), pk.Gated(routing=routing, limit=cfg.swiglu_limit)),
+        ((hidden, width), pk.OfPicks(routing=routing)),
+    ):
+        weight = pk.ExpertsSpec(
+            experts=cfg.num_experts, shape=shape, interleaved=activations == "bf16", activations=activations
+        )
+        plain = pk.RowsSpec(count=made.x_rows, width=weight.inputs)
+        problem = pk.Problem(rows=plain, weights=(weight,), epilogues=(made,))
+        problem = dataclasses.replace(problem, rows=pk.rows_taken(problem, HOPPER))
+        title = f"{made.name} {activations} [{tokens}] in tiles of {rows}"
+        if activations == "bf16":
+            yield from _kernel(title, made.x_rows, (weight, made), kind=problem.rows.kind)
+            continue
+        plan = pk.plan(problem, HOPPER)
+        assert isinstance(plan, pk.Plan)
+        assert isinstance(plan.kernel, OfExperts)
+        rounded = RoundedExpertRows.shapes(made.x_rows, weight.inputs)
+        codes, scales = (Spec((leaf.shape[0] * leaf.shape[1], leaf.shape[2]), jnp.uint8) for leaf in weight.arrays)
+        inputs = ExpertInputs(x=rounded.codes, x_scales=rounded.scales, codes=codes, scales=scales, **problem.extras)
+        yield Kernel(name=title, function=plan.kernel.launch_product, args=(inputs,), rows=None, reads_only=True)
 
 
 def f32(*shape: int) -> Any:

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import pallas_kernels as pk
+from dsv4jax.formats import fp8_rounded
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
@@ -35,10 +36,21 @@ class Experts:
     padding: int = 0  # tokens, the last ones
     interleaved: bool = True  # whether codes are
     one: bool = False  # whether all tokens pick the last experts
+    activations: str = "bf16"
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        return {"interleaved": self.interleaved and self.activations == "bf16", "activations": self.activations}
 
     @property
     def routing(self) -> pk.Routing:
-        return pk.Routing(tokens=self.tokens, picks=self.picks, experts=self.experts, rows=self.rows)
+        return pk.Routing(
+            tokens=self.tokens,
+            picks=self.picks,
+            experts=self.experts,
+            rows=self.rows,
+            activations=self.activations,
+        )
 
     @functools.cached_property
     def picked(self) -> np.ndarray:
@@ -99,14 +111,14 @@ class Experts:
         self, x: np.ndarray | None = None, gains: np.ndarray | None = None, *, simulate: bool
     ) -> np.ndarray:
         """Return the gated rows of sorted pairs, f32 [pairs, width]. Arguments replace the case's own."""
-        spec = pk.ExpertsSpec(experts=self.experts, shape=(2 * self.width, self.hidden), interleaved=self.interleaved)
+        spec = pk.ExpertsSpec(experts=self.experts, shape=(2 * self.width, self.hidden), **self.stored)
         plan = self.plan(spec, pk.Gated(routing=self.routing, limit=self.limit))
         x, gains = self.x if x is None else x, self.gains if gains is None else gains
         return self._run(plan, x, self.gate_up, (gains.reshape(-1),), simulate)
 
     def run_down(self, inner: np.ndarray | None = None, down: Any = None, *, simulate: bool) -> np.ndarray:
         """Return the outputs of picks, f32 [tokens, picks, hidden]. Arguments replace the case's own."""
-        spec = pk.ExpertsSpec(experts=self.experts, shape=(self.hidden, self.width), interleaved=self.interleaved)
+        spec = pk.ExpertsSpec(experts=self.experts, shape=(self.hidden, self.width), **self.stored)
         plan = self.plan(spec, pk.OfPicks(routing=self.routing))
         inner, down = self.inner if inner is None else inner, self.down if down is None else down
         return self._run(plan, inner, down, (), simulate)
@@ -115,7 +127,7 @@ class Experts:
         def run(x: Any, weight: Any, picked: Any, extras: Any) -> Any:
             routed = pk.routed_tiles(picked, self.experts, self.rows)
             codes, scales = weight
-            codes = pk.interleaved_codes(codes) if self.interleaved else codes
+            codes = pk.interleaved_codes(codes) if self.stored["interleaved"] else codes
             is_first = plan.problem.epilogues[0].name == pk.Gated.name
             rows = self.routing.rows_of(x, routed.pairs) if is_first else pk.ExpertRows.of(x)
             lists = routed.pairs, routed.tiles, routed.count
@@ -123,6 +135,20 @@ class Experts:
             return made.in_order() if isinstance(made, pk.ExpertRows) else made
 
         return np.asarray(jax.jit(run)(x, weight, self.picked, extras).astype(jnp.float32))
+
+    def relative(self, *, simulate: bool) -> float:
+        """Return how far sums may be off, relative to their magnitudes.
+
+        Products of operands are exact in f32, and their sums are off by far less than 2^-17. Of FP8, tensor cores keep
+        fewer bits: ``product_cases`` has the reason and the bound.
+        """
+        return 2.0**-10 if self.activations == "fp8" and not simulate else 2.0**-17
+
+    def multiplied(self, x: np.ndarray) -> np.ndarray:
+        """Return rows of bf16 as they enter products, in f64: rounded, if they are."""
+        if self.activations == "fp8":
+            x = np.asarray(fp8_rounded(jnp.asarray(x), 128))
+        return x.astype(np.float64)
 
     @property
     def order(self) -> np.ndarray:
@@ -134,5 +160,5 @@ class Experts:
         """Return a product with an expert in f64, and the same of magnitudes: [2, rows, outputs]."""
         codes, scales = weight[0][expert], np.repeat(weight[1][expert].astype(np.float64), 32, -1)
         wide = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1).reshape(scales.shape) * scales
-        x = x.astype(np.float64)
+        x = self.multiplied(x)
         return np.stack([x @ wide.T, np.abs(x) @ np.abs(wide).T])

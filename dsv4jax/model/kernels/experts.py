@@ -23,7 +23,7 @@ class ExpertsKernels(ModelKernels):
     """``pallas_kernels.products`` with the weights of experts. The shared one's products are the op ``projections``."""
 
     def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
-        routing = _routing(1, weights.count, cfg)
+        routing = _routing(1, weights, cfg)
         for weight, epilogue in ((weights.gate_up, pk.Gated), (weights.down, pk.OfPicks)):
             if not isinstance(weight, StoredExperts) or not weight.is_fp4 or weight.scales.dtype != SCALES:
                 return "experts must be stored in FP4, with scales in E8M0"
@@ -47,7 +47,7 @@ class ExpertsKernels(ModelKernels):
         gains = picks.weights.reshape(-1).astype(jnp.float32)
         weights = experts.gate_up, experts.down
         rows, gains, (gate_up, down) = self.without_derivative(EXPERTS, (rows, gains, weights))
-        routing = _routing(rows.shape[0], experts.count, cfg)
+        routing = _routing(rows.shape[0], experts, cfg)
         routed = picks.tiles
         if routed is None or routed.rows != routing.rows:
             routed = pk.routed_tiles(numbers, experts.count, routing.rows)
@@ -65,10 +65,15 @@ class ExpertsKernels(ModelKernels):
         return made
 
 
-def _routing(tokens: int, experts: int, cfg: ModelConfig) -> pk.Routing:
-    picks = cfg.experts_per_token
-    rows = pk.tile_rows(tokens, picks, cfg.num_experts)  # an expert has as many tokens if others are elsewhere
-    return pk.Routing(tokens=tokens, picks=picks, experts=experts, rows=rows)
+def _routing(tokens: int, experts: Experts, cfg: ModelConfig) -> pk.Routing:
+    picks, weight = cfg.experts_per_token, experts.gate_up
+    return pk.Routing(
+        tokens=tokens,
+        picks=picks,
+        experts=experts.count,
+        rows=pk.tile_rows(tokens, picks, cfg.num_experts),  # an expert has as many tokens if others are elsewhere
+        activations=weight.activations if isinstance(weight, StoredExperts) else "bf16",
+    )
 
 
 def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsupported:

@@ -29,6 +29,7 @@ class Routing:
     picks: int
     experts: int
     rows: int
+    activations: str = "bf16"  # of the weights, as of ``WeightSpec``
 
     @property
     def pairs(self) -> int:
@@ -40,8 +41,11 @@ class Routing:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the first product takes rows that were sorted, which is faster in large tiles."""
-        return self.rows > _GATHERED_ROWS
+        """Whether the first product takes rows that were sorted, which is faster in large tiles.
+
+        Rows that are rounded are not: there are fewer of them before, and the kernel copies them like that as fast.
+        """
+        return self.activations == "bf16" and self.rows > _GATHERED_ROWS
 
     def rows_of(self, x: jax.Array, pairs: jax.Array) -> jax.Array | ExpertRows:
         """Return rows bf16 [tokens, h] as the first product takes them; ``pairs`` are those of ``RoutedTiles``."""

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from pallas_kernels.language.launch import launch
-from pallas_kernels.products.experts import sm90
+from pallas_kernels.products.experts import fp8, sm90
 from pallas_kernels.products.experts.layout import Layout
+from pallas_kernels.products.experts.rounding import round_expert_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,13 @@ class OfExperts:
         """Return what is made of the product."""
         layout, ((codes, scales),), epilogue = self.layout, weights, self.layout.epilogue
         assert needed is None, "padding is in no tile"
+        rows, x_scales = x.values, None
+        if layout.is_rounded:
+            in_fp8 = round_expert_rows(x, simulate=simulate)
+            rows, x_scales = in_fp8.codes, in_fp8.scales
         inputs = sm90.ExpertInputs(
-            x=x.values,
+            x=rows,
+            x_scales=x_scales,
             codes=codes.reshape(-1, codes.shape[-1]),
             scales=scales.reshape(-1, scales.shape[-1]),
             pairs=extras["pairs"],
@@ -40,12 +46,16 @@ class OfExperts:
             count=extras["count"],
             weights=extras.get("weights"),
         )
-        made = launch(
-            functools.partial(sm90.body, layout=layout),
-            name=epilogue.name,
+        return [epilogue.finished(self.launch_product(inputs, simulate=simulate), x.shape[0])]
+
+    def launch_product(self, inputs: sm90.ExpertInputs, *, simulate: bool = False) -> Any:
+        """Launch the product alone, for rows that are rounded if the product takes such rows."""
+        layout = self.layout
+        return launch(
+            functools.partial(fp8.body if layout.is_rounded else sm90.body, layout=layout),
+            name=layout.epilogue.name,
             grid=layout.grid,
             inputs=inputs,
-            state=epilogue.state(x.shape[0], layout.weight.outputs),
+            state=layout.epilogue.state(layout.epilogue.x_rows, layout.weight.outputs),
             simulate=simulate,
         )
-        return [epilogue.finished(made, x.shape[0])]

@@ -25,10 +25,11 @@ HALF = 128  # inputs of which a lane has 16 bytes of FP4
 SCALE_INPUTS = 32
 SCALE_BYTES = 16  # of an output, that are copied together
 SCALED = SCALE_BYTES * SCALE_INPUTS  # inputs that have them
-TILE_ROWS = (8, 16, 32, 64, 128)
-QUARTER = 64  # inputs of a tile of x, and of a product
+TILE_ROWS = (8, 16, 32, 64, 96, 112)
+TILE_BYTES = 128  # of a row of x in a tile
 GATHERERS = 2  # warps that find rows of x, and copy them
-_FEW_ROWS = 64  # up to which there are registers for four multiplying warpgroups
+_FEW_ROWS = 64  # up to which there are registers for four multiplying warpgroups, and room for long chunks
+_FEW_ROUNDED = 32  # the same of rows in FP8, whose products are not the sums yet
 _ALIGNMENT, _BARRIER_BYTES = 1024, 16
 # Rows of x that were copied are shown when the copy of the next chunk is started, and a chunk is left after the first
 # product of the next one. So with two stages everybody would wait.
@@ -52,9 +53,19 @@ class Layout:
         return self.epilogue.routing.rows
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether rows of x are in FP8."""
+        return self.weight.activations == "fp8"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of x."""
+        return 1 if self.is_rounded else 2
+
+    @property
     def warpgroups(self) -> int:
         """That multiply."""
-        return 4 if self.rows <= _FEW_ROWS else 2
+        return 4 if self.rows <= (_FEW_ROUNDED if self.is_rounded else _FEW_ROWS) else 2
 
     @property
     def warps(self) -> int:
@@ -78,13 +89,36 @@ class Layout:
 
     @property
     def quarters(self) -> int:
-        """Of a chunk."""
-        return self.inputs // QUARTER
+        """Tiles of x of a chunk."""
+        return self.inputs // self.tile_inputs
+
+    @property
+    def tile_inputs(self) -> int:
+        """Of a tile of x, and of a product."""
+        return TILE_BYTES // self.itemsize
+
+    @property
+    def x_scale_bytes(self) -> int:
+        """Of the scales of x in a chunk, with what aligns others after them."""
+        return -(-self.halves * self.rows * 4 // TILE_BYTES) * TILE_BYTES if self.is_rounded else 0
 
     @property
     def gathers(self) -> bool:
         """Whether rows of a tile are anywhere in x. Otherwise they are adjacent."""
         return self.epilogue.gathers
+
+    @property
+    def copies_itself(self) -> bool:
+        """Whether warps copy rows of x, or their scales, themselves.
+
+        Scales of adjacent rows begin anywhere in a row of scales. A bulk copy must begin at a multiple of 16 bytes.
+        """
+        return self.gathers or self.is_rounded
+
+    @property
+    def loads_early(self) -> bool:
+        """Whether all lanes load the first tile. Those that multiply most rows in FP8 have no registers to keep it."""
+        return not self.is_rounded or self.rows <= _FEW_ROWS
 
     @property
     def row_bytes(self) -> int:
@@ -134,7 +168,8 @@ class Layout:
 
     @property
     def shared_bytes(self) -> int:
-        stage = OUTPUTS * self.row_bytes + self.rows * self.inputs * 2 + _BARRIER_BYTES
+        stage = OUTPUTS * self.row_bytes + self.rows * self.inputs * self.itemsize + _BARRIER_BYTES
+        stage += self.x_scale_bytes
         scales = self.scale_slots * OUTPUTS * SCALE_BYTES
         return self.stages * stage + scales + self.table_slots * self.rows * _TABLE_BYTES + 2 * _ALIGNMENT
 
@@ -180,14 +215,18 @@ def unserved(problem: Problem, weight: ExpertsSpec, epilogue: ExpertEpilogue, gp
         return "the GPU is no Hopper"
     if weight.block != (1, SCALE_INPUTS):
         return f"experts must be FP4 with blocks of (1, {SCALE_INPUTS}), got {weight.block}"
-    if weight.activations != "bf16":
-        return f"experts multiply rows as they are, got activations={weight.activations!r}"
+    if weight.activations not in ("bf16", "fp8"):
+        return f"experts multiply rows of bf16 or fp8, got activations={weight.activations!r}"
     if outputs % OUTPUTS or inputs % SCALED:
         return f"experts must have a multiple of {OUTPUTS} outputs and {SCALED} inputs, got {weight.shape}"
     if rows.kind is not (kind := kind_of(epilogue)) or (kind is PlainRows and jnp.dtype(rows.dtype) != jnp.bfloat16):
         return f"rows must be {kind.__name__} of bfloat16, got {rows.kind.__name__} of {jnp.dtype(rows.dtype)}"
     if routing.rows not in TILE_ROWS:
         return f"tiles must have one of {TILE_ROWS} rows, got {routing.rows}"
+    if weight.activations == "fp8" and weight.interleaved:
+        return "experts that multiply rows of fp8 have codes in order"
+    if routing.activations != weight.activations:
+        return f"tiles are for activations={routing.activations!r}, the weight has {weight.activations!r}"
     if routing.experts != weight.experts:
         return f"tiles are of {routing.experts} experts, the weight has {weight.experts}"
     if problem.needed is not Needed.ALL:

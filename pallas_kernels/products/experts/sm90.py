@@ -33,9 +33,9 @@ from pallas_kernels.products.experts.layout import (
     HALF,
     OUTPUTS,
     PART,
-    QUARTER,
     SCALE_BYTES,
     SCALE_INPUTS,
+    TILE_BYTES,
     Layout,
 )
 
@@ -45,7 +45,6 @@ _REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that
 _UNIT = 16  # bytes
 _PART_ROWS = PART // BOXES  # rows of a box that a warpgroup multiplies at once
 _STEP_WORDS = 4  # of a left operand
-QUARTER_BYTES = 2 * QUARTER  # of a row of x
 # E2M1 moved into the bits of a bf16 means the number times 2^-126. Weights are times 2^-8 beside that until they are
 # summed, so that scales up to 2^9 can be served.
 _LESS = 8
@@ -60,13 +59,14 @@ _TWICE = 0x00800080  # puts an exponent in its place in two bf16
 class ExpertInputs:
     """The arrays of a product, or their buffers."""
 
-    x: Any  # bf16 [rows, inputs]
+    x: Any  # bf16 [rows, inputs]; uint8 of rows in FP8
     codes: Any  # uint8 [experts * outputs, inputs / 2]
     scales: Any  # uint8 [experts * outputs, inputs / 32]
     pairs: Any  # as ``RoutedTiles``
     tiles: Any
     count: Any
-    weights: Any  # f32 [pairs], None where the epilogue takes none
+    weights: Any = None  # f32 [pairs], where the epilogue takes them
+    x_scales: Any = None  # f32 [inputs / 128, rows or more] of rows in FP8
 
 
 @jax.tree_util.register_dataclass
@@ -79,9 +79,35 @@ class _Entry:
     count: Value
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Work:
+    """The units of a block."""
+
+    units: Value  # their number: every ``blocks``-th from the block's number on
+    first: _Entry  # the tile of the first one
+
+    @classmethod
+    def of(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> _Work:
+        """Load it."""
+        total, tile = inputs.count.load_int(0) * layout.units, machine.block(0) // layout.units
+        first = _Entry(*(inputs.tiles.load_int(tile, n, where=tile < inputs.tiles.shape[0]) for n in range(3)))
+        return cls((total + (layout.blocks - 1) - machine.block(0)) // layout.blocks, first)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lane:
+    """Which codes a lane multiplies."""
+
+    place: Value  # of its 16 bytes among the four of a half of a chunk
+    of_warp: Value  # the output, among the eight of a warp
+    distance: int  # from the lane that has the adjacent output
+    row: Value  # of a box, for the first part: the output
+    at: Value  # byte offset of the first half's codes from the first box of a stage
+
+
 def body(machine: TensorCores, inputs: ExpertInputs, out: Buffer, *, layout: Layout) -> None:
     """Compute a block's units."""
-    block = _Block.take(machine, inputs, layout)
+    block = Block.take(machine, inputs, layout)
     multiplying, loading = _REGISTERS[layout.warpgroups]
     machine.roles(
         Role(warpgroups=layout.warpgroups, registers=multiplying, body=lambda: block.multiply(out)),
@@ -131,36 +157,38 @@ def factor_of(byte: Value) -> Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Block:
+class Block:
     """A block, from the view of one of its lanes."""
 
     machine: TensorCores
     inputs: ExpertInputs
     layout: Layout
     codes: Shared  # u8 [stages, boxes, outputs of a box, bytes]
-    x: Tile  # of a quarter of a chunk; copies for each stage
+    x: Tile  # of a quarter of a chunk, or in FP8 of a half; copies for each stage
+    x_scales: Shared | None  # f32 [stages, halves of a chunk, rows], with what aligns stages
     scales: Shared  # u8 [slots, boxes, outputs of a box, bytes]
-    sources: Shared  # i32 [slots, rows] of a unit: the row of x, -1 for none
+    sources: Shared  # i32 [slots, rows] of a unit: the row of x, -1 for none; where warps copy what belongs to it
     targets: Shared  # i32 [slots, rows] the row that is stored to, -1 for none
     weights: Shared  # f32 [slots, rows]
     pipe: Pipeline
-    units: Value  # the block has: every ``blocks``-th from the block's number on
-    first: _Entry  # of the first unit
+    early: _Work | None  # None: each role loads it
 
     @classmethod
-    def take(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> _Block:
+    def take(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> Block:
         """Take shared memory, and initialise the barriers."""
-        # Loaded first of all, because everything waits for them.
-        total = inputs.count.load_int(0) * layout.units
-        tile = machine.block(0) // layout.units
-        first = _Entry(*(inputs.tiles.load_int(tile, n, where=tile < inputs.tiles.shape[0]) for n in range(3)))
+        # Loaded first of all, because everything waits for it.
+        early = _Work.of(machine, inputs, layout) if layout.loads_early else None
         size = layout.stages * OUTPUTS * layout.row_bytes
         shape = layout.stages, BOXES, BOX, layout.row_bytes
         codes = Shared(machine, machine.take_shared(size, alignment=1024), shape, "u8")
-        x = Tile.take(machine, layout.rows, QUARTER_BYTES, copies=layout.stages * layout.quarters)
+        x = Tile.take(machine, layout.rows, TILE_BYTES, copies=layout.stages * layout.quarters)
         scales = layout.scale_slots, BOXES, BOX, SCALE_BYTES
         at = machine.take_shared(layout.scale_slots * OUTPUTS * SCALE_BYTES, alignment=128)
         table = layout.table_slots, layout.rows
+        x_scales = None
+        if layout.is_rounded:
+            of_x = machine.take_shared(layout.stages * layout.x_scale_bytes, alignment=128)
+            x_scales = Shared(machine, of_x, (layout.stages, layout.x_scale_bytes // 4), "f32")
         full = Barrier.take(machine, 1 + GATHERERS, copies=layout.stages)
         free = Barrier.take(machine, layout.warps, copies=layout.stages)
         init_barriers(full, free)
@@ -170,14 +198,18 @@ class _Block:
             layout=layout,
             codes=codes,
             x=x,
+            x_scales=x_scales,
             scales=Shared(machine, at, scales, "u8"),
             sources=Shared.take(machine, table, "i32"),
             targets=Shared.take(machine, table, "i32"),
             weights=Shared.take(machine, table, "f32"),
             pipe=Pipeline(full=full, free=free),
-            units=(total + (layout.blocks - 1) - machine.block(0)) // layout.blocks,
-            first=first,
+            early=early,
         )
+
+    def work(self) -> _Work:
+        """Return the units of the block. A role asks once."""
+        return _Work.of(self.machine, self.inputs, self.layout) if self.early is None else self.early
 
     def entry(self, unit: Value) -> _Entry:
         """Load which rows and which expert a unit has, if there is such a unit."""
@@ -193,11 +225,11 @@ class _Block:
     # The warpgroup that loads.
     def load(self) -> None:
         """Copy all chunks of all units."""
-        machine, layout, pipe = self.machine, self.layout, self.pipe
+        machine, layout, pipe, work = self.machine, self.layout, self.pipe, self.work()
         warp = machine.thread % WARPGROUP // WARP
         gatherer = warp - (_WARPS - GATHERERS)
-        # Rows that warps copy themselves are shown a chunk later.
-        late = 1 if layout.gathers else 0
+        # What warps copy themselves is shown a chunk later.
+        late = 1 if layout.copies_itself else 0
 
         def one(unit: Value, entry: _Entry) -> _Entry:
             part, following = self.place(unit)[1], self.entry(unit + 1)
@@ -211,22 +243,27 @@ class _Block:
                 with machine.when(warp == 0):
                     self._copy_tiles(number, chunk, output, entry.first)
                 with machine.when(gatherer >= 0):
-                    if layout.gathers:
-                        self._copy_words(unit, chunk, stage, gatherer)
+                    if layout.copies_itself:
+                        self.copy_rows(unit, chunk, stage, gatherer)
                         machine.close_copies()
                         machine.wait_copies(pending=late)
-                        machine.fence_shared()
+                        self._fence()
                     self._show(number - late, number >= late)
 
             machine.loop(layout.chunks, of_chunk)
             return following
 
-        machine.loop(self.units, one, self.first)
+        machine.loop(work.units, one, work.first)
         if late:
             with machine.when(gatherer >= 0):
                 machine.wait_copies()
-                machine.fence_shared()
-                self._show(self.units * layout.chunks - 1, self.units > 0)
+                self._fence()
+                self._show(work.units * layout.chunks - 1, work.units > 0)
+
+    def _fence(self) -> None:
+        """Show products the rows that warps copied."""
+        if self.layout.gathers:
+            self.machine.fence_shared()
 
     def _show(self, number: Value, where: Value) -> None:
         """Say that this warp has filled its part of a chunk's stage."""
@@ -274,10 +311,10 @@ class _Block:
                 TileCopy(
                     source=self.inputs.x,
                     row=first,
-                    column=chunk * layout.inputs + quarter * QUARTER,
+                    column=chunk * layout.inputs + quarter * layout.tile_inputs,
                     to=self.x.copy(stage * layout.quarters + quarter).offset,
                     rows=layout.rows,
-                    row_bytes=QUARTER_BYTES,
+                    row_bytes=TILE_BYTES,
                 )
             )
         with machine.when(chunk % layout.scaled_chunks == 0):
@@ -296,16 +333,17 @@ class _Block:
             row = gatherer * mine + n
             place, there = entry.first + row, (row < entry.count) & here
             pair = inputs.pairs.load_int(place, where=there)
-            if layout.gathers:
-                self.sources.store_int(select(there, pair // epilogue.routing.picks, none), slot, row, where=here)
+            if layout.copies_itself:
+                source = pair // epilogue.routing.picks if layout.gathers else place
+                self.sources.store_int(select(there, source, none), slot, row, where=here)
             self.targets.store_int(select(there, epilogue.target(place, pair), none), slot, row, where=here)
             if inputs.weights is not None:
                 weight = inputs.weights.load_floats(pair, count=1, where=there)
                 self.weights.store_floats(weight, slot, row, where=here)
-        if layout.gathers:
+        if layout.copies_itself:
             machine.barrier("warp")
 
-    def _copy_words(self, unit: Value, chunk: Value, stage: Index, gatherer: Value) -> None:
+    def copy_rows(self, unit: Value, chunk: Value, stage: Index, gatherer: Value) -> None:
         """Start to copy a chunk of this warp's rows of x, in words of 4 bytes.
 
         Eight lanes read adjacent words of a quarter. So a warp reads whole sectors, and writes to all banks.
@@ -320,7 +358,7 @@ class _Block:
             sources = [self.sources.load_int(unit % layout.table_slots, row) for row in rows]
             for row, source in zip(rows, sources, strict=True):
                 address = first + machine.widen(source) * (x.shape[1] * x.dtype.itemsize)
-                to = row * QUARTER_BYTES + (number ^ row % _EIGHT) * _UNIT + quarter * 4 + tile.offset
+                to = row * TILE_BYTES + (number ^ row % _EIGHT) * _UNIT + quarter * 4 + tile.offset
                 for n in range(layout.quarters):
                     at = address + (n // 2 * (2 * HALF) + n % 2 * 32)
                     machine.copy_async(to + n * tile.size, at, source >= 0, size=4)
@@ -331,12 +369,11 @@ class _Block:
             machine.loop(mine // _EIGHT, lambda start, _: some(start, _EIGHT))
 
     # Those that multiply.
-    def multiply(self, out: Buffer) -> None:
-        """Multiply all units of the block."""
-        machine, layout, pipe = self.machine, self.layout, self.pipe
-        warpgroup, warp = machine.thread // WARPGROUP, machine.thread % WARPGROUP // WARP
-        lane = machine.thread % WARP
-        eighth, place = lane // _QUAD, lane % _QUAD
+    def lane(self, thread: Value) -> Lane:
+        """Return which codes a lane multiplies, by its number in the block."""
+        layout = self.layout
+        warpgroup, warp = thread // WARPGROUP, thread % WARPGROUP // WARP
+        eighth, place = thread % WARP // _QUAD, thread % _QUAD
         # Adjacent lanes of a product's column of lanes read rows of codes that are in other banks.
         if layout.row_bytes == 128:
             of_warp, distance = eighth % 2 * 4 + eighth // 2, 8
@@ -344,8 +381,15 @@ class _Block:
         else:
             of_warp, distance = eighth, 4
             swizzled = place ^ of_warp // 2
-        row = warpgroup * (layout.parts * _PART_ROWS) + warp * _EIGHT + of_warp  # of a box, for the first part
+        row = warpgroup * (layout.parts * _PART_ROWS) + warp * _EIGHT + of_warp
         at = row * layout.row_bytes + swizzled * _UNIT
+        return Lane(place=place, of_warp=of_warp, distance=distance, row=row, at=at)
+
+    def multiply(self, out: Buffer) -> None:
+        """Multiply all units of the block."""
+        machine, layout, pipe = self.machine, self.layout, self.pipe
+        mine = self.lane(machine.thread)
+        place, row, at = mine.place, mine.row, mine.at
 
         def codes_of(stage: Index, half: int) -> list[list[list[Value]]]:
             """Load the codes of a half of a chunk: of each part the words of both outputs."""
@@ -394,9 +438,10 @@ class _Block:
             sums = [machine.wgmma_wait(each) for each in sums]
             machine.hold(held)
             pipe.release(unit * layout.chunks + (layout.chunks - 1))
-            self._store(unit, row, of_warp, distance, sums, out)
+            sums = [[value * 2.0**_LESS for value in of_part] for of_part in sums]
+            self.store(unit, mine, sums, out)
 
-        machine.loop(self.units, one)
+        machine.loop(self.work().units, one)
 
     def _operand(self, codes: list[list[Value]], factors: list[Value], quarter: int) -> list[Value]:
         """Return a quarter of two outputs' words as the left operand of four steps."""
@@ -407,14 +452,12 @@ class _Block:
         )
         return [word for n in range(0, len(one), 2) for word in (one[n], other[n], one[n + 1], other[n + 1])]
 
-    def _store(
-        self, unit: Value, row: Value, of_warp: Value, distance: int, sums: list[list[Value]], out: Buffer
-    ) -> None:
+    def store(self, unit: Value, mine: Lane, sums: list[list[Value]], out: Buffer) -> None:
         """Store what is made of a unit's sums."""
         machine, layout = self.machine, self.layout
         _, number = self.place(unit)
         slot, column = unit % layout.table_slots, machine.thread % _QUAD * 2
-        is_odd = of_warp % 2 == 1
+        is_odd = mine.of_warp % 2 == 1
         odd = machine.select(is_odd, machine.constant(1, "i32"), machine.constant(0, "i32"))
         rows = []
         for first in range(0, layout.rows, _EIGHT):
@@ -422,12 +465,12 @@ class _Block:
             weights = [] if self.inputs.weights is None else self.weights.load_floats(slot, column + first, count=2)
             rows.append((target, weights))
         for part, of_part in enumerate(sums):
-            mine = PairSums(
+            pairs = PairSums(
                 machine,
-                [value * 2.0**_LESS for value in of_part],
-                number * layout.unit_outputs + row + part * _PART_ROWS,
+                of_part,
+                number * layout.unit_outputs + mine.row + part * _PART_ROWS,
                 layout.second,
                 is_odd,
-                distance,
+                mine.distance,
             )
-            layout.epilogue.store(mine, rows, out)
+            layout.epilogue.store(pairs, rows, out)
