@@ -18,12 +18,12 @@ import jax
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.fragment import product
-from pallas_kernels.language.lanes import Buffer, Team, add, fold
+from pallas_kernels.language.lanes import Buffer, Team, add, fold, fold_tree
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.tiles import TypedTile
-from pallas_kernels.language.values import VECTOR, Condition, Index, Step, Value, select
+from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
 from pallas_kernels.rows import from_bf16
 from pallas_kernels.streams.shares import sigmoid, sinkhorn, softmax
 
@@ -35,7 +35,6 @@ EIGHT = 8  # columns of a stream that a lane has together, and numbers of a prod
 _THIRDS = 3  # bf16 numbers that a weight is the sum of
 _LANES, _WARPS = WARPGROUPS * WARPGROUP, WARPGROUPS * WARPGROUP // WARP
 _UNITS = PART // EIGHT  # lanes of a token
-_QUADS = PART // VECTOR  # fours of a row of the weight's part, of each stream
 _MIXERS = WARPGROUPS - 1  # warpgroups that compute inputs
 _ALIGNMENT = 1024
 
@@ -135,6 +134,11 @@ class Layout:
         return -(-self.tokens // self.turn)
 
     @property
+    def has_several(self) -> bool:
+        """Whether a block has several tiles, of which the next is copied while one is computed."""
+        return self.turns * self.tiles > 1
+
+    @property
     def slots(self) -> int:
         """Tokens of a block after a barrier."""
         return -(-self.turn // (self.parts * self.groups))
@@ -148,6 +152,7 @@ class Layout:
     def shared_bytes(self) -> int:
         columns = STREAMS * PART
         tiles = 2 * TILE * columns * 2 + self.eights * _THIRDS * EIGHT * columns * 2
+        tiles += 2 * (STREAMS + 1) * (_LANES + TILE) * 16 * self.has_several
         constants = (self.numbers + VECTOR + self.hidden) * 4
         return tiles + constants + self.slots * (self.width + VECTOR) * 4 + 2 * _MIXERS * VECTOR * 4 + _ALIGNMENT
 
@@ -175,6 +180,30 @@ class Given:
     post: Step | None = None
     carry: list[Step] | None = None
     routed: Routed | None = None  # None where there are none, and where they are loaded later
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ahead:
+    """Shared memory for what is copied of a block's next tile, while one is computed."""
+
+    rows: Shared  # words [2, 5, lanes, 4] of each lane: those of the streams, and of the output
+    gains: Shared  # f32 [2, tokens, 5, 4]: post, then carry
+
+    @classmethod
+    def take(cls, machine: TensorCores) -> Ahead:
+        return cls(
+            rows=Shared.take(machine, (2, STREAMS + 1, _LANES, VECTOR), "i32"),
+            gains=Shared.take(machine, (2, TILE, STREAMS + 1, VECTOR), "f32"),
+        )
+
+    def given(self, stage: Value, has_output: bool) -> Given:
+        """Return what was copied for this lane."""
+        lane = self.rows.machine.thread
+        words = [self.rows.load_words(stage, n, lane, 0, count=VECTOR) for n in range(STREAMS + has_output)]
+        if not has_output:
+            return Given(streams=words)
+        post, *carry = (self.gains.load_floats(stage, lane // _UNITS, n, 0) for n in range(STREAMS + 1))
+        return Given(streams=words[:STREAMS], output=words[STREAMS], post=post, carry=carry)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,23 +261,32 @@ class Mixer:
         init_barriers(added)
         zero = machine.constant(0, "i32")
         loaded = self._load_weight()
-        given = self._load(zero, zero) if layout.turns == layout.tiles == 1 else None
+        ahead = Ahead.take(machine) if layout.has_several else None
+        given = None if ahead else self._load()
         constants = self._copy_constants()
+        if ahead is not None:
+            self._start(ahead, zero)
+        machine.close_copies()
         self._widen_weight(weight, loaded)
         machine.wait_copies()
+
+        def multiply(tile: Value, buffer: Value) -> None:
+            assert ahead is not None
+            with machine.when(tile + 1 < layout.turns * layout.tiles):
+                self._start(ahead, tile + 1)
+            machine.close_copies()
+            machine.wait_copies(pending=1)
+            machine.barrier("warp")  # lanes copy gains for each other
+            self._multiply(weight, rows[tile % 2], tile, buffer, ahead.given(tile % 2, self.ended is not None))
 
         def turn(i: Value, _: None) -> None:
             first, buffer = i * layout.turn, i % layout.sums[0]
             if given is not None:
-                self._multiply(weight, rows[0], (first, zero), buffer, given)
+                self._multiply(weight, rows[0], zero, buffer, given)
             else:
-                machine.loop(
-                    layout.tiles,
-                    lambda n, _: self._multiply(weight, rows[n % 2], (first, n), buffer, self._load(first, n)),
-                    rolled=True,
-                )
+                machine.loop(layout.tiles, lambda n, _: multiply(i * layout.tiles + n, buffer), rolled=True)
             machine.barrier("grid")
-            self._add_up(numbers, first, buffer)
+            self._add_up(numbers, constants, first, buffer)
             added.arrive()
             shared = SharedNumbers(numbers=numbers, squares=squares, constants=constants)
             warpgroup = machine.thread // WARPGROUP
@@ -267,33 +305,33 @@ class Mixer:
 
     # Before the barrier. All that few tokens need is loaded before any of it is waited for.
     def _load_weight(self) -> list[Step]:
-        """Load the block's part of the weight."""
-        layout, loaded = self.layout, []
-        for n, there in self._quads():
-            number, stream, column = _place(n)
-            if layout.numbers % EIGHT:
-                there = (number < layout.numbers) & there
-            at = number, stream * layout.hidden + self.part * PART + column
-            loaded.append(self.weights.weight.load_floats(*at, where=there))
+        """Load the block's part of the weight: of each eight of numbers, four columns of one number."""
+        machine, layout = self.machine, self.layout
+        row, stream, column = self._place
+        address = self.weights.weight.address_of((row, stream * layout.hidden + self.part * PART + column))
+        eight, loaded = EIGHT * STREAMS * layout.hidden * 4, []
+        for n in range(layout.eights):
+            there = True if layout.numbers % EIGHT == 0 else row + n * EIGHT < layout.numbers
+            words = machine.load(address + n * eight, 16, there, constant=True)
+            loaded.append([machine.from_bits(word) for word in words])
         return loaded
 
-    def _quads(self) -> list[tuple[Value, Condition]]:
-        """Return the numbers of this lane's fours of the weight, and whether there are so many."""
-        count = self.layout.eights * EIGHT * STREAMS * _QUADS
-        firsts = range(0, count, _LANES)
-        lane = self.machine.thread
-        return [(lane + first, True if first + _LANES <= count else lane + first < count) for first in firsts]
+    @property
+    def _place(self) -> tuple[Value, Value, Value]:
+        """Return (number of an eight, stream, column in the part) of a lane's four numbers of the weight."""
+        quads, n = PART // VECTOR, self.machine.thread
+        return n // (STREAMS * quads), n // quads % STREAMS, n % quads * VECTOR
 
     def _widen_weight(self, tile: TypedTile, loaded: list[Step]) -> None:
         """Store the weight as three numbers of bf16, in eights of numbers."""
-        machine = self.machine
-        for (n, there), values in zip(self._quads(), loaded, strict=True):
-            number, stream, column = _place(n)
-            of_eight, row, at = tile[number // EIGHT], number % EIGHT, stream * PART + column
+        row, stream, column = self._place
+        at = stream * PART + column
+        for n, values in enumerate(loaded):
+            address = tile[n].unit(row, at // EIGHT) + at % EIGHT * 2
             for third in range(_THIRDS):
                 words = _words(values)
-                unit = of_eight.unit(row + third * EIGHT, at // EIGHT)
-                machine.store_shared(unit + at % EIGHT * 2, words, 8, there)
+                # Eight rows further on, bytes have the same place in an atom.
+                self.machine.store_shared(address + third * (EIGHT * STREAMS * PART * 2), words, 8, True)
                 values = [value - near for value, near in zip(values, _floats(words), strict=True)]
 
     def _copy_constants(self) -> Constants:
@@ -313,24 +351,41 @@ class Mixer:
                 machine.copy_async(norm.address_of(at), weights.norm.address_of((at,)), True)
         return Constants(base=base, norm=norm)
 
-    def _load(self, first: Value, number: Value) -> Given:
-        """Load what a lane has of a tile: eight columns of a token. Zeros where there is no token."""
+    def _place_of(self, tile: Value) -> tuple[Value, Value, Value]:
+        """Return (token, column, whether they exist) of a lane in one of the block's tiles, counted over all turns."""
         row, unit = self.machine.thread // _UNITS, self.machine.thread % _UNITS
-        column = self.part * PART + unit * EIGHT
-        token = first + (number * self.layout.groups + self.group) * self.layout.rows + row
-        exists = (row < self.layout.rows) & (number < self.layout.tiles) & (token < self.layout.tokens)
+        token = (tile * self.layout.groups + self.group) * self.layout.rows + row
+        return token, self.part * PART + unit * EIGHT, (row < self.layout.rows) & (token < self.layout.tokens)
+
+    def _load(self) -> Given:
+        """Load what a lane has of the only tile: eight columns of a token. Zeros where there is no token."""
+        token, column, exists = self._place_of(self.machine.constant(0, "i32"))
         streams = [self.streams.load_words(token, j, column, count=EIGHT, where=exists) for j in range(STREAMS)]
         if (ended := self.ended) is None:
             return Given(streams=streams)
-        # With several tiles, those of experts would be kept while another tile is computed.
-        routed = self._load_routed(ended, token, exists) if self.layout.tiles == 1 else None
         return Given(
             streams=streams,
             output=ended.output.load_words(token, column, count=EIGHT, where=exists),
             post=ended.post.load_floats(token, 0, where=exists),
             carry=[ended.carry.load_floats(token, j, 0, where=exists) for j in range(STREAMS)],
-            routed=routed,
+            routed=self._load_routed(ended, token, exists),
         )
+
+    def _start(self, ahead: Ahead, tile: Value) -> None:
+        """Start to copy what ``_load`` loads, of one of several tiles, but for the outputs of routed experts."""
+        machine, unit = self.machine, self.machine.thread % _UNITS
+        token, column, exists = self._place_of(tile)
+        sources = [self.streams.address_of((token, j, column)) for j in range(STREAMS)]
+        if (ended := self.ended) is not None:
+            sources.append(ended.output.address_of((token, column)))
+        for n, source in enumerate(sources):
+            machine.copy_async(ahead.rows.address_of(tile % 2, n, machine.thread, 0), source, exists)
+        if ended is not None:
+            old = (unit - 1).maximum(0)
+            source = select(unit == 0, ended.post.address_of((token, 0)), ended.carry.address_of((token, old, 0)))
+            with machine.when(unit <= STREAMS):
+                to = ahead.gains.address_of(tile % 2, machine.thread // _UNITS, unit, 0)
+                machine.copy_async(to, source, exists)
 
     def _load_routed(self, ended: EndedSublayer, token: Value, exists: Value) -> Routed | None:
         """Load what routed experts give: eight columns of each pick."""
@@ -342,34 +397,43 @@ class Mixer:
             rows=[ended.routed.load_words(token, pick, column, count=EIGHT, where=exists) for pick in picks],
         )
 
-    def _multiply(
-        self, weight: TypedTile, rows: TypedTile, tile: tuple[Value, Value], buffer: Value, given: Given
-    ) -> None:
+    def _multiply(self, weight: TypedTile, rows: TypedTile, tile: Value, buffer: Value, given: Given) -> None:
         """Make the new streams of a tile's tokens, and multiply the block's part of them by the weight."""
         machine, layout = self.machine, self.layout
-        first, number = tile
-        at = (number * layout.groups + self.group) * layout.rows  # in the turn
+        first = (tile * layout.groups + self.group) * layout.rows
+        at = (tile % layout.tiles * layout.groups + self.group) * layout.rows  # in the turn
         row, unit = machine.thread // _UNITS, machine.thread % _UNITS
-        exists = (row < layout.rows) & (first + at + row < layout.tokens)
-        token, column = first + at + row, self.part * PART + unit * EIGHT
-        new = given.streams if given.post is None else self._with_output(given, token, exists)
-        squares = []
-        for stream, words in enumerate(new):
-            if self.out.streams is not None:
-                self.out.streams.store_words(words, token, stream, column, where=exists)
-            machine.store_shared(rows.unit(row, unit + stream * _UNITS), words, 16, True)
-            squares += [value * value for value in _floats(words)]
-        total = Team(machine, WARP).neighbours(add, fold(add, squares), _UNITS)
-        place = at + row, self.part, layout.eights * EIGHT
-        self.sums.store_floats([total], buffer, *place, where=exists & (unit == 0))
+        busy = -(-layout.rows * _UNITS // WARP) * WARP  # lanes whose warps have tokens
+        with machine.when(machine.thread < busy if busy < _LANES else True):
+            self._put_streams(rows, first + row, (buffer, at + row), given)
+        if busy < _LANES:
+            with machine.when(machine.thread >= busy):  # a product reads all rows
+                for stream in range(STREAMS):
+                    nothing = [machine.constant(0, "i32")] * VECTOR
+                    machine.store_shared(rows.unit(row, unit + stream * _UNITS), nothing, 16, True)
         machine.fence_shared()
         machine.barrier("block")
         eight = machine.thread // WARPGROUP
         thirds = product(None, rows, weight[eight.minimum(layout.eights - 1)]).wait().parts(EIGHT)
         sums = thirds[0].map(lambda a, b, c: a + (b + c), *thirds[1:])
         for row, column, pair in sums.pairs():
-            exists = (row < layout.rows) & (first + at + row < layout.tokens) & (eight < layout.eights)
+            exists = (row < layout.rows) & (first + row < layout.tokens) & (eight < layout.eights)
             self.sums.store_floats(pair, buffer, at + row, self.part, eight * EIGHT + column, where=exists)
+
+    def _put_streams(self, rows: TypedTile, token: Value, place: tuple[Value, Value], given: Given) -> None:
+        """Put eight columns of a token's new streams, and the sum of their squares, where they belong."""
+        machine, layout = self.machine, self.layout
+        row, unit = machine.thread // _UNITS, machine.thread % _UNITS
+        column = self.part * PART + unit * EIGHT
+        exists = (row < layout.rows) & (token < layout.tokens)
+        new = given.streams if given.post is None else self._with_output(given, token, exists)
+        for stream, words in enumerate(new):
+            if self.out.streams is not None:
+                self.out.streams.store_words(words, token, stream, column, where=exists)
+            machine.store_shared(rows.unit(row, unit + stream * _UNITS), words, 16, True)
+        total = _sum_of_squares([word for words in new for word in words])
+        total = Team(machine, WARP).neighbours(add, total, _UNITS)
+        self.sums.store_floats([total], *place, self.part, layout.eights * EIGHT, where=exists & (unit == 0))
 
     def _with_output(self, given: Given, token: Value, exists: Value) -> list[list[Value]]:
         """Return the words of the new streams."""
@@ -411,52 +475,74 @@ class Mixer:
         at = self._token(slot)
         return (slot < self.layout.slots) & (at < self.layout.turn) & (first + at < self.layout.tokens)
 
-    def _add_up(self, numbers: Shared, first: Value, buffer: Value) -> None:
-        """Add up the parts' sums of the block's tokens, a warp those of a token, and keep them in shared memory."""
+    def _add_up(self, numbers: Shared, constants: Constants, first: Value, buffer: Value) -> None:
+        """Add up the parts' sums of the block's tokens, a warp those of a token, and make shares of them."""
         machine, layout = self.machine, self.layout
         quads = layout.width // VECTOR  # lanes of a part
-        together = WARP // quads
         lane, warp = machine.thread % WARP, machine.thread // WARP
+        quad = lane % quads
         for begin in range(0, layout.slots, _WARPS):
             slot = warp + begin
-            exists = self._exists(slot, first)
-            at = select(exists, self._token(slot), 0)
-            loaded = []
-            for part in range(0, layout.parts, together):
-                here = lane // quads + part
-                there = exists if part + together <= layout.parts else exists & (here < layout.parts)
-                loaded.append(self.sums.load_floats(buffer, at, here, lane % quads * VECTOR, where=there))
-            totals = [fold(add, values) for values in zip(*loaded, strict=True)]
-            distance = quads
-            while distance < WARP:
-                totals = [total + machine.shuffle_xor(total, distance) for total in totals]
-                distance *= 2
-            numbers.store_floats(totals, slot, lane % quads * VECTOR, where=(slot < layout.slots) & (lane < quads))
+            with machine.when(slot < layout.slots):
+                exists = self._exists(slot, first)
+                at = select(exists, self._token(slot), 0)
+                totals = self._totals(at, buffer, exists)
+                shares = self._shares(totals, quad, constants)
+                named = (lane < quads) & (quad < layout.numbers // VECTOR)
+                numbers.store_floats(shares, slot, quad * VECTOR, where=named)
+                if self.out.post is not None:
+                    self.out.post.store_floats(shares, first + at, 0, where=named & exists & (quad == 1))
 
-    def _logits(self, shared: SharedNumbers, slot: Index, which: range) -> list[Value]:
-        """Return some of a token's numbers, times their scale and plus their base. They are whole times four."""
+    def _totals(self, at: Value, buffer: Value, exists: Value) -> Step:
+        """Return the sums over the parts of a token's numbers, four of them in each lane of a warp."""
         machine, layout = self.machine, self.layout
-        (total,) = shared.numbers.load_floats(slot, layout.eights * EIGHT, count=1)
-        inverse_rms = machine.inverse_sqrt(total * (1 / (STREAMS * layout.hidden)) + self.rules.norm_eps)
-        base, logits = shared.constants.base, []
-        for n in range(which.start, which.stop, VECTOR):
-            (scale,) = base.load_floats(layout.numbers + min(n // STREAMS, 2), count=1)
-            values = zip(shared.numbers.load_floats(slot, n), base.load_floats(n), strict=True)
-            logits += [machine.fma(x * inverse_rms, scale, b) for x, b in values]
-        return logits
+        quads = layout.width // VECTOR
+        together, lane = WARP // quads, machine.thread % WARP
+        part = lane // quads
+        address = self.sums.address_of((buffer, at, part, lane % quads * VECTOR))
+        totals: Step = []
+        for begin in range(0, layout.parts, together * _SUMS_AT_ONCE):
+            loaded = []
+            for first in range(begin, min(begin + together * _SUMS_AT_ONCE, layout.parts), together):
+                there = exists if first + together <= layout.parts else exists & (part + first < layout.parts)
+                words = machine.load(address + first * (layout.width * 4), 16, there, constant=False)
+                loaded.append([machine.from_bits(word) for word in words])
+            loaded = [totals, *loaded] if totals else loaded
+            totals = [fold(add, values) for values in zip(*loaded, strict=True)]
+        distance = quads
+        while distance < WARP:
+            totals = [total + machine.shuffle_xor(total, distance) for total in totals]
+            distance *= 2
+        return totals
+
+    def _shares(self, totals: Step, quad: Value, constants: Constants) -> Step:
+        """Return what four of a token's numbers become: ``pre``, ``post``, or a line of what Sinkhorn divides.
+
+        ``totals`` are those of the parts, the four of each lane by its ``quad``. All lanes compute all three.
+        """
+        machine, layout, eps = self.machine, self.layout, self.rules.eps
+        of_squares = layout.eights * EIGHT // VECTOR
+        squares = select(quad == of_squares, totals[0], 0.0)
+        squares = Team(machine, WARP).neighbours(add, squares, layout.width // VECTOR)
+        inverse_rms = machine.inverse_sqrt(squares * (1 / (STREAMS * layout.hidden)) + self.rules.norm_eps)
+        near = quad.minimum(layout.numbers // VECTOR - 1)
+        (scale,) = constants.base.load_floats(near.minimum(2) + layout.numbers, count=1)
+        base = constants.base.load_floats(near * VECTOR)
+        logits = [machine.fma(x * inverse_rms, scale, b) for x, b in zip(totals, base, strict=True)]
+        between_0_and_1 = [sigmoid(machine, x) for x in logits]
+        if layout.numbers == STREAMS:
+            return [x + eps for x in between_0_and_1]
+        gains = [select(quad == 0, x + eps, x * 2.0) for x in between_0_and_1]
+        return [select(quad < 2, x, y + eps) for x, y in zip(gains, softmax(machine, logits), strict=True)]
 
     def _gain(self, shared: SharedNumbers, first: Value) -> None:
         """Compute the gains of the block's tokens, a lane those of a token."""
-        machine, rules, eps = self.machine, self.rules, self.rules.eps
+        machine, rules = self.machine, self.rules
         slot = machine.thread % WARPGROUP
         with machine.when(self._exists(slot, first)):
             token = first + self._token(slot)
-            logits = self._logits(shared, slot, range(STREAMS, STREAMS * (2 + STREAMS)))
-            post = [sigmoid(machine, x) * 2.0 for x in logits[:STREAMS]]
-            self.out.post.store_floats(post, token, 0)
-            lines = [logits[n : n + STREAMS] for n in range(STREAMS, len(logits), STREAMS)]
-            matrix = [[x + eps for x in softmax(machine, line)] for line in lines]
-            for j, line in enumerate(sinkhorn(machine, matrix, rules.rounds, eps)):
+            matrix = [shared.numbers.load_floats(slot, (2 + j) * STREAMS) for j in range(STREAMS)]
+            for j, line in enumerate(sinkhorn(machine, matrix, rules.rounds, rules.eps)):
                 self.out.carry.store_floats(line, token, j, 0)
 
     def _mix(self, shared: SharedNumbers, tile: tuple[Value, Value], added: tuple[Barrier, Value]) -> None:
@@ -474,7 +560,7 @@ class Mixer:
             for column, there in (columns if len(columns) <= _AT_ONCE else columns[: _AT_ONCE // 2])
         ]
         added[0].wait(added[1])
-        pre = [sigmoid(machine, x) + self.rules.eps for x in self._logits(shared, slot, range(STREAMS))]
+        pre = shared.numbers.load_floats(slot, 0)
         mixed: list[list[Value]] = []
         for i, (column, there) in enumerate(columns):
             words = (
@@ -487,7 +573,7 @@ class Mixer:
             for share, others in zip(pre[1:], values[1:], strict=True):
                 totals = [machine.fma(share, value, total) for value, total in zip(others, totals, strict=True)]
             mixed.append(_words(totals))
-        total = fold(add, [value * value for words in mixed for value in _floats(words)])
+        total = _sum_of_squares([word for words in mixed for word in words])
         total = Team(machine, WARP).neighbours(add, total, WARP)
         lane = machine.thread % WARPGROUP
         shared.squares.store_floats([total], n % 2, mixer, lane // WARP, where=lane % WARP == 0)
@@ -508,12 +594,17 @@ class Mixer:
         ]
 
 
+_SUMS_AT_ONCE = 16  # loads of parts' sums that run at the same time
 _AT_ONCE = 4  # eights of columns whose streams are loaded before the numbers are known
 
 
-def _place(n: Value) -> tuple[Value, Value, Value]:
-    """Return (number, stream, first column in the part) of the n-th four of the weight's part."""
-    return n // (STREAMS * _QUADS), n // _QUADS % STREAMS, n % _QUADS * VECTOR
+def _sum_of_squares(words: list[Value]) -> Value:
+    """Return the sum of squares of packed bf16, as four sums that do not wait for each other."""
+    machine, values = words[0].machine, _floats(words)
+    totals = [value * value for value in values[:VECTOR]]
+    for i, value in enumerate(values[VECTOR:]):
+        totals[i % VECTOR] = machine.fma(value, value, totals[i % VECTOR])
+    return fold_tree(add, totals)
 
 
 def _floats(words: list[Value]) -> Step:

@@ -89,12 +89,9 @@ FAULTS = {
 # registers: 640 lanes have 96 each, and this one needs them all.
 SPILLS_WHERE_IGNORED = {("flash indexer_scores mxfp4 [64, 1]", "sm_90a"): [8, 4, 4]}
 
-# Bytes of stack and spills. Of attention whose blocks compute several queries, one after the other: a few numbers that
+# Bytes of stack and spills of attention whose blocks compute several queries, one after the other: a few numbers that
 # are used once a query, as how many tiles the next one has. None is touched in the loop over tiles.
 KNOWN_SPILLS = {
-    # A few numbers that are used once between two barriers of the grid, of which a launch has six.
-    ("pro mix_streams attention 24 [4096]", "sm_90a"): [16, 12, 12],
-    ("pro mix_streams nothing 24 [4096]", "sm_90a"): [8, 8, 8],
     ("flash decode_attention csa fp8_row [256, 1]", "sm_90a"): [16, 16, 12],
     ("flash decode_attention hca fp8_row [256, 1]", "sm_90a"): [16, 20, 16],
 }

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels.language.launch import SCRATCH_BYTES
 from pallas_kernels.language.machine import WARPGROUP
+from pallas_kernels.language.target import HOPPER
 from pallas_kernels.streams import shares
-from pallas_kernels.streams.mixer import STREAMS, Layout
+from pallas_kernels.streams.mixer import PART, STREAMS, Layout
 from tests.support.lane_kernels import run, spec
 from tests.support.machines import HOPPER_MACHINES, requires_gpu, simulated
 
@@ -209,3 +211,30 @@ def test_how_sums_are_divided_does_not_depend_on_the_tokens():
     layouts = [Layout.of(tokens, 4096, 24, 132) for tokens in (1, 8, 64, 256, 4096)]
     assert {(layout.parts, layout.width) for layout in layouts} == {(64, 32)}
     assert all(layout.groups * layout.parts <= 132 for layout in layouts)
+
+
+def test_every_block_has_room():
+    most = HOPPER.multiprocessors * PART
+    layouts = [
+        Layout.of(n, hidden, 24, HOPPER.multiprocessors) for n in (1, 4096) for hidden in range(PART, most + 1, PART)
+    ]
+    assert max(layout.shared_bytes for layout in layouts) + SCRATCH_BYTES <= HOPPER.shared_bytes
+    assert all(layout.turn * layout.turns >= layout.tokens for layout in layouts)
+    assert all(layout.slots * layout.groups * layout.parts >= layout.turn for layout in layouts)
+
+
+def test_refusals():
+    streams, weights, ended = Case(tokens=3, hidden=128, ended="experts").arrays()
+    assert ended is not None
+
+    def refused(error: type[Exception], message: str, *arguments: Any) -> None:
+        with pytest.raises(error, match=message):
+            pk.mix_streams(*arguments, rules=RULES, simulate=True)
+
+    refused(ValueError, "mixed in fours, got 3", streams[:, :3], weights, ended)
+    refused(ValueError, "multiple of 64, .* got 100", streams[..., :100], weights, ended)
+    refused(AssertionError, "float32", streams.astype(jnp.float32), weights, ended)
+    refused(ValueError, "24 rows before a sublayer and 4 .*, got 8", streams, some(weights, slice(8), 24), ended)
+    refused(AssertionError, "shape", streams, dataclasses.replace(weights, scale=weights.scale[:1]), ended)
+    refused(AssertionError, "shape", streams, weights, dataclasses.replace(ended, post=ended.post[:2]))
+    refused(ValueError, "or neither", streams, weights, dataclasses.replace(ended, experts=None))
