@@ -35,7 +35,7 @@ from dsv4jax.model import Caches, DSparkConfig, ModelConfig, ModelParams, Sampli
 from dsv4jax.model.drafting import Fed, drafter
 from dsv4jax.model.loop import Loop, Texts, begin, run
 from dsv4jax.model.params import DSparkParams
-from dsv4jax.model.sampling import accept, draw
+from dsv4jax.model.sampling import Chances, accept
 
 PARTS = "part", "pass"
 PASSES = 16  # in a row
@@ -115,22 +115,21 @@ def parts_of(bench: Bench, params: ModelParams, requests: int) -> Parts:
         made = []
         for i in range(drafts):
             logits, confidence = dspark.token_head(kind, base[:, i], x[:, i], token)
-            probabilities = sampling.probabilities(logits)
-            token = draw(probabilities, of_rows)
-            made.append((token, probabilities, confidence))
+            chances = sampling.chances(logits)
+            token = chances.draw(of_rows)
+            made.append((token, chances, confidence))
         return made
 
-    def judged(logits: jax.Array, guessed: jax.Array, tokens: jax.Array, sampling: Sampling) -> Any:
-        wanted = sampling.probabilities(logits)
-        return accept(wanted, guessed, tokens, jnp.full(requests, drafts, jnp.int32), of_rows)
+    def judged(logits: jax.Array, guessed: Chances, tokens: jax.Array, sampling: Sampling) -> Any:
+        return accept(sampling.chances(logits), guessed, tokens, jnp.full(requests, drafts, jnp.int32), of_rows)
 
     parts: Parts = {
         "store keys": (store, (params, fed, cache)),
         "run of the block": (block, (params, fed, cache)),
         "logits": (dspark.base_logits, (params, x)),
     }
-    guessed = jax.nn.softmax(logits[:, 1:])
     for name, sampling in SAMPLINGS.items():
+        guessed = jax.jit(sampling.chances)(logits[:, 1:])
         parts[f"draw drafts, {name}"] = drawn, (kind, logits[:, 1:], x, ids[:, 0], sampling)
         parts[f"judge drafts, {name}"] = judged, (logits, guessed, ids[:, 1:], sampling)
     return parts

@@ -16,9 +16,10 @@ from dsv4jax.layer.backend import Backend
 from dsv4jax.model import dspark
 from dsv4jax.model.drafts import draft_forward
 from dsv4jax.model.params import DraftParams, DSparkParams, ModelParams
+from dsv4jax.model.sampling import Chances, Sampling
 
-# Takes logits f32 [B, V] of draft number i; returns (tokens int32 [B], the probabilities f32 [B, V] they came from).
-Draw = Callable[[jax.Array, jax.Array | int], tuple[jax.Array, jax.Array]]
+# Takes logits f32 [B, V] of draft number i; returns (tokens int32 [B], the probabilities that they came from).
+Draw = Callable[[jax.Array, jax.Array | int], tuple[jax.Array, Chances]]
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +28,7 @@ class Drafts:
     """Guesses at what follows the last token of each row's text."""
 
     tokens: jax.Array  # int32 [B, m]
-    probabilities: jax.Array  # f32 [B, m, V] of the distributions that they were drawn from
+    chances: Chances  # [B, m, V] that they were drawn from
     confidence: jax.Array  # f32 [B, m] estimated probability that each is accepted if all before it were; 1 if unknown
     made: jax.Array  # bool [B] False for a row that has none
 
@@ -35,7 +36,7 @@ class Drafts:
     def none(cls, rows: int, number: int, vocab_size: int) -> Drafts:
         return cls(
             tokens=jnp.zeros((rows, number), jnp.int32),
-            probabilities=jnp.zeros((rows, number, vocab_size), jnp.float32),
+            chances=Sampling.of().chances(jnp.zeros((rows, number, vocab_size), jnp.float32)),
             confidence=jnp.ones((rows, number), jnp.float32),
             made=jnp.zeros(rows, jnp.bool),
         )
@@ -138,26 +139,24 @@ class _MTP:
     ) -> tuple[Drafts, KVCache]:
         logits, streams, kept = self._feed(params, fed, cache, backend)
         last, goes_on = jnp.maximum(fed.count - 1, 0)[:, None, None], fed.count > 0
-        tokens, probabilities = draw(jnp.take_along_axis(logits, last, 1)[:, 0], 0)
+        tokens, chances = draw(jnp.take_along_axis(logits, last, 1)[:, 0], 0)
         streams = jnp.take_along_axis(streams, last[..., None], 1)
 
         def further(before: tuple[jax.Array, jax.Array, KVCache], i: jax.Array):
             tokens, streams, cache = before
             one = Fed(seen=streams, following=tokens[:, None], slots=fed.slots, count=goes_on.astype(jnp.int32))
             logits, streams, cache = self._feed(params, one, cache, backend)
-            tokens, probabilities = draw(logits[:, 0], i)
-            return (tokens, streams, cache), (tokens, probabilities)
+            tokens, chances = draw(logits[:, 0], i)
+            return (tokens, streams, cache), (tokens, chances)
 
-        all_tokens, all_probabilities = tokens[:, None], probabilities[:, None]
+        made = jax.tree.map(lambda one: one[:, None], (tokens, chances))
         if number > 1:
             # A loop, so that the block is compiled once. It has a copy of the cache: rows of guesses are not kept.
             _, more = lax.scan(further, (tokens, streams, kept), jnp.arange(1, number, dtype=jnp.int32))
-            more_tokens, more_probabilities = (jnp.moveaxis(one, 0, 1) for one in more)
-            all_tokens = jnp.concatenate([all_tokens, more_tokens], 1)
-            all_probabilities = jnp.concatenate([all_probabilities, more_probabilities], 1)
+            made = jax.tree.map(lambda one, more: jnp.concatenate([one, jnp.moveaxis(more, 0, 1)], 1), made, more)
+        all_tokens, all_chances = made
         unknown = jnp.ones(all_tokens.shape, jnp.float32)
-        drafts = Drafts(tokens=all_tokens, probabilities=all_probabilities, confidence=unknown, made=goes_on)
-        return drafts, kept
+        return Drafts(tokens=all_tokens, chances=all_chances, confidence=unknown, made=goes_on), kept
 
     def _feed(
         self, params: ModelParams, fed: Fed, cache: KVCache, backend: Backend
@@ -185,13 +184,13 @@ class _DSpark:
         token = jnp.take_along_axis(fed.following, last, 1)[:, 0]
         x = dspark.run_block(params, token, cache, fed.slots, active, backend).x[:, :number]
         base = dspark.base_logits(params, x, backend)
-        made: list[tuple[jax.Array, jax.Array, jax.Array]] = []
+        made: list[tuple[jax.Array, Chances, jax.Array]] = []
         for i in range(number):  # at most a block's rows
             logits, confidence = dspark.token_head(params.drafts, base[:, i], x[:, i], token)
-            token, probabilities = draw(logits, i)
-            made.append((token, probabilities, jax.nn.sigmoid(confidence)))
-        tokens, probabilities, confidence = (jnp.stack(each, axis=1) for each in zip(*made, strict=True))
-        return Drafts(tokens=tokens, probabilities=probabilities, confidence=confidence, made=active), cache
+            token, chances = draw(logits, i)
+            made.append((token, chances, jax.nn.sigmoid(confidence)))
+        tokens, chances, confidence = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *made)
+        return Drafts(tokens=tokens, chances=chances, confidence=confidence, made=active), cache
 
 
 _DRAFTERS: dict[type, Drafter] = {DraftParams: _MTP(), DSparkParams: _DSpark()}

@@ -34,7 +34,7 @@ from dsv4jax.model.inside.captures import CHOICES_SPEC
 from dsv4jax.model.inside.choices import Choices
 from dsv4jax.model.inside.devices import EVERYWHERE, weight_specs
 from dsv4jax.model.params import ModelParams
-from dsv4jax.model.sampling import Sampling, accept, draw
+from dsv4jax.model.sampling import Chances, Sampling, accept
 from dsv4jax.requests.speculate import commit
 
 
@@ -425,8 +425,7 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     logits, seen, cache, staged, *captured = stage_forward(
         way.params, given, cache, slots, num_new, backend=way.backend, **_looking(loop)
     )
-    wanted = way.sampling.probabilities(logits)
-    accepted, following = accept(wanted, drafts.probabilities, drafts.tokens, judged, keys)
+    accepted, following = accept(way.sampling.chances(logits), drafts.chances, drafts.tokens, judged, keys)
     tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     tokens = tokens.at[jnp.arange(len(slots)), accepted].set(following)
     count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.stop_tokens)
@@ -490,9 +489,9 @@ def _guess(
 ) -> tuple[Drafts, KVCache]:
     """Store what drafts need of the new tokens, and guess at what follows each text."""
 
-    def draw_one(logits: jax.Array, i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        probabilities = way.sampling.probabilities(logits)
-        return draw(probabilities, jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)), probabilities
+    def draw_one(logits: jax.Array, i: jax.Array | int) -> tuple[jax.Array, Chances]:
+        chances = way.sampling.chances(logits)
+        return chances.draw(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)), chances
 
     fed = Fed(seen=made.seen, following=made.tokens, slots=slots, count=made.count)
     return drafter(way.params).guess(way.params, fed, cache, drafts.tokens.shape[1], draw_one, way.backend)

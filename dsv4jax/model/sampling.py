@@ -45,11 +45,21 @@ class Sampling:
 
     def probabilities(self, logits: jax.Array) -> jax.Array:
         """Return the probabilities of tokens f32 [..., V]: at temperature 0, 1 for the first of the largest logits."""
-        likeliest = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=jnp.float32)
-        is_greedy = self.temperature == 0
-        warm = self._warm(logits)
-        kept = jnp.where(self._are_kept(warm), jax.nn.softmax(warm), 0.0)
-        return jnp.where(is_greedy, likeliest, kept / jnp.sum(kept, -1, keepdims=True))
+        return self.chances(logits).all()
+
+    def chances(self, logits: jax.Array) -> Chances:
+        """Return the same of logits f32 [..., V], not written out."""
+        least, peak = self._least_kept(logits), jnp.max(logits, -1)
+        warm = _warm(logits - peak[..., None], self.temperature)
+        total = jnp.sum(jnp.where(logits >= least[..., None], jnp.exp(warm), 0.0), -1)
+        return Chances(
+            logits=logits,
+            temperature=jnp.broadcast_to(self.temperature, peak.shape),
+            least=least,
+            peak=peak,
+            total=total,
+            likeliest=jnp.argmax(logits, -1).astype(jnp.int32),
+        )
 
     def draw(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
         """Draw a token int32 [B] with the probabilities of logits f32 [B, V], with one key per row.
@@ -57,35 +67,87 @@ class Sampling:
         The largest of all logits after temperature, each with a Gumbel number of its own added, is a token with its
         probability. Nothing is added up over the vocabulary, and at temperature 0 the same maximum is of logits alone.
         """
-        warm = self._warm(logits)
-        noisy = jnp.where(self._are_kept(warm), warm + _gumbel(logits.shape[-1], keys), -jnp.inf)
-        return jnp.argmax(jnp.where(self.temperature == 0, logits, noisy), -1).astype(jnp.int32)
+        return _largest(logits, self._least_kept(logits), self.temperature, keys)
 
-    def _warm(self, logits: jax.Array) -> jax.Array:
-        return logits / jnp.where(self.temperature == 0, 1.0, self.temperature)
+    def _least_kept(self, logits: jax.Array) -> jax.Array:
+        """Return the least of logits f32 [..., V] that is kept, f32 [...]; -inf if all are.
 
-    def _are_kept(self, warm: jax.Array) -> jax.Array:
-        """Return which of logits [..., V], after temperature, are of the likeliest tokens that have ``top_p`` together.
-
-        They are those beside which all likelier ones have less than that. The least of them is found as a
-        floating-point number, digit by digit: the largest such that all that are not below it have ``top_p``.
+        Kept are the likeliest tokens that have ``top_p`` together: those beside which all likelier ones have less than
+        that. They are looked for only where it may matter, since that takes longer than all else.
         """
-        probabilities = jax.nn.softmax(warm)
+        lowest = jnp.full(logits.shape[:-1], -jnp.inf)
+        return lax.cond((self.top_p < 1) & (self.temperature > 0), self._find_least, lambda _: lowest, logits)
+
+    def _find_least(self, logits: jax.Array) -> jax.Array:
+        """Find the least probability as a floating-point number, digit by digit.
+
+        It is the largest such that all that are not below it have ``top_p``.
+        """
+        probabilities = jax.nn.softmax(_warm(logits, self.temperature))
         bits = lax.bitcast_convert_type(probabilities, jnp.int32)  # in the order of the numbers, as none is negative
-        least = jnp.zeros(warm.shape[:-1], jnp.int32)
+        least = jnp.zeros(logits.shape[:-1], jnp.int32)
         for shift in range(_BITS - _DIGIT, -1, -_DIGIT):
             digits = lax.broadcasted_iota(jnp.int32, (*least.shape, 1 << _DIGIT), least.ndim)
             tried = least[..., None] + (digits << shift)
             is_above = bits[..., None] >= tried[..., None, :]
             reach = jnp.sum(jnp.where(is_above, probabilities[..., None], 0.0), -2) >= self.top_p
             least += jnp.maximum(jnp.sum(reach, -1, dtype=jnp.int32) - 1, 0) << shift
-        return (bits >= least[..., None]) | (self.top_p >= 1)
+        return jnp.min(jnp.where(bits >= least[..., None], logits, jnp.inf), -1)
 
 
-def draw(probabilities: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draw a token int32 [B] from probabilities f32 [B, V], with one key per row."""
-    noisy = jnp.log(probabilities) + _gumbel(probabilities.shape[-1], keys)
-    return jnp.argmax(noisy, -1).astype(jnp.int32)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chances:
+    """Probabilities of tokens, as far as they were asked for.
+
+    Those of all tokens are as large as the logits they come from. Most are never read.
+    """
+
+    logits: jax.Array  # f32 [..., V]
+    temperature: jax.Array  # f32 [...]; 0: the likeliest token has all probability
+    least: jax.Array  # f32 [...] of the logits that are kept; lower ones have no probability
+    peak: jax.Array  # f32 [...] the largest
+    total: jax.Array  # f32 [...] sum of exp((logit - peak) / temperature) over those that are kept
+    likeliest: jax.Array  # int32 [...] the first token of the largest logits
+
+    def of(self, tokens: jax.Array) -> jax.Array:
+        """Return the probabilities of a token int32 [...] each, f32 [...]."""
+        return self._probability(jnp.take_along_axis(self.logits, tokens[..., None], -1)[..., 0], tokens)
+
+    def all(self) -> jax.Array:
+        """Return the probabilities of all tokens, f32 [..., V]."""
+        token = lax.broadcasted_iota(jnp.int32, self.logits.shape, self.logits.ndim - 1)
+        of_rows = dataclasses.replace(self, logits=self.peak)  # all leaves alike
+        wide: Chances = jax.tree.map(lambda leaf: leaf[..., None], of_rows)
+        return wide._probability(self.logits, token)
+
+    def row(self, number: jax.Array) -> Chances:
+        """Return those of a row int32 [B] of each of [B, rows, ...]."""
+
+        def one(leaf: jax.Array) -> jax.Array:
+            at = number.reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.take_along_axis(leaf, at, axis=1)[:, 0]
+
+        return jax.tree.map(one, self)
+
+    def draw(self, keys: jax.Array) -> jax.Array:
+        """Draw a token int32 [B] each, where there are [B, V], with one key per row."""
+        return _largest(self.logits, self.least, self.temperature[..., None], keys)
+
+    def _probability(self, logit: jax.Array, token: jax.Array) -> jax.Array:
+        chance = jnp.exp(_warm(logit - self.peak, self.temperature)) / self.total
+        drawn = jnp.where(logit >= self.least, chance, 0.0)
+        return jnp.where(self.temperature == 0, (token == self.likeliest).astype(jnp.float32), drawn)
+
+
+def _warm(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    return logits / jnp.where(temperature == 0, 1.0, temperature)
+
+
+def _largest(logits: jax.Array, least: jax.Array, temperature: jax.Array, keys: jax.Array) -> jax.Array:
+    noisy = _warm(logits, temperature) + _gumbel(logits.shape[-1], keys)
+    noisy = jnp.where(logits >= least[..., None], noisy, -jnp.inf)
+    return jnp.argmax(jnp.where(temperature == 0, logits, noisy), -1).astype(jnp.int32)
 
 
 def _gumbel(count: int, keys: jax.Array) -> jax.Array:
@@ -93,18 +155,19 @@ def _gumbel(count: int, keys: jax.Array) -> jax.Array:
 
 
 def accept(
-    wanted: jax.Array, guessed: jax.Array, drafts: jax.Array, num_drafts: jax.Array, keys: jax.Array
+    wanted: Chances, guessed: Chances, drafts: jax.Array, num_drafts: jax.Array, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Accept the first drafts, and draw the token after them, so that all have the model's distribution.
 
     Draft d is accepted with probability min(1, p(d) / q(d)), where q is the distribution that it was drawn from and p
     the model's. The first that is not is replaced by a token from max(p - q, 0), normalised; after the last one, a
     token is drawn from p (Leviathan et al., 2023). At temperature 0 both are 1 for one token: a draft is accepted if it
-    is the model's own, and otherwise that one is taken.
+    is the model's own, and otherwise that one is taken. Of all probabilities only those of the token after are written
+    out.
 
     Args:
-      wanted: f32 [B, m + 1, V], p of each draft and of the token after all of them.
-      guessed: f32 [B, m, V], q of each draft.
+      wanted: [B, m + 1, V], p of each draft and of the token after all of them.
+      guessed: [B, m, V], q of each draft.
       drafts: int32 [B, m].
       num_drafts: int32 [B], how many of a row's drafts count.
       keys: a random key per row [B].
@@ -115,20 +178,17 @@ def accept(
     most = drafts.shape[1]
     uniform_keys, draw_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
     chance = jax.vmap(lambda key: jax.random.uniform(key, (most,)))(uniform_keys)
-    p = jnp.take_along_axis(wanted[:, :most], drafts[..., None], -1)[..., 0]
-    q = jnp.take_along_axis(guessed, drafts[..., None], -1)[..., 0]
+    p, q = wanted.of(jnp.pad(drafts, ((0, 0), (0, 1))))[:, :most], guessed.of(drafts)
     good = (chance * q < p) & (jnp.arange(most)[None] < num_drafts[:, None])
     accepted = jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1)
 
-    def at(rows: jax.Array, number: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(rows, number[:, None, None], axis=1)[:, 0]
-
-    instead = at(wanted, accepted)
+    instead = wanted.row(accepted).all()
     if most:
         was_refused = accepted < num_drafts
-        left = jnp.maximum(instead - at(guessed, jnp.minimum(accepted, most - 1)), 0.0)
+        left = jnp.maximum(instead - guessed.row(jnp.minimum(accepted, most - 1)).all(), 0.0)
         total = jnp.sum(left, -1, keepdims=True)
         # A refused draft has p < q, so that p > q somewhere; rounding may lose that, and p is right then, too.
         usable = was_refused[:, None] & (total > 0)
         instead = jnp.where(usable, left / jnp.where(usable, total, 1.0), instead)
-    return accepted, draw(instead, draw_keys)
+    noisy = jnp.log(instead) + _gumbel(instead.shape[-1], draw_keys)
+    return accepted, jnp.argmax(noisy, -1).astype(jnp.int32)

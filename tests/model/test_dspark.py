@@ -199,9 +199,8 @@ def test_drafts_of_little_confidence_are_not_judged():
 
 def test_the_first_draft_below_the_limit_ends_what_is_judged():
     confidence = jnp.asarray([[0.9, 0.4, 0.8], [0.2, 0.9, 0.9], [0.9, 0.9, 0.9], [0.9, 0.9, 0.9]])
-    zeros = jnp.zeros((4, 3))
     made = jnp.asarray([True, True, True, False])
-    drafts = Drafts(tokens=zeros.astype(jnp.int32), probabilities=zeros[..., None], confidence=confidence, made=made)
+    drafts = dataclasses.replace(Drafts.none(4, 3, 1), confidence=confidence, made=made)
     assert drafts.judged(0.5).tolist() == [1, 0, 3, 0]
     assert drafts.judged(0.0).tolist() == [3, 3, 3, 0]
 

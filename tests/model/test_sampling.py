@@ -1,12 +1,14 @@
 """Tokens are drawn with the probabilities that they must have, with drafts as without."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4jax.model import Sampling
-from dsv4jax.model.sampling import accept, draw
+from dsv4jax.model.sampling import Chances, accept
 
 VOCABULARY, SAMPLES = 6, 4000
 # Bound on sum((found - expected)^2 / expected) over cells, by degrees of freedom: all but one in 10^6 of right samplers
@@ -29,6 +31,14 @@ def keys(seed: int, count: int = SAMPLES) -> jax.Array:
     return jax.random.split(jax.random.key(seed), count)
 
 
+def chances(probabilities: Any) -> Chances:
+    return Sampling.of(1.0).chances(jnp.log(probabilities))
+
+
+def draw(probabilities: Any, keys: jax.Array) -> jax.Array:
+    return chances(probabilities).draw(keys)
+
+
 def test_draws_have_the_given_probabilities():
     probabilities = random_distributions(np.random.default_rng(0))
     tokens = draw(jnp.broadcast_to(probabilities, (SAMPLES, VOCABULARY)), keys(0))
@@ -49,7 +59,7 @@ def test_accepted_and_replaced_drafts_have_the_models_distribution(seed):
     anything = jnp.full(batch, 1 / VOCABULARY)
     wanted = jnp.stack([jnp.broadcast_to(p_first, batch), jnp.asarray(p_second)[first], anything], 1)
     count = jnp.full(SAMPLES, 2, jnp.int32)
-    accepted, following = accept(wanted, guessed, drafts, count, keys(seed + 30))
+    accepted, following = accept(chances(wanted), chances(guessed), drafts, count, keys(seed + 30))
     tokens = np.asarray(jnp.where(accepted > 0, first, following))
     check_counts(np.bincount(tokens, minlength=VOCABULARY), p_first)
     # A text whose first draft was refused draws its second token in the next pass.
@@ -64,7 +74,7 @@ def test_accepted_and_replaced_drafts_have_the_models_distribution(seed):
 def test_only_drafts_that_count_are_accepted():
     same = jnp.full((4, 3, VOCABULARY), 1 / VOCABULARY)
     drafts, count = jnp.zeros((4, 2), jnp.int32), jnp.asarray([0, 1, 2, 2], jnp.int32)
-    accepted, _ = accept(same, same[:, :2], drafts, count, keys(3, 4))
+    accepted, _ = accept(chances(same), chances(same[:, :2]), drafts, count, keys(3, 4))
     assert accepted.tolist() == [0, 1, 2, 2]  # p = q accepts all
 
 
@@ -75,10 +85,9 @@ def test_greedy_drafts_are_accepted_while_they_are_the_models_own():
     drafts = own[:, :2].copy()
     drafts[0, 0] = (drafts[0, 0] + 1) % VOCABULARY
     drafts[1, 1] = (drafts[1, 1] + 1) % VOCABULARY
-    guessed = jax.nn.one_hot(drafts, VOCABULARY)
-    accepted, following = accept(
-        sampling.probabilities(logits), guessed, jnp.asarray(drafts, jnp.int32), jnp.full(3, 2, jnp.int32), keys(5, 3)
-    )
+    guessed = sampling.chances(jax.nn.one_hot(drafts, VOCABULARY))
+    given = sampling.chances(logits), guessed, jnp.asarray(drafts, jnp.int32), jnp.full(3, 2, jnp.int32)
+    accepted, following = accept(*given, keys(5, 3))
     assert accepted.tolist() == [0, 1, 2]
     assert following.tolist() == [own[0, 0], own[1, 1], own[2, 2]]
 
@@ -114,6 +123,19 @@ def test_draws_of_logits_have_their_probabilities(temperature, top_p):
     sampling, logits = Sampling.of(temperature, top_p), jnp.log(random_distributions(np.random.default_rng(8)))
     tokens = sampling.draw(jnp.broadcast_to(logits, (SAMPLES, VOCABULARY)), keys(9))
     check_counts(np.bincount(tokens, minlength=VOCABULARY), np.asarray(sampling.probabilities(logits)))
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8), (0.0, 1.0), (0.0, 0.8)])
+def test_probabilities_of_some_tokens_are_those_of_all(temperature, top_p):
+    rng = np.random.default_rng(11)
+    logits = jnp.asarray(np.round(rng.standard_normal((5, 3, VOCABULARY)) * 4) / 4, jnp.float32)  # with ties
+    sampling = Sampling.of(temperature, top_p)
+    found, whole = sampling.chances(logits), sampling.probabilities(logits)
+    tokens, rows = rng.integers(0, VOCABULARY, (5, 3)), jnp.asarray(rng.integers(0, 3, 5), jnp.int32)
+    expected = np.take_along_axis(np.asarray(whole), tokens[..., None], -1)[..., 0]
+    # exp of other vectors may have another last bit.
+    np.testing.assert_allclose(found.of(jnp.asarray(tokens, jnp.int32)), expected, rtol=1e-6)
+    np.testing.assert_allclose(found.row(rows).all(), np.asarray(whole)[np.arange(5), rows], rtol=1e-6)
 
 
 def test_without_temperature_the_first_of_the_largest_logits_is_drawn():
