@@ -4,8 +4,8 @@
     pass   wall time of a pass of the loop that generates texts, with drafts and without, several in a row
 
 The parts are: storing keys of the tokens of a pass, a run of the block, its logits, the drafts drawn of them one after
-the other, and judging them. Beside the run of the block stands the time that its bytes take at ``READ``. L2 is not made
-cold: a part reads more than it holds.
+the other, and judging them. Beside the run of the block stands how often its bytes could be read at ``READ``. L2 is not
+made cold: a part reads more than it holds.
 
 ``whole`` says how a model of all layers is made of ``LAYERS``. Caches hold random rows of 4,096 tokens. In a random
 model all rows of noise are alike, and would pick the same experts; here each row of the block has streams of its own.
@@ -39,7 +39,7 @@ from dsv4jax.model.sampling import Chances, accept
 
 PARTS = "part", "pass"
 PASSES = 16  # in a row
-READ = 4.5e6  # bytes a microsecond, as measured on an H200
+READ = {"H200": 4.5e6, "H100": 3.0e6}  # bytes a microsecond, as measured
 SAMPLINGS = {"greedy": Sampling.of(0.0), "top-p 0.9": Sampling.of(1.0, 0.9)}
 
 type Parts = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # a function and its arguments, by its name
@@ -146,7 +146,8 @@ def time_parts(bench: Bench, params: ModelParams) -> None:
             text = f"{times.median:9.1f} us [{times.low:.1f}, {times.high:.1f}] in {times.kernels:g} launches"
             if name == "run of the block":
                 size = block_megabytes(params, requests)
-                text += f", {times.median * READ / size / 1e6:.2f} times its {size:.0f} MB"
+                card = next((card for card in READ if card in jax.devices()[0].device_kind), "H200")
+                text += f", {times.median * READ[card] / size / 1e6:.2f} times its {size:.0f} MB on an {card}"
             bench.note(f"{name} B{requests} {bench.context}", text, us=dataclasses.asdict(times))
             if name == "run of the block":
                 by_name: dict[str, list[float]] = {}
@@ -166,17 +167,19 @@ def time_passes(bench: Bench, params: ModelParams, numbers: tuple[int, ...]) -> 
         # Sampled drafts of a random model are hardly ever accepted, so that no text comes to its end.
         tokens = jnp.asarray(rng.integers(0, vocabulary, (requests, bench.context + ROOM)), jnp.int32)
         rows, limits = jnp.arange(requests, dtype=jnp.int32), jnp.full_like(lengths, bench.context + ROOM)
-        texts = Texts(tokens=tokens, lengths=lengths, limits=limits, numbers=rows)
+        texts = Texts(tokens=tokens, lengths=lengths, limits=limits, numbers=rows + 0)
         return dataclasses.replace(begin(caches, texts, vocabulary, drafts), slots=rows, text=rows + 0)
 
-    sampling, stops = Sampling.of(1.0), jnp.asarray([-1], jnp.int32)
+    sampling, stops, passes = Sampling.of(1.0), jnp.asarray([-1], jnp.int32), jnp.int32(PASSES)
+    cases, began = [(requests, drafts) for requests in bench.requests for drafts in numbers], time.perf_counter()
+    shapes = [jax.eval_shape(functools.partial(loop_of, *case)) for case in cases]
+    compiled = compile_all([run.lower(params, shape, sampling, stops, passes) for shape in shapes])
+    programs = dict(zip(cases, compiled, strict=True))
+    print(f"    loops traced and compiled in {time.perf_counter() - began:.0f} s", flush=True)
     for requests in bench.requests:
-        began, passes = time.perf_counter(), jnp.int32(PASSES)
-        shapes = [jax.eval_shape(functools.partial(loop_of, requests, drafts)) for drafts in numbers]
-        programs = compile_all([run.lower(params, shape, sampling, stops, passes) for shape in shapes])
-        print(f"    B{requests}: loops traced and compiled in {time.perf_counter() - began:.0f} s", flush=True)
         plain = 0.0
-        for drafts, program in zip(numbers, programs, strict=True):
+        for drafts in numbers:
+            program = programs[requests, drafts]
             loop, samples = loop_of(requests, drafts), []
             for _ in range(1 + ROUNDS):
                 jax.block_until_ready(loop)

@@ -25,9 +25,11 @@ from dsv4jax.model import (
     generate,
     init_caches,
     load_model,
+    loop,
     random_model,
 )
 from dsv4jax.model.drafting import Drafts
+from dsv4jax.model.loop import Texts
 from dsv4jax.model.params import DSparkParams
 from tests.model.test_sampling import check_counts
 from tests.support.models import FULL, MODELS, SMALL, pair_chances, recorded
@@ -185,6 +187,36 @@ def check_judged(found: list[list[JudgedDraft | None]] | None, passes: np.ndarra
             confidence = 1 / (1 + math.exp(-logits[known - 2, i]))
             expected[known - first + i] = (pytest.approx(confidence, abs=CLOSE), i < accepted)
     assert found[0] == expected
+
+
+@pytest.mark.slow
+def test_texts_depend_neither_on_drafts_nor_on_the_chunks_of_their_prompts():
+    """Prompts of one token, of nearly a window, of one, of more and of many, and a row that stays free."""
+    ids, params, new = recorded("d")["ids"], model_d(), 12
+    lengths = np.asarray([1, 15, 16, 17, int(recorded("d")["prompt_len"]), 0, 0, 0], np.int32)
+
+    def texts(drafts: int, chunk: int) -> list[list[int]]:
+        tokens = np.zeros((lengths.size, 512), np.int32)
+        for row, length in zip(tokens, lengths, strict=True):
+            row[:length] = ids[:length]
+        limits = np.where(lengths > 0, lengths + new, 0).astype(np.int32)
+        of_texts = map(jnp.asarray, (tokens, lengths, limits, np.arange(lengths.size, dtype=np.int32)))
+        given = Texts(**dict(zip(("tokens", "lengths", "limits", "numbers"), of_texts, strict=True)))
+        both = init_caches(params.cfg, 6, 512, drafts, **FULL)
+        looped = loop.seat(loop.begin(both, given, params.cfg.vocab_size, drafts))
+        for _ in range(0, lengths.max() - 1, chunk):
+            looped = loop.store(params, looped, jnp.arange(6), chunk=chunk)
+        looped = loop.run(params, looped, Sampling.of(), jnp.asarray([-1]), jnp.int32(new))
+        assert bool(looped.ok)
+        assert not bool(looped.unfinished)
+        assert bool(looped.accepted) == bool(drafts)
+        made = np.asarray(looped.texts.tokens)
+        return [made[i, n : n + new].tolist() for i, n in enumerate(lengths) if n]
+
+    whole = texts(0, 128)
+    assert whole[-1] == ids[lengths.max() :][:new].tolist()
+    for chunk in (7, 37, 128):
+        assert texts(5, chunk) == whole
 
 
 @pytest.mark.slow

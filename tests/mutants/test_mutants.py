@@ -40,13 +40,9 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "products on Blackwell, FP8": (*IN_TENSOR_MEMORY, FewerCopies),
     "experts": (*FILLED, *STORED, NoHold, FewerCopies),
     "experts, adjacent rows": (*FILLED, NoHold),
-<<<<<<< ours
     "experts, rows in FP8": (WrongParity, NoWait, FewerProducts, *STORED, FewerCopies),
     "experts, adjacent rows in FP8": (WrongParity, NoWait, FewerProducts, LateStore, NoBarrier, FewerCopies),
-    "mixed streams": (*STORED, WrongParity, NoWait, FewerProducts),
-=======
     "mixed streams": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies),
->>>>>>> theirs
     "attention": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened picks": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened rows": (*FILLED, LateStore, NoBarrier, NoHold),
