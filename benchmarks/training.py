@@ -9,6 +9,9 @@ because Adam is part of the compiled step.
 
 The peak is that of the device's allocator, with XLA_PYTHON_CLIENT_PREALLOCATE=false. Weights and the state of Adam are
 part of it. It is that of the steps where it is above the peak before them, when the weights were made.
+
+XLA tries many variants of each product on a GPU, which takes minutes. That is left out, and products are cuBLAS's, with
+XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false".
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import argparse
 import dataclasses
 import functools
 import statistics
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
 
@@ -78,26 +83,30 @@ def main() -> None:
         return with_deltas(random_model(cfg, jax.random.key(0), drafts=0), RANKS, jax.random.key(1))
 
     device, start = jax.devices()[0], time.perf_counter()
-    print(f"{device.device_kind}: {args.size}, ratios {args.ratios}, {args.tokens} tokens, ranks {RANKS}")
-    params = jax.block_until_ready(jax.eval_shape(make) if args.compile_only else make())
-    deltas, rest = partition(params, "deltas")
-    zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
-    state = deltas, zeros(deltas), zeros(deltas)
-    print(f"weights made in {time.perf_counter() - start:.1f} s", flush=True)
-    start = time.perf_counter()
-    compiled = step.lower(state, rest, ids, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+    print(f"{device.device_kind}: {args.size}, ratios {args.ratios}, {args.tokens} tokens, ranks {RANKS}", flush=True)
+    deltas, rest = partition(jax.eval_shape(make), "deltas")
+    lowered = step.lower((deltas, deltas, deltas), rest, ids, jax.ShapeDtypeStruct((), jnp.float32))
+    with ThreadPoolExecutor() as threads:
+        compiling = threads.submit(lowered.compile)
+        if not args.compile_only:  # weights are made meanwhile
+            deltas, rest = jax.block_until_ready(partition(make(), "deltas"))
+            print(f"weights made after {time.perf_counter() - start:.1f} s", flush=True)
+        compiled = compiling.result()
     memory: Any = compiled.memory_analysis()
     plan = plan_memory(cfg, drafts=0, training=TrainingStep(tokens=args.tokens, ranks=RANKS)).training
     assert plan is not None
     seconds = time.perf_counter() - start
-    print(f"compiled in {seconds:.1f} s by jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}")
+    print(f"compiled after {seconds:.1f} s by jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}")
     print(plan)
     arguments, planned = memory.argument_size_in_bytes, plan.temporaries + plan.gradients
     show("weights and state", arguments)
     show("temporaries, planned", planned)
     show("temporaries, compiled", memory.temp_size_in_bytes)
+    sys.stdout.flush()
     if args.compile_only:
         return
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    state = deltas, zeros(deltas), zeros(deltas)
     given = jax.random.randint(jax.random.key(2), ids.shape, 0, cfg.vocab_size, jnp.int32)
     show("in use before", bytes_of(device, "bytes_in_use"))
     show("peak before", bytes_of(device, "peak_bytes_in_use"))
