@@ -15,11 +15,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+type Tree = Any  # a pytree, or a part of one, about which nothing is assumed
+type Named = dict[str, Any]  # things of several types by name: arguments, fields, captures
+
 FLOATS = (jnp.float32, jnp.bfloat16)  # dtypes allowed for inputs and weights
 
 
 def check_array(
-    name: str, x: Any, axes: Mapping[str, int | EllipsisType | None], dtype: DTypeLike | tuple[DTypeLike, ...]
+    name: str, x: Tree, axes: Mapping[str, int | EllipsisType | None], dtype: DTypeLike | tuple[DTypeLike, ...]
 ) -> None:
     """Check that an array has the expected rank, sizes and dtype.
 
@@ -52,7 +55,7 @@ def check_batch(**rows: jax.Array) -> None:
         size = x.shape[0]
 
 
-def check_type(name: str, value: Any, wanted: type) -> None:
+def check_type(name: str, value: object, wanted: type) -> None:
     """Require an instance of a class, for an argument that is easily confused with another.
 
     Raises:
@@ -66,7 +69,7 @@ def check_type(name: str, value: Any, wanted: type) -> None:
     raise ValueError(f"{name}: expected a {wanted.__name__}, got {type(value).__name__}{hint}")
 
 
-def integer(name: str, value: Any, least: int | None = None) -> int:
+def integer(name: str, value: Tree, least: int | None = None) -> int:
     """A static argument as an int: Python's, NumPy's or any other that is a whole number.
 
     Raises:

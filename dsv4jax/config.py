@@ -18,6 +18,8 @@ from typing import Any, Self
 from dsv4jax.checks import check_type, integer, real
 from dsv4jax.kinds import AttentionType
 
+type Json = Any  # a value that JSON holds: of a config.json, or of what is written beside arrays
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -115,13 +117,13 @@ class DSV4Config:
         )
 
     @classmethod
-    def tiny(cls, **overrides: Any) -> Self:
+    def tiny(cls, **overrides: Json) -> Self:
         """Return a configuration of three layers, one of each kind, small enough to step through by hand on a CPU.
 
         Args:
           overrides: fields to set to other values.
         """
-        sizes: dict[str, Any] = dict(
+        sizes: dict[str, Json] = dict(
             hidden_size=64,
             num_heads=4,
             head_dim=136,
@@ -138,7 +140,7 @@ class DSV4Config:
         return cls(**(sizes | overrides))
 
     @classmethod
-    def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
+    def from_hf(cls, source: Mapping[str, Json] | str | os.PathLike[str]) -> Self:
         """Read a published configuration: DeepSeek's ``config.json``, or the one that transformers writes.
 
         DeepSeek appends the ratios of its MTP layers to the schedule. Ratios past ``num_hidden_layers`` are dropped.
@@ -152,7 +154,7 @@ class DSV4Config:
         """
         return cls(**_fields_from_hf(read_config(source)))
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> dict[str, Json]:
         """Return the sizes under the names of DeepSeek's ``config.json``: what ``from_hf`` reads."""
         ours = {theirs: getattr(self, name) for name, theirs in _HF_KEYS.items()}
         rates = {kind.hf_name: self.ratio(kind) for kind in AttentionType if kind.compresses}
@@ -173,7 +175,7 @@ class DSV4Config:
         }
 
 
-def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+def read_config(source: Mapping[str, Json] | str | os.PathLike[str]) -> Mapping[str, Json]:
     """Return a parsed configuration: what is given, or the content of a ``config.json``, or of the one in a folder.
 
     Raises ValueError if it cannot be parsed, and FileNotFoundError if there is none.
@@ -238,7 +240,7 @@ _HF_KEYS = {
 }
 
 
-def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_from_hf(hf: Mapping[str, Json]) -> dict[str, Json]:
     if missing := [key for key in _HF_KEYS.values() if hf.get(key) is None]:
         raise ValueError(f"configuration lacks {missing}")
     fields = {ours: hf[theirs] for ours, theirs in _HF_KEYS.items()}
@@ -255,7 +257,7 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _schedule_from_hf(hf: Mapping[str, Json]) -> dict[str, Json]:
     """Read the layer schedule from DeepSeek's ``compress_ratios`` or transformers' ``layer_types``."""
     layers = hf.get("num_hidden_layers")
     if layers is None:
@@ -282,14 +284,14 @@ def _schedule_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"compress_ratios": tuple(ratios[:layers])} | of_kinds
 
 
-def _json_object(name: str, value: object) -> Mapping[str, Any]:
+def _json_object(name: str, value: object) -> Mapping[str, Json]:
     """A part of a configuration that must be an object, empty where it is null. ValueError, naming it, otherwise."""
     if not isinstance(value, Mapping | None):
         raise ValueError(f"{name} must be a JSON object, got {value!r}")
     return value or {}
 
 
-def _rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_from_hf(hf: Mapping[str, Json]) -> dict[str, Json]:
     """Read the rotary parameters from ``rope_scaling`` (DeepSeek) or ``rope_parameters`` (transformers).
 
     ``rope_parameters`` may be flat or keyed by "main" and "compress".

@@ -9,11 +9,12 @@ like a result.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from dsv4jax.checks import Tree
 
 
 @jax.custom_jvp
@@ -54,7 +55,7 @@ def refuse_derivative[T](message: str, tree: T) -> T:
 
 
 @refuse_derivative.defjvp
-def _(message: str, primals: tuple[Any], tangents: tuple[Any]) -> Any:
+def _(message: str, primals: tuple[Tree], tangents: tuple[Tree]) -> Tree:
     del primals, tangents
     raise ValueError(message)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from dsv4jax.checks import Tree
 from dsv4jax.derivatives import refuse_derivative, straight_through
 
 E4M3 = jnp.float8_e4m3fn
@@ -111,7 +112,7 @@ def row_bytes(row: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(row))
 
 
-def _spec(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+def _spec(shape: tuple[int, ...], dtype: DTypeLike) -> Tree:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -16,12 +16,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 from jax.sharding import Mesh
 
 from dsv4jax.cache.shards import DATA, MODEL
+from dsv4jax.checks import Named
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS
 from dsv4jax.model import Generated, Generator, ModelConfig, Sampling, load_model
 from dsv4jax.model.generation import caches_for, read_prompts
@@ -166,7 +167,7 @@ def formats(args: argparse.Namespace) -> dict[str, str]:
     return {name: one for name, one in chosen.items() if one}
 
 
-def as_json(result: Generated) -> dict[str, Any]:
+def as_json(result: Generated) -> Named:
     """Return what ``--json`` prints."""
     if result.drafts is None:
         return {"tokens": result.tokens}

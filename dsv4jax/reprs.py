@@ -12,17 +12,18 @@ numbers. What would not fit on a page is shortened from the inside: ``Experts(4 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
+from dsv4jax.checks import Tree
+
 PAGE, WIDTH = 60, 116  # lines and columns
 _DEEPEST = 12
 
 
-def print_compactly(*classes: Any) -> None:
+def print_compactly(*classes: Tree) -> None:
     """Give dataclasses ``compact`` as their ``repr``. One whose decorator says ``repr=False`` keeps its own."""
     for cls in classes:
         if cls.__dataclass_params__.repr:
@@ -98,7 +99,7 @@ def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _spec(array: Any) -> str:
+def _spec(array: Tree) -> str:
     """Return f32[2,3] for an array of float32, bf16 for bfloat16, u8 for uint8, i32 for int32."""
     name = array.dtype.name
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):

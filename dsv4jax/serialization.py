@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import jax.export
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from dsv4jax.cache.pool import ExactEntries, PagedPool, PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow, StateCache
 from dsv4jax.cache.tables import Tables
-from dsv4jax.config import DSV4Config
+from dsv4jax.config import DSV4Config, Json
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
@@ -48,7 +47,7 @@ PYTREES: tuple[type, ...] = (
 _VALUES = {cls.__name__: cls for cls in (CachePlan, DSV4Config, LayerCacheSchema, OpBackends)}
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: Json) -> Json:
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
     if isinstance(value, AttentionType):
@@ -59,7 +58,7 @@ def _to_json(value: Any) -> Any:
     return [_to_json(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: Json) -> Json:
     if isinstance(value, list):
         return tuple(_from_json(one) for one in value)
     if not isinstance(value, dict):
@@ -72,11 +71,11 @@ def _from_json(value: Any) -> Any:
     return _VALUES[name](**{field: _from_json(one) for field, one in content.items()})
 
 
-def _serialize(static: Sequence[Any]) -> bytes:
+def _serialize(static: Sequence[Json]) -> bytes:
     return json.dumps([_to_json(value) for value in static], default=lambda number: number.item()).encode()
 
 
-def _deserialize(written: bytes | bytearray) -> tuple[Any, ...]:
+def _deserialize(written: bytes | bytearray) -> tuple[Json, ...]:
     return _from_json(json.loads(bytes(written)))
 
 

@@ -18,13 +18,14 @@ overwrites it, and nothing reads the row between the end of its block and that w
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from dsv4jax.checks import Named
 from dsv4jax.config import DSV4Config
 from dsv4jax.indexing import Batch, put, put_newest, read_slots
 from dsv4jax.kinds import AttentionType
@@ -290,7 +291,7 @@ def emptied[T: Tail](tail: T, index: jax.Array | int, slots: jax.Array, where: j
     return jax.tree.map(lambda leaf, value: put(leaf, index, slots, where & (slots >= 0), value), tail, empty)
 
 
-def _leaves(form: type[Tail], spec: jax.ShapeDtypeStruct) -> dict[str, Any]:
+def _leaves(form: type[Tail], spec: jax.ShapeDtypeStruct) -> Named:
     """Return the same spec for every leaf of a tail class."""
     return {field.name: spec for field in dataclasses.fields(form)}
 

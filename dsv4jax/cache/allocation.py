@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 
 import pallas_kernels as pk
 from dsv4jax.cache.tables import Tables, grow, has_twin, is_asking
-from dsv4jax.checks import check_one_shard
+from dsv4jax.checks import Tree, check_one_shard
 from dsv4jax.plan import CachePlan
 from pallas_kernels.language import target
 
@@ -27,7 +26,7 @@ def allocate(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePl
         return grow_by_kernel(tables, slots, num_new, plan)
 
     @granted.def_vmap
-    def _(axis_size: int, is_mapped: Any, *args: Any) -> Any:  # kernels cannot be mapped
+    def _(axis_size: int, is_mapped: Tree, *args: Tree) -> Tree:  # kernels cannot be mapped
         axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(is_mapped))
         result = jax.vmap(functools.partial(grow, plan=plan), in_axes=axes, axis_size=axis_size)(*args)
         return result, jax.tree.map(lambda _: True, result)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from dsv4jax.cache.shards import is_spread, on_shards
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.state import init_state, reset_slots
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, init_tables, release_slots
-from dsv4jax.checks import check_batch, check_type, integer
+from dsv4jax.checks import Named, check_batch, check_type, integer
 from dsv4jax.config import layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
@@ -77,7 +76,7 @@ def empty_cache(plan: CachePlan) -> KVCache:
     def stack(kind: AttentionType) -> LayerStack | None:
         return LayerStack(state=init_state(plan, kind), pool=init_pool(plan, kind)) if plan.layers(kind) else None
 
-    stacks: dict[str, Any] = {kind.value: stack(kind) for kind in AttentionType}
+    stacks: Named = {kind.value: stack(kind) for kind in AttentionType}
     return KVCache(**stacks, tables=init_tables(plan), plan=plan)
 
 

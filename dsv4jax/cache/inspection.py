@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache, empty_state
 from dsv4jax.cache.tables import Tables, blocks_for
-from dsv4jax.checks import check_concrete, check_one_shard
+from dsv4jax.checks import Tree, check_concrete, check_one_shard
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
@@ -396,8 +395,8 @@ def _culprits(part: str, store: KVRows | KeyRows, at: tuple[int, int, int], plan
     These are the leaves which, when replaced by zeros, make the row finite. If no single leaf does, all are named.
     """
     cfg = plan.cfg
-    zero: Any
-    decode: Callable[[Any], jax.Array]
+    zero: Tree
+    decode: Callable[[Tree], jax.Array]
     if part == "indexer_keys":
         zero, decode = plan.keys.encode(jnp.zeros(cfg.indexer_head_dim, jnp.float32)), plan.keys.decode
     else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jax.typing import DTypeLike
 
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
-from dsv4jax.checks import FLOATS, check_array, check_dtype, known_size
+from dsv4jax.checks import FLOATS, Tree, check_array, check_dtype, known_size
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.dense import rms_norm
@@ -124,7 +123,7 @@ _attend_all = jax.custom_jvp(_fold_all)
 
 
 @_attend_all.defjvp
-def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+def _(primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) -> Tree:
     """Over all tiles: reverse mode keeps something of each, and so must know their number."""
     return jax.jvp(functools.partial(_fold_all, to_the_end=True), primals, tangents)
 

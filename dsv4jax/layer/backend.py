@@ -32,8 +32,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+from dsv4jax.checks import Tree
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
@@ -43,7 +44,7 @@ XLA, PALLAS, SIMULATED, TRITON = "xla", "pallas", "pallas_simulated", "triton"
 class Choosable(Protocol):
     """The method that implementations of all ops share."""
 
-    def unsupported(self, *args: Any, **kwargs: Any) -> str | None:
+    def unsupported(self, *args: Tree, **kwargs: Tree) -> str | None:
         """Return why this implementation cannot serve what an op is chosen for on the target device, or None."""
         ...
 
@@ -63,7 +64,7 @@ class Implementation(Protocol):
 class Anywhere:
     """Base class of implementations in plain JAX, which serve everything on any device."""
 
-    def unsupported(self, *args: Any, **kwargs: Any) -> str | None:
+    def unsupported(self, *args: Tree, **kwargs: Tree) -> str | None:
         del args, kwargs
         return None
 
@@ -101,7 +102,7 @@ class Op[T: Choosable]:
     def backends(self) -> tuple[str, ...]:
         return tuple(self._implementations)
 
-    def choose(self, backend: Backend, *served: Any) -> str:
+    def choose(self, backend: Backend, *served: Tree) -> str:
         """Return the name of the backend that serves this op.
 
         Args:
@@ -124,7 +125,7 @@ class Op[T: Choosable]:
             raise ValueError(f"backend={name!r} cannot serve {self.name}: {reason}")
         return name
 
-    def of(self, backend: Backend, *served: Any) -> T:
+    def of(self, backend: Backend, *served: Tree) -> T:
         """Return the implementation that ``choose`` names."""
         return self._implementations[self.choose(backend, *served)]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax.checks import Tree
 
-def map_tokens[Inputs](function: Callable[[Inputs], Any], inputs: Inputs, size: int) -> Any:
+
+def map_tokens[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs, size: int) -> Tree:
     """Apply a function to ``size`` tokens of its inputs at a time.
 
     Args:

@@ -6,10 +6,10 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Self
 
 from dsv4jax.checks import integer, real
-from dsv4jax.config import DSV4Config, read_config
+from dsv4jax.config import DSV4Config, Json, read_config
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +123,13 @@ class ModelConfig:
         return cls(attention=DSV4Config.pro(), expert_width=3072, num_experts=384, routed_scale=2.5)
 
     @classmethod
-    def tiny(cls, **overrides: Any) -> Self:
+    def tiny(cls, **overrides: Json) -> Self:
         """Return a configuration of three layers, one of each kind of attention, that runs anywhere.
 
         Args:
           overrides: fields to set to other values.
         """
-        sizes: dict[str, Any] = dict(
+        sizes: dict[str, Json] = dict(
             attention=DSV4Config.tiny(head_dim=72),  # with the formats of trained models, 64 dims without rope
             vocab_size=256,
             expert_width=32,
@@ -141,7 +141,7 @@ class ModelConfig:
         return cls(**(sizes | overrides))
 
     @classmethod
-    def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
+    def from_hf(cls, source: Mapping[str, Json] | str | os.PathLike[str]) -> Self:
         """Read a published configuration: DeepSeek's ``config.json``, or the one that transformers writes.
 
         Args:
@@ -162,7 +162,7 @@ class ModelConfig:
         integer("num_hidden_layers", layers, 1)
         limit = 0.0 if limit is None else real("swiglu_limit", limit)
         ends = () if eos is None else eos if isinstance(eos, list | tuple) else (eos,)
-        sizes: dict[str, Any] = {  # checked under the names that they have in the file
+        sizes: dict[str, Json] = {  # checked under the names that they have in the file
             ours: real(key, fields[key]) if key in _REAL else integer(key, fields[key], 1)
             for ours, key in _SIZES.items()
         }
@@ -175,7 +175,7 @@ class ModelConfig:
             **sizes,
         )
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> dict[str, Json]:
         """Return the configuration under the names of DeepSeek's ``config.json``: what ``from_hf`` reads."""
         ends = self.stop_tokens
         attention = self.attention.to_hf()
@@ -222,7 +222,7 @@ _FIXED = {
 }
 
 
-def _hash_layers(source: Mapping[str, Any]) -> int:
+def _hash_layers(source: Mapping[str, Json]) -> int:
     """Read DeepSeek's ``num_hash_layers``, or count the first entries of transformers' ``mlp_layer_types``."""
     kinds = source.get("mlp_layer_types")
     if kinds is None:
@@ -236,7 +236,7 @@ def _hash_layers(source: Mapping[str, Any]) -> int:
     return count
 
 
-def _dspark(source: Mapping[str, Any]) -> DSparkConfig | None:
+def _dspark(source: Mapping[str, Json]) -> DSparkConfig | None:
     """Read the sizes of a DSpark block; None if the configuration has none."""
     given = {ours: source[key] for ours, key in _DSPARK.items() if source.get(key) is not None}
     if not given:

@@ -11,13 +11,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dsv4jax.checks import FLOATS, check_dtype, integer, real
+from dsv4jax.checks import FLOATS, Tree, check_dtype, integer, real
 from dsv4jax.config import layer_kind
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import ModelParams, StoredExperts, check_model
@@ -209,7 +208,7 @@ def merge_deltas[T](params: T, widen: DTypeLike | None = None) -> T:
     if widen is not None:
         check_dtype("widen", widen, FLOATS)
 
-    def merged(path: Any, node: Any) -> Any:
+    def merged(path: jax.tree_util.KeyPath, node: Tree) -> Tree:
         base, deltas = split_delta(node)
         if not deltas:
             return base
@@ -239,13 +238,13 @@ def numbers_of(cfg: ModelConfig, ranks: Mapping[str, int]) -> int:
     )
 
 
-def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
+def _at(tree: Tree, path: tuple[str | int, ...]) -> Tree:
     for step in path:
         tree = tree[step] if isinstance(step, int) else getattr(tree, step)
     return tree
 
 
-def _replaced(tree: Any, path: tuple[str | int, ...], value: Any) -> Any:
+def _replaced(tree: Tree, path: tuple[str | int, ...], value: Tree) -> Tree:
     if not path:
         return value
     step, *rest = path

@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from dsv4jax.checks import Named, Tree
 from dsv4jax.config import layer_kind
 from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK
@@ -86,12 +86,12 @@ def random_model(
     )
 
 
-def _placed(draw: Callable[..., Any]) -> Any:
+def _placed(draw: Callable[..., Tree]) -> Tree:
     """Compile a function that draws weights: (key, *sizes, mesh) -> the weights, where a mesh keeps them."""
     sizes = range(1, len(inspect.signature(draw).parameters))
 
     @functools.partial(jax.jit, static_argnums=tuple(sizes), static_argnames="mesh")
-    def placed(key: jax.Array, *sizes: Any, mesh: Mesh | None) -> Any:
+    def placed(key: jax.Array, *sizes: Tree, mesh: Mesh | None) -> Tree:
         drawn = draw(key, *sizes)
         return drawn if mesh is None else lax.with_sharding_constraint(drawn, weight_specs(drawn, mesh))
 
@@ -124,7 +124,7 @@ def _compile(
 
 
 @_placed
-def _outer(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
+def _outer(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike) -> Named:
     embedding, head, norm, mix = jax.random.split(key, 4)
     shape = cfg.vocab_size, cfg.hidden_size
     return {
@@ -166,9 +166,7 @@ _attention = _placed(random_params)
 
 # The layers that pick experts in the same way share a compiled program.
 @_placed
-def _around_attention(
-    key: jax.Array, cfg: ModelConfig, by_id: bool, dtype: DTypeLike, stored: Stored | None
-) -> dict[str, Any]:
+def _around_attention(key: jax.Array, cfg: ModelConfig, by_id: bool, dtype: DTypeLike, stored: Stored | None) -> Named:
     keys = iter(jax.random.split(key, 16))
     h, wide, experts = cfg.hidden_size, cfg.expert_width, cfg.num_experts
     numbers = (2 + cfg.num_streams) * cfg.num_streams
@@ -202,7 +200,7 @@ def _drafts(
 
 
 @_placed
-def _around_block(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> dict[str, Any]:
+def _around_block(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> Named:
     keys = iter(jax.random.split(key, 6))
     square = cfg.hidden_size, cfg.hidden_size
     return {
@@ -225,7 +223,7 @@ def _dspark(
 
 
 @_placed
-def _around_stages(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> dict[str, Any]:
+def _around_stages(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> Named:
     assert cfg.dspark is not None
     keys = iter(jax.random.split(key, 7))
     h, table = cfg.hidden_size, (cfg.vocab_size, cfg.dspark.rank)

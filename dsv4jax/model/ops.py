@@ -14,12 +14,14 @@ where it says otherwise. A token's result does not depend on the other tokens, n
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import pallas_kernels as pk
+from dsv4jax.checks import Tree
 from dsv4jax.layer.backend import Backend, Op, declare
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import Experts, Router, StreamMix
@@ -100,7 +102,7 @@ SublayerOutput = jax.Array | ExpertOutputs  # of attention [..., h], or of exper
 class ModelOp(Protocol):
     """The method that implementations of all of these ops share."""
 
-    def unsupported(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
+    def unsupported(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
         """Return why this implementation cannot serve these weights of a model on the target device, or None.
 
         Args:

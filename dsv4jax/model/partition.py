@@ -7,11 +7,11 @@ grads = jax.grad(lambda trainable: loss(combine(trainable, rest)))(trainable)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dsv4jax.checks import Tree
 from dsv4jax.model.params import is_any_stored
 
 
@@ -35,7 +35,7 @@ def partition[T](params: T, trains: str | Callable[[str], bool] = "floats") -> t
         raise ValueError(f"trains must be one of {list(_WORDS)}, or a function of a name; got {trains!r}")
     is_wanted = _WORDS[trains] if isinstance(trains, str) else trains
 
-    def of_node(path: Any, node: Any) -> Any:
+    def of_node(path: jax.tree_util.KeyPath, node: Tree) -> Tree:
         if is_any_stored(node):
             return jax.tree.map(lambda _: False, node)
         return bool(jnp.issubdtype(node.dtype, jnp.floating)) and bool(is_wanted(jax.tree_util.keystr(path)))
@@ -72,5 +72,5 @@ def combine[T](trainable: T, rest: T) -> T:
 _WORDS: dict[str, Callable[[str], bool]] = {"floats": lambda name: True, "deltas": lambda name: ".deltas[" in name}
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: object) -> bool:
     return node is None

@@ -18,15 +18,14 @@ import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.create import abstract_cache
-from dsv4jax.checks import check_concrete
-from dsv4jax.config import DSV4Config
+from dsv4jax.checks import Tree, check_concrete
+from dsv4jax.config import DSV4Config, Json
 from dsv4jax.plan import CachePlan, plan_cache
 from dsv4jax.requests.snapshot import LAYOUT, Snapshot, abstract_snapshot, differing_fields
 
@@ -69,7 +68,7 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
 def restore(
     path: str | os.PathLike[str],
     plan: CachePlan | None = None,
-    device: Any = None,
+    device: Tree = None,
 ) -> KVCache | Snapshot:
     """Read what ``save`` wrote, bit for bit, whatever device it was saved from.
 
@@ -106,7 +105,7 @@ def restore(
     return jax.device_put(jax.tree.unflatten(jax.tree.structure(template), restored), device)
 
 
-def _orbax() -> Any:
+def _orbax() -> Tree:
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
@@ -179,7 +178,7 @@ def _checksum_of_json(value: object) -> int:
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
-def _describe(value: KVCache | Snapshot) -> dict[str, Any]:
+def _describe(value: KVCache | Snapshot) -> dict[str, Json]:
     layout = value.plan if isinstance(value, KVCache) else value
     fields = {name: getattr(layout, name) for name in LAYOUT}
     fields |= {"cfg": dataclasses.asdict(layout.cfg), "tail_dtype": layout.tail_dtype.name}
@@ -190,7 +189,7 @@ def _describe(value: KVCache | Snapshot) -> dict[str, Any]:
     return described | {"snapshot": {"num_requests": value.num_requests, "blocks": value.blocks}}
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> dict[str, Json]:
     try:
         sealed = json.loads((path / "header.json").read_text())
     except OSError as error:
@@ -207,12 +206,12 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) -> KVCache | Snapshot:
+def _template(header: dict[str, Json], expected: CachePlan | None, path: Path) -> KVCache | Snapshot:
     """Return the shapes and dtypes of what the header describes. Raises ValueError if another plan is expected."""
     try:
         layout = _exactly(header["layout"], LAYOUT)
         layout = layout | {"cfg": DSV4Config(**_exactly(layout["cfg"], CFG_FIELDS, optional=RATIOS))}
-        any_capacity: dict[str, Any] = dict(max_requests=1, max_context=1, num_blocks=1)
+        any_capacity: dict[str, Json] = dict(max_requests=1, max_context=1, num_blocks=1)
         capacity = _exactly(header["cache"], CAPACITY) if "cache" in header else any_capacity
         plan = plan_cache(**layout, **capacity)
         if "snapshot" in header:
@@ -230,7 +229,7 @@ def _template(header: dict[str, Any], expected: CachePlan | None, path: Path) ->
     return template
 
 
-def _exactly(fields: dict[str, Any], names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+def _exactly(fields: dict[str, Json], names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Json]:
     """Return the fields, after checking that they are exactly these names, or lack only optional ones.
 
     Any other missing field must not be replaced by its default, which may not be what the writer had.

@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.checks import FLOATS, Tree, check_array
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +74,7 @@ class WeightWithDelta:
     What stands side by side in one weight, such as W_qa and W_kv, has a delta for each.
     """
 
-    base: Any  # an array, a StoredWeight or StoredExperts
+    base: Tree  # an array, a StoredWeight or StoredExperts
     deltas: tuple[Delta, ...]
 
     @property
@@ -88,7 +87,7 @@ class WeightWithDelta:
         return len(self.base.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """Of the weight without its deltas."""
         return self.base.dtype
 
@@ -133,17 +132,17 @@ class WeightWithDelta:
                 raise ValueError(f"{said}, the weight has {shape[-2]}")
 
 
-def has_delta(node: Any) -> bool:
+def has_delta(node: object) -> bool:
     """Whether a node of a tree is a weight with deltas; for ``is_leaf`` of tree functions."""
     return isinstance(node, WeightWithDelta)
 
 
-def split_delta(weight: Any) -> tuple[Any, tuple[Delta, ...]]:
+def split_delta(weight: Tree) -> tuple[Tree, tuple[Delta, ...]]:
     """Return a weight without its deltas, and the deltas, of which there may be none."""
     return (weight.base, weight.deltas) if isinstance(weight, WeightWithDelta) else (weight, ())
 
 
-def with_delta(weight: Any, deltas: Sequence[Delta]) -> Any:
+def with_delta(weight: Tree, deltas: Sequence[Delta]) -> Tree:
     """Return a weight with deltas besides those that it has. Without any it stays what it is."""
     base, old = split_delta(weight)
     deltas = (*old, *deltas)

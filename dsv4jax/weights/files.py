@@ -12,12 +12,14 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-DTYPES: dict[str, Any] = {
+from dsv4jax.checks import Named
+from dsv4jax.config import Json
+
+DTYPES: Named = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -82,7 +84,7 @@ def write_file(file: Path, tensors: Mapping[str, NewTensor]) -> None:
     Raises:
       ValueError: a tensor's dtype is none of ``DTYPES``.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Named = {"__metadata__": {"format": "pt"}}
     end, ordered = 0, sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     for name, tensor in ordered:
         if tensor.dtype not in _NAMES:
@@ -170,7 +172,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return {name: file for file in file_names(folder, index) for name in read_header(folder / file)}
 
 
-def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
+def block_size(config: Mapping[str, Json]) -> tuple[int, int] | None:
     """Return rows and columns per scale as a parsed config.json has them; None if it does not say.
 
     Raises ValueError if what it says is no block.

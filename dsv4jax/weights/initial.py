@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from dsv4jax.checks import FLOATS, check_dtype
+from dsv4jax.checks import FLOATS, Named, check_dtype
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams, named_shapes
@@ -71,7 +70,7 @@ def random_params(
     shapes = named_shapes(cfg, kind)
     names = list(shapes)
     fp8 = [] if stored is None else [name for name in names if name in QUANTISED]
-    parts: dict[str, Any] = {}
+    parts: Named = {}
     if stored is not None:
         codes, scales = (jax.random.fold_in(key, len(names) + i) for i in range(2))
         parts = random_stored(codes, scales, {name: shapes[name] for name in fp8}, stored)

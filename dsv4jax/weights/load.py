@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.checks import FLOATS
+from dsv4jax.checks import FLOATS, Named, Tree
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams, named_shapes
 from dsv4jax.weights.stored import (
@@ -63,13 +62,13 @@ def scale_names(name: str) -> tuple[str, str]:
     return name.removesuffix(".weight") + ".scale", name + "_scale_inv"
 
 
-def scale_of(name: str, tensors: Mapping[str, Any]) -> Any:
+def scale_of(name: str, tensors: Mapping[str, Tree]) -> Tree:
     """Return the block scales of a tensor, or None."""
     return next((tensors[scale] for scale in scale_names(name) if scale in tensors), None)
 
 
 def load_attention_params(
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, Tree],
     cfg: DSV4Config,
     layer: int,
     naming: str = "hf",
@@ -101,7 +100,7 @@ def load_attention_params(
     if not isinstance(naming, str) or naming not in NAMINGS:
         raise ValueError(f"naming must be one of {list(NAMINGS)}, got {naming!r}")
     stored, dtype = Stored.choose(weights, activations, block), dtype_of(weights)
-    parts: dict[str, Any] = {}
+    parts: Named = {}
     for part, shape in named_shapes(cfg, layer_kind(cfg, layer)).items():
         name = NAMINGS[naming][part]
         if name not in tensors:
@@ -126,7 +125,7 @@ def load_attention_params(
         raise ValueError(f"layer {layer}: {error}; use weights='wide'") from error
 
 
-def as_stored(given: Any, scale: Any, stored: Stored, activations: str) -> StoredWeight:
+def as_stored(given: Tree, scale: Tree, stored: Stored, activations: str) -> StoredWeight:
     """Keep a weight as FP8. The message of a ValueError continues one that names the tensor."""
     if given.dtype != CODES:
         raise ValueError(f" is {given.dtype} and has block scales: weights='stored' needs {CODES}; use 'wide'")
@@ -136,13 +135,13 @@ def as_stored(given: Any, scale: Any, stored: Stored, activations: str) -> Store
         raise ValueError(f": {error}") from error
     try:
         block = find_block(given.shape, scale.shape, stored.block)
-        scales: Any = to_e8m0(scale)
+        scales: Tree = to_e8m0(scale)
     except ValueError as error:
         raise ValueError(f": {error}; use weights='wide'") from error
     return StoredWeight(codes=given, scales=scales, block=block, activations=activations)
 
 
-def as_wide(given: Any, scale: Any, block: tuple[int, int] | None) -> Any:
+def as_wide(given: Tree, scale: Tree, block: tuple[int, int] | None) -> Tree:
     """Multiply a tensor by its scales, if it has any. The message of a ValueError continues one that names it."""
     if scale is None:
         if given.dtype not in FLOATS:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.checks import FLOATS, Tree, check_array
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.kinds import AttentionType
@@ -104,7 +103,7 @@ class AttentionParams:
     index_q_b: Weight | None  # [indexer_heads * indexer_head_dim, q_lora_rank]; CSA only
 
     @classmethod
-    def join(cls, parts: Mapping[str, Any]) -> AttentionParams:
+    def join(cls, parts: Mapping[str, Tree]) -> AttentionParams:
         """Put weights side by side that come one by one.
 
         Args:
@@ -226,7 +225,7 @@ def named_shapes(cfg: DSV4Config, kind: AttentionType) -> dict[str, tuple[int, .
 def param_shapes(cfg: DSV4Config, kind: AttentionType, stored: Stored | None = None) -> AttentionParams:
     """Return the shapes of a layer's weights as ``ShapeDtypeStruct`` leaves, float32 where they are not stored FP8."""
 
-    def part(name: str, shape: tuple[int, ...]) -> Any:
+    def part(name: str, shape: tuple[int, ...]) -> Tree:
         if stored is None or name not in QUANTISED:
             return jax.ShapeDtypeStruct(shape, jnp.float32)
         block = stored.block or BLOCK
@@ -301,7 +300,7 @@ def check_compressors(
     _check_weights("indexer", indexer, {kind: each.indexer for kind, each in shapes.items()}, kind)
 
 
-def _check_weights(name: str, weights: object, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> None:
+def _check_weights(name: str, weights: object, of_kinds: Mapping[AttentionType, Tree], kind: AttentionType) -> None:
     """Check weights against the shapes of their kind. Those of the other kinds are for the message."""
     expected, tree = jax.tree_util.tree_flatten_with_path(of_kinds[kind])
     leaves, found = jax.tree.flatten(weights, is_leaf=is_weight)
@@ -319,7 +318,7 @@ def _check_weights(name: str, weights: object, of_kinds: Mapping[AttentionType, 
             check_array(full, leaf, {f"axis {i}": size for i, size in enumerate(spec.shape)}, FLOATS)
 
 
-def _said(weights: object, of_kinds: Mapping[AttentionType, Any], kind: AttentionType) -> str:
+def _said(weights: object, of_kinds: Mapping[AttentionType, Tree], kind: AttentionType) -> str:
     """What weights are that have another form than those of a kind."""
     found = jax.tree.structure(weights, is_leaf=is_weight)
     for other, shapes in of_kinds.items():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from dsv4jax.checks import FLOATS, check_array
+from dsv4jax.checks import FLOATS, Tree, check_array
 from dsv4jax.weights.deltas import WeightWithDelta, has_delta, moved, of_rows, split_delta, with_delta
 
 CODES, SCALES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
@@ -87,7 +86,7 @@ def is_stored(weight: object) -> bool:
     return isinstance(weight, StoredWeight)
 
 
-def is_weight(node: Any) -> bool:
+def is_weight(node: object) -> bool:
     """Whether a node is a linear weight that is a tree itself: stored, or with deltas; for ``is_leaf``."""
     return isinstance(node, StoredWeight | WeightWithDelta)
 
@@ -133,7 +132,7 @@ def per_number[Scales: (jax.Array, np.ndarray)](
     scales: Scales, block: tuple[int, int], shape: tuple[int, ...]
 ) -> Scales:
     """Repeat block scales [ceil(out / block[0]), ceil(in / block[1])] for every number of a weight of this shape."""
-    repeat: Any = np.repeat if isinstance(scales, np.ndarray) else jnp.repeat
+    repeat: Tree = np.repeat if isinstance(scales, np.ndarray) else jnp.repeat
     rows = repeat(scales, block[0], 0)[: shape[0]]
     return repeat(rows, block[1], 1)[:, : shape[1]]
 
@@ -148,7 +147,7 @@ def as_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8)
 
 
-def rows_of(weight: Any, start: int, stop: int) -> Any:
+def rows_of(weight: Tree, start: int, stop: int) -> Tree:
     """Return rows [start, stop) of a weight, which may be an array, a StoredWeight or a ``jax.ShapeDtypeStruct``.
 
     Deltas beside it are cut with it.
@@ -171,7 +170,7 @@ def rows_of(weight: Any, start: int, stop: int) -> Any:
     return lax.bitcast_convert_type(as_bytes(weight)[start:stop], weight.dtype)
 
 
-def join(*weights: Any) -> Any:
+def join(*weights: Tree) -> Tree:
     """Return a weight with the rows of several, in order: all stored ones, or all arrays. Their deltas come along.
 
     Blocks become lower where one would hold rows of two weights; the values are the same. Arrays of two dtypes become
@@ -212,7 +211,7 @@ def _lower(weight: StoredWeight, height: int) -> jax.Array | np.ndarray:
     return lax.bitcast_convert_type(repeated, weight.scales.dtype)
 
 
-def _join_rows(parts: list[Any]) -> Any:
+def _join_rows(parts: list[Tree]) -> Tree:
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, np.ndarray) for part in parts):  # on the host, without a copy on the device

@@ -6,12 +6,12 @@ import abc
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dsv4jax.checks import Tree
 from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import PALLAS, SIMULATED, Op
@@ -48,7 +48,7 @@ class OfFamily(abc.ABC):
     family: Family
 
     @property
-    def kernels(self) -> Any:
+    def kernels(self) -> Tree:
         """The module that has the kernels."""
         return self.family.load()
 
@@ -88,7 +88,7 @@ def of_chunk(needed: jax.Array | None) -> jax.Array | None:
     return None if needed is None or needed.shape[1] <= _FEW_TOKENS else needed
 
 
-def register(op: Op, make: Callable[[Family], Any]) -> None:
+def register(op: Op, make: Callable[[Family], Tree]) -> None:
     """Register what is made of a family for an op: on a GPU and simulated."""
     for family in (ON_GPU, ON_SIMULATOR):
         op.register(family.backend, make(family))

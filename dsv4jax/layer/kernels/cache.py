@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import pallas_kernels as pk
 from dsv4jax.cache.pool import PagedPool, PooledLayer, find_entries
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache
+from dsv4jax.checks import Tree
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
@@ -44,7 +44,7 @@ class CacheUpdateKernels(Kernels):
         plan, num_tokens = call.plan, rows.num_tokens
         streams = _streams(rows.entry), _streams(rows.key)
         tokens = new_tokens(call, num_tokens, rows.kv, streams)
-        launch: Any = functools.partial(self.kernels.append_chunk, keep_tails=keep_tails)
+        launch: Tree = functools.partial(self.kernels.append_chunk, keep_tails=keep_tails)
         if num_tokens == 1 and not keep_tails:
             launch = self.kernels.cache_step
         return launch(

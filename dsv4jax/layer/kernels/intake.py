@@ -8,13 +8,13 @@ drafts   as in chunks, step by step
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dsv4jax.cache.stack import LayerStack
+from dsv4jax.checks import Named
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.kernels.base import of_chunk
 from dsv4jax.layer.kernels.cache import CacheUpdateKernels, new_tokens
@@ -88,7 +88,7 @@ class IntakeKernels:
             stack = pk.append_chunk(stack, tokens, **formats, **self._options(call, tokens))
         return Taken(call=call.with_stack(stack), latents=_latents(given, parts), kv=parts.kv, fresh=parts.stored)
 
-    def _options(self, call: LayerCall, tokens: pk.NewTokens) -> dict[str, Any]:
+    def _options(self, call: LayerCall, tokens: pk.NewTokens) -> Named:
         ratio = None if tokens.entry is None else call.ratio
         return dict(key_format=call.plan.indexer_format, ratio=ratio, **self.kernels.options)
 

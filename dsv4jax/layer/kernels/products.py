@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import pallas_kernels as pk
+from dsv4jax.checks import Named, Tree
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
@@ -86,7 +86,7 @@ class ProjectionsKernels(Kernels):
             return pk.Unsupported(kind="no kernel", reason="what a low-rank delta adds is computed beside the product")
         specs = tuple(weight_spec(weight, groups) for weight in weights)
         width = groups * specs[0].inputs
-        form: dict[str, Any] = {"kind": type(x)} if isinstance(x, _OTHERS) else {"dtype": x.dtype}
+        form: Named = {"kind": type(x)} if isinstance(x, _OTHERS) else {"dtype": x.dtype}
         rows = pk.RowsSpec(count=math.prod(x.shape) // width, width=width, **form)
         problem = pk.Problem(rows=rows, weights=specs, epilogues=epilogues, needed=which_are_needed(needed))
         return pk.plan(problem)
@@ -98,7 +98,7 @@ class ProjectionsKernels(Kernels):
         weights: tuple[Weight, ...],
         *extras: jax.Array,
         needed: jax.Array | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tree, ...]:
         """Do what a plan of these says: rows are [M, ...]. ``extras`` are [M, ...], too."""
         if isinstance(plan, pk.Unsupported):
             raise ValueError(f"no kernel serves this product: {plan.reason}")
@@ -190,7 +190,7 @@ def weight_spec(weight: Weight, groups: int = 1) -> pk.WeightSpec:
     """Return how a weight is described to the kernels."""
     outputs, inputs = weight.shape
     if isinstance(weight, StoredWeight):
-        form: dict[str, Any] = dict(block=weight.block, activations=weight.activations)
+        form: Named = dict(block=weight.block, activations=weight.activations)
     else:
         form = dict(dtype=weight.dtype)
     return pk.WeightSpec(shape=(outputs, inputs), groups=groups, **form)

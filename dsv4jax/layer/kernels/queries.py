@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
 import pallas_kernels as pk
+from dsv4jax.checks import Tree
 from dsv4jax.formats import KeyRows
 from dsv4jax.layer.kernels.products import ProjectionsKernels, row_form
 from dsv4jax.layer.stages.interface import Latents, Queries
@@ -75,7 +75,7 @@ class QueryKernels:
 
     def _run(
         self, plan: pk.Plan, weights: tuple[Weight, ...], latents: Latents, needed: jax.Array | None = None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tree, ...]:
         """Return the queries that a plan makes, [B, T, ...]."""
         positions = latents.positions
         freqs = rope_frequencies(self.steps.plan.cfg, self.steps.kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.typing import DTypeLike
 
 import pallas_kernels as pk
 from dsv4jax.cache.pool import PooledLayer
+from dsv4jax.checks import Named
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -182,7 +182,7 @@ def _of_block(reads: pk.AttentionInputs[jax.Array], block: KVRows) -> pk.Attenti
     )
 
 
-def _form_options(form: RowForm, dtype: DTypeLike) -> dict[str, Any]:
+def _form_options(form: RowForm, dtype: DTypeLike) -> Named:
     """Return how kernels are told to give rows in a form, or in the plain one as ``dtype``."""
     if form == "plain":
         return {"dtype": dtype}

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Patch = Callable[[Any, int], Any]  # (value, number of the layer) -> what the pass goes on with
-Seen = dict[str, Any]  # what was captured in a layer, by site
+from dsv4jax.checks import Tree
+
+Patch = Callable[[Tree, int], Tree]  # (value, number of the layer) -> what the pass goes on with
+Seen = dict[str, Tree]  # what was captured in a layer, by site
 
 
 @jax.tree_util.register_dataclass
@@ -76,5 +77,5 @@ def _checked[T](new: T, old: T, name: str) -> T:
     return jax.tree.map(jnp.asarray, new)
 
 
-def _form(leaf: Any) -> str:
+def _form(leaf: Tree) -> str:
     return f"{leaf.dtype.name}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__

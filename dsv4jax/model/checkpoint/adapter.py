@@ -21,12 +21,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.checks import check_concrete
+from dsv4jax.config import Json
 from dsv4jax.model.checkpoint.save import new_folder
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.deltas import Target, add_deltas, deltas_of, targets_of
@@ -39,7 +39,7 @@ _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _EXPERTS, _NESTED = "mlp.experts", "mlp.experts.base_layer"
 _PARAMETERS = {"mlp.gate": "mlp.gate.weight"}  # what transformers holds as a parameter, not as a linear module
 # What PEFT can do besides, and this library does not. A file that asks for it is refused.
-_ABSENT: dict[str, Any] = {
+_ABSENT: dict[str, Json] = {
     **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "use_qalora"), (None, False, [])),
     "bias": (None, "none"),
     "peft_type": ("LORA",),
@@ -129,7 +129,7 @@ def _up_columns(delta: Delta) -> np.ndarray:
     return up if up.ndim == 2 else np.moveaxis(up, 0, -1).reshape(up.shape[1], -1)
 
 
-def _delta(target: Target, down: np.ndarray, up: np.ndarray, config: Mapping[str, Any]) -> Delta:
+def _delta(target: Target, down: np.ndarray, up: np.ndarray, config: Mapping[str, Json]) -> Delta:
     *experts, rows, inputs = target.shape
     if experts:
         down = down.reshape(*experts, -1, inputs)
@@ -141,7 +141,7 @@ def _delta(target: Target, down: np.ndarray, up: np.ndarray, config: Mapping[str
     return Delta(down=jnp.asarray(down), up=jnp.asarray(up), first=target.first, alpha=alpha)
 
 
-def _of_pattern(patterns: Mapping[str, Any], target: Target, otherwise: Any) -> Any:
+def _of_pattern(patterns: Mapping[str, Json], target: Target, otherwise: Json) -> Json:
     """What the first pattern says that the end of a target's name matches, as PEFT reads it."""
     name = _PARAMETERS.get(target.module, target.module)
     full = target.full_module.removesuffix(target.module) + name
@@ -176,7 +176,7 @@ def _target(module: str, down: FileTensor, up: FileTensor, known: Mapping[str, T
     return None
 
 
-def _config(cfg: ModelConfig, deltas: Mapping[Target, Delta]) -> dict[str, Any]:
+def _config(cfg: ModelConfig, deltas: Mapping[Target, Delta]) -> dict[str, Json]:
     """The content of adapter_config.json."""
     names = {target: _PARAMETERS.get(target.module, target.module) for target in deltas}
     everywhere = collections.Counter(target.name for target in targets_of(cfg))

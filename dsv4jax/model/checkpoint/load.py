@@ -15,7 +15,6 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from dsv4jax.checks import FLOATS, check_dtype
+from dsv4jax.checks import FLOATS, Tree, check_dtype
 from dsv4jax.config import read_config
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
 from dsv4jax.model.config import ModelConfig
@@ -83,7 +82,7 @@ class Form:
             dtype = dtype_of(weights)
         return cls(weights=weights, activations=activations, dtype=None if dtype is None else jnp.dtype(dtype))
 
-    def cast(self, x: Any, form: str) -> jax.Array:
+    def cast(self, x: Tree, form: str) -> jax.Array:
         """Place an array that checkpoints store in a form of ``TensorSpec``."""
         if form == "int64":
             return jnp.asarray(x.astype(np.int32))
@@ -153,7 +152,7 @@ def load_model(
         return _spread(params, mesh)
 
 
-def _on_host(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+def _on_host(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
     """Over a mesh, arrays are made on the host and then placed where the mesh keeps them."""
     return contextlib.nullcontext() if mesh is None else jax.default_device(jax.local_devices(backend="cpu")[0])
 
@@ -342,7 +341,7 @@ class _Reader:
 
     def weight(self, *names: str) -> Weight:
         """Place linear weights, side by side."""
-        parts: list[Any] = []
+        parts: list[Tree] = []
         for name in names:
             given, scale = self._raw(name)
             try:
@@ -383,7 +382,7 @@ class _Reader:
                 raise ValueError(f"draft block, {error}") from error
             raise
 
-        def cast(path: Any, leaf: jax.Array) -> jax.Array:
+        def cast(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
             if leaf.dtype.itemsize == 1:
                 return leaf
             return self.form.cast(leaf, "f32" if path[-1].name in ALWAYS_F32 else "bf16")
@@ -472,7 +471,7 @@ class _Reader:
             made.append(jax.tree.unflatten(jax.tree.structure(like), buffers))
         return made[0] if self._mesh is None else jax.tree.map(functools.partial(_joined, self._mesh), *made)
 
-    def _shares(self) -> list[tuple[Any, range]]:
+    def _shares(self) -> list[tuple[Tree, range]]:
         """Which experts each of this process's devices holds. None is the default device."""
         count = self.cfg.num_experts
         if self._mesh is None:
@@ -506,7 +505,7 @@ class _Reader:
         return stored.widened(jnp.zeros(1, jnp.int32), exact if self.form.dtype is None else self.form.dtype)
 
 
-def _forms(part: ExpertWeight) -> tuple[Any, list[Any]]:
+def _forms(part: ExpertWeight) -> tuple[Tree, list[Tree]]:
     return jax.tree.structure(part), [leaf.dtype for leaf in jax.tree.leaves(part)]
 
 

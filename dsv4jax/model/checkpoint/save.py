@@ -13,15 +13,14 @@ import os
 import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dsv4jax.checks import check_concrete, integer
-from dsv4jax.config import layer_schedule
+from dsv4jax.checks import Tree, check_concrete, integer
+from dsv4jax.config import Json, layer_schedule
 from dsv4jax.model.params import (
     Block,
     DraftParams,
@@ -139,7 +138,7 @@ class _Tensors:
         if params.drafts is not None:
             self.drafts(params.drafts)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Json]:
         """The content of config.json."""
         config = self.cfg.to_hf()
         if self.has_drafts:
@@ -250,7 +249,7 @@ class _Tensors:
             self.put(name, lambda weight=weight: weight)
 
 
-def _tensor(spec: Any, get: Callable[[], Any]) -> NewTensor:
+def _tensor(spec: Tree, get: Callable[[], Tree]) -> NewTensor:
     """A tensor as it is in files: integers are int64, and FP4 codes, which are bytes, int8."""
     as_in_files = {jnp.dtype(jnp.int32): np.dtype(np.int64), jnp.dtype(jnp.uint8): np.dtype(np.int8)}
     dtype = as_in_files.get(spec.dtype, np.dtype(spec.dtype))

@@ -18,13 +18,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache, check_cache
-from dsv4jax.checks import check_array, check_batch
+from dsv4jax.checks import Named, check_array, check_batch
 from dsv4jax.config import DSV4Config
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import Backend
@@ -312,7 +312,7 @@ class Ran:
         """The streams after the last layer, [B, T, num_streams, hidden]."""
         return self.after[-1]
 
-    def captured(self, way: Way[KVCache]) -> dict[str, Any]:
+    def captured(self, way: Way[KVCache]) -> Named:
         """Return what was captured by name."""
         plan = self.cache.plan
         return way.probe.captured(self.seen, way.cfg, plan.max_blocks * plan.entries_per_block(AttentionType.CSA))

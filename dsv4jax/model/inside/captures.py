@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Required, TypedDict
+from typing import Required, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dsv4jax.cache.shards import DATA
+from dsv4jax.checks import Named, Tree
 from dsv4jax.config import layer_schedule
 from dsv4jax.layer.stages.probe import Patch, Probe, Seen
 from dsv4jax.model.config import ModelConfig
@@ -103,12 +104,12 @@ class ModelProbe:
             entries=entries,
         )
 
-    def captured(self, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int) -> dict[str, Any]:
+    def captured(self, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int) -> Named:
         """Return what was captured by name: ``seen`` is that of each layer, and of the head."""
         return {name: _stacked(name, seen, cfg, max_entries) for name in self.captures}
 
     @property
-    def specs(self) -> dict[str, Any]:
+    def specs(self) -> Named:
         """The specs over a mesh of what is captured. The axis of requests follows those of layer and sublayer."""
         return {name: P(*[None] * (0 if name == "head" else 2 if name in TWICE else 1), DATA) for name in self.captures}
 
@@ -127,7 +128,7 @@ def _check_name(argument: str, name: str, *, has_cache: bool) -> None:
         raise ValueError(f"{argument}: {name!r} is of a pass over a cache, such as forward")
 
 
-def _stacked(name: str, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int) -> Any:
+def _stacked(name: str, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int) -> Tree:
     *layers, of_head = seen
     if name == "head":
         return of_head[name]
@@ -140,7 +141,7 @@ def _stacked(name: str, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int
         experts, picks = (_stacked(each, seen, cfg, max_entries) for each in ("experts", "picks"))
         return record(experts, picks, max_entries, cfg)
     if name == "entries":
-        of_kinds: dict[str, list[Any]] = {}
+        of_kinds: dict[str, list[Tree]] = {}
         for spec, of_layer in zip(layer_schedule(cfg.attention), layers, strict=True):
             if name in of_layer:
                 of_kinds.setdefault(spec.attn.value, []).append(of_layer[name])
@@ -148,7 +149,7 @@ def _stacked(name: str, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int
     return _stack([of_layer[name] for of_layer in layers])
 
 
-def _stack(trees: Sequence[Any]) -> Any:
+def _stack(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 

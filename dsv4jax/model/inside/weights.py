@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
 from dsv4jax.cache.cache import KVCache
+from dsv4jax.checks import Tree
 from dsv4jax.layer.stages.weights import AttentionWeights
 from dsv4jax.layer.stages.weights import attention_weights as of_layer
 from dsv4jax.model.params import ModelParams
@@ -15,7 +15,7 @@ from dsv4jax.model.params import ModelParams
 
 def attention_weights(
     params: ModelParams,
-    captured: Mapping[str, Any],
+    captured: Mapping[str, Tree],
     cache: KVCache,
     layer: int,
     slots: jax.Array,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import pallas_kernels as pk
+from dsv4jax.checks import Tree
 from dsv4jax.layer.kernels.base import register
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.kernels.base import ModelKernels
@@ -18,7 +18,7 @@ from dsv4jax.model.params import Router
 class RouterKernels(ModelKernels):
     """``pallas_kernels.route``."""
 
-    def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
+    def unserved(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
         if not jnp.dtype(dtype) == jnp.dtype(weights.gate.dtype) == jnp.bfloat16:
             return f"x and the gate must be bfloat16, got {jnp.dtype(dtype)} and {weights.gate.dtype}"
         return pk.unsupported_route(experts=cfg.num_experts, picks=cfg.experts_per_token)

@@ -15,12 +15,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv4jax.checks import Tree
 from dsv4jax.derivatives import refuse_derivative, straight_through
 from dsv4jax.formats import fp8_rounded
 from dsv4jax.kinds import AttentionType
@@ -114,10 +114,10 @@ def _constant(weight: ExpertWeight) -> ExpertWeight:
     return _frozen(weight, functools.partial(refuse_derivative, message))
 
 
-def _frozen(weight: ExpertWeight, also: Callable[[Any], Any] = lambda stored: stored) -> ExpertWeight:
+def _frozen(weight: ExpertWeight, also: Callable[[Tree], Tree] = lambda stored: stored) -> ExpertWeight:
     """The weight, with no tangent for what of it is stored. ``also`` is done to that first."""
 
-    def freeze(node: Any) -> Any:
+    def freeze(node: Tree) -> Tree:
         return lax.stop_gradient(also(node)) if isinstance(node, StoredExperts) else node
 
     return jax.tree.map(freeze, weight, is_leaf=is_any_stored)
@@ -162,7 +162,7 @@ _outputs = jax.custom_jvp(_all_outputs, nondiff_argnums=(0,))
 
 
 @_outputs.defjvp
-def _(cfg: ModelConfig, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+def _(cfg: ModelConfig, primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) -> Tree:
     """Over all tiles that there can be: reverse mode must know their number."""
     return jax.jvp(functools.partial(_all_outputs, cfg, to_the_end=True), primals, tangents)
 
