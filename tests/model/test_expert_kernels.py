@@ -38,7 +38,7 @@ def stored_shared(outputs: int, inputs: int, seed: int) -> StoredWeight:
     return StoredWeight(codes=jnp.asarray(codes), scales=jax.device_put(scales))
 
 
-def experts(activations: str = "bf16", **changes: Any) -> Experts:
+def experts(activations: str = "bf16", /, **changes: Any) -> Experts:
     width, hidden = CFG.expert_width, CFG.hidden_size
     shared = stored_shared(2 * width, hidden, 3), stored_shared(hidden, width, 4)
     found = Experts(
