@@ -2,8 +2,8 @@
 
 A line is a JSON object. ``case`` names what was timed and ``device`` the hardware. Three sorts of files hold lines:
 
-- ``h200*.jsonl`` and ``h100.jsonl`` were written by the programs of this folder and by ``benchmarks.layer``. ``run``
-  marks a line of an earlier run.
+- ``h200*.jsonl``, ``h100.jsonl`` and ``drafts.jsonl`` were written by the programs of this folder, by
+  ``benchmarks.layer`` and ``benchmarks.model``. ``run`` marks a line of an earlier run.
 - ``by_hand.jsonl`` holds figures that somebody copied from a program's output; ``program`` says which program that was.
 - ``public_cuda.jsonl`` holds the times of other libraries' kernels, with ``library``, ``kernel`` and ``timed`` (how);
   ``version`` is null where it was not noted. ``beside`` names the cases of this project that do the same work.
@@ -33,12 +33,13 @@ class Results:
     reads: list[Line]  # what reads it, and decode steps
     layers: list[Line]  # whole layers
     h100: list[Line]  # some of the last two on an H100
+    drafts: list[Line]  # parts of passes with drafts, and whole passes
     by_hand: list[Line]
     public: list[Line]
 
     @classmethod
     def load(cls) -> Results:
-        names = dict(updates="h200", reads="h200_reads", layers="h200_layers", h100="h100")
+        names = dict(updates="h200", reads="h200_reads", layers="h200_layers", h100="h100", drafts="drafts")
         names |= dict(by_hand="by_hand", public="public_cuda")
         return cls(**{field: read_lines(RESULTS / f"{name}.jsonl") for field, name in names.items()})
 

@@ -16,7 +16,7 @@ from benchmarks.kernels.chart import draw_reads, draw_updates
 from benchmarks.kernels.lines import Results
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/speed.md", "docs/speed-limits.md", "docs/tried.md")
+PAGES = ("README.md", "docs/speed.md", "docs/speed-limits.md", "docs/tried.md", "docs/generation.md")
 TABLES: dict[str, Callable[[Results], str]] = {
     make.__name__: make
     for make in (
@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
         tables.prefill_model,
         tables.h100,
         tables.padding,
+        tables.drafts,
         tables.programs,
         tables.public_cuda,
         shares.layer_parts,

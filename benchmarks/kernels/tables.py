@@ -391,6 +391,30 @@ def h100(results: Results) -> str:
     return table("case | us on an H100 | range of the runs | us on an H200 | range of the runs", rows)
 
 
+def drafts(results: Results) -> str:
+    """What a pass with five drafts by DSpark takes beside the model's own layers, and over a pass without drafts."""
+    found = {line["case"]: line for line in results.drafts}
+    parts = "store keys", "run of the block", "logits", "draw drafts, greedy", "judge drafts, greedy"
+
+    def cell(case: str) -> str:
+        line = found.get(case)
+        return "-" if line is None else number(line["us"]["median"]) + (EARLIER if "run" in line else "")
+
+    rows: list[tuple[str, ...]] = []
+    for requests in (1, 16, 64):
+        cases = [f"{part} B{requests} 4096" for part in parts]
+        whole = found.get(f"pass of 43 layers, 5 drafts, B{requests} 4096")
+        plain = found.get(f"pass of 43 layers, 0 drafts, B{requests} 4096")
+        ratio = even = both = "-"
+        if whole is not None and plain is not None:
+            both = " / ".join(number(line["ms_of_wall"]["median"]) for line in (plain, whole))
+            ratio, even = f"{whole['plain']:.2f}", f"{whole['plain'] - 1:.2f}"
+        if any(case in found for case in cases) or whole is not None:
+            rows.append((str(requests), *map(cell, cases), both, ratio, even))
+    columns = "keys of the pass | run of the block | logits | five drawn | five judged"
+    return table(f"requests | {columns} | ms without / with drafts | ratio | accepted to break even", rows)
+
+
 def programs(results: Results) -> str:
     """What the programs of benchmarks/ printed, as it was noted."""
     rows = []

@@ -13,6 +13,7 @@ import dsv4jax as d4
 from dsv4jax.model import (
     Caches,
     ModelParams,
+    Sampling,
     Snapshots,
     forward,
     init_caches,
@@ -46,7 +47,7 @@ def fed(params: ModelParams, ids: jax.Array, caches: Caches, slots: jax.Array, c
     of = Fed(seen=seen, following=following, slots=slots, count=count)
 
     def draw(logits: jax.Array, i: Any):
-        return jnp.argmax(logits, -1).astype(jnp.int32), logits
+        return jnp.argmax(logits, -1).astype(jnp.int32), Sampling.of().chances(logits)
 
     drafts, rows = drafter(params).guess(params, of, caches.drafts, DRAFTS, draw, None)
     return Caches(model=d4.advance(cache, slots, count), drafts=rows), logits, drafts
