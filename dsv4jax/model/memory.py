@@ -1,6 +1,7 @@
 """The memory that a model's weights take as checkpoints store them, and that a training step takes besides.
 
 print(plan_memory(ModelConfig.flash()))
+print(plan_memory(ModelConfig.flash(), mesh=(1, 2), requests=64))
 print(plan_memory(ModelConfig.flash(), training=TrainingStep(tokens=4096, ranks={"q_b": 8, "experts": 4})))
 """
 
@@ -11,13 +12,16 @@ import math
 from collections.abc import Mapping
 
 from dsv4jax.checks import integer
+from dsv4jax.model.caches import TRAINED
 from dsv4jax.model.checkpoint.tensors import TensorSpec, model_tensors
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.deltas import numbers_of
 from dsv4jax.model.plain.experts import TILE, WIDE
+from dsv4jax.plan import CachePlan, plan_cache
 
 GIB = 1 << 30
-DEVICES = (1, 2, 4, 8)
+DEVICES = (1, 2, 4, 8, 16, 32, 64)
+DEVICE_GIB = (78, 139, 178)  # that an H100, H200 and B200 have for a program
 
 
 # Copies of the streams in f32 that are in memory while a layer is differentiated, at most: those of its two sublayers,
@@ -91,10 +95,74 @@ def step_memory(cfg: ModelConfig, step: TrainingStep) -> StepMemory:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeshMemory:
+    """What a device of a mesh holds of a model, and what a decode step makes it receive. Arithmetic, not measured."""
+
+    shape: tuple[int, int]  # of the axes data and model
+    requests: int  # of all devices
+    weights: int  # bytes on each device
+    cache: CachePlan  # of the requests of a device, whatever their context
+    # By the names of ``dsv4jax.model.inside.devices``: (how often a step, bytes that a device receives in all of them).
+    received: dict[str, tuple[int, int]]
+
+    def context(self, device_bytes: int) -> int:
+        """Return the tokens that each request can have beside the weights, the same for all; 0 if there is no room."""
+        return self.cache.largest_context(max(0, device_bytes - self.weights))
+
+    def __str__(self) -> str:
+        data, model = self.shape
+        lines = [f"on a mesh of {data}x{model}, {self.requests} requests, each device:"]
+        lines += [f"{'weights':<20} {self.weights / GIB:8.1f} GiB"]
+        lines += [f"context in {gib:>4} GiB {self.context(gib * GIB):12,} tokens a request" for gib in DEVICE_GIB]
+        lines += [
+            f"{name:<20} {times:3} a step, {size / 1e6:10.3f} MB received"
+            for name, (times, size) in self.received.items()
+        ]
+        return "\n".join(lines)
+
+
+def mesh_memory(cfg: ModelConfig, weights: int, shape: tuple[int, int], requests: int) -> MeshMemory:
+    """Compute what a mesh holds and sends in a decode step, with activations in bf16."""
+    data, model = (integer(name, size, 1) for name, size in zip(("data", "model"), shape, strict=True))
+    requests = integer("requests", requests, 1)
+    for name, count, size in (
+        ("requests", requests, data),
+        ("num_experts", cfg.num_experts, data * model),
+        ("vocab_size", cfg.vocab_size, data * model),
+    ):
+        if count % size:
+            raise ValueError(f"{name}={count} must be divisible by {size}, of the mesh {data}x{model}")
+
+    def gathered(row: int) -> int:
+        return (data - 1) * (requests // data) * row
+
+    def added(row: int) -> int:
+        return (data - 1) * (requests // data) * row + 2 * (model - 1) * (requests // data) * row // model
+
+    hidden, layers, logits = cfg.hidden_size, cfg.num_layers, 4 * cfg.vocab_size * (requests // data)
+    of_data, of_any = int(data > 1), int(data * model > 1)
+    received = {
+        "gather_tokens": (of_data, gathered(8)),
+        "sum_of_embedding": (of_any, added(2 * hidden)),
+        "gather_inputs": (of_data * (layers + 1), (layers + 1) * gathered(2 * hidden)),
+        "sum_of_experts": (of_any * layers, layers * added(4 * hidden)),
+        "gather_logits": (of_any, logits * (data - 1) // (data * model) + logits * (model - 1) // model),
+    }
+    return MeshMemory(
+        shape=(data, model),
+        requests=requests,
+        weights=weights,
+        cache=plan_cache(cfg.attention, requests // data, 1, **TRAINED),
+        received=received,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes of a model's weights in a checkpoint, and how many numbers and tensors they are.
 
-    ``training`` is what a training step takes besides, if that was asked for.
+    ``training`` is what a training step takes besides, and ``mesh`` what several devices hold and send, if that was
+    asked for.
     """
 
     experts: int  # routed, without those of the block for drafts
@@ -106,6 +174,7 @@ class MemoryPlan:
     tensors: int  # scales are tensors, too
     layers: int  # without those of the block for drafts
     training: StepMemory | None = None
+    mesh: MeshMemory | None = None
 
     @property
     def total(self) -> int:
@@ -113,8 +182,8 @@ class MemoryPlan:
         return self.experts + self.tables + self.other + self.drafts
 
     def per_device(self, devices: int) -> int:
-        """Bytes on each of some devices if routed experts are spread over them, and all else is on each."""
-        spread = self.experts + self.draft_experts
+        """Bytes on each of some devices. Routed experts, embedding and head are spread, and all else is on each."""
+        spread = self.experts + self.draft_experts + self.tables
         return math.ceil(spread / devices) + self.total - spread
 
     def host_layers(self, device_bytes: int) -> int:
@@ -146,9 +215,11 @@ class MemoryPlan:
         lines += [
             f"on {devices} device{'s' * (devices > 1)}:".ljust(20)
             + f" {self.per_device(devices) / GIB:8.1f} GiB each"
-            + (", the experts spread, the rest on each; computed, only one device is served" if devices > 1 else "")
+            + (", experts, embedding and head spread, the rest on each" if devices > 1 else "")
             for devices in DEVICES
         ]
+        if self.mesh is not None:
+            lines.append(str(self.mesh))
         if self.training is not None:
             step = self.training
             parts = {
@@ -164,16 +235,25 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def plan_memory(cfg: ModelConfig, drafts: int = 1, training: TrainingStep | None = None) -> MemoryPlan:
-    """Compute the memory of a model's weights, and of a training step if one is given.
+def plan_memory(
+    cfg: ModelConfig,
+    drafts: int = 1,
+    training: TrainingStep | None = None,
+    mesh: tuple[int, int] | None = None,
+    requests: int = 1,
+) -> MemoryPlan:
+    """Compute the memory of a model's weights, and of a training step or on a mesh if one is given.
 
     Args:
       cfg: the model's sizes.
       drafts: 0 leaves out the block that guesses tokens.
       training: the step; its memory is the plan's ``training``.
+      mesh: sizes of the axes data and model, such as (1, 2); what its devices hold and send is the plan's ``mesh``.
+      requests: that the mesh serves at a time.
 
     Raises:
-      ValueError: no weight has the name of one of the step's deltas.
+      ValueError: no weight has the name of one of the step's deltas; or requests do not divide by the axis data, or
+        experts or vocabulary by all devices.
     """
     specs = model_tensors(cfg, drafts)
 
@@ -185,7 +265,7 @@ def plan_memory(cfg: ModelConfig, drafts: int = 1, training: TrainingStep | None
     experts = {name: spec for name, spec in main.items() if ".ffn.experts." in name}
     tables = {name: spec for name, spec in main.items() if name in ("embed.weight", "head.weight")}
     scales = [spec.scales for spec in specs.values() if spec.scales is not None]
-    return MemoryPlan(
+    plan = MemoryPlan(
         experts=size(experts),
         tables=size(tables),
         other=size(main) - size(experts) - size(tables),
@@ -196,3 +276,7 @@ def plan_memory(cfg: ModelConfig, drafts: int = 1, training: TrainingStep | None
         layers=cfg.num_layers,
         training=None if training is None else step_memory(cfg, training),
     )
+    if mesh is None:
+        return plan
+    of_mesh = mesh_memory(cfg, plan.per_device(math.prod(mesh)), mesh, requests)
+    return dataclasses.replace(plan, mesh=of_mesh)
