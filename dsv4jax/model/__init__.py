@@ -13,6 +13,7 @@ drafting           drafts for the loop, whichever block makes them
 caches             the model's cache and that of its drafts
 sampling           drawing tokens, and accepting drafts
 loop               the compiled loop that generates texts
+prefixes           beginnings of prompts, kept while texts are generated
 generation         prompts in, new tokens out
 text               tokenizers and chats
 checkpoint         loading a model from a folder, and saving it

@@ -29,10 +29,12 @@ from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.drafting import JudgedDraft
 from dsv4jax.model.inside.choices import Choices, no_choices
 from dsv4jax.model.inside.devices import check_meshes
-from dsv4jax.model.loop import Loop, Texts, begin, of_each_shard, run, seat, store
+from dsv4jax.model.loop import EVERYTHING, Loop, Texts, begin, of_each_shard, run, seat, store
 from dsv4jax.model.params import ModelParams
+from dsv4jax.model.prefixes import Prompts as KeptPrompts
 from dsv4jax.model.sampling import Sampling
 from dsv4jax.plan import CachePlan, shard_plan
+from dsv4jax.requests.prefixes import Prefix, PrefixStore
 
 # Passes of the loop from one look at what it made to the next: of a stream, for reports of progress, otherwise.
 STREAMED, REPORTED, UNSEEN = 1, 8, 64
@@ -83,6 +85,9 @@ class Generator:
     not been used for longest. When a prompt begins with such a text, but for its last token, which is never stored,
     only the rest of the prompt is stored: a chat that grows is not computed again.
 
+    With ``prefixes``, beginnings of prompts are kept as well, and prompts that begin alike are computed once: see
+    ``d4.requests.PrefixStore``. Prefixes give way before a text has to wait for blocks.
+
     Texts wait until there is a row and blocks for what they have. If blocks run out later on, the last texts of those
     at work wait again, and are stored anew when there is room. What is drawn does not depend on it, but with drafts at
     a temperature above 0, where only its distribution does not.
@@ -96,6 +101,7 @@ class Generator:
       rows: texts that are worked on at a time.
       context: the most tokens of a text.
       drafts: tokens that are guessed per pass.
+      prefixes: the store of prefixes, as of the last call that is over; None if none are kept.
       result: what the last call made; of a stream, as far as it got.
     """
 
@@ -107,6 +113,7 @@ class Generator:
         drafts: int = 0,
         *,
         caches: Caches | None = None,
+        prefixes: int | PrefixStore = 0,
         **formats: Any,
     ) -> None:
         """Make empty caches. Nothing is compiled before the first prompt.
@@ -117,7 +124,10 @@ class Generator:
           context: tokens that each of them can hold, rounded up to a power of two of at least ``CONTEXT``.
           drafts: tokens to guess per pass with the model's own draft block. They change the speed, not the
             distribution; at temperature 0 not even the tokens.
-          caches: empty caches to use, which are donated, in place of some of these sizes.
+          caches: caches to use, which are donated, in place of some of these sizes. They are empty, but for the
+            prefixes of a store that is given.
+          prefixes: the most beginnings of prompts to keep, each in a slot beside those of the rows; or the store of
+            what the caches hold. On one device.
           formats: as for ``init_caches``, which makes caches if none are given.
 
         Raises:
@@ -128,12 +138,20 @@ class Generator:
         self._params, self.drafts = params, integer("drafts", drafts, 0)
         if self.drafts and params.drafts is None:
             raise ValueError("this model cannot make drafts: its checkpoint holds no block for them")
+        most = prefixes.capacity if isinstance(prefixes, PrefixStore) else integer("prefixes", prefixes, 0)
+        if most and params.mesh is not None:
+            raise ValueError(f"prefixes={most} are kept on one device, and the model is on several")
         if caches is None:
-            sizes = integer("rows", rows, 1), integer("context", context, 1), drafts
+            sizes = integer("rows", rows, 1), integer("context", context, 1), drafts, most
             caches = caches_of(params.cfg, *sizes, mesh=params.mesh, **formats)
         elif formats:
             raise ValueError(f"caches are given, and have formats: leave out {list(formats)}")
-        _check_caches(caches, self.drafts, params)
+        _check_caches(caches, self.drafts, params, prefixes.prefixes if isinstance(prefixes, PrefixStore) else ())
+        self.prefixes = prefixes if isinstance(prefixes, PrefixStore) else None
+        if self.prefixes is None and most:
+            self.prefixes = PrefixStore(caches.model.plan, most)
+        if self.prefixes is not None and self.prefixes.plan != caches.model.plan:
+            raise ValueError(f"prefixes are of {self.prefixes.plan!r}, the caches of {caches.model.plan!r}")
         self._caches: Caches | None = caches
         self._plans = caches.model.plan, caches.drafts and caches.drafts.plan
         self._shards = 1 if params.mesh is None else params.mesh.shape[DATA]
@@ -146,11 +164,37 @@ class Generator:
 
     @property
     def rows(self) -> int:
-        return self._plans[0].max_requests
+        return self._plans[0].max_requests - (self.prefixes.capacity if self.prefixes else 0)
 
     @property
     def context(self) -> int:
         return self._plans[0].max_context
+
+    def take_caches(self) -> Caches:
+        """Return the caches, which hold the prefixes of ``prefixes`` and nothing else, to be saved or used anew.
+
+        The next call makes empty ones, and begins with an empty store.
+
+        Raises:
+          RuntimeError: a stream is not over.
+        """
+        self._check_idle()
+        caches, self._caches = self._caches or empty_caches(*self._plans, self._params.mesh), None
+        slots, per_shard = np.full(self._plans[0].max_requests, -1, np.int32), self._of_shard.max_requests
+        for one in self._kept:
+            slots[one.slot] = one.slot % per_shard
+        self._forget()
+        return caches.release(jnp.asarray(slots))
+
+    def _forget(self) -> None:
+        """Note that the caches are gone."""
+        self._kept = []
+        if self.prefixes is not None:
+            self.prefixes = self.prefixes.without(*self.prefixes.prefixes)
+
+    def _check_idle(self) -> None:
+        if self._is_busy:
+            raise RuntimeError("this generator's last stream is not over: exhaust it, or call its close()")
 
     def stream(
         self,
@@ -231,21 +275,22 @@ class Generator:
     def _run(
         self, prompts: list[np.ndarray], max_new: int, go_on: functools.partial[Loop], passes: int, records: bool
     ) -> Rounds:
-        if self._is_busy:
-            raise RuntimeError("this generator's last stream is not over: exhaust it, or call its close()")
+        self._check_idle()
         made: list[list[int]] = [[] for _ in prompts]
         (loop, places), seconds = self._begin(prompts, max_new, records), 0.0
         self._is_busy = True
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
             self._compile(loop, [prompt.size for prompt in prompts], go_on)
+            kept = KeptPrompts.of(self.prefixes, prompts) if self.prefixes and not records else None
             jax.block_until_ready(loop)
             while goes_on:
                 began = time.perf_counter()
                 if needs_seats:
-                    loop = seat(loop)
+                    loop = seat(loop) if kept is None else kept.begin(kept.seat(loop), SHORT, self._feed)
+                    self.prefixes = self.prefixes if kept is None else kept.store
                     for rows, chunk in self._chunks(jax.device_get(_pending(loop)).reshape(self._shards, -1)):
-                        loop = store(self._params, loop, jnp.asarray(rows, jnp.int32), chunk=chunk)
+                        loop = store(self._params, loop, jnp.asarray(rows, jnp.int32), EVERYTHING, chunk=chunk)
                 loop = go_on(self._params, loop, passes=jnp.int32(passes))
                 tokens, after, *flags = _look(loop, lengths, passes * (self.drafts + 1))
                 tokens, counts, *flags = jax.device_get((tokens, after - lengths, *flags))
@@ -262,14 +307,24 @@ class Generator:
             self._is_busy = False
             self._end(loop, prompts, made, places, seconds)
 
+    def _feed(self, loop: Loop, row: int, length: int, until: int) -> Loop:
+        """Store a text's tokens from ``length`` to ``until``, of a row alone."""
+        chunk = self._chunk(until - length)
+        for _ in range(length, until, chunk):
+            loop = store(self._params, loop, jnp.asarray([row], jnp.int32), np.int32(until), chunk=chunk)
+        return loop
+
+    def _chunk(self, most: int) -> int:
+        """Tokens of a pass of a row alone, if rows lack up to so many."""
+        return min(LONG if most <= LONG else LONGEST, self.context)
+
     def _chunks(self, pending: Sequence[Iterable[int]]) -> list[tuple[list[int], int]]:
         """Return the passes that store what rows of each shard lack, but for their last tokens.
 
         Each is (rows, as many of each shard and -1 for none; tokens of each).
         """
         lacking = [[int(count) - 1 for count in of_shard] for of_shard in pending]
-        most = max(itertools.chain(*lacking))
-        chunk = min(LONG if most <= LONG else LONGEST, self.context)
+        chunk = self._chunk(max(itertools.chain(*lacking)))
         turns = [
             [row for row, count in enumerate(of_shard) if count > SHORT for _ in range(0, count, chunk)]
             for of_shard in lacking
@@ -286,7 +341,7 @@ class Generator:
         }
         records = loop.choices is not None
         lowered = [
-            store.lower(self._params, loop, rows, chunk=chunk)
+            store.lower(self._params, loop, rows, EVERYTHING, chunk=chunk)
             for chunk, rows in chunks.items()
             if (chunk, records) not in self._compiled
         ]
@@ -309,18 +364,18 @@ class Generator:
             if found := [one for one in others if not records and one.is_begin_of(prompt)]:
                 going_on[i] = max(found, key=lambda one: one.tokens.size)
                 others.remove(going_on[i])
-        plan, rows = self._of_shard, self.rows // self._shards
+        plan, rows, per_shard = self._of_shard, self.rows // self._shards, self._of_shard.max_requests
         held = jax.device_get(caches.model.tables.block_lens)
-        queues = self._assigned(prompts, {i: one.slot // rows for i, one in going_on.items()})
-        released = np.full(self.rows, -1, np.int32)
+        queues = self._assigned(prompts, {i: one.slot // per_shard for i, one in going_on.items()})
+        released = np.full(self._plans[0].max_requests, -1, np.int32)
         for shard, queue in enumerate(queues):
-            kept = [one for one in others if one.slot // rows == shard]
+            kept = [one for one in others if one.slot // per_shard == shard]
             blocks = sum(int(blocks_for(plan, prompts[i].size + max_new - 1)) for i in queue)
             while kept and (
                 len(queue) + len(kept) > rows or blocks + sum(int(held[one.slot]) for one in kept) > plan.num_blocks
             ):
                 others.remove(gone := kept.pop(0))
-                released[gone.slot] = gone.slot % rows
+                released[gone.slot] = gone.slot % per_shard
         if (released >= 0).any():
             caches = caches.release(jnp.asarray(released))
         self._kept = others
@@ -328,13 +383,15 @@ class Generator:
         cfg, room, longest = self._params.cfg, None, max(map(len, queues))
         if records:
             room = no_choices(_power_of_two(longest) * self._shards, self.context, plan, cfg)
-        loop = begin(caches, texts, cfg.vocab_size, self.drafts, room)
+        loop = begin(caches, texts, cfg.vocab_size, self.drafts, room, self.rows)
         slots, text = np.full(self.rows, -1, np.int32), np.zeros(self.rows, np.int32)
         size = texts.lengths.size // self._shards
         # The last text of a queue is empty, hence complete.
         seats = [(one, places[i] % size) for i, one in going_on.items()] + [(one, size - 1) for one in others]
+        free = [iter(range(shard * rows, (shard + 1) * rows)) for shard in range(self._shards)]
         for one, which in seats:
-            slots[one.slot], text[one.slot] = one.slot % rows, which
+            row = next(free[one.slot // per_shard])
+            slots[row], text[row] = one.slot % per_shard, which
         return dataclasses.replace(loop, slots=jnp.asarray(slots), text=jnp.asarray(text)), places
 
     def _assigned(self, prompts: list[np.ndarray], known: dict[int, int]) -> list[list[int]]:
@@ -351,7 +408,7 @@ class Generator:
     ) -> None:
         """Take the caches back, and note what they hold."""
         if loop.ok.is_deleted():  # a pass was interrupted: its caches are lost, and the next call makes new ones
-            self._kept = []
+            self._forget()
             return
         self._caches = loop.caches
         # The tokens are read again: what an interrupted call made may not all have been seen.
@@ -359,7 +416,7 @@ class Generator:
         text = loop.text + shard * (loop.texts.lengths.size // self._shards)
         tokens = jnp.take(loop.texts.tokens, text, axis=0)
         slots, text, tokens, lengths = jax.device_get((loop.slots, text, tokens, loop.caches.model.seq_lens))
-        at = shard * (self.rows // self._shards) + slots  # of each row the slot among those of all shards
+        at = shard * self._of_shard.max_requests + slots  # of each row the slot among those of all shards
         held = {
             int(at[row]): (int(text[row]), tokens[row, : lengths[at[row]]])
             for row in range(self.rows)
@@ -389,6 +446,7 @@ def generate(
     stop_tokens: Sequence[int] | None = None,
     caches: Caches | None = None,
     on_progress: Callable[[list[list[int]]], None] | None = None,
+    prefixes: int = 0,
 ) -> Generated:
     """Continue prompts once; a ``Generator`` does it again and again, and yields tokens as they come.
 
@@ -402,6 +460,7 @@ def generate(
       stop_tokens: tokens that complete a text; the model's if None.
       caches: empty caches to use, which are donated; of a row for each prompt, up to ``ROWS``, if None.
       on_progress: called with the new tokens of each prompt so far, every few passes.
+      prefixes: the most beginnings of prompts to keep, so that prompts which begin alike are computed once.
 
     Raises:
       ValueError: a prompt is empty or holds an id outside the vocabulary, the caches are not empty or could not hold
@@ -413,24 +472,24 @@ def generate(
     if drafts >= max_new:
         raise ValueError(f"drafts={drafts} are more than can be used: of max_new={max_new} tokens, {max_new - 1}")
     if caches is None:
-        caches = caches_for(params.cfg, texts, max_new, drafts, mesh=params.mesh)
-    generator = Generator(params, drafts=drafts, caches=caches)
+        caches = caches_for(params.cfg, texts, max_new, drafts, integer("prefixes", prefixes, 0), mesh=params.mesh)
+    generator = Generator(params, drafts=drafts, caches=caches, prefixes=prefixes)
     return generator.generate(texts, max_new, sampling, stop_tokens, on_progress)
 
 
 def caches_for(
-    cfg: ModelConfig, prompts: Sequence[np.ndarray], max_new: int, drafts: int = 0, **formats: Any
+    cfg: ModelConfig, prompts: Sequence[np.ndarray], max_new: int, drafts: int = 0, prefixes: int = 0, **formats: Any
 ) -> Caches:
     """Return empty caches for prompts from ``read_prompts``; ``formats`` as for ``init_caches``."""
     longest = max(prompt.size for prompt in prompts) + max_new
-    return caches_of(cfg, min(len(prompts), ROWS), longest, drafts, **formats)
+    return caches_of(cfg, min(len(prompts), ROWS), longest, drafts, prefixes, **formats)
 
 
-def caches_of(cfg: ModelConfig, rows: int, context: int, drafts: int, **formats: Any) -> Caches:
-    """Return empty caches of at least these sizes."""
+def caches_of(cfg: ModelConfig, rows: int, context: int, drafts: int, prefixes: int = 0, **formats: Any) -> Caches:
+    """Return empty caches of at least these sizes, with slots for prefixes beside those of the rows."""
     shards = 1 if formats.get("mesh") is None else formats["mesh"].shape[DATA]
     rows = _power_of_two(-(-rows // shards)) * shards
-    return init_caches(cfg, rows, _power_of_two(max(context, CONTEXT)), drafts, **formats)
+    return init_caches(cfg, rows + prefixes, _power_of_two(max(context, CONTEXT)), drafts, **formats)
 
 
 def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
@@ -543,13 +602,16 @@ def _check_room(prompts: list[np.ndarray], max_new: int, plan: CachePlan) -> Non
         raise ValueError(f"{what}, and the caches have room for {most} ({sizes})")
 
 
-def _check_caches(caches: Caches, drafts: int, params: ModelParams) -> None:
+def _check_caches(caches: Caches, drafts: int, params: ModelParams, prefixes: Sequence[Prefix]) -> None:
     if not isinstance(caches, Caches):
         hint = ": make both by init_caches" if isinstance(caches, KVCache) else ""
         raise ValueError(f"caches must be Caches, of a model and its drafts, got {type(caches).__name__}{hint}")
     plan = caches.model.plan
     check_meshes(params.mesh, caches.model)
-    if bool(jnp.any(caches.model.tables.admitted)):
+    taken, kept = set(np.flatnonzero(caches.model.tables.admitted)), {prefix.slot for prefix in prefixes}
+    if taken - kept:
         raise ValueError("caches must be empty: some of their slots are taken")
+    if kept - taken:
+        raise ValueError("prefixes must be those of the caches: some of their slots are free")
     if drafts and (caches.drafts is None or caches.drafts.plan.max_context < plan.max_context + drafts):
         raise ValueError(f"caches cannot hold drafts={drafts} tokens: make them by init_caches(..., drafts={drafts})")

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
@@ -36,6 +37,8 @@ from dsv4jax.model.inside.devices import EVERYWHERE, weight_specs
 from dsv4jax.model.params import ModelParams
 from dsv4jax.model.sampling import Chances, Sampling, accept
 from dsv4jax.requests.speculate import commit
+
+EVERYTHING = np.int32(1 << 30)  # tokens: more than a text has
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +78,7 @@ class Loop:
     stored: jax.Array  # int32 [] tokens that passes before those have stored
     drafted: jax.Array  # int32 [] drafts that the model has judged
     accepted: jax.Array  # int32 [] drafts that became part of a text
+    shared: jax.Array | None  # int32 [texts] blocks of a prefix that a text will share; None if none are kept
     ok: jax.Array  # bool [] False once no text can go on, because not even the first one has room
 
     @property
@@ -101,8 +105,9 @@ class Loop:
 
     @property
     def needs_seats(self) -> jax.Array:
-        """Whether ``seat`` has something to do, bool []."""
-        return jnp.any(_leaving(self)) | jnp.any(_admissible(self))
+        """Whether ``seat`` has something to do, or prefixes must give way before the next pass, bool []."""
+        lacking, free = asked_blocks(self)[1], self.caches.model.tables.num_free[0]
+        return jnp.any(_leaving(self)) | jnp.any(_admissible(self)) | (jnp.sum(lacking) > free)
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -144,14 +149,25 @@ def _loop_specs(loop: Loop) -> Loop:
         model=cache_specs(loop.caches.model),
         drafts=None if loop.caches.drafts is None else cache_specs(loop.caches.drafts),
     )
-    fields |= {name: None for name in ("drafts", "judged") if getattr(loop, name) is None}
+    fields |= {name: None for name in ("drafts", "judged", "shared") if getattr(loop, name) is None}
     fields["choices"] = None if loop.choices is None else CHOICES_SPEC
     return Loop(**fields)
 
 
-def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int, choices: Choices | None = None) -> Loop:
-    """Return the state of a loop that has not done anything. ``choices`` is room for those of the first texts."""
-    rows, shards = caches.model.plan.max_requests, caches.model.tables.num_free.shape[0]
+def begin(
+    caches: Caches,
+    texts: Texts,
+    vocab_size: int,
+    num_drafts: int,
+    choices: Choices | None = None,
+    rows: int | None = None,
+) -> Loop:
+    """Return the state of a loop that has not done anything.
+
+    ``choices`` is room for those of the first texts. There are as many rows as slots if ``rows`` is None.
+    """
+    rows = caches.model.plan.max_requests if rows is None else rows
+    shards = caches.model.tables.num_free.shape[0]
     numbers: dict[str, Any] = {name: jnp.int32(0) for name in COUNTS} | {"ok": jnp.asarray(True)}
     if caches.model.mesh is not None:
         numbers = {name: jnp.full(shards, number) for name, number in numbers.items()}
@@ -164,6 +180,7 @@ def begin(caches: Caches, texts: Texts, vocab_size: int, num_drafts: int, choice
         choices=choices,
         slots=jnp.full(rows, -1, jnp.int32),
         text=jnp.zeros(rows, jnp.int32),
+        shared=None,
         **numbers,
     )
 
@@ -187,28 +204,42 @@ def seat(loop: Loop) -> Loop:
     return of_each_shard(lambda loop: _admit_waiting(_make_room(loop)), loop)
 
 
+# The two halves of ``seat``.
+vacate = jax.jit(lambda loop: _make_room(loop), donate_argnums=0)
+fill = jax.jit(lambda loop: _admit_waiting(loop), donate_argnums=0)
+
+
 @functools.partial(jax.jit, static_argnames=("chunk", "backend"), donate_argnames="loop")
-def store(params: ModelParams, loop: Loop, rows: jax.Array, *, chunk: int, backend: Backend = None) -> Loop:
+def store(
+    params: ModelParams,
+    loop: Loop,
+    rows: jax.Array,
+    until: jax.Array | np.int32 = EVERYTHING,
+    *,
+    chunk: int,
+    backend: Backend = None,
+) -> Loop:
     """Store up to ``chunk`` tokens of the text of each of some rows, of which more than the last one is not stored.
 
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
       rows: int32 [any], distinct; -1 = none. Over a mesh, as many for each shard, one after another.
+      until: int32 [], tokens of each text at which to stop.
       chunk: tokens of each.
       backend: as for ``forward``.
     """
 
-    def step(loop: Loop, params: ModelParams, rows: jax.Array) -> Loop:
-        return _store(params, loop, rows, chunk, backend)
+    def step(loop: Loop, params: ModelParams, rows: jax.Array, until: jax.Array) -> Loop:
+        return _store(params, loop, rows, until, chunk, backend)
 
-    return of_each_shard(step, loop, (params, rows), (weight_specs(params), OF_ROWS))
+    return of_each_shard(step, loop, (params, rows, until), (weight_specs(params), OF_ROWS, EVERYWHERE))
 
 
-def _store(params: ModelParams, loop: Loop, rows: jax.Array, chunk: int, backend: Backend) -> Loop:
+def _store(params: ModelParams, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int, backend: Backend) -> Loop:
     slots, caches, text = loop.slots[rows], loop.caches, loop.text[rows]
     stored = caches.model.seq_lens.at[slots].get(mode="clip")
-    num_new = jnp.where(rows >= 0, jnp.clip(loop.pending[rows] - 1, 0, chunk), 0)
+    num_new = jnp.where(rows >= 0, jnp.clip(jnp.minimum(loop.pending[rows] - 1, until - stored), 0, chunk), 0)
     cache, ok = prepare_forward(caches.model, slots, num_new)
     num_new = jnp.where(ok, num_new, 0)
     ids = loop.texts.tokens_from(text, stored, chunk)
@@ -270,17 +301,18 @@ def _run(way: _Way, loop: Loop, passes: jax.Array) -> Loop:
     return lax.while_loop(lambda state: state[1], append, (loop, goes_on(loop)))[0]
 
 
-def _room(loop: Loop) -> tuple[jax.Array, jax.Array]:
+def asked_blocks(loop: Loop) -> tuple[jax.Array, jax.Array]:
     """Return what texts ask of the blocks, for the tokens that they have and those that the next pass stores.
 
-    Returns (blocks that each text needs in all int32 [texts], blocks that each row at work still lacks int32 [B]).
+    Returns (blocks that each text needs, but for those it will share, int32 [texts]; blocks that each row at work still
+    lacks, int32 [B]).
     """
     plan, texts = loop.caches.model.plan, loop.texts
     drafts = 0 if loop.drafts is None else loop.drafts.tokens.shape[1]
     # The last token of a text is never stored.
     needed = blocks_for(plan, jnp.maximum(jnp.minimum(texts.lengths + drafts, texts.limits - 1), 0))
     lacking = jnp.where(loop.at_work, jnp.maximum(needed[loop.text] - _held(loop), 0), 0)
-    return needed, lacking
+    return needed if loop.shared is None else jnp.maximum(needed - loop.shared, 0), lacking
 
 
 def _held(loop: Loop) -> jax.Array:
@@ -289,9 +321,19 @@ def _held(loop: Loop) -> jax.Array:
     return jnp.where(loop.slots >= 0, held, 0)
 
 
+def _own(loop: Loop) -> jax.Array:
+    """Number of blocks that come free if a row leaves, int32 [B]; if others leave as well, at least that many."""
+    if loop.shared is None:
+        return _held(loop)
+    tables = loop.caches.model.tables
+    blocks = tables.block_table.at[loop.slots].get(mode="clip")
+    alone = (blocks >= 0) & (tables.block_refs.at[blocks].get(mode="clip") == 1)
+    return jnp.where(loop.slots >= 0, jnp.sum(alone, axis=1, dtype=jnp.int32), 0)
+
+
 def _admissible(loop: Loop) -> jax.Array:
     """Return which of the waiting texts can have a row and blocks at once, bool [texts]: the first ones."""
-    needed, lacking = _room(loop)
+    needed, lacking = asked_blocks(loop)
     waiting, free = loop.waiting, loop.caches.model.tables.num_free[0]
     turn = jnp.cumsum(waiting, dtype=jnp.int32)
     asked = jnp.sum(lacking) + jnp.cumsum(jnp.where(waiting, needed, 0), dtype=jnp.int32)
@@ -301,18 +343,19 @@ def _admissible(loop: Loop) -> jax.Array:
 def _leaving(loop: Loop) -> jax.Array:
     """Return which rows have no blocks for their next pass, or are complete where others wait, bool [B].
 
-    A text at work stays if there are blocks for it and all before it, when those behind it give theirs up. So the
-    first one always stays. The others wait for their turn again, with the tokens that they have.
+    A text at work stays if there are blocks for it and all before it, when those behind it give theirs up. The
+    first one always stays: alone it has enough. The others wait for their turn again, with the tokens that they have.
     """
-    _, lacking = _room(loop)
-    held, at_work, free = _held(loop), loop.at_work, loop.caches.model.tables.num_free[0]
+    _, lacking = asked_blocks(loop)
+    held, at_work, free = _own(loop), loop.at_work, loop.caches.model.tables.num_free[0]
     is_crowded = (jnp.sum(lacking) > free) | jnp.any(loop.waiting & ~_admissible(loop))
     leaves = (loop.slots >= 0) & ~at_work & is_crowded
     free += jnp.sum(jnp.where(leaves, held, 0))
     not_after = (loop.text[None] <= loop.text[:, None]) & at_work[None]  # [row, other]
     asked = jnp.sum(jnp.where(not_after, lacking[None], 0), axis=1)
     behind = jnp.sum(jnp.where(~not_after & at_work[None], held[None], 0), axis=1)
-    return leaves | (at_work & (asked > free + behind))
+    is_first = loop.text == jnp.min(jnp.where(at_work, loop.text, loop.texts.lengths.size))
+    return leaves | (at_work & ~is_first & (asked > free + behind))
 
 
 def _make_room(loop: Loop) -> Loop:

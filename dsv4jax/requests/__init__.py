@@ -1,10 +1,11 @@
 """Operations on whole requests.
 
-fork       several continuations of one request, which share what it has stored
-speculate  drafts for speculative decoding, of which only the accepted tokens are stored
-snapshot   requests as values, taken out of one cache and inserted into another
-prefixes   a store of prefixes: prompts that begin alike are computed once
-storage    caches and snapshots in files
+fork          several continuations of one request, which share what it has stored
+speculate     drafts for speculative decoding, of which only the accepted tokens are stored
+snapshot      requests as values, taken out of one cache and inserted into another
+prefixes      a store of prefixes: prompts that begin alike are computed once
+prefix_slots  what that store reads of a cache, and does to it
+storage       caches and snapshots in files
 """
 
 from dsv4jax.requests.prefixes import Prefix, PrefixReport, PrefixStore

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import os
 import zipfile
 import zlib
@@ -28,12 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.cache.cache import KVCache, admit, check_cache, release
+from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.inspection import verify
 from dsv4jax.cache.tables import Tables
 from dsv4jax.checks import check_concrete, check_one_shard, check_type, integer
 from dsv4jax.plan import CachePlan
-from dsv4jax.requests.fork import fork
+from dsv4jax.requests.prefix_slots import Seen, blocks_of, exchange, first_cache, go_on, look, released
 
 type Tokens = Sequence[int] | np.ndarray | jax.Array
 
@@ -236,7 +235,7 @@ class PrefixStore:
         prefix = self.find(tokens)
         if prefix is None:
             return self, cache, 0
-        cache = _go_on(cache, jnp.int32(prefix.slot), jnp.asarray([slot], jnp.int32))
+        cache = go_on(cache, jnp.int32(prefix.slot), jnp.asarray([slot], jnp.int32))
         return self._with(prefix), cache, prefix.length
 
     def keep[Cache](self, cache: Cache, slot: int, tokens: Tokens) -> tuple[PrefixStore, Cache, bool]:
@@ -270,7 +269,7 @@ class PrefixStore:
         if any(seen.is_used[self.prefixes.index(one)] for one in leaving):
             return self, cache, False
         gone = jnp.asarray([one.slot for one in leaving] or [-1], jnp.int32)
-        cache, place = _exchange(cache, gone, jnp.int32(slot))
+        cache, place = exchange(cache, gone, jnp.int32(slot))
         return self.without(*leaving)._with(dataclasses.replace(prefix, slot=int(place))), cache, True
 
     def adopt(self, cache: Any, slot: int, tokens: Tokens) -> PrefixStore:
@@ -292,7 +291,7 @@ class PrefixStore:
         """
         after = self.without(*prefixes)
         slots = [prefix.slot for prefix in prefixes]
-        return after, _released(cache, jnp.asarray(slots + [-1] * (self.capacity - len(slots)), jnp.int32))
+        return after, released(cache, jnp.asarray(slots + [-1] * (self.capacity - len(slots)), jnp.int32))
 
     def make_room[Cache](self, cache: Cache, blocks: int) -> tuple[PrefixStore, Cache, bool]:
         """Let prefixes give way until so many blocks are free: before ``prepare_forward``, which takes them.
@@ -305,7 +304,9 @@ class PrefixStore:
         seen = self._look("make_room", cache, None)
         if seen.free_blocks >= integer("blocks", blocks, 0):
             return self, cache, True
-        table, readers = jax.device_get((_rows(_first(cache).tables, self._slots), _first(cache).tables.block_refs))
+        table, readers = jax.device_get(
+            (blocks_of(first_cache(cache).tables, self._slots), first_cache(cache).tables.block_refs)
+        )
         held = [row[row >= 0] for row in table]
         able = [i for i, used in enumerate(seen.is_used) if not used]
         leaving, free, readers = [], int(seen.free_blocks), np.array(readers)
@@ -340,7 +341,9 @@ class PrefixStore:
     def describe(self, cache: Any) -> PrefixReport:
         """Report what the prefixes hold. ``d4.describe`` counts them among the requests."""
         seen = self._look("describe", cache, None)
-        table, readers = jax.device_get((_rows(_first(cache).tables, self._slots), _first(cache).tables.block_refs))
+        table, readers = jax.device_get(
+            (blocks_of(first_cache(cache).tables, self._slots), first_cache(cache).tables.block_refs)
+        )
         blocks, times = np.unique(table[: len(self.index)], return_counts=True)
         is_block = blocks >= 0
         return PrefixReport(
@@ -386,7 +389,7 @@ class PrefixStore:
         if any(prefix.slot == slot for prefix in self.prefixes):
             raise ValueError(f"{name}: slot {slot} is a prefix's")
 
-    def _check_request(self, name: str, cache: Any, slot: int, tokens: Tokens) -> tuple[_Seen, Prefix, Prefix | None]:
+    def _check_request(self, name: str, cache: Any, slot: int, tokens: Tokens) -> tuple[Seen, Prefix, Prefix | None]:
         """Check that a request can become a prefix. Returns (what was seen, the prefix, that of the same hash)."""
         seen, prefix = self._look(name, cache, slot), self._prefix(name, slot, tokens)
         self._check_unkept(name, slot)
@@ -402,9 +405,9 @@ class PrefixStore:
                 )
         return seen, prefix, self.index.get(prefix.hashes[-1])
 
-    def _look(self, name: str, cache: Any, slot: int | None) -> _Seen:
+    def _look(self, name: str, cache: Any, slot: int | None) -> Seen:
         """Read what the host must know of the tables. ValueError if they are not those that the store belongs to."""
-        first = _first(cache)
+        first = first_cache(cache)
         check_cache(name, first)
         check_concrete(name, first, "the index is on the host, so call it on a cache that has come back")
         check_one_shard(first.tables.num_free, name, on_host=True)
@@ -415,7 +418,7 @@ class PrefixStore:
         prefixes, block = self.prefixes, self.plan.cfg.block_tokens
         last = [prefix.length // block - 1 for prefix in prefixes] + [0] * (self.capacity - len(prefixes))
         where = jnp.int32(-1 if slot is None else slot)  # -1: no slot is apart from the others
-        found: _Seen = jax.device_get(_look(first.tables, self._slots, jnp.asarray(last, jnp.int32), where))
+        found: Seen = jax.device_get(look(first.tables, self._slots, jnp.asarray(last, jnp.int32), where))
         for i, prefix in enumerate(prefixes):
             if found.lengths[i] != prefix.length:
                 raise ValueError(
@@ -425,90 +428,6 @@ class PrefixStore:
         count = len(prefixes)
         used, shares = (tuple(map(bool, flags[:count])) for flags in (found.is_used, found.shares))
         return dataclasses.replace(found, is_used=used, shares=shares)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What the host reads of the tables before it decides."""
-
-    lengths: Any  # int32 [capacity] tokens in the prefixes' slots; -1 = not admitted
-    is_used: Any  # bool [capacity] whether another request than the slot's reads the prefix's last block
-    shares: Any  # bool [capacity] whether the slot's request does
-    is_admitted: Any  # bool [] of the slot
-    length: Any  # int32 []
-    prepared: Any  # int32 []
-    held: Any  # int32 [] blocks
-    free_slots: Any  # int32 []
-    free_blocks: Any  # int32 []
-
-
-@jax.jit
-def _look(tables: Tables, slots: jax.Array, last: jax.Array, slot: jax.Array) -> _Seen:
-    requests = tables.admitted.size
-    nowhere = jnp.where(slots >= 0, slots, requests)
-    kept = jnp.zeros(requests, jnp.bool).at[nowhere].set(True, mode="drop")
-    own = jnp.where(slots >= 0, tables.block_table.at[slots, last].get(mode="clip"), -1)
-    reads = (tables.block_table[:, last] == own[None]) & (own >= 0)[None] & (tables.admitted & ~kept)[:, None]
-    is_slot = jnp.arange(requests, dtype=jnp.int32) == slot
-    lengths = jnp.where(tables.admitted, tables.seq_lens, -1)
-    return _Seen(
-        lengths=lengths.at[slots].get(mode="clip"),
-        is_used=jnp.any(reads & ~is_slot[:, None], axis=0),
-        shares=reads[slot],
-        is_admitted=tables.admitted[slot],
-        length=tables.seq_lens[slot],
-        prepared=tables.prepared[slot],
-        held=tables.block_lens[slot],
-        free_slots=jnp.sum(~tables.admitted, dtype=jnp.int32),
-        free_blocks=tables.num_free[0],
-    )
-
-
-@jax.jit
-def _rows(tables: Tables, slots: jax.Array) -> jax.Array:
-    """The blocks of slots, int32 [n, max_blocks]; -1 = none."""
-    return jnp.where(slots[:, None] >= 0, tables.block_table.at[slots].get(mode="clip"), -1)
-
-
-# What these are asked was checked on the host, so that none of them can be refused.
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _go_on[Cache](cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
-    return _in_each(lambda one: fork(one, source, target)[0], cache)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _exchange[Cache](cache: Cache, leaving: jax.Array, source: jax.Array) -> tuple[Cache, jax.Array]:
-    """Release slots int32 [n], and fork ``source`` into a new one, which is returned."""
-    slots: list[jax.Array] = []
-
-    def exchanged(one: KVCache) -> KVCache:
-        one, slot, _ = admit(release(one, leaving), 1)
-        slots.append(slot[0])
-        return fork(one, source, slot)[0]
-
-    cache = _in_each(exchanged, cache)
-    return cache, slots[0]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _released[Cache](cache: Cache, slots: jax.Array) -> Cache:
-    return _in_each(lambda one: release(one, slots), cache)
-
-
-def _is_cache(tree: object) -> bool:
-    return isinstance(tree, KVCache)
-
-
-def _in_each(change: Any, cache: Any) -> Any:
-    """Change each cache of a pytree."""
-    return jax.tree.map(change, cache, is_leaf=_is_cache)
-
-
-def _first(cache: Any) -> Any:
-    return next(iter(jax.tree.leaves(cache, is_leaf=_is_cache)), cache)
 
 
 def _read(name: str, tokens: Tokens) -> np.ndarray:
