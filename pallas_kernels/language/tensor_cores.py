@@ -157,7 +157,7 @@ class TileCopy:
 
     source: Buffer  # [rows, columns], an argument of the launch
     row: Index  # the first
-    column: Index  # the first, counted in elements
+    column: Index  # the first, counted in elements; it begins at a multiple of 16 bytes, or a GPU stops
     to: Index  # byte offset in shared memory, a multiple of 1024, or with ``swizzle`` 0 of 128
     rows: int  # at most 256
     row_bytes: int  # a multiple of 16, of at most 256 elements
@@ -176,6 +176,8 @@ class TileCopy:
             raise ValueError(f"an array of two axes is meant, in whole times 16 bytes a row, got {self.source.shape}")
         if isinstance(self.column, int) and not 0 <= self.column < self.source.shape[1]:
             raise ValueError(f"a copy from column {self.column} of {self.source.shape[1]}: a column counts elements")
+        if isinstance(self.column, int) and self.column * self.source.dtype.itemsize % UNIT:
+            raise ValueError(f"a copy from column {self.column}: it must begin at a multiple of {UNIT} bytes")
 
     @property
     def size(self) -> int:

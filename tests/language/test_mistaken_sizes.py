@@ -51,6 +51,23 @@ def test_a_column_counts_elements(known):
         attempt(body, jnp.zeros((8, 128), jnp.bfloat16), shared_bytes=1024 + 16)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_column_begins_at_a_multiple_of_16_bytes(known):
+    """Where a GPU stops with an illegal instruction, as an H100 does from columns 1 and 2 of f32, but not from 4."""
+
+    def body(machine: TensorCores, source: Any, out: Any) -> None:
+        place, full = machine.take_shared(64, alignment=128), Barrier.take(machine, 1)
+        init_barriers(full)
+        column = 2 if known else machine.constant(2, "i32")
+        with machine.when(machine.thread < WARP):
+            full.fill(TileCopy(source=source, row=0, column=column, to=place, rows=2, row_bytes=32, swizzle=0))
+        full.wait(0)
+
+    error = "ValueError" if known else "SimulationError"
+    with pytest.raises(WRONG, match=f"{error}: a copy from column 2: it must begin at a multiple of 16 bytes"):
+        attempt(body, jnp.zeros((2, 256), jnp.float32), shared_bytes=1024)
+
+
 def multiply(machine: TensorCores, source: Any, out: Any, *, way: str) -> None:
     """Multiply a tile of bf16 as f16."""
     tile, full = Tile.take(machine, 64, 128), Barrier.take(machine, 1)

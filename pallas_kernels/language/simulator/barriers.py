@@ -188,6 +188,8 @@ class BarrierSimulator(Simulator):
         (rows, columns), first = copy.source.shape, int(offset[0])
         if not 0 <= column < columns:
             raise SimulationError(f"a copy from column {column} of {columns}: a column counts elements")
+        if column * itemsize % UNIT:
+            raise SimulationError(f"a copy from column {column}: it must begin at a multiple of {UNIT} bytes")
         source = memory.data[first : first + rows * columns * itemsize].reshape(rows, columns * itemsize)
         part = source[row : row + copy.rows, column * itemsize : column * itemsize + copy.row_bytes]
         data = np.zeros((copy.rows, copy.row_bytes), np.uint8)
