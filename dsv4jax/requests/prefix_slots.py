@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.cache.cache import KVCache, admit, release
-from dsv4jax.cache.tables import Tables
+from dsv4jax.cache.cache import KVCache, release
+from dsv4jax.cache.tables import Tables, admit_slots
 from dsv4jax.requests.fork import fork
 
 
@@ -72,9 +72,10 @@ def exchange[Cache](cache: Cache, leaving: jax.Array, source: jax.Array) -> tupl
     slots: list[jax.Array] = []
 
     def exchanged(one: KVCache) -> KVCache:
-        one, slot, _ = admit(release(one, leaving), 1)
+        # Not ``admit``, which empties the slot: XLA would keep a copy of the cache for the fork to read.
+        tables, slot, _ = admit_slots(release(one, leaving).tables, 1)
         slots.append(slot[0])
-        return fork(one, source, slot)[0]
+        return fork(dataclasses.replace(one, tables=tables), source, slot)[0]
 
     cache = _in_each(exchanged, cache)
     return cache, slots[0]

@@ -10,7 +10,16 @@ from dsv4jax.layer.stages.compose import Stages
 from tests.support import in_place, model_in_place
 from tests.support.compile_for_gpu import report_of
 
-BOOKKEEPING = ("admit", "prepare_forward", "advance", "release", "fork", "insert")
+BOOKKEEPING = (
+    "admit",
+    "prepare_forward",
+    "advance",
+    "release",
+    "fork",
+    "insert",
+    "keep a prefix",
+    "start from a prefix",
+)
 
 
 def check(name: str, found: dict[str, int]) -> None:

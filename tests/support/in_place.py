@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 import dsv4jax as d4
 from dsv4jax.cache.tables import granted_tokens, withdraw_grants
+from dsv4jax.requests import prefix_slots
 from dsv4jax.requests.snapshot import abstract_snapshot
 from dsv4jax.weights.params import param_shapes
 
@@ -159,6 +160,16 @@ def _insert(blocks: int):
     return d4.insert, (d4.cache.abstract_cache(plan), abstract_snapshot(plan, BATCH, blocks=4)), 0
 
 
+def _keep_prefix(blocks: int):
+    row, slot = Spec((1,), jnp.int32), Spec((), jnp.int32)
+    return prefix_slots.exchange.__wrapped__, (d4.cache.abstract_cache(_plan(blocks)), row, slot), 0
+
+
+def _start_from_prefix(blocks: int):
+    row, slot = Spec((1,), jnp.int32), Spec((), jnp.int32)
+    return prefix_slots.go_on.__wrapped__, (d4.cache.abstract_cache(_plan(blocks)), slot, row), 0
+
+
 # For a GPU, only what touches the pool is audited. Other bookkeeping is audited on the CPU only.
 GPU_AUDITS = {
     "decode step, fp8_tile64 + mxfp4, online tails": forward(
@@ -167,6 +178,8 @@ GPU_AUDITS = {
     "draft of 4": forward(function=speculative_step, tokens=4),
     "fork": bookkeeping(d4.fork),
     "insert": functools.partial(audit, make_program=_insert),
+    "keep a prefix": functools.partial(audit, make_program=_keep_prefix),
+    "start from a prefix": functools.partial(audit, make_program=_start_from_prefix),
 }
 # On a CPU these are XLA's, like those above.
 READ_AUDITS = {
