@@ -119,7 +119,7 @@ _GROUPED = {
     "gather_swa reset_hca reset_slots rotate_csa select_entries",
     "porting": "LayerCacheHandle LayerCacheSchema build_schema compute_block_budget",
     "requests": "Snapshot StagedLayer restore save",
-    "sharding": "params_specs partition_specs shardings",
+    "sharding": "params_specs partition_specs shard_of shardings",
     "weights": "StoredWeight load_safetensors",
 }
 _MOVED = {name: f"{group}.{name}" for group, names in _GROUPED.items() for name in names.split()}

@@ -126,5 +126,5 @@ def check_one_shard(num_free: jax.Array, name: str, *, on_host: bool = False) ->
     if (shards := num_free.shape[-1]) != 1:
         remedy = "use it inside jax.shard_map"
         if on_host:
-            remedy = "give it one shard's part of each leaf, cut as partition_specs says, under a plan of that size"
+            remedy = "give it one of them: sharding.shard_of(cache, number)"
         raise ValueError(f"{name}: this cache has {shards} shards with slots and blocks of their own: {remedy}")

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, check_cache
+from dsv4jax.cache.sharding import shard_of
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache, empty_state
 from dsv4jax.cache.tables import Tables, blocks_for
@@ -93,7 +94,8 @@ def describe(cache: KVCache) -> CacheReport:
     """Read a cache's tables into a report, on the host.
 
     Raises:
-      ValueError: the cache has several shards, or is traced: return ``cache.tables`` from the jitted function instead.
+      ValueError: the cache has several shards, of which ``sharding.shard_of`` gives one; or it is traced: return
+        ``cache.tables`` from the jitted function instead.
     """
     check_cache("describe", cache)
     check_concrete("describe", cache, "call it on a cache that has come back, or return cache.tables from the function")
@@ -152,12 +154,16 @@ def verify(cache: KVCache) -> list[str]:
     A row that ran without a grant is not found: it stored nothing, so the cache is that of a program without the row.
     ``checked`` finds it where it runs.
 
+    Of a cache of several shards, each sentence names its shard.
+
     Raises:
-      ValueError: the cache has several shards, or is traced: return it from the jitted function, and check it then.
+      ValueError: the cache is traced: return it from the jitted function, and check it then.
     """
     check_cache("verify", cache)
     check_concrete("verify", cache, "call it on a cache that has come back, or on a copy of one between two steps")
-    check_one_shard(cache.tables.num_free, "verify", on_host=True)
+    if (shards := cache.tables.num_free.shape[0]) > 1:
+        each = ((number, verify(shard_of(cache, number))) for number in range(shards))
+        return [f"shard {number}: {fault}" for number, faults in each for fault in faults]
     plan, tables = cache.plan, _on_host(cache.tables)
     holders = _holders(tables)
     found = [

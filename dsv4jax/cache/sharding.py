@@ -40,6 +40,7 @@ in XLA.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -47,6 +48,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv4jax.cache.cache import KVCache, empty_cache
+from dsv4jax.checks import check_concrete, integer
 from dsv4jax.plan import CachePlan, shard_plan
 
 
@@ -75,3 +77,29 @@ def shardings(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
     The arguments and errors are those of ``partition_specs``.
     """
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(plan, mesh, axis))
+
+
+def shard_of(cache: KVCache, number: int) -> KVCache:
+    """Return one shard of a cache over a mesh as a cache of its own, on its device, for what runs on the host.
+
+    Nothing is copied between devices. ``describe``, ``verify`` and ``extract`` take the result, with the shard's slots.
+
+    Raises:
+      ValueError: there is no such shard, none of this process's devices holds it, or the cache is traced.
+    """
+    check_concrete("shard_of", cache, "call it on a cache that has come back")
+    shards, number = cache.tables.num_free.shape[0], integer("number", number, 0)
+    if number >= shards:
+        raise ValueError(f"number must be in [0, {shards}), the shards of the cache, got {number}")
+
+    def part(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
+        axis = 0 if path[0].name == "tables" else 1
+        first = number * (leaf.shape[axis] // shards)
+        held = [one.data for one in leaf.addressable_shards if (one.index[axis].start or 0) == first]
+        if not held:
+            raise ValueError(f"shard {number} is held by devices of another process")
+        return held[0]
+
+    plan = cache.plan
+    plan = dataclasses.replace(plan, max_requests=plan.max_requests // shards, num_blocks=plan.num_blocks // shards)
+    return dataclasses.replace(jax.tree_util.tree_map_with_path(part, cache), plan=plan, mesh=None)

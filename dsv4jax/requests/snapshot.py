@@ -10,14 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.create import abstract_cache
+from dsv4jax.cache.shards import DATA, OF_ROWS, check_rows, is_spread, on_shards
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, blocks_for, grow
 from dsv4jax.checks import check_batch, check_concrete, check_one_shard
@@ -135,7 +138,9 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
 
     Args:
       cache: any capacity, with the configuration, formats and tails of the snapshot.
-      snapshot: on the cache's device; ``jax.device_put`` moves it there.
+      snapshot: on the cache's device; ``jax.device_put`` moves it there. For a cache with a ``mesh``, on the host
+        (``jax.device_get``), and of as many requests for each shard; a shard none of whose requests is inserted is
+        given lengths of -1, and its ``ok`` is False.
 
     Returns:
       (cache, slots int32 [n], ok bool []). If slots or blocks run out, or a request is longer than the plan's
@@ -150,6 +155,12 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
     plan, lengths = cache.plan, snapshot.seq_lens
     if found := differing_fields(snapshot, plan, LAYOUT):
         raise ValueError("insert: snapshot and cache differ in " + "; ".join(found))
+    if is_spread(cache):
+        stacks = {kind.value: P(None, DATA) for kind in snapshot.kinds}
+        specs: Any = dataclasses.replace(snapshot, seq_lens=OF_ROWS, **stacks)
+        assert cache.mesh is not None
+        check_rows(snapshot.num_requests, cache.mesh)
+        return on_shards(insert, cache, (snapshot,), 2, (specs,))
     check_one_shard(cache.tables.num_free, "insert")
     check_batch(seq_lens=lengths)
     chex.assert_trees_all_equal_shapes_and_dtypes(

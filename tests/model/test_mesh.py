@@ -148,7 +148,29 @@ def test_a_step_of_one_layer_gives_the_logits_of_one_device(shape):
         cache, slots, _ = init_caches(cfg, ROWS, 64, mesh=mesh, **FULL).admit(ROWS)
         ids, counts = jnp.arange(ROWS, dtype=jnp.int32)[:, None], jnp.asarray([1, 1, 0, 1], jnp.int32)
         cache, _ = d4.prepare_forward(cache.model, slots, counts)
-        found.append(as_numpy(forward(small_model(each, "f32", cfg), ids, cache, slots, counts)[0]))
+        logits, _, cache = forward(small_model(each, "f32", cfg), ids, cache, slots, counts)
+        found.append(as_numpy(logits))
+    shards = shape[0]
+    cache = d4.advance(cache, slots, counts)
+    assert d4.verify(cache) == []
+    reports = [d4.describe(d4.sharding.shard_of(cache, shard)) for shard in range(shards)]
+    assert [slot.length for report in reports for slot in report.slots] == counts.tolist()
+    broken = dataclasses.replace(cache, tables=dataclasses.replace(cache.tables, seq_lens=cache.tables.seq_lens + 1))
+    assert shards == 1 or all(re.match(r"shard [01]: ", fault) for fault in d4.verify(broken))
+    assert len(d4.verify(broken)) >= ROWS
+    with pytest.raises(ValueError, match=rf"number must be in \[0, {shards}\), the shards of the cache, got {shards}"):
+        d4.sharding.shard_of(cache, shards)
+    # The first request moves to the last shard: elsewhere nothing is inserted.
+    taken = jax.device_get(d4.extract(d4.sharding.shard_of(cache, 0), [0] * shards))
+    lengths = np.where(np.arange(shards) == shards - 1, taken.seq_lens, -1).astype(np.int32)
+    cache = d4.release(cache, slots)
+    moved, new, ok = d4.insert(cache, dataclasses.replace(taken, seq_lens=lengths))
+    assert np.asarray(ok).tolist() == [shard == shards - 1 for shard in range(shards)]
+    assert np.asarray(new)[-1] == 0
+    assert d4.verify(moved) == []
+    again = d4.extract(d4.sharding.shard_of(moved, shards - 1), [0])
+    one = jax.tree.map(lambda leaf: leaf[:1] if leaf.ndim == 1 else leaf[:, :1], taken)
+    jax.tree.map(np.testing.assert_array_equal, as_numpy(again), one)
     np.testing.assert_allclose(*found, rtol=0, atol=TOLERANCE)
 
 
