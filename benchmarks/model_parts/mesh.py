@@ -59,7 +59,7 @@ def named(mesh: Mesh) -> str:
 def turned(mesh: Mesh) -> Mesh:
     """The mesh of the same devices in the same order with its axes' sizes exchanged."""
     sizes = tuple(reversed(mesh.shape.values()))
-    return jax.make_mesh(sizes, mesh.axis_names, devices=mesh.devices.reshape(-1))
+    return jax.make_mesh(sizes, mesh.axis_names, devices=mesh.devices.ravel().tolist())
 
 
 def on_mesh(params: ModelParams, mesh: Mesh) -> ModelParams:
@@ -74,8 +74,7 @@ def compare(bench: Bench) -> None:
     made = {}
     for mesh in (None, bench.mesh, turned(bench.mesh)):
         params = random_model(tiny, key, weights="f32", mesh=mesh)
-        full = {"kv_format": "f32", "indexer_format": "f32"}
-        caches = init_caches(tiny, 4, 256, mesh=mesh, **full)
+        caches = init_caches(tiny, 4, 256, kv_format="f32", indexer_format="f32", mesh=mesh)
         made["one" if mesh is None else named(mesh)] = generate(params, prompts, 24, caches=caches).tokens
     print("tokens of a small model in f32 equal those of one device:", {k: v == made["one"] for k, v in made.items()})
 

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from dsv4jax.model import Generator, Sampling, init_caches, restore_caches, save_caches
+from dsv4jax.model import Caches, Generator, Sampling, init_caches, restore_caches, save_caches
 from dsv4jax.requests import PrefixStore
 from tests.support.models import FULL, SMALL, small_model
 
@@ -96,9 +96,11 @@ def test_prefixes_are_saved_and_restored_with_the_caches(tmp_path):
     chat = generator(2, 2)
     chat.generate(ABOUT[:2], NEW, stop_tokens=())
     store, held = chat.prefixes, chat.take_caches()
+    assert store is not None
     save_caches(tmp_path / "caches", held)
     store.save(tmp_path / "prefixes.npz")
     restored = restore_caches(tmp_path / "caches")
+    assert isinstance(restored, Caches)
     found = PrefixStore.restore(tmp_path / "prefixes.npz", restored.model.plan)
     assert found.verify(restored.model) == []
     other = Generator(small_model(), caches=restored, prefixes=found)
