@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from dsv4jax.checks import Tree
 
 DATA, MODEL = "data", "model"  # axes of a mesh: requests are divided over the first
 OF_ROWS = P(DATA)  # of arrays whose first axis is the rows of a batch
@@ -38,12 +39,12 @@ def is_inside(mesh: Mesh) -> bool:
     return set(mesh.axis_names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def is_spread(cache: Any) -> bool:
+def is_spread(cache: Tree) -> bool:
     """Whether these are all shards of a cache over a mesh, so that a call on it has to be mapped."""
     return cache.mesh is not None and not is_inside(cache.mesh)
 
 
-def over_mesh[**A, R](mesh: Mesh, function: Callable[A, R], in_specs: Any, out_specs: Any) -> Callable[A, R]:
+def over_mesh[**A, R](mesh: Mesh, function: Callable[A, R], in_specs: Tree, out_specs: Tree) -> Callable[A, R]:
     """Map a function of one device's parts over a mesh.
 
     JAX's types for values that vary over a mesh do not cover what kernels update in place, so they are not checked.
@@ -51,15 +52,15 @@ def over_mesh[**A, R](mesh: Mesh, function: Callable[A, R], in_specs: Any, out_s
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def cache_specs(cache: Any) -> Any:
+def cache_specs(cache: Tree) -> Tree:
     """Return the specs of a cache's leaves, as a prefix of its tree. The first axis of stacks is the layer."""
     of_stacks = cache.map_stacks(lambda *_: P(None, DATA))
     return dataclasses.replace(of_stacks, tables=OF_ROWS)
 
 
 def on_shards(
-    call: Callable[..., Any], cache: Any, rows: tuple[Any, ...], others: int, specs: tuple[Any, ...] | None = None
-) -> Any:
+    call: Callable[..., Tree], cache: Tree, rows: tuple[Tree, ...], others: int, specs: tuple[Tree, ...] | None = None
+) -> Tree:
     """Make a call on each shard of a cache.
 
     Args:
@@ -75,7 +76,7 @@ def on_shards(
     if isinstance(rows[-1], jax.Array):
         check_rows(rows[-1].shape[0], cache.mesh)
 
-    def of_shard(cache: Any, *rows: Any) -> Any:
+    def of_shard(cache: Tree, *rows: Tree) -> Tree:
         made = call(cache, *rows)
         return (made[0], *map(jnp.atleast_1d, made[1:])) if others else made
 

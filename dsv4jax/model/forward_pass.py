@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Unpack, overload
+from typing import Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.shards import OF_ROWS, cache_specs
-from dsv4jax.checks import check_array
+from dsv4jax.checks import Named, Tree, check_array
 from dsv4jax.config import layer_schedule
 from dsv4jax.layer.backend import XLA, Backend
 from dsv4jax.layer.indexer import Over
@@ -69,7 +69,7 @@ def forward(
     *,
     backend: Backend = None,
     **looking: Unpack[Looking],
-) -> tuple[jax.Array | None, jax.Array, KVCache, dict[str, Any]]: ...
+) -> tuple[jax.Array | None, jax.Array, KVCache, Named]: ...
 
 
 def forward(
@@ -81,8 +81,8 @@ def forward(
     logits: Logits = "last",
     *,
     backend: Backend = None,
-    **looking: Any,
-) -> Any:
+    **looking: Tree,
+) -> Tree:
     """Run the model on new tokens and store what the cache keeps of them.
 
     Call it between ``prepare_forward`` and ``advance``. T = 1 is decode, T > 1 a chunk of a prompt; rows of one batch
@@ -128,8 +128,8 @@ def _forward(
     *,
     logits: Logits,
     backend: Backend,
-) -> tuple[jax.Array | None, jax.Array, KVCache, dict[str, Any]]:
-    def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Any:
+) -> tuple[jax.Array | None, jax.Array, KVCache, Named]:
+    def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Tree:
         ids, slots, num_new = rows
         tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
         attend = attention(slots, num_new, backend)
@@ -137,7 +137,7 @@ def _forward(
         ran = run_model(params, cache, way)
         return read_logits(ran.x, params.head, logits, way), _for_drafts(params, ran), ran.cache, ran.captured(way)
 
-    def specs() -> tuple[Any, Any]:
+    def specs() -> tuple[Tree, Tree]:
         of_cache = cache_specs(cache)
         return (weight_specs(params), of_cache, OF_ROWS, CHOICES_SPEC), (OF_ROWS, OF_ROWS, of_cache, probe.specs)
 
@@ -172,7 +172,7 @@ def stage_forward(
     *,
     backend: Backend = None,
     **looking: Unpack[Looking],
-) -> tuple[jax.Array, jax.Array, KVCache, Staged, dict[str, Any]]: ...
+) -> tuple[jax.Array, jax.Array, KVCache, Staged, Named]: ...
 
 
 def stage_forward(
@@ -183,8 +183,8 @@ def stage_forward(
     num_new: jax.Array,
     *,
     backend: Backend = None,
-    **looking: Any,
-) -> Any:
+    **looking: Tree,
+) -> Tree:
     """Run the model on drafts without changing what the requests hold; see ``stage``.
 
     The arguments are those of ``forward``.
@@ -211,10 +211,10 @@ def _stage_forward(
     probe: ModelProbe,
     *,
     backend: Backend,
-) -> tuple[jax.Array, jax.Array, KVCache, Staged, dict[str, Any]]:
+) -> tuple[jax.Array, jax.Array, KVCache, Staged, Named]:
     sizes = params.cfg.attention
 
-    def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Any:
+    def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Tree:
         ids, slots, num_new = rows
         tokens = Tokens.of(params, ids, cache, slots, num_new, sizes)
         staged: list[StagedLayer] = []
@@ -235,7 +235,7 @@ def _stage_forward(
         logits = all_logits(ran.x, params.head, way)
         return logits, _for_drafts(params, ran), ran.cache, tuple(staged), ran.captured(way)
 
-    def specs() -> tuple[Any, Any]:
+    def specs() -> tuple[Tree, Tree]:
         of_cache = cache_specs(cache)
         of_staged = tuple(staged_specs(sizes, layer) for layer in range(sizes.num_layers))
         given = weight_specs(params), of_cache, OF_ROWS, CHOICES_SPEC
@@ -294,7 +294,7 @@ def forward_sequences(
     kv_format: str = "f32",
     indexer_format: str = "f32",
     **looking: Unpack[Looking],
-) -> tuple[jax.Array, dict[str, Any]]: ...
+) -> tuple[jax.Array, Named]: ...
 
 
 def forward_sequences(
@@ -303,8 +303,8 @@ def forward_sequences(
     lengths: jax.Array | None = None,
     kv_format: str = "f32",
     indexer_format: str = "f32",
-    **looking: Any,
-) -> Any:
+    **looking: Tree,
+) -> Tree:
     """Run the model on whole sequences that begin at position 0, without a cache. For training.
 
     The logits are those of ``forward`` on an empty cache, up to the order of sums. Plain JAX on every device. Reverse
@@ -338,7 +338,7 @@ def _forward_sequences(
     probe: ModelProbe,
     kv_format: str,
     indexer_format: str,
-) -> tuple[jax.Array, dict[str, Any]]:
+) -> tuple[jax.Array, Named]:
     def attend(
         weights: AttentionParams, x: jax.Array, found: None, layer: int, probe: Probe
     ) -> tuple[jax.Array, None, Seen]:
@@ -391,8 +391,8 @@ def forward_with_indexer_loss(
 
 
 def _run_sequences(
-    params: ModelParams, ids: jax.Array, lengths: jax.Array | None, attend: Attend[Any], probe: ModelProbe
-) -> tuple[jax.Array, dict[str, Any], list[jax.Array | None]]:
+    params: ModelParams, ids: jax.Array, lengths: jax.Array | None, attend: Attend[Tree], probe: ModelProbe
+) -> tuple[jax.Array, Named, list[jax.Array | None]]:
     """Run whole sequences.
 
     Returns (logits f32 [B, T, V], what is captured, what ``attend`` found besides y in each layer, or None).

@@ -21,7 +21,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ import numpy as np
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.inspection import verify
 from dsv4jax.cache.tables import Tables
-from dsv4jax.checks import check_concrete, check_one_shard, check_type, integer
+from dsv4jax.checks import Tree, check_concrete, check_one_shard, check_type, integer
 from dsv4jax.plan import CachePlan
 from dsv4jax.requests.prefix_slots import Seen, blocks_of, exchange, first_cache, go_on, look, released
 
@@ -272,7 +271,7 @@ class PrefixStore:
         cache, place = exchange(cache, gone, jnp.int32(slot))
         return self.without(*leaving)._with(dataclasses.replace(prefix, slot=int(place))), cache, True
 
-    def adopt(self, cache: Any, slot: int, tokens: Tokens) -> PrefixStore:
+    def adopt(self, cache: Tree, slot: int, tokens: Tokens) -> PrefixStore:
         """Make a request a prefix without copying it, such as one that ``insert`` brought back from host memory.
 
         The arguments and errors are those of ``keep``. The slot is the store's from then on, and the cache as it was.
@@ -338,7 +337,7 @@ class PrefixStore:
                 found.append(f"{where}, under a hash that is not that of its tokens")
         return found
 
-    def describe(self, cache: Any) -> PrefixReport:
+    def describe(self, cache: Tree) -> PrefixReport:
         """Report what the prefixes hold. ``d4.describe`` counts them among the requests."""
         seen = self._look("describe", cache, None)
         table, readers = jax.device_get(
@@ -389,7 +388,7 @@ class PrefixStore:
         if any(prefix.slot == slot for prefix in self.prefixes):
             raise ValueError(f"{name}: slot {slot} is a prefix's")
 
-    def _check_request(self, name: str, cache: Any, slot: int, tokens: Tokens) -> tuple[Seen, Prefix, Prefix | None]:
+    def _check_request(self, name: str, cache: Tree, slot: int, tokens: Tokens) -> tuple[Seen, Prefix, Prefix | None]:
         """Check that a request can become a prefix. Returns (what was seen, the prefix, that of the same hash)."""
         seen, prefix = self._look(name, cache, slot), self._prefix(name, slot, tokens)
         self._check_unkept(name, slot)
@@ -405,7 +404,7 @@ class PrefixStore:
                 )
         return seen, prefix, self.index.get(prefix.hashes[-1])
 
-    def _look(self, name: str, cache: Any, slot: int | None) -> Seen:
+    def _look(self, name: str, cache: Tree, slot: int | None) -> Seen:
         """Read what the host must know of the tables. ValueError if they are not those that the store belongs to."""
         first = first_cache(cache)
         check_cache(name, first)
