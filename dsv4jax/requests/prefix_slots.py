@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache, release
 from dsv4jax.cache.tables import Tables, admit_slots
+from dsv4jax.checks import Tree
 from dsv4jax.requests.fork import fork
 
 
@@ -22,15 +22,15 @@ from dsv4jax.requests.fork import fork
 class Seen:
     """What the host reads of the tables before it decides."""
 
-    lengths: Any  # int32 [capacity] tokens in the prefixes' slots; -1 = not admitted
-    is_used: Any  # bool [capacity] whether another request than the slot's reads the prefix's last block
-    shares: Any  # bool [capacity] whether the slot's request does
-    is_admitted: Any  # bool [] of the slot
-    length: Any  # int32 []
-    prepared: Any  # int32 []
-    held: Any  # int32 [] blocks
-    free_slots: Any  # int32 []
-    free_blocks: Any  # int32 []
+    lengths: jax.Array  # int32 [capacity] tokens in the prefixes' slots; -1 = not admitted
+    is_used: Tree  # bool [capacity] whether another request than the slot's reads the prefix's last block
+    shares: jax.Array  # bool [capacity] whether the slot's request does
+    is_admitted: jax.Array  # bool [] of the slot
+    length: jax.Array  # int32 []
+    prepared: jax.Array  # int32 []
+    held: jax.Array  # int32 [] blocks
+    free_slots: jax.Array  # int32 []
+    free_blocks: jax.Array  # int32 []
 
 
 @jax.jit
@@ -90,10 +90,10 @@ def _is_cache(tree: object) -> bool:
     return isinstance(tree, KVCache)
 
 
-def _in_each(change: Any, cache: Any) -> Any:
+def _in_each(change: Tree, cache: Tree) -> Tree:
     """Change each cache of a pytree."""
     return jax.tree.map(change, cache, is_leaf=_is_cache)
 
 
-def first_cache(cache: Any) -> Any:
+def first_cache(cache: Tree) -> Tree:
     return next(iter(jax.tree.leaves(cache, is_leaf=_is_cache)), cache)

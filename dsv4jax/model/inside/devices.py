@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.shards import DATA, MODEL, automatic, check_rows, is_inside, over_mesh
+from dsv4jax.checks import Tree
 from dsv4jax.model.config import ModelConfig
 
 _ALL = (MODEL, DATA)  # in this order the logits of a shard's requests come out in the vocabulary's order
@@ -43,13 +43,13 @@ PLACES = (
 )
 
 
-def weight_specs(tree: Any, mesh: Mesh | None = None) -> Any:
+def weight_specs(tree: Tree, mesh: Mesh | None = None) -> Tree:
     """Return the place of each leaf of a model's weights, or of a part of them under the same names.
 
     They are ``PartitionSpec``; or with a mesh, ``NamedSharding``.
     """
 
-    def place(path: jax.tree_util.KeyPath, _: Any) -> Any:
+    def place(path: jax.tree_util.KeyPath, _: object) -> Tree:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         spec = next((spec for pattern, spec in PLACES if pattern.search(name)), EVERYWHERE)
         return spec if mesh is None else NamedSharding(mesh, spec)
@@ -62,7 +62,7 @@ def run_on_devices[**A, R](
     mesh: Mesh | None,
     cache: KVCache,
     rows: int,
-    specs: Callable[[], tuple[Any, Any]],
+    specs: Callable[[], tuple[Tree, Tree]],
 ) -> Callable[A, R]:
     """Return a function of whole arrays that computes a step on the devices of the weights' mesh, each its part.
 
