@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
     # All of it is checked before weights are loaded, which may take minutes.
     prompts = read_prompts([given.read(text, args.chat, args.bos) for given in args.prompts], cfg.vocab_size)
     sampling = Sampling.of(args.temperature, args.top_p, args.seed, args.least_confidence)
-    options: dict[str, Any] = {"mesh": args.mesh, **formats(args)}
+    options: Named = {"mesh": args.mesh, **formats(args)}
     caches = caches_for(cfg, prompts, args.max_new, args.drafts, **options)
     with progress_bar(f"Loading {args.checkpoint.name}") as on_progress:
         form = args.weights, args.activations
