@@ -143,7 +143,10 @@ def test_snapshots_have_what_drafts_are_made_of(cfg, stored, tmp_path):
     assert taken.tolist() == [1, 3, 4]
     assert after.drafts is not None
     assert after.drafts.seq_lens.tolist() == after.model.seq_lens.tolist()
-    assert_equal(continued(cfg, after, taken), wanted)
+    found = continued(cfg, after, taken)
+    assert_equal(found[1].tokens, wanted[1].tokens)
+    # Caches of other sizes make another program, whose sums may have another order.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), found, wanted)
 
 
 @kinds
