@@ -2,7 +2,7 @@
 
 A line is a JSON object. ``case`` names what was timed and ``device`` the hardware. Three sorts of files hold lines:
 
-- ``h200*.jsonl``, ``h100.jsonl`` and ``drafts.jsonl`` were written by the programs of this folder, by
+- ``h200*.jsonl``, ``h100*.jsonl`` and ``drafts.jsonl`` were written by the programs of this folder, by
   ``benchmarks.layer`` and ``benchmarks.model``. ``run`` marks a line of an earlier run.
 - ``by_hand.jsonl`` holds figures that somebody copied from a program's output; ``program`` says which program that was.
 - ``public_cuda.jsonl`` holds the times of other libraries' kernels, with ``library``, ``kernel`` and ``timed`` (how);
@@ -33,23 +33,25 @@ class Results:
     reads: list[Line]  # what reads it, and decode steps
     layers: list[Line]  # whole layers
     h100: list[Line]  # some of the last two on an H100
+    model: list[Line]  # the parts of a whole model, on an H100
     drafts: list[Line]  # parts of passes with drafts, and whole passes
     by_hand: list[Line]
     public: list[Line]
 
     @classmethod
     def load(cls) -> Results:
-        names = dict(updates="h200", reads="h200_reads", layers="h200_layers", h100="h100", drafts="drafts")
-        names |= dict(by_hand="by_hand", public="public_cuda")
+        names = dict(updates="h200", reads="h200_reads", layers="h200_layers", h100="h100", model="h100_model")
+        names |= dict(drafts="drafts", by_hand="by_hand", public="public_cuda")
         return cls(**{field: read_lines(RESULTS / f"{name}.jsonl") for field, name in names.items()})
 
     def case(self, name: str) -> Line:
-        """The one line of this project with this name, of the H200s.
+        """The one line of this project with this name, without those that an H100 repeats.
 
         Raises:
           KeyError: no line has it, or several have.
         """
-        found = [line for line in (*self.updates, *self.reads, *self.layers, *self.by_hand) if line["case"] == name]
+        lines = *self.updates, *self.reads, *self.layers, *self.model, *self.by_hand
+        found = [line for line in lines if line["case"] == name]
         if len(found) != 1:
             raise KeyError(f"{name!r} is the name of {len(found)} lines")
         return found[0]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.kernels import shares, tables
+from benchmarks.kernels import model_table, shares, tables
 from benchmarks.kernels.chart import draw_reads, draw_updates
 from benchmarks.kernels.lines import Results
 
@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
         tables.prefill_model,
         tables.h100,
         tables.padding,
+        model_table.model_parts,
         tables.drafts,
         tables.programs,
         tables.public_cuda,
