@@ -15,8 +15,7 @@ sampling           drawing tokens, and accepting drafts
 loop               the compiled loop that generates texts
 prefixes           beginnings of prompts, kept while texts are generated
 generation         prompts in, new tokens out
-text               tokenizers and chats
-checkpoint         loading a model from a folder, and saving it
+checkpoint         a model's folder: loading, saving, its tokenizer
 partition          the weights that can be trained, and the rest
 initial            random models
 deltas             low-rank deltas on its weights
@@ -36,6 +35,7 @@ from dsv4jax.model.caches import Caches, Snapshots, init_caches, restore_caches,
 from dsv4jax.model.checkpoint.adapter import load_deltas, save_deltas
 from dsv4jax.model.checkpoint.load import load_model
 from dsv4jax.model.checkpoint.save import save_model
+from dsv4jax.model.checkpoint.text import Text, chat_text
 from dsv4jax.model.config import DSparkConfig, ModelConfig
 from dsv4jax.model.deltas import merge_deltas, with_deltas, without_deltas
 from dsv4jax.model.drafting import JudgedDraft
@@ -57,7 +57,6 @@ from dsv4jax.model.ops import Mixing, Picks
 from dsv4jax.model.params import ModelParams, StoredExperts
 from dsv4jax.model.partition import combine, partition
 from dsv4jax.model.sampling import Sampling
-from dsv4jax.model.text import Text, chat_text
 
 __all__ = [
     "AttentionWeights",

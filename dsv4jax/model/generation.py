@@ -446,7 +446,6 @@ def generate(
     stop_tokens: Sequence[int] | None = None,
     caches: Caches | None = None,
     on_progress: Callable[[list[list[int]]], None] | None = None,
-    prefixes: int = 0,
 ) -> Generated:
     """Continue prompts once; a ``Generator`` does it again and again, and yields tokens as they come.
 
@@ -460,7 +459,6 @@ def generate(
       stop_tokens: tokens that complete a text; the model's if None.
       caches: empty caches to use, which are donated; of a row for each prompt, up to ``ROWS``, if None.
       on_progress: called with the new tokens of each prompt so far, every few passes.
-      prefixes: the most beginnings of prompts to keep, so that prompts which begin alike are computed once.
 
     Raises:
       ValueError: a prompt is empty or holds an id outside the vocabulary, the caches are not empty or could not hold
@@ -472,17 +470,17 @@ def generate(
     if drafts >= max_new:
         raise ValueError(f"drafts={drafts} are more than can be used: of max_new={max_new} tokens, {max_new - 1}")
     if caches is None:
-        caches = caches_for(params.cfg, texts, max_new, drafts, integer("prefixes", prefixes, 0), mesh=params.mesh)
-    generator = Generator(params, drafts=drafts, caches=caches, prefixes=prefixes)
+        caches = caches_for(params.cfg, texts, max_new, drafts, mesh=params.mesh)
+    generator = Generator(params, drafts=drafts, caches=caches)
     return generator.generate(texts, max_new, sampling, stop_tokens, on_progress)
 
 
 def caches_for(
-    cfg: ModelConfig, prompts: Sequence[np.ndarray], max_new: int, drafts: int = 0, prefixes: int = 0, **formats: Any
+    cfg: ModelConfig, prompts: Sequence[np.ndarray], max_new: int, drafts: int = 0, **formats: Any
 ) -> Caches:
     """Return empty caches for prompts from ``read_prompts``; ``formats`` as for ``init_caches``."""
     longest = max(prompt.size for prompt in prompts) + max_new
-    return caches_of(cfg, min(len(prompts), ROWS), longest, drafts, prefixes, **formats)
+    return caches_of(cfg, min(len(prompts), ROWS), longest, drafts, **formats)
 
 
 def caches_of(cfg: ModelConfig, rows: int, context: int, drafts: int, prefixes: int = 0, **formats: Any) -> Caches:

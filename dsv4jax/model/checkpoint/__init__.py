@@ -3,5 +3,6 @@
 adapter  low-rank deltas in PEFT's names
 save     writing a model in DeepSeek's names
 load     reading one, weight by weight on to the device
+text     its tokenizer, and chats
 tensors  the tensors of a checkpoint: names, shapes, forms
 """
