@@ -378,9 +378,7 @@ def test_ownership_is_what_the_tables_say():
         ownership([sound()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="ownership: these are the tables of one step"):
         ownership(tables)
-    with pytest.raises(
-        ValueError, match=r"ownership: this cache has 2 shards .* one of them: sharding.shard_of"
-    ):
+    with pytest.raises(ValueError, match=r"ownership: this cache has 2 shards .* one of them: sharding.shard_of"):
         ownership([dataclasses.replace(tables, num_free=ids(4, 4))])
 
 
