@@ -7,6 +7,7 @@ nor copies grow with the cache.
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
 
@@ -162,12 +163,12 @@ def _insert(blocks: int):
 
 def _keep_prefix(blocks: int):
     row, slot = Spec((1,), jnp.int32), Spec((), jnp.int32)
-    return prefix_slots.exchange.__wrapped__, (d4.cache.abstract_cache(_plan(blocks)), row, slot), 0
+    return inspect.unwrap(prefix_slots.exchange), (d4.cache.abstract_cache(_plan(blocks)), row, slot), 0
 
 
 def _start_from_prefix(blocks: int):
     row, slot = Spec((1,), jnp.int32), Spec((), jnp.int32)
-    return prefix_slots.go_on.__wrapped__, (d4.cache.abstract_cache(_plan(blocks)), slot, row), 0
+    return inspect.unwrap(prefix_slots.go_on), (d4.cache.abstract_cache(_plan(blocks)), slot, row), 0
 
 
 # For a GPU, only what touches the pool is audited. Other bookkeeping is audited on the CPU only.
