@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 import dsv4jax as d4
 from benchmarks.kernels.timing import Times, record
-from benchmarks.model_parts.whole import with_layers
+from benchmarks.model_parts.whole import step, with_layers
 from dsv4jax.generate import mesh_of
 from dsv4jax.model import Generator, ModelConfig, ModelParams, forward, generate, init_caches, random_model
 from dsv4jax.model.inside.devices import weight_specs
@@ -90,17 +90,6 @@ def compare(bench: Bench) -> None:
         del params
     difference = np.sqrt(np.mean((logits[True] - logits[False]) ** 2) / np.mean(logits[True] ** 2))
     print(f"logits of {few.num_layers} layers as stored differ by {difference:.2e} of their rms from one device's")
-
-
-def step(
-    params: ModelParams, ids: jax.Array, cache: d4.KVCache, slots: jax.Array
-) -> tuple[jax.Array, d4.KVCache, jax.Array]:
-    """Feed each request a token. Returns (the likeliest next ones int32 [B, 1], the cache, ok [shards])."""
-    one = jnp.ones_like(slots)
-    cache, ok = d4.prepare_forward(cache, slots, one)
-    logits, _, cache = forward(params, ids, cache, slots, one)
-    assert logits is not None
-    return jnp.argmax(logits, -1).astype(jnp.int32)[:, None], d4.advance(cache, slots, one), ok
 
 
 def time_steps(bench: Bench, params: ModelParams) -> None:

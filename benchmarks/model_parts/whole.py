@@ -88,7 +88,7 @@ def with_activations(params: ModelParams, activations: str) -> ModelParams:
 def step(
     params: ModelParams, ids: jax.Array, cache: d4.KVCache, slots: jax.Array
 ) -> tuple[jax.Array, d4.KVCache, jax.Array]:
-    """Feed each request a token. Returns (the likeliest next ones int32 [B, 1], the cache, ok)."""
+    """Feed each request a token. Returns (the likeliest next ones int32 [B, 1], the cache, ok; [shards] on a mesh)."""
     one = jnp.ones_like(slots)
     cache, ok = d4.prepare_forward(cache, slots, one)
     logits, _, cache = forward(params, ids, cache, slots, one)

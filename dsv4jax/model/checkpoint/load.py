@@ -118,7 +118,6 @@ def load_model(
       mesh: several devices, with the axes "data" and "model", as ``jax.make_mesh((1, 2), ("data", "model"))``. Requests
         are divided over the first. Experts, embedding and head are divided over all devices, and the rest is on each;
         see ``dsv4jax.model.inside.devices``. None = one device.
-
       host_experts: how many layers, from the first on, keep their routed experts in pinned memory of the host, from
         where a pass fetches those that it picks. While a layer is read its experts are on the device. For one device.
 
