@@ -28,6 +28,7 @@ LAUNCHES = {
     "token_step",
     "experts_down",
     "experts_gate_up",
+    "experts_round",
     "product",
     "products",
     "product_gated",
