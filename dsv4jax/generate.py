@@ -26,7 +26,7 @@ from dsv4jax.checks import Named
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS
 from dsv4jax.model import Generated, Generator, ModelConfig, Sampling, load_model
 from dsv4jax.model.checkpoint.text import Text, chat_text
-from dsv4jax.model.generation import caches_for, read_prompts
+from dsv4jax.model.generation.prompts import caches_for, read_prompts
 from dsv4jax.weights.stored import LAYER_ACTIVATIONS, WEIGHTS
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to

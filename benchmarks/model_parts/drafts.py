@@ -32,10 +32,11 @@ from benchmarks.kernels.timing import Times
 from benchmarks.model_parts.whole import CONTEXT, LAYERS, ROOM, ROUNDS, Bench, events_of, whole_model, with_layers
 from benchmarks.speculate import compile_all
 from dsv4jax.model import Caches, DSparkConfig, ModelConfig, ModelParams, Sampling, dspark, init_caches, random_model
-from dsv4jax.model.drafting import Fed, drafter
-from dsv4jax.model.loop import Loop, Texts, begin, run
+from dsv4jax.model.generation.drafting import Fed, drafter
+from dsv4jax.model.generation.loop import run
+from dsv4jax.model.generation.sampling import Chances, accept
+from dsv4jax.model.generation.state import Loop, Texts, begin
 from dsv4jax.model.params import DSparkParams
-from dsv4jax.model.sampling import Chances, accept
 
 PARTS = "part", "pass"
 BLOCK = "run of the block"

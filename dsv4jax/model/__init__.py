@@ -9,12 +9,8 @@ inside             a pass from within: its layers, what can be captured of it, a
 forward_pass       the forward pass over the cache, on drafts, and over whole sequences
 drafts             guesses at the next tokens, by a block for multi-token prediction
 dspark             the same by DSpark, whose block guesses several at once
-drafting           drafts for the loop, whichever block makes them
 caches             the model's cache and that of its drafts
-sampling           drawing tokens, and accepting drafts
-loop               the compiled loop that generates texts
-prefixes           beginnings of prompts, kept while texts are generated
-generation         prompts in, new tokens out
+generation         prompts in, new tokens out, in compiled loops
 checkpoint         a model's folder: loading, saving, its tokenizer
 partition          the weights that can be trained, and the rest
 initial            random models
@@ -38,7 +34,6 @@ from dsv4jax.model.checkpoint.save import save_model
 from dsv4jax.model.checkpoint.text import Text, chat_text
 from dsv4jax.model.config import DSparkConfig, ModelConfig
 from dsv4jax.model.deltas import merge_deltas, with_deltas, without_deltas
-from dsv4jax.model.drafting import JudgedDraft
 from dsv4jax.model.drafts import draft_forward
 from dsv4jax.model.forward_pass import (
     Inspection,
@@ -48,7 +43,9 @@ from dsv4jax.model.forward_pass import (
     inspect_forward,
     stage_forward,
 )
-from dsv4jax.model.generation import Generated, Generator, generate
+from dsv4jax.model.generation.drafting import JudgedDraft
+from dsv4jax.model.generation.generator import Generated, Generator, generate
+from dsv4jax.model.generation.sampling import Sampling
 from dsv4jax.model.initial import random_model
 from dsv4jax.model.inside.choices import Choices
 from dsv4jax.model.inside.weights import attention_weights
@@ -56,7 +53,6 @@ from dsv4jax.model.memory import MemoryPlan, StepMemory, TrainingStep, plan_memo
 from dsv4jax.model.ops import Mixing, Picks
 from dsv4jax.model.params import ModelParams, StoredExperts
 from dsv4jax.model.partition import combine, partition
-from dsv4jax.model.sampling import Sampling
 
 __all__ = [
     "AttentionWeights",

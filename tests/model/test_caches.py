@@ -21,7 +21,7 @@ from dsv4jax.model import (
     restore_caches,
     save_caches,
 )
-from dsv4jax.model.drafting import Fed, drafter
+from dsv4jax.model.generation.drafting import Fed, drafter
 from tests.model.test_dspark import SPARK
 from tests.support.driver import garbage
 from tests.support.models import FULL, SMALL

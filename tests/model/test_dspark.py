@@ -19,17 +19,16 @@ from dsv4jax.model import (
     ModelConfig,
     ModelParams,
     Sampling,
-    drafting,
     dspark,
     forward,
     generate,
     init_caches,
     load_model,
-    loop,
     random_model,
 )
-from dsv4jax.model.drafting import Drafts
-from dsv4jax.model.loop import Texts
+from dsv4jax.model.generation import drafting, loop, seats
+from dsv4jax.model.generation.drafting import Drafts
+from dsv4jax.model.generation.state import Texts, begin
 from dsv4jax.model.params import DSparkParams
 from tests.model.test_sampling import check_counts
 from tests.support.models import FULL, MODELS, SMALL, pair_chances, recorded
@@ -203,7 +202,7 @@ def test_texts_depend_neither_on_drafts_nor_on_the_chunks_of_their_prompts():
         of_texts = map(jnp.asarray, (tokens, lengths, limits, np.arange(lengths.size, dtype=np.int32)))
         given = Texts(**dict(zip(("tokens", "lengths", "limits", "numbers"), of_texts, strict=True)))
         both = init_caches(params.cfg, 6, 512, drafts, **FULL)
-        looped = loop.seat(loop.begin(both, given, params.cfg.vocab_size, drafts))
+        looped = seats.seat(begin(both, given, params.cfg.vocab_size, drafts))
         for _ in range(0, lengths.max() - 1, chunk):
             looped = loop.store(params, looped, jnp.arange(6), chunk=chunk)
         looped = loop.run(params, looped, Sampling.of(), jnp.asarray([-1]), jnp.int32(new))

@@ -18,11 +18,11 @@ from dsv4jax.model import (
     draft_forward,
     forward,
     generate,
-    generation,
     init_caches,
 )
-from dsv4jax.model.generation import caches_for, read_prompts
-from dsv4jax.model.loop import run
+from dsv4jax.model.generation import generator as generator_module
+from dsv4jax.model.generation.loop import run
+from dsv4jax.model.generation.prompts import caches_for, read_prompts
 from tests.model.test_sampling import check_counts
 from tests.support.models import FULL, SMALL, model_a, pair_chances, recorded, small_model
 
@@ -249,11 +249,11 @@ def test_a_stream_that_is_left_early_keeps_what_it_has():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["run", "_look"])
+@pytest.mark.parametrize("where", ["run", "look"])
 def test_a_generator_whose_pass_was_interrupted_goes_on(where, monkeypatch):
     """In a pass its caches are lost, and it starts anew; after a pass it holds tokens that nobody has seen."""
     chat, expected = generator(2, 2), greedy(2, 0, (2,), 30).tokens[0]
-    whole = getattr(generation, where)
+    whole = getattr(generator_module, where)
 
     def interrupted(*arguments, **options):
         whole(*arguments, **options)
@@ -263,7 +263,7 @@ def test_a_generator_whose_pass_was_interrupted_goes_on(where, monkeypatch):
     assert next(stream) == expected[0]
     stream.close()
     with monkeypatch.context() as patch:
-        patch.setattr(generation, where, interrupted)
+        patch.setattr(generator_module, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(chat.stream(PROMPTS[2] + expected[:1], 29))
     assert list(chat.stream(PROMPTS[2] + expected[:1], 29)) == expected[1:]

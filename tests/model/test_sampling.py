@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4jax.model import Sampling
-from dsv4jax.model.sampling import Chances, accept
+from dsv4jax.model.generation.sampling import Chances, accept
 
 VOCABULARY, SAMPLES = 6, 4000
 # Bound on sum((found - expected)^2 / expected) over cells, by degrees of freedom: all but one in 10^6 of right samplers

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.model import ModelConfig, Sampling, init_caches, random_model
-from dsv4jax.model.loop import Texts, begin, run, store
+from dsv4jax.model.generation.loop import run, store
+from dsv4jax.model.generation.state import Texts, begin
 from tests.support.in_place import LARGE, Spec
 
 CFG = ModelConfig.tiny()

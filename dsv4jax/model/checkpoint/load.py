@@ -1,10 +1,9 @@
 """Loading a whole model from a checkpoint's folder, weight by weight on to the device.
 
-First the headers of all files are compared with what the configuration says, and everything that is wrong is named in
-one error. Then weights are read and placed layer by layer. On the host there is never more than the attention weights
-of one layer, as read and as arranged, or one other tensor; experts are written one by one into an array on the device
-that holds all of a layer. Over a mesh, the host has the weights of a layer but for its experts, and each device gets
-its part of them; an expert is written into the array of its own device.
+First ``headers`` compares the files with what the configuration says. Then weights are read and placed layer by layer.
+The host never has more than the attention weights of one layer, as read and as arranged, or one other tensor; experts
+are written one by one into an array on the device that holds all of a layer. Over a mesh, the host has the weights of a
+layer but for its experts, and each device gets its part of them; an expert is written into the array of its own device.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from jax.typing import DTypeLike
 
 from dsv4jax.checks import FLOATS, Tree, check_dtype
 from dsv4jax.config import read_config
-from dsv4jax.model.checkpoint.tensors import FP4_BLOCK, Place, TensorSpec, model_tensors, naming_of, place_of
+from dsv4jax.model.checkpoint.headers import Tensors, open_tensors
+from dsv4jax.model.checkpoint.tensors import FP4_BLOCK, Place
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.devices import EXPERTS_PLACE, model_mesh, weight_specs
 from dsv4jax.model.inside.host_memory import check_host_experts, placed
@@ -40,7 +40,7 @@ from dsv4jax.model.params import (
     StoredExperts,
     StreamMix,
 )
-from dsv4jax.weights.files import FileTensor, block_size, file_names, read_header, read_index
+from dsv4jax.weights.files import block_size
 from dsv4jax.weights.load import NAMINGS, as_stored, as_wide, load_attention_params, scale_names
 from dsv4jax.weights.params import ALWAYS_F32, AttentionParams
 from dsv4jax.weights.stored import (
@@ -55,10 +55,7 @@ from dsv4jax.weights.stored import (
     dtype_of,
     find_block,
     join,
-    to_e8m0,
 )
-
-SHOWN = 5  # names of each kind in an error
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +128,13 @@ def load_model(
     folder = Path(path)
     config = read_config(folder)
     block = block_size(config)
-    tensors = _open(folder, ModelConfig.from_hf(config), form, block)
+    tensors = open_tensors(folder, ModelConfig.from_hf(config), weights, block)
     cfg = tensors.cfg
     check_host_experts(host_experts, cfg, mesh)
     mesh = None if mesh is None else model_mesh(mesh, cfg)
     reader = _Reader(tensors, form, block, on_progress, mesh)
     outer = reader.outer
-    with _on_host(mesh):
+    with _made_on_cpu(mesh):
         params = ModelParams(
             embedding=outer("embed.weight"),
             blocks=tuple(placed(reader.block(layer), on_host=layer < host_experts) for layer in range(cfg.num_layers)),
@@ -151,13 +148,13 @@ def load_model(
         return _spread(params, mesh)
 
 
-def _on_host(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
-    """Over a mesh, arrays are made on the host and then placed where the mesh keeps them."""
+def _made_on_cpu(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
+    """Over a mesh, arrays are made on the CPU, and then placed where the mesh keeps them."""
     return contextlib.nullcontext() if mesh is None else jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def _spread[T](tree: T, mesh: Mesh | None) -> T:
-    """Place weights on the host where a mesh keeps them. What is there already stays as it is."""
+    """Place weights that the CPU has where a mesh keeps them. What is there already stays as it is."""
     if mesh is None:
         return tree
 
@@ -169,136 +166,12 @@ def _spread[T](tree: T, mesh: Mesh | None) -> T:
     return jax.tree.map(place, tree, weight_specs(tree, mesh))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensors:
-    """The tensors of a checkpoint that were found to be what they must be."""
-
-    cfg: ModelConfig  # with the kind of drafts that there are tensors of
-    specs: dict[str, TensorSpec]  # by DeepSeek's names
-    places: dict[str, Place]
-    files: dict[str, FileTensor]
-    has_drafts: bool
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.files.values())
-
-    def scale(self, name: str) -> Place | None:
-        """Where the block scales of a tensor are, by DeepSeek's name of the tensor."""
-        place = self.places[name]
-        found = next((scale for scale in scale_names(place.name) if scale in self.files), None)
-        return None if found is None else dataclasses.replace(place, name=found)
-
-
-def _open(folder: Path, cfg: ModelConfig, form: Form, block: tuple[int, int] | None) -> _Tensors:
-    """Compare the headers of a checkpoint's files with what they must hold.
-
-    Raises ValueError, with everything that is wrong; FileNotFoundError if there is no file.
-    """
-    index = read_index(folder)
-    wrong: dict[str, list[str]] = {}
-    files: dict[str, FileTensor] = {}
-    for name in file_names(folder, index):
-        try:
-            header = read_header(folder / name)
-        except ValueError as error:
-            wrong.setdefault("files that cannot be read", []).append(str(error))
-            continue
-        if twice := sorted(set(header) & set(files)):
-            wrong.setdefault("in two files", []).extend(twice)
-        files |= header
-    if index is not None and (lost := sorted(set(index) - set(files))):
-        wrong.setdefault("missing", []).extend(lost)
-    if wrong:
-        raise ValueError(_listed(folder, wrong))
-    naming = naming_of(set(files))
-    if naming is None:
-        raise ValueError(f"{folder} holds no embedding under a known name; its tensors begin {sorted(files)[:SHOWN]}")
-    is_dspark = "mtp.0.main_proj.weight" in files
-    if is_dspark and cfg.dspark is None:
-        raise ValueError(f"{folder} holds a DSpark block, and its configuration lacks dspark_block_size")
-    has_drafts = is_dspark or "mtp.0.enorm.weight" in files
-    if not has_drafts:  # a block for drafts of a kind that is not known
-        files = {name: tensor for name, tensor in files.items() if not name.startswith("mtp.")}
-    if not is_dspark:
-        cfg = dataclasses.replace(cfg, dspark=None)
-    specs = model_tensors(cfg, has_drafts)
-    places = {name: place_of(name, naming, cfg) for name in specs}
-    tensors = _Tensors(cfg=cfg, specs=specs, places=places, files=files, has_drafts=has_drafts)
-    used: set[str] = set()
-    for name, spec in specs.items():
-        place = places[name]
-        if place.name not in files:
-            wrong.setdefault("missing", []).append(place.name)
-            continue
-        scale = tensors.scale(name)
-        used |= {place.name} | ({scale.name} if scale else set())
-        of_blocks = files[scale.name] if scale else None
-        if problem := _misfit(spec, place, files[place.name], of_blocks, cfg, block):
-            wrong.setdefault("misshapen", []).append(f"{place.name} is {problem}")
-        elif form.weights == "stored" and spec.form == "fp8" and scale is not None:
-            try:
-                to_e8m0(files[scale.name].read())
-            except ValueError as error:
-                wrong.setdefault("for weights='wide', 'bf16' or 'f32' alone", []).append(f"{place.name}, whose {error}")
-    if unknown := sorted(set(files) - used):
-        wrong["unknown"] = unknown
-    if wrong:
-        raise ValueError(_listed(folder, wrong))
-    return tensors
-
-
-def _listed(folder: Path, wrong: dict[str, list[str]]) -> str:
-    lines = [f"{folder} is no checkpoint of this configuration:"]
-    for kind, found in wrong.items():
-        distinct = list(dict.fromkeys(found))
-        more = f", and {len(distinct) - SHOWN} more" if len(distinct) > SHOWN else ""
-        lines.append(f"  {kind} ({len(distinct)}): {', '.join(distinct[:SHOWN])}{more}")
-    return "\n".join(lines)
-
-
-_FLOATS, _INTEGERS, _FP4_CODES = ("BF16", "F32"), ("I64", "I32"), ("I8", "U8")
-
-
-def _misfit(
-    spec: TensorSpec,
-    place: Place,
-    tensor: FileTensor,
-    scale: FileTensor | None,
-    cfg: ModelConfig,
-    block: tuple[int, int] | None,
-) -> str | None:
-    """What is wrong with a tensor; None if nothing is."""
-    is_weight, found = spec.form in ("fp8", "fp4"), f"{tensor.dtype} {list(tensor.shape)}"
-    shape, rows = spec.shape, spec.shape[:-1]
-    if place.expert is not None:  # one tensor for all experts
-        rows = (cfg.num_experts, 2 * cfg.expert_width if "gate_up" in place.name else cfg.hidden_size)
-        shape = (*rows, spec.shape[-1])
-    packed = (*rows, shape[-1] // 2)
-    fits = {"bf16": _FLOATS, "f32": _FLOATS, "int64": _INTEGERS}.get(spec.form, (*_FLOATS, "F8_E4M3"))
-    is_fp4 = spec.form == "fp4" and tensor.dtype in _FP4_CODES and tensor.shape == packed
-    if not is_fp4 and (tensor.dtype not in fits or tensor.shape != shape):
-        or_packed = f", or I8 {list(packed)}" if spec.form == "fp4" else ""
-        return f"{found}, expected {' or '.join(fits)} {list(shape)}{or_packed}"
-    if not is_fp4 and tensor.dtype != "F8_E4M3":
-        return f"{found}, and has block scales" if is_weight and scale else None
-    if scale is None:
-        return f"{found}, and has no block scales"
-    if scale.dtype not in ("F8_E8M0", "F32"):
-        return f"{found}, with scales that are {scale.dtype}, expected F8_E8M0 or F32"
-    try:
-        find_block(shape, scale.shape, FP4_BLOCK if is_fp4 else block)
-    except ValueError as error:
-        return f"{found}, and {error}"
-    return None
-
-
 class _Reader:
     """Reads weights and places them."""
 
     def __init__(
         self,
-        tensors: _Tensors,
+        tensors: Tensors,
         form: Form,
         block: tuple[int, int] | None,
         on_progress: Callable[[int, int], None] | None,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.model.loop import Loop, asked_blocks, fill, vacate
+from dsv4jax.model.generation.prefill import SHORT, Prefill
+from dsv4jax.model.generation.seats import asked_blocks, fill, vacate
+from dsv4jax.model.generation.state import Loop
 from dsv4jax.requests.prefixes import PrefixStore
 
 
 @dataclasses.dataclass(slots=True)
-class Prompts:
+class PrefixedPrompts:
     """The prompts of a call, and the store that serves them. Text i of the loop begins with prompt i."""
 
     store: PrefixStore
@@ -22,20 +23,21 @@ class Prompts:
     cuts: list[list[int]]  # lengths at which each is kept
 
     @classmethod
-    def of(cls, store: PrefixStore, prompts: list[np.ndarray]) -> Prompts:
+    def of(cls, store: PrefixStore, prompts: list[np.ndarray]) -> PrefixedPrompts:
         return cls(store, prompts, store.cuts(prompts))
 
     def seat(self, loop: Loop) -> Loop:
-        """Do what ``loop.seat`` does. Prefixes give way before texts wait for blocks, and texts share their blocks."""
+        """Do what ``seats.seat`` does. Prefixes give way before texts wait for blocks, and texts share their blocks."""
         return fill(self._with_room(vacate(self._with_room(loop))))
 
-    def begin(self, loop: Loop, least: int, feed: Callable[[Loop, int, int, int], Loop]) -> Loop:
+    def begin(self, loop: Loop, prefill: Prefill) -> Loop:
         """Give new texts what is kept of them, one after the other; store and keep prompts up to their last cuts.
+
+        Of prompts that lack few tokens, which rows store together, nothing new is kept.
 
         Args:
           loop: after ``seat``. It is donated.
-          least: tokens that a text must lack to be fed alone. Of others nothing new is kept.
-          feed: (loop, row, tokens that the row has, tokens at which to stop) -> loop.
+          prefill: stores the tokens between two cuts.
         """
         pending, lengths = jax.device_get((loop.pending, loop.caches.model.seq_lens))
         slots, text = jax.device_get((loop.slots, loop.text))
@@ -47,10 +49,10 @@ class Prompts:
             if not length:
                 self.store, caches, length = self.store.start(loop.caches, slot, prompt)
                 loop = dataclasses.replace(loop, caches=caches)
-            if whole - length <= least:
+            if whole - length <= SHORT:
                 continue
             for cut in [cut for cut in self.cuts[text[row]] if cut > length]:
-                loop = feed(loop, row, length, cut)
+                loop = prefill.store_row(loop, row, length, cut)
                 self.store, caches, _ = self.store.keep(loop.caches, slot, prompt[:cut])
                 loop, length = dataclasses.replace(loop, caches=caches), cut
         return loop

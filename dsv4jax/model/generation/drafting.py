@@ -15,8 +15,8 @@ from dsv4jax.cache.cache import KVCache, advance, prepare_forward
 from dsv4jax.layer.backend import Backend
 from dsv4jax.model import dspark
 from dsv4jax.model.drafts import draft_forward
+from dsv4jax.model.generation.sampling import Chances, Sampling
 from dsv4jax.model.params import DraftParams, DSparkParams, ModelParams
-from dsv4jax.model.sampling import Chances, Sampling
 
 # Takes logits f32 [B, V] of draft number i; returns (tokens int32 [B], the probabilities that they came from).
 Draw = Callable[[jax.Array, jax.Array | int], tuple[jax.Array, Chances]]

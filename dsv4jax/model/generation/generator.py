@@ -10,7 +10,6 @@ import collections.abc
 import contextlib
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,33 +20,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.shards import DATA, OF_ROWS
-from dsv4jax.cache.tables import blocks_for
+from dsv4jax.cache.shards import DATA
 from dsv4jax.checks import check_type, integer
-from dsv4jax.model.caches import Caches, empty_caches, init_caches
-from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.drafting import JudgedDraft
+from dsv4jax.model.caches import Caches, empty_caches
+from dsv4jax.model.generation.drafting import JudgedDraft
+from dsv4jax.model.generation.held import Held, Shards, going_on
+from dsv4jax.model.generation.loop import EVERYTHING, look, run, store
+from dsv4jax.model.generation.prefill import Prefill
+from dsv4jax.model.generation.prefixes import PrefixedPrompts
+from dsv4jax.model.generation.prompts import (
+    CONTEXT,
+    Prompt,
+    Prompts,
+    caches_for,
+    caches_of,
+    check_room,
+    most_tokens,
+    power_of_two,
+    queued,
+    read_prompts,
+    read_stop_tokens,
+)
+from dsv4jax.model.generation.sampling import Sampling
+from dsv4jax.model.generation.seats import seat
+from dsv4jax.model.generation.state import Loop, begin
 from dsv4jax.model.inside.choices import Choices, no_choices
 from dsv4jax.model.inside.devices import check_meshes
-from dsv4jax.model.loop import EVERYTHING, Loop, Texts, begin, of_each_shard, run, seat, store
 from dsv4jax.model.params import ModelParams
-from dsv4jax.model.prefixes import Prompts as KeptPrompts
-from dsv4jax.model.sampling import Sampling
-from dsv4jax.plan import CachePlan, shard_plan
+from dsv4jax.plan import shard_plan
 from dsv4jax.requests.prefixes import Prefix, PrefixStore
 
 # Passes of the loop from one look at what it made to the next: of a stream, for reports of progress, otherwise.
 STREAMED, REPORTED, UNSEEN = 1, 8, 64
-# Tokens of prompts that a pass stores: of each row, or of a row alone that has more than those.
-SHORT, LONG, LONGEST = 128, 1024, 4096
-# The least sizes, so that most calls share a compiled program.
-CONTEXT = 1024  # tokens of context
-TEXTS = 32  # in the queue
-STOPS = 4  # stop tokens, in multiples of it
-ROWS = 16  # texts that ``generate`` works on at a time, unless caches are given
 
-type Prompt = Sequence[int] | jax.Array | np.ndarray
-type Prompts = Sequence[Prompt] | jax.Array | np.ndarray
 type Rounds = collections.abc.Generator[list[list[int]]]  # new tokens of each prompt
 
 
@@ -64,18 +69,6 @@ class Generated:
     # Of each new token, the draft that was judged in its place, or None; None of all if no drafts are made.
     drafts: list[list[JudgedDraft | None]] | None = None
     choices: list[Choices] | None = None  # of each text but for its last token [.., 1, tokens - 1, ..], if asked for
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
-    """A text that a slot of the cache still holds."""
-
-    slot: int  # among those of all shards
-    tokens: np.ndarray  # int [stored]
-
-    def is_begin_of(self, prompt: np.ndarray) -> bool:
-        count = self.tokens.size
-        return count < prompt.size and np.array_equal(self.tokens, prompt[:count])
 
 
 class Generator:
@@ -154,9 +147,12 @@ class Generator:
             raise ValueError(f"prefixes are of {self.prefixes.plan!r}, the caches of {caches.model.plan!r}")
         self._caches: Caches | None = caches
         self._plans = caches.model.plan, caches.drafts and caches.drafts.plan
-        self._shards = 1 if params.mesh is None else params.mesh.shape[DATA]
-        self._of_shard = self._plans[0] if params.mesh is None else shard_plan(self._plans[0], params.mesh, DATA)
-        self._kept: list[_Kept] = []  # in the order of their last use
+        mesh, plan = params.mesh, self._plans[0]
+        count = 1 if mesh is None else mesh.shape[DATA]
+        of_shard = plan if mesh is None else shard_plan(plan, mesh, DATA)
+        self._shards = Shards(count=count, plan=of_shard, rows=self.rows // count)
+        self._prefill = Prefill(params, self._shards)
+        self._held: Held = ()
         # Chunks of ``store``, and None for ``run``; with whether they record choices.
         self._compiled: set[tuple[int | None, bool]] = set()
         self._is_busy = False
@@ -180,15 +176,13 @@ class Generator:
         """
         self._check_idle()
         caches, self._caches = self._caches or empty_caches(*self._plans, self._params.mesh), None
-        slots, per_shard = np.full(self._plans[0].max_requests, -1, np.int32), self._of_shard.max_requests
-        for one in self._kept:
-            slots[one.slot] = one.slot % per_shard
+        caches = self._shards.released(caches, self._held)
         self._forget()
-        return caches.release(jnp.asarray(slots))
+        return caches
 
     def _forget(self) -> None:
         """Note that the caches are gone."""
-        self._kept = []
+        self._held = ()
         if self.prefixes is not None:
             self.prefixes = self.prefixes.without(*self.prefixes.prefixes)
 
@@ -218,7 +212,7 @@ class Generator:
         """
         texts = read_prompts([prompt], self._params.cfg.vocab_size)
         if max_new is None:
-            max_new = max(1, _most_tokens(self._of_shard) - texts[0].size)
+            max_new = max(1, most_tokens(self._shards.plan) - texts[0].size)
         rounds = self._rounds(texts, max_new, sampling, stop_tokens, STREAMED)
         return _first_texts(rounds)
 
@@ -263,12 +257,12 @@ class Generator:
     ) -> Rounds:
         """Check the arguments of a call; then, so many passes at a time, yield the new tokens of each prompt."""
         max_new = integer("max_new", max_new, 1)
-        _check_room(prompts, max_new, self._of_shard)
+        check_room(prompts, max_new, self._shards.plan)
         if sampling is None:
             sampling = Sampling.of()
         elif not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
-        stops = _stops(self._params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
+        stops = read_stop_tokens(self._params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
         go_on = functools.partial(run, sampling=sampling, stop_tokens=stops)
         return self._run(prompts, max_new, go_on, passes, records)
 
@@ -282,17 +276,16 @@ class Generator:
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
             self._compile(loop, [prompt.size for prompt in prompts], go_on)
-            kept = KeptPrompts.of(self.prefixes, prompts) if self.prefixes and not records else None
+            prefixed = PrefixedPrompts.of(self.prefixes, prompts) if self.prefixes and not records else None
             jax.block_until_ready(loop)
             while goes_on:
                 began = time.perf_counter()
                 if needs_seats:
-                    loop = seat(loop) if kept is None else kept.begin(kept.seat(loop), SHORT, self._feed)
-                    self.prefixes = self.prefixes if kept is None else kept.store
-                    for rows, chunk in self._chunks(jax.device_get(_pending(loop)).reshape(self._shards, -1)):
-                        loop = store(self._params, loop, jnp.asarray(rows, jnp.int32), EVERYTHING, chunk=chunk)
+                    loop = seat(loop) if prefixed is None else prefixed.begin(prefixed.seat(loop), self._prefill)
+                    self.prefixes = self.prefixes if prefixed is None else prefixed.store
+                    loop = self._prefill.store_all(loop)
                 loop = go_on(self._params, loop, passes=jnp.int32(passes))
-                tokens, after, *flags = _look(loop, lengths, passes * (self.drafts + 1))
+                tokens, after, *flags = look(loop, lengths, passes * (self.drafts + 1))
                 tokens, counts, *flags = jax.device_get((tokens, after - lengths, *flags))
                 goes_on, needs_seats = map(np.any, flags)
                 lengths = after
@@ -307,38 +300,10 @@ class Generator:
             self._is_busy = False
             self._end(loop, prompts, made, places, seconds)
 
-    def _feed(self, loop: Loop, row: int, length: int, until: int) -> Loop:
-        """Store a text's tokens from ``length`` to ``until``, of a row alone."""
-        chunk = self._chunk(until - length)
-        for _ in range(length, until, chunk):
-            loop = store(self._params, loop, jnp.asarray([row], jnp.int32), np.int32(until), chunk=chunk)
-        return loop
-
-    def _chunk(self, most: int) -> int:
-        """Tokens of a pass of a row alone, if rows lack up to so many."""
-        return min(LONG if most <= LONG else LONGEST, self.context)
-
-    def _chunks(self, pending: Sequence[Iterable[int]]) -> list[tuple[list[int], int]]:
-        """Return the passes that store what rows of each shard lack, but for their last tokens.
-
-        Each is (rows, as many of each shard and -1 for none; tokens of each).
-        """
-        lacking = [[int(count) - 1 for count in of_shard] for of_shard in pending]
-        chunk = self._chunk(max(itertools.chain(*lacking)))
-        turns = [
-            [row for row, count in enumerate(of_shard) if count > SHORT for _ in range(0, count, chunk)]
-            for of_shard in lacking
-        ]
-        long = [(list(rows), chunk) for rows in itertools.zip_longest(*turns, fillvalue=-1)]
-        is_short = any(0 < count <= SHORT for count in itertools.chain(*lacking))
-        all_rows = list(range(self.rows // self._shards)) * self._shards
-        return long + [(all_rows, min(SHORT, self.context))] * is_short
-
     def _compile(self, loop: Loop, sizes: Iterable[int], go_on: functools.partial[Loop]) -> None:
         """Compile, at once, the programs that prompts of so many tokens need; without it, their first calls do."""
-        chunks = {
-            chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in self._chunks([[*sizes], *[[]] * (self._shards - 1)])
-        }
+        lacking = [[size - 1 for size in sizes], *[[]] * (self._shards.count - 1)]
+        chunks = {chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in self._prefill.passes(lacking)}
         records = loop.choices is not None
         lowered = [
             store.lower(self._params, loop, rows, EVERYTHING, chunk=chunk)
@@ -358,50 +323,22 @@ class Generator:
         those of what the cache holds are not known.
         """
         caches, self._caches = self._caches or empty_caches(*self._plans, self._params.mesh), None  # the loop's now
-        others, self._kept = self._kept, []
-        going_on: dict[int, _Kept] = {}
-        for i, prompt in enumerate(prompts):
-            if found := [one for one in others if not records and one.is_begin_of(prompt)]:
-                going_on[i] = max(found, key=lambda one: one.tokens.size)
-                others.remove(going_on[i])
-        plan, rows, per_shard = self._of_shard, self.rows // self._shards, self._of_shard.max_requests
-        held = jax.device_get(caches.model.tables.block_lens)
-        queues = self._assigned(prompts, {i: one.slot // per_shard for i, one in going_on.items()})
-        released = np.full(self._plans[0].max_requests, -1, np.int32)
-        for shard, queue in enumerate(queues):
-            kept = [one for one in others if one.slot // per_shard == shard]
-            blocks = sum(int(blocks_for(plan, prompts[i].size + max_new - 1)) for i in queue)
-            while kept and (
-                len(queue) + len(kept) > rows or blocks + sum(int(held[one.slot]) for one in kept) > plan.num_blocks
-            ):
-                others.remove(gone := kept.pop(0))
-                released[gone.slot] = gone.slot % per_shard
-        if (released >= 0).any():
-            caches = caches.release(jnp.asarray(released))
-        self._kept = others
-        texts, places = _queue(prompts, queues, max_new, self.context)
-        cfg, room, longest = self._params.cfg, None, max(map(len, queues))
+        held, self._held = self._held, ()
+        shards, known = self._shards, {} if records else going_on(held, prompts)
+        queues = shards.queues(prompts, known)
+        others = tuple(one for one in held if one not in known.values())
+        staying = shards.staying(others, caches, queues, [prompt.size + max_new for prompt in prompts])
+        caches = shards.released(caches, set(others) - set(staying))
+        texts, places = queued(prompts, queues, max_new, self.context)
+        cfg, room = self._params.cfg, None
         if records:
-            room = no_choices(_power_of_two(longest) * self._shards, self.context, plan, cfg)
+            longest = power_of_two(max(map(len, queues)))
+            room = no_choices(longest * shards.count, self.context, shards.plan, cfg)
         loop = begin(caches, texts, cfg.vocab_size, self.drafts, room, self.rows)
-        slots, text = np.full(self.rows, -1, np.int32), np.zeros(self.rows, np.int32)
-        size = texts.lengths.size // self._shards
-        # The last text of a queue is empty, hence complete.
-        seats = [(one, places[i] % size) for i, one in going_on.items()] + [(one, size - 1) for one in others]
-        free = [iter(range(shard * rows, (shard + 1) * rows)) for shard in range(self._shards)]
-        for one, which in seats:
-            row = next(free[one.slot // per_shard])
-            slots[row], text[row] = one.slot % per_shard, which
-        return dataclasses.replace(loop, slots=jnp.asarray(slots), text=jnp.asarray(text)), places
-
-    def _assigned(self, prompts: list[np.ndarray], known: dict[int, int]) -> list[list[int]]:
-        """Return the numbers of the prompts of each shard. ``known`` are the shards of some."""
-        loads = [0] * self._shards  # tokens
-        shards = []
-        for i, prompt in enumerate(prompts):
-            shards.append(known.get(i, loads.index(min(loads))))
-            loads[shards[-1]] += prompt.size
-        return [[i for i, of_prompt in enumerate(shards) if of_prompt == shard] for shard in range(self._shards)]
+        # The last text of a queue is empty, hence complete: the place of rows that no prompt goes on from.
+        seats = [(one, places[i]) for i, one in known.items()] + [(one, -1) for one in staying]
+        self._held = staying
+        return shards.seated(loop, seats), places
 
     def _end(
         self, loop: Loop, prompts: list[np.ndarray], made: list[list[int]], places: list[int], seconds: float
@@ -412,18 +349,7 @@ class Generator:
             return
         self._caches = loop.caches
         # The tokens are read again: what an interrupted call made may not all have been seen.
-        shard = np.arange(self.rows, dtype=np.int32) // (self.rows // self._shards)  # of each row
-        text = loop.text + shard * (loop.texts.lengths.size // self._shards)
-        tokens = jnp.take(loop.texts.tokens, text, axis=0)
-        slots, text, tokens, lengths = jax.device_get((loop.slots, text, tokens, loop.caches.model.seq_lens))
-        at = shard * self._of_shard.max_requests + slots  # of each row the slot among those of all shards
-        held = {
-            int(at[row]): (int(text[row]), tokens[row, : lengths[at[row]]])
-            for row in range(self.rows)
-            if slots[row] >= 0
-        }
-        self._kept = [one for one in self._kept if one.slot in held and held[one.slot][0] not in places]
-        self._kept += [_Kept(slot, stored) for slot, (place, stored) in held.items() if place in places]
+        self._held = self._shards.held_after(loop, self._held, places)
         passes, stored, drafted, accepted = jax.device_get((loop.passes, loop.stored, loop.drafted, loop.accepted))
         self.result = Generated(
             tokens=made,
@@ -433,7 +359,7 @@ class Generator:
             accepted=int(np.sum(accepted)),
             seconds=seconds,
             drafts=loop.judged and loop.judged.of(places, [prompt.size for prompt in prompts], list(map(len, made))),
-            choices=None if loop.choices is None else _choices(loop, places, self._shards),
+            choices=None if loop.choices is None else _choices(loop, places, self._shards.count),
         )
 
 
@@ -475,94 +401,10 @@ def generate(
     return generator.generate(texts, max_new, sampling, stop_tokens, on_progress)
 
 
-def caches_for(
-    cfg: ModelConfig, prompts: Sequence[np.ndarray], max_new: int, drafts: int = 0, **formats: Any
-) -> Caches:
-    """Return empty caches for prompts from ``read_prompts``; ``formats`` as for ``init_caches``."""
-    longest = max(prompt.size for prompt in prompts) + max_new
-    return caches_of(cfg, min(len(prompts), ROWS), longest, drafts, **formats)
-
-
-def caches_of(cfg: ModelConfig, rows: int, context: int, drafts: int, prefixes: int = 0, **formats: Any) -> Caches:
-    """Return empty caches of at least these sizes, with slots for prefixes beside those of the rows."""
-    shards = 1 if formats.get("mesh") is None else formats["mesh"].shape[DATA]
-    rows = _power_of_two(-(-rows // shards)) * shards
-    return init_caches(cfg, rows + prefixes, _power_of_two(max(context, CONTEXT)), drafts, **formats)
-
-
-def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
-    """Return prompts as arrays int64 [n]. ValueError for those that cannot be continued, naming the first of them."""
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts must be sequences of token ids, got {prompts!r}")
-    if isinstance(prompts, jax.Array):
-        prompts = np.asarray(prompts)  # at once, and not each of its rows
-    read = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, int | np.integer):
-            raise ValueError(f"prompts[{i}] is the number {prompt}, not a prompt: one prompt alone is [[5, 17, 3]]")
-        try:
-            ids = np.asarray(prompt)
-        except ValueError:  # rows of several lengths
-            ids = np.asarray(None)
-        if ids.ndim == 1 and not ids.size:
-            raise ValueError(f"prompts[{i}] is empty: give at least one token")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab_size:
-            raise ValueError(f"prompts[{i}] must be token ids in [0, {vocab_size}), got {prompt!r}")
-        read.append(ids.astype(np.int64))
-    if not read:
-        raise ValueError("prompts is empty: give at least one")
-    return read
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below a positive number."""
-    return 1 << (number - 1).bit_length()
-
-
-def _queue(prompts: list[np.ndarray], queues: list[list[int]], max_new: int, longest: int) -> tuple[Texts, list[int]]:
-    """The prompts as texts, in a queue for each shard, and at least one of each that is empty.
-
-    Returns (the texts, the place of each prompt among all of them).
-    """
-    size = _power_of_two(max(*map(len, queues), TEXTS - 1) + 1)
-    texts = size * len(queues)
-    places = {i: shard * size + turn for shard, queue in enumerate(queues) for turn, i in enumerate(queue)}
-    tokens, (lengths, numbers) = np.zeros((texts, longest), np.int32), np.zeros((2, texts), np.int32)
-    for i, place in places.items():
-        lengths[place], numbers[place] = prompts[i].size, i
-        tokens[place, : prompts[i].size] = prompts[i]
-    limits = np.where(lengths > 0, lengths + max_new, 0)
-    arrays = {"tokens": tokens, "lengths": lengths, "limits": limits, "numbers": numbers}
-    queue = Texts(**{name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()})
-    return queue, [places[i] for i in range(len(prompts))]
-
-
 def _first_texts(rounds: Rounds) -> collections.abc.Generator[int]:
     with contextlib.closing(rounds):  # at once, when the stream is closed
         for new in rounds:
             yield from new[0]
-
-
-@jax.jit
-def _pending(loop: Loop) -> jax.Array:
-    return of_each_shard(lambda loop: loop.pending, loop, made=OF_ROWS)
-
-
-@functools.partial(jax.jit, static_argnames="most")
-def _look(loop: Loop, lengths: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return what was made.
-
-    It is (up to ``most`` tokens of each text after so many int32 [texts, most], lengths int32 [texts], whether there is
-    more to do, whether texts need seats).
-    """
-
-    def step(loop: Loop, lengths: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        places = lengths[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
-        texts = loop.texts
-        tokens = jnp.take_along_axis(texts.tokens, jnp.minimum(places, texts.tokens.shape[1] - 1), axis=1)
-        return tokens, texts.lengths, loop.unfinished, loop.needs_seats
-
-    return of_each_shard(step, loop, (lengths,), (OF_ROWS,), OF_ROWS)
 
 
 def _choices(loop: Loop, places: list[int], shards: int) -> list[Choices]:
@@ -576,28 +418,6 @@ def _choices(loop: Loop, places: list[int], shards: int) -> list[Choices]:
         return jax.tree.map(lambda leaf: leaf[:, at : at + 1, : lengths[place] - 1], choices)
 
     return [of_text(place) for place in places]
-
-
-def _stops(tokens: Sequence[int]) -> jax.Array:
-    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
-        raise ValueError(f"stop_tokens must be token ids, got {tokens!r}")
-    stops = [integer(f"stop_tokens[{i}]", token, 0) for i, token in enumerate(tokens)]
-    return jnp.asarray(stops + [-1] * (STOPS - len(stops) % STOPS), jnp.int32)  # -1 is no token
-
-
-def _most_tokens(plan: CachePlan) -> int:
-    """The longest text that has room when it is alone."""
-    return min(plan.max_context, plan.num_blocks * plan.cfg.block_tokens) if plan.min_ratio else plan.max_context
-
-
-def _check_room(prompts: list[np.ndarray], max_new: int, plan: CachePlan) -> None:
-    """Refuse what could never be completed, however long it waits."""
-    longest = max(range(len(prompts)), key=lambda i: prompts[i].size)
-    size, most = prompts[longest].size + max_new, _most_tokens(plan)
-    if size > most:
-        what = f"prompts[{longest}] of {size - max_new} tokens and max_new={max_new} are a text of {size} tokens"
-        sizes = f"max_context={plan.max_context}, num_blocks={plan.num_blocks} of {plan.cfg.block_tokens} tokens"
-        raise ValueError(f"{what}, and the caches have room for {most} ({sizes})")
 
 
 def _check_caches(caches: Caches, drafts: int, params: ModelParams, prefixes: Sequence[Prefix]) -> None:

@@ -1,22 +1,16 @@
-"""The compiled programs that generate texts: seats for them, prompts, and the loop of sampling, drafts and stopping.
+"""The compiled programs that generate texts: prompts, and the loop of sampling, drafts and stopping.
 
-Texts wait in a queue, and the batch has a row per slot of the caches. ``seat`` gives a free row the next text if there
-are blocks for it. ``store`` stores prompts, all but a text's last token. ``run`` feeds that one, and the drafts made of
-it, and appends what is sampled, again and again, until there is something to seat: that is rare, and what seats touch
-is then not touched in every pass. When blocks run out, the last texts of those at work wait again. A complete text
-keeps its row, so that a longer one can go on from it, until something else needs the row or its blocks.
+``store`` stores prompts, all but a text's last token. ``run`` feeds that one, and the drafts made of it, and appends
+what is sampled, again and again, until there is something to seat (``seats``): that is rare, and what seats touch is
+then not touched in every pass. ``look`` reads what was made.
 
 What a row samples depends on its text's number and place alone, not on the other rows.
-
-Over a mesh, each shard of requests has a queue, rows and a loop of its own, and all of them make the same number of
-passes. Slots, and places in the queue, are numbers within a shard.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,164 +19,19 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
-from dsv4jax.cache.shards import OF_ROWS, cache_specs, is_inside, over_mesh
-from dsv4jax.cache.tables import blocks_for
+from dsv4jax.cache.shards import OF_ROWS
 from dsv4jax.layer.backend import Backend
-from dsv4jax.model.caches import Caches
-from dsv4jax.model.drafting import Drafts, Fed, Judged, drafter
 from dsv4jax.model.forward_pass import forward, stage_forward
-from dsv4jax.model.inside.captures import CHOICES_SPEC
+from dsv4jax.model.generation.drafting import Drafts, Fed, drafter
+from dsv4jax.model.generation.sampling import Chances, Sampling, accept
+from dsv4jax.model.generation.seats import needs_seats
+from dsv4jax.model.generation.state import Loop, Texts, of_each_shard
 from dsv4jax.model.inside.choices import Choices
 from dsv4jax.model.inside.devices import EVERYWHERE, weight_specs
 from dsv4jax.model.params import ModelParams
-from dsv4jax.model.sampling import Chances, Sampling, accept
 from dsv4jax.requests.speculate import commit
 
 EVERYTHING = np.int32(1 << 30)  # tokens: more than a text has
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
-    """A queue of texts, the first of which comes first. A text without tokens is complete."""
-
-    tokens: jax.Array  # int32 [texts, longest] each prompt, then what was generated; the rest is not read
-    lengths: jax.Array  # int32 [texts] tokens so far
-    limits: jax.Array  # int32 [texts] tokens at which a text is complete, at most longest; a stop token lowers it
-    numbers: jax.Array  # int32 [texts] number of each among those of all shards, by which it draws
-
-    @property
-    def complete(self) -> jax.Array:
-        """Which texts are complete, bool [texts]."""
-        return self.lengths >= self.limits
-
-    def tokens_from(self, text: jax.Array, first: jax.Array, count: int) -> jax.Array:
-        """``count`` tokens of texts int32 [B] from place ``first`` int32 [B] on: int32 [B, count]."""
-        places = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        return self.tokens[text[:, None], jnp.minimum(places, self.tokens.shape[1] - 1)]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """What one pass of the loop hands to the next. Over a mesh, what is [] here is [shards]."""
-
-    caches: Caches
-    texts: Texts
-    drafts: Drafts | None  # None if no drafts are made
-    judged: Judged | None  # by place of each text; None if no drafts are made
-    choices: Choices | None  # of the stored tokens of each text [.., texts, longest, ..]; None if not recorded
-    slots: jax.Array  # int32 [B] slot of each row, -1 = the row is free
-    text: jax.Array  # int32 [B] text that the row works on, or worked on last
-    passes: jax.Array  # int32 [] that sampled
-    stored: jax.Array  # int32 [] tokens that passes before those have stored
-    drafted: jax.Array  # int32 [] drafts that the model has judged
-    accepted: jax.Array  # int32 [] drafts that became part of a text
-    shared: jax.Array | None  # int32 [texts] blocks of a prefix that a text will share; None if none are kept
-    ok: jax.Array  # bool [] False once no text can go on, because not even the first one has room
-
-    @property
-    def unfinished(self) -> jax.Array:
-        """Whether there is more to do, bool []."""
-        return self.ok & ~jnp.all(self.texts.complete)
-
-    @property
-    def at_work(self) -> jax.Array:
-        """Which rows have a text that is not complete, bool [B]."""
-        return (self.slots >= 0) & ~self.texts.complete[self.text]
-
-    @property
-    def waiting(self) -> jax.Array:
-        """Which texts are not complete and have no row, bool [texts]."""
-        nowhere = self.texts.lengths.size  # a place out of range is dropped
-        return ~self.texts.complete.at[jnp.where(self.at_work, self.text, nowhere)].set(True, mode="drop")
-
-    @property
-    def pending(self) -> jax.Array:
-        """Number of tokens of each text at work that are not stored, int32 [B]; 0 for other rows."""
-        stored = self.caches.model.seq_lens.at[self.slots].get(mode="clip")
-        return jnp.where(self.at_work, self.texts.lengths[self.text] - stored, 0)
-
-    @property
-    def needs_seats(self) -> jax.Array:
-        """Whether ``seat`` has something to do, or prefixes must give way before the next pass, bool []."""
-        lacking, free = asked_blocks(self)[1], self.caches.model.tables.num_free[0]
-        return jnp.any(_leaving(self)) | jnp.any(_admissible(self)) | (jnp.sum(lacking) > free)
-
-    @property
-    def last_tokens(self) -> jax.Array:
-        """The last token of each row's text, int32 [B, 1]."""
-        return self.texts.tokens_from(self.text, self.texts.lengths[self.text] - 1, 1)
-
-
-COUNTS = ("passes", "stored", "drafted", "accepted", "ok")  # fields of one number
-
-
-def of_each_shard[R](
-    step: Callable[..., R], loop: Loop, given: tuple[Any, ...] = (), specs: tuple[Any, ...] = (), made: Any = None
-) -> R:
-    """Run step(loop, *given) on each shard of the caches' mesh, or on one device as it is.
-
-    Args:
-      step: returns a loop, or arrays of rows or texts and single numbers, which become [shards].
-      loop: of all shards.
-      given: what else it takes.
-      specs: of that, over the mesh.
-      made: specs of what it returns; those of a loop if None.
-    """
-    mesh = loop.caches.model.mesh
-    if mesh is None or is_inside(mesh):
-        return step(loop, *given)
-
-    def of_shard(loop: Loop, *given: Any) -> R:
-        loop = dataclasses.replace(loop, **{name: getattr(loop, name)[0] for name in COUNTS})
-        return jax.tree.map(jnp.atleast_1d, step(loop, *given))
-
-    of_loop = _loop_specs(loop)
-    return over_mesh(mesh, of_shard, (of_loop, *specs), of_loop if made is None else made)(loop, *given)
-
-
-def _loop_specs(loop: Loop) -> Loop:
-    """The specs of a loop's leaves, as a prefix of its tree."""
-    fields: dict[str, Any] = {field.name: OF_ROWS for field in dataclasses.fields(loop)}
-    fields["caches"] = Caches(
-        model=cache_specs(loop.caches.model),
-        drafts=None if loop.caches.drafts is None else cache_specs(loop.caches.drafts),
-    )
-    fields |= {name: None for name in ("drafts", "judged", "shared") if getattr(loop, name) is None}
-    fields["choices"] = None if loop.choices is None else CHOICES_SPEC
-    return Loop(**fields)
-
-
-def begin(
-    caches: Caches,
-    texts: Texts,
-    vocab_size: int,
-    num_drafts: int,
-    choices: Choices | None = None,
-    rows: int | None = None,
-) -> Loop:
-    """Return the state of a loop that has not done anything.
-
-    ``choices`` is room for those of the first texts. There are as many rows as slots if ``rows`` is None.
-    """
-    rows = caches.model.plan.max_requests if rows is None else rows
-    shards = caches.model.tables.num_free.shape[0]
-    numbers: dict[str, Any] = {name: jnp.int32(0) for name in COUNTS} | {"ok": jnp.asarray(True)}
-    if caches.model.mesh is not None:
-        numbers = {name: jnp.full(shards, number) for name, number in numbers.items()}
-    drafts = Drafts.none(rows, num_drafts, vocab_size) if num_drafts else None
-    return Loop(
-        caches=caches,
-        texts=texts,
-        drafts=drafts,
-        judged=Judged.none(*texts.tokens.shape) if num_drafts else None,
-        choices=choices,
-        slots=jnp.full(rows, -1, jnp.int32),
-        text=jnp.zeros(rows, jnp.int32),
-        shared=None,
-        **numbers,
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,20 +42,6 @@ class _Way:
     sampling: Sampling
     stop_tokens: jax.Array
     backend: Backend
-
-
-@functools.partial(jax.jit, donate_argnames="loop")
-def seat(loop: Loop) -> Loop:
-    """Release rows for which there are no blocks, or which others need, and give free rows the texts that wait.
-
-    The loop is donated.
-    """
-    return of_each_shard(lambda loop: _admit_waiting(_make_room(loop)), loop)
-
-
-# The two halves of ``seat``.
-vacate = jax.jit(lambda loop: _make_room(loop), donate_argnums=0)
-fill = jax.jit(lambda loop: _admit_waiting(loop), donate_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnames=("chunk", "backend"), donate_argnames="loop")
@@ -289,8 +124,8 @@ def _run(way: _Way, loop: Loop, passes: jax.Array) -> Loop:
     began, devices = loop.passes, way.params.devices
 
     def goes_on(loop: Loop) -> jax.Array:
-        unfinished, needs_seats = devices.any_of(loop.unfinished, loop.needs_seats)
-        is_in_time = (loop.passes == began) | ~needs_seats
+        unfinished, is_to_seat = devices.any_of(loop.unfinished, needs_seats(loop))
+        is_in_time = (loop.passes == began) | ~is_to_seat
         return unfinished & (loop.passes - began < passes) & is_in_time
 
     def append(state: tuple[Loop, jax.Array]) -> tuple[Loop, jax.Array]:
@@ -301,89 +136,27 @@ def _run(way: _Way, loop: Loop, passes: jax.Array) -> Loop:
     return lax.while_loop(lambda state: state[1], append, (loop, goes_on(loop)))[0]
 
 
-def asked_blocks(loop: Loop) -> tuple[jax.Array, jax.Array]:
-    """Return what texts ask of the blocks, for the tokens that they have and those that the next pass stores.
+@jax.jit
+def pending(loop: Loop) -> jax.Array:
+    """Number of tokens of each row's text that are not stored, int32 [B]; 0 for rows that are not at work."""
+    return of_each_shard(lambda loop: loop.pending, loop, made=OF_ROWS)
 
-    Returns (blocks that each text needs, but for those it will share, int32 [texts]; blocks that each row at work still
-    lacks, int32 [B]).
+
+@functools.partial(jax.jit, static_argnames="most")
+def look(loop: Loop, lengths: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return what was made since texts had ``lengths`` int32 [texts].
+
+    It is (up to ``most`` tokens of each after those int32 [texts, most]; lengths int32 [texts]; whether there is more
+    to do; whether texts need seats). The last two are bool [], or [shards] over a mesh.
     """
-    plan, texts = loop.caches.model.plan, loop.texts
-    drafts = 0 if loop.drafts is None else loop.drafts.tokens.shape[1]
-    # The last token of a text is never stored.
-    needed = blocks_for(plan, jnp.maximum(jnp.minimum(texts.lengths + drafts, texts.limits - 1), 0))
-    lacking = jnp.where(loop.at_work, jnp.maximum(needed[loop.text] - _held(loop), 0), 0)
-    return needed if loop.shared is None else jnp.maximum(needed - loop.shared, 0), lacking
 
+    def step(loop: Loop, lengths: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        places = lengths[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
+        texts = loop.texts
+        tokens = jnp.take_along_axis(texts.tokens, jnp.minimum(places, texts.tokens.shape[1] - 1), axis=1)
+        return tokens, texts.lengths, loop.unfinished, needs_seats(loop)
 
-def _held(loop: Loop) -> jax.Array:
-    """Number of blocks that each row holds, int32 [B]."""
-    held = loop.caches.model.tables.block_lens.at[loop.slots].get(mode="clip")
-    return jnp.where(loop.slots >= 0, held, 0)
-
-
-def _own(loop: Loop) -> jax.Array:
-    """Number of blocks that come free if a row leaves, int32 [B]; if others leave as well, at least that many."""
-    if loop.shared is None:
-        return _held(loop)
-    tables = loop.caches.model.tables
-    blocks = tables.block_table.at[loop.slots].get(mode="clip")
-    alone = (blocks >= 0) & (tables.block_refs.at[blocks].get(mode="clip") == 1)
-    return jnp.where(loop.slots >= 0, jnp.sum(alone, axis=1, dtype=jnp.int32), 0)
-
-
-def _admissible(loop: Loop) -> jax.Array:
-    """Return which of the waiting texts can have a row and blocks at once, bool [texts]: the first ones."""
-    needed, lacking = asked_blocks(loop)
-    waiting, free = loop.waiting, loop.caches.model.tables.num_free[0]
-    turn = jnp.cumsum(waiting, dtype=jnp.int32)
-    asked = jnp.sum(lacking) + jnp.cumsum(jnp.where(waiting, needed, 0), dtype=jnp.int32)
-    return waiting & (turn <= jnp.sum(loop.slots < 0)) & (asked <= free)
-
-
-def _leaving(loop: Loop) -> jax.Array:
-    """Return which rows have no blocks for their next pass, or are complete where others wait, bool [B].
-
-    A text at work stays if there are blocks for it and all before it, when those behind it give theirs up. The
-    first one always stays: alone it has enough. The others wait for their turn again, with the tokens that they have.
-    """
-    _, lacking = asked_blocks(loop)
-    held, at_work, free = _own(loop), loop.at_work, loop.caches.model.tables.num_free[0]
-    is_crowded = (jnp.sum(lacking) > free) | jnp.any(loop.waiting & ~_admissible(loop))
-    leaves = (loop.slots >= 0) & ~at_work & is_crowded
-    free += jnp.sum(jnp.where(leaves, held, 0))
-    not_after = (loop.text[None] <= loop.text[:, None]) & at_work[None]  # [row, other]
-    asked = jnp.sum(jnp.where(not_after, lacking[None], 0), axis=1)
-    behind = jnp.sum(jnp.where(~not_after & at_work[None], held[None], 0), axis=1)
-    is_first = loop.text == jnp.min(jnp.where(at_work, loop.text, loop.texts.lengths.size))
-    return leaves | (at_work & ~is_first & (asked > free + behind))
-
-
-def _make_room(loop: Loop) -> Loop:
-    """Release the rows that are to leave."""
-    leaves = _leaving(loop)
-    caches = loop.caches.release(jnp.where(leaves, loop.slots, -1))
-    return dataclasses.replace(loop, caches=caches, slots=jnp.where(leaves, -1, loop.slots))
-
-
-def _admit_waiting(loop: Loop) -> Loop:
-    """Give free rows the next texts of the queue, as far as there are blocks for them."""
-    free = loop.slots < 0
-    turn = jnp.cumsum(free, dtype=jnp.int32) - 1
-    admissible = _admissible(loop)
-    arriving = free & (turn < jnp.sum(admissible))
-    texts = jnp.nonzero(admissible, size=free.size, fill_value=0)[0].astype(jnp.int32)
-    caches, slots, ok = loop.caches.admit(free.size, arriving)
-    drafts = loop.drafts
-    if drafts is not None:
-        drafts = dataclasses.replace(drafts, made=drafts.made & ~arriving)
-    loop = dataclasses.replace(
-        loop,
-        caches=caches,
-        drafts=drafts,
-        slots=jnp.where(arriving, slots, loop.slots),
-        text=jnp.where(arriving, texts.at[turn].get(mode="clip"), loop.text),
-    )
-    return dataclasses.replace(loop, ok=loop.ok & ok & (jnp.any(loop.at_work) | jnp.all(loop.texts.complete)))
+    return of_each_shard(step, loop, (lengths,), (OF_ROWS,), OF_ROWS)
 
 
 def _append_tokens(way: _Way, loop: Loop) -> Loop:

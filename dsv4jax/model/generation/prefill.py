@@ -1,0 +1,60 @@
+"""Storing prompts: which rows a pass stores, and how many tokens of each, so that a few programs serve all."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4jax.model.generation.held import Shards
+from dsv4jax.model.generation.loop import EVERYTHING, pending, store
+from dsv4jax.model.generation.state import Loop
+from dsv4jax.model.params import ModelParams
+
+# Tokens of a pass: of each row, or of a row alone that lacks more than those.
+SHORT, LONG, LONGEST = 128, 1024, 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Prefill:
+    """Stores the prompts of the rows of a loop, all but each text's last token."""
+
+    params: ModelParams
+    shards: Shards
+
+    def store_all(self, loop: Loop) -> Loop:
+        """Store what all rows lack. The loop is donated."""
+        lacking = jax.device_get(pending(loop)).reshape(self.shards.count, -1) - 1
+        for rows, chunk in self.passes(lacking.tolist()):
+            loop = store(self.params, loop, jnp.asarray(rows, jnp.int32), EVERYTHING, chunk=chunk)
+        return loop
+
+    def store_row(self, loop: Loop, row: int, length: int, until: int) -> Loop:
+        """Store a text's tokens from ``length`` to ``until``, of a row alone. The loop is donated."""
+        chunk = self._chunk(until - length)
+        for _ in range(length, until, chunk):
+            loop = store(self.params, loop, jnp.asarray([row], jnp.int32), np.int32(until), chunk=chunk)
+        return loop
+
+    def passes(self, lacking: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
+        """Return the passes that store so many tokens of the rows of each shard.
+
+        Each is (rows, as many of each shard and -1 for none; tokens of each).
+        """
+        chunk = self._chunk(max(itertools.chain(*lacking)))
+        turns = [
+            [row for row, count in enumerate(of_shard) if count > SHORT for _ in range(0, count, chunk)]
+            for of_shard in lacking
+        ]
+        long = [(list(rows), chunk) for rows in itertools.zip_longest(*turns, fillvalue=-1)]
+        is_short = any(0 < count <= SHORT for count in itertools.chain(*lacking))
+        all_rows = list(range(self.shards.rows)) * self.shards.count
+        return long + [(all_rows, min(SHORT, self.shards.plan.max_context))] * is_short
+
+    def _chunk(self, most: int) -> int:
+        """Tokens of a pass of a row alone, if rows lack up to so many."""
+        return min(LONG if most <= LONG else LONGEST, self.shards.plan.max_context)
