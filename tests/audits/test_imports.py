@@ -39,6 +39,7 @@ BESIDE = {
     "pallas_kernels.language": {"ptx", "simulator"},
 }
 MAX_MODULES = 16  # in one folder
+MAX_LINES = {"dsv4jax": 500, "pallas_kernels": 800, "tests": 500, "benchmarks": 500, "examples": 500}  # of a file
 
 # Imports inside a function, and why: none of them hides a circle.
 LAZY = {
@@ -135,6 +136,13 @@ def test_no_import_hides_in_a_function_or_behind_type_checking():
 def test_no_folder_holds_more_modules_than_one_can_overlook():
     sizes = collections.Counter(path.parent for path in FILES.values() if path.name != "__init__.py")
     assert not {folder: count for folder, count in sizes.items() if count > MAX_MODULES}
+
+
+@pytest.mark.parametrize("folder", MAX_LINES)
+def test_no_file_is_longer_than_one_reads_at_a_time(folder):
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert lines
+    assert not {path: count for path, count in lines.items() if count > MAX_LINES[folder]}
 
 
 @pytest.mark.parametrize(

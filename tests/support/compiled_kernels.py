@@ -42,9 +42,9 @@ from pallas_kernels.attention.sm90 import QueryOrder
 from pallas_kernels.attention.wide import instead_of_rows, widen
 from pallas_kernels.formats import ATTENDED_FORMATS
 from pallas_kernels.plugin import compiles_relocatable_code
-from pallas_kernels.router import call as router_call
 from pallas_kernels.scores import fp4
 from tests.support.compile_for_gpu import TARGETS, prepare_environment
+from tests.support.compiled_model import model_kernels
 from tests.support.compiled_products import INDEXER_FORMAT, Spec, f32, product_kernels
 from tests.support.kernel_report import Kernel, dump_to_standard_output, report
 
@@ -306,61 +306,6 @@ def _grants(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         yield Kernel(name=f"grant_tokens [{rows}]", function=grant, args=(held, asked), rows=None, has_scratch=True)
 
 
-def _router(cfg: d4.DSV4Config, experts: int) -> Iterator[Kernel]:
-    """Yield the router of few tokens, and what picks and sorts for many."""
-
-    def args(tokens: int) -> tuple[Any, Any]:
-        real, bias = Spec((tokens,), jnp.bool), f32(experts)
-        return Spec((tokens, cfg.hidden_size), jnp.bfloat16), pk.PickInputs(real=real, bias=bias)
-
-    def of(tokens: int) -> Any:
-        rows = pk.tile_rows(tokens, 6, experts)
-        return router_call.Router(tokens=tokens, experts=experts, picks=6, scale=1.5, rows=rows, simulate=False)
-
-    gate = Spec((experts, cfg.hidden_size), jnp.bfloat16)
-    options: dict[str, Any] = dict(rows=None, reads_only=True, has_scratch=True)
-    for tokens in (1, 64):
-
-        def route(gate: Any, x: Any, inputs: Any) -> Any:
-            return pk.route(x, gate, inputs, picks=6, scale=1.5)
-
-        yield Kernel(name=f"router [{tokens}]", function=route, args=(gate, *args(tokens)), **options)
-    many = of(4096)
-    yield Kernel(name="router_picks [4096]", function=many.pick, args=(f32(4096, experts), args(4096)[1]), **options)
-    yield Kernel(name="router_tiles [4096]", function=many.sort, args=(_i32(4096, 6),), **options)
-
-
-def _mixed_streams(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield hyper-connections of few tokens and of many, after each kind of sublayer, and those of a model's ends."""
-    hidden, n = cfg.hidden_size, 4
-    rules = pk.MixRules(rounds=20, eps=1e-6, norm_eps=cfg.norm_eps)
-
-    def bf16(*shape: int) -> Any:
-        return Spec(shape, jnp.bfloat16)
-
-    def mix(streams: Any, weights: Any, ended: Any) -> Any:
-        return pk.mix_streams(streams, weights, ended, rules=rules)
-
-    for name, tokens, numbers in (
-        ("attention", 1, 24),
-        ("attention", 4096, 24),
-        ("experts", 1, 24),
-        ("experts", 4096, 24),
-        ("nothing", 4096, 24),
-        ("experts", 64, n),
-    ):
-        weights = pk.StreamWeights(
-            weight=f32(numbers, n * hidden), base=f32(numbers), scale=f32(3 if numbers > n else 1), norm=bf16(hidden)
-        )
-        experts: dict[str, Any] = {}
-        if name == "experts":
-            experts = dict(routed=bf16(tokens, 6, hidden), experts=_i32(tokens, 6), num_experts=256)
-        ended = pk.EndedSublayer(post=f32(tokens, n), carry=f32(tokens, n, n), output=bf16(tokens, hidden), **experts)
-        args = bf16(tokens, n, hidden), weights, None if name == "nothing" else ended
-        options: dict[str, Any] = dict(rows=None, reads_only=True, has_scratch=True)
-        yield Kernel(name=f"mix_streams {name} {numbers} [{tokens}]", function=mix, args=args, **options)
-
-
 def _token_parts(cfg: d4.DSV4Config) -> Iterator[Kernel]:
     """Yield the kernel that splits the products of new tokens, for a decode step, a draft and a chunk of each kind."""
     for formats in _formats(cfg):
@@ -480,8 +425,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             *_token_parts(cfg),
             *_updates_of_products(cfg),
             *_grants(cfg),
-            *_router(cfg, EXPERTS[model]),
-            *_mixed_streams(cfg),
+            *model_kernels(cfg, EXPERTS[model]),
             *product_kernels(cfg, is_flash=model == "flash"),
         ):
             yield f"{model} {kernel.name}", kernel
