@@ -76,13 +76,15 @@ def test_models_are_made_and_loaded_with_experts_on_the_host():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(host_experts=-1), "host_experts must be"),
-        (dict(host_experts=CFG.num_layers + 1), f"the model has {CFG.num_layers} layers, got {CFG.num_layers + 1}"),
-        (dict(host_experts=1, mesh=jax.make_mesh((1, 2), ("data", "model"))), "is for one device"),
-    ],
+    ("layers", "message"),
+    [(-1, "host_experts must be"), (CFG.num_layers + 1, f"the model has {CFG.num_layers} layers, got")],
 )
-def test_what_cannot_be_is_refused(options, message):
+def test_more_layers_than_there_are_cannot_move(layers, message):
     with pytest.raises(ValueError, match=message):
-        random_model(CFG, jax.random.key(0), **options)
+        random_model(CFG, jax.random.key(0), host_experts=layers)
+
+
+def test_a_mesh_keeps_no_experts_on_the_host():
+    mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices("cpu")[:2])
+    with pytest.raises(ValueError, match="is for one device"):
+        random_model(CFG, jax.random.key(0), host_experts=1, mesh=mesh)
