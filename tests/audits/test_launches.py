@@ -5,12 +5,10 @@ import pytest
 from tests.support.compile_for_gpu import report_of
 from tests.support.step_launches import launches
 
-# Cache update, queries, attention, and the sum with the layer's input; CSA has indexer queries, scores and top-k too.
-BESIDES_PRODUCTS = {"swa": 4, "csa": 7, "hca": 4}
-# Up to 64 rows, products with stored weights make the queries and the sum.
+# Cache update and attention; CSA has scores and top-k too. Products with stored weights make the queries and the sum.
 BESIDES_STORED_PRODUCTS = {"swa": 2, "csa": 4, "hca": 2}
-# A draft keeps the parts of its tokens, which another launch makes. What is staged is stored by one more; SWA stages no
-# entries.
+# With wide weights queries and the sum are launches too. A draft keeps the parts of its tokens, which another launch
+# makes. What is staged is stored by one more; SWA stages no entries.
 BESIDES_PRODUCTS_OF_DRAFTS = {"swa": 5, "csa": 9, "hca": 6}
 # A chunk updates the tails, and after attention the window. Products make the sum.
 BESIDES_PRODUCTS_OF_CHUNKS = {"swa": 4, "csa": 9, "hca": 6}
@@ -20,19 +18,11 @@ ONCE = 8
 
 @pytest.mark.slow
 def test_a_layer_adds_its_kernels_and_no_launch_that_moves_or_masks():
-    report = report_of("tests.support.step_launches", "h200")
-    assert report.pop("all kinds")["once"] <= ONCE
-    for kind, found in report.items():
-        assert found["products"] > 0, "the products are not recognised"
-        assert found["layer"] - found["products"] == BESIDES_PRODUCTS[kind], kind
-        assert found["once"] <= ONCE, kind
-
-
-@pytest.mark.slow
-def test_products_with_stored_weights_make_the_queries():
     report = report_of("tests.support.step_launches", "h200", "--weights", "stored")
     assert report.pop("all kinds")["once"] <= ONCE
     for kind, found in report.items():
+        assert found["once"] <= ONCE, kind
+        assert found["products"] > 0, "the products are not recognised"
         assert found["layer"] - found["products"] == BESIDES_STORED_PRODUCTS[kind], kind
 
 

@@ -256,12 +256,10 @@ def test_captures_and_patches_that_change_nothing_give_the_same_bits():
     count = ids(60, 41)
     cache, _ = d4.prepare_forward(cache, slots, count)
     plain = forward(params, tokens, cache, slots, count, "all")
-    patched = [name for name in NAMES if name != "choices"]
-    found = [forward(params, tokens, cache, slots, count, "all", capture=NAMES)[:3]]
-    for name in patched:
-        intervene = {name: lambda value, layer: value}
-        found.append(forward(params, tokens, cache, slots, count, "all", intervene=intervene))
-    for each in found:
+    captured = forward(params, tokens, cache, slots, count, "all", capture=NAMES)[:3]
+    unchanged = {name: lambda value, layer: value for name in NAMES if name != "choices"}
+    patched = forward(params, tokens, cache, slots, count, "all", intervene=unchanged)
+    for each in captured, patched:
         jax.tree.map(np.testing.assert_array_equal, each, plain)
 
 

@@ -82,6 +82,7 @@ HOPPER_ONLY = {
 }
 # Of attention: few queries with 8, 16 and 32 heads of a block, then clusters of 8, 4 and 2 blocks, and blocks alone.
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
+TOP_K_SIZES = (1, 32768), (8, 32768), (64, 32768), (256, 8192), (64, 262144)  # rows, and scores of each
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
 
 
@@ -181,12 +182,12 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
             if options["kv_format"] in ATTENDED_FORMATS:
                 for kind in sorted({spec.attn for spec in d4.config.layer_schedule(cfg)}):
                     yield _attention(cache, kind, batch, tokens)
-            if options["indexer_format"] in fp4.FORMATS:
+            if options["indexer_format"] in fp4.FORMATS and cfg is MODELS["flash"]:  # Pro's indexer is the same
                 yield _scores(cache, batch, tokens)
         if options["kv_format"] in ATTENDED_FORMATS:
             for kind in (AttentionType.CSA, AttentionType.HCA):
                 yield from _attention_of_chunk(cache, kind, *CHUNKS[0])
-    for rows, size in ((1, 32768), (8, 32768), (64, 32768), (256, 8192), (64, 262144)):
+    for rows, size in TOP_K_SIZES if cfg is MODELS["flash"] else TOP_K_SIZES[-1:]:
         select = functools.partial(pk.top_k, k=cfg.indexer_top_k)
         args = f32(rows, size), _i32(rows)
         yield Kernel(name=f"top_k [{rows}, {size}]", function=select, args=args, rows=None, reads_only=True)
@@ -270,7 +271,7 @@ def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         prepare: Any = functools.partial(pk.attention_queries, eps=cfg.norm_eps)
         args = f32(*lead, cfg.num_heads, cfg.head_dim), angles
         yield Kernel(name=f"attention_queries {list(lead)}", function=prepare, args=args, rows=None, reads_only=True)
-        for form in fp4.FORMATS if cfg is MODELS["flash"] else ():  # Pro's indexer is the same
+        for form in fp4.FORMATS if cfg is MODELS["flash"] else ():
             row = INDEXER_FORMATS[form].row(cfg.indexer_head_dim)
             prepare = functools.partial(pk.indexer_queries, key_row=row, key_format=form)
             args = f32(*lead, cfg.indexer_heads, cfg.indexer_head_dim), angles
@@ -279,12 +280,7 @@ def _queries(cfg: d4.DSV4Config) -> Iterator[Kernel]:
 
 
 def _grants(cfg: d4.DSV4Config) -> Iterator[Kernel]:
-    """Yield the kernel that allocates blocks, for a usual batch and for the largest one.
-
-    It is the same for all models. Compiled a second time, it would leave no dump.
-    """
-    if cfg is not MODELS["flash"]:
-        return
+    """Yield the kernel that allocates blocks, for a usual batch and for the largest one."""
     tables, plan = _cache(cfg).tables, _cache(cfg).plan
     held = pk.Grants(**{field.name: getattr(tables, field.name) for field in dataclasses.fields(pk.Grants)})
     sizes = pk.PageSizes(
@@ -415,18 +411,20 @@ def _print_table(reports: dict[str, dict[str, Any]]) -> None:
 
 
 def kernels() -> Iterator[tuple[str, Kernel]]:
-    """Yield all kernels, each with the name of its model before its own."""
+    """Yield all kernels, each with the name of its model before its own.
+
+    What both models store is the same, so its kernels are compiled of Flash alone.
+    """
     for model, cfg in MODELS.items():
+        is_flash = model == "flash"
+        of_cache = (*_updates(cfg), *_pieces(cfg), *_updates_of_products(cfg), *_grants(cfg)) if is_flash else ()
         for kernel in (
-            *_updates(cfg),
-            *_pieces(cfg),
+            *of_cache,
             *_reads(cfg),
             *_queries(cfg),
             *_token_parts(cfg),
-            *_updates_of_products(cfg),
-            *_grants(cfg),
             *model_kernels(cfg, EXPERTS[model]),
-            *product_kernels(cfg, is_flash=model == "flash"),
+            *product_kernels(cfg, is_flash=is_flash),
         ):
             yield f"{model} {kernel.name}", kernel
 

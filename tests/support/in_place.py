@@ -191,7 +191,6 @@ READ_AUDITS = {
 _STEP = {"decode step, published heads": READ_AUDITS["decode step, published heads"]}
 TARGETS = {"h200": GPU_AUDITS | READ_AUDITS, "b200": _STEP}
 AUDITS = GPU_AUDITS | {
-    "prefill chunk of 33": forward(tokens=33),
     "scan over layers": forward(function=_scan_over_layers),
     "scan over tokens": forward(function=many_steps),
     "admit": bookkeeping(lambda cache, slots, num_new: d4.admit(cache, BATCH)),
