@@ -8,20 +8,23 @@ debugger or a notebook: it can be stepped through, and its arguments stay valid.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import jax
 
 from dsv4jax.cache import state
+from dsv4jax.cache.pool import PagedPool
 from dsv4jax.layer import attention, gather, indexer, update
+from dsv4jax.layer.ops import NewEntries
 
 __all__ = [
+    "NewEntries",
     "append_swa",
     "append_tail",
     "decode_attention",
-    "flush_csa",
-    "flush_hca",
+    "flush_entries",
     "gather_all_compressed",
     "gather_compressed",
     "gather_swa",
@@ -61,11 +64,32 @@ append_tail = _piece(update.append_tail, "state")
 rotate_csa = _piece(update.rotate_csa, "state")
 reset_hca = _piece(update.reset_hca, "state")
 reset_slots = _piece(state.reset_slots, "state")
-flush_csa = _piece(update.flush_csa, "pool")
-flush_hca = _piece(update.flush_hca, "pool")
+flush_entries = _piece(update.flush_entries, "pool")
 
 gather_swa = _piece(state.gather_swa)
 gather_compressed = _piece(gather.gather_compressed)
 gather_all_compressed = _piece(gather.gather_all_compressed)
 select_entries = _piece(indexer.select_entries)
 decode_attention = _piece(attention.decode_attention)
+
+
+# What ``flush_entries`` was in version 0.1. Version 0.2 will not have these.
+
+
+def flush_csa(pool: PagedPool, index: Any, entries: Any, indexer_entries: Any, *places: Any, **named: Any) -> PagedPool:
+    """Call ``flush_entries`` with keys. ``places`` are block_table, slots, first and count."""
+    return _flush("flush_csa", (pool, index, entries, indexer_entries), places, named)
+
+
+def flush_hca(pool: PagedPool, index: Any, entries: Any, *places: Any, **named: Any) -> PagedPool:
+    """Call ``flush_entries`` without keys. ``places`` are block_table, slots, first and count."""
+    return _flush("flush_hca", (pool, index, entries, None), places, named)
+
+
+def _flush(name: str, given: tuple[Any, ...], places: tuple[Any, ...], named: dict[str, Any]) -> PagedPool:
+    message = f"pieces.{name}(pool, index, ...) is now pieces.flush_entries(pool, index, NewEntries(...))"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    pool, index, entries, keys = given
+    fields = "block_table", "slots", "first", "count"
+    at = dict(zip(fields, places, strict=False)) | {field: named.pop(field) for field in fields if field in named}
+    return flush_entries(pool, index, NewEntries(entries=entries, keys=keys, **at), **named)

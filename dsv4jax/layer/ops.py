@@ -100,7 +100,7 @@ class Projections(Implementation, Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NewEntries:
-    """Finished entries that are about to be written to a pool. Row e of request b is its entry first[b] + e."""
+    """Finished entries that are to be written to a pool, and where. Row e of request b is its entry first[b] + e."""
 
     entries: jax.Array  # f32 [B, E, head_dim], after norm and rope
     keys: jax.Array | None  # f32 [B, E, indexer_head_dim], after norm, rope and Hadamard transform; CSA only
@@ -127,7 +127,7 @@ class CacheUpdate(Implementation, Protocol):
         ...
 
     def flush_entries(self, pool: PagedPool, index: jax.Array | int, new: NewEntries, plan: CachePlan) -> PagedPool:
-        """Do what ``update.flush_hca`` describes, or with keys ``update.flush_csa``."""
+        """Do what ``update.flush_entries`` describes."""
         ...
 
     def rotate_csa(

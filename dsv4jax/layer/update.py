@@ -1,11 +1,11 @@
 """How new tokens change a layer's cache: append, flush, rotate and reset, separately and all in one step.
 
-    append_swa   rounds the new tokens' rows and writes them to the window
-    append_tail  writes the new tokens' streams to the tails
-    flush_*      rounds finished entries and writes them to the pool
-    rotate_csa   at the end of a block: its b-stream becomes the previous block's
-    reset_hca    at the end of a block: resets the running softmax
-    store        does all of this from what the projections gave, in one launch if a kernel can
+    append_swa     rounds the new tokens' rows and writes them to the window
+    append_tail    writes the new tokens' streams to the tails
+    flush_entries  rounds finished entries and writes them to the pool
+    rotate_csa     at the end of a block: its b-stream becomes the previous block's
+    reset_hca      at the end of a block: resets the running softmax
+    store          does all of this from what the projections gave, in one launch if a kernel can
 
 All but ``store`` are public. They take the layer's index in its stack (static or traced) and any batch: row b brings
 ``num_new[b]`` of T tokens to request ``slots[b]``, which already has ``start[b]`` tokens. A row is a no-op if its slot
@@ -183,28 +183,15 @@ def reset_hca(
     return CACHE_UPDATE.of(backend, None, _ANY_KIND).reset_hca(state, index, slots, complete)
 
 
-def flush_hca(
-    pool: PagedPool,
-    index: jax.Array | int,
-    entries: jax.Array,
-    block_table: jax.Array,
-    slots: jax.Array,
-    first: jax.Array,
-    count: jax.Array,
-    *,
-    plan: CachePlan,
-    backend: Backend = None,
+def flush_entries(
+    pool: PagedPool, index: jax.Array | int, new: NewEntries, *, plan: CachePlan, backend: Backend = None
 ) -> PagedPool:
-    """Round finished entries and write them into the pool.
+    """Round finished entries, and of CSA layers their indexer keys, and write them into the pool.
 
     Args:
       pool: the entries of all layers of a kind.
       index: the layer's index in its stack, an int or int32 [].
-      entries: f32 [B, E, head_dim], after norm and rope; row e of request b is its entry first[b] + e.
-      block_table: int32 [requests, max_blocks], -1 = none. Entries without a block are dropped.
-      slots: int32 [B], -1 = no-op.
-      first: int32 [B], the number of the entry in row 0.
-      count: int32 [B], number of entries that are real, at most E.
+      new: the entries, and where they go; with keys for CSA layers, and only for them.
       plan: the cache's plan.
       backend: None for the fastest available, a name from ``backends()``, or ``OpBackends``.
 
@@ -213,61 +200,18 @@ def flush_hca(
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: the backend is unknown, or cannot serve this plan.
+      ValueError: keys are missing or not allowed, or the backend is unknown or cannot serve this plan.
     """
-    new = _new_entries(entries, None, block_table, slots, first, count, plan)
+    if (pool.indexer_keys is None) != (new.keys is None):
+        raise ValueError("flush_entries: new.keys are for the pool of CSA layers, and only for it")
+    check_batch(**{f"new.{name}": getattr(new, name) for name in ("slots", "first", "count")})
+    axes: dict[str, int | None] = {"B": new.slots.shape[0], "E": None, "dim": plan.cfg.head_dim}
+    check_array("new.entries", new.entries, axes, jnp.float32)
+    if new.keys is not None:
+        axes |= {"E": new.entries.shape[1], "dim": plan.cfg.indexer_head_dim}
+        check_array("new.keys", new.keys, axes, jnp.float32)
+    new = dataclasses.replace(new, count=fitting(new.count, new.entries.shape[1]))
     return CACHE_UPDATE.of(backend, plan, _ANY_KIND).flush_entries(pool, index, new, plan)
-
-
-def flush_csa(
-    pool: PagedPool,
-    index: jax.Array | int,
-    entries: jax.Array,
-    indexer_entries: jax.Array,
-    block_table: jax.Array,
-    slots: jax.Array,
-    first: jax.Array,
-    count: jax.Array,
-    *,
-    plan: CachePlan,
-    backend: Backend = None,
-) -> PagedPool:
-    """Round finished entries and indexer keys and write them into the pool.
-
-    Args:
-      pool: the entries and indexer keys of all CSA layers.
-      indexer_entries: f32 [B, E, indexer_head_dim], after norm, rope and Hadamard transform.
-      index, entries, block_table, slots, first, count, plan, backend: as for ``flush_hca``.
-
-    Returns:
-      The updated pool.
-
-    Raises:
-      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: the pool has no indexer keys, or the backend is unknown or cannot serve this plan.
-    """
-    new = _new_entries(entries, indexer_entries, block_table, slots, first, count, plan)
-    axes: dict[str, int | None] = {"B": slots.shape[0], "E": entries.shape[1], "dim": plan.cfg.indexer_head_dim}
-    check_array("indexer_entries", indexer_entries, axes, jnp.float32)
-    if pool.indexer_keys is None:
-        raise ValueError("flush_csa: expected the pool of CSA layers, this one has no indexer keys")
-    return CACHE_UPDATE.of(backend, plan, _ANY_KIND).flush_entries(pool, index, new, plan)
-
-
-def _new_entries(
-    entries: jax.Array,
-    keys: jax.Array | None,
-    block_table: jax.Array,
-    slots: jax.Array,
-    first: jax.Array,
-    count: jax.Array,
-    plan: CachePlan,
-) -> NewEntries:
-    """Check the arguments of a flush, except for the keys, and collect them."""
-    check_batch(slots=slots, first=first, count=count)
-    check_array("entries", entries, {"B": slots.shape[0], "E": None, "dim": plan.cfg.head_dim}, jnp.float32)
-    count = fitting(count, entries.shape[1])
-    return NewEntries(entries=entries, keys=keys, block_table=block_table, slots=slots, first=first, count=count)
 
 
 def store(call: LayerCall, rows: TokenRows, cache_update: CacheUpdate, *, keep_tails: bool = False) -> LayerStack:

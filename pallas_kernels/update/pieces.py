@@ -47,7 +47,7 @@ def flush_entries[Entries: Pool[jax.Array]](
 ) -> Entries:
     """Encode finished entries and write them where the block table says.
 
-    The launch is named ``flush_hca``, or with keys ``flush_csa``, like the library's functions.
+    The launch is named ``flush_hca``, or with keys ``flush_csa``.
 
     Args:
       pool: pytree with ``entries`` (``nope rope scale``) and ``indexer_keys`` (``codes scale``), leaves [layers,

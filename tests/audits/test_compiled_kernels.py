@@ -17,8 +17,7 @@ IN_FLASH = {
     "append_chunk",
     "stage_entries",
     "append_swa",
-    "flush_csa",
-    "flush_hca",
+    "flush_entries",
     "rotate_csa",
     "reset_hca",
     "gather_compressed",
@@ -171,7 +170,7 @@ def test_every_kernel_compiled_for(target):
         "append_chunk",
         "stage_entries",
         "token_step",
-        "flush_csa",
+        "flush_entries",
         "gather_compressed",
         "gather_all_compressed",
     }

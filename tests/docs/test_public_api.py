@@ -23,8 +23,7 @@ RECORDED = ROOT / "tests" / "docs" / "signatures.txt"
 UPDATES = {
     "append_swa": "state",
     "append_tail": "state",
-    "flush_csa": "pool",
-    "flush_hca": "pool",
+    "flush_entries": "pool",
     "rotate_csa": "state",
     "reset_hca": "state",
     "reset_slots": "state",

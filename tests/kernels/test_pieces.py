@@ -107,10 +107,15 @@ def test_flush(case, backend):
     first = batch.start // case.ratio
     count = np.minimum(rng.integers(1, 6, case.batch), case.plan.max_blocks * case.plan.entries_per_block(case.kind))
     count[[5, 6, BAD]] = 0, 6, 5  # nothing; more than there are; the bad ones too
-    given = [jnp.asarray(entries)] + ([jnp.asarray(keys)] if case.kind == CSA else [])
-    where = [jnp.asarray(x, jnp.int32) for x in (batch.block_table, batch.slots, first, count)]
-    flush = d4.pieces.flush_csa if case.kind == CSA else d4.pieces.flush_hca
-    got, want = (flush(give(pool), LAYER, *given, *where, plan=case.plan, backend=name) for name in (backend, "xla"))
+    places = dict(block_table=batch.block_table, slots=batch.slots, first=first, count=count)
+    new = d4.pieces.NewEntries(
+        entries=jnp.asarray(entries),
+        keys=jnp.asarray(keys) if case.kind == CSA else None,
+        **{name: jnp.asarray(x, jnp.int32) for name, x in places.items()},
+    )
+    got, want = (
+        d4.pieces.flush_entries(give(pool), LAYER, new, plan=case.plan, backend=name) for name in (backend, "xla")
+    )
     assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(pool))
 
 

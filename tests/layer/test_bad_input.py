@@ -184,6 +184,12 @@ def test_malformed_rows_are_errors_in_every_piece(filled):
     rows = jnp.zeros((BATCH, 2, CFG.head_dim))
     keys = jnp.zeros((BATCH, 2, CFG.indexer_head_dim))
     swa, csa, hca = cache.swa, cache.csa, cache.hca
+    sound = d4.pieces.NewEntries(entries=rows, keys=keys, block_table=table, slots=slots, first=zero, count=zero)
+
+    def flush(pool: d4.PagedPool, backend: str = "xla", **changed: jax.Array | None) -> d4.PagedPool:
+        new = dataclasses.replace(sound, **changed)
+        return d4.pieces.flush_entries(pool, 0, new, plan=plan, backend=backend)
+
     for call, message in (
         (
             lambda: d4.pieces.append_swa(swa.state, 0, rows[..., 1:], slots, zero, zero, plan=plan),
@@ -198,26 +204,24 @@ def test_malformed_rows_are_errors_in_every_piece(filled):
             "start: expected int32 [B=4], got int32[3]",
         ),
         (
-            lambda: d4.pieces.flush_hca(hca.pool, 0, rows[0], table, slots, zero, zero, plan=plan),
-            "entries: expected float32 [B=4, E, dim=136], got float32[2, 136]",
+            lambda: flush(hca.pool, entries=rows[0], keys=None),
+            "new.entries: expected float32 [B=4, E, dim=136], got float32[2, 136]",
         ),
         (
-            lambda: d4.pieces.flush_csa(csa.pool, 0, rows, rows, table, slots, zero, zero, plan=plan),
-            "indexer_entries: expected float32 [B=4, E=2, dim=128], got float32[4, 2, 136]",
+            lambda: flush(csa.pool, keys=rows),
+            "new.keys: expected float32 [B=4, E=2, dim=128], got float32[4, 2, 136]",
         ),
         (
-            lambda: d4.pieces.flush_csa(csa.pool, 0, rows[:, :1], keys, table, slots, zero, zero, plan=plan),
-            "indexer_entries: expected float32 [B=4, E=1, dim=128], got float32[4, 2, 128]",
+            lambda: flush(csa.pool, entries=rows[:, :1]),
+            "new.keys: expected float32 [B=4, E=1, dim=128], got float32[4, 2, 128]",
         ),
         (
-            lambda: d4.pieces.flush_csa(
-                csa.pool, 0, rows[..., 1:], keys, table, slots, zero, zero, plan=plan, backend="pallas_simulated"
-            ),
-            "entries: expected float32 [B=4, E, dim=136], got float32[4, 2, 135]",
+            lambda: flush(csa.pool, "pallas_simulated", entries=rows[..., 1:]),
+            "new.entries: expected float32 [B=4, E, dim=136], got float32[4, 2, 135]",
         ),
         (
-            lambda: d4.pieces.flush_csa(csa.pool, 0, rows, keys, table, slots, zero, zero[1:], plan=plan),
-            "count: expected int32 [B=4], got int32[3]",
+            lambda: flush(csa.pool, count=zero[1:]),
+            "new.count: expected int32 [B=4], got int32[3]",
         ),
         (
             lambda: d4.pieces.rotate_csa(csa.state, 0, slots, zero),
@@ -330,9 +334,10 @@ def test_pieces_and_handles_leave_alone_a_row_that_names_more_than_there_is(fill
     after = d4.pieces.append_swa.__wrapped__(cache.swa.state, 0, kv, slots, start, counts, plan=plan)
     assert_same(after, cache.swa.state)
     pool = cache.hca.pool
-    after = d4.pieces.flush_hca.__wrapped__(
-        pool, 0, kv, cache.tables.block_table, slots, start // 16, counts, plan=plan
+    new = d4.pieces.NewEntries(
+        entries=kv, keys=None, block_table=cache.tables.block_table, slots=slots, first=start // 16, count=counts
     )
+    after = d4.pieces.flush_entries.__wrapped__(pool, 0, new, plan=plan)
     assert_same(after, pool)
     for layer, params in enumerate(random_params()):
         handle = d4.acquire(cache, layer, slots, counts)

@@ -225,9 +225,10 @@ def test_a_piece_that_stores_has_a_derivative_in_floats_and_refuses_one_in_bytes
 
     def first_entry(kv):
         place = cache.tables.block_table, slots
-        stored = d4.pieces.flush_hca.__wrapped__(
-            entries, 0, kv[:, :1], *place, ids(0), ids(1), plan=plan, backend="xla"
+        new = d4.pieces.NewEntries(
+            entries=kv[:, :1], keys=None, block_table=place[0], slots=slots, first=ids(0), count=ids(1)
         )
+        stored = d4.pieces.flush_entries.__wrapped__(entries, 0, new, plan=plan, backend="xla")
         return jnp.sum(d4.pieces.gather_compressed(stored, 0, *place, ids(0)[:, None], plan=plan, backend="xla"))
 
     for call, stored in ((windows, 3), (first_entry, 1)):

@@ -91,6 +91,8 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
     phase, first = start % ratio, start // ratio
     count, full = (phase + num_new) // ratio, (num_new > 0) & ((phase + num_new) % ratio == 0)
     csa = kind == "csa"
+    places = dict(block_table=tables.block_table, slots=slots, first=first, count=count)
+    of_entries = functools.partial(d4.pieces.NewEntries, **places)
     streams = project_streams(params.compressor, x, start, ratio, plan.tail_dtype, overlap=csa)
     tail = read_slots(state.tail, index, slots)
     assert tail is not None
@@ -103,13 +105,13 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
         keys = key_tail.pool(key_streams, phase, num_new, ratio)
         keys = hadamard(finish_entries(keys, key_params.norm, first, d4.AttentionType.CSA, CFG))
         entries = finish_entries(entries, params.compressor.norm, first, d4.AttentionType.CSA, CFG)
-        pool = d4.pieces.flush_csa(pool, index, entries, keys, tables.block_table, slots, first, count, plan=plan)
+        pool = d4.pieces.flush_entries(pool, index, of_entries(entries=entries, keys=keys), plan=plan)
         state = d4.pieces.append_tail(state, index, streams, key_streams, slots, start, num_new, plan=plan)
         state = d4.pieces.rotate_csa(state, index, slots, full)
     else:
         entries = tail.pool(streams, phase, num_new, ratio)
         entries = finish_entries(entries, params.compressor.norm, first, kind, CFG)
-        pool = d4.pieces.flush_hca(pool, index, entries, tables.block_table, slots, first, count, plan=plan)
+        pool = d4.pieces.flush_entries(pool, index, of_entries(entries=entries, keys=None), plan=plan)
         state = d4.pieces.append_tail(state, index, streams, None, slots, start, num_new, plan=plan)
     return dataclasses.replace(stack, state=state, pool=pool)
 
@@ -322,6 +324,8 @@ def pieces(online=False):
     one = project_streams(hca.compressor, x, start, 16, plan.tail_dtype, overlap=False)
     first, count = ids(7, 5, 0, 0), ids(2, 1, 0, 0)
     c, h, s = cache.csa, cache.hca, cache.swa
+    new = d4.pieces.NewEntries(entries=kv[:, :2], keys=keys, block_table=table, slots=first, first=first, count=count)
+    one_each = dataclasses.replace(new, keys=None, first=ids(2, 1, 0, 0), count=ids(1, 1, 0, 0))
     return {
         "append_swa": (s.state, lambda t, z: d4.pieces.append_swa(t, 0, kv, z, start, num_new, plan=plan)),
         "append_tail of CSA": (
@@ -334,13 +338,13 @@ def pieces(online=False):
         ),
         "rotate_csa": (c.state, lambda t, z: d4.pieces.rotate_csa(t, 0, z, full)),
         "reset_hca": (h.state, lambda t, z: d4.pieces.reset_hca(t, 0, z, full, plan=plan)),
-        "flush_csa": (
+        "flush_entries of CSA": (
             c.pool,
-            lambda t, z: d4.pieces.flush_csa(t, 0, kv[:, :2], keys, table, z, first, count, plan=plan),
+            lambda t, z: d4.pieces.flush_entries(t, 0, dataclasses.replace(new, slots=z), plan=plan),
         ),
-        "flush_hca": (
+        "flush_entries of HCA": (
             h.pool,
-            lambda t, z: d4.pieces.flush_hca(t, 0, kv[:, :2], table, z, ids(2, 1, 0, 0), ids(1, 1, 0, 0), plan=plan),
+            lambda t, z: d4.pieces.flush_entries(t, 0, dataclasses.replace(one_each, slots=z), plan=plan),
         ),
         "reset_slots": (c.state, lambda t, z: d4.pieces.reset_slots(t, z, plan=plan, kind=d4.AttentionType.CSA)),
     }
@@ -348,14 +352,15 @@ def pieces(online=False):
 
 NAMES = [
     *("append_swa", "append_tail of CSA", "append_tail of HCA", "rotate_csa"),
-    *("reset_hca", "flush_csa", "flush_hca", "reset_slots"),
+    *("reset_hca", "flush_entries of CSA", "flush_entries of HCA", "reset_slots"),
 ]
 
 
 # The form of the HCA tail matters to HCA alone.
 @pytest.mark.parametrize(
     ("name", "online"),
-    [(name, False) for name in NAMES] + [(name, True) for name in ("append_tail of HCA", "reset_hca", "flush_hca")],
+    [(name, False) for name in NAMES]
+    + [(name, True) for name in ("append_tail of HCA", "reset_hca", "flush_entries of HCA")],
 )
 def test_a_piece_updates_in_place_what_it_is_given_and_slot_minus_one_is_a_no_op(name, online):
     state, call = pieces(online)[name]
@@ -374,6 +379,23 @@ def test_a_piece_updates_in_place_what_it_is_given_and_slot_minus_one_is_a_no_op
             assert np.asarray(new)[:, others].tobytes() == np.asarray(old)[:, others].tobytes()
 
 
+def test_the_flushes_of_before_say_what_they_are_now():
+    cache, slots, _, _ = started()
+    kv, keys = (jnp.ones((BATCH, 2, dim)) for dim in (CFG.head_dim, CFG.indexer_head_dim))
+    places = dict(block_table=cache.tables.block_table, slots=slots, first=ids(0, 0, 0, 0), count=ids(1, 1, 1, 1))
+    for old, pool, given in (
+        (d4.pieces.flush_csa, cache.csa.pool, (kv, keys)),
+        (d4.pieces.flush_hca, cache.hca.pool, (kv,)),
+    ):
+        new = d4.pieces.NewEntries(entries=kv, keys=given[1] if len(given) == 2 else None, **places)
+        expected = d4.pieces.flush_entries(give(pool), 0, new, plan=cache.plan)
+        assert moved_values(expected, pool, 0.0)[0] > 0, "it did something"
+        with pytest.deprecated_call(match=rf"pieces\.{old.__name__}.* is now pieces\.flush_entries"):
+            assert_same(old(give(pool), 0, *given, *places.values(), plan=cache.plan), expected)
+        with pytest.deprecated_call():
+            assert_same(old(give(pool), 0, *given, **places, plan=cache.plan), expected)
+
+
 def test_the_function_under_the_jit_leaves_its_input_alive():
     cache, slots, _, _ = started()
     state = give(cache.csa.state)
@@ -385,21 +407,24 @@ def test_the_function_under_the_jit_leaves_its_input_alive():
     for piece in (
         d4.pieces.append_swa,
         d4.pieces.append_tail,
-        d4.pieces.flush_csa,
-        d4.pieces.flush_hca,
+        d4.pieces.flush_entries,
         d4.pieces.rotate_csa,
         d4.pieces.reset_hca,
     ):
         assert callable(piece.__wrapped__)
 
 
-def test_rotate_and_reset_refuse_the_state_of_another_kind():
+def test_pieces_refuse_the_state_and_the_pool_of_another_kind():
     cache, slots, _, _ = started()
     full = jnp.ones(BATCH, jnp.bool)
     with pytest.raises(ValueError, match="rotate_csa: expected the state of CSA layers"):
         d4.pieces.rotate_csa(cache.hca.state, 0, slots, full)
     with pytest.raises(ValueError, match="reset_hca: expected the state of HCA layers"):
         d4.pieces.reset_hca(cache.csa.state, 0, slots, full, plan=cache.plan)
+    kv, table = jnp.ones((BATCH, 1, CFG.head_dim)), cache.tables.block_table
+    new = d4.pieces.NewEntries(entries=kv, keys=None, block_table=table, slots=slots, first=slots, count=slots)
+    with pytest.raises(ValueError, match=r"flush_entries: new\.keys are for the pool of CSA layers, and only for it"):
+        d4.pieces.flush_entries(cache.csa.pool, 0, new, plan=cache.plan)
 
 
 # ---- a scan over layers ---------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
 from dsv4jax.pieces import (
+    NewEntries,
     append_swa,
-    flush_csa,
-    flush_hca,
+    flush_entries,
     gather_all_compressed,
     gather_compressed,
     reset_hca,
@@ -157,8 +157,10 @@ def _pieces(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         kv, keys = (f32(*DECODE, dim) for dim in (cfg.head_dim, cfg.indexer_head_dim))
         piece = functools.partial(_piece, options["kv_format"], static)
         yield piece(append_swa, csa.state, LAYER, kv, row, row, row)
-        yield piece(flush_csa, csa.pool, LAYER, kv, keys, table, row, row, row)
-        yield piece(flush_hca, hca.pool, LAYER, kv, table, row, row, row)
+        new = NewEntries(entries=kv, keys=keys, block_table=table, slots=row, first=row, count=row)
+        yield _piece(f"csa {options['kv_format']}", static, flush_entries, csa.pool, LAYER, new)
+        new = dataclasses.replace(new, keys=None)
+        yield _piece(f"hca {options['kv_format']}", static, flush_entries, hca.pool, LAYER, new)
         for dtype in (jnp.bfloat16, jnp.float32):
             detail, typed = f"{options['kv_format']} {jnp.dtype(dtype).name}", static | dict(dtype=dtype)
             picks = _i32(DECODE[0], cfg.indexer_top_k)

@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,8 +153,10 @@ def _flush(blocks: int):
     cache = d4.cache.abstract_cache(plan)
     row = Spec((BATCH,), jnp.int32)
     entries, keys = (Spec((BATCH, 3, dim), jnp.float32) for dim in (CFG.head_dim, CFG.indexer_head_dim))
-    args = (cache.stack("csa").pool, Spec((), jnp.int32), entries, keys, cache.tables.block_table, row, row, row)
-    return functools.partial(d4.pieces.flush_csa.__wrapped__, plan=plan), args, 0
+    places: Any = dict(block_table=cache.tables.block_table, slots=row, first=row, count=row)
+    new = d4.pieces.NewEntries(**(places | dict(entries=entries, keys=keys)))
+    args = (cache.stack("csa").pool, Spec((), jnp.int32), new)
+    return functools.partial(d4.pieces.flush_entries.__wrapped__, plan=plan), args, 0
 
 
 def _insert(blocks: int):
@@ -197,7 +200,7 @@ AUDITS = GPU_AUDITS | {
     "prepare_forward": bookkeeping(d4.prepare_forward),
     "advance": bookkeeping(d4.advance),
     "release": bookkeeping(lambda cache, slots, num_new: d4.release(cache, slots)),
-    "flush_csa": functools.partial(audit, make_program=_flush),
+    "flush_entries": functools.partial(audit, make_program=_flush),
 }
 
 

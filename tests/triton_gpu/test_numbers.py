@@ -23,10 +23,10 @@ def rows_through(kv_format: str, values: np.ndarray) -> tuple[np.ndarray, np.nda
     entries[0, :, :64] = values
     table = jnp.arange(plan.max_blocks, dtype=jnp.int32)[None]
     zero, count = jnp.zeros(1, jnp.int32), jnp.asarray([len(values)], jnp.int32)
+    places = dict(block_table=table, slots=zero, first=zero, count=count)
+    new = d4.pieces.NewEntries(entries=jnp.asarray(entries), keys=None, **places)
     stored = [
-        d4.pieces.flush_hca(
-            jax.tree.map(jnp.copy, pool), 0, jnp.asarray(entries), table, zero, zero, count, plan=plan, backend=name
-        )
+        d4.pieces.flush_entries(jax.tree.map(jnp.copy, pool), 0, new, plan=plan, backend=name)
         for name in ("triton", "xla")
     ]
     got, want = (np.asarray(one.entries.nope[0, : len(values), 0]) for one in stored)
