@@ -87,7 +87,7 @@ def flush_hca(pool: PagedPool, index: Any, entries: Any, *places: Any, **named: 
 
 
 def _flush(name: str, given: tuple[Any, ...], places: tuple[Any, ...], named: dict[str, Any]) -> PagedPool:
-    message = f"pieces.{name}(pool, index, ...) is now pieces.flush_entries(pool, index, NewEntries(...))"
+    message = f"dsv4jax.pieces.{name} is now dsv4jax.pieces.flush_entries, which takes NewEntries"
     warnings.warn(message, DeprecationWarning, stacklevel=3)
     pool, index, entries, keys = given
     fields = "block_table", "slots", "first", "count"

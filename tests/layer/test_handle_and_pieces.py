@@ -390,7 +390,7 @@ def test_the_flushes_of_before_say_what_they_are_now():
         new = d4.pieces.NewEntries(entries=kv, keys=given[1] if len(given) == 2 else None, **places)
         expected = d4.pieces.flush_entries(give(pool), 0, new, plan=cache.plan)
         assert moved_values(expected, pool, 0.0)[0] > 0, "it did something"
-        with pytest.deprecated_call(match=rf"pieces\.{old.__name__}.* is now pieces\.flush_entries"):
+        with pytest.deprecated_call(match=rf"pieces\.{old.__name__} is now dsv4jax\.pieces\.flush_entries"):
             assert_same(old(give(pool), 0, *given, *places.values(), plan=cache.plan), expected)
         with pytest.deprecated_call():
             assert_same(old(give(pool), 0, *given, **places, plan=cache.plan), expected)

@@ -172,6 +172,7 @@ def test_a_pass_uses_the_choices_that_it_is_given():
     close(seen["experts"].weights[4, 0], picked / picked.sum(-1, keepdims=True) * params.cfg.routed_scale)
 
 
+@pytest.mark.slow
 def test_either_of_the_choices_may_be_left_to_the_pass_and_an_expert_may_be_none():
     params, rng, count = small_model(), np.random.default_rng(0), ids(60)
     sequence = jnp.asarray(rng.integers(0, params.cfg.vocab_size, (1, 60)), jnp.int32)

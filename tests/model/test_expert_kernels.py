@@ -81,6 +81,7 @@ def test_experts_in_kernels(backend, activations):
         assert relative_rms(one, other) < 2**-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "has_tiles"),
     [*(pytest.param(*each.values, True, marks=each.marks) for each in BACKENDS), ("xla", False)],

@@ -38,7 +38,8 @@ def test_logits_are_those_of_float64(name):
     np.testing.assert_allclose(found, logits64(widened64(cases(name)), np.asarray(tokens()[0])), rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("name", [pytest.param("wide", marks=pytest.mark.slow), "stored, with deltas"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wide", "stored, with deltas"])
 def test_every_derivative_is_the_finite_difference_in_float64(name):
     """Along a random direction of each weight that trains, in all layers together: of deltas, norms, mixes, sinks."""
     part, rest = partition(cases(name))

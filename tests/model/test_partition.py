@@ -133,7 +133,8 @@ def gradient_of_wide() -> tuple[jax.Array, ModelParams, ModelParams, ModelParams
     return (*gradient(trainable), trainable, rest)
 
 
-@pytest.mark.parametrize("through", [loss, pytest.param(loss_of_cache, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("through", [loss, loss_of_cache])
 def test_the_gradient_through_frozen_stored_weights_is_that_through_their_wide_form(through):
     """By the embedding, norms, streams' mixes, gates and compressors: all that is not stored."""
     trainable, rest = partition(as_f32(stored_model()))

@@ -96,6 +96,7 @@ def test_a_step_takes_what_was_planned_and_not_much_less(cfg):
     assert found.output_size_in_bytes == pytest.approx(plan.gradients, rel=0.01)  # and a few bytes of structure
 
 
+@pytest.mark.slow
 def test_a_loop_over_experts_keeps_no_record_of_its_steps(monkeypatch):
     """One tile at a time. A mask of all outputs for each step took 4 GiB at V4-Flash's sizes."""
     monkeypatch.setattr(experts, "WIDE", 1)
