@@ -3,6 +3,7 @@
 # make test              all but the slowest tests, in JOBS=2 processes; ARGS="-k name" goes to pytest
 # make test-gpu          all tests to which a GPU matters, on one GPU, in as many processes as there are cores
 # make check             what every change must pass: lint, test, the slowest tests, check-newest, docs
+# make sweeps            the cases that make check leaves out: for a release, and for whoever changes what they are about
 # make check-newest      import, README's example and the audit of products, on the newest jax, jaxlib and CUDA plugin
 # make lint              ruff and pyright
 # make docs              the pages of docs/ and the API, as out/site; a warning is an error
@@ -13,7 +14,7 @@
 #
 #     make test PYTHON=/path/to/python
 
-.PHONY: demo test test-slow test-gpu check check-newest lint docs clean
+.PHONY: demo test test-slow sweeps test-gpu check check-newest lint docs clean
 .NOTPARALLEL:
 
 DEVICE ?= cpu
@@ -43,11 +44,16 @@ pytest := $(python) -m pytest -n $(JOBS) --dist worksteal --durations=15
 test: $(call installed,test)
 	$(quickly) $(pytest) -m "not slow" $(ARGS)
 
+slow := slow and not sweep
+
 # ARGS may leave one of the two runs without tests, for which pytest exits with 5.
 test-slow: $(call installed,test)
-	$(quickly) $(pytest) -m "slow and not (optimized or two_programs)" $(ARGS); quick=$$?; \
-	$(pytest) -m "slow and (optimized or two_programs)" $(ARGS); whole=$$?; \
+	$(quickly) $(pytest) -m "$(slow) and not (optimized or two_programs)" $(ARGS); quick=$$?; \
+	$(pytest) -m "$(slow) and (optimized or two_programs)" $(ARGS); whole=$$?; \
 	case $$quick$$whole in 00$(if $(ARGS),|05|50)) ;; *) exit 1 ;; esac
+
+sweeps: slow := sweep
+sweeps: test-slow
 
 # Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance.
 test-gpu: $(call installed,test-gpu)

@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {item.path.parent.name, item.path.name} & set(COMPILED_AS_BY_USERS):
             item.add_marker("optimized")
+        if item.get_closest_marker("sweep") is not None:
+            item.add_marker("slow")
         if item.path.name in OF_ANY_DEVICE:
             item.add_marker("any_device")
         (left_out if _cannot_run(item) else kept).append(item)

@@ -14,7 +14,6 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.model import ModelConfig, ModelParams, StoredExperts, load_model
 from dsv4jax.weights.stored import StoredWeight
-from tests.support.cases import first_of
 from tests.support.driver import assert_same
 from tests.support.model_folders import (
     E4M3,

@@ -27,12 +27,13 @@ from dsv4jax.model import (
     stage_forward,
 )
 from dsv4jax.requests.speculate import commit
+from tests.support.cases import first_of
 from tests.support.models import FULL, MODEL_A, MODEL_Q, SMALL, recorded
 
 TOLERANCE = 5e-5  # as of ``test_forward_pass``: f32 sums in another order, of logits of rms 1.9
 CFG = dataclasses.replace(SMALL, vocab_size=8)  # divides by four devices, as the four experts do
-ALL_SHAPES = [(1, 8), (2, 4), (4, 2), (8, 1)]
-FOUR = [(1, 4), (2, 2), (4, 1)]
+ALL_SHAPES = [(2, 4), (1, 8), (4, 2), (8, 1)]
+FOUR = [(2, 2), (1, 4), (4, 1)]
 ROWS, TOKENS = 4, 6
 PROMPTS = [[1, 2, 3], [4], [5, 0, 2, 1, 4, 3, 3, 1] * 5, [2, 2], [0, 1, 5, 5, 5, 2, 0]]
 
@@ -57,6 +58,10 @@ def caches(shape: tuple[int, int] | None, drafts: int = 0, **options: Any):
     return init_caches(CFG, ROWS, 256, drafts, mesh=None if shape is None else mesh_of(shape), **(FULL | options))
 
 
+def shapes(cases: list[tuple[int, int]], count: int = 1) -> list[Any]:
+    return first_of((pytest.param(shape, id=f"{shape[0]}x{shape[1]}") for shape in cases), count)
+
+
 def as_numpy(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
@@ -64,7 +69,7 @@ def as_numpy(tree: Any) -> Any:
 # ---- where arrays lie -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", ["stored", "f32"])
+@pytest.mark.parametrize("weights", first_of(["f32", "stored"]))
 def test_random_weights_do_not_depend_on_the_mesh_and_lie_where_the_table_says(weights):
     cfg = ModelConfig.tiny(attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(0,)))
     alone, spread = small_model(None, weights, cfg), small_model((2, 2), weights, cfg)
@@ -137,7 +142,7 @@ def passes(shape: tuple[int, int] | None) -> dict[str, Any]:
     return as_numpy({"seen": seen, "judged": judged, "guessed": guessed, "lengths": lengths, "left": left})
 
 
-@pytest.mark.parametrize("shape", FOUR[:2])
+@pytest.mark.parametrize("shape", shapes(FOUR[:2]))
 def test_a_step_of_one_layer_gives_the_logits_of_one_device(shape):
     cfg = dataclasses.replace(
         CFG, attention=dataclasses.replace(CFG.attention, compress_ratios=(0,)), num_hash_layers=0
@@ -174,8 +179,7 @@ def test_a_step_of_one_layer_gives_the_logits_of_one_device(shape):
     np.testing.assert_allclose(*found, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", FOUR)
+@pytest.mark.parametrize("shape", shapes(FOUR, count=0))
 def test_passes_give_the_numbers_of_one_device(shape):
     """Rows that are padding or have no tokens are among them, and shards with nothing to do."""
     alone, spread = passes(None), passes(shape)
@@ -184,8 +188,7 @@ def test_passes_give_the_numbers_of_one_device(shape):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE), alone, spread)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ALL_SHAPES)
+@pytest.mark.parametrize("shape", shapes(ALL_SHAPES, count=0))
 def test_recorded_logits_and_tokens_on_eight_devices(shape):
     """Each shard has one request of another length; and with drafts, the tokens are the recorded ones."""
     wanted, params = recorded("a"), load_model(MODEL_A, weights="f32", mesh=mesh_of(shape))
@@ -209,8 +212,7 @@ def test_recorded_logits_and_tokens_on_eight_devices(shape):
     assert found.drafted > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", FOUR)
+@pytest.mark.parametrize("shape", shapes(FOUR, count=0))
 def test_stored_weights_give_the_recorded_logits_on_four_devices(shape):
     """Experts in FP4, of which each device has one; products in f32."""
     wanted, params = recorded("q"), load_model(MODEL_Q, dtype=jnp.float32, mesh=mesh_of(shape))
@@ -226,8 +228,7 @@ def test_stored_weights_give_the_recorded_logits_on_four_devices(shape):
         np.testing.assert_allclose(row, wanted["logits_f32"], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("shape", shapes([(2, 2), (4, 1)], count=0))
 def test_texts_are_those_of_one_device(shape):
     """Drawn with drafts; more texts than rows, so that they wait; and one that goes on from what its shard holds."""
     made = [texts(None), texts(shape)]
@@ -249,7 +250,7 @@ def texts(shape: tuple[int, int] | None) -> tuple[Any, ...]:
 # ---- what is sent ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in FOUR[::2])])
+@pytest.mark.parametrize("shape", shapes([(2, 2), (4, 1), (1, 4)]))
 def test_a_pass_sends_what_is_named_and_nothing_else(shape):
     data, model = shape[0] > 1, shape[1] > 1
     params, layers = small_model(shape), CFG.num_layers

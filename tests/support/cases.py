@@ -1,4 +1,4 @@
-"""Cases of which ``make test`` runs the first, and ``make check`` all."""
+"""Cases of a test: ``make test`` runs the first, ``make check`` one more, and ``make sweeps`` all the others."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,15 +7,16 @@ import pytest
 
 
 def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """Cases for ``pytest.mark.parametrize``, those after the first ``count`` marked slow.
+    """Cases for ``pytest.mark.parametrize``: the first ``count``, then a slow one, then those of sweeps.
 
     A case is a value, a tuple of values, or what ``pytest.param`` made.
     """
-    slow = pytest.mark.slow
 
-    def marked(case: Any) -> Any:
+    def marked(case: Any, mark: pytest.MarkDecorator) -> Any:
         if hasattr(case, "marks"):
-            return pytest.param(*case.values, id=case.id, marks=(*case.marks, slow))
-        return pytest.param(*case, marks=slow) if isinstance(case, tuple) else pytest.param(case, marks=slow)
+            return pytest.param(*case.values, id=case.id, marks=(*case.marks, mark))
+        return pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark)
 
-    return [case if i < count else marked(case) for i, case in enumerate(cases)]
+    found = list(cases)
+    second = [marked(case, pytest.mark.slow) for case in found[count : count + 1]]
+    return [*found[:count], *second, *(marked(case, pytest.mark.sweep) for case in found[count + 1 :])]

@@ -18,7 +18,7 @@ from tests.support.triton import runs_here
 pytestmark = runs_here()
 
 # Scores of a block: a row is several parts, a part and a rest, or one part of the size that is chosen.
-SIZES = first_of([512, 4096, None], count=2)
+SIZES = first_of([4096, 512, None])
 
 
 def run(scores: np.ndarray, visible: Any, k: int, size: int | None) -> np.ndarray:
