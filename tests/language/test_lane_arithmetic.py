@@ -222,6 +222,7 @@ def fractions_of_reciprocals() -> tuple[np.ndarray, np.ndarray]:
     return m, np.rint(2.0**47 / m).astype(np.int64)  # f64 is exact enough: no quotient is that close to a tie
 
 
+@pytest.mark.slow
 def test_a_newton_step_from_within_an_ulp_ends_within_an_ulp():
     """For every fraction, in integers: what ``normal_reciprocal`` announces of a GPU, whatever the GPU's approximation.
 

@@ -151,6 +151,7 @@ def test_choices_are_the_same_in_chunks_of_any_size(size):
     jax.tree.map(np.testing.assert_array_equal, Choices.join(parts), wanted)
 
 
+@pytest.mark.slow
 def test_a_pass_uses_the_choices_that_it_is_given():
     """Those of another text, so that few are what it would choose: the same come out, and they are what is computed."""
     params, sequence = model_a(), jnp.asarray(recorded("a")["ids"], jnp.int32)[None]
@@ -264,6 +265,7 @@ def test_captures_and_patches_that_change_nothing_give_the_same_bits():
         jax.tree.map(np.testing.assert_array_equal, each, plain)
 
 
+@pytest.mark.slow
 def test_the_derivative_by_a_vector_that_is_added_to_streams_is_right():
     params, rng = small_model(), np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, params.cfg.vocab_size, (1, 9)), jnp.int32)
@@ -283,6 +285,7 @@ def test_the_derivative_by_a_vector_that_is_added_to_streams_is_right():
     np.testing.assert_allclose(slope, numeric, rtol=0.02)  # f32, and steps that are not small
 
 
+@pytest.mark.slow
 def test_drafts_are_captured_as_other_tokens_are():
     params, sequence = model_a(), jnp.asarray(recorded("a")["ids"], jnp.int32)[None]
     cache, slots = empty(params)

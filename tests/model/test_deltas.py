@@ -120,6 +120,7 @@ def at(tree: Any, path: tuple[str | int, ...]) -> Any:
     return tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stored"])
 def test_the_cached_pass_has_them_too(weights):
     """In chunks and token by token; that of whole sequences is the reference."""

@@ -135,6 +135,7 @@ def test_drafts_are_the_recorded_ones():
             np.testing.assert_allclose(streams, wanted["shown_streams"][at], rtol=0, atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_rows_that_are_left_out_do_not_matter():
     """A free row, and one that is not active, beside the one that is recorded, in other slots."""
     wanted, t = recorded("d"), 204

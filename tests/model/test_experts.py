@@ -128,6 +128,7 @@ def test_an_expert_that_no_token_picks_may_hold_anything():
     np.testing.assert_array_equal(mix(x, picks, experts), mix(x, picks, spoiled))
 
 
+@pytest.mark.slow
 def test_rounded_activations_are_near_and_not_equal():
     rng = np.random.default_rng(5)
     x, picks = jnp.asarray(rng.standard_normal((9, CFG.hidden_size)), jnp.float32), random_picks(rng, 9)

@@ -105,6 +105,7 @@ def test_what_does_not_divide_is_refused_before_anything_is_placed():
         random_model(CFG, jax.random.key(0), mesh=rows)
 
 
+@pytest.mark.slow
 def test_weights_and_cache_of_different_meshes_are_refused():
     ids, counts = batch()
     with pytest.raises(ValueError, match=r"the weights lie over the mesh .*'model': 2}, the cache over one device"):

@@ -71,6 +71,7 @@ def test_accepted_and_replaced_drafts_have_the_models_distribution(seed):
     assert abs(np.mean(accepted > 0) - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / SAMPLES)
 
 
+@pytest.mark.slow
 def test_only_drafts_that_count_are_accepted():
     same = jnp.full((4, 3, VOCABULARY), 1 / VOCABULARY)
     drafts, count = jnp.zeros((4, 2), jnp.int32), jnp.asarray([0, 1, 2, 2], jnp.int32)

@@ -291,6 +291,7 @@ def test_without_orbax_the_message_names_the_extra(tmp_path, monkeypatch):
         d4.requests.restore(tmp_path)
 
 
+@pytest.mark.slow
 def test_importing_the_library_imports_neither_orbax_nor_matplotlib():
     program = """
 import importlib, pkgutil, sys
