@@ -1,4 +1,4 @@
-"""The arguments of one call of a layer: its requests, how much of each may be stored, and what the tokens contribute.
+"""The arguments of one call of a layer: what it is given, how much of it may be stored, and what the tokens contribute.
 
 ``LayerCall.begin`` makes one and withdraws grants that the call cannot use. All functions that store or attend take it.
 """
@@ -16,14 +16,43 @@ from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.cache.tables import granted_tokens, withdraw_grants
+from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.derivatives import storable
 from dsv4jax.formats import KVRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
+from dsv4jax.layer.backend import Backend
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import Streams
 
 Normed = tuple[Streams, jax.Array]  # what new tokens contribute to entries, and the norm weight of the entries
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a layer is given of each request of a batch."""
+
+    x: jax.Array  # f32 or bf16 [B, T, hidden]
+    slots: jax.Array  # int32 [B], -1 = padding row
+    num_new: jax.Array  # int32 [B], tokens of each row that are real
+    residual: jax.Array | None = None  # rows like x to which the output is added
+
+    def check(self, hidden_size: int) -> None:
+        check_batch(slots=self.slots, num_new=self.num_new)
+        check_array("x", self.x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden_size}, FLOATS)
+        if self.residual is not None:
+            axes: dict[str, int | None] = dict(zip(("B", "T", "hidden_size"), self.x.shape, strict=True))
+            check_array("residual", self.residual, axes, self.x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options of a layer's run."""
+
+    backend: Backend = None
+    model_axis: str | None = None  # the mesh axis over which heads are split
+    is_draft: bool = False  # do not change windows and tails, and return what ``commit`` needs
 
 
 @jax.tree_util.register_dataclass

@@ -24,11 +24,11 @@ from jax import lax
 from jax.core import Tracer
 
 from dsv4jax.cache.cache import KVCache, check_cache
-from dsv4jax.checks import FLOATS, check_array, check_batch, integer
+from dsv4jax.checks import check_array, integer
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.attention import attention_inputs
 from dsv4jax.layer.backend import Backend, OpBackends, check_name
-from dsv4jax.layer.call import Draft, LayerCall
+from dsv4jax.layer.call import Draft, Given, LayerCall, RunOptions
 from dsv4jax.layer.indexer import PICKS
 from dsv4jax.layer.ops import Rows, choose_backends, choose_for_any_batch
 from dsv4jax.layer.stages.compose import Stages
@@ -89,9 +89,9 @@ def attention_layer(
     """
     check_cache("attention_layer", cache)
     kind, index = cache.locate(layer)
-    return attention_layer_at(
-        params, x, cache, kind, index, slots, num_new, backend=backend, model_axis=model_axis, residual=residual
-    )
+    given = Given(x=x, slots=slots, num_new=num_new, residual=residual)
+    options = RunOptions(backend=backend, model_axis=model_axis)
+    return run_layer(params, given, cache, kind, index, options)[:2]
 
 
 def attention_layer_at(
@@ -130,33 +130,6 @@ def attention_layer_at(
     given = Given(x=x, slots=slots, num_new=num_new, residual=residual)
     options = RunOptions(backend=backend, model_axis=model_axis)
     return run_layer(params, given, cache, AttentionType(kind), index, options)[:2]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What a layer is given of each request of a batch."""
-
-    x: jax.Array  # f32 or bf16 [B, T, hidden]
-    slots: jax.Array  # int32 [B], -1 = padding row
-    num_new: jax.Array  # int32 [B], tokens of each row that are real
-    residual: jax.Array | None = None  # rows like x to which the output is added
-
-    def check(self, hidden_size: int) -> None:
-        check_batch(slots=self.slots, num_new=self.num_new)
-        check_array("x", self.x, {"B": self.slots.shape[0], "T": None, "hidden_size": hidden_size}, FLOATS)
-        if self.residual is not None:
-            axes: dict[str, int | None] = dict(zip(("B", "T", "hidden_size"), self.x.shape, strict=True))
-            check_array("residual", self.residual, axes, self.x.dtype)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Options of a layer's run."""
-
-    backend: Backend = None
-    model_axis: str | None = None  # the mesh axis over which heads are split
-    is_draft: bool = False  # do not change windows and tails, and return what ``commit`` needs
 
 
 def run_layer(

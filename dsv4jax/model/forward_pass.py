@@ -17,8 +17,9 @@ from dsv4jax.cache.shards import OF_ROWS, cache_specs
 from dsv4jax.checks import Named, Tree, check_array
 from dsv4jax.config import layer_schedule
 from dsv4jax.layer.backend import XLA, Backend
+from dsv4jax.layer.call import Given, RunOptions
 from dsv4jax.layer.indexer import Over
-from dsv4jax.layer.layer import Given, RunOptions, run_layer
+from dsv4jax.layer.layer import run_layer
 from dsv4jax.layer.sequence import attention as attend_sequences
 from dsv4jax.layer.sequence import attention_with_indexer_loss
 from dsv4jax.layer.stages.probe import Probe, Seen

@@ -33,8 +33,8 @@ from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.backend import Backend
-from dsv4jax.layer.call import Draft, LayerCall, Normed, TokenRows
-from dsv4jax.layer.layer import Given, RunOptions, run_layer
+from dsv4jax.layer.call import Draft, Given, LayerCall, Normed, RunOptions, TokenRows
+from dsv4jax.layer.layer import run_layer
 from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
 from dsv4jax.plan import CachePlan

@@ -35,6 +35,10 @@ KERNELS = (
     "products.epilogues.indexer",
     "products.epilogues.both",
     "products.epilogues.store",
+    "products.epilogues.gated",
+    "products.experts.sm90",
+    "products.experts.fp8",
+    "products.experts.rounding",
     "activations",
     "allocation",
 )

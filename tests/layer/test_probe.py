@@ -10,7 +10,8 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.layer import Given, RunOptions, run_layer
+from dsv4jax.layer.call import Given, RunOptions
+from dsv4jax.layer.layer import run_layer
 from dsv4jax.layer.ops import DECODE_ATTENTION
 from dsv4jax.layer.reference import reference_layer
 from dsv4jax.layer.stages.probe import Probe
