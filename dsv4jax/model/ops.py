@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 import pallas_kernels as pk
 from dsv4jax.checks import Tree
-from dsv4jax.layer.backend import Backend, Op, declare
+from dsv4jax.layer.backend import Op, declare
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import Experts, Router, StreamMix
 from dsv4jax.weights.stored import Weight
@@ -130,16 +130,7 @@ class RouterOp(ModelOp, Protocol):
 
 
 class ExpertsOp(ModelOp, Protocol):
-    """The outputs of experts."""
-
-    def mix(
-        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
-    ) -> ExpertOutputs:
-        """Return what the picked experts and the shared one make of x [..., h], in x's dtype.
-
-        ``backend`` is that of products which the implementation leaves to ``project``.
-        """
-        ...
+    """The outputs of routed experts. The shared one's products are the op ``projections``."""
 
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
         """Return what the picked experts alone make of x [..., h], times their weights: x's dtype [..., k, h].

@@ -35,6 +35,14 @@ class Seen:
 
 @jax.jit
 def look(tables: Tables, slots: jax.Array, last: jax.Array, slot: jax.Array) -> Seen:
+    """Return what the host must know of the prefixes' slots, and of one slot.
+
+    Args:
+      tables: of the cache.
+      slots: int32 [capacity], of the prefixes; -1 = none.
+      last: int32 [capacity], number of the last block of each in its request's row of the block table.
+      slot: int32 [], which does not count among those that use a prefix; -1 = none.
+    """
     requests = tables.admitted.size
     nowhere = jnp.where(slots >= 0, slots, requests)
     kept = jnp.zeros(requests, jnp.bool).at[nowhere].set(True, mode="drop")
@@ -63,12 +71,13 @@ def blocks_of(tables: Tables, slots: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def go_on[Cache](cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
+    """Fork a slot int32 [] into others int32 [n]. The cache is donated."""
     return _in_each(lambda one: fork(one, source, target)[0], cache)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def exchange[Cache](cache: Cache, leaving: jax.Array, source: jax.Array) -> tuple[Cache, jax.Array]:
-    """Release slots int32 [n], and fork ``source`` into a new one, which is returned."""
+    """Release slots int32 [n], and fork ``source`` int32 [] into a new one, which is returned. The cache is donated."""
     slots: list[jax.Array] = []
 
     def exchanged(one: KVCache) -> KVCache:
@@ -83,6 +92,7 @@ def exchange[Cache](cache: Cache, leaving: jax.Array, source: jax.Array) -> tupl
 
 @functools.partial(jax.jit, donate_argnums=0)
 def released[Cache](cache: Cache, slots: jax.Array) -> Cache:
+    """Release slots int32 [n]; -1 = none. The cache is donated."""
     return _in_each(lambda one: release(one, slots), cache)
 
 
@@ -96,4 +106,5 @@ def _in_each(change: Tree, cache: Tree) -> Tree:
 
 
 def first_cache(cache: Tree) -> Tree:
+    """Return the first cache of a pytree, whose blocks are those of all; what is none is returned as it is."""
     return next(iter(jax.tree.leaves(cache, is_leaf=_is_cache)), cache)

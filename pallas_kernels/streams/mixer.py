@@ -7,6 +7,13 @@ device memory. After a barrier of the grid each token belongs to one block, whic
 compute gains there, while the other warpgroups compute inputs, each one of a token.
 
 How a token's sums are divided depends on the sizes of the model alone, so its results do not depend on the batch.
+
+    part   64 columns of all streams, which are a block's; axis 0 of the grid
+    group  of tokens, which are those of all blocks of one place along axis 1
+    tile   up to 64 tokens of a group, which a block multiplies at once
+    turn   the tiles of all groups between two barriers of the grid
+    slot   a token that belongs to one block after a barrier
+    eight  adjacent columns of a stream that a lane has together, or adjacent numbers of a token
 """
 
 from __future__ import annotations
@@ -240,7 +247,7 @@ class Mixer:
     weights: StreamWeights
     ended: EndedSublayer | None
     out: MixedStreams
-    sums: Buffer
+    sums: Buffer  # f32 ``Layout.sums``: [turns at once, tokens of a turn, parts, width]
 
     @property
     def part(self) -> Value:

@@ -14,6 +14,7 @@ import pallas_kernels as pk
 from dsv4jax.model import ModelConfig, Picks
 from dsv4jax.model.ops import EXPERTS
 from dsv4jax.model.params import Experts, StoredExperts
+from dsv4jax.model.plain.experts import mixed
 from dsv4jax.weights.stored import StoredWeight
 from tests.support.cases import first_of
 from tests.support.machines import BACKENDS
@@ -65,7 +66,7 @@ def test_experts_in_kernels(backend, activations):
     x = jax.random.normal(KEY, (2, 3, CFG.hidden_size), jnp.bfloat16).at[1, 2].set(jnp.nan)
 
     def mix(backend: str, experts: Experts) -> Any:
-        run = jax.jit(lambda x, picks, experts: EXPERTS[backend].mix(x, picks, experts, CFG))
+        run = jax.jit(lambda x, picks, experts: mixed(EXPERTS[backend], x, picks, experts, CFG))
         return run(x, picks, experts)
 
     given = experts(activations)
@@ -133,7 +134,7 @@ def test_kernels_of_experts_have_no_derivative():
     picks = Picks(experts=jnp.zeros((1, 3), jnp.int32), weights=jnp.ones((1, 3)))
 
     def total(x: jax.Array) -> jax.Array:
-        return EXPERTS["pallas_simulated"].mix(x, picks, experts(), CFG).routed.astype(jnp.float32).sum()
+        return mixed(EXPERTS["pallas_simulated"], x, picks, experts(), CFG).routed.astype(jnp.float32).sum()
 
     with pytest.raises(ValueError, match="cannot serve a derivative of experts"):
         jax.grad(total)(jnp.ones((1, CFG.hidden_size), jnp.bfloat16))

@@ -14,6 +14,7 @@ from dsv4jax.model import ModelConfig, Picks, random_model
 from dsv4jax.model.ops import EXPERTS
 from dsv4jax.model.params import Experts, StoredExperts, check_model
 from dsv4jax.model.plain import experts as module
+from dsv4jax.model.plain.experts import mixed
 from tests.support.cases import first_of
 from tests.support.models import relative_rms
 
@@ -21,7 +22,7 @@ CFG = ModelConfig.tiny(num_experts=8, experts_per_token=3)
 
 
 def mix_experts(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
-    return EXPERTS["xla"].mix(x, picks, experts, cfg).sum()
+    return mixed(EXPERTS["xla"], x, picks, experts, cfg).sum()
 
 
 def experts_of(weights: str, cfg: ModelConfig = CFG, activations: str = "bf16") -> Experts:

@@ -9,6 +9,7 @@ from dsv4jax.layer.backend import XLA
 from dsv4jax.model import ModelConfig, ModelParams, generate, init_caches, load_model, random_model
 from dsv4jax.model.inside.host_memory import FEW, fetched, is_on_host, placed
 from dsv4jax.model.ops import EXPERTS, Picks
+from dsv4jax.model.plain.experts import mixed
 from tests.support.models import FULL, MODEL_A, MODEL_Q, recorded
 
 CFG = ModelConfig.tiny()
@@ -37,7 +38,7 @@ def test_experts_give_the_same_bits_wherever_they_are(weights, tokens):
     def outputs(experts):
         given, chosen, cfg = fetched(experts, picks, CFG)
         assert not any(map(is_on_host, jax.tree.leaves(given)))
-        return EXPERTS.of(XLA, cfg, given, x.dtype).mix(x, chosen, given, cfg).sum()
+        return mixed(EXPERTS.of(XLA, cfg, given, x.dtype), x, chosen, given, cfg).sum()
 
     np.testing.assert_array_equal(outputs(moved), outputs(block.experts))
 

@@ -131,7 +131,8 @@ class Generator:
         self._params, self.drafts = params, integer("drafts", drafts, 0)
         if self.drafts and params.drafts is None:
             raise ValueError("this model cannot make drafts: its checkpoint holds no block for them")
-        most = prefixes.capacity if isinstance(prefixes, PrefixStore) else integer("prefixes", prefixes, 0)
+        kept = prefixes if isinstance(prefixes, PrefixStore) else None
+        most = kept.capacity if kept is not None else integer("prefixes", prefixes, 0)
         if most and params.mesh is not None:
             raise ValueError(f"prefixes={most} are kept on one device, and the model is on several")
         if caches is None:
@@ -139,12 +140,10 @@ class Generator:
             caches = caches_of(params.cfg, *sizes, mesh=params.mesh, **formats)
         elif formats:
             raise ValueError(f"caches are given, and have formats: leave out {list(formats)}")
-        _check_caches(caches, self.drafts, params, prefixes.prefixes if isinstance(prefixes, PrefixStore) else ())
-        self.prefixes = prefixes if isinstance(prefixes, PrefixStore) else None
-        if self.prefixes is None and most:
-            self.prefixes = PrefixStore(caches.model.plan, most)
-        if self.prefixes is not None and self.prefixes.plan != caches.model.plan:
-            raise ValueError(f"prefixes are of {self.prefixes.plan!r}, the caches of {caches.model.plan!r}")
+        _check_caches(caches, self.drafts, params, () if kept is None else kept.prefixes)
+        if kept is not None and kept.plan != caches.model.plan:
+            raise ValueError(f"prefixes are of {kept.plan!r}, the caches of {caches.model.plan!r}")
+        self.prefixes = PrefixStore(caches.model.plan, most) if kept is None and most else kept
         self._caches: Caches | None = caches
         self._plans = caches.model.plan, caches.drafts and caches.drafts.plan
         mesh, plan = params.mesh, self._plans[0]

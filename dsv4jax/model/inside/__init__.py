@@ -1,9 +1,9 @@
 """A pass of a model from within: its layers, looking inside, and changing what is computed.
 
-blocks    the layers of a pass
-captures  what can be captured and patched, by name, and what a pass returns of it
-devices   several devices: where each weight lives, and what they send to one another
+blocks       the layers of a pass
+captures     what can be captured and patched, by name, and what a pass returns of it
+devices      several devices: where each weight lives, and what they send to one another
 host_memory  experts in the host's memory, and fetching those that are picked
-weights   the weights that heads give to keys
-choices   the experts and entries that a pass uses, as values
+weights      the weights that heads give to keys
+choices      the experts and entries that a pass uses, as values
 """

@@ -50,7 +50,7 @@ from dsv4jax.model.ops import (
     sum_of_picks,
 )
 from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix, check_model
-from dsv4jax.model.plain.experts import shared_expert
+from dsv4jax.model.plain.experts import mixed, shared_expert
 from dsv4jax.model.plain.hyper_connections import head_input, mix_out, mixing, sublayer_input
 from dsv4jax.model.plain.router import chosen_experts
 from dsv4jax.weights.params import AttentionParams
@@ -282,7 +282,7 @@ def _pick(x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, *, op: 
 def _mix(
     x: jax.Array, picks: Picks, experts: Experts, *, op: ExpertsOp, cfg: ModelConfig, backend: Backend
 ) -> ExpertOutputs:
-    return op.mix(x, picks, experts, cfg, backend)
+    return mixed(op, x, picks, experts, cfg, backend)
 
 
 @functools.partial(jax.jit, static_argnames=("op", "cfg", "devices"))

@@ -9,18 +9,16 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.kernels.base import register
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.kernels.base import ModelKernels
-from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
+from dsv4jax.model.ops import EXPERTS, Picks
 from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts
-from dsv4jax.model.plain.experts import shared_expert
 from dsv4jax.weights.stored import SCALES
 
 
 class ExpertsKernels(ModelKernels):
-    """``pallas_kernels.products`` with the weights of experts. The shared one's products are the op ``projections``."""
+    """``pallas_kernels.products`` with the weights of experts."""
 
     def unserved(self, cfg: ModelConfig, weights: Any, dtype: Any) -> str | None:
         routing = _routing(1, weights, cfg)
@@ -31,16 +29,6 @@ class ExpertsKernels(ModelKernels):
             if isinstance(found, pk.Unsupported):
                 return found.reason
         return None
-
-    def mix(
-        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
-    ) -> ExpertOutputs:
-        return ExpertOutputs(
-            routed=self.routed(x, picks, experts, cfg),
-            shared=shared_expert(x, experts, cfg, backend),
-            experts=picks.experts,
-            num_experts=experts.count,
-        )
 
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
         rows, numbers = x.reshape(-1, x.shape[-1]), picks.experts.reshape(-1, cfg.experts_per_token)

@@ -28,7 +28,7 @@ from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.dense import swiglu
 from dsv4jax.layer.ops import PROJECTIONS
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
+from dsv4jax.model.ops import EXPERTS, ExpertOutputs, ExpertsOp, Picks
 from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts, is_any_stored
 from dsv4jax.weights.deltas import WeightWithDelta
 
@@ -38,22 +38,24 @@ GROUP = 128  # inputs that are rounded to FP8 with one scale
 
 
 class XLAExperts(Anywhere):
-    """The experts in plain JAX. The shared one's products are the op ``projections``."""
-
-    def mix(
-        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
-    ) -> ExpertOutputs:
-        return ExpertOutputs(
-            routed=self.routed(x, picks, experts, cfg),
-            shared=shared_expert(x, experts, cfg, backend),
-            experts=picks.experts,
-            num_experts=experts.count,
-        )
+    """The experts in plain JAX."""
 
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
         given = x, dataclasses.replace(picks, tiles=None)
         rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), given)
         return _routed(rows, flat, experts, cfg).reshape(*picks.experts.shape, x.shape[-1])
+
+
+def mixed(
+    op: ExpertsOp, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
+) -> ExpertOutputs:
+    """Return what the picked experts, by an implementation, and the shared one make of x [..., h], in x's dtype."""
+    return ExpertOutputs(
+        routed=op.routed(x, picks, experts, cfg),
+        shared=shared_expert(x, experts, cfg, backend),
+        experts=picks.experts,
+        num_experts=experts.count,
+    )
 
 
 def shared_expert(x: jax.Array, experts: Experts, cfg: ModelConfig, backend: Backend) -> jax.Array:
