@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -95,7 +96,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-experts", type=int, default=0, metavar="LAYERS", help=moved)
     parser.add_argument("--kv-format", choices=KV_FORMATS, help="format of the cache's rows; default fp8_tile64")
     parser.add_argument("--indexer-format", choices=INDEXER_FORMATS, help="format of indexer keys; default mxfp4")
-    parser.add_argument("--mesh", type=mesh_of, help="devices: shards of requests x devices of each, such as 1x2")
+    parser.add_argument("--mesh", help="devices: shards of requests x devices of each, such as 1x2")
+    several = "this is one of several processes that have the devices of --mesh, as the cluster's environment says"
+    parser.add_argument("--distributed", action="store_true", help=several)
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object of the new tokens and their drafts, and nothing else"
     )
@@ -113,17 +116,41 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--drafts must be less than --max-new {args.max_new}, got {args.drafts}")
     if args.least_confidence and not args.drafts:
         parser.error("--least-confidence is for --drafts")
+    if args.distributed:
+        if args.mesh is None:
+            parser.error("--distributed is for --mesh")
+        try:
+            jax.distributed.initialize()  # before any device is looked at
+        except (ValueError, RuntimeError) as error:
+            parser.error(f"argument --distributed: {error}")
+    if args.mesh is not None:
+        try:
+            args.mesh = mesh_of(args.mesh)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --mesh: {error}")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        run(args)
+        with _heard():
+            run(args)
     except (ValueError, RuntimeError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    """Of several processes, all of which make the same texts, let the first one speak; the others have but errors."""
+    with contextlib.ExitStack() as stack:
+        if jax.process_index():
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
 
 
 def run(args: argparse.Namespace) -> None:

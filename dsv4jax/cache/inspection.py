@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, check_cache
-from dsv4jax.cache.sharding import shard_of
+from dsv4jax.cache.sharding import local_shards, shard_of
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache, empty_state
 from dsv4jax.cache.tables import Tables, blocks_for
@@ -154,15 +154,15 @@ def verify(cache: KVCache) -> list[str]:
     A row that ran without a grant is not found: it stored nothing, so the cache is that of a program without the row.
     ``checked`` finds it where it runs.
 
-    Of a cache of several shards, each sentence names its shard.
+    Of a cache of several shards, each sentence names its shard. A process checks those that its own devices hold.
 
     Raises:
       ValueError: the cache is traced: return it from the jitted function, and check it then.
     """
     check_cache("verify", cache)
     check_concrete("verify", cache, "call it on a cache that has come back, or on a copy of one between two steps")
-    if (shards := cache.tables.num_free.shape[0]) > 1:
-        each = ((number, verify(shard_of(cache, number))) for number in range(shards))
+    if cache.tables.num_free.shape[0] > 1:
+        each = ((number, verify(shard_of(cache, number))) for number in local_shards(cache))
         return [f"shard {number}: {fault}" for number, faults in each for fault in faults]
     plan, tables = cache.plan, _on_host(cache.tables)
     holders = _holders(tables)

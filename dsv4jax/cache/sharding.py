@@ -79,6 +79,17 @@ def shardings(plan: CachePlan, mesh: Mesh, axis: str = "data") -> KVCache:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(plan, mesh, axis))
 
 
+def local_shards(cache: KVCache) -> list[int]:
+    """Return the numbers of the shards that this process's devices hold: all of them, where there is one process.
+
+    Raises:
+      ValueError: the cache is traced.
+    """
+    check_concrete("local_shards", cache, "call it on a cache that has come back")
+    parts = cache.tables.num_free.addressable_shards  # int32 [shards]
+    return sorted({part.index[0].start or 0 for part in parts})
+
+
 def shard_of(cache: KVCache, number: int) -> KVCache:
     """Return one shard of a cache over a mesh as a cache of its own, on its device, for what runs on the host.
 

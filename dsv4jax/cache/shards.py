@@ -7,11 +7,12 @@ nothing about it where the caller is inside ``jax.shard_map`` already. Caches ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv4jax.checks import Tree
@@ -84,6 +85,27 @@ def on_shards(
     out_specs = (of_cache, *[OF_ROWS] * others) if others else of_cache
     in_specs = of_cache, *([OF_ROWS] * len(rows) if specs is None else specs)
     return over_mesh(cache.mesh, of_shard, in_specs, out_specs)(cache, *rows)
+
+
+def of_rows(ok: jax.Array, rows: int) -> jax.Array:
+    """Return for each row of a batch what a call said of its shard, bool [] or [shards]: bool [rows]."""
+    return jnp.repeat(ok, rows // ok.size)
+
+
+def on_host(tree: Tree) -> Tree:
+    """Copy arrays to the host, as ``jax.device_get`` does, and also those of which other processes hold parts.
+
+    Of those each process gets the whole, so that all must make this call. They lie over one mesh.
+    """
+    elsewhere = [leaf.sharding for leaf in jax.tree.leaves(tree) if not getattr(leaf, "is_fully_addressable", True)]
+    if elsewhere:
+        tree = _sent_everywhere(elsewhere[0].mesh)(tree)
+    return jax.device_get(tree)
+
+
+@functools.cache
+def _sent_everywhere(mesh: Mesh) -> Callable[[Tree], Tree]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
 
 
 def check_rows(rows: int, mesh: Mesh) -> None:

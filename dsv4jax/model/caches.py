@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from dsv4jax.cache.cache import KVCache, admit, release
 from dsv4jax.cache.create import init_cache
-from dsv4jax.cache.shards import DATA, automatic
+from dsv4jax.cache.shards import DATA, automatic, of_rows
 from dsv4jax.checks import check_type, integer
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.plan import CachePlan, plan_cache
 from dsv4jax.requests.fork import fork
+from dsv4jax.requests.placing import choose_shards, rows_of_shards, slots_of_shards
 from dsv4jax.requests.snapshot import Snapshot, extract, insert
 from dsv4jax.requests.storage import new_folder, restore, save
 
@@ -58,13 +59,26 @@ class Caches:
         drafts = None if self.drafts is None else admit(self.drafts, n, where)[0]
         return Caches(model=model, drafts=drafts), slots, ok
 
+    def admit_anywhere(self, tokens: jax.Array) -> tuple[Caches, jax.Array, jax.Array]:
+        """Take slots on the shards with most free blocks, as ``d4.requests.admit_anywhere`` does.
+
+        Returns (caches, shards int32 [n], slots int32 [n]).
+        """
+        shards = choose_shards(self.model, tokens)
+        where = rows_of_shards(self.model, shards)
+        caches, slots, _ = self.admit(where.size, where)
+        return caches, shards, slots_of_shards(slots, shards)
+
     def fork(self, source_slot: jax.Array, target_slots: jax.Array) -> tuple[Caches, jax.Array]:
-        """Make each target slot a request with the source's contents, as ``d4.fork`` does: (caches, ok bool [])."""
+        """Make each target slot a request with the source's contents, as ``d4.fork`` does: (caches, ok bool []).
+
+        Over a mesh, sources and targets are as many for each shard, and ``ok`` is bool [shards].
+        """
         model, ok = fork(self.model, source_slot, target_slots)
         if self.drafts is None:
             return Caches(model=model, drafts=None), ok
         # A window needs no blocks, so that this one cannot fail where the other did not.
-        drafts, _ = fork(self.drafts, source_slot, jnp.where(ok, target_slots, -1))
+        drafts, _ = fork(self.drafts, source_slot, jnp.where(of_rows(ok, target_slots.size), target_slots, -1))
         return Caches(model=model, drafts=drafts), ok
 
     def release(self, slots: jax.Array) -> Caches:
@@ -93,7 +107,7 @@ class Caches:
         if self.drafts is None or snapshots.drafts is None:
             return Caches(model=model, drafts=None), slots, ok
         # Slots are taken as by ``admit``. A snapshot of a negative length is not inserted.
-        lengths = jnp.where(ok, snapshots.drafts.seq_lens, -1)
+        lengths = jnp.where(of_rows(ok, snapshots.drafts.num_requests), snapshots.drafts.seq_lens, -1)
         drafts, _, also_ok = insert(self.drafts, dataclasses.replace(snapshots.drafts, seq_lens=lengths))
         return Caches(model=model, drafts=drafts), slots, ok & also_ok
 
@@ -177,13 +191,14 @@ def restore_caches(
     path: str | os.PathLike[str],
     plans: tuple[CachePlan, CachePlan | None] | None = None,
     device: Any = None,
+    mesh: Mesh | None = None,
 ) -> Caches | Snapshots:
     """Read what ``save_caches`` wrote, bit for bit.
 
     Args:
       path: the folder given to ``save_caches``.
       plans: those of the model's cache and of the drafts' that the reader expects, as for ``d4.requests.restore``.
-      device: as for ``d4.requests.restore``.
+      device, mesh: as for ``d4.requests.restore``.
 
     Raises:
       FileNotFoundError, ValueError, ImportError: as ``d4.requests.restore``; or drafts are expected and there are none,
@@ -194,8 +209,8 @@ def restore_caches(
     if plans is not None and (plans[1] is not None) != has_drafts:
         raise ValueError(f"{path} has {'rows' if has_drafts else 'no rows'} for drafts, unlike the plans")
     wanted_model, wanted_drafts = plans or (None, None)
-    model = restore(path / "model", wanted_model, device)
-    drafts = restore(path / "drafts", wanted_drafts, device) if has_drafts else None
+    model = restore(path / "model", wanted_model, device, mesh)
+    drafts = restore(path / "drafts", wanted_drafts, device, mesh) if has_drafts else None
     if isinstance(model, Snapshot):
         assert not isinstance(drafts, KVCache)
         return Snapshots(model=model, drafts=drafts)

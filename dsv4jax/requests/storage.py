@@ -21,12 +21,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.create import abstract_cache
 from dsv4jax.checks import Tree, check_concrete
 from dsv4jax.config import DSV4Config, Json
 from dsv4jax.plan import CachePlan, plan_cache
+from dsv4jax.requests.dividing import over_mesh
 from dsv4jax.requests.snapshot import LAYOUT, Snapshot, abstract_snapshot, differing_fields
 
 FORMAT = "dsv4jax"
@@ -44,15 +46,20 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     this process's memory.
 
     Raises:
-      ValueError: neither a cache nor a snapshot, or traced.
+      ValueError: neither a cache nor a snapshot, traced, or other processes hold parts of it.
       FileExistsError: there is something at ``path``, or at ``path.partial`` what no save has left; nothing is
         overwritten.
       ImportError: orbax-checkpoint is not installed.
     """
-    ocp = _orbax()
     if not isinstance(value, KVCache | Snapshot):
         raise ValueError(f"save: expected a KVCache or a Snapshot, got {type(value).__name__}")
     check_concrete("save", value, "call it on a value that has come back")
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(value)):
+        raise ValueError(
+            "save: other processes hold parts of this cache: let each save snapshots of requests of its own shards, "
+            "extract(sharding.shard_of(cache, number), slots) for each number of sharding.local_shards(cache)"
+        )
+    ocp = _orbax()
     with new_folder(path, ("header.json", "leaves")) as partial:
         # orbax does not accept empty arrays.
         leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(value).items() if leaf.size}
@@ -69,8 +76,9 @@ def restore(
     path: str | os.PathLike[str],
     plan: CachePlan | None = None,
     device: Tree = None,
+    mesh: Mesh | None = None,
 ) -> KVCache | Snapshot:
-    """Read what ``save`` wrote, bit for bit, whatever device it was saved from.
+    """Read what ``save`` wrote, bit for bit, whatever devices it was saved from.
 
     Args:
       path: the folder given to ``save``.
@@ -78,14 +86,21 @@ def restore(
         formats and tails are compared, because ``insert`` accepts caches of any capacity. None accepts any plan.
       device: where to put the result, as for ``jax.device_put``: a device, a sharding, or a pytree of them. None means
         the default device.
+      mesh: in place of ``device``, the devices of a cache, as for ``init_caches``. There may be more or fewer shards of
+        requests than there were: slots are counted through all shards, and slot ``g`` of all is slot ``g % n`` of shard
+        ``g // n``, where a shard has ``n``. Requests keep their order, rows and grants, and blocks move with them.
+        Several processes make this call together, and each places the parts of its own devices.
 
     Raises:
       FileNotFoundError: ``path`` does not exist.
       ValueError: ``path`` is not a checkpoint of this library, has another version or plan, is incomplete or is
-        damaged; the message says which.
+        damaged; the message says which. Or the mesh comes with a device or is given for a snapshot, has other axes,
+        requests or blocks do not divide by its shards, or a shard lacks blocks for the requests that it would get.
       ImportError: orbax-checkpoint is not installed.
     """
     ocp, path = _orbax(), Path(path).absolute()
+    if mesh is not None and device is not None:
+        raise ValueError("restore: give device or mesh, and not both")
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     header = _read_header(path)
@@ -102,7 +117,12 @@ def restore(
         if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
             raise ValueError(f"{path}: {name} is {leaf.dtype}{leaf.shape}, expected {spec.dtype}{spec.shape}")
         restored.append(leaf)
-    return jax.device_put(jax.tree.unflatten(jax.tree.structure(template), restored), device)
+    value = jax.tree.unflatten(jax.tree.structure(template), restored)
+    if mesh is None:
+        return jax.device_put(value, device)
+    if isinstance(value, Snapshot):
+        raise ValueError(f"restore: {path} has a snapshot, which lies over no mesh: insert it into a cache that does")
+    return over_mesh(value, mesh)
 
 
 def _orbax() -> Tree:

@@ -248,6 +248,17 @@ def texts(shape: tuple[int, int] | None) -> tuple[Any, ...]:
     return found.tokens, found.stored, found.drafted, found.accepted, numbers, again.tokens
 
 
+@pytest.mark.slow
+def test_new_prompts_go_where_blocks_are_free_and_leave_kept_texts_alone():
+    """The first shard keeps a text. Of three prompts it gets one, so that the text need not make room."""
+    shape = 2, 2
+    generator = Generator(small_model(shape), caches=caches(shape, drafts=2), drafts=2)
+    kept = generator.generate(PROMPTS[2:3], 12).tokens[0]
+    generator.generate([PROMPTS[0], PROMPTS[0], PROMPTS[0]], 12)
+    generator.generate([PROMPTS[2] + kept + [1, 2]], 8)
+    assert generator.result.stored == 2, "its beginning was not kept"
+
+
 # ---- what is sent ---------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +291,9 @@ def test_the_command_reads_a_mesh(capsys):
         with pytest.raises(SystemExit):
             command.parse(["folder", "--ids", "1", "--mesh", given])
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.parse(["folder", "--ids", "1", "--distributed"])
+    assert "--distributed is for --mesh" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
+from dsv4jax.cache.shards import on_host
 from dsv4jax.layer.backend import Backend
 from dsv4jax.model import dspark
 from dsv4jax.model.drafts import draft_forward
@@ -88,7 +89,7 @@ class Judged:
         number = np.arange(1 << max(counts).bit_length(), dtype=np.int32)[None]
         text, places = np.asarray(texts, np.int32)[:, None], np.asarray(first, np.int32)[:, None] + number
         confidence, accepted = (leaf.at[text, places].get(mode="clip") for leaf in (self.confidence, self.accepted))
-        confidence, accepted = jax.device_get((confidence, accepted))
+        confidence, accepted = on_host((confidence, accepted))
         return [
             [None if np.isnan(c) else JudgedDraft(float(c), bool(a)) for c, a in zip(*row, strict=True)]
             for row in ((confidence[i, :count], accepted[i, :count]) for i, count in enumerate(counts))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.shards import DATA
+from dsv4jax.cache.shards import DATA, on_host
 from dsv4jax.checks import check_type, integer
 from dsv4jax.model.caches import Caches, empty_caches
 from dsv4jax.model.generation.drafting import JudgedDraft
@@ -43,7 +43,7 @@ from dsv4jax.model.generation.prompts import (
 )
 from dsv4jax.model.generation.sampling import Sampling
 from dsv4jax.model.generation.seats import seat
-from dsv4jax.model.generation.state import Loop, begin
+from dsv4jax.model.generation.state import Loop, begin, spread
 from dsv4jax.model.inside.choices import Choices, no_choices
 from dsv4jax.model.inside.devices import check_meshes
 from dsv4jax.model.params import ModelParams
@@ -86,7 +86,8 @@ class Generator:
     a temperature above 0, where only its distribution does not.
 
     Over a mesh, each shard of requests has its share of the rows and of the blocks. A prompt goes to the shard that
-    holds its beginning, or to one that has the fewest tokens to store.
+    holds its beginning, or to the one that has most blocks left beside the texts that it holds and the prompts before
+    this one. Of several such, the one with the fewest tokens to store takes it.
 
     Generators of equal sizes share their compiled programs. Calls follow each other: one is over before the next.
 
@@ -285,7 +286,7 @@ class Generator:
                     loop = self._prefill.store_all(loop)
                 loop = go_on(self._params, loop, passes=jnp.int32(passes))
                 tokens, after, *flags = look(loop, lengths, passes * (self.drafts + 1))
-                tokens, counts, *flags = jax.device_get((tokens, after - lengths, *flags))
+                tokens, counts, *flags = on_host((tokens, after - lengths, *flags))
                 goes_on, needs_seats = map(np.any, flags)
                 lengths = after
                 seconds += time.perf_counter() - began
@@ -293,7 +294,7 @@ class Generator:
                 for one, more in zip(made, new, strict=True):
                     one += more
                 yield new
-            if not np.all(jax.device_get(loop.ok)):
+            if not np.all(on_host(loop.ok)):
                 raise RuntimeError("no text can go on, although each has room when it is alone: an error of dsv4jax")
         finally:
             self._is_busy = False
@@ -324,9 +325,10 @@ class Generator:
         caches, self._caches = self._caches or empty_caches(*self._plans, self._params.mesh), None  # the loop's now
         held, self._held = self._held, ()
         shards, known = self._shards, {} if records else going_on(held, prompts)
-        queues = shards.queues(prompts, known)
+        lengths = [prompt.size + max_new for prompt in prompts]
+        queues = shards.queues(prompts, known, caches, lengths)
         others = tuple(one for one in held if one not in known.values())
-        staying = shards.staying(others, caches, queues, [prompt.size + max_new for prompt in prompts])
+        staying = shards.staying(others, caches, queues, lengths)
         caches = shards.released(caches, set(others) - set(staying))
         texts, places = queued(prompts, queues, max_new, self.context)
         cfg, room = self._params.cfg, None
@@ -337,7 +339,8 @@ class Generator:
         # The last text of a queue is empty, hence complete: the place of rows that no prompt goes on from.
         seats = [(one, places[i]) for i, one in known.items()] + [(one, -1) for one in staying]
         self._held = staying
-        return shards.seated(loop, seats), places
+        loop = shards.seated(loop, seats)
+        return loop if self._params.mesh is None else spread(loop), places
 
     def _end(
         self, loop: Loop, prompts: list[np.ndarray], made: list[list[int]], places: list[int], seconds: float
@@ -349,7 +352,7 @@ class Generator:
         self._caches = loop.caches
         # The tokens are read again: what an interrupted call made may not all have been seen.
         self._held = self._shards.held_after(loop, self._held, places)
-        passes, stored, drafted, accepted = jax.device_get((loop.passes, loop.stored, loop.drafted, loop.accepted))
+        passes, stored, drafted, accepted = on_host((loop.passes, loop.stored, loop.drafted, loop.accepted))
         self.result = Generated(
             tokens=made,
             passes=int(np.max(passes)),
@@ -408,7 +411,7 @@ def _first_texts(rounds: Rounds) -> collections.abc.Generator[int]:
 
 def _choices(loop: Loop, places: list[int], shards: int) -> list[Choices]:
     """Return the choices for the stored tokens of the texts at these places, on the host."""
-    choices, lengths = jax.device_get((loop.choices, loop.texts.lengths))
+    choices, lengths = on_host((loop.choices, loop.texts.lengths))
     assert choices is not None
     size, room = lengths.size // shards, jax.tree.leaves(choices)[0].shape[1] // shards
 
@@ -425,7 +428,7 @@ def _check_caches(caches: Caches, drafts: int, params: ModelParams, prefixes: Se
         raise ValueError(f"caches must be Caches, of a model and its drafts, got {type(caches).__name__}{hint}")
     plan = caches.model.plan
     check_meshes(params.mesh, caches.model)
-    taken, kept = set(np.flatnonzero(caches.model.tables.admitted)), {prefix.slot for prefix in prefixes}
+    taken, kept = set(np.flatnonzero(on_host(caches.model.tables.admitted))), {prefix.slot for prefix in prefixes}
     if taken - kept:
         raise ValueError("caches must be empty: some of their slots are taken")
     if kept - taken:

@@ -1,7 +1,7 @@
 """From one call of a generator to the next: texts that the caches still hold, and prompts that go on from them.
 
-A prompt that begins with such a text goes on from it at its shard. The others wait at the shard that has the fewest
-tokens to store, and texts that have not been used for longest give way to them.
+A prompt that begins with such a text goes on from it at its shard. The others wait at the shard that has most blocks
+left, and texts that have not been used for longest give way to them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4jax.cache.shards import on_host
 from dsv4jax.cache.tables import blocks_for
 from dsv4jax.model.caches import Caches
 from dsv4jax.model.generation.state import Loop
@@ -55,23 +55,33 @@ class Shards:
     def of(self, text: HeldText) -> int:
         return text.slot // self.plan.max_requests
 
-    def queues(self, prompts: Sequence[np.ndarray], known: dict[int, HeldText]) -> list[list[int]]:
-        """Return the numbers of the prompts that wait at each shard. Those that go on from a text wait at its shard."""
-        loads = [0] * self.count  # tokens
-        queues: list[list[int]] = [[] for _ in loads]
-        for i, prompt in enumerate(prompts):
-            shard = self.of(known[i]) if i in known else loads.index(min(loads))
-            queues[shard].append(i)
-            loads[shard] += prompt.size
-        return queues
+    def queues(
+        self, prompts: Sequence[np.ndarray], known: dict[int, HeldText], caches: Caches, lengths: Sequence[int]
+    ) -> list[list[int]]:
+        """Return the numbers of the prompts that wait at each shard. Those that go on from a text wait at its shard.
+
+        The others wait, in turn, where most blocks are left; of such shards, where prompts have the fewest tokens.
+        """
+        left, tokens = on_host(caches.model.tables.num_free).tolist(), [0] * self.count
+        shards = {i: self.of(one) for i, one in known.items()}
+        for i in sorted(range(len(prompts)), key=lambda i: i not in known):
+            if i not in known:
+                shards[i] = max(range(self.count), key=lambda shard: (left[shard], -tokens[shard]))
+            left[shards[i]] -= self._blocks(lengths[i])
+            tokens[shards[i]] += prompts[i].size
+        return [[i for i in range(len(prompts)) if shards[i] == shard] for shard in range(self.count)]
+
+    def _blocks(self, length: int) -> int:
+        """Blocks of a text that reaches so many tokens, of which the last one is never stored."""
+        return int(blocks_for(self.plan, length - 1))
 
     def staying(self, held: Held, caches: Caches, queues: list[list[int]], lengths: Sequence[int]) -> Held:
         """Return the texts beside which prompts of each shard have room; ``lengths`` are the tokens they may reach."""
-        blocks_of = jax.device_get(caches.model.tables.block_lens)
+        blocks_of = on_host(caches.model.tables.block_lens)
         staying: list[HeldText] = list(held)
         for shard, queue in enumerate(queues):
             stay = [one for one in held if self.of(one) == shard]
-            blocks = sum(int(blocks_for(self.plan, lengths[i] - 1)) for i in queue)  # the last one is never stored
+            blocks = sum(self._blocks(lengths[i]) for i in queue)
             while stay and (
                 len(queue) + len(stay) > self.rows
                 or blocks + sum(int(blocks_of[one.slot]) for one in stay) > self.plan.num_blocks
@@ -103,7 +113,7 @@ class Shards:
         shard = np.arange(loop.slots.size, dtype=np.int32) // self.rows  # of each row
         text = loop.text + shard * (loop.texts.lengths.size // self.count)
         tokens = jnp.take(loop.texts.tokens, text, axis=0)
-        slots, text, tokens, lengths = jax.device_get((loop.slots, text, tokens, loop.caches.model.seq_lens))
+        slots, text, tokens, lengths = on_host((loop.slots, text, tokens, loop.caches.model.seq_lens))
         rows = np.flatnonzero(slots >= 0)
         at = shard * self.plan.max_requests + slots  # of each row the slot among those of all shards
         is_new = np.isin(text, places)

@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4jax.cache.shards import on_host
 from dsv4jax.model.generation.held import Shards
 from dsv4jax.model.generation.loop import EVERYTHING, pending, store
 from dsv4jax.model.generation.state import Loop
@@ -28,7 +28,7 @@ class Prefill:
 
     def store_all(self, loop: Loop) -> Loop:
         """Store what all rows lack. The loop is donated."""
-        lacking = jax.device_get(pending(loop)).reshape(self.shards.count, -1) - 1
+        lacking = on_host(pending(loop)).reshape(self.shards.count, -1) - 1
         for rows, chunk in self.passes(lacking.tolist()):
             loop = store(self.params, loop, jnp.asarray(rows, jnp.int32), EVERYTHING, chunk=chunk)
         return loop

@@ -7,6 +7,7 @@ passes. Slots, and places in the queue, are numbers within a shard.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -156,3 +157,9 @@ def begin(
         shared=None,
         **numbers,
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def spread(loop: Loop) -> Loop:
+    """Lay a loop from ``begin`` over the mesh, as all other programs return it, so that each is compiled but once."""
+    return of_each_shard(lambda loop: loop, loop)
