@@ -11,12 +11,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.kernels import model_table, shares, tables
+from benchmarks.kernels import mesh_times, model_table, shares, tables
 from benchmarks.kernels.chart import draw_reads, draw_updates
 from benchmarks.kernels.lines import Results
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/speed.md", "docs/speed-limits.md", "docs/tried.md", "docs/generation.md")
+PAGES = (
+    "README.md",
+    "docs/speed.md",
+    "docs/speed-limits.md",
+    "docs/tried.md",
+    "docs/generation.md",
+    "docs/sharding.md",
+)
 TABLES: dict[str, Callable[[Results], str]] = {
     make.__name__: make
     for make in (
@@ -39,6 +46,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
         tables.h100,
         tables.padding,
         model_table.model_parts,
+        mesh_times.mesh_times,
         tables.drafts,
         tables.programs,
         tables.public_cuda,
