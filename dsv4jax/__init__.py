@@ -35,6 +35,9 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import dsv4jax.layer.invariant.products as _invariant_products  # noqa: F401  imported to register them
+import dsv4jax.layer.invariant.reads as _invariant_reads  # noqa: F401  the same
+import dsv4jax.layer.invariant.update as _invariant_update  # noqa: F401  the same
 import dsv4jax.layer.kernels.fused as _fused  # noqa: F401  imported to register the kernels
 import dsv4jax.layer.kernels.reads as _read_kernels  # noqa: F401  the same
 import dsv4jax.layer.kernels.triton as _triton  # noqa: F401  the same, in Triton

@@ -96,6 +96,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-experts", type=int, default=0, metavar="LAYERS", help=moved)
     parser.add_argument("--kv-format", choices=KV_FORMATS, help="format of the cache's rows; default fp8_tile64")
     parser.add_argument("--indexer-format", choices=INDEXER_FORMATS, help="format of indexer keys; default mxfp4")
+    same = "make what a prompt gives the same, bit for bit, whatever other prompts there are; on one device"
+    parser.add_argument("--invariant", action="store_true", help=same)
     parser.add_argument("--mesh", help="devices: shards of requests x devices of each, such as 1x2")
     several = "this is one of several processes that have the devices of --mesh, as the cluster's environment says"
     parser.add_argument("--distributed", action="store_true", help=several)
@@ -114,6 +116,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--max-new must be at least 1, got {args.max_new}")
     if args.drafts >= args.max_new:
         parser.error(f"--drafts must be less than --max-new {args.max_new}, got {args.drafts}")
+    if args.invariant and args.mesh is not None:
+        parser.error("--invariant is for one device, without --mesh")
     if args.least_confidence and not args.drafts:
         parser.error("--least-confidence is for --drafts")
     if args.distributed:
@@ -165,7 +169,7 @@ def run(args: argparse.Namespace) -> None:
     # All of it is checked before weights are loaded, which may take minutes.
     prompts = read_prompts([given.read(text, args.chat, args.bos) for given in args.prompts], cfg.vocab_size)
     sampling = Sampling.of(args.temperature, args.top_p, args.seed, args.least_confidence)
-    options: Named = {"mesh": args.mesh, **formats(args)}
+    options: Named = {"mesh": args.mesh, "invariant": args.invariant, **formats(args)}
     caches = caches_for(cfg, prompts, args.max_new, args.drafts, **options)
     with progress_bar(f"Loading {args.checkpoint.name}") as on_progress:
         form = args.weights, args.activations

@@ -97,6 +97,7 @@ class CachePlan:
     tail_dtype: np.dtype
     hca_tail: str
     num_blocks: int
+    invariant: bool = False  # whether what a request gets does not depend on the batch, bit for bit
 
     @property
     def max_blocks(self) -> int:
@@ -248,6 +249,8 @@ def plan_cache(
     hca_tail: str = "ring",
     num_blocks: int | None = None,
     headroom: float = 1.10,
+    *,
+    invariant: bool = False,
 ) -> CachePlan:
     """Choose the formats and capacity of a cache, and compute its shapes and bytes.
 
@@ -268,6 +271,8 @@ def plan_cache(
       num_blocks: number of blocks in the pool. The default is enough for every request at full length, times
         ``headroom``. Fewer are allowed; ``prepare_forward`` returns ``ok = False`` when they run out.
       headroom: factor on the default number of blocks, at least 1.
+      invariant: whether all that runs over the cache must give a request the same bits whatever the batch: outputs,
+        stored bytes, logits and drawn tokens. See ``docs/reproducibility.md`` for what is promised and what it costs.
 
     Raises:
       ValueError: an argument is not one of the allowed values, or out of range.
@@ -307,6 +312,7 @@ def plan_cache(
         tail_dtype=jnp.dtype(tail_dtype),
         hca_tail=hca_tail,
         num_blocks=num_blocks,
+        invariant=invariant,
     )
     plan.memory_bytes()  # raises here, not at the first write, if a format cannot hold these sizes
     return plan
@@ -372,6 +378,7 @@ def _table(plan: CachePlan) -> str:
     head = (
         f"KV cache: {plan.max_requests} requests x {plan.max_context:,} tokens, {cfg.num_layers} layers, "
         f"{plan.kv_format} rows, {plan.indexer_format} indexer keys, {plan.tail_dtype.name} {plan.hca_tail} tails"
+        f"{', invariant' if plan.invariant else ''}"
     )
     lines = [head, "", f"{'layers':<10}{'part':<14}{'one layer holds':>28}{'all such layers':>18}"]
     for kind in AttentionType:

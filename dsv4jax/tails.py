@@ -102,13 +102,17 @@ class CSATail:
         Here the tail's leaves are the batch's rows of one layer, [B, ratio, dim]. ``phase`` is each request's length
         mod ratio.
         """
+        return softmax_pool(*self.slots(streams, phase, num_new, ratio))
+
+    def slots(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
+        """Return the keys and gates that ``pool`` pools, f32 [B, N, 2 ratio, dim] each."""
         ka = _on_grid(streams.ka, self.ka, phase, num_new, ratio, 0.0)
         za = _on_grid(streams.za, self.za, phase, num_new, ratio, EMPTY_GATE)
         kb = _on_grid(streams.kb, self.kb_next, phase, num_new, ratio, 0.0)
         zb = _on_grid(streams.zb, self.zb_next, phase, num_new, ratio, EMPTY_GATE)
         kb = jnp.concatenate([self.kb.astype(jnp.float32)[:, None], kb[:, :-1]], axis=1)  # of the block before
         zb = jnp.concatenate([self.zb.astype(jnp.float32)[:, None], zb[:, :-1]], axis=1)
-        return _softmax_pool(jnp.concatenate([kb, ka], axis=2), jnp.concatenate([zb, za], axis=2))
+        return jnp.concatenate([kb, ka], axis=2), jnp.concatenate([zb, za], axis=2)
 
     def append(self, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> CSATail:
         """Write the new tokens' rows into one layer's tails, with the result of writing them one by one.
@@ -165,7 +169,11 @@ class HCATail:
 
     def pool(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> jax.Array:
         """Pool every block that the new tokens touch, as ``CSATail.pool`` does, but from one stream."""
-        return _softmax_pool(
+        return softmax_pool(*self.slots(streams, phase, num_new, ratio))
+
+    def slots(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
+        """Return the keys and gates that ``pool`` pools, f32 [B, N, ratio, dim] each."""
+        return (
             _on_grid(streams.ka, self.ka, phase, num_new, ratio, 0.0),
             _on_grid(streams.za, self.za, phase, num_new, ratio, EMPTY_GATE),
         )
@@ -223,9 +231,7 @@ class HCAOnlineTail:
         If the last token completes its block, the running softmax covers the full block, and ``end_block`` resets it
         later.
         """
-        width = min(ratio, streams.ka.shape[1])
-        k = _on_grid(streams.ka, None, phase, num_new, ratio, 0.0, width)
-        z = _on_grid(streams.za, None, phase, num_new, ratio, EMPTY_GATE, width)
+        k, z = self.slots(streams, phase, num_new, ratio)
         peak = jnp.max(z, axis=2)  # [B, N, dim]
         peak = peak.at[:, 0].max(self.peak)
         # Without this, an empty slot in a block with no token yet would get weight exp(0) = 1.
@@ -233,17 +239,38 @@ class HCAOnlineTail:
         carried = jnp.exp(self.peak - peak[:, 0])
         total = jnp.sum(weight, axis=2).at[:, 0].add(carried * self.total)
         weighted = jnp.sum(weight * k, axis=2).at[:, 0].add(carried * self.weighted)
-        last = jnp.maximum(phase + num_new - 1, 0) // ratio
-        at_last = jax.tree.map(
-            lambda leaf: jnp.take_along_axis(leaf, last[:, None, None], axis=1)[:, 0],
-            HCAOnlineTail(peak=peak, total=total, weighted=weighted),
+        blocks = HCAOnlineTail(peak=peak, total=total, weighted=weighted)
+        return blocks.entry, blocks.of_last_token(phase, num_new, ratio)
+
+    def slots(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
+        """Return the keys and gates of the new tokens in every block that they touch, f32 [B, N, width, dim] each.
+
+        A slot without a token has the gate ``EMPTY_GATE``.
+        """
+        width = min(ratio, streams.ka.shape[1])
+        return (
+            _on_grid(streams.ka, None, phase, num_new, ratio, 0.0, width),
+            _on_grid(streams.za, None, phase, num_new, ratio, EMPTY_GATE, width),
         )
-        return weighted / jnp.where(total > 0, total, 1.0), at_last
+
+    @property
+    def entry(self) -> jax.Array:
+        """The entry of a block, f32 of the leaves' shape, if the running softmax covers all of it."""
+        return self.weighted / jnp.where(self.total > 0, self.total, 1.0)
+
+    def of_last_token(self, phase: jax.Array, num_new: jax.Array, ratio: int) -> HCAOnlineTail:
+        """Return the running softmax of the last token's block, of those of all blocks that a call touches."""
+        last = jnp.maximum(phase + num_new - 1, 0) // ratio
+        return jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, last[:, None, None], axis=1)[:, 0], self)
 
     def append(self, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> HCAOnlineTail:
         """Add the new tokens to one layer's running softmaxes."""
         old = read_slots(self, index, batch.slots)
         _, new = old.continued(streams, batch.start % ratio, batch.num_new, ratio)
+        return self.with_running(index, batch, new)
+
+    def with_running(self, index: jax.Array | int, batch: Batch, new: HCAOnlineTail) -> HCAOnlineTail:
+        """Set one layer's running softmaxes of a batch, leaves [B, dim]."""
         new, tail = lax.optimization_barrier((new, self))
         return jax.tree.map(lambda leaf, value: put(leaf, index, batch.slots, batch.storing, value), tail, new)
 
@@ -336,7 +363,7 @@ def _on_grid(
     return rows
 
 
-def _softmax_pool(k: jax.Array, z: jax.Array) -> jax.Array:
+def softmax_pool(k: jax.Array, z: jax.Array) -> jax.Array:
     """Return sum softmax(z) * k over axis -2, per channel."""
     weight = jnp.exp(z - jnp.max(z, axis=-2, keepdims=True))
     return jnp.sum(weight * k, axis=-2) / jnp.sum(weight, axis=-2)

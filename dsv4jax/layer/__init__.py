@@ -6,6 +6,7 @@ call             the arguments of one call of a layer: its requests, their lengt
 projections      products with the layer's weights, and what tokens contribute, in plain JAX
 stored_products  products with weights that are stored as FP8, in plain JAX
 tiles            long chunks, some tokens at a time
+invariant        forms of the ops in plain JAX that give a request the same bits whatever the batch
 dense            matrix product, norm and Hadamard transform
 compressor       the streams of new tokens, and finished entries from pooled rows
 update           append, flush, rotate and reset, separately and all in one step

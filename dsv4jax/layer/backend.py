@@ -24,6 +24,9 @@ and those of a whole model, around attention:
     hyper_connections  what stands between two sublayers
     head               logits
 
+A cache whose plan is ``invariant`` takes from each implementation the form whose sums depend on a request alone. One
+that has no such form is not chosen, and if it is named, that is an error.
+
 To add a backend for an op, write a class with the methods of the op's protocol in ``ops``, of layers or of models, and
 register it, for example with ``ops.TOP_K.register("mine", MyTopK())``.
 """
@@ -75,6 +78,7 @@ class Op[T: Choosable]:
     def __init__(self, name: str):
         self.name = name
         self._implementations: dict[str, T] = {}
+        self._invariant: dict[str, T] = {}  # the forms of them whose sums do not depend on the batch
         self._candidates: dict[str, Callable[[], bool]] = {}  # for ``backend=None``, in this order
 
     def register(self, backend: str, implementation: T, *, if_unnamed: Callable[[], bool] | None = None) -> None:
@@ -95,6 +99,14 @@ class Op[T: Choosable]:
         if if_unnamed is not None or backend == PALLAS:
             self._candidates[backend] = if_unnamed or (lambda: True)
 
+    def register_invariant(self, backend: str, implementation: T) -> None:
+        """Add the form of a backend's implementation in which what a request gets does not depend on the batch.
+
+        It may be the implementation itself. It serves what the implementation serves.
+        """
+        assert backend in self._implementations, "of a backend that is registered"
+        self._invariant[backend] = implementation
+
     def __getitem__(self, backend: str) -> T:
         return self._implementations[backend]
 
@@ -113,21 +125,29 @@ class Op[T: Choosable]:
           ValueError: the name is unknown, or the named backend cannot serve; the message says why.
         """
         check_name(backend)
+        forms, of_forms = self._forms(backend, served)
         name = getattr(backend, self.name) if isinstance(backend, OpBackends) else backend
         if name is None:
             for candidate, is_wanted in self._candidates.items():
-                if is_wanted() and self._implementations[candidate].unsupported(*served) is None:
+                if candidate in forms and is_wanted() and forms[candidate].unsupported(*served) is None:
                     return candidate
             return XLA
         if name not in self._implementations:  # the name belongs to other ops
             return XLA
-        if (reason := self._implementations[name].unsupported(*served)) is not None:
+        reason = forms[name].unsupported(*served) if name in forms else of_forms
+        if reason is not None:
             raise ValueError(f"backend={name!r} cannot serve {self.name}: {reason}")
         return name
 
     def of(self, backend: Backend, *served: Tree) -> T:
         """Return the implementation that ``choose`` names."""
-        return self._implementations[self.choose(backend, *served)]
+        return self._forms(backend, served)[0][self.choose(backend, *served)]
+
+    def _forms(self, backend: Backend, served: tuple[Tree, ...]) -> tuple[dict[str, T], str]:
+        """Return the implementations to choose from, and why others are not among them."""
+        if any(isinstance(one, CachePlan) and one.invariant for one in served) or is_invariant(backend):
+            return self._invariant, "what it gives a request depends on the batch, which invariant=True rules out"
+        return self._implementations, ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +170,8 @@ class OpBackends:
     experts: str | None = None
     hyper_connections: str | None = None
     head: str | None = None
+    # Whether results must not depend on the batch, for ops that have no plan to see it in; see ``plan_cache``.
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         for op, names in backends().items():
@@ -160,6 +182,22 @@ class OpBackends:
 Backend = str | OpBackends | None
 
 _OPS: dict[str, Op] = {}
+
+
+def is_invariant(backend: Backend) -> bool:
+    """Whether a backend says that results must not depend on the batch."""
+    return isinstance(backend, OpBackends) and backend.invariant
+
+
+def for_plan(backend: Backend, plan: CachePlan) -> Backend:
+    """Return the backend as ops need it that do not see the plan of the cache that they run beside."""
+    if not plan.invariant or is_invariant(backend):
+        return backend
+    check_name(backend)
+    if isinstance(backend, OpBackends):
+        return dataclasses.replace(backend, invariant=True)
+    named = {op: backend if backend in names else XLA for op, names in backends().items()} if backend else {}
+    return OpBackends(**named, invariant=True)
 
 
 def declare(name: str) -> Op:

@@ -25,6 +25,7 @@ from jax.core import Tracer
 
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.checks import check_array, integer
+from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.attention import attention_inputs
 from dsv4jax.layer.backend import Backend, OpBackends, check_name
@@ -159,6 +160,8 @@ def run_layer(
     elif not 0 <= integer("index", index) < depth:
         raise ValueError(f"index must be in [0, {depth}) for {kind.upper()} layers, got {index}")
     check_name(options.backend)
+    if plan.invariant and options.model_axis is not None:
+        raise ValueError(f"model_axis={options.model_axis!r}: a cache with invariant=True is for whole heads")
     x = given.x
     if not isinstance(x.shape[1], int):
         raise ValueError(f"x: T must be a number, got {x.shape}: export a function for each T; B may be symbolic")
@@ -175,6 +178,9 @@ def run_layer(
     options = dataclasses.replace(options, backend=choose_backends(options.backend, plan, kind))
     index = jnp.asarray(index, jnp.int32)
     params = frozen_where_stored(params)
+    if plan.invariant:
+        message = "a cache with invariant=True has no derivative: take it over one without"
+        params, given = refuse_derivative(message, (params, given))
     if probe.entries is not None:
         axes = {"B": x.shape[0], "T": x.shape[1], "K": None}
         check_array("chosen entries", probe.entries, axes, PICKS)

@@ -14,10 +14,21 @@ import pallas_kernels as pk
 from dsv4jax.cache.pool import PagedPool, PooledLayer
 from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import SlidingWindow, StateCache
+from dsv4jax.checks import Named
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.backend import XLA, Anywhere, Backend, Implementation, Op, OpBackends, backends, declare
+from dsv4jax.layer.backend import (
+    XLA,
+    Anywhere,
+    Backend,
+    Implementation,
+    Op,
+    OpBackends,
+    backends,
+    declare,
+    is_invariant,
+)
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.plan import CachePlan
 from dsv4jax.weights.params import AttentionParams
@@ -256,17 +267,21 @@ GATHER_ROWS: Op[GatherRows] = declare("gather_rows")
 
 def choose_backends(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
     """Choose a backend for each op that a layer of this kind uses. The others stay None."""
-    return OpBackends(**{op.name: op.choose(backend, plan, kind) for op in ops_of(kind)})
+    chosen: Named = {op.name: op.choose(backend, plan, kind) for op in ops_of(kind)}
+    return OpBackends(**chosen, invariant=plan.invariant or is_invariant(backend))
 
 
 def choose_for_any_batch(backend: Backend, plan: CachePlan, kind: AttentionType) -> OpBackends:
     """Choose backends for a batch of symbolic size: XLA where none is named, as a kernel needs a size.
 
     Raises:
-      ValueError: another backend is named.
+      ValueError: another backend is named, or the plan is invariant.
     """
+    if plan.invariant:
+        raise ValueError("x: a batch of symbolic size is not divided into tiles of one size, as invariant=True needs")
     if isinstance(backend, OpBackends):
-        backend = OpBackends(**{op: getattr(backend, op) or XLA for op in backends()})
+        named: Named = {op: getattr(backend, op) or XLA for op in backends()}
+        backend = OpBackends(**named)
     chosen = choose_backends(backend or XLA, plan, kind)
     for op in ops_of(kind):
         if not isinstance(op[name := getattr(chosen, op.name)], Anywhere):

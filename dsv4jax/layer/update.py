@@ -261,11 +261,11 @@ class XLACacheUpdate(Anywhere):
         assert pool is not None
         assert state.tail is not None
         assert rows.entry is not None
-        complete = completed_entries(call, rows.entry, state.tail)
+        complete = self.completed(call, rows.entry, state.tail)
         entries, keys = storable(complete.rows, plan.row_spec), None
         if rows.key is not None:
             assert state.indexer_tail is not None
-            keys = storable(hadamard(completed_entries(call, rows.key, state.indexer_tail).rows), plan.key_spec)
+            keys = storable(hadamard(self.completed(call, rows.key, state.indexer_tail).rows), plan.key_spec)
         (entries, keys), state = lax.optimization_barrier(((entries, keys), state))  # reads come before writes
         new = NewEntries(
             entries=entries,
@@ -279,12 +279,21 @@ class XLACacheUpdate(Anywhere):
         if keep_tails:
             return LayerStack(state=state, pool=pool)
         full = (batch.num_new > 0) & ((call.phase + batch.num_new) % call.ratio == 0)
-        tail = state.tail.append(index, rows.entry[0], batch, call.ratio).end_block(index, batch.slots, full)
+        tail = self.appended(state.tail, index, rows.entry[0], batch, call.ratio)
+        tail = tail.end_block(index, batch.slots, full)
         indexer_tail = state.indexer_tail
         if rows.key is not None and indexer_tail is not None:
             indexer_tail = indexer_tail.append(index, rows.key[0], batch, call.ratio)
             indexer_tail = indexer_tail.end_block(index, batch.slots, full)
         return LayerStack(state=dataclasses.replace(state, tail=tail, indexer_tail=indexer_tail), pool=pool)
+
+    def completed(self, call: LayerCall, normed: Normed, tail: Tail) -> ExactEntries:
+        """The entries that a call's tokens complete, as ``completed_entries`` gives them."""
+        return completed_entries(call, normed, tail)
+
+    def appended(self, tail: Tail, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> Tail:
+        """A layer's tails after the new tokens, but for what ends a block."""
+        return tail.append(index, streams, batch, ratio)
 
     def append_swa(
         self, state: StateCache, index: jax.Array | int, kv: jax.Array, batch: Batch, plan: CachePlan

@@ -24,6 +24,7 @@ import dsv4jax.model.kernels.router as _router_kernels  # noqa: F401  the same
 import dsv4jax.model.plain.experts as _experts  # noqa: F401  the same
 import dsv4jax.model.plain.head as _head  # noqa: F401  the same
 import dsv4jax.model.plain.hyper_connections as _hyper_connections  # noqa: F401  the same
+import dsv4jax.model.plain.invariant as _invariant  # noqa: F401  the same
 import dsv4jax.model.plain.router as _router  # noqa: F401  the same
 from dsv4jax.layer.stages.entries import CompletedEntries
 from dsv4jax.layer.stages.weights import AttentionWeights

@@ -148,7 +148,13 @@ def init_caches(
         return empty_caches(plan, None, mesh)
     # Multi-token prediction stores guesses past the end of the request's tokens, in a copy that is then forgotten.
     of_drafts = plan_cache(
-        cfg.draft_attention, max_requests, max_context + drafts, plan.kv_format, plan.indexer_format, plan.tail_dtype
+        cfg.draft_attention,
+        max_requests,
+        max_context + drafts,
+        plan.kv_format,
+        plan.indexer_format,
+        plan.tail_dtype,
+        invariant=plan.invariant,
     )
     return empty_caches(plan, _divisible(of_drafts, mesh), mesh)
 

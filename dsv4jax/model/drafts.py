@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.shards import OF_ROWS, cache_specs
 from dsv4jax.checks import FLOATS, check_array
-from dsv4jax.layer.backend import Backend
+from dsv4jax.layer.backend import Backend, for_plan
 from dsv4jax.layer.dense import rms_norm
 from dsv4jax.layer.projections import linear
 from dsv4jax.model.forward_pass import attention
@@ -75,6 +75,7 @@ def _step(
     params: ModelParams, cache: KVCache, rows: tuple[jax.Array, ...], *, backend: Backend
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     (streams, next_ids, slots, num_new), cfg, drafts = rows, params.cfg, params.drafts
+    backend = for_plan(backend, cache.plan)
     assert isinstance(drafts, DraftParams)
     tokens = Tokens.of(params, next_ids, cache, slots, num_new, cfg.draft_attention)
     token = embedded(params, tokens)

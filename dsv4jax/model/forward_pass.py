@@ -16,7 +16,7 @@ from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.shards import OF_ROWS, cache_specs
 from dsv4jax.checks import Named, Tree, check_array
 from dsv4jax.config import layer_schedule
-from dsv4jax.layer.backend import XLA, Backend
+from dsv4jax.layer.backend import XLA, Backend, for_plan
 from dsv4jax.layer.call import Given, RunOptions
 from dsv4jax.layer.indexer import Over
 from dsv4jax.layer.layer import run_layer
@@ -133,8 +133,8 @@ def _forward(
     def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Tree:
         ids, slots, num_new = rows
         tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-        attend = attention(slots, num_new, backend)
-        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend, probe=probe)
+        attend, of_ops = attention(slots, num_new, backend), for_plan(backend, cache.plan)
+        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=of_ops, probe=probe)
         ran = run_model(params, cache, way)
         return read_logits(ran.x, params.head, logits, way), _for_drafts(params, ran), ran.cache, ran.captured(way)
 
@@ -231,7 +231,8 @@ def _stage_forward(
             staged.append(staged_layer(draft, layer))
             return y, cache, seen
 
-        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=backend, probe=probe)
+        of_ops = for_plan(backend, cache.plan)
+        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=of_ops, probe=probe)
         ran = run_model(params, cache, way)
         logits = all_logits(ran.x, params.head, way)
         return logits, _for_drafts(params, ran), ran.cache, tuple(staged), ran.captured(way)

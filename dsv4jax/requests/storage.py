@@ -37,6 +37,7 @@ CFG_FIELDS = tuple(field.name for field in dataclasses.fields(DSV4Config))
 # A file that lacks the ratio of a kind was written before there was such a kind, and so has none of its layers.
 RATIOS = tuple(name for name in CFG_FIELDS if name.endswith("_compression_ratio"))
 CAPACITY = tuple(field.name for field in dataclasses.fields(CachePlan) if field.name not in LAYOUT)
+NEWER = {"invariant": False}  # of these, what older files lack, and what their writers had; left out if it is that
 
 
 def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
@@ -204,7 +205,8 @@ def _describe(value: KVCache | Snapshot) -> dict[str, Json]:
     fields |= {"cfg": dataclasses.asdict(layout.cfg), "tail_dtype": layout.tail_dtype.name}
     described = {"format": FORMAT, "version": VERSION, "layout": fields}
     if isinstance(value, KVCache):
-        capacity = {name: getattr(value.plan, name) for name in CAPACITY}
+        every = {name: getattr(value.plan, name) for name in CAPACITY}
+        capacity = {name: given for name, given in every.items() if name not in NEWER or given != NEWER[name]}
         return described | {"cache": capacity, "shards": value.tables.num_free.shape[0]}
     return described | {"snapshot": {"num_requests": value.num_requests, "blocks": value.blocks}}
 
@@ -232,7 +234,7 @@ def _template(header: dict[str, Json], expected: CachePlan | None, path: Path) -
         layout = _exactly(header["layout"], LAYOUT)
         layout = layout | {"cfg": DSV4Config(**_exactly(layout["cfg"], CFG_FIELDS, optional=RATIOS))}
         any_capacity: dict[str, Json] = dict(max_requests=1, max_context=1, num_blocks=1)
-        capacity = _exactly(header["cache"], CAPACITY) if "cache" in header else any_capacity
+        capacity = _exactly(header["cache"], CAPACITY, optional=tuple(NEWER)) if "cache" in header else any_capacity
         plan = plan_cache(**layout, **capacity)
         if "snapshot" in header:
             template = abstract_snapshot(plan, **header["snapshot"])

@@ -111,6 +111,16 @@ def test_a_restored_cache_goes_on_in_place_as_the_saved_one(tmp_path):
     )  # its buffers can be given away
 
 
+def test_an_invariant_cache_is_restored_as_one(tmp_path):
+    plan = small_plan(max_requests=1, num_blocks=1, invariant=True)
+    d4.requests.save(tmp_path / "cache", d4.init_cache(plan))
+    restored = d4.requests.restore(tmp_path / "cache")
+    assert isinstance(restored, d4.KVCache)
+    assert restored.plan == plan
+    with pytest.raises(ValueError, match="invariant"):
+        d4.requests.restore(tmp_path / "cache", small_plan(max_requests=1, num_blocks=1))
+
+
 def test_plans_of_numpy_integers_and_no_devices_in_the_files(tmp_path):
     plan = small_plan(max_requests=np.int64(2), num_blocks=np.int32(3))
     cache = d4.init_cache(plan)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
 from dsv4jax.cache.shards import OF_ROWS
-from dsv4jax.layer.backend import Backend
+from dsv4jax.checks import Tree
+from dsv4jax.layer.backend import Backend, for_plan
+from dsv4jax.layer.tiles import map_rows
 from dsv4jax.model.forward_pass import forward, stage_forward
 from dsv4jax.model.generation.drafting import Drafts, Fed, drafter
 from dsv4jax.model.generation.sampling import Chances, Sampling, accept
@@ -114,7 +117,8 @@ def run(
     """
 
     def step(loop: Loop, params: ModelParams, sampling: Sampling, stop_tokens: jax.Array, passes: jax.Array) -> Loop:
-        return _run(_Way(params=params, sampling=sampling, stop_tokens=stop_tokens, backend=backend), loop, passes)
+        ops = for_plan(backend, loop.caches.model.plan)
+        return _run(_Way(params=params, sampling=sampling, stop_tokens=stop_tokens, backend=ops), loop, passes)
 
     given = params, sampling, stop_tokens, passes
     return of_each_shard(step, loop, given, (weight_specs(params), *[EVERYWHERE] * 3))
@@ -220,7 +224,7 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcom
         way.params, given, cache, loop.slots, num_new, backend=way.backend, **looking
     )
     assert logits is not None
-    tokens = way.sampling.draw(logits, keys)[:, None]
+    tokens = _by_row(loop, way.sampling.draw, keys, logits)[:, None]
     count, stopped = _until_stop(tokens, num_new, way.stop_tokens)
     none = jnp.zeros_like(num_new)
     made = _Made(tokens=tokens, count=count, stopped=stopped, judged=none, accepted=none, seen=seen, captured=captured)
@@ -241,7 +245,13 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     logits, seen, cache, staged, *captured = stage_forward(
         way.params, given, cache, slots, num_new, backend=way.backend, **_looking(loop)
     )
-    accepted, following = accept(way.sampling.chances(logits), drafts.chances, drafts.tokens, judged, keys)
+
+    def judge(
+        logits: jax.Array, guessed: Chances, tokens: jax.Array, judged: jax.Array, keys: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return accept(way.sampling.chances(logits), guessed, tokens, judged, keys)
+
+    accepted, following = _by_row(loop, judge, keys, logits, drafts.chances, drafts.tokens, judged)
     tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     tokens = tokens.at[jnp.arange(len(slots)), accepted].set(following)
     count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.stop_tokens)
@@ -253,6 +263,18 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
         tokens=tokens, count=count, stopped=stopped, judged=judged, accepted=accepted, seen=seen, captured=captured
     )
     return made, cache, ok & committed
+
+
+def _by_row(loop: Loop, function: Callable[..., Tree], keys: jax.Array, *given: Tree) -> Tree:
+    """Apply a function to arrays [B, ...] and random keys [B]: to each row alone if the caches are invariant."""
+    if not loop.caches.model.plan.invariant:
+        return function(*given, keys)
+
+    def of_row(row: tuple[jax.Array, Tree]) -> Tree:
+        key, given = row
+        return function(*given, jax.random.wrap_key_data(key, impl=jax.random.key_impl(keys)))
+
+    return map_rows(of_row, (jax.random.key_data(keys), given), 1)
 
 
 def _looking(loop: Loop) -> dict[str, Any]:

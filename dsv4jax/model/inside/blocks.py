@@ -101,6 +101,8 @@ class Tokens:
         if ids.shape[1] == 0:
             raise ValueError("ids has no tokens: give num_new = 0 for rows that have none")
         check_cache("a model's forward pass", cache)
+        if cache.plan.invariant and params.mesh is not None:
+            raise ValueError("a cache with invariant=True is for a model on one device")
         if cache.plan.cfg != cfg:
             raise ValueError(f"the cache was planned for {cache.plan.cfg}, the model has {cfg}")
         _, batch = granted_batch(cache, slots, num_new, ids.shape[1])

@@ -4,4 +4,5 @@ router             which experts each token goes to
 experts            the outputs of those experts, and of the shared one
 hyper_connections  what stands between two sublayers
 head               logits
+invariant          the same without regard to the batch
 """

@@ -41,9 +41,19 @@ class XLAExperts(Anywhere):
     """The experts in plain JAX."""
 
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
-        given = x, dataclasses.replace(picks, tiles=None)
-        rows, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), given)
-        return _routed(rows, flat, experts, cfg).reshape(*picks.experts.shape, x.shape[-1])
+        return routed_in_tiles(x, picks, experts, cfg)
+
+
+def routed_in_tiles(
+    x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, rows: int | None = None
+) -> jax.Array:
+    """Return the weighted outputs of the picked experts, x's dtype [..., k, h].
+
+    With ``rows``, a tile has so many tokens, and one is multiplied at a time: the same program for any number of them.
+    """
+    given = x, dataclasses.replace(picks, tiles=None)
+    tokens, flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), given)
+    return _routed(tokens, flat, experts, cfg, rows).reshape(*picks.experts.shape, x.shape[-1])
 
 
 def mixed(
@@ -100,14 +110,24 @@ class _Tiles:
         return expert, jnp.where(is_pair, pairs, nobody)
 
 
-def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What is known of the products before they run."""
+
+    cfg: ModelConfig
+    tile: int  # tokens of an expert
+    is_fixed: bool  # whether a tile's program must not depend on how many there are
+
+
+def _routed(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, rows: int | None) -> jax.Array:
     """The weighted outputs of the picked experts, in x's dtype [M k, h], for x [M, h] and picks [M, k]."""
     tokens, per_token = picks.experts.shape
     if tokens * per_token == 0:
         return jnp.zeros((tokens * per_token, x.shape[1]), x.dtype)
-    tiles = _Tiles.of(picks.experts.reshape(-1), experts.count, min(tokens, TILE))
+    work = _Work(cfg=cfg, tile=rows or min(tokens, TILE), is_fixed=rows is not None)
+    tiles = _Tiles.of(picks.experts.reshape(-1), experts.count, work.tile)
     linear = _constant(experts.gate_up), _constant(experts.down)
-    return _outputs(cfg, x, picks.weights.reshape(-1), linear, tiles)
+    return _outputs(work, x, picks.weights.reshape(-1), linear, tiles)
 
 
 def _constant(weight: ExpertWeight) -> ExpertWeight:
@@ -126,7 +146,7 @@ def _frozen(weight: ExpertWeight, also: Callable[[Tree], Tree] = lambda stored: 
 
 
 def _all_outputs(
-    cfg: ModelConfig,
+    work: _Work,
     x: jax.Array,
     weights: jax.Array,
     linear: tuple[ExpertWeight, ExpertWeight],
@@ -137,10 +157,9 @@ def _all_outputs(
     """The weighted output of each pair's expert, in x's dtype [N, h], for x [M, h] and weights f32 [N]."""
     # A rule of derivatives gives every argument a tangent, and these have none.
     gate_up, down = map(_frozen, linear)
-    tokens, pairs = x.shape[0], weights.size
-    tile = min(tokens, TILE)
+    tokens, pairs, cfg, tile = x.shape[0], weights.size, work.cfg, work.tile
     most = min(pairs, tiles.count.size + pairs // tile)  # tiles that there can be
-    at_once = max(1, min(most, WIDE // (3 * cfg.expert_width * cfg.hidden_size)))
+    at_once = 1 if work.is_fixed else max(1, min(most, WIDE // (3 * cfg.expert_width * cfg.hidden_size)))
 
     @jax.checkpoint  # reverse mode would keep the wide copies of all experts
     def outputs(pair: jax.Array, expert: jax.Array) -> jax.Array:
@@ -155,7 +174,7 @@ def _all_outputs(
 
     out = jnp.zeros((pairs, x.shape[1]), x.dtype)
     steps = math.ceil(most / at_once)
-    if steps == 1:
+    if steps == 1 and not work.is_fixed:
         return multiply(0, out)
     return lax.fori_loop(0, steps if to_the_end else (tiles.end[-1] + at_once - 1) // at_once, multiply, out)
 
@@ -164,9 +183,9 @@ _outputs = jax.custom_jvp(_all_outputs, nondiff_argnums=(0,))
 
 
 @_outputs.defjvp
-def _(cfg: ModelConfig, primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) -> Tree:
+def _(work: _Work, primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) -> Tree:
     """Over all tiles that there can be: reverse mode must know their number."""
-    return jax.jvp(functools.partial(_all_outputs, cfg, to_the_end=True), primals, tangents)
+    return jax.jvp(functools.partial(_all_outputs, work, to_the_end=True), primals, tangents)
 
 
 def _product(x: jax.Array, weight: ExpertWeight, experts: jax.Array) -> jax.Array:

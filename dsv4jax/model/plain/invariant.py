@@ -1,0 +1,93 @@
+"""Forms of the model's ops in plain JAX in which a token's results do not depend on the others, bit for bit.
+
+``dsv4jax.layer.invariant`` says why, and has those of layers. Here each is the plain form in tiles of ``ROWS`` tokens;
+experts have tiles of as many tokens that picked the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from dsv4jax.checks import Tree
+from dsv4jax.layer.backend import XLA
+from dsv4jax.layer.invariant.products import ROWS
+from dsv4jax.layer.tiles import map_rows
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.ops import EXPERTS, HEAD, HYPER_CONNECTIONS, ROUTER, Gains, Picks, SublayerOutput
+from dsv4jax.model.params import Experts, Router, StreamMix
+from dsv4jax.model.plain.experts import XLAExperts, routed_in_tiles
+from dsv4jax.model.plain.head import XLAHead
+from dsv4jax.model.plain.hyper_connections import XLAHyperConnections
+from dsv4jax.model.plain.router import XLARouter
+from dsv4jax.weights.stored import Weight
+
+Ended = tuple[SublayerOutput, jax.Array, Gains]  # a sublayer's output, the streams, and its gains
+
+
+def _by_tokens[Inputs](function: Callable[[Inputs], Tree], given: Inputs, lead: tuple[int, ...]) -> Tree:
+    """Apply a function of a tree [ROWS, ...] to a tree [*lead, ...]."""
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), given)
+    made = map_rows(function, flat, ROWS)
+    return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), made)
+
+
+class InvariantRouter(XLARouter):
+    """The router in tiles of tokens."""
+
+    def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
+        plain = super().pick
+
+        def of_tile(tile: tuple[jax.Array, jax.Array, jax.Array]) -> Picks:
+            x, ids, real = tile
+            return plain(x, ids, real, router, cfg)
+
+        return _by_tokens(of_tile, (x, ids, real), real.shape)
+
+
+class InvariantExperts(XLAExperts):
+    """Experts in tiles of as many tokens, whatever the number of all."""
+
+    def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
+        return routed_in_tiles(x, picks, experts, cfg, rows=ROWS)
+
+
+class InvariantHyperConnections(XLAHyperConnections):
+    """Hyper-connections in tiles of tokens."""
+
+    def begin(self, streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
+        plain = XLAHyperConnections()
+        return _by_tokens(lambda streams: plain.begin(streams, mix, norm, cfg), streams, streams.shape[:-2])
+
+    def between(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
+    ) -> tuple[jax.Array, jax.Array, Gains]:
+        def of_tile(tile: Ended) -> tuple[jax.Array, jax.Array, Gains]:
+            y, streams, gains = tile
+            return XLAHyperConnections().between(y, streams, gains, mix, norm, cfg)
+
+        return _by_tokens(of_tile, (y, streams, gains), streams.shape[:-2])
+
+    def end(
+        self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
+    ) -> tuple[jax.Array, jax.Array]:
+        def of_tile(tile: Ended) -> tuple[jax.Array, jax.Array]:
+            y, streams, gains = tile
+            return XLAHyperConnections().end(y, streams, gains, mix, norm, cfg)
+
+        return _by_tokens(of_tile, (y, streams, gains), streams.shape[:-2])
+
+
+class InvariantHead(XLAHead):
+    """Logits in tiles of tokens."""
+
+    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
+        plain = super().logits
+        return _by_tokens(lambda tile: plain(tile, head), x, x.shape[:-1])
+
+
+ROUTER.register_invariant(XLA, InvariantRouter())
+EXPERTS.register_invariant(XLA, InvariantExperts())
+HYPER_CONNECTIONS.register_invariant(XLA, InvariantHyperConnections())
+HEAD.register_invariant(XLA, InvariantHead())

@@ -1,0 +1,121 @@
+"""What a layer gives a request and stores of it is the same bit for bit in any batch, if the cache asks for that."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4jax as d4
+from dsv4jax.layer import tiles
+from dsv4jax.layer.invariant import products
+from dsv4jax.layer.ops import choose_backends
+from tests.support.driver import BF16_TAILS, CFG, CONTEXT, F32, TRAINED, ids, random_params, sequence
+from tests.support.same_bits import Pass, alone, compare, different_bits, feed, run_layers
+
+LENGTHS = (37, 20, 5, 48, 33)  # several blocks of all kinds
+CSA = d4.DSV4Config.tiny(compress_ratios=(4,))
+
+
+def differing(cfg: d4.DSV4Config, options: dict[str, Any], batches: list[tuple[int, int]], **more: Any):
+    plan = d4.plan_cache(cfg, max_requests=6, max_context=CONTEXT, invariant=True, **options)
+    # Each token alone costs a pass of all rows.
+    inputs = [sequence(i, n, cfg.hidden_size) for i, n in enumerate(LENGTHS if batches[0][0] < 256 else (20, 17))]
+    return compare(run_layers(random_params(cfg), "xla"), plan, inputs, batches, **more)
+
+
+def test_a_request_gets_the_same_bits_in_a_batch():
+    assert not differing(CSA, TRAINED, [(5, 8)], drafts=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "batch", "drafts"),
+    [
+        pytest.param(TRAINED, (5, 8), True, id="fp8_tile64, mxfp4, online"),
+        pytest.param(BF16_TAILS, (256, 1), False, id="fp8_row, nvfp4, bf16 tails"),
+        pytest.param(F32, (2, 37), False, id="f32"),
+    ],
+)
+def test_a_request_gets_the_same_bits_in_any_batch(options, batch, drafts):
+    assert not differing(CFG, options, [batch], drafts=drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.two_programs
+@pytest.mark.optimized
+def test_also_where_xla_optimizes_all_that_it_can():
+    assert not differing(CFG, TRAINED, [(5, 8)], drafts=False)
+
+
+def test_the_check_sees_what_depends_on_the_batch(monkeypatch):
+    """With products whose tiles have as many rows as there are: XLA multiplies one row in another way than several."""
+
+    def of_all(function, inputs, size):
+        del size
+        return function(inputs)
+
+    monkeypatch.setattr(products, "map_rows", of_all)
+    with jax.ensure_compile_time_eval():
+        rng = np.random.default_rng(0)
+        x, weight = (jnp.asarray(rng.standard_normal((n, 256)), jnp.float32) for n in (64, 96))
+    whole = products.InvariantProjections().linear(x, weight)
+    parts = jnp.concatenate([products.InvariantProjections().linear(row[None], weight) for row in x])
+    assert different_bits(parts, whole)
+    np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-3)  # sums of 256 products of about 1, in another order
+
+
+def test_the_check_sees_a_bit_of_a_neighbour():
+    """In an output, and in what is stored; each alone is found equal to itself."""
+    plan = d4.plan_cache(d4.DSV4Config.tiny(compress_ratios=(0,)), max_requests=3, max_context=16, **F32)
+
+    def run(x, cache, slots, fed, kept):
+        del kept
+        cache, _ = d4.prepare_forward(cache, slots, fed)
+        y = np.array(x)
+        if len(x) > 1:
+            y.view(np.uint8)[..., 0] ^= 1
+        return y, d4.advance(cache, slots, fed)
+
+    inputs = [sequence(i, 3, 4) for i in range(2)]
+    both = [Pass(rows=((1, 1), None, (0, 1)), width=2)] * 3
+    single = {i: feed(run, plan, inputs, alone(i, 3), i)[i] for i in range(2)}
+    together = feed(run, plan, inputs, both, 7)
+    for i in range(2):
+        assert not different_bits(feed(run, plan, inputs, alone(i, 3), 9)[i], single[i])
+        assert different_bits(together[i], single[i]) == {"[0]": 3}
+
+
+def test_rows_of_tiles_and_tokens_alone_are_put_back_in_order():
+    x = jnp.arange(2 * 5 * 3, dtype=jnp.float32).reshape(10, 3)
+    np.testing.assert_array_equal(tiles.map_rows(lambda tile: 2 * tile + tile.shape[0], x, 4), 2 * x + 4)
+    of_tokens = x.reshape(2, 5, 3)
+    made = tiles.map_alone(lambda token, request: token + request[:, None], of_tokens, of_tokens[:, 0])
+    np.testing.assert_array_equal(made, of_tokens + of_tokens[:, :1])
+
+
+def small(*, invariant: bool = True) -> d4.CachePlan:
+    return d4.plan_cache(CSA, max_requests=1, max_context=16, invariant=invariant, **F32)
+
+
+def test_what_is_not_invariant_is_refused_by_name():
+    cache, slots, _ = d4.admit(d4.init_cache(small()), 1)
+    params, x = random_params(CSA)[0], jnp.ones((1, 1, CSA.hidden_size))
+    with pytest.raises(ValueError, match=r"cannot serve projections: what it gives a request depends on the batch"):
+        d4.attention_layer(params, x, cache, 0, slots, ids(1), backend="pallas_simulated")
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(d4.attention_layer(params, x, cache, 0, slots, ids(1))[0])
+
+    with pytest.raises(ValueError, match="invariant=True has no derivative"):
+        jax.grad(loss)(x)
+    chosen = choose_backends(None, small(), d4.AttentionType.CSA)
+    assert chosen == d4.OpBackends(
+        projections="xla", cache_update="xla", indexer_scores="xla", top_k="xla", decode_attention="xla", invariant=True
+    )
+
+
+def test_the_plan_says_so():
+    assert ", invariant" in str(small())
+    assert small() != small(invariant=False)

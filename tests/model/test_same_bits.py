@@ -1,0 +1,62 @@
+"""Logits, drawn tokens and stored bytes of a whole model do not depend on the batch, bit for bit, if the caches ask."""
+
+import jax
+import numpy as np
+import pytest
+
+import dsv4jax as d4
+from dsv4jax import generate as command
+from dsv4jax.model import Generator, ModelConfig, Sampling, forward, init_caches, random_model
+from tests.support.driver import TRAINED, ids
+from tests.support.models import small_model
+from tests.support.same_bits import compare, run_model
+
+CFG = ModelConfig.tiny(
+    attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(0, 4, 16), hca_compression_ratio=16), vocab_size=40
+)
+
+
+@pytest.mark.slow
+def test_a_request_gets_the_same_logits_in_any_batch():
+    """Of chunks, single tokens and drafts, with hash-routed and scored experts."""
+    params = random_model(CFG, jax.random.key(0), weights="f32")
+    plan = d4.plan_cache(CFG.attention, max_requests=6, max_context=80, invariant=True, **TRAINED)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, CFG.vocab_size, n, np.int32) for n in (37, 20, 5, 33)]
+    assert not compare(run_model(params, "xla"), plan, prompts, [(5, 6)])
+
+
+PROMPTS = [[1, 2, 3], [5, 0, 2, 1, 4, 3, 3, 1] * 5, [4]]
+
+
+def texts(prompts: list[list[int]], rows: int, drafts: int, temperature: float) -> list[list[int]]:
+    made = Generator(small_model(), rows, drafts=drafts, invariant=True)
+    return made.generate(prompts, 24, Sampling.of(temperature, 0.8, seed=3), stop_tokens=()).tokens
+
+
+@pytest.mark.slow
+def test_what_is_drawn_does_not_depend_on_the_batch_nor_greedy_texts_on_drafts():
+    drawn = texts(PROMPTS, 2, 0, 1.0)
+    assert texts(PROMPTS[:1], 1, 0, 1.0) == drawn[:1]
+    assert texts(PROMPTS, 2, 2, 0.0) == texts(PROMPTS, 2, 0, 0.0) != drawn
+
+
+def test_the_caches_of_drafts_are_invariant_as_well():
+    for invariant in (False, True):
+        both = init_caches(small_model().cfg, 1, 16, 1, invariant=invariant)
+        assert both.drafts is not None
+        assert both.model.plan.invariant == both.drafts.plan.invariant == invariant
+
+
+def test_a_model_on_several_devices_is_refused():
+    mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    params = random_model(small_model().cfg, jax.random.key(0), weights="f32", mesh=mesh)
+    cache = init_caches(params.cfg, 1, 16, invariant=True, mesh=mesh).model
+    with pytest.raises(ValueError, match="invariant=True is for a model on one device"):
+        forward(params, ids(1)[None], cache, ids(0), ids(1))
+
+
+def test_the_command_makes_invariant_caches_for_one_device():
+    assert command.parse(["folder", "--ids", "1", "--invariant"]).invariant
+    with pytest.raises(SystemExit):
+        command.parse(["folder", "--ids", "1", "--invariant", "--mesh", "1x1"])
