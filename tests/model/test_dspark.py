@@ -189,7 +189,7 @@ def check_judged(found: list[list[JudgedDraft | None]] | None, passes: np.ndarra
     assert found[0] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_texts_depend_neither_on_drafts_nor_on_the_chunks_of_their_prompts():
     """Prompts of one token, of nearly a window, of one, of more and of many, and a row that stays free."""
     ids, params, new = recorded("d")["ids"], model_d(), 12
@@ -272,12 +272,12 @@ def sampled_pairs() -> np.ndarray:
     return np.bincount([size * a + b for a, b, _ in found.tokens], minlength=size**2)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_samples_have_the_models_distribution():
     check_counts(sampled_pairs(), pair_chances(small_model(), PROMPTS[0], Sampling.of(0.8)))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_drafts_judged_by_another_distribution_than_they_were_drawn_from_are_found(monkeypatch):
     """That of the logits without the term of the token before."""
     bases: list[jax.Array] = []

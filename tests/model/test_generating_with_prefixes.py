@@ -7,6 +7,7 @@ import pytest
 
 from dsv4jax.model import Caches, Generator, Sampling, init_caches, restore_caches, save_caches
 from dsv4jax.requests import PrefixStore
+from tests.support.cases import first_of
 from tests.support.models import FULL, SMALL, small_model
 
 CONTEXT = 512
@@ -45,8 +46,7 @@ def sound(chat):
         assert np.array_equal(held.drafts.seq_lens, held.model.seq_lens)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("drafts", first_of([2, 0], count=0))
 def test_a_document_is_stored_once(drafts):
     chat = generator(2, 2, drafts)
     found = chat.generate(ABOUT, NEW, stop_tokens=())
@@ -70,8 +70,7 @@ def scarce(drafts=0):
     return generator(3, 2, drafts, num_blocks=4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("drafts", first_of([2, 0], count=0))
 def test_prefixes_give_way_to_texts_and_texts_still_share_them(drafts):
     """Texts of up to three blocks, of several documents."""
     other = RNG.integers(0, VOCABULARY, 200).tolist()

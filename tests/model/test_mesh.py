@@ -296,7 +296,7 @@ def test_the_command_reads_a_mesh(capsys):
     assert "--distributed is for --mesh" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command_generates_on_a_mesh(capsys):
     wanted = recorded("a")
     prompt, expected = np.split(wanted["ids"], [int(wanted["prompt_len"])])

