@@ -126,7 +126,7 @@ def test_progress_is_shown_as_it_is_made():
         assert all(new[: len(old)] == old for old, new in zip(before, after, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_samples_have_the_models_distribution_with_drafts():
     """4000 pairs of tokens after one prompt, against the probabilities of all pairs."""
     params, prompt, drafts, sampling = small_model(), PROMPTS[0], 2, Sampling.of(0.8, seed=2)
