@@ -142,6 +142,14 @@ def attend(
     return outputs.out
 
 
+def undivided_layout() -> AttentionLayout:
+    """Return the layout for this device in which a query's keys all go to one block.
+
+    They are added in an order that depends neither on other queries nor on how many there are.
+    """
+    return sm100.Layout(cluster=1) if target.gpu_or_first() is target.BLACKWELL else sm90.Layout(cluster=1)
+
+
 def choose_layout(gpu: target.GPU, queries: int, heads: int, tiles: int) -> AttentionLayout:
     """Return the fastest layout: as many blocks as the GPU can run at once, each with at least one tile.
 

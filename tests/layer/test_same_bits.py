@@ -9,6 +9,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.layer import tiles
+from dsv4jax.layer.backend import backends
 from dsv4jax.layer.invariant import products
 from dsv4jax.layer.ops import choose_backends
 from tests.support.driver import BF16_TAILS, CFG, CONTEXT, F32, TRAINED, ids, random_params, sequence
@@ -40,6 +41,30 @@ def test_a_request_gets_the_same_bits_in_a_batch():
 )
 def test_a_request_gets_the_same_bits_in_any_batch(options, batch, drafts):
     assert not differing(CFG, options, [batch], drafts=drafts)
+
+
+SIMULATED = "pallas_simulated"
+
+
+@pytest.mark.slow
+@pytest.mark.simulated
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param({"decode_attention": SIMULATED}, id="attention"),
+        pytest.param({"indexer_scores": SIMULATED, "top_k": SIMULATED}, id="selection"),
+    ],
+)
+def test_kernels_that_have_an_invariant_form(chosen):
+    """With heads and blocks as theirs. Attention would divide the keys of 30 queries among blocks, and not of 90."""
+    cfg = d4.DSV4Config.tiny(num_heads=64, head_dim=512, rope_dim=64, indexer_heads=64, compress_ratios=(4,))
+    others: dict[str, str] = dict.fromkeys(backends(), "xla")
+    backend = d4.OpBackends(**(others | chosen))
+    plan = d4.plan_cache(cfg, max_requests=3, max_context=256, invariant=True, **TRAINED)
+    run, inputs = run_layers(random_params(cfg), backend), [sequence(i, 61, cfg.hidden_size) for i in range(2)]
+    single = feed(run, plan, inputs, [Pass(rows=((0, 30),), width=30)] * 2 + alone(0, 1), 0)
+    together = [Pass(rows=((1, 9), None, (0, 30)), width=30)] * 2 + [Pass(rows=((1, 1), None, (0, 1)), width=1)]
+    assert not different_bits(feed(run, plan, inputs, together, 1)[0], single[0])
 
 
 @pytest.mark.slow
@@ -110,7 +135,7 @@ def test_what_is_not_invariant_is_refused_by_name():
 
     with pytest.raises(ValueError, match="invariant=True has no derivative"):
         jax.grad(loss)(x)
-    chosen = choose_backends(None, small(), d4.AttentionType.CSA)
+    chosen = choose_backends("xla", small(), d4.AttentionType.CSA)
     assert chosen == d4.OpBackends(
         projections="xla", cache_update="xla", indexer_scores="xla", top_k="xla", decode_attention="xla", invariant=True
     )

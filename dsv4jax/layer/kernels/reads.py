@@ -15,7 +15,7 @@ from dsv4jax.checks import Named
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register
+from dsv4jax.layer.kernels.base import ON_GPU, ON_SIMULATOR, Kernels, layer_number, of_chunk, register
 from dsv4jax.layer.ops import (
     DECODE_ATTENTION,
     INDEXER_SCORES,
@@ -27,6 +27,7 @@ from dsv4jax.layer.ops import (
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles
 from dsv4jax.weights.stored import CODES
+from pallas_kernels.language import target
 
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
@@ -100,6 +101,11 @@ class DecodeAttentionKernels(Kernels):
     forms: tuple[RowForm, ...] = ("plain", "rounded", "operand")
     query_dtype = jnp.float16
 
+    @property
+    def division(self) -> Named:
+        """How the kernel is told to divide a query among blocks; as is fastest for the batch if empty."""
+        return {}
+
     def token_bytes(self, plan: CachePlan, kind: AttentionType) -> int:
         """Queries in f16, and the result in bf16."""
         del kind
@@ -137,10 +143,34 @@ class DecodeAttentionKernels(Kernels):
     ) -> Rows:
         inputs = self.without_derivative(DECODE_ATTENTION, inputs)
         given = _reads(inputs, freqs)
-        options = _form_options(form, dtype) | self.options | dict(kv_format=inputs.window.plan.kv_format)
+        options = _form_options(form, dtype) | self.options | self.division
+        options["kv_format"] = inputs.window.plan.kv_format
         if inputs.block is None:
             return self.kernels.decode_attention(dataclasses.replace(given, needed=of_chunk(needed)), **options)
         return self.kernels.decode_attention(_of_block(given, inputs.block), **options)
+
+
+class InvariantScoresKernels(IndexerScoresKernels):
+    """The same: a score is added up in one tile, in an order that does not depend on which tokens share it."""
+
+    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
+        return super().unserved(plan, kind) or _unchecked_order()
+
+
+class InvariantAttentionKernels(DecodeAttentionKernels):
+    """The same with all keys of a query in one block, so that no other query changes the order of its sums."""
+
+    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
+        return super().unserved(plan, kind) or _unchecked_order()
+
+    @property
+    def division(self) -> Named:
+        return {"layout": pk.undivided_layout()}
+
+
+def _unchecked_order() -> str | None:
+    gpu = target.gpu_or_first()
+    return None if gpu is target.HOPPER else f"the order of sums was not checked for kernels of {gpu.architecture}"
 
 
 def _reads(inputs: AttentionInputs, freqs: np.ndarray) -> pk.AttentionInputs[jax.Array]:
@@ -192,3 +222,7 @@ def _form_options(form: RowForm, dtype: DTypeLike) -> Named:
 register(INDEXER_SCORES, IndexerScoresKernels)
 register(TOP_K, TopKKernels)
 register(DECODE_ATTENTION, DecodeAttentionKernels)
+for _family in (ON_GPU, ON_SIMULATOR):
+    INDEXER_SCORES.register_invariant(_family.backend, InvariantScoresKernels(_family))
+    TOP_K.register_invariant(_family.backend, TopKKernels(_family))  # nothing is added up
+    DECODE_ATTENTION.register_invariant(_family.backend, InvariantAttentionKernels(_family))
