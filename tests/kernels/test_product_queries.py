@@ -175,7 +175,7 @@ MANY = [
 
 
 @on_hopper
-@pytest.mark.parametrize("case", [*first_of(FEW, count=4), *first_of(MANY, count=4)], ids=str)
+@pytest.mark.parametrize("case", [*first_of(FEW, count=2), *first_of(MANY, count=2)], ids=str)
 def test_queries_are_those_of_two_launches(case, simulate):
     found = case.run(simulate=simulate)
     case.check(found, case.expected(simulate=simulate))

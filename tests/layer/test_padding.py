@@ -62,6 +62,7 @@ def same(some: Any, everything: Any) -> None:
         np.testing.assert_array_equal(np.asarray(found), np.asarray(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("activations", ["bf16", pytest.param("fp8_all", marks=pytest.mark.sweep)])
 def test_tiles_of_padding_reach_neither_the_output_nor_the_cache(backend, activations, few_rows):

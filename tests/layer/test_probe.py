@@ -17,6 +17,7 @@ from dsv4jax.layer.reference import reference_layer
 from dsv4jax.layer.stages.probe import Probe
 from dsv4jax.layer.stages.weights import attention_weights
 from dsv4jax.rope import rope_frequencies
+from tests.support.cases import first_of
 from tests.support.driver import CFG, F32, LAYERS, THREE_FORMATS, ids, random_params, small_plan
 
 TOLERANCE = 2e-5  # f32 sums in another order
@@ -168,7 +169,7 @@ def test_captures_and_patches_that_change_nothing_give_the_same_bits(layer, form
         jax.tree.map(np.testing.assert_array_equal, found[:3], plain[:3])
 
 
-@pytest.mark.parametrize("formats", THREE_FORMATS)
+@pytest.mark.parametrize("formats", first_of(THREE_FORMATS))
 def test_a_patch_of_entries_is_stored_and_read(formats):
     """The second entry that the call completes becomes another; its neighbours keep their bytes."""
     options = THREE_FORMATS[formats]

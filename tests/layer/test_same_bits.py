@@ -27,6 +27,7 @@ def differing(cfg: d4.DSV4Config, options: dict[str, Any], batches: list[tuple[i
     return compare(run_layers(random_params(cfg), "xla"), plan, inputs, batches, **more)
 
 
+@pytest.mark.slow
 def test_a_request_gets_the_same_bits_in_a_batch():
     assert not differing(CSA, TRAINED, [(5, 8)], drafts=False)
 

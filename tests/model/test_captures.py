@@ -12,6 +12,7 @@ import dsv4jax as d4
 from dsv4jax.layer.reference import reference_layer
 from dsv4jax.model import Choices, forward, forward_sequences, init_caches, stage_forward
 from dsv4jax.model.inside.captures import NAMES
+from tests.support.cases import first_of
 from tests.support.driver import even_split, random_split
 from tests.support.models import FULL, MODEL_A, model_a, recorded, small_model
 
@@ -134,7 +135,7 @@ def test_choices_are_the_experts_and_picks_in_few_bytes():
     np.testing.assert_array_equal(choices.entries, seen["picks"])
 
 
-@pytest.mark.parametrize("size", [WIDTH, 7, pytest.param(0, id="random"), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", first_of([7, pytest.param(0, id="random"), WIDTH, 1]))
 def test_choices_are_the_same_in_chunks_of_any_size(size):
     params, sequence = model_a(), recorded("a")["ids"]
     cache, slots = empty(params)
@@ -192,6 +193,7 @@ def test_either_of_the_choices_may_be_left_to_the_pass_and_an_expert_may_be_none
     assert np.all(np.isfinite(other["streams"]))
 
 
+@pytest.mark.slow
 def test_streams_that_change_places_after_the_last_layer_change_the_logits():
     params, rng = small_model(), np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, params.cfg.vocab_size, (2, 9)), jnp.int32)
@@ -205,7 +207,9 @@ def test_streams_that_change_places_after_the_last_layer_change_the_logits():
     close(seen["streams"][last], other["streams"][last][::-1])
 
 
-@pytest.mark.parametrize("name", ["mixing.experts", "inputs.attention", "outputs", "experts", "head"])
+@pytest.mark.parametrize(
+    "name", first_of(["mixing.experts", "inputs.attention", "outputs", "experts", "head"], count=2)
+)
 def test_a_patch_is_what_the_pass_goes_on_with(name):
     """Twice or three times the value of a layer: what is captured, and what is computed of it."""
     params, rng = small_model(), np.random.default_rng(0)
