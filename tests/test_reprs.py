@@ -101,6 +101,7 @@ def test_small_pytrees_print_on_a_line():
     assert compact("x" * 300) == repr("x" * 300)[:113] + "..."
 
 
+@pytest.mark.slow
 def test_what_exceeds_a_page_is_shortened_from_the_inside():
     leaf = jnp.zeros(1)
     deep: Any = {f"{i}": {f"{j}": jnp.zeros(10 * i + j) for j in range(30)} for i in range(40)}

@@ -216,6 +216,7 @@ def test_an_ordinary_program_holds_no_check():
     assert has_check(jax.jit(with_a_check).trace(x, cache, slots, GRANTED))
 
 
+@pytest.mark.slow
 def test_drafts_are_checked_and_right_ones_pass():
     cache, slots, x = started()
 

@@ -121,6 +121,7 @@ def test_case_1_one_row_flushes_while_its_neighbours_are_in_the_middle_of_a_bloc
     assert flushed == [False, True, False, False]
 
 
+@pytest.mark.slow
 def test_case_2_the_first_entry_comes_with_the_fourth_token_and_prompts_may_be_shorter():
     cache, slots = start()
     cache = play(cache, slots, [[1], [2], [3], [4]])

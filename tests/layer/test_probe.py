@@ -195,6 +195,7 @@ def test_a_patch_of_entries_is_stored_and_read(formats):
     assert np.any(y[:, token:] != plain_y[:, token:])
 
 
+@pytest.mark.slow
 def test_chosen_entries_are_read_in_place_of_those_that_the_indexer_picks():
     """Others than it would pick; some of them twice, not yet complete, or no entries at all."""
     rng = np.random.default_rng(3)
@@ -280,6 +281,7 @@ def test_what_cannot_be_done_is_named():
         attention_weights(random_params()[0], x, cache, 0, slots, ids(1), ids(0)[None], jnp.zeros((1, 1, 1), jnp.int32))
 
 
+@pytest.mark.slow
 def test_captures_of_tiles_are_those_of_all_tokens(monkeypatch):
     capture = Probe(captures=frozenset(SITES))
     _, _, _, whole = run(1, capture)

@@ -152,6 +152,7 @@ def test_a_chunk_in_tiles_of_queries_is_one_chunk(monkeypatch):
     assert_alike(run(*case, mix), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "backend"),
     [

@@ -30,6 +30,7 @@ def test_a_residual_is_added(weights, num_new, backend, monkeypatch):
     check(weights, num_new, backend, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_residual_is_added_in_xla(monkeypatch):
     check("stored", (3, 1, 0), "xla", monkeypatch)
 

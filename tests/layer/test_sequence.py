@@ -39,6 +39,7 @@ def test_it_is_the_reference(layer, length):
     np.testing.assert_allclose(d4.attention(params, x[None], CFG, layer)[0], want, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_it_is_the_cached_layer_for_each_length_of_a_batch():
     """Padding is NaN. A row has no tokens, another fewer than an entry, another ends within a tile."""
     lengths = [LENGTH, 0, 3, 40]

@@ -73,6 +73,7 @@ def logits_of(params: ModelParams) -> np.ndarray:
     return np.asarray(forward_sequences(params, tokens())[0])
 
 
+@pytest.mark.slow
 def test_names_stand_for_the_weights_of_every_layer():
     names = {target.name for target in targets_of(CFG)}
     assert {target.name.split(".")[0] for target in deltas_of(tuned("f32"))} == set(EVERY)
@@ -83,6 +84,7 @@ def test_names_stand_for_the_weights_of_every_layer():
     assert numbers == numbers_of(CFG, EVERY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stored"])
 def test_new_deltas_add_nothing(weights):
     params = with_deltas(model(weights), EVERY, jax.random.key(1), alpha=4.0)

@@ -82,6 +82,7 @@ def keys(cache: d4.KVCache, stage: int) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(rows[0]), np.asarray(at[0])
 
 
+@pytest.mark.slow
 def test_taps_are_means_of_streams_after_layers():
     np.testing.assert_allclose(taps(), recorded("d")["taps"], rtol=0, atol=CLOSE)
     drafts = model_d().drafts

@@ -135,6 +135,7 @@ def test_a_folder_that_holds_something_is_refused_by_name(tmp_path):
     assert_same(load_model(folder), params)
 
 
+@pytest.mark.slow
 def test_weights_that_no_checkpoint_can_hold_are_refused_and_leave_nothing(tmp_path):
     params = random_model(ODD, jax.random.key(0), drafts=0)
     block, *others = params.blocks
@@ -167,6 +168,7 @@ def test_what_is_no_model_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_host_holds_one_tensor_or_one_layers_attention(tmp_path):
     """Measured: 0.57 times a layer's attention, where the file is 18 times as large."""
     attention = d4.DSV4Config.tiny(hidden_size=1024, head_dim=72, compress_ratios=(0, 4))

@@ -84,6 +84,7 @@ def test_requests_are_the_same_on_any_mesh(cache, tmp_path):
         assert one is None or assert_same(one, other) is None
 
 
+@pytest.mark.slow
 def test_the_same_number_of_shards_comes_back_bit_for_bit(cache, tmp_path):
     d4.requests.save(tmp_path / "one", cache)
     two = restored(tmp_path / "one", mesh_of(2), cache)
@@ -110,6 +111,7 @@ def test_what_cannot_be_divided_is_refused(cache, tmp_path):
         d4.requests.restore(tmp_path / "full", mesh=mesh_of(2))
 
 
+@pytest.mark.slow
 def test_caches_with_drafts_fork_and_move_while_a_shard_refuses(tmp_path):
     """The first shard has no blocks left: it refuses, the second goes on, and both caches agree."""
     mesh = mesh_of(2)

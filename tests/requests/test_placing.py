@@ -47,6 +47,7 @@ def test_shards_are_chosen_as_by_a_plain_loop():
     assert 0 < refused < 40 * 7
 
 
+@pytest.mark.slow
 def test_requests_of_one_device_are_admitted_while_there_is_room():
     cache = d4.init_cache(small_plan(max_requests=4, num_blocks=4))
     long = 3 * cache.plan.cfg.block_tokens
