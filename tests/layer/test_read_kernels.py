@@ -269,7 +269,8 @@ def test_a_named_backend_refuses_what_its_kernels_do_not_serve(op, change, optio
             *(x, cache, row),
         )
 
-    for backend in ("pallas_simulated", d4.OpBackends(**{op: "pallas_simulated"})):
+    alone: dict[str, Any] = {op: "pallas_simulated"}
+    for backend in ("pallas_simulated", d4.OpBackends(**alone)):
         with pytest.raises(ValueError, match=f"backend='pallas_simulated' cannot serve {op}: .*{reason}"):
             run(backend)
     for backend in (None, "xla", d4.OpBackends(cache_update="pallas_simulated", top_k="pallas_simulated")):

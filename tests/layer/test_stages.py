@@ -1,6 +1,7 @@
 """Stages that kernels fuse give what the same stages give step by step, and take the launches that they should."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -137,8 +138,9 @@ def test_stages_are_fused_only_where_ops_have_one_backend(kind):
     plan = d4.plan_cache(d4.DSV4Config.flash(), max_requests=1, max_context=256, indexer_format="mxfp4")
 
     def stages(**names: str) -> list[str]:
-        backends = {op: names.get(op, SIMULATED) for op, known in d4.backends().items() if SIMULATED in known}
-        backends = choose_backends(d4.OpBackends(**backends), plan, kind)
+        simulated = (op for op, known in d4.backends().items() if SIMULATED in known)
+        named: dict[str, Any] = {op: names.get(op, SIMULATED) for op in simulated}
+        backends = choose_backends(d4.OpBackends(**named), plan, kind)
         found = Stages.of(backends, plan, kind)
         return [type(stage).__name__ for stage in (found.intake, found.queries, found.output)]
 
