@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -63,27 +64,30 @@ def each[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs) -> Tree:
     return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(count)), turn, out)
 
 
-def map_rows[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs, size: int) -> Tree:
+def map_rows[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs, size: int, axes: int = 1) -> Tree:
     """Apply a function to ``size`` rows of its inputs at a time, of which the last ones may be filled up with zeros.
 
     A row's result does not depend on how many rows there are, as long as the function treats the rows of a tile alike.
 
     Args:
       function: makes an array [size, ...], or a tree of such, of a tree like ``inputs`` with that many rows.
-      inputs: tree of arrays [M, ...].
+      inputs: tree of arrays [*lead, ...].
       size: rows.
+      axes: number of axes of ``lead``, whose elements are the rows.
 
     Returns:
-      The same of all rows, [M, ...].
+      The same of all rows, [*lead, ...].
     """
-    count = jax.tree.leaves(inputs)[0].shape[0]
+    lead = jax.tree.leaves(inputs)[0].shape[:axes]
+    count = math.prod(lead)
 
     def cut(leaf: jax.Array) -> jax.Array:
-        padded = jnp.pad(leaf, ((0, -count % size), *[(0, 0)] * (leaf.ndim - 1)))
-        return padded.reshape(-1, size, *leaf.shape[1:])
+        rows = leaf.reshape(count, *leaf.shape[axes:])
+        padded = jnp.pad(rows, ((0, -count % size), *[(0, 0)] * (rows.ndim - 1)))
+        return padded.reshape(-1, size, *rows.shape[1:])
 
     found = each(function, jax.tree.map(cut, inputs))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], found)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count].reshape(*lead, *leaf.shape[2:]), found)
 
 
 def map_alone[Inputs, Requests](

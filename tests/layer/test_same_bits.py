@@ -83,8 +83,8 @@ def test_also_where_xla_optimizes_all_that_it_can():
 def test_the_check_sees_what_depends_on_the_batch(monkeypatch):
     """With products whose tiles have as many rows as there are: XLA multiplies one row in another way than several."""
 
-    def of_all(function, inputs, size):
-        del size
+    def of_all(function, inputs, size, axes):
+        del size, axes
         return function(inputs)
 
     monkeypatch.setattr(products, "map_rows", of_all)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -33,21 +32,17 @@ class InvariantProjections(XLAProjections):
         needed: jax.Array | None = None,
     ) -> jax.Array:
         assert isinstance(x, jax.Array), "other rows are for kernels"
-        plain, axes = super().linear, 1 if groups == 1 else 2  # of a row
-        lead = x.shape[:-axes]
-        rows = x.reshape(math.prod(lead), *x.shape[-axes:])
-        product = map_rows(lambda tile: plain(tile, weight, dtype, groups), rows, ROWS)
-        return product.reshape(*lead, *product.shape[1:])
+        plain, of_row = super().linear, 1 if groups == 1 else 2  # axes
+        return map_rows(lambda tile: plain(tile, weight, dtype, groups), x, ROWS, axes=x.ndim - of_row)
 
     def swiglu(self, x: jax.Array, gate_up: Weight, down: Weight, limit: float) -> jax.Array:
         plain = XLAProjections()
-        rows = x.reshape(-1, x.shape[-1])
-        return map_rows(lambda tile: plain.swiglu(tile, gate_up, down, limit), rows, ROWS).reshape(*x.shape[:-1], -1)
+        return map_rows(lambda tile: plain.swiglu(tile, gate_up, down, limit), x, ROWS, axes=x.ndim - 1)
 
     def parts(
         self, products: InputProducts, params: AttentionParams, call: LayerCall, dtype: DTypeLike, *, encode: bool
     ) -> TokenParts:
-        plain, (batch, tokens) = super().parts, products.positions.shape
+        plain, tokens = super().parts, products.positions.shape[1]
         of_tokens = InputProducts(
             q_a_kv=products.q_a_kv,
             compress=products.compress,
@@ -63,9 +58,7 @@ class InvariantProjections(XLAProjections):
             rows = dataclasses.replace(parts.rows, entry=_streams(parts.rows.entry), key=_streams(parts.rows.key))
             return jax.tree.map(lambda leaf: leaf[:, 0], dataclasses.replace(parts, rows=rows))
 
-        flat = jax.tree.map(lambda leaf: leaf.reshape(batch * tokens, *leaf.shape[2:]), of_tokens)
-        parts = map_rows(of_tile, flat, ROWS)
-        parts = jax.tree.map(lambda leaf: leaf.reshape(batch, tokens, *leaf.shape[1:]), parts)
+        parts = map_rows(of_tile, of_tokens, ROWS, axes=2)
         rows, of_entry, of_key = parts.rows, params.entry_pool, params.key_pool
         entry = rows.entry and of_entry and (rows.entry[0], of_entry.norm)
         key = rows.key and of_key and (rows.key[0], of_key.norm)

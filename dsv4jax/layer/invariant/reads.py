@@ -118,9 +118,12 @@ def _by_tokens(
     function: Callable[[jax.Array, jax.Array], jax.Array], product: jax.Array, positions: jax.Array
 ) -> jax.Array:
     """Make queries of products [B, T, ...] at positions [B, T] by a function, in tiles of ``ROWS`` tokens."""
-    flat = product.reshape(-1, 1, *product.shape[2:]), positions.reshape(-1, 1)
-    made = map_rows(lambda tile: function(*tile), flat, ROWS)
-    return made.reshape(*positions.shape, *made.shape[2:])
+
+    def of_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Of tokens as if each was the only one of a request."""
+        return function(*(leaf[:, None] for leaf in tile))[:, 0]
+
+    return map_rows(of_tile, (product, positions), ROWS, axes=2)
 
 
 DECODE_ATTENTION.register_invariant(XLA, InvariantDecodeAttention())

@@ -27,7 +27,7 @@ class InvariantCacheUpdate(XLACacheUpdate):
             found = (_in_order(rows, streams, phase, num_new, call.ratio).entry,)
         else:
             found = rows.slots(streams, phase, num_new, call.ratio)
-        batch, blocks = found[0].shape[:2]
+        blocks = found[0].shape[1]
         number = call.first_entry[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None]
 
         def finished(block: tuple[tuple[jax.Array, ...], jax.Array]) -> jax.Array:
@@ -35,8 +35,7 @@ class InvariantCacheUpdate(XLACacheUpdate):
             pooled = found[0] if len(found) == 1 else softmax_pool(*found)
             return finish_entries(pooled[:, None], norm, number, call.kind, call.plan.cfg)[:, 0]
 
-        flat = jax.tree.map(lambda leaf: leaf.reshape(batch * blocks, *leaf.shape[2:]), (found, number))
-        entries = map_rows(finished, flat, 1).reshape(batch, blocks, -1)
+        entries = map_rows(finished, (found, number), 1, axes=2)
         return ExactEntries(rows=entries, first=call.first_entry, count=(phase + num_new) // call.ratio)
 
     def appended(self, tail: Tail, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> Tail:

@@ -6,11 +6,8 @@ experts have tiles of as many tokens that picked the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 
-from dsv4jax.checks import Tree
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.invariant.products import ROWS
 from dsv4jax.layer.tiles import map_rows
@@ -26,13 +23,6 @@ from dsv4jax.weights.stored import Weight
 Ended = tuple[SublayerOutput, jax.Array, Gains]  # a sublayer's output, the streams, and its gains
 
 
-def _by_tokens[Inputs](function: Callable[[Inputs], Tree], given: Inputs, lead: tuple[int, ...]) -> Tree:
-    """Apply a function of a tree [ROWS, ...] to a tree [*lead, ...]."""
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), given)
-    made = map_rows(function, flat, ROWS)
-    return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), made)
-
-
 class InvariantRouter(XLARouter):
     """The router in tiles of tokens."""
 
@@ -43,7 +33,7 @@ class InvariantRouter(XLARouter):
             x, ids, real = tile
             return plain(x, ids, real, router, cfg)
 
-        return _by_tokens(of_tile, (x, ids, real), real.shape)
+        return map_rows(of_tile, (x, ids, real), ROWS, axes=real.ndim)
 
 
 class InvariantExperts(XLAExperts):
@@ -58,7 +48,7 @@ class InvariantHyperConnections(XLAHyperConnections):
 
     def begin(self, streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
         plain = XLAHyperConnections()
-        return _by_tokens(lambda streams: plain.begin(streams, mix, norm, cfg), streams, streams.shape[:-2])
+        return map_rows(lambda streams: plain.begin(streams, mix, norm, cfg), streams, ROWS, axes=streams.ndim - 2)
 
     def between(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
@@ -67,7 +57,7 @@ class InvariantHyperConnections(XLAHyperConnections):
             y, streams, gains = tile
             return XLAHyperConnections().between(y, streams, gains, mix, norm, cfg)
 
-        return _by_tokens(of_tile, (y, streams, gains), streams.shape[:-2])
+        return map_rows(of_tile, (y, streams, gains), ROWS, axes=streams.ndim - 2)
 
     def end(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
@@ -76,7 +66,7 @@ class InvariantHyperConnections(XLAHyperConnections):
             y, streams, gains = tile
             return XLAHyperConnections().end(y, streams, gains, mix, norm, cfg)
 
-        return _by_tokens(of_tile, (y, streams, gains), streams.shape[:-2])
+        return map_rows(of_tile, (y, streams, gains), ROWS, axes=streams.ndim - 2)
 
 
 class InvariantHead(XLAHead):
@@ -84,7 +74,7 @@ class InvariantHead(XLAHead):
 
     def logits(self, x: jax.Array, head: Weight) -> jax.Array:
         plain = super().logits
-        return _by_tokens(lambda tile: plain(tile, head), x, x.shape[:-1])
+        return map_rows(lambda tile: plain(tile, head), x, ROWS, axes=x.ndim - 1)
 
 
 ROUTER.register_invariant(XLA, InvariantRouter())
