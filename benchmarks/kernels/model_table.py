@@ -25,6 +25,8 @@ PARTS = (
     Part(words="between attention and experts", case="pallas after attention {} tokens", tokens=(1, 8, 64, 256, 4096)),
     Part(words="between experts and attention", case="pallas after experts {} tokens", tokens=(1, 8, 64)),
     Part(words="head", case="head {} tokens", tokens=(1, 8, 64)),
+    Part(words="a CSA layer in a step, 4K tokens each", case="layer csa B{} 4096", tokens=(1, 64)),
+    Part(words="an HCA layer in a step, 4K tokens each", case="layer hca B{} 4096", tokens=(1, 64)),
 )
 
 
@@ -42,5 +44,7 @@ def model_parts(results: Results) -> str:
 
 
 def _microseconds(line: Line) -> float:
-    """The median of one launch, or the sum of those of several."""
+    """The median of one launch, or of what a layer adds, or the sum of the medians of several launches."""
+    if "us" in line:
+        return line["us"]["median"]
     return line["median"] if "median" in line else line["microseconds"]
