@@ -45,16 +45,19 @@ class OutputKernels:
         weights, positions, real = (params.o_b,), ending.positions, ending.positions >= 0
         if isinstance(rows, jax.Array):
             rows = rows.astype(ending.dtype)
-        residual = ending.residual if ending.is_whole else None
-        made = (
-            pk.AddTo() if residual is not None else pk.Store(dtype=jnp.bfloat16 if ending.axis is None else jnp.float32)
-        )
+        stored = pk.Store(dtype=jnp.bfloat16 if ending.axis is None else jnp.float32)
+        made = pk.AddTo() if ending.is_whole else stored
         plan = self.products.plan(rows, weights, (made,), needed=real)
         if isinstance(plan, pk.Unsupported):
             return self.steps.finish(params, rows, ending)
-        extras = ()
-        if residual is not None:
-            extras = flat(self.products.without_derivative(PROJECTIONS, residual)), positions.reshape(-1)
+        if not ending.is_whole:
+            (y,) = self.products.run(plan, rows, weights, needed=real)
+            return ending.end(y.reshape(*positions.shape, -1))
+        # The kernel leaves padding as it is. Without a residual it therefore adds to zeros, which all layers of a
+        # program share, where a mask would be one more launch in each.
+        onto = ending.residual
+        if onto is None:
+            onto = jnp.zeros((*positions.shape, params.o_b.shape[0]), jnp.bfloat16)
+        extras = flat(self.products.without_derivative(PROJECTIONS, onto)), positions.reshape(-1)
         (y,) = self.products.run(plan, rows, weights, *extras, needed=real)
-        y = y.reshape(*positions.shape, -1)
-        return ending.end(y) if residual is None else y
+        return y.reshape(*positions.shape, -1)
