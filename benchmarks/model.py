@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import time
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU; of the whole model alone")
     options = parser.parse_args()
+    if options.mesh is None and not options.tiny:
+        # Layers share weights, which XLA counts once for each. It would try to save the memory that they do not take.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=rematerialization"
     if options.mesh is None and set(options.part or ()) & set(MESH):
         parser.error(f"{', '.join(MESH)} are with --mesh")
     parts = options.part or every

@@ -115,6 +115,7 @@ def time_steps(bench: Bench, params: ModelParams) -> None:
             jax.block_until_ready((ids, cache))
             samples.append((time.perf_counter() - began) / IN_A_ROW * 1e3)
             assert np.all(jax.device_get(ok)), "a request was refused"
+            assert np.any(jax.device_get(ids)), "logits of tokens that were not taken are 0"
         times = Times.of(samples[1:])
         text = f"{times.median:9.3f} ms [{times.low:.3f}, {times.high:.3f}], the first in {compiled:.0f} s"
         bench.note(f"step B{requests} {bench.context}", text, ms=dataclasses.asdict(times))

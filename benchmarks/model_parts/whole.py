@@ -168,6 +168,7 @@ def time_steps(bench: Bench, params: ModelParams) -> dict[int, float]:
             jax.block_until_ready((ids, cache))
             samples.append((time.perf_counter() - began) / IN_A_ROW * 1e3)
             assert all(map(bool, oks)), "a request was refused"
+            assert np.any(ids), "logits of tokens that were not taken are 0"
         times = Times.of(samples[1:])  # the first includes what is done once
         found[requests] = times.median
         text = f"{times.median:9.3f} ms of wall [{times.low:.3f}, {times.high:.3f}]"

@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.checked import check_layer
@@ -101,7 +102,9 @@ def granted_batch(
     """
     if num_tokens is not None:
         cache = without_grants(cache, slots, num_new > num_tokens)
-    start, count = granted_tokens(cache.tables, slots, num_new)
+    # Where memory is short, XLA computes small things again instead of keeping them. By then it has decided what is
+    # updated in place, and would read lengths that ``advance`` has overwritten. It does not go behind a barrier.
+    start, count = lax.optimization_barrier(granted_tokens(cache.tables, slots, num_new))
     return cache, Batch(slots=jnp.where(count > 0, slots, -1), start=start, num_new=count)
 
 

@@ -16,7 +16,11 @@ import subprocess
 import sys
 from typing import Any
 
-TARGETS = {"h200": ("NVIDIA H200", 9, 132), "b200": ("NVIDIA B200", 10, 148)}
+TARGETS = {
+    "h200": ("NVIDIA H200", 9, 132, 150_000_000_000),
+    "b200": ("NVIDIA B200", 10, 148, 150_000_000_000),
+    "full": ("NVIDIA H200", 9, 132, 1_000_000_000),  # has room for a GB beside what others keep there
+}
 
 DEVICE = """
 gpu_device_info {{
@@ -27,7 +31,7 @@ gpu_device_info {{
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 device_memory_size: 150000000000
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 device_memory_size: {memory}
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
 }}
 platform_name: "CUDA" device_description_str: "{name}" dnn_version_info {{ major: 9 minor: 10 }}
@@ -51,8 +55,8 @@ def meshes(target: str, sizes: tuple[int, ...] = (1,), names: tuple[str, ...] = 
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh
 
-    name, major, cores = TARGETS[target]
-    device = DEVICE.format(name=name, major=major, cores=cores)
+    name, major, cores, memory = TARGETS[target]
+    device = DEVICE.format(name=name, major=major, cores=cores, memory=memory)
     topology = topologies.get_topology_desc(platform="cuda", target_config=device, topology=f"1x1x{math.prod(sizes)}")
     mesh = topologies.make_mesh(topology, sizes, names)
     # The compute capability of the abstract device decides which backend is chosen and what kernels are compiled for.

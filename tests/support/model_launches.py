@@ -17,16 +17,19 @@ _BETWEEN = "mix_streams"  # the kernel between two sublayers
 RATIOS = {"csa": 4, "hca": 128}
 
 
-def launches_of(kinds: tuple[str, ...], target: str, requests: int) -> Counter[str]:
-    """The launches of a step of a model whose layers are of these kinds, by what they do."""
+def step_of(ratios: tuple[int, ...], requests: int, drafts: int = 0):
+    """A decode step of a model whose layers have these ratios, or one with so many drafts, and its arguments.
+
+    The third of them, the cache, is donated.
+    """
     import jax
     import jax.numpy as jnp
 
     import dsv4jax as d4
-    from dsv4jax.model import ModelConfig, forward, init_caches, random_model
+    from dsv4jax.model import ModelConfig, forward, init_caches, random_model, stage_forward
 
     flash = ModelConfig.flash()
-    attention = dataclasses.replace(flash.attention, compress_ratios=tuple(RATIOS[kind] for kind in kinds))
+    attention = dataclasses.replace(flash.attention, compress_ratios=ratios)
     cfg = dataclasses.replace(flash, attention=attention, num_hash_layers=0)
     params = jax.eval_shape(lambda: random_model(cfg, jax.random.key(0), drafts=0))
     caches = jax.eval_shape(lambda: init_caches(cfg, requests, 4352))
@@ -37,9 +40,21 @@ def launches_of(kinds: tuple[str, ...], target: str, requests: int) -> Counter[s
         logits, _, cache = forward(params, ids, cache, slots, one)
         return logits, d4.advance(cache, slots, one)
 
+    def draft(params, ids, cache, slots):
+        count = jnp.full_like(slots, 1 + drafts)
+        cache, _ = d4.prepare_forward(cache, slots, count)
+        logits, _, cache, staged = stage_forward(params, ids, cache, slots, count)
+        accepted = 1 + jnp.argmax(logits[:, :, 0], axis=1).astype(jnp.int32)
+        return logits, d4.commit(cache, staged, accepted)
+
     row = jax.ShapeDtypeStruct((requests,), jnp.int32)
-    ids = jax.ShapeDtypeStruct((requests, 1), jnp.int32)
-    args = params, ids, caches.model, row
+    ids = jax.ShapeDtypeStruct((requests, 1 + drafts), jnp.int32)
+    return draft if drafts else step, (params, ids, caches.model, row)
+
+
+def launches_of(kinds: tuple[str, ...], target: str, requests: int) -> Counter[str]:
+    """The launches of a step of a model whose layers are of these kinds, by what they do."""
+    step, args = step_of(tuple(RATIOS[kind] for kind in kinds), requests)
     return Counter(one.what for one in launches(compile_for(target, step, *args, donate_argnums=2).as_text() or ""))
 
 

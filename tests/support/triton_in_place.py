@@ -12,7 +12,7 @@ from tests.support import compile_for_gpu
 
 def main() -> None:
     compile_for_gpu.prepare_environment()
-    compile_for_gpu.TARGETS["a100"] = ("NVIDIA A100-SXM4-80GB", 8, 108)
+    compile_for_gpu.TARGETS["a100"] = ("NVIDIA A100-SXM4-80GB", 8, 108, 80_000_000_000)
     compile_for_gpu.DEVICE = compile_for_gpu.DEVICE.replace("feature_extension: ACCELERATED_FEATURES", "")
     from tests.support import in_place
 
