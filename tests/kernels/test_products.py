@@ -19,7 +19,7 @@ from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows, R
 from pallas_kernels.language.target import BLACKWELL, HOPPER
 from pallas_kernels.products.few.launch import Pair, fastest_layout, pair_of
 from tests.support.cases import first_of
-from tests.support.machines import HOPPER_MACHINES, MACHINES, no_gpu, requires_gpu
+from tests.support.machines import HOPPER_MACHINES, MACHINES, no_gpu
 from tests.support.product_cases import Many, Product, any_plan
 
 machines = pytest.mark.parametrize("simulate", MACHINES)
@@ -113,8 +113,7 @@ def test_products_of_the_blackwell_kernel(case):
     case.check(case.run(simulate=True, gpu=BLACKWELL), simulate=True)
 
 
-# The simulator's sums are NumPy's, whose order depends on the number of rows.
-@requires_gpu
+@machines
 @pytest.mark.parametrize(
     "case",
     [
@@ -125,14 +124,15 @@ def test_products_of_the_blackwell_kernel(case):
     ],
     ids=str,
 )
-def test_a_row_has_the_same_sums_alone_and_in_a_batch(case):
+def test_a_row_has_the_same_sums_alone_and_in_a_batch(case, simulate):
     """Bit for bit, whatever the split that its number of rows gets, and whether x is copied chunk by chunk."""
-    all_rows = case.run(simulate=False, gpu=here())
+    gpu = HOPPER if simulate else here()
+    all_rows = case.run(simulate=simulate, gpu=gpu)
     for first, count in ((0, 1), (5, 8), (40, 17)):
         few = dataclasses.replace(case, rows=count, parts=None)
         if case.parts is not None:  # the same parts, in one block
             few = dataclasses.replace(few, parts=case.parts[::-1], streams=False)
-        found = few.run(case.x[first : first + count], simulate=False, gpu=here())
+        found = few.run(case.x[first : first + count], simulate=simulate, gpu=gpu)
         np.testing.assert_array_equal(found, all_rows[first : first + count])
 
 
@@ -149,16 +149,15 @@ def test_other_rows_do_not_matter(size, activations, simulate):
     assert np.isnan(found[1:]).all()
 
 
-# The simulator's sums are NumPy's.
-@pytest.mark.gpu(major=9)
+@on_hopper
 @pytest.mark.parametrize("form", [dict(), dict(activations="fp8"), dict(block=None)], ids=str)
-def test_a_row_has_the_same_sums_among_any_many_rows(form):
+def test_a_row_has_the_same_sums_among_any_many_rows(form, simulate):
     """Bit for bit, unless blocks share its inputs."""
     case = Product(rows=300, outputs=256, inputs=2048, many=Many(parts=1), **form)
-    all_rows = case.run(simulate=False)
+    all_rows = case.run(simulate=simulate)
     for first, count in ((0, 65), (7, 100), (200, 96)):
         few = dataclasses.replace(case, rows=count)
-        found = few.run(case.x[first : first + count], simulate=False)
+        found = few.run(case.x[first : first + count], simulate=simulate)
         np.testing.assert_array_equal(found, all_rows[first : first + count])
 
 
