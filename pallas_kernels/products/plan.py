@@ -2,7 +2,8 @@
 
 Up to 64 rows the sums of a row do not depend on how many there are. With more, there is another kernel on Hopper, which
 adds in another order. Its order depends on the number of rows only where blocks share the inputs of a tile
-(``many.tiling``), as they do for a few hundred rows.
+(``many.tiling``), as they do for a few hundred rows. A plan that is ``invariant`` has the kernel of few rows for any
+number of them, in blocks of up to 64 each; and what it makes of sums is decided by the weights alone.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from pallas_kernels.products.few.launch import (
 from pallas_kernels.products.many.launch import Many
 from pallas_kernels.products.many.tiling import OUTPUTS, fastest_tiling, tiling_of_heads
 from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
-from pallas_kernels.products.weights import CHUNK_BYTES, SCALE_INPUTS, SCALE_ROWS, TILE
+from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, SCALE_INPUTS, SCALE_ROWS, TILE
 from pallas_kernels.tuned.h200 import THRESHOLDS, Thresholds
 
 ACTIVATIONS = ("bf16", "fp8")
 _HEADS = AttentionQueries, IndexerQueries
 _WIDE_QUERIES = Unsupported(kind="no kernel", reason="queries are made in products with FP8 weights")
 _BOTH_DIM = 128  # outputs of the indexer's heads that have tiles beside those of attention
+_ANY = 1 << 62  # rows, or numbers of a weight
+_INVARIANT = Thresholds(few_rows=_ANY, some_rows=_ANY, many_rows=_ANY, small_weight=_ANY, medium_weight=_ANY)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +55,37 @@ class Plan:
     rounds: bool = False  # whether the result, in bf16, is rounded by a launch of its own
 
 
-def plan(problem: Problem, gpu: GPU | None = None) -> Plan | Unsupported:
-    """Return how a problem is solved on a GPU, None for the one that is compiled for, or why it is not."""
-    return _plan(problem, target.gpu_or_first() if gpu is None else gpu, THRESHOLDS)
+def plan(problem: Problem, gpu: GPU | None = None, *, invariant: bool = False) -> Plan | Unsupported:
+    """Return how a problem is solved, or why it is not.
+
+    Args:
+      problem: to be solved.
+      gpu: that solves it; None for the one that is compiled for.
+      invariant: whether a row's results must be the same bit for bit whatever the number of rows. Then that number does
+        not matter for whether there is a plan, either.
+    """
+    limits = _INVARIANT if invariant else THRESHOLDS
+    return _plan(problem, target.gpu_or_first() if gpu is None else gpu, limits)
 
 
-def rows_taken(problem: Problem, gpu: GPU | None = None) -> RowsSpec:
-    """Return the rows that a product takes best: the problem's own, in the class that its kernel reads fastest."""
+def rows_taken(problem: Problem, gpu: GPU | None = None, *, invariant: bool = False) -> RowsSpec:
+    """Return the rows that a product takes best: the problem's own, in the class that its kernel reads fastest.
+
+    ``gpu`` and ``invariant`` are as for ``plan``.
+    """
     if isinstance(epilogue := problem.epilogues[0], ExpertEpilogue):
         return dataclasses.replace(problem.rows, kind=kind_of(epilogue))
     classes = (dataclasses.replace(problem.rows, kind=kind) for kind in (OperandRows, RoundedRows))
-    served = (rows for rows in classes if isinstance(plan(dataclasses.replace(problem, rows=rows), gpu), Plan))
-    return next(served, problem.rows)
+
+    def is_served(rows: RowsSpec) -> bool:
+        return isinstance(plan(dataclasses.replace(problem, rows=rows), gpu, invariant=invariant), Plan)
+
+    return next(filter(is_served, classes), problem.rows)
+
+
+def _together(rows: RowsSpec, limits: Thresholds) -> int:
+    """Return how many rows an epilogue sees at once: those of a block where the kernel of few rows has many."""
+    return rows.count if rows.count > limits.few_rows else min(rows.count, ROWS)
 
 
 @functools.cache
@@ -136,7 +158,7 @@ def _not_of_many(weight: WeightSpec, gpu: GPU) -> str | None:
 
 def _single(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupported:
     (weight,), (epilogue,), rows = problem.weights, problem.epilogues, problem.rows.count
-    if (reason := epilogue.unsupported(rows, weight)) is not None:
+    if (reason := epilogue.unsupported(_together(problem.rows, limits), weight)) is not None:
         return reason
     if isinstance(epilogue, _HEADS):
         return _queries(problem, epilogue, gpu, limits)
@@ -202,7 +224,7 @@ def _two(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupported:
         reason = f"two products are one launch for at most {limits.few_rows} rows, got {rows.count}"
         return Unsupported(kind="slower", reason=reason)
     for weight, epilogue in zip(problem.weights, problem.epilogues, strict=True):
-        if (reason := epilogue.unsupported(rows.count, weight)) is not None:
+        if (reason := epilogue.unsupported(_together(rows, limits), weight)) is not None:
             return reason
     if isinstance(one, AttentionQueries) and isinstance(other, IndexerQueries):
         return _both(problem, BothQueries(attention=one, indexer=other), gpu)

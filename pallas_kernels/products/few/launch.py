@@ -54,7 +54,7 @@ def fastest_layout(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: 
 
 
 def layout_of_heads(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: target.GPU) -> Layout | Unsupported:
-    """Return the layout for at most 64 rows of x and outputs that are heads, of which a block has whole tiles.
+    """Return the layout for rows of x and outputs that are heads, of which a block has whole tiles.
 
     Sums have the same parts as those that are stored, as its blocks of a cluster. So the result, and whether there is
     one, depend on the number of rows no more than they do there.

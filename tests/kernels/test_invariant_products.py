@@ -1,0 +1,154 @@
+"""Plans that are invariant: what is made of a row is the same bit for bit whatever the number of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from dsv4jax.formats import INDEXER_FORMATS
+from pallas_kernels.activations import OperandRows
+from pallas_kernels.language import target
+from pallas_kernels.language.target import BLACKWELL, HOPPER
+from tests.support.cases import first_of
+from tests.support.machines import HOPPER_MACHINES
+from tests.support.product_cases import Product, random_angles
+
+ROWS = 140
+# Rows of the call, and the first of them among ROWS: alone, in blocks that they do not fill and in several blocks.
+CALLS = [(1, 0), (1, 139), (9, 60), (64, 7), (65, 70), (130, 10)]
+# Cards so small that products of a few heads have whole heads in a block.
+FOR_ATTENTION = dataclasses.replace(HOPPER, multiprocessors=3, clusters={2: 1})
+FOR_INDEXER = dataclasses.replace(HOPPER, multiprocessors=1)
+
+ATTENTION = pk.AttentionQueries(eps=1e-6, rope_dim=64)
+INDEXER = pk.IndexerQueries(key_format="mxfp4", key_row=INDEXER_FORMATS["mxfp4"].row(128), rope_dim=64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is made of the products with one weight or two."""
+
+    products: tuple[Product, ...]
+    made: tuple[pk.Epilogue, ...]
+    takes_operand: bool = False
+    gpu: target.GPU = HOPPER
+
+    def __str__(self) -> str:
+        made = ", ".join(type(one).__name__ for one in self.made)
+        return f"{made}{' of operand rows' if self.takes_operand else ''}: {self.products[0]}"
+
+    def plan(self, rows: int, *, invariant: bool = True) -> Any:
+        width = self.products[0].groups * self.products[0].inputs
+        kind = {"kind": OperandRows} if self.takes_operand else {}
+        given = pk.RowsSpec(count=rows, width=width, **kind)
+        weights = tuple(product.spec for product in self.products)
+        problem = pk.Problem(rows=given, weights=weights, epilogues=self.made)
+        found = pk.plan(problem, self.gpu, invariant=invariant)
+        return found.plan if isinstance(found, pk.Unsupported) and found.plan else found
+
+    @property
+    def run(self) -> Callable[..., list[np.ndarray]]:
+        """Make what is made of rows [n, width], with their numbers; beside no others, or with others of NaN."""
+        arrays = [product.arrays for product in self.products]
+
+        def run(x: np.ndarray, of: slice, *, simulate: bool, invariant: bool = True) -> list[np.ndarray]:
+            plan, rows = self.plan(len(x), invariant=invariant), jnp.asarray(x)
+            if self.takes_operand:
+                rows = OperandRows.of(rows)
+            named = dict(
+                angles=jnp.asarray(random_angles(ROWS, 64))[of],
+                onto=jnp.asarray(random_rows(7, self.products[0].spec.shape[0]))[of],
+                positions=jnp.arange(ROWS, dtype=jnp.int32)[of] % 11 - 1,
+            )
+            extras = [named[name] for name in plan.problem.extras]
+            made = jax.jit(lambda x, arrays, *extras: pk.run(plan, x, arrays, *extras, simulate=simulate))
+            return [np.asarray(leaf) for leaf in jax.tree.leaves(made(rows, arrays, *extras))]
+
+        return run
+
+
+def random_rows(seed: int, width: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((ROWS, width)) * 2.0 ** rng.integers(-8, 8, (ROWS, 1))
+    return np.asarray(jnp.asarray(x, jnp.bfloat16))
+
+
+def one(made: pk.Epilogue, *, takes_operand: bool = False, gpu: target.GPU = HOPPER, **sizes: Any) -> Case:
+    return Case(products=(Product(rows=1, **sizes),), made=(made,), takes_operand=takes_operand, gpu=gpu)
+
+
+CASES = [
+    one(pk.Store(), outputs=128, inputs=2048),  # whose inputs several blocks share
+    one(pk.Store(dtype=jnp.bfloat16), outputs=192, inputs=640, groups=2),
+    one(pk.Store(), outputs=128, inputs=2048, activations="fp8"),
+    one(pk.Store(), outputs=192, inputs=1024, block=None),
+    one(pk.Store(kind=OperandRows), outputs=128, inputs=512),
+    one(pk.Store(), outputs=128, inputs=2048, takes_operand=True),
+    one(pk.AddTo(), outputs=128, inputs=1024),
+    one(pk.AddTo(), outputs=128, inputs=1024, activations="fp8"),
+    one(pk.SwiGLU(limit=2.0), outputs=256, inputs=1024),
+    one(pk.SwiGLU(kind=OperandRows), outputs=128, inputs=512),
+    one(ATTENTION, outputs=1024, inputs=256, gpu=FOR_ATTENTION),
+    one(INDEXER, outputs=256, inputs=1024, gpu=FOR_INDEXER),
+    Case(
+        products=(Product(rows=1, outputs=1024, inputs=256), Product(rows=1, outputs=256, inputs=256)),
+        made=(ATTENTION, INDEXER),
+        gpu=FOR_ATTENTION,
+    ),
+]
+
+
+def differing(case: Case, *, simulate: bool, invariant: bool = True) -> list[tuple[int, int]]:
+    """Return for which calls some bit differs from those of all rows at once, of which every fifth is NaN there."""
+    x = random_rows(3, case.products[0].groups * case.products[0].inputs)
+    spoilt = x.copy()
+    spoilt[2::5] = np.nan
+    whole, found = case.run(spoilt, slice(ROWS), simulate=simulate, invariant=invariant), []
+    for count, first in CALLS:
+        of = slice(first, first + count)
+        kept = (np.arange(ROWS)[of] - 2) % 5 != 0
+        made = case.run(x[of], of, simulate=simulate, invariant=invariant)
+        if any(ours[kept].tobytes() != theirs[of][kept].tobytes() for ours, theirs in zip(made, whole, strict=True)):
+            found.append((count, first))
+    return found
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+@pytest.mark.parametrize("case", first_of(CASES, count=4), ids=str)
+def test_a_row_has_the_same_bits_in_any_call(case, simulate):
+    assert not differing(case, simulate=simulate)
+
+
+@pytest.mark.simulated
+def test_the_comparison_sees_sums_in_another_order():
+    """Without ``invariant``, more than 64 rows have another kernel, whose blocks do not share these inputs alike."""
+    assert differing(CASES[0], simulate=True, invariant=False)
+
+
+@pytest.mark.parametrize("outputs", [1024, 2624])  # of V4-Flash's compressors
+def test_a_pair_divides_its_products_as_two_launches_do(outputs):
+    """So that more rows, which are two launches, have the same sums."""
+    wide, stored = Product(rows=1, outputs=outputs, inputs=4096, block=None), Product(rows=1, outputs=1536, inputs=4096)
+    pair = Case(products=(wide, stored), made=(pk.Store(), pk.Store()))
+    for rows in (1, 17, 64):
+        for layout, product in zip(pair.plan(rows).kernel.layouts, (wide, stored), strict=True):
+            for count in (1, 64, 65, 4096):
+                alone = Case(products=(product,), made=(pk.Store(),)).plan(count).kernel.layout
+                assert layout.split.all_parts == alone.split.all_parts
+    assert isinstance(pair.plan(65), pk.Unsupported)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+def test_whether_there_is_a_plan_does_not_depend_on_the_rows(case, gpu):
+    found = [dataclasses.replace(case, gpu=gpu).plan(rows) for rows in (1, 8, 64, 65, 129, 4096)]
+    assert len({type(plan) for plan in found}) == 1
+    if isinstance(found[0], pk.Plan):
+        assert len({(plan.kernel.layout.split.all_parts, type(plan.kernel)) for plan in found}) == 1
