@@ -36,7 +36,7 @@ import pallas_kernels as pk
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import FLUSH_NAME, Times, flush_buffer, kernel_events, read_all, record
 from benchmarks.speculate import compile_all, decode, forward, speculate, us_per_step
-from dsv4jax.layer.kernels.products import row_form
+from dsv4jax.layer.kernels.products import ProjectionsKernels
 from dsv4jax.layer.ops import PROJECTIONS
 from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 from pallas_kernels.language.launch import launch
@@ -169,7 +169,8 @@ def product_program(weights: list[Any], x: jax.Array, groups: int, dtype: Any, *
     """
     projections = PROJECTIONS.of(None, None, d4.AttentionType.SWA)
     rows = x.size // (groups * x.shape[-1])
-    is_ordered = not of_layer and row_form(weights[0], rows, groups) == "operand"
+    takes = projections.row_form(weights[0], rows, groups) if isinstance(projections, ProjectionsKernels) else "plain"
+    is_ordered = not of_layer and takes == "operand"
 
     def multiply(x: jax.Array, weight: Any) -> jax.Array:
         given = pk.OperandRows(values=x.reshape(rows, -1)) if is_ordered else x

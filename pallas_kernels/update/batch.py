@@ -182,6 +182,8 @@ class NewTokens[Array: Shaped]:
     entry: Streams[Array] | None  # from the compressor; None for SWA
     key: Streams[Array] | None  # from the indexer's compressor; CSA only
     rope: Array | None  # f32 [B, N, rope_dim] cosines, then sines, for entry start // ratio + n; None for SWA
+    # Whether an entry's tokens are added in an order in which neither calls nor other requests change anything.
+    in_order: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of_window(cls, layer: Array, kv: Array, slots: Array, start: Array, num_new: Array) -> NewTokens[Array]:
@@ -253,6 +255,7 @@ class Call:
     key_format: KeyFormat
     eps: float  # of the norms
     keep_tails: bool  # write entries, but do not change the tails
+    in_order: bool = False  # as in ``NewTokens``
 
     @property
     def max_entries(self) -> int:

@@ -102,6 +102,7 @@ def append_chunk[Layers: Stack[jax.Array]](
         key_format=KEY_FORMATS[key_format],
         eps=eps,
         keep_tails=keep_tails,
+        in_order=tokens.in_order,
     )
     check_tokens(stack, tokens, call)
     update = None

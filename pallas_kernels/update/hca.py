@@ -81,6 +81,22 @@ class Softmax:
         ]
         return Softmax(*([[channel[i] for channel in step] for step in results] for i in range(3)))
 
+    def add_one_by_one(self, row: Row, rows: list[Pair]) -> Softmax:
+        """Return what ``add`` gives, with one row after the other. One that is none changes no bit."""
+        found = self
+        for k, z in rows:
+            added, before = found.add(row, [(k, z)]), found
+
+            def chosen(gate: Value, new: Value, old: Value) -> Value:
+                return select(gate <= EMPTY_GATE / 2, old, new)
+
+            found = Softmax(
+                row.map(chosen, z, added.peak, before.peak),
+                row.map(chosen, z, added.total, before.total),
+                row.map(chosen, z, added.weighted, before.weighted),
+            )
+        return found
+
     def merge(self, row: Row, other: Softmax) -> Softmax:
         """Return the running softmax of the rows of both."""
         peak = row.map(maximum, self.peak, other.peak)
@@ -126,6 +142,9 @@ class HCAUpdate[Tail](TailUpdate[Tail]):
     empty: ClassVar[dict[str, float]]
     """The value that fills each leaf of an empty tail."""
 
+    IN_ORDER: ClassVar[tuple[int, int]]
+    """CTAs of a unit, and warpgroups of each, where the order of sums must not depend on the call."""
+
     @classmethod
     @abc.abstractmethod
     def _pooled_rows(cls, call: Call) -> int:
@@ -136,6 +155,8 @@ class HCAUpdate[Tail](TailUpdate[Tail]):
         """Return the CTAs of a unit. Each warpgroup gets at least two batches of rows."""
         of_step = h200.HCA_STEP if call.requests <= h200.HCA_MANY_REQUESTS else h200.HCA_STEP_OF_MANY
         cluster, warpgroups = h200.HCA_CHUNK if call.num_tokens > 1 else of_step
+        if call.in_order:
+            cluster, warpgroups = cls.IN_ORDER
         parts = max(1, min(cluster * warpgroups, cls._pooled_rows(call) // (2 * BATCH)))
         parts = 1 << (parts.bit_length() - 1)
         warpgroups = min(warpgroups, parts)
@@ -189,10 +210,13 @@ class HCAUpdate[Tail](TailUpdate[Tail]):
             """Add the rows that have been loaded, while the next ones are being loaded."""
             later = fetch(i + 1)
             softmax, rows = self.machine.hold(carry)
-            return softmax.add(row, rows), later
+            return self._add(softmax, rows), later
 
         softmax, rows = self.machine.loop(-(-share // batch) - 1, add_and_fetch, (start, fetch(0)))
-        return self._merged(softmax.add(row, rows))
+        return self._merged(self._add(softmax, rows))
+
+    def _add(self, softmax: Softmax, rows: list[Pair]) -> Softmax:
+        return softmax.add(self.row, rows)
 
     def _merged(self, softmax: Softmax) -> Softmax:
         """Merge the warpgroups' running softmaxes, in the first warpgroup."""
@@ -222,6 +246,7 @@ class HCARingUpdate(HCAUpdate[RingTail[Buffer]]):
     empty: ClassVar[dict[str, float]] = {"ka": 0.0, "za": EMPTY_GATE}
     leaves = tuple(empty)
     is_one_warpgroup = False
+    IN_ORDER = h200.HCA_STEP  # all rows of a group are there, whatever call completes it
 
     @classmethod
     def num_units(cls, call: Call) -> int:
@@ -305,6 +330,7 @@ class HCAOnlineUpdate(HCAUpdate[OnlineTail[Buffer]]):
     __slots__ = ()
     empty: ClassVar[dict[str, float]] = {"peak": EMPTY_GATE, "total": 0.0, "weighted": 0.0}
     leaves = tuple(empty)
+    IN_ORDER = 1, 1  # a call may end after any row
 
     @classmethod
     def tail_shape(cls, ratio: int, dim: int) -> tuple[int, ...]:
@@ -318,6 +344,9 @@ class HCAOnlineUpdate(HCAUpdate[OnlineTail[Buffer]]):
     @classmethod
     def _pooled_rows(cls, call: Call) -> int:
         return min(call.num_tokens, call.ratio)
+
+    def _add(self, softmax: Softmax, rows: list[Pair]) -> Softmax:
+        return softmax.add_one_by_one(self.row, rows) if self.call.in_order else softmax.add(self.row, rows)
 
     def run(self, unit: Value) -> None:
         """Do the groups of a unit."""

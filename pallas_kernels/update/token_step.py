@@ -104,6 +104,7 @@ def token_step[Layers: Stack[jax.Array]](
         key_format=KEY_FORMATS[key_format],
         eps=rounding.eps,
         keep_tails=False,
+        in_order=tokens.in_order,
     )
     check_tokens(stack, tokens, call)
     if update is not None:

@@ -1,5 +1,6 @@
 """What a layer gives a request and stores of it is the same bit for bit in any batch, if the cache asks for that."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,12 @@ import dsv4jax as d4
 from dsv4jax.layer import tiles
 from dsv4jax.layer.backend import backends
 from dsv4jax.layer.invariant import products
+from dsv4jax.layer.kernels.cache import InvariantCacheUpdateKernels
 from dsv4jax.layer.ops import choose_backends
+from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
+from pallas_kernels.language import target
+from pallas_kernels.update.batch import Call
+from pallas_kernels.update.hca import HCAOnlineUpdate, HCARingUpdate
 from tests.support.cases import first_of
 from tests.support.driver import BF16_TAILS, CFG, CONTEXT, F32, TRAINED, ids, random_params, sequence
 from tests.support.same_bits import Pass, alone, compare, different_bits, feed, run_layers
@@ -73,6 +79,122 @@ def test_kernels_that_have_an_invariant_form(chosen):
     assert not different_bits(feed(run, plan, inputs, together, 1)[0], single[0])
 
 
+# As products and updates have kernels for. Attention is in plain JAX, which takes fewer heads.
+SERVED = d4.DSV4Config.tiny(
+    hidden_size=256,
+    q_lora_rank=128,
+    num_heads=2,
+    head_dim=128,
+    rope_dim=64,
+    o_groups=2,
+    o_lora_rank=128,
+    indexer_heads=64,
+    indexer_head_dim=64,
+    compress_ratios=(0, 4, 16),
+    hca_compression_ratio=16,
+)
+
+
+def bf16(seed: int, length: int, width: int) -> np.ndarray:
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jnp.asarray(sequence(seed, length, width), jnp.bfloat16))
+
+
+def stored(cfg: d4.DSV4Config) -> list[Any]:
+    """Random weights of all layers, in FP8 and bf16."""
+    make = functools.partial(d4.init_attention_params, cfg=cfg, dtype=jnp.bfloat16, weights="stored")
+    return [make(jax.random.key(layer), layer=layer) for layer in range(cfg.num_layers)]
+
+
+def of_kernels(options: dict[str, Any]) -> dict[str, int]:
+    """Which bits differ between one token after the other, and 90 rows of chunks, a draft, and few rows of chunks."""
+    named: dict[str, Any] = dict.fromkeys(backends(), "xla") | dict(projections=SIMULATED, cache_update=SIMULATED)
+    plan = d4.plan_cache(SERVED, max_requests=4, max_context=CONTEXT, invariant=True, **options)
+    inputs = [bf16(i, n, SERVED.hidden_size) for i, n in enumerate((21, 18))]
+    run = run_layers(stored(SERVED), d4.OpBackends(**named))
+    together = [
+        Pass(rows=((1, 13), None, (0, 10)), width=30),
+        Pass(rows=((0, 3), (1, 1)), width=5, is_draft=True),
+        Pass(rows=(None, (0, 8), (1, 4)), width=8),
+    ]
+    found, differing = feed(run, plan, inputs, together, 7), dict[str, int]()
+    for i, x in enumerate(inputs):
+        differing |= different_bits(found[i], feed(run, plan, inputs, alone(i, len(x)), i)[i])
+    return differing
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(
+    "options",
+    first_of(
+        [pytest.param(TRAINED, id="fp8_tile64, online"), pytest.param(BF16_TAILS, id="fp8_row, ring, bf16 tails")],
+        count=0,
+    ),
+)
+def test_kernels_of_products_and_of_the_update(options):
+    assert not of_kernels(options)
+
+
+@pytest.mark.slow
+@pytest.mark.simulated
+def test_the_check_sees_an_update_whose_order_depends_on_the_call(monkeypatch):
+    """The tokens of a chunk are then added four at a time to the running softmax of an entry."""
+    monkeypatch.setattr(InvariantCacheUpdateKernels, "in_order", False)
+    jax.clear_caches()  # of layers that were traced before
+    found = of_kernels(TRAINED)
+    jax.clear_caches()
+    assert any("hca state" in where for where in found), found
+
+
+@pytest.mark.simulated
+@pytest.mark.slow
+def test_all_kernels_of_a_layer_at_once():
+    """With heads as those of V4: queries are made in a launch of their products, of any number of rows."""
+    cfg = d4.DSV4Config.tiny(
+        hidden_size=128,
+        q_lora_rank=128,
+        num_heads=64,
+        head_dim=512,
+        rope_dim=64,
+        o_groups=2,
+        o_lora_rank=64,
+        indexer_heads=64,
+        indexer_head_dim=128,
+        compress_ratios=(4,),
+    )
+    plan = d4.plan_cache(cfg, max_requests=3, max_context=256, invariant=True, **TRAINED)
+    run, inputs = run_layers(stored(cfg), SIMULATED), [bf16(i, 34, cfg.hidden_size) for i in range(2)]
+    single = feed(run, plan, inputs, [Pass(rows=((0, 30),), width=30), *alone(0, 3)], 0)
+    together = [
+        Pass(rows=((1, 9), None, (0, 30)), width=30),
+        Pass(rows=((1, 1), None, (0, 1)), width=1),
+        Pass(rows=((1, 1), (0, 2)), width=3, is_draft=True),
+    ]
+    assert not different_bits(feed(run, plan, inputs, together, 1)[0], single[0])
+
+
+@pytest.mark.parametrize("tail", [HCARingUpdate, HCAOnlineUpdate])
+def test_how_an_entry_is_divided_does_not_depend_on_the_call(tail):
+    """Among warpgroups, whose sums are merged. Otherwise it depends on the requests, or on their tokens."""
+
+    def parts(requests: int, tokens: int, *, in_order: bool) -> int:
+        call = Call(
+            requests=requests,
+            num_tokens=tokens,
+            ratio=128,
+            kv_format=KV_FORMATS["fp8_tile64"],
+            key_format=KEY_FORMATS["mxfp4"],
+            eps=1e-6,
+            keep_tails=False,
+            in_order=in_order,
+        )
+        return tail.split(call).parts
+
+    calls = [(1, 1), (65, 1), (1, 2), (3, 30), (1, 4096)]
+    assert len({parts(*call, in_order=True) for call in calls}) == 1
+    assert len({parts(*call, in_order=False) for call in calls}) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.two_programs
 @pytest.mark.optimized
@@ -130,11 +252,19 @@ def small(*, invariant: bool = True) -> d4.CachePlan:
     return d4.plan_cache(CSA, max_requests=1, max_context=16, invariant=invariant, **F32)
 
 
-def test_what_is_not_invariant_is_refused_by_name():
+def test_what_is_not_invariant_is_refused_by_name(monkeypatch):
     cache, slots, _ = d4.admit(d4.init_cache(small()), 1)
     params, x = random_params(CSA)[0], jnp.ones((1, 1, CSA.hidden_size))
-    with pytest.raises(ValueError, match=r"cannot serve projections: what it gives a request depends on the batch"):
-        d4.attention_layer(params, x, cache, 0, slots, ids(1), backend="pallas_simulated")
+    with pytest.raises(ValueError, match=r"cannot serve cache_update: what it gives a request depends on the batch"):
+        d4.attention_layer(params, x, cache, 0, slots, ids(1), backend="triton")
+    blackwell = target.BLACKWELL
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "gpu_or_first", lambda: blackwell)
+        unchecked = r"cannot serve projections: the order of sums was not checked for kernels of sm100"
+        with pytest.raises(ValueError, match=unchecked):
+            d4.attention_layer(params, x, cache, 0, slots, ids(1), backend=d4.OpBackends(projections=SIMULATED))
+        with pytest.raises(ValueError, match=unchecked):
+            d4.linear(x, params.q_a_kv, backend=d4.OpBackends(projections=SIMULATED, invariant=True))
 
     def loss(x: jax.Array) -> jax.Array:
         return jnp.sum(d4.attention_layer(params, x, cache, 0, slots, ids(1))[0])

@@ -2,8 +2,8 @@
 
 Compiles steps of V4-Flash's sizes where there is no GPU, and prints one JSON line: how many launches one more layer of
 each kind adds to a step, how many of them belong to products, and how many a step has besides. ``--list`` prints first
-what they are. With ``--draft`` the step stages a draft in each layer and commits it. One target per process. Needs the
-extra ``cross``.
+what they are. With ``--draft`` the step stages a draft in each layer and commits it; with ``--invariant`` the cache is
+invariant. One target per process. Needs the extra ``cross``.
 """
 
 import argparse
@@ -87,7 +87,12 @@ def step_of(kinds: tuple[str, ...], options: argparse.Namespace):
 
     cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=tuple(RATIOS[kind] for kind in kinds))
     plan = d4.plan_cache(
-        cfg, max_requests=options.batch, max_context=32768 + 256, indexer_format="mxfp4", hca_tail="online"
+        cfg,
+        max_requests=options.batch,
+        max_context=32768 + 256,
+        indexer_format="mxfp4",
+        hca_tail="online",
+        invariant=options.invariant,
     )
 
     def weights(layer: int):
@@ -107,6 +112,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1, help="of each request")
     parser.add_argument("--weights", choices=("wide", "stored"), default="wide")
     parser.add_argument("--draft", action="store_true", help="stage the tokens as a draft, and commit some")
+    parser.add_argument("--invariant", action="store_true", help="of a cache whose plan is invariant")
     parser.add_argument("--list", action="store_true", help="print every launch of one more layer, and of the others")
     parser.add_argument("--dump", type=Path, default=None, help="write the programs into this folder")
     options = parser.parse_args()

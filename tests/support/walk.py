@@ -78,7 +78,7 @@ def main() -> None:
 
     longest: dict[str, Walk] = {}
     for kind, (batch, tokens) in itertools.product(RATIOS, SIZES):
-        sizes = argparse.Namespace(batch=batch, tokens=tokens, weights="stored", draft=False)
+        sizes = argparse.Namespace(batch=batch, tokens=tokens, weights="stored", draft=False, invariant=False)
         step, args = step_of((kind,), sizes)
         with jax.sharding.use_abstract_mesh(meshes(options.target)[1]):
             found = walks(functools.partial(jax.eval_shape, step), *args)

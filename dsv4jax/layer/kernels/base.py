@@ -80,6 +80,12 @@ class Kernels(OfFamily):
         """Return why no kernel serves a plan's formats and sizes, or None if one does."""
 
 
+def unchecked_order() -> str | None:
+    """Return why kernels do not promise the order of their sums on the device that is compiled for, or None."""
+    gpu = target.gpu_or_first()
+    return None if gpu is target.HOPPER else f"the order of sums was not checked for kernels of {gpu.architecture}"
+
+
 def of_chunk(needed: jax.Array | None) -> jax.Array | None:
     """Return which tokens [B, T] are needed, as kernels are told it, or None.
 
@@ -92,3 +98,9 @@ def register(op: Op, make: Callable[[Family], Tree]) -> None:
     """Register what is made of a family for an op: on a GPU and simulated."""
     for family in (ON_GPU, ON_SIMULATOR):
         op.register(family.backend, make(family))
+
+
+def register_invariant(op: Op, make: Callable[[Family], Tree]) -> None:
+    """Register what is made of a family as the op's form whose sums do not depend on the batch."""
+    for family in (ON_GPU, ON_SIMULATOR):
+        op.register_invariant(family.backend, make(family))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from dsv4jax.checks import Tree
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
-from dsv4jax.layer.kernels.base import Kernels, layer_number, register
+from dsv4jax.layer.kernels.base import Kernels, layer_number, register, register_invariant, unchecked_order
 from dsv4jax.layer.ops import CACHE_UPDATE, GATHER_ROWS, NewEntries
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
@@ -26,6 +27,8 @@ from dsv4jax.tails import num_touched_blocks
 
 class CacheUpdateKernels(Kernels):
     """The kernels of ``pallas_kernels.update``."""
+
+    in_order: ClassVar[bool] = False  # whether entries are pooled in an order that calls and batches do not change
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
@@ -43,7 +46,7 @@ class CacheUpdateKernels(Kernels):
         call, rows = self.without_derivative(CACHE_UPDATE, (call, rows))
         plan, num_tokens = call.plan, rows.num_tokens
         streams = _streams(rows.entry), _streams(rows.key)
-        tokens = new_tokens(call, num_tokens, rows.kv, streams)
+        tokens = self.new_tokens(call, num_tokens, rows.kv, streams)
         launch: Tree = functools.partial(self.kernels.append_chunk, keep_tails=keep_tails)
         if num_tokens == 1 and not keep_tails:
             launch = self.kernels.cache_step
@@ -94,27 +97,40 @@ class CacheUpdateKernels(Kernels):
         given = state.tail, layer_number(index), slots, complete.astype(jnp.int32)
         return dataclasses.replace(state, tail=pk.reset_hca(*given, **self.options))
 
+    def new_tokens(
+        self,
+        call: LayerCall,
+        num_tokens: int,
+        kv: jax.Array | None,
+        streams: tuple[pk.Streams | None, pk.Streams | None],
+    ) -> pk.NewTokens:
+        """Return tokens with these window rows and streams of both compressors, and where a call's tokens go."""
+        (entry, key), batch, rope = streams, call.batch, None
+        if entry is not None:
+            touched = jnp.arange(num_touched_blocks(num_tokens, call.ratio), dtype=jnp.int32)[None]
+            positions = call.ratio * (call.first_entry[:, None] + touched)
+            rope = packed_angles(positions, rope_frequencies(call.plan.cfg, call.kind))
+        return pk.NewTokens(
+            layer=layer_number(call.index),
+            slots=batch.slots,
+            start=batch.start,
+            num_new=batch.num_new,
+            block_table=call.block_table,
+            kv=kv,
+            entry=entry,
+            key=key,
+            rope=rope,
+            in_order=self.in_order,
+        )
 
-def new_tokens(
-    call: LayerCall, num_tokens: int, kv: jax.Array | None, streams: tuple[pk.Streams | None, pk.Streams | None]
-) -> pk.NewTokens:
-    """Return tokens with these window rows and streams of both compressors, and where a call's tokens go."""
-    (entry, key), batch, rope = streams, call.batch, None
-    if entry is not None:
-        touched = jnp.arange(num_touched_blocks(num_tokens, call.ratio), dtype=jnp.int32)[None]
-        positions = call.ratio * (call.first_entry[:, None] + touched)
-        rope = packed_angles(positions, rope_frequencies(call.plan.cfg, call.kind))
-    return pk.NewTokens(
-        layer=layer_number(call.index),
-        slots=batch.slots,
-        start=batch.start,
-        num_new=batch.num_new,
-        block_table=call.block_table,
-        kv=kv,
-        entry=entry,
-        key=key,
-        rope=rope,
-    )
+
+class InvariantCacheUpdateKernels(CacheUpdateKernels):
+    """The same, with the tokens of an entry added in an order that neither calls nor the batch change."""
+
+    in_order = True
+
+    def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
+        return super().unsupported(plan, kind) or unchecked_order()
 
 
 def _streams(given: Normed | None) -> pk.Streams | None:
@@ -145,4 +161,5 @@ class GatherRowsKernels(Kernels):
 
 
 register(CACHE_UPDATE, CacheUpdateKernels)
+register_invariant(CACHE_UPDATE, InvariantCacheUpdateKernels)
 register(GATHER_ROWS, GatherRowsKernels)

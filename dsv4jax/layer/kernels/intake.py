@@ -17,8 +17,8 @@ from dsv4jax.cache.stack import LayerStack
 from dsv4jax.checks import Named
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.kernels.base import of_chunk
-from dsv4jax.layer.kernels.cache import CacheUpdateKernels, new_tokens
-from dsv4jax.layer.kernels.products import ProjectionsKernels, token_products, token_rounding
+from dsv4jax.layer.kernels.cache import CacheUpdateKernels
+from dsv4jax.layer.kernels.products import ProjectionsKernels, of_kernels, token_products
 from dsv4jax.layer.ops import CACHE_UPDATE, InputProducts
 from dsv4jax.layer.stages.interface import Latents, Taken
 from dsv4jax.layer.stages.steps import IntakeSteps
@@ -30,8 +30,15 @@ class IntakeKernels:
     """Products, what they contribute, and the cache update, in two launches for one token of each request."""
 
     steps: IntakeSteps
-    products: ProjectionsKernels
-    kernels: CacheUpdateKernels
+
+    @property
+    def products(self) -> ProjectionsKernels:
+        return of_kernels(self.steps.projections)
+
+    @property
+    def kernels(self) -> CacheUpdateKernels:
+        assert isinstance(self.steps.cache_update, CacheUpdateKernels), "of the products' backend"
+        return self.steps.cache_update
 
     def take(self, params: AttentionParams, x: jax.Array, call: LayerCall, *, is_draft: bool) -> Taken:
         plan, products, num_tokens = call.plan, self._multiply(params, x, call), x.shape[1]
@@ -41,9 +48,9 @@ class IntakeKernels:
             is_fused = False
         if not is_fused:
             return self.steps.take_products(params, products, call, x.dtype, is_draft=is_draft)
-        rounding = token_rounding(params, products, plan, x.dtype, encode=True)
+        rounding = self.products.rounding(params, products, plan, x.dtype, encode=True)
         call, given, params = self.kernels.without_derivative(CACHE_UPDATE, (call, given, params))
-        tokens = new_tokens(call, num_tokens, None, _product_streams(given, params, rounding))
+        tokens = self.kernels.new_tokens(call, num_tokens, None, _product_streams(given, params, rounding))
         store = self._store_token if num_tokens == 1 else self._store_chunk
         return store(call, tokens, given, rounding)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from dsv4jax.layer.kernels.products import ProjectionsKernels, flat, row_form
+from dsv4jax.layer.kernels.products import ProjectionsKernels, flat, of_kernels
 from dsv4jax.layer.ops import PROJECTIONS, RowForm, Rows
 from dsv4jax.layer.stages.interface import Ending, Latents
 from dsv4jax.layer.stages.steps import OutputSteps
@@ -19,22 +19,26 @@ from dsv4jax.weights.params import AttentionParams
 class OutputKernels:
     """Products with weights that are stored as FP8. The last one adds the residual. Others are made step by step."""
 
-    products: ProjectionsKernels
     steps: OutputSteps
     forms: tuple[RowForm, ...]  # that attention can give
+
+    @property
+    def products(self) -> ProjectionsKernels:
+        return of_kernels(self.steps.projections)
 
     def takes(self, params: AttentionParams, latents: Latents) -> RowForm:
         form = self._form(params, latents.positions.size)
         return form if form in self.forms and latents.rows.dtype == jnp.bfloat16 else "plain"
 
     def _form(self, params: AttentionParams, tokens: int) -> RowForm:
-        return row_form(params.o_a, tokens, self.steps.plan.cfg.o_groups)
+        return self.products.row_form(params.o_a, tokens, self.steps.plan.cfg.o_groups)
 
     def narrow(self, params: AttentionParams, rows: Rows, positions: jax.Array, tokens: int) -> Rows:
         if isinstance(rows, jax.Array):
             return self.steps.narrow(params, rows, positions, tokens)
         # Products give rows in the form that they take, or plain ones. Rows of several tiles are plain.
-        is_kept = positions.size == tokens and row_form(params.o_b, tokens) == self._form(params, positions.size)
+        given, taken = self._form(params, positions.size), self.products.row_form(params.o_b, tokens)
+        is_kept = positions.size == tokens and taken == given
         made = pk.Store(kind=type(rows)) if is_kept else pk.Store(dtype=jnp.bfloat16)
         weights, groups, real = (params.o_a,), self.steps.plan.cfg.o_groups, positions >= 0
         plan = self.products.plan(rows, weights, (made,), groups, needed=real)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.dense import swiglu
 from dsv4jax.layer.indexer import head_factor
-from dsv4jax.layer.kernels.base import Kernels, of_chunk, register
-from dsv4jax.layer.ops import PROJECTIONS, InputProducts, RowForm, Rows, TokenParts
+from dsv4jax.layer.invariant.products import ROWS, InvariantProjections
+from dsv4jax.layer.kernels.base import Kernels, of_chunk, register, register_invariant, unchecked_order
+from dsv4jax.layer.ops import PROJECTIONS, InputProducts, Projections, RowForm, Rows, TokenParts
+from dsv4jax.layer.tiles import map_rows
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
 from dsv4jax.tails import Streams
@@ -33,6 +36,13 @@ class ProjectionsKernels(Kernels):
 
     XLA computes what has no kernel, or is faster without: where ``pk.plan`` says so.
     """
+
+    invariant: ClassVar[bool] = False  # whether plans are
+
+    @property
+    def otherwise(self) -> Projections:
+        """What computes products without a kernel."""
+        return PROJECTIONS[XLA]
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg, compress = plan.cfg, param_shapes(plan.cfg, kind).compress
@@ -58,19 +68,23 @@ class ProjectionsKernels(Kernels):
         plan = self.plan(x, (weight,), (pk.Store(dtype=dtype),), groups, needed=needed)
         if isinstance(plan, pk.Unsupported):
             assert not isinstance(x, _OTHERS), "rows in another form have a kernel"
-            return PROJECTIONS[XLA].linear(x, weight, dtype=dtype, groups=groups)
+            return self.otherwise.linear(x, weight, dtype=dtype, groups=groups)
         (product,) = self.run(plan, x, (weight,), needed=needed)
         return product.reshape(*x.shape[:-1], weight.shape[0] // groups)
 
     def swiglu(self, x: jax.Array, gate_up: Weight, down: Weight, limit: float) -> jax.Array:
-        takes_operand = row_form(down, math.prod(x.shape[:-1])) == "operand"
+        takes_operand = self.row_form(down, math.prod(x.shape[:-1])) == "operand"
         made = pk.SwiGLU(limit=limit, kind=pk.OperandRows) if takes_operand else pk.SwiGLU(limit=limit)
         plan = self.plan(x, (gate_up,), (made,))
         if isinstance(plan, pk.Unsupported):
-            inner = swiglu(self.linear(x, gate_up, x.dtype), limit).astype(x.dtype)
+            inner = self._gated(self.linear(x, gate_up, x.dtype), limit)
         else:
             (inner,) = self.run(plan, x, (gate_up,))
         return self.linear(inner, down, x.dtype).reshape(x.shape[:-1] + (-1,))
+
+    def _gated(self, product: jax.Array, limit: float) -> jax.Array:
+        """Make ``dense.swiglu`` of a product in memory, in its dtype."""
+        return swiglu(product, limit).astype(product.dtype)
 
     def plan(
         self,
@@ -89,7 +103,7 @@ class ProjectionsKernels(Kernels):
         form: Named = {"kind": type(x)} if isinstance(x, _OTHERS) else {"dtype": x.dtype}
         rows = pk.RowsSpec(count=math.prod(x.shape) // width, width=width, **form)
         problem = pk.Problem(rows=rows, weights=specs, epilogues=epilogues, needed=which_are_needed(needed))
-        return pk.plan(problem)
+        return pk.plan(problem, invariant=self.invariant)
 
     def run(
         self,
@@ -117,7 +131,7 @@ class ProjectionsKernels(Kernels):
         products, params = self.without_derivative(PROJECTIONS, (products, params))
         entry, key = params.entry_pool, params.key_pool
         given = token_products(products, params, plan, kind)
-        rounding = token_rounding(params, products, plan, dtype, encode=encode)
+        rounding = self.rounding(params, products, plan, dtype, encode=encode)
         row_spec = plan.row_spec if encode else None
         reads_padding = of_chunk(products.positions >= 0) is None
         parts = pk.token_parts(given, rounding, row_spec=row_spec, reads_padding=reads_padding, **self.options)
@@ -129,6 +143,65 @@ class ProjectionsKernels(Kernels):
 
         rows = TokenRows(kv=parts.kv, entry=normed(parts.entry, entry), key=normed(parts.key, key))
         return TokenParts(latent=parts.latent, rows=rows, encoded=parts.stored, head_weights=parts.head_weights)
+
+    def rounding(
+        self, params: AttentionParams, products: InputProducts, plan: CachePlan, dtype: DTypeLike, *, encode: bool
+    ) -> pk.TokenRounding:
+        """Return how tokens of an x of ``dtype`` are rounded, and whether window rows are encoded."""
+        weights, rows = [w for w in (params.q_b, params.index_q_b) if w is not None], products.positions.size
+        takes_operand = all(self.row_form(weight, rows) == "operand" for weight in weights)
+        return pk.TokenRounding(
+            eps=plan.cfg.norm_eps,
+            latent_dtype=dtype,
+            latent_is_operand=dtype == jnp.bfloat16 and takes_operand,
+            stream_dtype=plan.tail_dtype,
+            head_factor=head_factor(plan),
+            kv_format=plan.kv_format if encode else None,
+        )
+
+    def row_form(self, weight: Weight, rows: int, groups: int = 1) -> RowForm:
+        """Return in which form a product takes so many rows of bf16 the fastest. Deltas take them as they are."""
+        if has_delta(weight):
+            return "plain"
+        spec = weight_spec(weight, groups)
+        given = pk.RowsSpec(count=rows, width=groups * spec.inputs)
+        problem = pk.Problem(rows=given, weights=(spec,), epilogues=(pk.Store(),))
+        return _FORMS.get(pk.rows_taken(problem, invariant=self.invariant).kind, "plain")
+
+
+class InvariantProjectionsKernels(ProjectionsKernels):
+    """The same with plans that are invariant, and in tiles what XLA computes."""
+
+    invariant = True
+
+    def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
+        return super().unsupported(plan, kind) or unchecked_order()
+
+    @property
+    def otherwise(self) -> Projections:
+        return InvariantProjections()
+
+    def linear(
+        self,
+        x: jax.Array | pk.OperandRows,
+        weight: Weight,
+        dtype: DTypeLike = jnp.float32,
+        groups: int = 1,
+        needed: jax.Array | None = None,
+    ) -> jax.Array:
+        if isinstance(weight, WeightWithDelta):
+            return self.otherwise.linear(x, weight, dtype, groups)
+        return super().linear(x, weight, dtype, groups, needed)
+
+    def _gated(self, product: jax.Array, limit: float) -> jax.Array:
+        plain = super()._gated
+        return map_rows(lambda tile: plain(tile, limit), product, ROWS, axes=product.ndim - 1)
+
+
+def of_kernels(projections: Projections) -> ProjectionsKernels:
+    """Return the products of a stage that kernels fuse."""
+    assert isinstance(projections, ProjectionsKernels), "kernels fuse stages of their own products"
+    return projections
 
 
 def token_products(
@@ -147,38 +220,12 @@ def token_products(
     )
 
 
-def token_rounding(
-    params: AttentionParams, products: InputProducts, plan: CachePlan, dtype: DTypeLike, *, encode: bool
-) -> pk.TokenRounding:
-    """Return how tokens of an x of ``dtype`` are rounded, and whether window rows are encoded."""
-    weights, rows = [w for w in (params.q_b, params.index_q_b) if w is not None], products.positions.size
-    takes_operand = all(row_form(weight, rows) == "operand" for weight in weights)
-    return pk.TokenRounding(
-        eps=plan.cfg.norm_eps,
-        latent_dtype=dtype,
-        latent_is_operand=dtype == jnp.bfloat16 and takes_operand,
-        stream_dtype=plan.tail_dtype,
-        head_factor=head_factor(plan),
-        kv_format=plan.kv_format if encode else None,
-    )
-
-
 def which_are_needed(needed: jax.Array | None) -> pk.Needed:
     """Return which rows a product is told are needed, as ``of_chunk`` says: of one request, or of several."""
     needed = of_chunk(needed)
     if needed is None:
         return pk.Needed.ALL
     return pk.Needed.PREFIX if needed.shape[0] == 1 else pk.Needed.MASK
-
-
-def row_form(weight: Weight, rows: int, groups: int = 1) -> RowForm:
-    """Return in which form a product takes so many rows of bf16 the fastest. Deltas take them as they are."""
-    if has_delta(weight):
-        return "plain"
-    spec = weight_spec(weight, groups)
-    given = pk.RowsSpec(count=rows, width=groups * spec.inputs)
-    taken = pk.rows_taken(pk.Problem(rows=given, weights=(spec,), epilogues=(pk.Store(),)))
-    return _FORMS.get(taken.kind, "plain")
 
 
 def flat[T: Rows](rows: T) -> T:
@@ -203,3 +250,4 @@ def weight_arrays(weight: Weight) -> tuple[jax.Array, ...]:
 
 
 register(PROJECTIONS, ProjectionsKernels)
+register_invariant(PROJECTIONS, InvariantProjectionsKernels)

@@ -9,7 +9,7 @@ import jax
 import pallas_kernels as pk
 from dsv4jax.checks import Tree
 from dsv4jax.formats import KeyRows
-from dsv4jax.layer.kernels.products import ProjectionsKernels, row_form
+from dsv4jax.layer.kernels.products import ProjectionsKernels, of_kernels
 from dsv4jax.layer.stages.interface import Latents, Queries
 from dsv4jax.layer.stages.steps import QuerySteps
 from dsv4jax.rope import packed_angles, rope_frequencies
@@ -25,7 +25,10 @@ class QueryKernels:
     """
 
     steps: QuerySteps
-    products: ProjectionsKernels
+
+    @property
+    def products(self) -> ProjectionsKernels:
+        return of_kernels(self.steps.projections)
 
     def make(self, params: AttentionParams, latents: Latents) -> Queries:
         q_b, index_q_b = params.q_b, params.index_q_b
@@ -40,7 +43,7 @@ class QueryKernels:
     def token_bytes(self, params: AttentionParams, tokens: int) -> int:
         """Products of many rounded rows make queries of their sums themselves."""
         plan = self.steps.plan
-        if row_form(params.q_b, tokens) == "rounded":
+        if self.products.row_form(params.q_b, tokens) == "rounded":
             return 2 * plan.cfg.num_heads * plan.cfg.head_dim
         return self.steps.token_bytes(params, tokens)
 

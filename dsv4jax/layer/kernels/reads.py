@@ -15,7 +15,7 @@ from dsv4jax.checks import Named
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.kernels.base import ON_GPU, ON_SIMULATOR, Kernels, layer_number, of_chunk, register
+from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register, register_invariant, unchecked_order
 from dsv4jax.layer.ops import (
     DECODE_ATTENTION,
     INDEXER_SCORES,
@@ -27,7 +27,6 @@ from dsv4jax.layer.ops import (
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles
 from dsv4jax.weights.stored import CODES
-from pallas_kernels.language import target
 
 SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
@@ -154,23 +153,18 @@ class InvariantScoresKernels(IndexerScoresKernels):
     """The same: a score is added up in one tile, in an order that does not depend on which tokens share it."""
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        return super().unserved(plan, kind) or _unchecked_order()
+        return super().unserved(plan, kind) or unchecked_order()
 
 
 class InvariantAttentionKernels(DecodeAttentionKernels):
     """The same with all keys of a query in one block, so that no other query changes the order of its sums."""
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        return super().unserved(plan, kind) or _unchecked_order()
+        return super().unserved(plan, kind) or unchecked_order()
 
     @property
     def division(self) -> Named:
         return {"layout": pk.undivided_layout()}
-
-
-def _unchecked_order() -> str | None:
-    gpu = target.gpu_or_first()
-    return None if gpu is target.HOPPER else f"the order of sums was not checked for kernels of {gpu.architecture}"
 
 
 def _reads(inputs: AttentionInputs, freqs: np.ndarray) -> pk.AttentionInputs[jax.Array]:
@@ -222,7 +216,6 @@ def _form_options(form: RowForm, dtype: DTypeLike) -> Named:
 register(INDEXER_SCORES, IndexerScoresKernels)
 register(TOP_K, TopKKernels)
 register(DECODE_ATTENTION, DecodeAttentionKernels)
-for _family in (ON_GPU, ON_SIMULATOR):
-    INDEXER_SCORES.register_invariant(_family.backend, InvariantScoresKernels(_family))
-    TOP_K.register_invariant(_family.backend, TopKKernels(_family))  # nothing is added up
-    DECODE_ATTENTION.register_invariant(_family.backend, InvariantAttentionKernels(_family))
+register_invariant(INDEXER_SCORES, InvariantScoresKernels)
+register_invariant(TOP_K, TopKKernels)  # nothing is added up
+register_invariant(DECODE_ATTENTION, InvariantAttentionKernels)
