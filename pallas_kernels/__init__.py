@@ -46,7 +46,7 @@ from pallas_kernels.products.experts.epilogues import Gated, OfPicks, Routing
 from pallas_kernels.products.plan import Plan, plan, rows_taken
 from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.run import run
-from pallas_kernels.router.call import Routed, route, unsupported_route
+from pallas_kernels.router.call import Routed, most_of_a_part, route, route_in_parts, unsupported_route
 from pallas_kernels.router.picks import PickInputs
 from pallas_kernels.router.tiles import RoutedTiles, routed_tiles, tile_rows
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
@@ -120,10 +120,12 @@ __all__ = [
     "indexer_scores",
     "interleaved_codes",
     "mix_streams",
+    "most_of_a_part",
     "plan",
     "reset_hca",
     "rotate_csa",
     "route",
+    "route_in_parts",
     "routed_tiles",
     "rows_taken",
     "run",

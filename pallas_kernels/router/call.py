@@ -6,7 +6,8 @@
 
 On Hopper one launch does it for few tokens: its blocks multiply and meet. For up to 64 tokens or so, those of one
 cluster pick, and send one of them the picks, which sorts them. For more, all pick, meet again, and one of them sorts.
-Otherwise XLA multiplies, and picks and tiles are made by a launch each.
+Otherwise XLA multiplies, and picks and tiles are made by a launch each. A token's picks and weights depend on whether
+XLA multiplies, and on no other token. ``route_in_parts`` has one launch for each part of the tokens instead.
 
 Of equal sums of score and bias the expert with the lower number is picked. NaN is above all numbers, as in
 ``lax.top_k``, and makes all weights of its token NaN. So does a sum of scores of 0, as where all logits are -inf.
@@ -100,6 +101,40 @@ def route(
     )
     picked = router.pick(product, inputs)
     return Routed(experts=picked.experts, weights=picked.weights, tiles=router.sort(picked.experts))
+
+
+def most_of_a_part(*, hidden: int, experts: int, picks: int) -> int:
+    """Return for how many tokens one launch does it all on the device that is compiled for; 0 if there is none."""
+    counts = range(_SORTED_ALONE // picks, 0, -1)
+    return next((tokens for tokens in counts if _one_launch(hidden, experts, tokens, picks) is not None), 0)
+
+
+def route_in_parts(
+    x: jax.Array, gate: jax.Array, inputs: PickInputs, *, picks: int, scale: float = 1.0, simulate: bool = False
+) -> Routed:
+    """Do what ``route`` does, so that a token's picks and weights have the same bits among any number of others.
+
+    Raises:
+      AssertionError, ValueError: as ``route``; or one launch does not do it all, not even for one token.
+    """
+    _check(x, gate, inputs, picks)
+    (tokens, hidden), experts = x.shape, gate.shape[0]
+    most = most_of_a_part(hidden=hidden, experts=experts, picks=picks)
+    if not most:
+        raise ValueError(f"no launch routes tokens of {hidden} numbers to {experts} experts by itself")
+    if tokens <= most:
+        return route(x, gate, inputs, picks=picks, scale=scale, simulate=simulate)
+    parts = []
+    for first in range(0, tokens, most):
+        some = slice(first, min(first + most, tokens))
+        ids = None if inputs.ids is None else inputs.ids[some]
+        of_part = dataclasses.replace(inputs, real=inputs.real[some], ids=ids)
+        parts.append(route(x[some], gate, of_part, picks=picks, scale=scale, simulate=simulate))
+    found = jnp.concatenate([part.experts for part in parts])
+    rows = tile_rows(tokens, picks, experts)
+    router = Router(tokens=tokens, experts=experts, picks=picks, scale=scale, rows=rows, simulate=simulate)
+    weights = jnp.concatenate([part.weights for part in parts])
+    return Routed(experts=found, weights=weights, tiles=router.sort(found))
 
 
 def _check(x: jax.Array, gate: jax.Array, inputs: PickInputs, picks: int) -> None:

@@ -119,7 +119,7 @@ def test_which_cases_are_one_launch():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "simulate"),  # the simulator's sums depend on the size of a product from some size on
+    ("tokens", "simulate"),
     [*(pytest.param(tokens, True, marks=simulated) for tokens in (2, 9))]
     + [pytest.param(tokens, False, marks=requires_gpu(major=9)) for tokens in (2, 9, 64, 100)],
 )
@@ -137,6 +137,34 @@ def test_a_token_does_not_depend_on_the_others(tokens, simulate):
 def test_how_inputs_are_divided_does_not_depend_on_the_tokens():
     layouts = [product.Layout.of(4096, 256, tokens, 0) for tokens in (1, 8, 64, 65, 170)]
     assert {(layout.cluster, layout.chunks) for layout in layouts if layout is not None} == {(8, 8)}
+
+
+@machines
+@pytest.mark.parametrize("by_id", [False, True])
+def test_parts_of_the_tokens_are_routed_as_they_are_alone(by_id, simulate, monkeypatch):
+    """In launches of six tokens each, of which the last one has fewer. The tiles are those of all tokens."""
+    case = Case(tokens=20, experts=64, hidden=512, picks=6, by_id=by_id)
+    monkeypatch.setattr(call, "_SORTED_ALONE", 36)
+    assert pk.most_of_a_part(hidden=512, experts=64, picks=6) == 6
+    x, gate, inputs = case.arrays()
+    found = pk.route_in_parts(x, gate, inputs, picks=6, scale=SCALE, simulate=simulate)
+    check_tiles(found, case.experts)
+    assert found.tiles.rows == pk.tile_rows(20, 6, 64)
+    for first, count in ((0, 1), (5, 2), (19, 1), (7, 6)):
+        those = slice(first, first + count)
+        ids = None if inputs.ids is None else inputs.ids[those]
+        few = dataclasses.replace(inputs, real=inputs.real[those], ids=ids)
+        alone = pk.route_in_parts(x[those], gate, few, picks=6, scale=SCALE, simulate=simulate)
+        np.testing.assert_array_equal(alone.experts, found.experts[those])
+        np.testing.assert_array_equal(alone.weights, found.weights[those])
+
+
+def test_what_one_launch_never_routes_has_no_parts():
+    assert pk.most_of_a_part(hidden=4096, experts=256, picks=6) == 170  # V4-Flash
+    assert pk.most_of_a_part(hidden=40, experts=64, picks=6) == 0
+    x, gate, inputs = Case(tokens=2, experts=64, hidden=40, picks=6).arrays()
+    with pytest.raises(ValueError, match="no launch routes tokens of 40 numbers to 64 experts by itself"):
+        pk.route_in_parts(x, gate, inputs, picks=6, simulate=True)
 
 
 def picked_from(logits: np.ndarray, bias: np.ndarray, picks: int, simulate: bool) -> pk.Routed:

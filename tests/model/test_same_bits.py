@@ -1,5 +1,7 @@
 """Logits, drawn tokens and stored bytes of a whole model do not depend on the batch, bit for bit, if the caches ask."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from dsv4jax import generate as command
 from dsv4jax.model import Generator, ModelConfig, Sampling, forward, init_caches, random_model
 from tests.support.driver import TRAINED, ids
 from tests.support.models import small_model
-from tests.support.same_bits import compare, run_model
+from tests.support.same_bits import Pass, alone, compare, different_bits, feed, run_model
 
 CFG = ModelConfig.tiny(
     attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(0, 4, 16), hca_compression_ratio=16), vocab_size=40
@@ -24,6 +26,34 @@ def test_a_request_gets_the_same_logits_in_any_batch():
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, CFG.vocab_size, n, np.int32) for n in (37, 20, 5, 33)]
     assert not compare(run_model(params, "xla"), plan, prompts, [(5, 6)])
+
+
+@pytest.mark.slow
+@pytest.mark.simulated
+def test_kernels_around_attention():
+    """Products, router, experts in FP4 and hyper-connections, of chunks, single tokens and a draft."""
+    attention = d4.DSV4Config.tiny(
+        hidden_size=512,
+        head_dim=128,
+        rope_dim=64,
+        q_lora_rank=128,
+        num_heads=2,
+        o_groups=2,
+        o_lora_rank=128,
+        compress_ratios=(0,),
+    )
+    cfg = ModelConfig.tiny(attention=attention, expert_width=512, num_hash_layers=0, vocab_size=64)
+    params = random_model(cfg, jax.random.key(0), weights="stored", drafts=0)
+    ops = "projections", "router", "experts", "hyper_connections"
+    named: dict[str, Any] = dict.fromkeys(d4.backends(), "xla") | dict.fromkeys(ops, "pallas_simulated")
+    run = run_model(params, d4.OpBackends(**named))
+    plan = d4.plan_cache(attention, max_requests=3, max_context=80, invariant=True, **TRAINED)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, cfg.vocab_size, n, np.int32) for n in (5, 4)]
+    together = [Pass(rows=((1, 3), None, (0, 4)), width=5), Pass(rows=((0, 1), (1, 1)), width=3, is_draft=True)]
+    found = feed(run, plan, prompts, together, 7)
+    for i, prompt in enumerate(prompts):
+        assert not different_bits(found[i], feed(run, plan, prompts, alone(i, len(prompt)), i)[i])
 
 
 PROMPTS = [[1, 2, 3], [5, 0, 2, 1, 4, 3, 3, 1] * 5, [4]]

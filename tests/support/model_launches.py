@@ -17,7 +17,7 @@ _BETWEEN = "mix_streams"  # the kernel between two sublayers
 RATIOS = {"csa": 4, "hca": 128}
 
 
-def step_of(ratios: tuple[int, ...], requests: int, drafts: int = 0):
+def step_of(ratios: tuple[int, ...], requests: int, *, drafts: int = 0, invariant: bool = False):
     """A decode step of a model whose layers have these ratios, or one with so many drafts, and its arguments.
 
     The third of them, the cache, is donated.
@@ -32,7 +32,7 @@ def step_of(ratios: tuple[int, ...], requests: int, drafts: int = 0):
     attention = dataclasses.replace(flash.attention, compress_ratios=ratios)
     cfg = dataclasses.replace(flash, attention=attention, num_hash_layers=0)
     params = jax.eval_shape(lambda: random_model(cfg, jax.random.key(0), drafts=0))
-    caches = jax.eval_shape(lambda: init_caches(cfg, requests, 4352))
+    caches = jax.eval_shape(lambda: init_caches(cfg, requests, 4352, invariant=invariant))
 
     def step(params, ids, cache, slots):
         one = jnp.ones_like(slots)
@@ -52,9 +52,9 @@ def step_of(ratios: tuple[int, ...], requests: int, drafts: int = 0):
     return draft if drafts else step, (params, ids, caches.model, row)
 
 
-def launches_of(kinds: tuple[str, ...], target: str, requests: int) -> Counter[str]:
+def launches_of(kinds: tuple[str, ...], target: str, requests: int, *, invariant: bool) -> Counter[str]:
     """The launches of a step of a model whose layers are of these kinds, by what they do."""
-    step, args = step_of(tuple(RATIOS[kind] for kind in kinds), requests)
+    step, args = step_of(tuple(RATIOS[kind] for kind in kinds), requests, invariant=invariant)
     return Counter(one.what for one in launches(compile_for(target, step, *args, donate_argnums=2).as_text() or ""))
 
 
@@ -62,12 +62,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--invariant", action="store_true", help="of caches that are invariant")
     parser.add_argument("--list", action="store_true", help="print every launch of one more layer")
     options = parser.parse_args()
     prepare_environment()
     report = {}
     for kind in RATIOS:
-        one, two = (launches_of((kind,) * n, options.target, options.batch) for n in (1, 2))
+        one, two = (
+            launches_of((kind,) * n, options.target, options.batch, invariant=options.invariant) for n in (1, 2)
+        )
         added = two - one
         for what, count in sorted(added.items()) if options.list else ():
             print(f"    {kind} {count:3} {what}")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from dsv4jax.layer.kernels.base import register
+from dsv4jax.layer.kernels.base import register, register_invariant
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.kernels.base import ModelKernels
 from dsv4jax.model.ops import EXPERTS, Picks
@@ -82,3 +82,4 @@ def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsup
 
 
 register(EXPERTS, ExpertsKernels)
+register_invariant(EXPERTS, ExpertsKernels)  # a token is added up in the same order in tiles of every size

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from dsv4jax.layer.kernels.base import register
+from dsv4jax.layer.kernels.base import register, register_invariant
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.kernels.base import ModelKernels
 from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, SublayerOutput
@@ -88,3 +88,4 @@ def _ended(y: SublayerOutput, gains: Gains) -> pk.EndedSublayer:
 
 
 register(HYPER_CONNECTIONS, HyperConnectionsKernels)
+register_invariant(HYPER_CONNECTIONS, HyperConnectionsKernels)  # hidden size alone divides the sums of a token

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 import pallas_kernels as pk
 from dsv4jax.checks import Tree
-from dsv4jax.layer.kernels.base import register
+from dsv4jax.layer.kernels.base import register, register_invariant
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.kernels.base import ModelKernels
 from dsv4jax.model.ops import ROUTER, Picks
@@ -32,16 +32,29 @@ class RouterKernels(ModelKernels):
             table=router.table,
             ids=None if router.table is None else ids.reshape(-1),
         )
-        found = self.kernels.route(
-            x.reshape(-1, x.shape[-1]),
-            router.gate,
-            inputs,
-            picks=cfg.experts_per_token,
-            scale=cfg.routed_scale,
-            **self.options,
-        )
+        rows, options = x.reshape(-1, x.shape[-1]), dict(picks=cfg.experts_per_token, scale=cfg.routed_scale)
+        found = self._route(rows, router.gate, inputs, **options, **self.options)
         shape = *real.shape, cfg.experts_per_token
         return Picks(experts=found.experts.reshape(shape), weights=found.weights.reshape(shape), tiles=found.tiles)
 
+    def _route(self, x: jax.Array, gate: Tree, inputs: pk.PickInputs, **options: Tree) -> pk.Routed:
+        return self.kernels.route(x, gate, inputs, **options)
+
+
+class InvariantRouterKernels(RouterKernels):
+    """The same in one launch for each part of the tokens, so that XLA never multiplies."""
+
+    def unserved(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
+        if (reason := super().unserved(cfg, weights, dtype)) is not None:
+            return reason
+        hidden, picks = weights.gate.shape[1], cfg.experts_per_token
+        if not self.kernels.most_of_a_part(hidden=hidden, experts=cfg.num_experts, picks=picks):
+            return f"no launch routes tokens of {hidden} numbers to {cfg.num_experts} experts by itself"
+        return None
+
+    def _route(self, x: jax.Array, gate: Tree, inputs: pk.PickInputs, **options: Tree) -> pk.Routed:
+        return self.kernels.route_in_parts(x, gate, inputs, **options)
+
 
 register(ROUTER, RouterKernels)
+register_invariant(ROUTER, InvariantRouterKernels)
