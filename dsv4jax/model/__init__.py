@@ -19,6 +19,7 @@ memory             the bytes of a model's weights
 """
 
 import dsv4jax.model.kernels.experts as _expert_kernels  # noqa: F401  imported to register it
+import dsv4jax.model.kernels.head as _head_kernels  # noqa: F401  the same
 import dsv4jax.model.kernels.hyper_connections as _hyper_connections_kernels  # noqa: F401  the same
 import dsv4jax.model.kernels.router as _router_kernels  # noqa: F401  the same
 import dsv4jax.model.plain.experts as _experts  # noqa: F401  the same

@@ -31,7 +31,7 @@ def test_a_request_gets_the_same_logits_in_any_batch():
 @pytest.mark.slow
 @pytest.mark.simulated
 def test_kernels_around_attention():
-    """Products, router, experts in FP4 and hyper-connections, of chunks, single tokens and a draft."""
+    """Products, router, experts in FP4, hyper-connections and head, of chunks, single tokens and a draft."""
     attention = d4.DSV4Config.tiny(
         hidden_size=512,
         head_dim=128,
@@ -44,7 +44,7 @@ def test_kernels_around_attention():
     )
     cfg = ModelConfig.tiny(attention=attention, expert_width=512, num_hash_layers=0, vocab_size=64)
     params = random_model(cfg, jax.random.key(0), weights="stored", drafts=0)
-    ops = "projections", "router", "experts", "hyper_connections"
+    ops = "projections", "router", "experts", "hyper_connections", "head"
     named: dict[str, Any] = dict.fromkeys(d4.backends(), "xla") | dict.fromkeys(ops, "pallas_simulated")
     run = run_model(params, d4.OpBackends(**named))
     plan = d4.plan_cache(attention, max_requests=3, max_context=80, invariant=True, **TRAINED)

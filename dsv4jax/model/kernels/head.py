@@ -1,0 +1,38 @@
+"""The product with the head, by the kernels of a layer's products."""
+
+from __future__ import annotations
+
+import jax
+from jax.typing import DTypeLike
+
+from dsv4jax.checks import Tree
+from dsv4jax.layer.kernels.base import OfFamily, register, register_invariant, unchecked_order
+from dsv4jax.layer.kernels.products import InvariantProjectionsKernels, ProjectionsKernels
+from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.ops import HEAD
+from dsv4jax.weights.stored import Weight
+
+
+class HeadKernels(OfFamily):
+    """The product as ``pk.plan`` says: XLA is faster with a wide head as large as that of V4."""
+
+    def unsupported(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
+        del cfg, weights, dtype
+        return self.family.missing() or self.family.unsupported()
+
+    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
+        return ProjectionsKernels(self.family).linear(x, head)
+
+
+class InvariantHeadKernels(HeadKernels):
+    """The same with the kernel of few rows."""
+
+    def unsupported(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
+        return super().unsupported(cfg, weights, dtype) or unchecked_order()
+
+    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
+        return InvariantProjectionsKernels(self.family).linear(x, head)
+
+
+register(HEAD, HeadKernels)
+register_invariant(HEAD, InvariantHeadKernels)
