@@ -49,19 +49,20 @@ class OutputKernels:
         weights, positions, real = (params.o_b,), ending.positions, ending.positions >= 0
         if isinstance(rows, jax.Array):
             rows = rows.astype(ending.dtype)
-        stored = pk.Store(dtype=jnp.bfloat16 if ending.axis is None else jnp.float32)
-        made = pk.AddTo() if ending.is_whole else stored
+        made = pk.AddTo() if ending.axis is None else pk.Store()
         plan = self.products.plan(rows, weights, (made,), needed=real)
         if isinstance(plan, pk.Unsupported):
             return self.steps.finish(params, rows, ending)
-        if not ending.is_whole:
+        if ending.axis is not None:
             (y,) = self.products.run(plan, rows, weights, needed=real)
             return ending.end(y.reshape(*positions.shape, -1))
         # The kernel leaves padding as it is. Without a residual it therefore adds to zeros, which all layers of a
         # program share, where a mask would be one more launch in each.
         onto = ending.residual
         if onto is None:
-            onto = jnp.zeros((*positions.shape, params.o_b.shape[0]), jnp.bfloat16)
+            onto = jnp.zeros((len(positions), ending.num_tokens, params.o_b.shape[0]), jnp.bfloat16)
+        beyond = positions.shape[1] - ending.num_tokens
+        onto = jnp.pad(onto, ((0, 0), (0, beyond), (0, 0)))
         extras = flat(self.products.without_derivative(PROJECTIONS, onto)), positions.reshape(-1)
         (y,) = self.products.run(plan, rows, weights, *extras, needed=real)
-        return y.reshape(*positions.shape, -1)
+        return y.reshape(*positions.shape, -1)[:, : ending.num_tokens]

@@ -100,11 +100,6 @@ class Ending:
     residual: jax.Array | None  # [B, num_tokens, hidden]
     axis: str | None  # the mesh axis over which heads are split
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the product of one device has all rows that it shall have, and no others."""
-        return self.axis is None and self.positions.shape[1] == self.num_tokens
-
     def end(self, product: jax.Array) -> jax.Array:
         """Return y [B, num_tokens, hidden] of a product [B, T, hidden]."""
         if self.axis is not None:
