@@ -136,7 +136,7 @@ def main() -> None:
             print(f"{title}:")
             for what, count in sorted(some.items()):
                 print(f"    {count:3} {what}")
-    if not options.draft:  # what is done once is the same for a draft
+    if options.tokens == 1 and not options.draft:  # what is done once is the same for a draft and for a chunk
         total = launches_of(*RATIOS).total()
         report["all kinds"] = {"once": total - sum(found["layer"] for found in report.values())}
     print(json.dumps(report))
