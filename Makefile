@@ -34,8 +34,9 @@ demo: $(call installed,demo-$(DEVICE))
 	$(python) examples/demo.py --device $(DEVICE) --out out
 
 # On a CPU, tests spend most of their time in XLA, which is told to optimize little, to emit fusions as it did before it
-# had an emitter in MLIR, and to compile a program in one piece: a layer then compiles in a quarter of the time. Slow tests of the rules and of recorded layers,
-# and audits, compile as users do. Those that compare two programs bit for bit need the emitter of today.
+# had an emitter in MLIR, and to compile a program in one piece: a layer then compiles in a quarter of the time. Slow
+# tests of the rules and of recorded layers, and audits, compile as users do. Those that compare two programs bit for bit
+# need the emitter of today.
 quickly := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 	XLA_FLAGS="--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
 		--xla_cpu_parallel_codegen_split_count=1 $(XLA_FLAGS)"
@@ -55,9 +56,10 @@ test-slow: $(call installed,test)
 sweeps: slow := sweep
 sweeps: test-slow
 
-# Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance.
+# Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance. NumPy,
+# which computes what is expected, has one thread in each process, because there is a process for each core.
 test-gpu: $(call installed,test-gpu)
-	XLA_FLAGS="--xla_gpu_autotune_level=0 $(XLA_FLAGS)" $(python) -m pytest -n $(GPU_JOBS) --dist worksteal \
+	OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_gpu_autotune_level=0 $(XLA_FLAGS)" $(python) -m pytest -n $(GPU_JOBS) --dist worksteal \
 		-m "not simulated and (gpu or not (slow or any_device))" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
 		tests/requests tests/triton_gpu tests/weights tests/model tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
