@@ -20,7 +20,7 @@ from pallas_kernels.update.batch import Call
 from pallas_kernels.update.hca import HCAOnlineUpdate, HCARingUpdate
 from tests.support.cases import first_of
 from tests.support.driver import BF16_TAILS, CFG, CONTEXT, F32, TRAINED, ids, random_params, sequence
-from tests.support.same_bits import Pass, alone, compare, different_bits, feed, run_layers
+from tests.support.same_bits import Pass, alone, compare, differ_from_alone, different_bits, feed, run_layers
 
 LENGTHS = (37, 20, 5, 48, 33)  # several blocks of all kinds
 CSA = d4.DSV4Config.tiny(compress_ratios=(4,))
@@ -117,10 +117,7 @@ def of_kernels(options: dict[str, Any]) -> dict[str, int]:
         Pass(rows=((0, 3), (1, 1)), width=5, is_draft=True),
         Pass(rows=(None, (0, 8), (1, 4)), width=8),
     ]
-    found, differing = feed(run, plan, inputs, together, 7), dict[str, int]()
-    for i, x in enumerate(inputs):
-        differing |= different_bits(found[i], feed(run, plan, inputs, alone(i, len(x)), i)[i])
-    return differing
+    return differ_from_alone(run, plan, inputs, together)
 
 
 @pytest.mark.simulated

@@ -132,6 +132,17 @@ def compare(
     return differing
 
 
+def differ_from_alone(
+    run: Run, plan: d4.CachePlan, inputs: Sequence[np.ndarray], passes: Sequence[Pass]
+) -> dict[str, int]:
+    """Return by name how many bits differ between requests in these passes and one token after the other alone."""
+    found, differing = feed(run, plan, inputs, passes, 7), dict[str, int]()
+    for request, given in enumerate(inputs):
+        single = feed(run, plan, inputs, alone(request, len(given)), request)
+        differing |= different_bits(found[request], single[request])
+    return differing
+
+
 def run_layers(params: Sequence[Any], backend: Any = None) -> Run:
     """Run each layer on the same inputs."""
     return functools.partial(_layers, tuple(params), backend=backend)
