@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
+from dsv4jax.cache.tables import blocks_for
 from dsv4jax.weights.params import param_shapes
 
 # One layer of each kind. HCA blocks are short, so that a short sequence fills several blocks of the pool; the pool then
@@ -138,11 +139,16 @@ def sequence(seed: int, length: int, hidden: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((length, hidden), np.float32)
 
 
-def contents(cache: d4.KVCache, slot: int) -> dict[str, Any]:
-    """Return all that a cache holds of one request, in whichever blocks: NumPy leaves without the requests axis."""
+def contents(cache: d4.KVCache, slot: int, *, used: bool = False) -> dict[str, Any]:
+    """Return all that a cache holds of one request, in whichever blocks: NumPy leaves without the requests axis.
+
+    With ``used`` without the blocks that only tokens to come will use.
+    """
     tables = jax.tree.map(np.asarray, cache.tables)
-    blocks = tables.block_table[slot, : tables.block_lens[slot]]
-    held: dict[str, Any] = {"seq_len": tables.seq_lens[slot], "blocks": tables.block_lens[slot]}
+    length, count = int(tables.seq_lens[slot]), int(tables.block_lens[slot])
+    count = min(count, blocks_for(cache.plan, length)) if used else count
+    blocks = tables.block_table[slot, :count]
+    held: dict[str, Any] = {"seq_len": length, "blocks": count}
     for kind in d4.AttentionType:
         if cache.plan.layers(kind):
             stack = cache.stack(kind)

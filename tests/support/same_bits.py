@@ -84,11 +84,13 @@ def feed(
                 request, count = request_and_count
                 outputs[request].append(jax.tree.map(lambda leaf, row=row, n=count: leaf[row, :n], made))
                 done[request] += count
+    stored = np.asarray(cache.seq_lens)[[slot_of[request] for request in requests]]
+    assert stored.tolist() == [done[request] for request in requests], "a pass was refused"
     cache = poisoned(cache)
     joined: dict[int, Any] = {
         one: jax.tree.map(lambda *parts: np.concatenate(parts), *parts) for one, parts in outputs.items()
     }
-    return {request: (joined[request], contents(cache, int(slot_of[request]))) for request in requests}
+    return {request: (joined[request], contents(cache, int(slot_of[request]), used=True)) for request in requests}
 
 
 def _noise(rng: np.random.Generator, lead: tuple[int, ...], like: np.ndarray) -> np.ndarray:
