@@ -24,6 +24,7 @@ from notebooks.run import executed  # noqa: E402
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS, "no notebooks found"
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+RUN_IN_CHECK = "01_quickstart", "03_fork_and_speculate", "05_model"  # the others run in sweeps
 
 LIBRARY = ("dsv4jax", "pallas_kernels")
 # What docs/api describes, by full name.
@@ -66,7 +67,11 @@ def pictures(cell) -> list[str]:
 
 
 @pytest.mark.slow
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem in RUN_IN_CHECK else pytest.mark.sweep) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 # The kernel and its messages live in libraries whose warnings are not ours; errors inside a cell still fail the test.
 @pytest.mark.filterwarnings("default")
 def test_stored_outputs_are_those_of_a_run(path, monkeypatch):

@@ -23,7 +23,7 @@ CFG = d4.DSV4Config(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("weights", "num_new"), first_of([("stored", (1, 0, 1)), ("stored", (30, 1, 0)), ("wide", (1, 0, 1))])
+    ("weights", "num_new"), first_of([("stored", (1, 0, 1)), ("stored", (30, 1, 0)), ("wide", (1, 0, 1))], count=0)
 )
 def test_a_residual_is_added(weights, num_new, backend, monkeypatch):
     """To rows of few and of many, with stored weights by the kernel of the last product."""

@@ -56,7 +56,11 @@ NAMES = [name for name in THREE_FORMATS if name != "f32"]  # in which recorded o
 formats = pytest.mark.parametrize("options", first_of(pytest.param(THREE_FORMATS[name], id=name) for name in NAMES))
 
 
-@pytest.fixture(params=[pytest.param(None, id="default"), *BACKENDS])
+# ``tests.kernels`` compares what kernels store with the default's bytes.
+KERNELS = [pytest.param(*one.values, id=one.id, marks=(*one.marks, pytest.mark.sweep)) for one in BACKENDS]
+
+
+@pytest.fixture(params=[pytest.param(None, id="default"), *KERNELS])
 def cache_update(request):
     """The backend of the cache update in ``step``."""
     if request.param is None:

@@ -56,16 +56,14 @@ def test_a_request_gets_the_same_bits_in_any_batch(options, batch, drafts):
 SIMULATED = "pallas_simulated"
 
 
+@pytest.mark.sweep
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     "chosen",
-    first_of(
-        [
-            pytest.param({"decode_attention": SIMULATED}, id="attention"),
-            pytest.param({"indexer_scores": SIMULATED, "top_k": SIMULATED}, id="selection"),
-        ],
-        count=0,
-    ),
+    [
+        pytest.param({"decode_attention": SIMULATED}, id="attention"),
+        pytest.param({"indexer_scores": SIMULATED, "top_k": SIMULATED}, id="selection"),
+    ],
 )
 def test_kernels_that_have_an_invariant_form(chosen):
     """With heads and blocks as theirs. Attention would divide the keys of 30 queries among blocks, and not of 90."""
@@ -120,19 +118,17 @@ def of_kernels(options: dict[str, Any]) -> dict[str, int]:
     return differ_from_alone(run, plan, inputs, together)
 
 
+@pytest.mark.sweep
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     "options",
-    first_of(
-        [pytest.param(TRAINED, id="fp8_tile64, online"), pytest.param(BF16_TAILS, id="fp8_row, ring, bf16 tails")],
-        count=0,
-    ),
+    [pytest.param(TRAINED, id="fp8_tile64, online"), pytest.param(BF16_TAILS, id="fp8_row, ring, bf16 tails")],
 )
 def test_kernels_of_products_and_of_the_update(options):
     assert not of_kernels(options)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.simulated
 def test_the_check_sees_an_update_whose_order_depends_on_the_call(monkeypatch):
     """The tokens of a chunk are then added four at a time to the running softmax of an entry."""
