@@ -23,7 +23,6 @@ from pallas_kernels.language.values import Condition, Index, Value
 TILE = 64  # outputs of a warpgroup
 ROWS = 64  # the most rows of x in a block that multiplies such tiles
 CHUNK_BYTES, HALVES = 128, 2
-HALF_BYTES = CHUNK_BYTES // HALVES
 QUAD = 4
 _ROWS = TILE // (WARPGROUP // WARP)  # of a warp
 _UNIT = 16  # bytes of one access

@@ -62,13 +62,6 @@ def from_ue8m0(byte):
 
 
 @triton.jit
-def e2m1_to_f16(code):
-    """Values times 2^-14 of codes, in f16. ``code`` is an integer whose lowest four bits count."""
-    wide = code.to(tl.int16)
-    return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
 def to_e2m1(x):
     """Codes of f32, in i32. Magnitudes above 6 become 6, and NaN becomes 0 with its sign."""
     bits = x.to(tl.int32, bitcast=True)

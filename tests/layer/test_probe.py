@@ -106,7 +106,7 @@ def read_by(layer: int, formats: str = "f32") -> tuple[np.ndarray, np.ndarray]:
     return keys.astype(np.float64), mask
 
 
-@pytest.mark.parametrize("formats", ["f32", "fp8_tile64, mxfp4, online"])
+@pytest.mark.parametrize("formats", first_of(["fp8_tile64, mxfp4, online", "f32"]))
 @each_layer
 def test_weights_of_keys_equal_those_by_hand(layer, formats):
     _, before, _, _ = run(layer, Probe(), formats=THREE_FORMATS[formats])

@@ -145,8 +145,9 @@ def contents(cache: d4.KVCache, slot: int, *, used: bool = False) -> dict[str, A
     With ``used`` without the blocks that only tokens to come will use.
     """
     tables = jax.tree.map(np.asarray, cache.tables)
-    length, count = int(tables.seq_lens[slot]), int(tables.block_lens[slot])
-    count = min(count, blocks_for(cache.plan, length)) if used else count
+    length, count = tables.seq_lens[slot], tables.block_lens[slot]
+    if used:
+        count = np.minimum(count, np.int32(blocks_for(cache.plan, int(length))))
     blocks = tables.block_table[slot, :count]
     held: dict[str, Any] = {"seq_len": length, "blocks": count}
     for kind in d4.AttentionType:

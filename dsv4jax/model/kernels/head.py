@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 from jax.typing import DTypeLike
 
@@ -16,22 +18,23 @@ from dsv4jax.weights.stored import Weight
 class HeadKernels(OfFamily):
     """The product as ``pk.plan`` says: XLA is faster with a wide head as large as that of V4."""
 
+    products: ClassVar[type[ProjectionsKernels]] = ProjectionsKernels
+
     def unsupported(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
         del cfg, weights, dtype
         return self.family.missing() or self.family.unsupported()
 
     def logits(self, x: jax.Array, head: Weight) -> jax.Array:
-        return ProjectionsKernels(self.family).linear(x, head)
+        return self.products(self.family).linear(x, head)
 
 
 class InvariantHeadKernels(HeadKernels):
     """The same with the kernel of few rows."""
 
+    products = InvariantProjectionsKernels
+
     def unsupported(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
         return super().unsupported(cfg, weights, dtype) or unchecked_order()
-
-    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
-        return InvariantProjectionsKernels(self.family).linear(x, head)
 
 
 register(HEAD, HeadKernels)
