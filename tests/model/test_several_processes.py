@@ -75,6 +75,11 @@ def run_processes(*arguments: str) -> list[tuple[str, str]]:
     return said
 
 
+def without_gloo(said: str) -> list[str]:
+    """The lines of the command and of the calls. Gloo writes from several threads, whose words may be in each other."""
+    return [line for line in said.splitlines() if line.startswith(("{", "shard ", "save: "))]
+
+
 @pytest.mark.slow
 def test_two_processes_make_the_tokens_of_one_device(tmp_path):
     """With drafts. Each reads the folder for its own devices, and the first one alone speaks."""
@@ -86,7 +91,7 @@ def test_two_processes_make_the_tokens_of_one_device(tmp_path):
     options = ["--temperature", "0", "--weights", "f32", "--max-new", str(NEW), "--drafts", "1", "--ignore-eos"]
     where = ["--mesh", "2x2", "--distributed", "--json"]
     (said, speed), (other, nothing) = run_processes(str(tmp_path / "model"), *ids, *options, *where)
-    lines = [line for line in said.splitlines() if not line.startswith("[Gloo]")]
+    lines = without_gloo(said)
     assert json.loads(lines[0])["tokens"] == alone.tokens
     assert re.search(r"(\d+) of \d+ drafts accepted", speed)
     refused = [
@@ -95,5 +100,5 @@ def test_two_processes_make_the_tokens_of_one_device(tmp_path):
     ]
     assert lines[1:] == refused
     refused[0] = refused[0].replace("1", "0")
-    assert [line for line in other.splitlines() if "Gloo" not in line] == refused
+    assert without_gloo(other) == refused
     assert "tokens/s" not in nothing
