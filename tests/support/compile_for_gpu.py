@@ -86,8 +86,8 @@ def compile_for(target: str, function, *args, **jit_options):
     return lower_for(target, function, *args, **jit_options).compile()
 
 
-def report_of(module: str, target: str, *options: str) -> dict[str, Any]:
-    """Return the JSON that ``python -m module target`` prints last.
+def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module``, which compiles for a GPU, and return what it wrote.
 
     Skips the test if compiling for a GPU is not possible.
 
@@ -100,10 +100,15 @@ def report_of(module: str, target: str, *options: str) -> dict[str, Any]:
 
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("compiling for a GPU without one needs the extra 'cross'")
-    command = [sys.executable, "-m", module, target, *options]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", module, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished
+
+
+def report_of(module: str, target: str, *options: str) -> dict[str, Any]:
+    """Return the JSON that ``python -m module target`` prints last; as ``run_module``."""
+    return json.loads(run_module(module, target, *options).stdout.splitlines()[-1])
 
 
 def main(target: str) -> None:
