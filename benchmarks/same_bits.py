@@ -17,7 +17,7 @@ import numpy as np
 
 import dsv4jax as d4
 from dsv4jax.model import ModelConfig, random_model
-from tests.support.same_bits import Run, alone, different_bits, feed, random_passes, run_layers, run_model
+from tests.support.same_bits import Run, different_bits, each_alone, feed, random_passes, run_layers, run_model
 
 LENGTHS = 151, 60, 5, 130, 33  # tokens of each request
 SHAPES = (5, 128), (64, 40), (256, 9)  # of batches: the most rows, and tokens of a row
@@ -42,10 +42,7 @@ class Bench:
     def report(self, name: str, run: Run, plan: d4.CachePlan, inputs: list[np.ndarray], shapes: Any) -> None:
         """Compare requests in random batches with each alone, and print what differs."""
         began, batches, differing = time.perf_counter(), 0, 0
-        single: dict[int, Any] = {}
-        for request, given in enumerate(inputs):
-            single |= feed(run, plan, inputs, alone(request, len(given)), request)
-        rng = np.random.default_rng(0)
+        single, rng = each_alone(run, plan, inputs), np.random.default_rng(0)
         for number in range(self.rounds):
             for rows, width in ((3, 6),) if self.is_tiny else shapes:
                 passes = random_passes(rng, [len(one) for one in inputs], rows, width)

@@ -111,6 +111,14 @@ def different_bits(some: Any, others: Any) -> dict[str, int]:
     return found
 
 
+def each_alone(run: Run, plan: d4.CachePlan, inputs: Sequence[np.ndarray], seed: int = 0) -> dict[int, Any]:
+    """``feed`` for each request alone, one token after the other."""
+    found: dict[int, Any] = {}
+    for request, given in enumerate(inputs):
+        found |= feed(run, plan, inputs, alone(request, len(given)), seed + request)
+    return found
+
+
 def compare(
     run: Run,
     plan: d4.CachePlan,
@@ -122,10 +130,7 @@ def compare(
 ) -> dict[str, int]:
     """Return by name how many bits differ between requests alone and in random batches of these (rows, width)."""
     lengths, differing = [len(one) for one in inputs], dict[str, int]()
-    rng = np.random.default_rng(seed)
-    single: dict[int, Any] = {}
-    for request, length in enumerate(lengths):
-        single |= feed(run, plan, inputs, alone(request, length), seed + request)
+    rng, single = np.random.default_rng(seed), each_alone(run, plan, inputs, seed)
     for rows, width in batches:
         together = feed(run, plan, inputs, random_passes(rng, lengths, rows, width, drafts=drafts), seed + 100)
         for request, found in together.items():
@@ -139,9 +144,8 @@ def differ_from_alone(
 ) -> dict[str, int]:
     """Return by name how many bits differ between requests in these passes and one token after the other alone."""
     found, differing = feed(run, plan, inputs, passes, 7), dict[str, int]()
-    for request, given in enumerate(inputs):
-        single = feed(run, plan, inputs, alone(request, len(given)), request)
-        differing |= different_bits(found[request], single[request])
+    for request, single in each_alone(run, plan, inputs).items():
+        differing |= different_bits(found[request], single)
     return differing
 
 
