@@ -10,8 +10,9 @@
                and of a short chunk, padded to 4096 tokens and alone
 
 Kernel times are sums of CUPTI's, from programs of two sizes: the difference is what the layers between them add. Caches
-hold random bytes, in ``mxfp4`` and with online tails. Programs are timed undonated, so that a profile can repeat them;
-the copies of the cache that this costs are left out. On a CPU (``--tiny``) everything is wall time.
+hold random bytes, in ``mxfp4`` and with online tails; with ``--invariant`` they are invariant. Programs are timed
+undonated, so that a profile can repeat them; the copies of the cache that this costs are left out. On a CPU
+(``--tiny``) everything is wall time.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Bench:
     rounds: int
     out: Path | None
     is_tiny: bool
+    invariant: bool  # caches
 
     def context(self, requests: int) -> int:
         """The tokens that each request has."""
@@ -100,7 +102,13 @@ class Bench:
     def plan(self, cfg: d4.DSV4Config, requests: int) -> d4.CachePlan:
         most = self.context(requests) + ROOM
         return d4.plan_cache(
-            cfg, max_requests=requests, max_context=most, headroom=1.0, indexer_format="mxfp4", hca_tail="online"
+            cfg,
+            max_requests=requests,
+            max_context=most,
+            headroom=1.0,
+            indexer_format="mxfp4",
+            hca_tail="online",
+            invariant=self.invariant,
         )
 
     def batch(self, cfg: d4.DSV4Config, requests: int, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -110,6 +118,7 @@ class Bench:
         return x, slots, jnp.full(requests, tokens, jnp.int32)
 
     def note(self, case: str, text: str, **fields: Any) -> None:
+        case += ", invariant" if self.invariant else ""
         print(f"{case:52} {text}", flush=True)
         record(self.out, case=case, **fields)
 
@@ -381,6 +390,7 @@ def time_prefill(bench: Bench) -> None:
             headroom=1.0,
             indexer_format="mxfp4",
             hca_tail="online",
+            invariant=bench.invariant,
         )
         params, batch = [form.params(cfg, 0, bench.dtype)], bench.batch(cfg, 1, chunk)
         x, slots, count = batch
@@ -444,6 +454,7 @@ def main() -> None:
     parser.add_argument("--weights", default="stored,wide")
     parser.add_argument("--activations", default=",".join(LAYER_ACTIVATIONS), help="of stored weights")
     parser.add_argument("--before", default="28672", help="tokens before a chunk")
+    parser.add_argument("--invariant", action="store_true", help="caches that are invariant")
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each program")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
@@ -465,6 +476,7 @@ def main() -> None:
         rounds=2 if options.tiny else options.rounds,
         out=options.out,
         is_tiny=options.tiny,
+        invariant=options.invariant,
     )
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     for part in options.part or PARTS:

@@ -6,6 +6,7 @@
     prompt  wall time of a prompt of 4,096 tokens
     token   wall time of a token of one text after it, by the loop that generates
     step    wall time of a decode step of many requests, several in a row, on this mesh and on the one turned round
+    folder  seconds to write the weights as a checkpoint, and to load it from the page cache on to the mesh
 
 Weights are drawn in the formats of checkpoints, of as many layers as are asked for. What requests hold before a step is
 granted and counted, but not computed: rows of zeros.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,20 @@ import dsv4jax as d4
 from benchmarks.kernels.timing import Times, record
 from benchmarks.model_parts.whole import step, with_layers
 from dsv4jax.generate import mesh_of
-from dsv4jax.model import Generator, ModelConfig, ModelParams, forward, generate, init_caches, random_model
+from dsv4jax.model import (
+    Generator,
+    ModelConfig,
+    ModelParams,
+    forward,
+    generate,
+    init_caches,
+    load_model,
+    random_model,
+    save_model,
+)
 from dsv4jax.model.inside.devices import weight_specs
 
-PARTS = "same", "made", "prompt", "token", "step"
+PARTS = "same", "made", "prompt", "token", "step", "folder"
 IN_A_ROW, ROUNDS = 10, 3
 ROOM = 256  # tokens that requests can grow by
 
@@ -138,6 +150,24 @@ def time_texts(bench: Bench, params: ModelParams) -> None:
         bench.note("token of one text", f"{each:9.3f} ms", ms=each, stored=again.stored)
 
 
+def time_folder(bench: Bench, params: ModelParams) -> None:
+    """Write the weights, forget them, and load them."""
+    size = d4.cache.tree_bytes(params) / 2**30
+    last = jax.device_get(params.blocks[-1].attention)
+    with tempfile.TemporaryDirectory() as parent:
+        began, folder = time.perf_counter(), Path(parent) / "model"
+        save_model(params, folder)
+        bench.note("folder written", f"{time.perf_counter() - began:.0f} s")
+        jax.tree.map(lambda leaf: leaf.delete(), params)
+        began = time.perf_counter()
+        loaded = jax.block_until_ready(load_model(folder, mesh=bench.mesh))
+        seconds = time.perf_counter() - began
+    pairs = zip(jax.tree.leaves(last), jax.tree.leaves(loaded.blocks[-1].attention), strict=True)
+    assert all(before.tobytes() == np.asarray(after).tobytes() for before, after in pairs)
+    text = f"{seconds:.1f} s, {size:.1f} GiB: {seconds / size:.2f} s per GiB"
+    bench.note("folder loaded", text, seconds=seconds, gib=size)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", type=mesh_of, default="1x2")
@@ -173,6 +203,8 @@ def main(arguments: list[str] | None = None) -> None:
             dataclasses.replace(bench, mesh=turned(bench.mesh), requests=requests[-1:]),
             on_mesh(params, turned(bench.mesh)),
         )
+    if "folder" in parts:
+        time_folder(bench, params)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Which kernel solves a problem, and how it is divided; or why there is none, or better none.
 
-Up to 64 rows the sums of a row do not depend on how many there are. With more, there is another kernel on Hopper, which
-adds in another order. Its order depends on the number of rows only where blocks share the inputs of a tile
+The sums of few rows do not depend on how many there are. For many rows there is another kernel on Hopper, which adds in
+another order. Its order depends on the number of rows only where blocks share the inputs of a tile
 (``many.tiling``), as they do for a few hundred rows. A plan that is ``invariant`` has the kernel of few rows for any
-number of them, in blocks of up to 64 each; and what it makes of sums is decided by the weights alone.
+number of them; and what it makes of sums is decided by the weights alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEADS = AttentionQueries, IndexerQueries
 _WIDE_QUERIES = Unsupported(kind="no kernel", reason="queries are made in products with FP8 weights")
 _BOTH_DIM = 128  # outputs of the indexer's heads that have tiles beside those of attention
 _ANY = 1 << 62  # rows, or numbers of a weight
-_INVARIANT = Thresholds(few_rows=_ANY, some_rows=_ANY, many_rows=_ANY, small_weight=_ANY, medium_weight=_ANY)
+_INVARIANT = Thresholds(few_rows=_ANY, few_rounded_rows=_ANY, many_rows=_ANY, small_weight=_ANY, medium_weight=_ANY)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,9 @@ def rows_taken(problem: Problem, gpu: GPU | None = None, *, invariant: bool = Fa
     return next(filter(is_served, classes), problem.rows)
 
 
-def _together(rows: RowsSpec, limits: Thresholds) -> int:
-    """Return how many rows an epilogue sees at once: those of a block where the kernel of few rows has many."""
-    return rows.count if rows.count > limits.few_rows else min(rows.count, ROWS)
+def _together(rows: RowsSpec, weight: WeightSpec, limits: Thresholds) -> int:
+    """Return of how many rows an epilogue is asked: of few, whatever their number, if they have that kernel."""
+    return rows.count if rows.count > limits.few(weight.activations) else min(rows.count, ROWS)
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def _of_weight(rows: RowsSpec, weight: WeightSpec, gpu: GPU) -> Unsupported | No
 
 def _of_class(rows: RowsSpec, weight: WeightSpec, gpu: GPU, limits: Thresholds) -> Unsupported | None:
     """Return why no kernel takes rows of this class, or None if one does."""
-    is_few = rows.count <= limits.few_rows
+    is_few = rows.count <= limits.few(weight.activations)
     takes = {
         PlainRows: True,
         OperandRows: is_few and weight.block is not None and weight.activations == "bf16",
@@ -158,14 +158,14 @@ def _not_of_many(weight: WeightSpec, gpu: GPU) -> str | None:
 
 def _single(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupported:
     (weight,), (epilogue,), rows = problem.weights, problem.epilogues, problem.rows.count
-    if (reason := epilogue.unsupported(_together(problem.rows, limits), weight)) is not None:
+    if (reason := epilogue.unsupported(_together(problem.rows, weight, limits), weight)) is not None:
         return reason
     if isinstance(epilogue, _HEADS):
         return _queries(problem, epilogue, gpu, limits)
     only_few = _not_of_many(weight, gpu)
     made, is_rounded = epilogue, isinstance(epilogue, Store) and epilogue.kind is RoundedRows
     in_bf16 = Store(dtype=jnp.bfloat16) if is_rounded else epilogue
-    if rows <= (limits.some_rows if weight.block is None else limits.few_rows) or only_few is not None:
+    if rows <= limits.few(weight.activations) or only_few is not None:
         kernel: Few | Many = Few(layout=fastest_layout(problem.rows, weight, in_bf16, gpu))
     else:
         tiling = fastest_tiling(rows, weight, in_bf16, gpu)
@@ -180,18 +180,18 @@ def _single(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupporte
 def _faster_without(problem: Problem, only_few: str | None, limits: Thresholds) -> str | None:
     """Return why a product is faster without its kernel, or None."""
     (weight,), rows = problem.weights, problem.rows.count
-    if rows > limits.some_rows and only_few is not None:
-        return f"for more than {limits.some_rows} rows, got {rows}, it is faster to widen the weight where {only_few}"
+    if rows > limits.few_rows and only_few is not None:
+        return f"for more than {limits.few_rows} rows, got {rows}, it is faster to widen the weight where {only_few}"
     if weight.block is not None:
         return None
     if not isinstance(problem.epilogues[0], Store):
         return "a product with a wide weight was timed only where its sums are stored"
     if rows >= limits.many_rows and problem.needed is Needed.MASK:
         most = limits.medium_weight
-    elif rows > limits.some_rows:
+    elif rows > limits.few_rows:
         most = 0
     else:
-        most = limits.medium_weight if 1 < rows <= limits.few_rows else limits.small_weight
+        most = limits.medium_weight if rows > 1 else limits.small_weight
     size = weight.shape[0] * weight.shape[1]
     return None if size <= most else f"of {rows} rows, XLA is faster with a wide weight of more than {most} numbers"
 
@@ -202,12 +202,12 @@ def _queries(problem: Problem, epilogue: Epilogue, gpu: GPU, limits: Thresholds)
     only_few = _not_of_many(weight, gpu)
     if weight.block is None:
         return _WIDE_QUERIES
-    if rows.count > limits.few_rows:
+    if rows.count > (few := limits.few(weight.activations)):
         if only_few is not None:
-            reason = f"products of more than {limits.few_rows} rows have no kernel where {only_few}"
+            reason = f"products of more than {few} rows have no kernel where {only_few}"
             return Unsupported(kind="no kernel", reason=reason)
         if weight.activations != "fp8":
-            reason = f"queries of more than {limits.few_rows} rows are made in products with activations='fp8'"
+            reason = f"queries of more than {few} rows are made in products with activations='fp8'"
             return Unsupported(kind="no kernel", reason=reason)
         kernel = Many(tiling=tiling_of_heads(rows.count, weight, epilogue, gpu), which=problem.needed)
         return Plan(problem=problem, gpu=gpu, kernel=kernel)
@@ -220,11 +220,11 @@ def _queries(problem: Problem, epilogue: Epilogue, gpu: GPU, limits: Thresholds)
 def _two(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupported:
     """Return the plan of two products in one launch."""
     (first, second), (one, other), rows = problem.weights, problem.epilogues, problem.rows
-    if rows.count > limits.few_rows:
-        reason = f"two products are one launch for at most {limits.few_rows} rows, got {rows.count}"
+    if rows.count > (few := limits.few(first.activations)):
+        reason = f"two products are one launch for at most {few} rows, got {rows.count}"
         return Unsupported(kind="slower", reason=reason)
     for weight, epilogue in zip(problem.weights, problem.epilogues, strict=True):
-        if (reason := epilogue.unsupported(_together(rows, limits), weight)) is not None:
+        if (reason := epilogue.unsupported(_together(rows, weight, limits), weight)) is not None:
             return reason
     if isinstance(one, AttentionQueries) and isinstance(other, IndexerQueries):
         return _both(problem, BothQueries(attention=one, indexer=other), gpu)

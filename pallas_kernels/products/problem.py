@@ -173,8 +173,9 @@ class Epilogue(abc.ABC):
         """Tiles of a block, its last ones, that are of a second weight."""
         return 0
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, lines: int) -> int:
+        """Return the bytes of shared memory that a block of so many lines takes beside the sums."""
+        del lines
         return 0
 
     def sent_bytes(self, lines: int) -> int:

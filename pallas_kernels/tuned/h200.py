@@ -33,6 +33,10 @@ HCA_MANY_REQUESTS = 64  # above which a step is one of many
 # What a cluster takes, by its size, and what a launch takes: as much as reading so many bytes by a block.
 CLUSTER_BYTES = {1: 0, 2: 24 << 10, 4: 48 << 10, 8: 72 << 10}
 LAUNCH_BYTES = 100 << 10
+# With more than 64 rows: what a column of a tile takes for a chunk, in the same unit, widening a tile's chunk as if it
+# had so many columns more, and a cluster in each wave. From times on an H100 with 256 and 4096 rows, as H100 and H200
+# compute alike.
+COLUMN_BYTES, WIDENING_COLUMNS, MEETINGS = 96, 48, 2.75
 # Clusters that an H200 ran at once beyond those that every one runs (``GPU.clusters``). A card that lacks them runs
 # them after the others.
 MORE_CLUSTERS = {8: 1}
@@ -45,13 +49,17 @@ COLUMNS_TO_LOAD_AT_ONCE = 32  # from which on both halves of a chunk's codes are
 class Thresholds:
     """Where one program of a product becomes faster than another. ``python -m benchmarks.layer products``."""
 
-    few_rows: int = 64  # up to which products have the kernel of few rows, if there is another one
-    some_rows: int = 128  # up to which it is faster than a product with the widened weight, and serves wide weights too
+    few_rows: int = 128  # up to which the kernel of few rows is the fastest
+    few_rounded_rows: int = 64  # the same where rows are rounded to FP8, if there is another kernel
     many_rows: int = 1024  # from which products with a wide weight have a kernel that leaves out padding
-    # Numbers of a wide weight up to which its kernel is faster than XLA: for one row, and for 2 to 64, where XLA takes
+    # Numbers of a wide weight up to which its kernel is faster than XLA: for one row, and for 2 to 128, where XLA takes
     # two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.
     small_weight: int = 1 << 22
     medium_weight: int = 1 << 24
+
+    def few(self, activations: str) -> int:
+        """Return up to how many rows products have the kernel of few rows where there is another one."""
+        return self.few_rounded_rows if activations == "fp8" else self.few_rows
 
 
 THRESHOLDS = Thresholds()

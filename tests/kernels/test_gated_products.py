@@ -84,7 +84,7 @@ def test_nan_stays_in_its_row(simulate):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (Product(rows=65, outputs=128, inputs=256), "at most 64 rows and one group, got 65 and 1"),
+        (Product(rows=129, outputs=128, inputs=256), "few rows and one group, got 129 and 1"),
         (Product(rows=2, outputs=128, inputs=256, groups=2), "got 2 and 2"),
         (Product(rows=2, outputs=96, inputs=256), "a multiple of 64 outputs"),
         (Product(rows=2, outputs=128, inputs=256, block=None), "timed only where its sums are stored"),

@@ -93,8 +93,8 @@ def test_rows_and_sums_that_no_kernel_has_are_named():
     assert (found.kind, found.reason) == ("no kernel", "rows must be bfloat16, got float32")
     found = refused(problem(2, (weight, pk.Store(dtype=jnp.float16))))
     assert (found.kind, found.reason) == ("no kernel", "sums are stored as f32 or bf16, got float16")
-    found = refused(problem(65, (weight, pk.Store(kind=OperandRows))))
-    assert (found.kind, found.reason) == ("no kernel", "operand rows are made of at most 64 rows, got 65")
+    found = refused(problem(129, (weight, pk.Store(kind=OperandRows))))
+    assert (found.kind, found.reason) == ("no kernel", "operand rows are made of few rows, got 129")
     found = refused(problem(2, (weight, pk.Store()), (weight, pk.Store()), (weight, pk.Store())))
     assert (found.kind, found.reason) == ("no kernel", "a launch multiplies by one or two weights, got 3")
 
@@ -131,10 +131,8 @@ def test_the_kernel_of_many_rows_serves_any_number_of_them(activations):
         (1, 1024, "all", True),  # 2^22 numbers
         (1, 1088, "all", False),
         (2, 4096, "all", True),
-        (64, 4096, "all", True),
-        (64, 4160, "all", False),
-        (65, 1024, "all", True),
-        (65, 1088, "all", False),
+        (128, 4096, "all", True),
+        (128, 4160, "all", False),
         (129, 64, "all", False),
         (4096, 64, "all", False),
         (4096, 4096, "mask", True),
@@ -167,8 +165,8 @@ def test_what_is_added_to_no_residual_is_named():
 @pytest.mark.parametrize(
     ("rows", "form", "kind"),
     [
-        (64, {}, OperandRows),
-        (65, {}, PlainRows),
+        (128, {}, OperandRows),
+        (129, {}, PlainRows),
         (64, dict(activations="fp8"), PlainRows),
         (65, dict(activations="fp8"), RoundedRows),
         (130, dict(activations="fp8", block=(64, 128)), PlainRows),
@@ -195,7 +193,7 @@ def test_rows_that_a_product_takes_best(rows, form, kind):
         ("no kernel", dict(shape=(768, 128)), "heads of 512, got 768 outputs and heads of 512"),
         ("no kernel", dict(head_dim=256), "heads of 512, got 512 outputs and heads of 256"),
         ("no kernel", dict(rope_dim=24), "a multiple of 16 up to 256, got 24"),
-        ("no kernel", dict(activations="bf16"), "activations='fp8'"),
+        ("no kernel", dict(activations="bf16", rows=129), "activations='fp8'"),
         ("no kernel", dict(block=(64, 128)), "blocks of a scale"),
         ("no kernel", dict(shape=(32, 128)), "a multiple of 64 outputs"),
         ("no kernel", dict(block=None, activations="bf16", rows=1), "FP8 weights"),
@@ -220,7 +218,7 @@ def test_queries_of_attention_that_no_kernel_makes_are_named(kind, change, messa
         ("no kernel", dict(rope_dim=24), "heads of 128 and a rope_dim that is a multiple of 16, got 128 and 24"),
         ("no kernel", dict(rope_dim=132), "a multiple of 4 up to 128, got 132"),
         ("no kernel", dict(key_format="bf16"), "a 4-bit format, got 'bf16'"),
-        ("no kernel", dict(activations="bf16"), "activations='fp8'"),
+        ("no kernel", dict(activations="bf16", rows=129), "activations='fp8'"),
         ("no kernel", dict(shape=(64, 128)), "got 64 outputs and heads of 128"),
         ("no kernel", dict(block=(64, 128)), "blocks of a scale"),
         ("no kernel", dict(rows=1, shape=(8256, 1024)), "heads of (64, 128, 256), got 8256 outputs and heads of 128"),
@@ -271,7 +269,7 @@ def test_the_sizes_of_a_model_are_served(rows):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("slower", dict(rows=65), "one launch for at most 64 rows, got 65"),
+        ("slower", dict(rows=129), "one launch for at most 128 rows, got 129"),
         ("no kernel", dict(shapes=(MODEL[0], (4096, 1024))), "as many heads and inputs"),
         ("no kernel", dict(shapes=(MODEL[0], (16384, 1024)), key_dim=256), "must have 128 outputs, got 256"),
         ("slower", dict(shapes=((512, 1024), (128, 1024))), "too few blocks of whole heads"),

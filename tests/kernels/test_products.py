@@ -57,6 +57,13 @@ STREAMED = [
     Product(rows=64, outputs=384, inputs=640, parts=(1, 1), tiles=5, streams=True),
     Product(rows=11, outputs=192, inputs=512, block=None, parts=(2, 1), tiles=2, streams=True),
 ]
+# Parts in turns, and blocks of more rows than those of few rows have.
+MORE_ROWS = [
+    Product(rows=70, outputs=192, inputs=1024, parts=(1, 1), tiles=2, streams=True, turns=4),
+    Product(rows=130, outputs=192, inputs=768, parts=(2, 1), tiles=3, streams=True, columns=128),
+    Product(rows=140, outputs=128, inputs=1280, groups=2, parts=(1, 1), tiles=2, streams=True, turns=2, columns=72),
+    Product(rows=100, outputs=64, inputs=512, block=None, parts=(1, 1), streams=True, turns=2, columns=104),
+]
 FORMS = [
     Product(rows=9, outputs=64, inputs=512, block=(32, 32), parts=(2, 1)),
     Product(rows=3, outputs=128, inputs=256, block=(16, 64), dtype=jnp.bfloat16, parts=(1, 1), tiles=2),
@@ -96,7 +103,11 @@ MANY = [
 
 
 @machines
-@pytest.mark.parametrize("case", first_of(STREAMED[:1] + SHAPES + PARTS + FORMS + STREAMED[1:], count=9), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    first_of(MORE_ROWS[:2] + STREAMED[:1] + SHAPES + PARTS + FORMS + STREAMED[1:] + MORE_ROWS[2:], count=11),
+    ids=str,
+)
 def test_products_are_exact_but_for_the_order_of_sums(case, simulate):
     case.check(case.run(simulate=simulate, gpu=HOPPER if simulate else here()), simulate=simulate)
 

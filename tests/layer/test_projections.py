@@ -208,8 +208,8 @@ def test_the_derivative_by_x_is_that_of_the_exact_product(tokens, activations):
 @pytest.mark.parametrize(
     ("rows", "outputs", "has_kernel"),
     [
-        *[(1, 1024, True), (1, 2624, False), (2, 2624, True), (64, 2624, True), (65, 2624, False)],
-        *[(1, 32768, False), (2, 32768, False), (65, 1024, True)],
+        *[(1, 1024, True), (1, 2624, False), (2, 2624, True), (128, 2624, True), (129, 2624, False)],
+        *[(1, 32768, False), (2, 32768, False), (129, 1024, False)],
     ],
 )
 def test_wide_weights_have_a_kernel_where_it_is_faster(rows, outputs, has_kernel):

@@ -23,7 +23,7 @@ CFG = d4.DSV4Config(hidden_size=128, q_lora_rank=128, o_lora_rank=128, compress_
 def few_rows(monkeypatch):
     """What takes 128 rows or more than 64 otherwise takes 8."""
     monkeypatch.setattr(rows, "PADDED", 8)
-    monkeypatch.setattr(plan, "THRESHOLDS", dataclasses.replace(plan.THRESHOLDS, few_rows=4))
+    monkeypatch.setattr(plan, "THRESHOLDS", dataclasses.replace(plan.THRESHOLDS, few_rows=4, few_rounded_rows=4))
 
 
 def layer_and_inputs(backend: str, activations: str) -> tuple[Any, Any]:

@@ -73,6 +73,9 @@ KERNELS: dict[str, Run] = {
     "products of few rows, in segments": _product(rows=64, outputs=64, inputs=2560, parts=(1, 1)),
     "products of few rows, FP8": _product(rows=9, outputs=64, inputs=1024, parts=(1, 1), **_FP8),
     "products of few rows, streamed": _product(rows=13, outputs=128, inputs=1024, parts=(1, 1), tiles=2, streams=True),
+    "products of few rows, in turns": _product(
+        rows=70, outputs=64, inputs=768, parts=(1, 1), streams=True, turns=2, columns=72
+    ),
     "products of few rows, parts": _product(rows=9, outputs=64, inputs=1024, parts=(2, 2)),
     "products on Blackwell": _product(rows=9, outputs=128, inputs=640, parts=(1, 1), tiles=2, gpu=BLACKWELL),
     "products on Blackwell, FP8": _product(
@@ -97,6 +100,7 @@ KERNELS: dict[str, Run] = {
 NEVER_MADE = "never made"
 HARMLESS: dict[tuple[str, type[Mutant]], str] = {
     ("products of few rows, streamed", LateWait): "a chunk of x has a place more than there are stages",
+    ("products of few rows, in turns", LateWait): "a chunk of x has a place more than there are stages",
     ("experts, adjacent rows", LateStore): "what is known of rows is read after the last chunk, and stored before",
     ("experts, rows in FP8", NoHold): "each wait follows its product at once",
     ("experts, adjacent rows in FP8", NoHold): "each wait follows its product at once",

@@ -35,6 +35,7 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "products of few rows, in segments": FEW,
     "products of few rows, FP8": FEW,
     "products of few rows, streamed": FEW,
+    "products of few rows, in turns": FEW,
     "products of few rows, parts": (*FEW, WrongParity, NoWait),
     "products on Blackwell": (*IN_TENSOR_MEMORY, FewerCopies),
     "products on Blackwell, FP8": (*IN_TENSOR_MEMORY, FewerCopies),

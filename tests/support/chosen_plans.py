@@ -40,7 +40,8 @@ def described(plan: pk.Plan | pk.Unsupported, otherwise: str) -> str:
 
 def _few(layout: Layout) -> str:
     split, beside = layout.split, layout.epilogue.beside
-    of_block = f"{split.tiles} tiles of {split.parts} parts of {split.chunks} chunks, {beside} beside"
+    parts = f"{split.parts} parts" if split.turns == 1 else f"{split.turns} turns"
+    of_block = f"{split.tiles} tiles of {parts} of {split.chunks} chunks, {beside} beside"
     x = "streamed" if layout.streams else f"in segments of {layout.segment}"
     return f"few: {of_block}; {layout.columns} columns {x}, {layout.stages} stages; {_grid(layout.grid)}"
 

@@ -35,6 +35,8 @@ Spec = jax.ShapeDtypeStruct
 def product_kernels(cfg: d4.DSV4Config, *, is_flash: bool) -> Iterator[Kernel]:
     """Yield the products of a model, of few rows and of many. Those of V4-Flash are for more numbers of rows."""
     yield from _multiplications(cfg, is_flash)
+    if is_flash:
+        yield from _in_the_order_of_few(cfg)
     yield from _pairs(cfg)
     yield from _queries_in_products(cfg, is_flash)
     yield from _multiplications_of_many(cfg, is_flash)
@@ -126,18 +128,22 @@ def _wide(cfg: d4.DSV4Config, kind: AttentionType) -> pk.WeightSpec:
 
 
 def _kernel(
-    title: str, rows: int, *of: tuple[pk.WeightSpec, Epilogue], kind: type[ActivationRows] = PlainRows
+    title: str,
+    rows: int,
+    *of: tuple[pk.WeightSpec, Epilogue],
+    kind: type[ActivationRows] = PlainRows,
+    invariant: bool = False,
 ) -> Iterator[Kernel]:
     """Yield the launch of a product; none if it has no kernel."""
     (first, _), *_ = of
     weights, epilogues = zip(*of, strict=True)
     given = pk.RowsSpec(count=rows, width=first.groups * first.inputs, kind=kind)
     problem = pk.Problem(rows=given, weights=weights, epilogues=epilogues)
-    if isinstance(served := pk.plan(problem, HOPPER), pk.Unsupported) and served.plan is None:
+    if isinstance(served := pk.plan(problem, HOPPER, invariant=invariant), pk.Unsupported) and served.plan is None:
         return
 
     def multiply(x: Any, weights: Any, *extras: Any) -> Any:
-        found = pk.plan(problem)
+        found = pk.plan(problem, invariant=invariant)
         return pk.run(found.plan if isinstance(found, pk.Unsupported) else found, x, weights, *extras)
 
     args = given.shapes, tuple(weight.arrays for weight in weights), *problem.extras.values()
@@ -160,6 +166,23 @@ def _multiplications(cfg: d4.DSV4Config, is_flash: bool) -> Iterator[Kernel]:
         yield from _kernel(f"product o_b onto [{rows}]", rows, (weights["o_b"], pk.AddTo()))
         for name, kind in {"compress": AttentionType.HCA, "compress_csa": AttentionType.CSA}.items():
             yield from _kernel(f"product {name} [{rows}]", rows, (_wide(cfg, kind), pk.Store()))
+
+
+def _in_the_order_of_few(cfg: d4.DSV4Config) -> Iterator[Kernel]:
+    """Yield the products of an invariant cache: of the most rows that a block has, and of a chunk."""
+    weights, operand = weights_of(cfg, "bf16"), pk.OperandRows
+    for rows in (128, 4096):
+        of_rows: tuple[tuple[str, pk.WeightSpec, Epilogue, type[ActivationRows]], ...] = (
+            ("q_a_kv", weights["q_a_kv"], pk.Store(), PlainRows),
+            ("q_b", weights["q_b"], pk.AttentionQueries(eps=cfg.norm_eps, rope_dim=cfg.rope_dim), operand),
+            ("index_q_b", weights["index_q_b"], _key_queries(cfg, INDEXER_FORMAT), operand),
+            ("o_a", weights["o_a"], pk.Store(kind=operand), operand),
+            ("o_b", weights["o_b"], pk.AddTo(), operand),
+            ("compress_csa", _wide(cfg, AttentionType.CSA), pk.Store(), PlainRows),
+        )
+        for name, weight, made, kind in of_rows:
+            title = f"{made.name} {name} in the order of few [{rows}]"
+            yield from _kernel(title, rows, (weight, made), kind=kind, invariant=True)
 
 
 def _pairs(cfg: d4.DSV4Config) -> Iterator[Kernel]:

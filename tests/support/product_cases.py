@@ -15,7 +15,7 @@ import pallas_kernels as pk
 from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.few.launch import Few, fastest_layout
-from pallas_kernels.products.few.layout import Split
+from pallas_kernels.products.few.split import Split
 from pallas_kernels.products.many import launch
 from pallas_kernels.products.many.tiling import Tiling, fastest_tiling, tiling_of_heads
 from pallas_kernels.products.weights import TILE
@@ -63,12 +63,16 @@ class Product:
     parts: tuple[int, int] | None = None  # blocks of a cluster, and parts of a block; None for the fastest
     tiles: int = 1  # of a block, if parts are given
     streams: bool = False  # whether x is copied chunk by chunk, if parts are given
+    turns: int = 1  # parts that a warpgroup computes one after the other, if parts are given
+    columns: int | None = None  # rows of x in a block, if parts are given; None for the fastest
     many: Many | None = None  # runs the kernel of many rows
 
     def __str__(self) -> str:
         stored = "bf16" if self.block is None else f"{self.block[0]}x{self.block[1]}"
         how = "" if self.parts is None else f" {self.parts[0]} blocks of {self.parts[1]} parts, {self.tiles} tiles"
         how += ", streamed" if self.streams else ""
+        how += f", {self.turns} turns" if self.turns > 1 else ""
+        how += f", {self.columns} columns" if self.columns else ""
         how += "" if self.many is None else f" many{self.many}"
         groups = f"{self.groups} x " if self.groups > 1 else ""
         return f"{self.rows} rows {groups}{self.inputs} to {self.outputs} {stored} {self.activations}{how}"
@@ -99,10 +103,11 @@ class Product:
             return any_plan(problem, gpu)
         (made,), (cluster, parts) = problem.epilogues, self.parts
         layout = fastest_layout(problem.rows, self.spec, made, gpu)
-        chunks = self.inputs // layout.inputs // (cluster * parts)
+        chunks = self.inputs // layout.inputs // (cluster * parts * self.turns)
         blocks = -(-(self.outputs // TILE) // self.tiles)
-        split = Split(cluster=cluster, parts=parts, tiles=self.tiles, blocks=blocks, chunks=chunks)
-        layout = dataclasses.replace(layout, split=split, streams=self.streams)
+        split = Split(cluster=cluster, parts=parts, tiles=self.tiles, blocks=blocks, chunks=chunks, turns=self.turns)
+        columns = self.columns or layout.columns
+        layout = dataclasses.replace(layout, split=split, streams=self.streams, columns=columns)
         return pk.Plan(problem=problem, gpu=gpu, kernel=Few(layout=layout))
 
     @property

@@ -41,7 +41,7 @@ from pallas_kernels.products.epilogues.faces import (
     TileShape,
 )
 from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
-from pallas_kernels.products.weights import ROWS, TILE
+from pallas_kernels.products.weights import TILE
 from pallas_kernels.rows import Angles, load_angles, rope, unit_norm
 from pallas_kernels.trees import Tree
 
@@ -89,9 +89,8 @@ class AttentionQueries(Epilogue):
     def tiles(self) -> int:
         return self.head_dim // HALVES // TILE
 
-    @property
-    def shared_bytes(self) -> int:
-        return HALVES * ROWS * 4
+    def shared_bytes(self, lines: int) -> int:
+        return HALVES * lines * 4
 
     def sent_bytes(self, lines: int) -> int:
         return HALVES * lines * 4
@@ -101,7 +100,10 @@ class AttentionQueries(Epilogue):
 
     def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Buffer) -> Finish:
         """Load angles, so that they are there when the queries are made."""
-        squares, row = Shared.take(machine, (HALVES, ROWS), "f32"), Row(Team(machine, WARP), self.head_dim // HALVES)
+        squares, row = (
+            Shared.take(machine, (HALVES, lines.count), "f32"),
+            Row(Team(machine, WARP), self.head_dim // HALVES),
+        )
         mine = list(lines.each(WARP))
         angles = [self._angles(machine, row, table, line) for line in mine]
 

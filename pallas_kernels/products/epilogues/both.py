@@ -23,7 +23,7 @@ from pallas_kernels.products.epilogues.attention import HALVES, AttentionQueries
 from pallas_kernels.products.epilogues.faces import PADDING, BlockSums, Extras, Finish, Lanes, LastSteps, Lines
 from pallas_kernels.products.epilogues.indexer import IndexerQueries
 from pallas_kernels.products.problem import Epilogue, Spec
-from pallas_kernels.products.weights import ROWS, TILE
+from pallas_kernels.products.weights import TILE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,8 @@ class BothQueries(Epilogue):
     def tiles(self) -> int:
         return self.attention.tiles + self.beside
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.attention.shared_bytes + ROWS // HALVES * (self.indexer.dim + PADDING) * 4
+    def shared_bytes(self, lines: int) -> int:
+        return self.attention.shared_bytes(lines) + lines // HALVES * (self.indexer.dim + PADDING) * 4
 
     def sent_bytes(self, lines: int) -> int:
         return self.attention.sent_bytes(lines) + lines // HALVES * self.indexer.dim * 4

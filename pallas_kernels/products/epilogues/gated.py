@@ -41,7 +41,7 @@ class SwiGLU(Epilogue):
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
         if rows > ROWS or weight.groups != 1:
-            reason = f"gated rows are made of at most {ROWS} rows and one group, got {rows} and {weight.groups}"
+            reason = f"gated rows are made of few rows and one group, got {rows} and {weight.groups}"
             return Unsupported(kind="no kernel", reason=reason)
         return None
 

@@ -113,7 +113,7 @@ class Store(_Sums):
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
         if self.kind is OperandRows and rows > _ROWS:
-            return Unsupported(kind="no kernel", reason=f"operand rows are made of at most {_ROWS} rows, got {rows}")
+            return Unsupported(kind="no kernel", reason=f"operand rows are made of few rows, got {rows}")
         if self.kind is PlainRows and jnp.dtype(self.dtype) not in (jnp.float32, jnp.bfloat16):
             return Unsupported(kind="no kernel", reason=f"sums are stored as f32 or bf16, got {jnp.dtype(self.dtype)}")
         return None

@@ -21,7 +21,8 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
 from pallas_kernels.products.epilogues.faces import PADDING, TILE_PITCH, Finish, Lanes, LastSteps, Lines, Made, Place
-from pallas_kernels.products.few.layout import EIGHT, EIGHT_BYTES, Layout, Split
+from pallas_kernels.products.few.layout import EIGHT_BYTES, Layout
+from pallas_kernels.products.few.split import EIGHT, Split
 from pallas_kernels.products.few.staging import StagedRows, StreamedRows
 from pallas_kernels.products.weights import TILE, Corner, Scales, StoredTile, as_operand, widen
 
@@ -62,7 +63,7 @@ class Exchange:
     @classmethod
     def at(cls, machine: TensorCores, layout: Layout, arena: int, sent: Barrier | None) -> Exchange:
         """The exchange in shared memory from ``arena`` on."""
-        shape = layout.split.all_parts, layout.split.warpgroups, layout.owned, WARPGROUP, VECTOR
+        shape = layout.split.meeting, layout.split.warpgroups, layout.owned, WARPGROUP, VECTOR
         return cls(machine=machine, layout=layout, received=Shared(machine, arena, shape, "f32"), sent=sent)
 
     @property
@@ -97,13 +98,13 @@ class Exchange:
                 for further in range(1, split.cluster + 1):
                     to_rank = (mine + further) % split.cluster
                     give(to_rank, is_mine=to_rank == mine)
-        if split.parts > 1 or self.eights < owned * split.all_parts:
+        if split.parts > 1 or self.eights < owned * split.meeting:
             machine.barrier("block")  # for sums of other warpgroups, or for whatever is there where there are none
         if self.sent is not None:
             self.sent.wait(0)
         added = []
         for n in range(owned):
-            parts = [self.received.load_floats(each, warpgroup, n, lane, 0) for each in range(split.all_parts)]
+            parts = [self.received.load_floats(each, warpgroup, n, lane, 0) for each in range(split.meeting)]
             added.append(functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts))
         return added
 
@@ -151,7 +152,7 @@ class Block:
             is_beside = warpgroup >= own
             weight, of_weight = inputs.of_tile(is_beside)
             mine = select(is_beside, place * epilogue.beside + (warpgroup - own), mine)
-        part_inputs = split.chunks * layout.inputs
+        part_inputs = split.of_warpgroup * layout.inputs
         rank = machine.rank if split.cluster > 1 else machine.constant(0, "i32")
         of_block = rank * (split.parts * part_inputs)
         first = of_block + part * part_inputs
@@ -159,7 +160,7 @@ class Block:
         half = outputs // 2 if epilogue.is_gated else 0
         corner = Corner((group * tiles + mine) * layout.stored, first, half)
         sent = Barrier.take(machine, 1, scope="cluster") if layout.cluster > 1 else None
-        scales = None if inputs.scales is None else Scales.take(machine, split.warpgroups, split.chunks)
+        scales = None if inputs.scales is None else Scales.take(machine, split.warpgroups, split.of_warpgroup)
         place_of_x = row, group * width + of_block
         if layout.streams:
             activations = StreamedRows.take(
@@ -218,7 +219,7 @@ class Block:
         machine, split, activations = self.machine, self.layout.split, self.staged
         starts = range(0, split.chunks, self.layout.segment)
         sizes = [min(self.layout.segment, split.chunks - start) for start in starts]
-        self._begin()
+        self.begin()
         for start, size in zip(starts, sizes, strict=True):
             if start:
                 settle(start)
@@ -234,17 +235,17 @@ class Block:
             carry = machine.loop(size, one, carry)
         return carry
 
-    def stream[Carry](self, step: Callable[[Value, Tile, Index, Carry], Carry], carry: Carry) -> Carry:
-        """Return the carry of ``step(number of a chunk, its x, its stage, carry)`` over all chunks.
+    def stream[Carry](self, turn: Index, step: Callable[[Value, Tile, Index, Carry], Carry], carry: Carry) -> Carry:
+        """Return the carry of ``step(number of a chunk, its x, its stage, carry)`` over the chunks of a turn.
 
         Chunks of the weight and of x are copied ahead. ``step`` must call ``advance`` when it has loaded the chunk of
         the weight, or has waited for the products of the chunk before. Those of its own may still run when it ends.
         """
         machine, x = self.machine, self.activations
         assert isinstance(x, StreamedRows)
-        self._begin()
 
         def one(i: Value, carry: Carry) -> Carry:
+            i = i + turn * self.layout.split.chunks
             machine.wait_copies(pending=self.layout.stages - 2)
             machine.fence_shared()
             machine.barrier("block")
@@ -252,12 +253,12 @@ class Block:
 
         return machine.loop(self.layout.split.chunks, one, carry)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Start to copy the first chunks, store the scales, and expect what other blocks will send.
 
         To be followed by a barrier of the block.
         """
-        chunks, loaded = self.layout.split.chunks, []
+        chunks, loaded = self.layout.split.of_warpgroup, []
         if self.scales is not None:  # first, because they are waited for first
             assert self.stored_scales is not None
             assert self.layout.weight.block is not None
@@ -283,7 +284,7 @@ class Block:
     def advance(self, chunk: Value) -> None:
         """Start to copy the chunk that takes the room of the one before this."""
         following = chunk + (self.layout.stages - 1)
-        self._copy(following, following < self.layout.split.chunks)
+        self._copy(following, following < self.layout.split.of_warpgroup)
 
     def _copy(self, chunk: Index, where: Condition) -> None:
         """Start to copy a chunk, as one group of copies."""
@@ -327,7 +328,7 @@ class Block:
             machine.cluster_arrive()
             machine.cluster_wait()
         eights = [sums[VECTOR * n : VECTOR * (n + 1)] for n in range(layout.columns // EIGHT)]
-        if layout.split.all_parts > 1:
+        if layout.split.meeting > 1:
             eights = self._exchange.add(eights, self.part)
         last(eights)
 

@@ -20,9 +20,10 @@ from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.epilogues.store import Store
 from pallas_kernels.products.few import sm90, sm100
 from pallas_kernels.products.few.block import FewInputs
-from pallas_kernels.products.few.layout import Layout, Split, fastest_split
+from pallas_kernels.products.few.layout import Layout
+from pallas_kernels.products.few.split import Division, Split, columns_of
 from pallas_kernels.products.problem import Epilogue, RowsSpec, Unsupported, WeightSpec
-from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, TILE
+from pallas_kernels.products.weights import CHUNK_BYTES, MOST_ROWS, ROWS, TILE
 from pallas_kernels.tuned import h200
 
 _KERNELS: dict[target.Architecture, ModuleType] = {"sm90": sm90, "sm100": sm100}
@@ -35,10 +36,8 @@ type Weight = tuple[jax.Array, ...]  # a weight's array, or its codes and scales
 
 def fastest_layout(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: target.GPU) -> Layout:
     """Return the layout of a launch of its own, of which sums are stored."""
-    kernel = _KERNELS[gpu.architecture]
-    chunk = CHUNK_BYTES if weight.block is not None else CHUNK_BYTES // 2
-    tiles, columns = weight.outputs // TILE, min(ROWS, -(-rows.count // 8) * 8)
-    split = fastest_split(tiles, weight.groups, weight.inputs // chunk, columns, kernel.MOST_WARPGROUPS, gpu)
+    kernel, division = _KERNELS[gpu.architecture], _division(rows, weight, gpu)
+    split, columns = division.fastest()
     layout = Layout(
         gpu=gpu,
         split=split,
@@ -46,18 +45,24 @@ def fastest_layout(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: 
         epilogue=epilogue,
         rows=rows.count,
         columns=columns,
-        inputs=chunk,
+        inputs=division.inputs,
         operand_bytes=kernel.OPERAND_BYTES,
         kind=rows.kind,
     )
     return layout.streamed(kernel.STREAMED_WARPGROUPS)
 
 
+def _division(rows: RowsSpec, weight: WeightSpec, gpu: target.GPU) -> Division:
+    inputs = CHUNK_BYTES if weight.block is not None else CHUNK_BYTES // 2
+    room = _KERNELS[gpu.architecture].ROOM[rows.kind]
+    return Division(weight=weight, inputs=inputs, rows=rows.count, room=room, gpu=gpu)
+
+
 def layout_of_heads(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: target.GPU) -> Layout | Unsupported:
     """Return the layout for rows of x and outputs that are heads, of which a block has whole tiles.
 
-    Sums have the same parts as those that are stored, as its blocks of a cluster. So the result, and whether there is
-    one, depend on the number of rows no more than they do there.
+    Sums have the same parts as those that are stored. So the result, and whether there is one, depend on the number of
+    rows no more than they do there.
     """
     if gpu.architecture != "sm90":
         return Unsupported(kind="no kernel", reason="the GPU is no Hopper")
@@ -69,9 +74,9 @@ def layout_of_heads(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu:
     if not is_possible or blocks * cluster <= gpu.multiprocessors // 2:
         reason = f"a weight of this shape, {weight.shape}, gives too few blocks of whole heads"
         return Unsupported(kind="slower", reason=reason)
-    chunks = weight.inputs // layout.inputs // parts
-    split = Split(cluster=parts, parts=1, tiles=tiles, blocks=blocks, chunks=chunks)
-    return dataclasses.replace(layout, split=split, epilogue=epilogue).streamed(sm90.STREAMED_WARPGROUPS)
+    split, columns = _division(rows, weight, gpu).fastest_of_heads(tiles, epilogue.blocks)
+    found = dataclasses.replace(layout, split=split, epilogue=epilogue, columns=columns)
+    return found.streamed(sm90.STREAMED_WARPGROUPS)
 
 
 def layout_of_both(rows: RowsSpec, weight: WeightSpec, both: BothQueries, gpu: target.GPU) -> Layout | Unsupported:
@@ -79,11 +84,15 @@ def layout_of_both(rows: RowsSpec, weight: WeightSpec, both: BothQueries, gpu: t
     alone = layout_of_heads(rows, weight, both.attention, gpu)
     if isinstance(alone, Unsupported):
         return alone
-    if both.tiles > sm90.MOST_WARPGROUPS:
-        reason = f"blocks have at most {sm90.MOST_WARPGROUPS} tiles, both need {both.tiles}"
+    most = sm90.ROOM[rows.kind].most_warpgroups(ROWS)
+    if both.tiles > most:
+        reason = f"blocks have at most {most} tiles, both need {both.tiles}"
         return Unsupported(kind="no kernel", reason=reason)
-    split = dataclasses.replace(alone.split, tiles=both.tiles)
-    return dataclasses.replace(alone, split=split, epilogue=both).streamed(sm90.STREAMED_WARPGROUPS)
+    if rows.count > MOST_ROWS:
+        reason = f"each of two launches has blocks of more rows, if there are more than {MOST_ROWS}, got {rows.count}"
+        return Unsupported(kind="slower", reason=reason)
+    split, columns = dataclasses.replace(alone.split, tiles=both.tiles), columns_of(rows.count, ROWS)
+    return dataclasses.replace(alone, split=split, epilogue=both, columns=columns).streamed(sm90.STREAMED_WARPGROUPS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +204,17 @@ def fastest_pair(
     if gpu.architecture != "sm90":
         return Unsupported(kind="no kernel", reason="the GPU is no Hopper")
     parts = first.split.all_parts
-    if parts != second.split.all_parts or weights[0].groups > 1 or weights[1].groups > 1 or first.grid.blocks[1] > 1:
+    if rows.count > ROWS:
+        reason = f"two products are one launch for at most {ROWS} rows, got {rows.count}"
+        return Unsupported(kind="slower", reason=reason)
+    if parts != second.split.all_parts or weights[0].groups > 1 or weights[1].groups > 1:
         return slower
     sizes = [size for size in h200.CLUSTER_BYTES if parts % size == 0 and (size == 1 or size in gpu.clusters)]
+    most = sm90.ROOM[rows.kind].most_warpgroups(ROWS)
     best, least = None, sum(_cost((one,)) for one in own) + h200.LAUNCH_BYTES
-    for cluster, tiles in itertools.product(sizes, range(1, sm90.MOST_WARPGROUPS + 1)):
+    for cluster, tiles in itertools.product(sizes, range(1, most + 1)):
         of_block = parts // cluster
-        if tiles * of_block > sm90.MOST_WARPGROUPS:
+        if tiles * of_block > most:
             continue
         pair = pair_of((first, second), cluster=cluster, parts=of_block, tiles=tiles)
         if _run_at_once(pair) and _cost(pair) < least:

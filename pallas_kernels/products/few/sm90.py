@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.few.block import Block, FewInputs
 from pallas_kernels.products.few.layout import Layout
+from pallas_kernels.products.few.split import Room
 from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
 from pallas_kernels.tuned import h200
 
 OPERAND_BYTES = 0  # shared memory of a warpgroup for its left operand
-MOST_WARPGROUPS = 5
+ROOM: dict[type[ActivationRows], Room] = {
+    PlainRows: Room(warpgroups={32: 5, 64: 3, 128: 2}),
+    OperandRows: Room(warpgroups={32: 5, 64: 4, 128: 2}),  # whose places are fewer
+}
 STREAMED_WARPGROUPS = 5  # the most of a block that copies x chunk by chunk, for which there are registers
 
 _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a product that still runs
@@ -82,6 +87,9 @@ def _staged(machine: TensorCores, block: Block) -> list[Value]:
 def _streamed(machine: TensorCores, block: Block) -> list[Value]:
     """Return the sums of a block that copies x chunk by chunk."""
 
+    layout = block.layout
+    nothing = [machine.constant(0, "i32")] * (OPERAND_WORDS // (1 if block.scales is not None else 2))
+
     # While half a chunk is multiplied, the next half is widened, that of the next chunk too.
     def step(chunk: Value, x: Tile, stage: Index, carry: _Carry) -> _Carry:
         (sums, held), half_bytes, codes = carry, x.row_bytes // HALVES, _codes(block, stage)
@@ -96,8 +104,18 @@ def _streamed(machine: TensorCores, block: Block) -> list[Value]:
                 block.advance(chunk)
         return sums, held
 
-    nothing = [machine.constant(0, "i32")] * (OPERAND_WORDS // (1 if block.scales is not None else 2))
-    sums, held = block.stream(step, (_zeros(machine, block.layout), nothing))
-    sums = machine.wgmma_wait(sums)
-    machine.hold(held)
-    return sums
+    def turn(number: Index) -> list[Value]:
+        sums, held = block.stream(number, step, (_zeros(machine, layout), nothing))
+        sums = machine.wgmma_wait(sums)
+        machine.hold(held)
+        return sums
+
+    block.begin()
+    if layout.split.turns == 1:
+        return turn(0)
+
+    def add(number: Value, total: list[Value]) -> list[Value]:
+        return [a + b for a, b in zip(total, turn(number), strict=True)]
+
+    # -0, because with it added the first part stays as it is.
+    return machine.loop(layout.split.turns, add, [machine.constant(-0.0, "f32")] * (layout.columns // 2))
