@@ -23,7 +23,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.cache import KVCache, check_cache
@@ -234,7 +233,7 @@ class PrefixStore:
         prefix = self.find(tokens)
         if prefix is None:
             return self, cache, 0
-        cache = go_on(cache, jnp.int32(prefix.slot), jnp.asarray([slot], jnp.int32))
+        cache = go_on(cache, np.int32(prefix.slot), np.asarray([slot], np.int32))
         return self._with(prefix), cache, prefix.length
 
     def keep[Cache](self, cache: Cache, slot: int, tokens: Tokens) -> tuple[PrefixStore, Cache, bool]:
@@ -267,8 +266,8 @@ class PrefixStore:
                 return self, cache, False
         if any(seen.is_used[self.prefixes.index(one)] for one in leaving):
             return self, cache, False
-        gone = jnp.asarray([one.slot for one in leaving] or [-1], jnp.int32)
-        cache, place = exchange(cache, gone, jnp.int32(slot))
+        gone = np.asarray([one.slot for one in leaving] or [-1], np.int32)
+        cache, place = exchange(cache, gone, np.int32(slot))
         return self.without(*leaving)._with(dataclasses.replace(prefix, slot=int(place))), cache, True
 
     def adopt(self, cache: Tree, slot: int, tokens: Tokens) -> PrefixStore:
@@ -290,7 +289,7 @@ class PrefixStore:
         """
         after = self.without(*prefixes)
         slots = [prefix.slot for prefix in prefixes]
-        return after, released(cache, jnp.asarray(slots + [-1] * (self.capacity - len(slots)), jnp.int32))
+        return after, released(cache, np.asarray(slots + [-1] * (self.capacity - len(slots)), np.int32))
 
     def make_room[Cache](self, cache: Cache, blocks: int) -> tuple[PrefixStore, Cache, bool]:
         """Let prefixes give way until so many blocks are free: before ``prepare_forward``, which takes them.
@@ -373,10 +372,10 @@ class PrefixStore:
         return Prefix(slot=slot, tokens=read, hashes=_hashes(read, block))
 
     @property
-    def _slots(self) -> jax.Array:
+    def _slots(self) -> np.ndarray:
         """The slots of the prefixes, int32 [capacity]; -1 = none."""
         slots = [prefix.slot for prefix in self.prefixes]
-        return jnp.asarray(slots + [-1] * (self.capacity - len(slots)), jnp.int32)
+        return np.asarray(slots + [-1] * (self.capacity - len(slots)), np.int32)
 
     def _check_held(self, name: str, prefix: Prefix) -> None:
         if self.index.get(prefix.hashes[-1]) is not prefix:
@@ -416,8 +415,8 @@ class PrefixStore:
             raise ValueError(f"{name}: slot {slot} is out of range, the cache has {self.plan.max_requests}")
         prefixes, block = self.prefixes, self.plan.cfg.block_tokens
         last = [prefix.length // block - 1 for prefix in prefixes] + [0] * (self.capacity - len(prefixes))
-        where = jnp.int32(-1 if slot is None else slot)  # -1: no slot is apart from the others
-        found: Seen = jax.device_get(look(first.tables, self._slots, jnp.asarray(last, jnp.int32), where))
+        where = np.int32(-1 if slot is None else slot)  # -1: no slot is apart from the others
+        found: Seen = jax.device_get(look(first.tables, self._slots, np.asarray(last, np.int32), where))
         for i, prefix in enumerate(prefixes):
             if found.lengths[i] != prefix.length:
                 raise ValueError(
