@@ -100,10 +100,8 @@ class AttentionQueries(Epilogue):
 
     def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Buffer) -> Finish:
         """Load angles, so that they are there when the queries are made."""
-        squares, row = (
-            Shared.take(machine, (HALVES, lines.count), "f32"),
-            Row(Team(machine, WARP), self.head_dim // HALVES),
-        )
+        squares = Shared.take(machine, (HALVES, lines.count), "f32")
+        row = Row(Team(machine, WARP), self.head_dim // HALVES)
         mine = list(lines.each(WARP))
         angles = [self._angles(machine, row, table, line) for line in mine]
 
