@@ -26,6 +26,7 @@ from dsv4jax.model import (
     random_model,
     stage_forward,
 )
+from dsv4jax.model.params import StoredExperts
 from dsv4jax.requests.speculate import commit
 from tests.support.cases import first_of
 from tests.support.models import FULL, MODEL_A, MODEL_Q, SMALL, recorded
@@ -92,6 +93,21 @@ def test_a_checkpoint_is_loaded_on_to_a_mesh_with_the_same_numbers(folder):
         assert (other.dtype, len(other.sharding.device_set)) == (one.dtype, 4), name
         assert other.is_fully_replicated != bool(re.search(r"\.embedding|\.head$|\.experts\.(gate_up|down)", name))
         np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+
+
+def test_experts_get_the_kernels_order_on_the_device_that_keeps_them(monkeypatch):
+    """To reorder codes takes the host far longer than to read them."""
+    seen, real = collections.Counter(), StoredExperts.for_kernels
+
+    def noted(experts: StoredExperts) -> StoredExperts:
+        seen.update(experts.codes.devices())
+        return real(experts)
+
+    monkeypatch.setattr(StoredExperts, "for_kernels", noted)
+    mesh = mesh_of((2, 2))
+    load_model(MODEL_Q, mesh=mesh)
+    assert set(seen) == set(mesh.devices.flat)
+    assert len(set(seen.values())) == 1
 
 
 def test_what_does_not_divide_is_refused_before_anything_is_placed():

@@ -327,7 +327,8 @@ class _Reader:
                 row = [0, 0]
                 for weight in names:
                     name = f"{prefix}ffn.experts.{expert}.{weight}.weight"
-                    part = self._expert(name)
+                    with contextlib.nullcontext() if device is None else jax.default_device(device):
+                        part = self._expert(name)  # put in the kernels' order where it stays, not on the host
                     like = part if like is None else like
                     if _forms(part) != _forms(like):
                         raise ValueError(f"{self._named(name)} is stored unlike the first expert")

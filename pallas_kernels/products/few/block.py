@@ -238,8 +238,9 @@ class Block:
     def stream[Carry](self, turn: Index, step: Callable[[Value, Tile, Index, Carry], Carry], carry: Carry) -> Carry:
         """Return the carry of ``step(number of a chunk, its x, its stage, carry)`` over the chunks of a turn.
 
-        Chunks of the weight and of x are copied ahead. ``step`` must call ``advance`` when it has loaded the chunk of
-        the weight, or has waited for the products of the chunk before. Those of its own may still run when it ends.
+        Call ``begin`` before. Chunks of the weight and of x are copied ahead. ``step`` must call ``advance`` when
+        it has loaded the chunk of the weight, or has waited for the products of the chunk before. Those of its own may
+        still run when it ends.
         """
         machine, x = self.machine, self.activations
         assert isinstance(x, StreamedRows)
