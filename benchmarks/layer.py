@@ -99,12 +99,12 @@ class Bench:
     def with_layers(self, ratios: Sequence[int]) -> d4.DSV4Config:
         return dataclasses.replace(self.cfg, compress_ratios=tuple(ratios))
 
-    def plan(self, cfg: d4.DSV4Config, requests: int) -> d4.CachePlan:
-        most = self.context(requests) + ROOM
+    def plan(self, cfg: d4.DSV4Config, requests: int, tokens: int | None = None) -> d4.CachePlan:
+        """A cache for so many tokens of each request; without a number, for those that it has and some more."""
         return d4.plan_cache(
             cfg,
             max_requests=requests,
-            max_context=most,
+            max_context=self.context(requests) + ROOM if tokens is None else tokens,
             headroom=1.0,
             indexer_format="mxfp4",
             hca_tail="online",
@@ -383,15 +383,7 @@ def time_prefill(bench: Bench) -> None:
     chunk = 64 if bench.is_tiny else CHUNK
     for form, kind, before in itertools.product(bench.forms, bench.kinds, bench.before):
         cfg = bench.with_layers([RATIOS[kind]])
-        plan = d4.plan_cache(
-            cfg,
-            max_requests=1,
-            max_context=before + chunk,
-            headroom=1.0,
-            indexer_format="mxfp4",
-            hca_tail="online",
-            invariant=bench.invariant,
-        )
+        plan = bench.plan(cfg, 1, before + chunk)
         params, batch = [form.params(cfg, 0, bench.dtype)], bench.batch(cfg, 1, chunk)
         x, slots, count = batch
         cache = long_cache(plan, before)

@@ -288,8 +288,7 @@ class PrefixStore:
           ValueError: one of them is not in the store. The cache is then unchanged, and not donated.
         """
         after = self.without(*prefixes)
-        slots = [prefix.slot for prefix in prefixes]
-        return after, released(cache, np.asarray(slots + [-1] * (self.capacity - len(slots)), np.int32))
+        return after, released(cache, self._slots_of(prefixes))
 
     def make_room[Cache](self, cache: Cache, blocks: int) -> tuple[PrefixStore, Cache, bool]:
         """Let prefixes give way until so many blocks are free: before ``prepare_forward``, which takes them.
@@ -303,7 +302,7 @@ class PrefixStore:
         if seen.free_blocks >= integer("blocks", blocks, 0):
             return self, cache, True
         table, readers = jax.device_get(
-            (blocks_of(first_cache(cache).tables, self._slots), first_cache(cache).tables.block_refs)
+            (blocks_of(first_cache(cache).tables, self._slots_of(self.prefixes)), first_cache(cache).tables.block_refs)
         )
         held = [row[row >= 0] for row in table]
         able = [i for i, used in enumerate(seen.is_used) if not used]
@@ -340,7 +339,7 @@ class PrefixStore:
         """Report what the prefixes hold. ``d4.describe`` counts them among the requests."""
         seen = self._look("describe", cache, None)
         table, readers = jax.device_get(
-            (blocks_of(first_cache(cache).tables, self._slots), first_cache(cache).tables.block_refs)
+            (blocks_of(first_cache(cache).tables, self._slots_of(self.prefixes)), first_cache(cache).tables.block_refs)
         )
         blocks, times = np.unique(table[: len(self.index)], return_counts=True)
         is_block = blocks >= 0
@@ -371,10 +370,9 @@ class PrefixStore:
         read.flags.writeable = False
         return Prefix(slot=slot, tokens=read, hashes=_hashes(read, block))
 
-    @property
-    def _slots(self) -> np.ndarray:
-        """The slots of the prefixes, int32 [capacity]; -1 = none."""
-        slots = [prefix.slot for prefix in self.prefixes]
+    def _slots_of(self, prefixes: Sequence[Prefix]) -> np.ndarray:
+        """The slots of some prefixes, int32 [capacity]; -1 = none."""
+        slots = [prefix.slot for prefix in prefixes]
         return np.asarray(slots + [-1] * (self.capacity - len(slots)), np.int32)
 
     def _check_held(self, name: str, prefix: Prefix) -> None:
@@ -416,7 +414,7 @@ class PrefixStore:
         prefixes, block = self.prefixes, self.plan.cfg.block_tokens
         last = [prefix.length // block - 1 for prefix in prefixes] + [0] * (self.capacity - len(prefixes))
         where = np.int32(-1 if slot is None else slot)  # -1: no slot is apart from the others
-        found: Seen = jax.device_get(look(first.tables, self._slots, np.asarray(last, np.int32), where))
+        found: Seen = jax.device_get(look(first.tables, self._slots_of(prefixes), np.asarray(last, np.int32), where))
         for i, prefix in enumerate(prefixes):
             if found.lengths[i] != prefix.length:
                 raise ValueError(

@@ -134,7 +134,8 @@ def load_model(
     mesh = None if mesh is None else model_mesh(mesh, cfg)
     reader = _Reader(tensors, form, block, on_progress, mesh)
     outer = reader.outer
-    with _made_on_cpu(mesh):
+    # Over a mesh, arrays are made on the CPU, and then placed where the mesh keeps them.
+    with _made_on(None if mesh is None else jax.local_devices(backend="cpu")[0]):
         params = ModelParams(
             embedding=outer("embed.weight"),
             blocks=tuple(placed(reader.block(layer), on_host=layer < host_experts) for layer in range(cfg.num_layers)),
@@ -148,9 +149,9 @@ def load_model(
         return _spread(params, mesh)
 
 
-def _made_on_cpu(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
-    """Over a mesh, arrays are made on the CPU, and then placed where the mesh keeps them."""
-    return contextlib.nullcontext() if mesh is None else jax.default_device(jax.local_devices(backend="cpu")[0])
+def _made_on(device: Tree) -> contextlib.AbstractContextManager[object]:
+    """Make arrays on a device; None is the one on which they are made anyway."""
+    return contextlib.nullcontext() if device is None else jax.default_device(device)
 
 
 def _spread[T](tree: T, mesh: Mesh | None) -> T:
@@ -327,8 +328,8 @@ class _Reader:
                 row = [0, 0]
                 for weight in names:
                     name = f"{prefix}ffn.experts.{expert}.{weight}.weight"
-                    with contextlib.nullcontext() if device is None else jax.default_device(device):
-                        part = self._expert(name)  # put in the kernels' order where it stays, not on the host
+                    with _made_on(device):  # where it stays; to put it in the kernels' order takes the host long
+                        part = self._expert(name)
                     like = part if like is None else like
                     if _forms(part) != _forms(like):
                         raise ValueError(f"{self._named(name)} is stored unlike the first expert")

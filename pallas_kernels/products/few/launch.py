@@ -196,17 +196,17 @@ def fastest_pair(
     rows: RowsSpec, weights: tuple[WeightSpec, WeightSpec], epilogues: tuple[Epilogue, Epilogue], gpu: target.GPU
 ) -> Pair | Unsupported:
     """Return one launch for two products, the first of which is the larger one, if it is expected to be the faster."""
+    if gpu.architecture != "sm90":
+        return Unsupported(kind="no kernel", reason="the GPU is no Hopper")
+    if rows.count > ROWS:
+        reason = f"two products are one launch for at most {ROWS} rows, got {rows.count}"
+        return Unsupported(kind="slower", reason=reason)
     first, second = own = tuple(
         fastest_layout(rows, weight, epilogue, gpu) for weight, epilogue in zip(weights, epilogues, strict=True)
     )
     shapes = weights[0].shape, weights[1].shape
     slower = Unsupported(kind="slower", reason=f"one launch of both, {shapes}, is not expected to be faster than two")
-    if gpu.architecture != "sm90":
-        return Unsupported(kind="no kernel", reason="the GPU is no Hopper")
     parts = first.split.all_parts
-    if rows.count > ROWS:
-        reason = f"two products are one launch for at most {ROWS} rows, got {rows.count}"
-        return Unsupported(kind="slower", reason=reason)
     if parts != second.split.all_parts or weights[0].groups > 1 or weights[1].groups > 1:
         return slower
     sizes = [size for size in h200.CLUSTER_BYTES if parts % size == 0 and (size == 1 or size in gpu.clusters)]
