@@ -5,7 +5,8 @@
     made    seconds to draw the weights where they lie, and bytes on each device
     prompt  wall time of a prompt of 4,096 tokens
     token   wall time of a token of one text after it, by the loop that generates
-    step    wall time of a decode step of many requests, several in a row, on this mesh and on the one turned round
+    step    wall time of decode steps of --steps, several in a row; of the last also on the mesh turned round
+    kernels what the kernels of these steps take on a device, by name
     folder  seconds to write the weights as a checkpoint, and to load it from the page cache on to the mesh
 
 Weights are drawn in the formats of checkpoints, of as many layers as are asked for. What requests hold before a step is
@@ -27,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import dsv4jax as d4
-from benchmarks.kernels.timing import Times, record
+from benchmarks.kernels.timing import Times, kernel_events, record
 from benchmarks.model_parts.whole import step, with_layers
 from dsv4jax.generate import mesh_of
 from dsv4jax.model import (
@@ -43,7 +44,7 @@ from dsv4jax.model import (
 )
 from dsv4jax.model.inside.devices import weight_specs
 
-PARTS = "same", "made", "prompt", "token", "step", "folder"
+PARTS = "same", "made", "prompt", "token", "step", "kernels", "folder"
 IN_A_ROW, ROUNDS = 10, 3
 ROOM = 256  # tokens that requests can grow by
 
@@ -54,8 +55,8 @@ class Bench:
 
     mesh: Mesh
     cfg: ModelConfig
-    requests: tuple[int, ...]
-    context: int
+    steps: tuple[tuple[int, int], ...]  # (requests, tokens that each has)
+    context: int  # tokens of a prompt
     out: Path | None
 
     def note(self, case: str, text: str, **fields: Any) -> None:
@@ -104,20 +105,22 @@ def compare(bench: Bench) -> None:
     print(f"logits of {few.num_layers} layers as stored differ by {difference:.2e} of their rms from one device's")
 
 
+def ready(params: ModelParams, requests: int, context: int) -> tuple[jax.Array, d4.KVCache, jax.Array]:
+    """Return (ids, cache, slots) of requests that have ``context`` tokens each."""
+    caches = init_caches(params.cfg, requests, context + ROOM, mesh=params.mesh, headroom=1.0)
+    caches, slots, _ = caches.admit(requests)
+    stored = jnp.full(requests, context, jnp.int32)
+    cache, ok = d4.prepare_forward(caches.model, slots, stored)
+    assert np.all(jax.device_get(ok)), "no room"
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, params.cfg.vocab_size, (requests, 1)), jnp.int32)
+    return ids, d4.advance(cache, slots, stored), slots
+
+
 def time_steps(bench: Bench, params: ModelParams) -> None:
-    for requests in bench.requests:
-        caches = init_caches(params.cfg, requests, bench.context + ROOM, mesh=params.mesh, headroom=1.0)
-        caches, slots, _ = caches.admit(requests)
-        stored = jnp.full(requests, bench.context, jnp.int32)
-        cache, ok = d4.prepare_forward(caches.model, slots, stored)
-        assert np.all(jax.device_get(ok)), "no room"
-        cache = d4.advance(cache, slots, stored)
-        del caches
-        ids = jnp.asarray(np.random.default_rng(1).integers(0, 1000, (requests, 1)), jnp.int32)
+    for requests, context in bench.steps:
+        ids, cache, slots = ready(params, requests, context)
         began = time.perf_counter()
-        program = jax.jit(step, donate_argnums=2)
-        ids, cache, ok = program(params, ids, cache, slots)
-        jax.block_until_ready(ids)
+        program = jax.jit(step, donate_argnums=2).lower(params, ids, cache, slots).compile()
         compiled, samples = time.perf_counter() - began, []
         for _ in range(1 + ROUNDS):
             jax.block_until_ready(cache)
@@ -129,9 +132,21 @@ def time_steps(bench: Bench, params: ModelParams) -> None:
             assert np.all(jax.device_get(ok)), "a request was refused"
             assert np.any(jax.device_get(ids)), "logits of tokens that were not taken are 0"
         times = Times.of(samples[1:])
-        text = f"{times.median:9.3f} ms [{times.low:.3f}, {times.high:.3f}], the first in {compiled:.0f} s"
-        bench.note(f"step B{requests} {bench.context}", text, ms=dataclasses.asdict(times))
+        text = f"{times.median:9.3f} ms [{times.low:.3f}, {times.high:.3f}], compiled in {compiled:.0f} s"
+        bench.note(f"step B{requests} {context}", text, ms=dataclasses.asdict(times))
         del cache
+
+
+def show_kernels(bench: Bench, params: ModelParams) -> None:
+    """Print what kernels of a step take, by name: the mean of devices. A sum includes waiting for the other device."""
+    for requests, context in bench.steps:
+        sums: dict[str, float] = {}
+        for name, ms in kernel_events(jax.jit(step), params, *ready(params, requests, context)):
+            name = name.rstrip("0123456789_.")
+            sums[name] = sums.get(name, 0.0) + ms / bench.mesh.size
+        bench.note(f"kernels B{requests} {context}", f"{sum(sums.values()):9.3f} ms", ms=sums)
+        for name, ms in sorted(sums.items(), key=lambda item: -item[1])[:24]:
+            print(f"        {ms:9.3f} ms {name[:100]}", flush=True)
 
 
 def time_texts(bench: Bench, params: ModelParams) -> None:
@@ -168,21 +183,27 @@ def time_folder(bench: Bench, params: ModelParams) -> None:
     bench.note("folder loaded", text, seconds=seconds, gib=size)
 
 
+def two_numbers(text: str) -> tuple[int, int]:
+    """Return the numbers of a text such as 64x32768."""
+    first, second = map(int, text.split("x"))
+    return first, second
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", type=mesh_of, default="1x2")
     parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default all")
     parser.add_argument("--layers", type=int, default=43)
-    parser.add_argument("--requests", default="1,64")
-    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--steps", default="1x4096,64x32768,256x8192", help="requests x the tokens that each has")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     options = parser.parse_args(arguments)
     whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
     ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
     cfg = with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios)))
-    requests = tuple(map(int, options.requests.split(",")))
-    bench = Bench(mesh=options.mesh, cfg=cfg, requests=requests, context=options.context, out=options.out)
+    steps = tuple(two_numbers(each) for each in options.steps.split(","))
+    bench = Bench(mesh=options.mesh, cfg=cfg, steps=steps, context=options.context, out=options.out)
     parts = options.part or PARTS
     if "same" in parts:
         compare(bench)
@@ -200,9 +221,11 @@ def main(arguments: list[str] | None = None) -> None:
     if "step" in parts:
         time_steps(bench, params)
         time_steps(
-            dataclasses.replace(bench, mesh=turned(bench.mesh), requests=requests[-1:]),
+            dataclasses.replace(bench, mesh=turned(bench.mesh), steps=steps[-1:]),
             on_mesh(params, turned(bench.mesh)),
         )
+    if "kernels" in parts:
+        show_kernels(bench, params)
     if "folder" in parts:
         time_folder(bench, params)
 
