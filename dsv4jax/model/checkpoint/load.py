@@ -1,18 +1,21 @@
 """Loading a whole model from a checkpoint's folder, weight by weight on to the device.
 
 First ``headers`` compares the files with what the configuration says. Then weights are read and placed layer by layer.
-The host never has more than the attention weights of one layer, as read and as arranged, or one other tensor; experts
-are written one by one into an array on the device that holds all of a layer. Over a mesh, the host has the weights of a
-layer but for its experts, and each device gets its part of them; an expert is written into the array of its own device.
+The host never has more than the attention weights of one layer, as read and as arranged, or one other tensor, or
+weights of ``READERS`` + 2 experts. These are read ahead by threads, and written one by one into an array on the device
+that holds all of a layer. Over a mesh, the host has the weights of a layer but for its experts, and each device gets
+its part of them; an expert is written into the array of its own device.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -56,6 +59,10 @@ from dsv4jax.weights.stored import (
     find_block,
     join,
 )
+
+READERS = 8  # threads that read experts ahead, of which each holds a weight of one
+
+type Raw = tuple[np.ndarray, np.ndarray | None]  # a tensor on the host, and its scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,26 +192,33 @@ class _Reader:
     def _read(self, place: Place) -> np.ndarray:
         tensor = self.tensors.files[place.name]
         if place.expert is None:
-            data = tensor.read()
-        else:
-            assert place.rows is not None
-            height = tensor.shape[1]  # rows of the tensor or of its scales
-            of = self.tensors.files[place.name.removesuffix("_scale_inv")].shape[1]
-            first, end = (row * height // of for row in place.rows)
-            data = tensor.read(place.expert, 1)[0, first:end]
-        self._done += data.nbytes
+            return tensor.read()
+        assert place.rows is not None
+        height = tensor.shape[1]  # rows of the tensor or of its scales
+        of = self.tensors.files[place.name.removesuffix("_scale_inv")].shape[1]
+        first, end = (row * height // of for row in place.rows)
+        return tensor.read(place.expert, 1)[0, first:end]
+
+    def _count(self, raw: Raw) -> None:
+        """Say that a tensor and its scales were read."""
+        given, scale = raw
+        self._done += given.nbytes if scale is None else given.nbytes + scale.nbytes
         if self._on_progress is not None:
             self._on_progress(self._done, self.tensors.nbytes)
-        return data
 
-    def _raw(self, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """A tensor and its scales on the host, by DeepSeek's name."""
+    def _raw(self, name: str) -> Raw:
+        """Read a tensor and its scales, by DeepSeek's name."""
         scale = self.tensors.scale(name)
         return self._read(self.tensors.places[name]), None if scale is None else self._read(scale)
 
+    def _next(self, name: str) -> Raw:
+        raw = self._raw(name)
+        self._count(raw)
+        return raw
+
     def outer(self, name: str) -> jax.Array:
         """Place a tensor that is not quantised."""
-        given, form = self._raw(name)[0], self.tensors.specs[name].form
+        given, form = self._next(name)[0], self.tensors.specs[name].form
         if form == "int64" and not (given.min() >= 0 and given.max() < self.cfg.num_experts):
             raise ValueError(f"{self._named(name)} names experts that are not in [0, {self.cfg.num_experts})")
         return self.form.cast(given, form)
@@ -216,7 +230,7 @@ class _Reader:
         """Place linear weights, side by side."""
         parts: list[Tree] = []
         for name in names:
-            given, scale = self._raw(name)
+            given, scale = self._next(name)
             try:
                 if self.form.weights == "stored" and scale is not None:
                     stored = Stored(block=self.block_size, activations=self.form.activations)
@@ -243,7 +257,7 @@ class _Reader:
         for name in NAMINGS["deepseek"].values():
             if f"{prefix}attn.{name}" not in self.tensors.specs:
                 continue
-            raw[name], scale = self._raw(f"{prefix}attn.{name}")
+            raw[name], scale = self._next(f"{prefix}attn.{name}")
             if scale is not None:
                 raw[scale_names(name)[0]] = scale
         # What is float32 in published checkpoints need not be so in the file.
@@ -320,30 +334,30 @@ class _Reader:
 
     def experts(self, prefix: str, *names: str) -> ExpertWeight:
         """Place one weight of all experts of a layer, or two side by side, an expert at a time."""
-        made: list[ExpertWeight] = []
-        like: ExpertWeight | None = None  # the first expert
-        for device, experts in self._shares():
-            buffers: list[jax.Array] = []
-            for place, expert in enumerate(experts):
-                row = [0, 0]
-                for weight in names:
-                    name = f"{prefix}ffn.experts.{expert}.{weight}.weight"
-                    with _made_on(device):  # where it stays; to put it in the kernels' order takes the host long
-                        part = self._expert(name)
-                    like = part if like is None else like
-                    if _forms(part) != _forms(like):
-                        raise ValueError(f"{self._named(name)} is stored unlike the first expert")
-                    leaves = jax.tree.leaves(part)
-                    if not buffers:
-                        shapes = [(len(experts), leaf.shape[1] * len(names), leaf.shape[2]) for leaf in leaves]
-                        pairs = zip(shapes, leaves, strict=True)
-                        buffers = [jnp.zeros(shape, leaf.dtype, device=device) for shape, leaf in pairs]
-                    for i, leaf in enumerate(leaves):
-                        buffers[i] = _put(buffers[i], leaf, np.int32(place), np.int32(row[i]))
-                        row[i] += leaf.shape[1]
-                    jax.block_until_ready(buffers)  # until then the host holds the part, too
-            made.append(jax.tree.unflatten(jax.tree.structure(like), buffers))
-        return made[0] if self._mesh is None else jax.tree.map(functools.partial(_joined, self._mesh), *made)
+        devices, experts = zip(*self._shares(), strict=True)
+        count = len(experts[0])  # as many as each device has
+        parts = [
+            (f"{prefix}ffn.experts.{experts[share][place]}.{weight}.weight", share, place, side)
+            for place in range(count)
+            for share in range(len(devices))  # in turns, so that copies to one go on beside those to another
+            for side, weight in enumerate(names)
+        ]
+        buffers: list[ExpertWeight] = []  # of each device
+        first, before = None, None
+        raws = _ahead(self._raw, [name for name, *_ in parts])
+        for (name, share, place, side), raw in zip(parts, raws, strict=True):
+            self._count(raw)
+            with _made_on(devices[share]):  # where it stays; to put it in the kernels' order takes the host long
+                expert = self._expert(name, *raw)
+            first = first or _forms(expert)
+            if _forms(expert) != first:
+                raise ValueError(f"{self._named(name)} is stored unlike the first expert")
+            if len(buffers) == share:
+                buffers.append(_room(expert, count, len(names), devices[share]))
+            buffers[share] = _put(buffers[share], expert, np.int32(place), np.int32(side))
+            jax.block_until_ready(before)  # until then the host holds it, too
+            before = expert
+        return buffers[0] if self._mesh is None else jax.tree.map(functools.partial(_joined, self._mesh), *buffers)
 
     def _shares(self) -> list[tuple[Tree, range]]:
         """Which experts each of this process's devices holds. None is the default device."""
@@ -353,9 +367,8 @@ class _Reader:
         places = NamedSharding(self._mesh, EXPERTS_PLACE).addressable_devices_indices_map((count,))
         return [(device, range(*which[0].indices(count))) for device, which in places.items() if which is not None]
 
-    def _expert(self, name: str) -> ExpertWeight:
-        """One weight of one expert, [1, out, in]."""
-        given, scale = self._raw(name)
+    def _expert(self, name: str, given: np.ndarray, scale: np.ndarray | None) -> ExpertWeight:
+        """Place one weight of one expert, [1, out, in], in the kernels' order."""
         if scale is None:
             return self.form.cast(given[None], "bf16")
         rows, columns = self.tensors.specs[name].shape
@@ -379,6 +392,28 @@ class _Reader:
         return stored.widened(jnp.zeros(1, jnp.int32), exact if self.form.dtype is None else self.form.dtype)
 
 
+def _ahead[A, R](work: Callable[[A], R], given: Iterable[A]) -> Iterator[R]:
+    """Yield ``work`` of each in their order, while threads work on the ``READERS`` that follow."""
+    with ThreadPoolExecutor(READERS) as threads:
+        running: collections.deque[Future[R]] = collections.deque()
+        for each in given:
+            running.append(threads.submit(work, each))
+            if len(running) > READERS:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
+def _room(part: ExpertWeight, experts: int, sides: int, device: Tree) -> ExpertWeight:
+    """Zeros for all experts of weights [1, out, in], of which ``sides`` stand side by side."""
+
+    def room(leaf: jax.Array) -> jax.Array:
+        _, rows, columns = leaf.shape
+        return jnp.zeros((experts, rows * sides, columns), leaf.dtype, device=device)
+
+    return jax.tree.map(room, part)
+
+
 def _forms(part: ExpertWeight) -> tuple[Tree, list[Tree]]:
     return jax.tree.structure(part), [leaf.dtype for leaf in jax.tree.leaves(part)]
 
@@ -390,6 +425,10 @@ def _joined(mesh: Mesh, *parts: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(buffer: jax.Array, part: jax.Array, expert: jax.Array, row: jax.Array) -> jax.Array:
-    """Write rows of one expert into the array of all."""
-    return lax.dynamic_update_slice(buffer, part, (expert, row, 0))
+def _put(buffer: ExpertWeight, part: ExpertWeight, expert: jax.Array, side: jax.Array) -> ExpertWeight:
+    """Write a weight of one expert into the array of all."""
+
+    def put(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(leaf, rows, (expert, side * rows.shape[1], 0))
+
+    return jax.tree.map(put, buffer, part)
