@@ -342,33 +342,37 @@ class _Reader:
             for share in range(len(devices))  # in turns, so that copies to one go on beside those to another
             for side, weight in enumerate(names)
         ]
+
+        def read(part: tuple[str, int, int, int]) -> tuple[Raw, ExpertWeight]:
+            raw = self._raw(part[0])
+            with _made_on(devices[part[1]]):  # where it stays; to put it in the kernels' order takes the host long
+                return raw, self._expert(part[0], *raw)
+
         buffers: list[ExpertWeight] = []  # of each device
-        first, before = None, None
-        raws = _ahead(self._raw, [name for name, *_ in parts])
-        for (name, share, place, side), raw in zip(parts, raws, strict=True):
+        first = None
+        for (name, share, place, side), (raw, as_read) in zip(parts, _ahead(read, parts), strict=True):
             self._count(raw)
-            with _made_on(devices[share]):  # where it stays; to put it in the kernels' order takes the host long
-                expert = self._expert(name, *raw)
-            first = first or _forms(expert)
-            if _forms(expert) != first:
-                raise ValueError(f"{self._named(name)} is stored unlike the first expert")
-            if len(buffers) == share:
-                buffers.append(_room(expert, count, len(names), devices[share]))
-            buffers[share] = _put(buffers[share], expert, np.int32(place), np.int32(side))
-            jax.block_until_ready(before)  # until then the host holds it, too
-            before = expert
+            with _made_on(devices[share]):
+                expert = self._as_held(as_read)
+                first = first or _forms(expert)
+                if _forms(expert) != first:
+                    raise ValueError(f"{self._named(name)} is stored unlike the first expert")
+                if len(buffers) == share:
+                    buffers.append(_room(expert, count, len(names)))
+                buffers[share] = _put(buffers[share], expert, np.int32(place), np.int32(side))
+            jax.block_until_ready(as_read)  # until then the host holds it, too
         return buffers[0] if self._mesh is None else jax.tree.map(functools.partial(_joined, self._mesh), *buffers)
 
     def _shares(self) -> list[tuple[Tree, range]]:
-        """Which experts each of this process's devices holds. None is the default device."""
+        """Which experts each of this process's devices holds. None is JAX's first device."""
         count = self.cfg.num_experts
         if self._mesh is None:
-            return [(None, range(count))]
+            return [(jax.config.jax_default_device, range(count))]  # the caller's, in other threads too
         places = NamedSharding(self._mesh, EXPERTS_PLACE).addressable_devices_indices_map((count,))
         return [(device, range(*which[0].indices(count))) for device, which in places.items() if which is not None]
 
     def _expert(self, name: str, given: np.ndarray, scale: np.ndarray | None) -> ExpertWeight:
-        """Place one weight of one expert, [1, out, in], in the kernels' order."""
+        """Place one weight of one expert, [1, out, in], as it is in the file."""
         if scale is None:
             return self.form.cast(given[None], "bf16")
         rows, columns = self.tensors.specs[name].shape
@@ -380,16 +384,20 @@ class _Reader:
                 raise ValueError(f"{self._named(name)}: {error}") from error
         else:
             given, block = given.view(np.uint8), FP4_BLOCK
-        stored = StoredExperts(
+        return StoredExperts(
             codes=jnp.asarray(given[None]),
             scales=jnp.asarray(scale[None]),
             block=block,
             activations=Stored(activations=self.form.activations).of("experts"),
         )
+
+    def _as_held(self, part: ExpertWeight) -> ExpertWeight:
+        if not isinstance(part, StoredExperts):
+            return part
         if self.form.weights == "stored":
-            return stored.for_kernels()
-        exact = jnp.bfloat16 if scale.dtype == SCALES else jnp.float32
-        return stored.widened(jnp.zeros(1, jnp.int32), exact if self.form.dtype is None else self.form.dtype)
+            return part.for_kernels()
+        exact = jnp.bfloat16 if part.scales.dtype == SCALES else jnp.float32
+        return part.widened(jnp.zeros(1, jnp.int32), exact if self.form.dtype is None else self.form.dtype)
 
 
 def _ahead[A, R](work: Callable[[A], R], given: Iterable[A]) -> Iterator[R]:
@@ -404,14 +412,9 @@ def _ahead[A, R](work: Callable[[A], R], given: Iterable[A]) -> Iterator[R]:
             yield running.popleft().result()
 
 
-def _room(part: ExpertWeight, experts: int, sides: int, device: Tree) -> ExpertWeight:
+def _room(part: ExpertWeight, experts: int, sides: int) -> ExpertWeight:
     """Zeros for all experts of weights [1, out, in], of which ``sides`` stand side by side."""
-
-    def room(leaf: jax.Array) -> jax.Array:
-        _, rows, columns = leaf.shape
-        return jnp.zeros((experts, rows * sides, columns), leaf.dtype, device=device)
-
-    return jax.tree.map(room, part)
+    return jax.tree.map(lambda leaf: jnp.zeros((experts, leaf.shape[1] * sides, leaf.shape[2]), leaf.dtype), part)
 
 
 def _forms(part: ExpertWeight) -> tuple[Tree, list[Tree]]:
