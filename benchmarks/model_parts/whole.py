@@ -181,8 +181,8 @@ def time_steps(bench: Bench, params: ModelParams) -> dict[int, float]:
 def time_texts(bench: Bench, params: ModelParams, steps: dict[int, float] | None) -> None:
     """Time a prompt, and tokens after it; with ``steps``, beside a step of one request."""
     generator = Generator(params, 1, bench.context + ROOM)
-    prompts, seconds = np.random.default_rng(3).integers(0, params.cfg.vocab_size, (3, bench.context)), []
-    new = 1 if steps is None else 129
+    prompts = np.random.default_rng(3).integers(0, params.cfg.vocab_size, (1 + ROUNDS, bench.context))
+    seconds, new = [], 1 if steps is None else 129
     for prompt in prompts:
         generator.generate([prompt], 1, stop_tokens=[])
         first, (tokens,) = generator.result.seconds, generator.result.tokens
@@ -192,7 +192,7 @@ def time_texts(bench: Bench, params: ModelParams, steps: dict[int, float] | None
     layers = params.cfg.num_layers
     form = next(node for node in jax.tree.leaves(params, is_leaf=is_any_stored) if is_any_stored(node)).activations
     if steps is None:
-        times = Times.of([(first - one) * 1e3 for first, one, _ in seconds])
+        times = Times.of([(first - one) * 1e3 for first, one, _ in seconds[1:]])  # the first includes compilation
         text = f"{times.median:9.1f} ms of wall [{times.low:.1f}, {times.high:.1f}]"
         bench.note(f"prompt of {bench.context} tokens, {layers} layers, {form}", text, ms=dataclasses.asdict(times))
         return

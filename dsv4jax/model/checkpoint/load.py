@@ -212,6 +212,7 @@ class _Reader:
         return self._read(self.tensors.places[name]), None if scale is None else self._read(scale)
 
     def _next(self, name: str) -> Raw:
+        """As ``_raw``, and counted."""
         raw = self._raw(name)
         self._count(raw)
         return raw
@@ -345,14 +346,14 @@ class _Reader:
 
         def read(part: tuple[str, int, int, int]) -> tuple[Raw, ExpertWeight]:
             raw = self._raw(part[0])
-            with _made_on(devices[part[1]]):  # where it stays; to put it in the kernels' order takes the host long
+            with _made_on(devices[part[1]]):
                 return raw, self._expert(part[0], *raw)
 
         buffers: list[ExpertWeight] = []  # of each device
         first = None
         for (name, share, place, side), (raw, as_read) in zip(parts, _ahead(read, parts), strict=True):
             self._count(raw)
-            with _made_on(devices[share]):
+            with _made_on(devices[share]):  # to put a weight in the kernels' order takes the host long
                 expert = self._as_held(as_read)
                 first = first or _forms(expert)
                 if _forms(expert) != first:
@@ -392,6 +393,7 @@ class _Reader:
         )
 
     def _as_held(self, part: ExpertWeight) -> ExpertWeight:
+        """The weight of an expert in the order of the kernels, or as wide as was asked for."""
         if not isinstance(part, StoredExperts):
             return part
         if self.form.weights == "stored":
