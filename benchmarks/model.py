@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 WHOLE = "layer", "step", "generate", "prompt"  # parts that share a random model
-MESH = "same", "made", "token"  # besides prompt and step, with --mesh
+MESH = "same", "made", "token", "kernels", "folder"  # besides prompt and step, with --mesh
 KERNELS = {
     "experts": "experts",
     "shared": "shared_expert",

@@ -33,15 +33,18 @@ class Results:
     reads: list[Line]  # what reads it, and decode steps
     layers: list[Line]  # whole layers
     h100: list[Line]  # some of the last two on an H100
-    model: list[Line]  # the parts of a whole model, on an H100
+    model: list[Line]  # the parts of a whole model
+    model_h100: list[Line]  # these, and whole layers, on an H100
+    mesh: list[Line]  # a whole model over two H200
     drafts: list[Line]  # parts of passes with drafts, and whole passes
     by_hand: list[Line]
     public: list[Line]
 
     @classmethod
     def load(cls) -> Results:
-        names = dict(updates="h200", reads="h200_reads", layers="h200_layers", h100="h100", model="h100_model")
-        names |= dict(drafts="drafts", by_hand="by_hand", public="public_cuda")
+        names = dict(updates="h200", reads="h200_reads", layers="h200_layers", h100="h100", model="h200_model")
+        names |= dict(model_h100="h100_model", mesh="h200_mesh", drafts="drafts", by_hand="by_hand")
+        names |= dict(public="public_cuda")
         return cls(**{field: read_lines(RESULTS / f"{name}.jsonl") for field, name in names.items()})
 
     def case(self, name: str) -> Line:

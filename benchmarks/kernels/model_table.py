@@ -1,8 +1,9 @@
-"""The table of a whole model's parts, made of the lines that ``python -m benchmarks.model --out`` wrote."""
+"""The tables of a whole model, made of the lines that ``python -m benchmarks.model --out`` wrote."""
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 from benchmarks.kernels.lines import Line, Results
 from benchmarks.kernels.tables import number, table
@@ -29,18 +30,43 @@ PARTS = (
     Part(words="an HCA layer in a step, 4K tokens each", case="layer hca B{} 4096", tokens=(1, 64)),
 )
 
+# What was timed over two H200: in words, how many tokens it makes, and the case without the mesh.
+ON_MESH = (
+    ("a token of one text, 4K before it", 1, "token of one text, 43 layers"),
+    ("a step of 64 requests, 32K each", 64, "step B64 32768, 43 layers"),
+    ("a step of 256 requests, 8K each", 256, "step B256 8192, 43 layers"),
+)
+
 
 def model_parts(results: Results) -> str:
-    """Kernel times of a model's parts, and public CUDA's on another card."""
-    found = {line["case"]: line for line in results.model}
+    """Kernel times of a model's parts on two cards, and public CUDA's on the first of them."""
+    cards = results.model, results.model_h100
+    found = [{line["case"]: line for line in lines} for lines in cards]
     cases = [(part.words, tokens, part.case.format(tokens)) for part in PARTS for tokens in part.tokens]
     rows = []
     for words, tokens, case in cases:
         beside = results.public_beside(case)
         public = "-" if beside is None else f"{beside['us']:,} ({beside['library']})"
-        rows.append((words, f"{tokens:,}", number(_microseconds(found[case])), public))
-    (device,) = {line["device"] for line in results.model}
-    return table(f"part | tokens | us, {device} | public CUDA, us, NVIDIA H200", rows)
+        own = (number(_microseconds(of_card[case])) if case in of_card else "-" for of_card in found)
+        rows.append((words, f"{tokens:,}", *own, public))
+    first, second = (next(iter({line["device"] for line in lines})) for lines in cards)
+    return table(f"part | tokens | us, {first} | us, {second} | public CUDA, us, {first}", rows)
+
+
+def mesh_steps(results: Results) -> str:
+    """Wall times of all layers of V4-Flash over two H200."""
+    rows = []
+    for words, tokens, case in ON_MESH:
+        for mesh in ("1x2", "2x1"):
+            found = [line["ms"] for line in results.mesh if line["case"] == f"{case}, {mesh}"]
+            if not found:
+                continue
+            if isinstance(found[0], dict):
+                ((middle, low, high),) = ((of["median"], of["low"], of["high"]) for of in found)
+            else:
+                middle, low, high = statistics.median(found), min(found), max(found)
+            rows.append((words, mesh, f"{middle:.1f}", f"{low:.1f}-{high:.1f}", f"{tokens / middle * 1e3:,.0f}"))
+    return table("what | mesh, data x model | ms | range | tokens per second", rows)
 
 
 def _microseconds(line: Line) -> float:

@@ -46,6 +46,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
         tables.h100,
         tables.padding,
         model_table.model_parts,
+        model_table.mesh_steps,
         mesh_times.mesh_times,
         tables.drafts,
         tables.programs,

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.timing import FLUSH_NAME, Times, kernel_times, record
-from dsv4jax.layer.backend import PALLAS, XLA
+from benchmarks.kernels.timing import Times, kernel_times, record
+from dsv4jax.layer.backend import PALLAS
 from dsv4jax.model import ModelConfig
 from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains
 from dsv4jax.model.params import StreamMix
@@ -47,34 +47,30 @@ def inputs(tokens: int, after: str) -> tuple[Any, ...]:
     return y, normal(tokens, n, hidden), gains, mix, jnp.ones(hidden, jnp.bfloat16)
 
 
-def timed(tokens: int, after: str, backend: str) -> Times:
-    op = HYPER_CONNECTIONS[backend]
+def timed(tokens: int, after: str) -> Times:
+    op = HYPER_CONNECTIONS[PALLAS]
 
     def update(before: Any, given: Any, ticket: jax.Array) -> Any:
         y, streams, gains, mix, norm = given
-        with jax.named_scope("wait_for"):
-            base = jax.lax.optimization_barrier(mix.base * ticket.astype(jnp.float32))
+        base = jax.lax.optimization_barrier(mix.base * ticket.astype(jnp.float32))
         streams, x, gains = op.between(y, streams, gains, dataclasses.replace(mix, base=base), norm, CFG)
         return x, streams, gains.post, gains.carry
 
-    counted = "mix_streams" if backend == PALLAS else f"^(?!.*(wait_for|{FLUSH_NAME}))"
-    return kernel_times(update, jnp.zeros(1), inputs(tokens, after), runs=12, named=counted)
+    return kernel_times(update, jnp.zeros(1), inputs(tokens, after), runs=12, named="mix_streams")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--after", default=",".join(AFTER))
-    parser.add_argument("--backend", default=f"{PALLAS},{XLA}")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     options = parser.parse_args(arguments)
-    for backend in options.backend.split(","):
-        for after in options.after.split(","):
-            for tokens in map(int, options.tokens.split(",")):
-                times = timed(tokens, after, backend)
-                spread = f"({times.low:.2f}-{times.high:.2f}) in {times.kernels:.0f} launches"
-                print(f"{backend:6} after {after:9}, {tokens:5} tokens: {times.median:8.2f} us {spread}", flush=True)
-                record(options.out, case=f"{backend} after {after} {tokens} tokens", **dataclasses.asdict(times))
+    for after in options.after.split(","):
+        for tokens in map(int, options.tokens.split(",")):
+            times = timed(tokens, after)
+            spread = f"({times.low:.2f}-{times.high:.2f}) in {times.kernels:.0f} launches"
+            print(f"after {after:9}, {tokens:5} tokens: {times.median:8.2f} us {spread}", flush=True)
+            record(options.out, case=f"{PALLAS} after {after} {tokens} tokens", **dataclasses.asdict(times))
 
 
 if __name__ == "__main__":
