@@ -41,12 +41,15 @@ class Picks:
     tiles: pk.RoutedTiles | None = None  # the same in tiles, where the router made them
 
     def among(self, first: jax.Array | int, count: int) -> Picks:
-        """Return the picks of so many experts from number ``first`` on, which is 0 then. Others are as padding."""
+        """Return the picks of so many experts from number ``first`` on, which is 0 then.
+
+        Others have the expert of padding. Their weights stay, because no tile has them.
+        """
         experts = self.experts - first
         is_among = (experts >= 0) & (experts < count)
         return Picks(
             experts=jnp.where(is_among, experts, count),
-            weights=jnp.where(is_among, self.weights, 0.0),
+            weights=self.weights,
             tiles=None if self.tiles is None else self.tiles.among(first, count),
         )
 

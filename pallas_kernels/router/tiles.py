@@ -49,7 +49,7 @@ class RoutedTiles:
         before = jnp.sum(is_tile & (expert < first), dtype=jnp.int32)
         count = jnp.sum(is_tile & (expert < first + experts), dtype=jnp.int32) - before
         number = number[: shapes.tiles.shape[0]]
-        tiles = self.tiles.at[before + number].get(mode="clip").at[:, 0].add(-first)
+        tiles = self.tiles.at[before + number].get(mode="clip") - jnp.where(jnp.arange(3) == 0, first, 0)[None]
         return RoutedTiles(
             pairs=self.pairs,
             tiles=jnp.where(number[:, None] < count, tiles, 0),

@@ -53,6 +53,17 @@ def test_a_layer_of_a_model_adds_its_kernels_and_nothing_of_xla():
     assert report == {kind: {"kernels": count, "others": 0} for kind, count in OF_MODEL.items()}
 
 
+# The tiles of a device's own experts and how many they are, the sum of its picks, the sum over devices, and with the
+# shared expert's output the layer's.
+OF_MESH = 5
+
+
+@pytest.mark.slow
+def test_over_a_mesh_a_layer_adds_five_launches_of_xla():
+    report = report_of("tests.support.model_launches", "h200", "--devices", "2")
+    assert report == {kind: {"kernels": count, "others": OF_MESH} for kind, count in OF_MODEL.items()}
+
+
 PROGRAM = """
 HloModule step
 

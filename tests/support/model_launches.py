@@ -2,7 +2,8 @@
 
 Compiles decode steps of V4-Flash's sizes where there is no GPU, and prints one JSON line: how many launches one more
 layer of each kind adds to a step, of kernels beside those between two sublayers, and of XLA. ``--list`` prints first
-what they are. One target per process. Needs the extra ``cross``.
+what they are. With ``--devices 2`` they are those of each of two GPUs that share a model. One target per process. Needs
+the extra ``cross``.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import dataclasses
 import json
 from collections import Counter
 
-from tests.support.compile_for_gpu import TARGETS, compile_for, prepare_environment
+from tests.support.compile_for_gpu import TARGETS, compile_for, meshes, prepare_environment
 from tests.support.step_launches import launches
 
 _BETWEEN = "mix_streams"  # the kernel between two sublayers
@@ -52,10 +53,39 @@ def step_of(ratios: tuple[int, ...], requests: int, *, drafts: int = 0, invarian
     return draft if drafts else step, (params, ids, caches.model, row)
 
 
-def launches_of(kinds: tuple[str, ...], target: str, requests: int, *, invariant: bool) -> Counter[str]:
+def on_devices(target: str, count: int, args):
+    """The arguments of a step of ``step_of`` as they lie over GPUs that share a model, and their abstract mesh."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import dsv4jax as d4
+    from dsv4jax.model.inside.devices import weight_specs
+
+    mesh, described = meshes(target, (1, count), ("data", "model"))
+
+    def placed(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    params, ids, cache, slots = args
+    params = dataclasses.replace(params, mesh=described)
+    params = jax.tree.map(placed, params, weight_specs(params))
+    cache = dataclasses.replace(d4.cache.abstract_cache(cache.plan, mesh), mesh=described)
+    ids, slots = (placed(each, PartitionSpec()) for each in (ids, slots))
+    return (params, ids, cache, slots), described
+
+
+def launches_of(kinds: tuple[str, ...], options: argparse.Namespace) -> Counter[str]:
     """The launches of a step of a model whose layers are of these kinds, by what they do."""
-    step, args = step_of(tuple(RATIOS[kind] for kind in kinds), requests, invariant=invariant)
-    return Counter(one.what for one in launches(compile_for(target, step, *args, donate_argnums=2).as_text() or ""))
+    import jax
+
+    step, args = step_of(tuple(RATIOS[kind] for kind in kinds), options.batch, invariant=options.invariant)
+    if options.devices == 1:
+        program = compile_for(options.target, step, *args, donate_argnums=2)
+    else:
+        args, described = on_devices(options.target, options.devices, args)
+        with jax.sharding.use_abstract_mesh(described):
+            program = jax.jit(step, donate_argnums=2).lower(*args).compile()
+    return Counter(one.what for one in launches(program.as_text() or ""))
 
 
 def main() -> None:
@@ -63,14 +93,13 @@ def main() -> None:
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--invariant", action="store_true", help="of caches that are invariant")
+    parser.add_argument("--devices", type=int, default=1, help="that share the model's experts")
     parser.add_argument("--list", action="store_true", help="print every launch of one more layer")
     options = parser.parse_args()
     prepare_environment()
     report = {}
     for kind in RATIOS:
-        one, two = (
-            launches_of((kind,) * n, options.target, options.batch, invariant=options.invariant) for n in (1, 2)
-        )
+        one, two = (launches_of((kind,) * n, options) for n in (1, 2))
         added = two - one
         for what, count in sorted(added.items()) if options.list else ():
             print(f"    {kind} {count:3} {what}")

@@ -21,7 +21,7 @@ RATIOS = {"swa": 0, "csa": 4, "hca": 128}
 # Instructions of an optimised program that are no work for the GPU.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
-    *("after-all", "partition-id", "replica-id"),
+    *("after-all", "partition-id", "replica-id", "all-reduce-done"),
 }
 _CALLERS = {"while": ("body", "condition"), "call": ("to_apply",), "conditional": ("branch_computations",)}
 _PRODUCT = r"dot_general|product"  # in what launches of products come from
