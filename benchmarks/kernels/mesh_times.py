@@ -5,7 +5,7 @@ What ``dsv4jax.model.inside.devices`` says is computed and sent, at what the par
 - Attention: a layer with its products on an H200, of the requests of a shard with 32K tokens each; from 256 on 16K.
   A layer with a window alone counts as HCA.
 - Experts: those of the layer of the device that has most of them, of picks drawn at random; all other parts of a layer,
-  and the head: on an H100.
+  and the head: on an H200, too.
 - What is sent: by the bytes that a device receives, as between two H100 of a host, by NCCL.
 
 Assumed are three things. A host has eight GPUs, between any of which bytes take as long as between two. From host to
