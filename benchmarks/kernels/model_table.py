@@ -37,6 +37,20 @@ ON_MESH = (
     ("a step of 256 requests, 8K each", 256, "step B256 8192, 43 layers"),
 )
 
+# Parts of a step over two H200, and how the names of their kernels begin. What is left is XLA's.
+ON_DEVICE = {
+    "routed experts": ("experts",),
+    "products of attention and of the shared expert": ("product",),
+    "attention, the indexer, updates of the cache": (
+        *("decode_attention", "indexer_scores", "top_k"),
+        *("token_step", "grant_tokens"),
+    ),
+    "between sublayers": ("mix_streams",),
+    "router": ("router",),
+    "sums over devices, waiting included": ("psum", "_Z31nccl"),
+    "XLA's other kernels, the head among them": ("",),
+}
+
 
 def model_parts(results: Results) -> str:
     """Kernel times of a model's parts on two cards, and public CUDA's on the first of them."""
@@ -67,6 +81,21 @@ def mesh_steps(results: Results) -> str:
                 middle, low, high = statistics.median(found), min(found), max(found)
             rows.append((words, mesh, f"{middle:.1f}", f"{low:.1f}-{high:.1f}", f"{tokens / middle * 1e3:,.0f}"))
     return table("what | mesh, data x model | ms | range | tokens per second", rows)
+
+
+def mesh_parts(results: Results) -> str:
+    """What kernels of a step take on each of two H200, by part."""
+    cases = {"1 request, 4K": "kernels B1 4096", "64 requests, 32K each": "kernels B64 32768"}
+    columns = []
+    for case in cases.values():
+        (line,) = (line for line in results.mesh if line["case"].startswith(case))
+        sums = dict.fromkeys(ON_DEVICE, 0.0)
+        for kernel, ms in line["ms"].items():
+            sums[next(part for part, begins in ON_DEVICE.items() if kernel.startswith(begins))] += ms
+        columns.append([*sums.values(), sum(sums.values())])
+    names = *ON_DEVICE, "in all"
+    rows = [(name, *(f"{ms:.2f}" for ms in row)) for name, row in zip(names, zip(*columns, strict=True), strict=True)]
+    return table(" | ".join(("ms on a device, over 1x2", *cases)), rows)
 
 
 def _microseconds(line: Line) -> float:

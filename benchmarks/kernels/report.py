@@ -47,6 +47,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
         tables.padding,
         model_table.model_parts,
         model_table.mesh_steps,
+        model_table.mesh_parts,
         mesh_times.mesh_times,
         tables.drafts,
         tables.programs,
