@@ -41,10 +41,7 @@ ON_MESH = (
 ON_DEVICE = {
     "routed experts": ("experts",),
     "products of attention and of the shared expert": ("product",),
-    "attention, the indexer, updates of the cache": (
-        *("decode_attention", "indexer_scores", "top_k"),
-        *("token_step", "grant_tokens"),
-    ),
+    "attention, the indexer, updates of the cache": ("decode", "indexer", "top_k", "token_step", "grant_tokens"),
     "between sublayers": ("mix_streams",),
     "router": ("router",),
     "sums over devices, waiting included": ("psum", "_Z31nccl"),

@@ -192,7 +192,7 @@ def time_texts(bench: Bench, params: ModelParams, steps: dict[int, float] | None
     layers = params.cfg.num_layers
     form = next(node for node in jax.tree.leaves(params, is_leaf=is_any_stored) if is_any_stored(node)).activations
     if steps is None:
-        times = Times.of([(first - one) * 1e3 for first, one, _ in seconds[1:]])  # the first includes compilation
+        times = Times.of([(first - one) * 1e3 for first, one, _ in seconds[1:]])  # the first includes what is done once
         text = f"{times.median:9.1f} ms of wall [{times.low:.1f}, {times.high:.1f}]"
         bench.note(f"prompt of {bench.context} tokens, {layers} layers, {form}", text, ms=dataclasses.asdict(times))
         return
