@@ -43,9 +43,9 @@ from pallas_kernels.products.epilogues.store import AddTo, Store
 from pallas_kernels.products.experts.codes import in_order as codes_in_order
 from pallas_kernels.products.experts.codes import interleaved as interleaved_codes
 from pallas_kernels.products.experts.epilogues import Gated, OfPicks, Routing
-from pallas_kernels.products.plan import Plan, plan, rows_taken
+from pallas_kernels.products.plan import Plan, Together, plan, rows_taken, together
 from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
-from pallas_kernels.products.run import run
+from pallas_kernels.products.run import Operands, run, run_together
 from pallas_kernels.router.call import Routed, most_of_a_part, route, route_in_parts, unsupported_route
 from pallas_kernels.router.picks import PickInputs
 from pallas_kernels.router.tiles import RoutedTiles, routed_tiles, tile_rows
@@ -85,6 +85,7 @@ __all__ = [
     "NewTokens",
     "OfPicks",
     "OperandRows",
+    "Operands",
     "PageSizes",
     "PickInputs",
     "Plan",
@@ -101,6 +102,7 @@ __all__ = [
     "StreamWeights",
     "Streams",
     "SwiGLU",
+    "Together",
     "TokenParts",
     "TokenProducts",
     "TokenRounding",
@@ -129,7 +131,9 @@ __all__ = [
     "routed_tiles",
     "rows_taken",
     "run",
+    "run_together",
     "tile_rows",
+    "together",
     "token_parts",
     "token_step",
     "top_k",

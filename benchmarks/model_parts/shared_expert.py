@@ -17,7 +17,7 @@ from jax import lax
 from benchmarks.kernels.timing import Times, kernel_times, record
 from dsv4jax.model import ModelConfig
 from dsv4jax.model.params import Experts
-from dsv4jax.model.plain.experts import shared_expert
+from dsv4jax.model.plain.experts import of_shared, projections_of
 from dsv4jax.weights.stored import StoredWeight
 
 CFG = ModelConfig.flash()
@@ -41,7 +41,7 @@ def times_of(tokens: int, weights: tuple[StoredWeight, StoredWeight]) -> Times:
         with jax.named_scope("wait_for"):
             x = lax.optimization_barrier(x * ticket.astype(x.dtype))
         experts = Experts(gate_up=gate_up, down=down, shared_gate_up=gate_up, shared_down=down)  # only shared ones
-        return shared_expert(x, experts, CFG, None)
+        return of_shared(x, experts, CFG, projections_of(None))
 
     return kernel_times(update, jnp.zeros_like(x), (x, weights), runs=12, named="product|silu|logistic|select|clamp")
 

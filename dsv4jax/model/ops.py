@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 import pallas_kernels as pk
 from dsv4jax.checks import Tree
 from dsv4jax.layer.backend import Op, declare
+from dsv4jax.layer.ops import Projections
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.params import Experts, Router, StreamMix
 from dsv4jax.weights.stored import Weight
@@ -133,7 +134,16 @@ class RouterOp(ModelOp, Protocol):
 
 
 class ExpertsOp(ModelOp, Protocol):
-    """The outputs of routed experts. The shared one's products are the op ``projections``."""
+    """The outputs of experts. The shared one's products are the op ``projections``."""
+
+    def outputs(
+        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, projections: Projections
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return ``routed``, and what the shared expert makes of x, in x's dtype [..., h].
+
+        The latter is what ``projections.swiglu`` gives, bit for bit, in whichever launch it is made.
+        """
+        ...
 
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
         """Return what the picked experts alone make of x [..., h], times their weights: x's dtype [..., k, h].

@@ -20,6 +20,7 @@ from pallas_kernels.products.epilogues.attention import AttentionQueries
 from pallas_kernels.products.epilogues.both import BothQueries
 from pallas_kernels.products.epilogues.indexer import IndexerQueries
 from pallas_kernels.products.epilogues.store import Store
+from pallas_kernels.products.experts.beside import Beside, beside
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
 from pallas_kernels.products.experts.layout import kind_of, layout_of, unserved
@@ -53,6 +54,24 @@ class Plan:
     gpu: GPU
     kernel: Few | Pair | Many | OfExperts
     rounds: bool = False  # whether the result, in bf16, is rounded by a launch of its own
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """How a product with experts and one with the shared expert are solved in one launch, each with rows of its own."""
+
+    experts: Plan  # of a launch of its own
+    shared: Plan
+    kernel: Beside
+
+
+def together(experts: Plan, shared: Plan) -> Together | Unsupported:
+    """Return how two products are solved in one launch, bit for bit as by their own plans; or why better not."""
+    one, other = experts.kernel, shared.kernel
+    if not isinstance(one, OfExperts) or not isinstance(other, Few) or shared.rounds or experts.gpu != shared.gpu:
+        return Unsupported(kind="no kernel", reason="a product with experts and one of few rows can be one launch")
+    kernel = beside(one.layout, other.layout)
+    return kernel if isinstance(kernel, Unsupported) else Together(experts=experts, shared=shared, kernel=kernel)
 
 
 def plan(problem: Problem, gpu: GPU | None = None, *, invariant: bool = False) -> Plan | Unsupported:

@@ -162,6 +162,7 @@ class Epilogue(abc.ABC):
 
     # Products of few rows.
     blocks: ClassVar[int] = 1  # of a cluster, which share what is made
+    most_parts: ClassVar[int | None] = None  # of the inputs, whose sums meet; None for any number
 
     @property
     def tiles(self) -> int | None:

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
+import pallas_kernels as pk
 from dsv4jax.layer import stored_products
+from dsv4jax.layer.ops import PROJECTIONS
 from dsv4jax.weights.stored import StoredWeight, as_bytes
 from tests.support.cases import first_of
 from tests.support.driver import assert_same
@@ -254,3 +256,15 @@ def test_an_array_that_does_not_fit_is_refused(x, groups, message):
     for weight in (random_stored(0, (256, 128)), jnp.ones((256, 128))):
         with pytest.raises(AssertionError, match=f"x: expected float32 or bfloat16 {message}"):
             d4.linear(x, weight, groups=groups)
+
+
+@simulated
+def test_operand_rows_of_groups_give_what_an_array_of_them_gives():
+    """Bit for bit, with an axis of groups."""
+    weight = random_stored(2, (4 * 64, 256))
+    x = jax.random.normal(jax.random.key(1), (3, 4, 256), jnp.bfloat16)
+    projections = PROJECTIONS["pallas_simulated"]
+    project = jax.jit(lambda x: projections.linear(x, weight, groups=4))
+    found, want = project(pk.OperandRows.of(x.reshape(3, -1))), project(x)
+    assert found.shape == want.shape == (3, 4, 64)
+    np.testing.assert_array_equal(found, want)

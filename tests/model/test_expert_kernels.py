@@ -14,7 +14,7 @@ import pallas_kernels as pk
 from dsv4jax.model import ModelConfig, Picks
 from dsv4jax.model.ops import EXPERTS
 from dsv4jax.model.params import Experts, StoredExperts
-from dsv4jax.model.plain.experts import mixed
+from dsv4jax.model.plain.experts import mixed, of_shared, projections_of
 from dsv4jax.weights.stored import StoredWeight
 from tests.support.cases import first_of
 from tests.support.machines import BACKENDS
@@ -81,6 +81,27 @@ def test_experts_in_kernels(backend, activations):
     for token in np.argwhere(is_real):
         one, other = (np.asarray(each.sum(), np.float32)[tuple(token)] for each in (found, want))
         assert relative_rms(one, other) < 2**-7
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", first_of([1, 70]))
+def test_products_of_the_shared_expert_are_the_same_in_the_launches_of_the_others(backend, tokens, monkeypatch):
+    """Bit for bit, and those of the others too. For more tokens they are launches of their own."""
+    rng = np.random.default_rng(0)
+    picked = np.sort(np.argsort(rng.random((tokens, CFG.num_experts)), -1)[..., : CFG.experts_per_token], -1)
+    picks = Picks(experts=jnp.asarray(picked, jnp.int32), weights=jnp.asarray(rng.random(picked.shape), jnp.float32))
+    x = jax.random.normal(KEY, (tokens, CFG.hidden_size), jnp.bfloat16)
+    op, projections, launched = EXPERTS[backend], projections_of(backend), []
+    run_together = pk.run_together
+    monkeypatch.setattr(
+        pk, "run_together", lambda *args, **options: launched.append(1) or run_together(*args, **options)
+    )
+    routed, shared = jax.jit(lambda x, picks, given: op.outputs(x, picks, given, CFG, projections))(x, picks, experts())
+    assert len(launched) == (2 if tokens == 1 else 0)
+    np.testing.assert_array_equal(shared, jax.jit(lambda x, given: of_shared(x, given, CFG, projections))(x, experts()))
+    np.testing.assert_array_equal(
+        routed, jax.jit(lambda x, picks, given: op.routed(x, picks, given, CFG))(x, picks, experts())
+    )
 
 
 @pytest.mark.slow

@@ -69,7 +69,9 @@ DRAFT = 64, 4
 # Launches that Blackwell does not have.
 HOPPER_ONLY = {
     "experts_gate_up",
+    "experts_gate_up_and_shared",
     "experts_down",
+    "experts_down_and_shared",
     "products",
     "product_of_many",
     "product_of_queries",

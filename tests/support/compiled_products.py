@@ -17,6 +17,7 @@ from dsv4jax.model.config import ModelConfig
 from dsv4jax.weights.params import param_shapes
 from pallas_kernels.activations import ActivationRows, PlainRows, round_rows
 from pallas_kernels.language.target import HOPPER
+from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
 from pallas_kernels.products.experts.rounding import RoundedExpertRows, round_expert_rows
 from pallas_kernels.products.experts.sm90 import ExpertInputs
@@ -43,6 +44,7 @@ def product_kernels(cfg: d4.DSV4Config, *, is_flash: bool) -> Iterator[Kernel]:
     model = ModelConfig.flash() if is_flash else ModelConfig.pro()
     yield from _experts(model, is_flash)
     yield from _shared_expert(model, is_flash)
+    yield from _experts_and_shared(model, is_flash)
 
 
 def _shared_expert(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
@@ -59,6 +61,45 @@ def shared_gate_up(cfg: ModelConfig, activations: str) -> pk.WeightSpec:
     return pk.WeightSpec(shape=shape, block=(128, 128), activations=activations)
 
 
+def _experts_and_shared(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
+    """Yield both products of experts and of the shared one in one launch: of V4-Flash for fewest and most tokens."""
+    for tokens in (1, 3) if is_flash else (1,):
+        shared = (
+            (shared_gate_up(cfg, "bf16"), pk.SwiGLU(limit=cfg.swiglu_limit, kind=pk.OperandRows), PlainRows),
+            (
+                pk.WeightSpec(shape=(cfg.hidden_size, cfg.expert_width), block=(128, 128)),
+                pk.Store(dtype=jnp.bfloat16),
+                pk.OperandRows,
+            ),
+        )
+        for (weight, made), (shared_weight, shared_made, kind) in zip(
+            _of_experts(cfg, tokens, "bf16"), shared, strict=True
+        ):
+            rows = pk.RowsSpec(count=made.x_rows, width=weight.inputs)
+            problem = pk.Problem(rows=rows, weights=(weight,), epilogues=(made,))
+            rows = pk.RowsSpec(count=tokens, width=shared_weight.inputs, kind=kind)
+            problems = (
+                dataclasses.replace(problem, rows=pk.rows_taken(problem, HOPPER)),
+                pk.Problem(rows=rows, weights=(shared_weight,), epilogues=(shared_made,)),
+            )
+            experts, alone = (pk.plan(each, HOPPER) for each in problems)
+            assert isinstance(experts, pk.Plan)
+            assert isinstance(alone, pk.Plan)
+            plan = pk.together(experts, alone)
+            if isinstance(plan, pk.Together):
+                title = f"{made.name}_and_shared [{tokens}]"
+                run = functools.partial(pk.run_together, plan)
+                args = tuple(map(_operands, problems))
+                yield Kernel(name=title, function=run, args=args, rows=None, reads_only=True)
+
+
+def _operands(problem: pk.Problem) -> Any:
+    """Return the shapes of what a product takes."""
+    weights: Any = [weight.arrays for weight in problem.weights]
+    extras: Any = [*problem.extras.values()]
+    return pk.Operands(x=problem.rows.shapes, weights=weights, extras=extras)
+
+
 def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
     """Yield both products with experts: from one token to a chunk, in tiles of all sizes; of Pro in the largest."""
     for tokens, activations in itertools.product((1, 256, 1024, 2048, 4096) if is_flash else (4096,), ("bf16", "fp8")):
@@ -70,22 +111,11 @@ def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
 
 def _products_with_experts(cfg: ModelConfig, tokens: int, activations: str) -> Iterator[Kernel]:
     """Yield both products, without the launches that round rows before them."""
-    hidden, width = cfg.hidden_size, cfg.expert_width
-    rows = pk.tile_rows(tokens, cfg.experts_per_token, cfg.num_experts)
-    routing = pk.Routing(
-        tokens=tokens, picks=cfg.experts_per_token, experts=cfg.num_experts, rows=rows, activations=activations
-    )
-    for shape, made in (
-        ((2 * width, hidden), pk.Gated(routing=routing, limit=cfg.swiglu_limit)),
-        ((hidden, width), pk.OfPicks(routing=routing)),
-    ):
-        weight = pk.ExpertsSpec(
-            experts=cfg.num_experts, shape=shape, interleaved=activations == "bf16", activations=activations
-        )
+    for weight, made in _of_experts(cfg, tokens, activations):
         plain = pk.RowsSpec(count=made.x_rows, width=weight.inputs)
         problem = pk.Problem(rows=plain, weights=(weight,), epilogues=(made,))
         problem = dataclasses.replace(problem, rows=pk.rows_taken(problem, HOPPER))
-        title = f"{made.name} {activations} [{tokens}] in tiles of {rows}"
+        title = f"{made.name} {activations} [{tokens}] in tiles of {made.routing.rows}"
         if activations == "bf16":
             yield from _kernel(title, made.x_rows, (weight, made), kind=problem.rows.kind)
             continue
@@ -96,6 +126,20 @@ def _products_with_experts(cfg: ModelConfig, tokens: int, activations: str) -> I
         codes, scales = (Spec((leaf.shape[0] * leaf.shape[1], leaf.shape[2]), jnp.uint8) for leaf in weight.arrays)
         inputs = ExpertInputs(x=rounded.codes, x_scales=rounded.scales, codes=codes, scales=scales, **problem.extras)
         yield Kernel(name=title, function=plan.kernel.launch_product, args=(inputs,), rows=None, reads_only=True)
+
+
+def _of_experts(cfg: ModelConfig, tokens: int, activations: str) -> list[tuple[pk.ExpertsSpec, ExpertEpilogue]]:
+    """Return the weights of both products with experts, and what is made of their sums."""
+    hidden, width = cfg.hidden_size, cfg.expert_width
+    rows = pk.tile_rows(tokens, cfg.experts_per_token, cfg.num_experts)
+    routing = pk.Routing(
+        tokens=tokens, picks=cfg.experts_per_token, experts=cfg.num_experts, rows=rows, activations=activations
+    )
+    stored: Any = dict(experts=cfg.num_experts, interleaved=activations == "bf16", activations=activations)
+    return [
+        (pk.ExpertsSpec(shape=(2 * width, hidden), **stored), pk.Gated(routing=routing, limit=cfg.swiglu_limit)),
+        (pk.ExpertsSpec(shape=(hidden, width), **stored), pk.OfPicks(routing=routing)),
+    ]
 
 
 def f32(*shape: int) -> Any:

@@ -70,17 +70,30 @@ class ProjectionsKernels(Kernels):
             assert not isinstance(x, _OTHERS), "rows in another form have a kernel"
             return self.otherwise.linear(x, weight, dtype=dtype, groups=groups)
         (product,) = self.run(plan, x, (weight,), needed=needed)
-        return product.reshape(*x.shape[:-1], weight.shape[0] // groups)
+        lead = (*x.shape[:-1], groups) if isinstance(x, _OTHERS) and groups > 1 else x.shape[:-1]
+        return product.reshape(*lead, weight.shape[0] // groups)
 
     def swiglu(self, x: jax.Array, gate_up: Weight, down: Weight, limit: float) -> jax.Array:
-        takes_operand = self.row_form(down, math.prod(x.shape[:-1])) == "operand"
-        made = pk.SwiGLU(limit=limit, kind=pk.OperandRows) if takes_operand else pk.SwiGLU(limit=limit)
-        plan = self.plan(x, (gate_up,), (made,))
-        if isinstance(plan, pk.Unsupported):
-            inner = self._gated(self.linear(x, gate_up, x.dtype), limit)
-        else:
-            (inner,) = self.run(plan, x, (gate_up,))
-        return self.linear(inner, down, x.dtype).reshape(x.shape[:-1] + (-1,))
+        plans = self.swiglu_plans(x, gate_up, down, limit)
+        if isinstance(plans, pk.Unsupported):
+            return self.linear(self._gated(self.linear(x, gate_up, x.dtype), limit), down, x.dtype)
+        (inner,) = self.run(plans[0], x, (gate_up,))
+        (made,) = self.run(plans[1], inner, (down,))
+        return made.reshape(*x.shape[:-1], down.shape[0])
+
+    def swiglu_plans(
+        self, x: jax.Array, gate_up: Weight, down: Weight, limit: float
+    ) -> tuple[pk.Plan, pk.Plan] | pk.Unsupported:
+        """Return how kernels compute both products of ``swiglu``, the first of which makes gated rows."""
+        made, count = pk.SwiGLU(limit=limit), math.prod(x.shape[:-1])
+        if self.row_form(down, count) == "operand":
+            made = pk.SwiGLU(limit=limit, kind=pk.OperandRows)
+        rows = pk.RowsSpec(count=count, width=down.shape[1], kind=made.kind, dtype=x.dtype)
+        first = self.plan(x, (gate_up,), (made,))
+        second = self._plan_of_rows(rows, (down,), (pk.Store(dtype=x.dtype),))
+        if isinstance(first, pk.Unsupported):
+            return first
+        return second if isinstance(second, pk.Unsupported) else (first, second)
 
     def _gated(self, product: jax.Array, limit: float) -> jax.Array:
         """Make ``dense.swiglu`` of a product in memory, in its dtype."""
@@ -96,12 +109,22 @@ class ProjectionsKernels(Kernels):
         needed: jax.Array | None = None,
     ) -> pk.Plan | pk.Unsupported:
         """Return how kernels multiply rows [..., groups * in] by weights, of which bool [B, T] are needed."""
+        width = groups * weights[0].shape[1]
+        form: Named = {"kind": type(x)} if isinstance(x, _OTHERS) else {"dtype": x.dtype}
+        rows = pk.RowsSpec(count=math.prod(x.shape) // width, width=width, **form)
+        return self._plan_of_rows(rows, weights, epilogues, groups, needed)
+
+    def _plan_of_rows(
+        self,
+        rows: pk.RowsSpec,
+        weights: tuple[Weight, ...],
+        epilogues: tuple[pk.Epilogue, ...],
+        groups: int = 1,
+        needed: jax.Array | None = None,
+    ) -> pk.Plan | pk.Unsupported:
         if any(map(has_delta, weights)):
             return pk.Unsupported(kind="no kernel", reason="what a low-rank delta adds is computed beside the product")
         specs = tuple(weight_spec(weight, groups) for weight in weights)
-        width = groups * specs[0].inputs
-        form: Named = {"kind": type(x)} if isinstance(x, _OTHERS) else {"dtype": x.dtype}
-        rows = pk.RowsSpec(count=math.prod(x.shape) // width, width=width, **form)
         problem = pk.Problem(rows=rows, weights=specs, epilogues=epilogues, needed=which_are_needed(needed))
         return pk.plan(problem, invariant=self.invariant)
 

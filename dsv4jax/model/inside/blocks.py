@@ -29,6 +29,7 @@ from dsv4jax.config import DSV4Config
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import granted_batch
+from dsv4jax.layer.ops import Projections
 from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.captures import IN_ATTENTION, NOTHING, ModelProbe, Taps
@@ -50,7 +51,7 @@ from dsv4jax.model.ops import (
     sum_of_picks,
 )
 from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix, check_model
-from dsv4jax.model.plain.experts import mixed, shared_expert
+from dsv4jax.model.plain.experts import mixed, of_shared, projections_of
 from dsv4jax.model.plain.hyper_connections import head_input, mix_out, mixing, sublayer_input
 from dsv4jax.model.plain.router import chosen_experts
 from dsv4jax.weights.params import AttentionParams
@@ -214,8 +215,9 @@ class Way[Cache]:
         if devices.count == 1:
             y = _mix(x, picks, experts, op=op, cfg=cfg, backend=self.backend)
         else:
-            here = _of_device(given, picks, experts, op=op, cfg=cfg, devices=devices)
-            shared = shared_expert(x, experts, cfg, self.backend)
+            here, shared = _of_device(
+                x, given, picks, experts, op=op, cfg=cfg, devices=devices, projections=projections_of(self.backend)
+            )
             y = (devices.sum_of_experts(here) + shared.astype(jnp.float32)).astype(x.dtype)
         if not taps.sees("outputs.experts"):
             return y
@@ -287,13 +289,25 @@ def _mix(
     return mixed(op, x, picks, experts, cfg, backend)
 
 
-@functools.partial(jax.jit, static_argnames=("op", "cfg", "devices"))
+@functools.partial(jax.jit, static_argnames=("op", "cfg", "devices", "projections"))
 def _of_device(
-    x: jax.Array, picks: Picks, experts: Experts, *, op: ExpertsOp, cfg: ModelConfig, devices: Devices
-) -> jax.Array:
-    """The sum f32 [..., h] of what a device's share of experts makes of x [..., h]."""
+    x: jax.Array,
+    given: jax.Array,
+    picks: Picks,
+    experts: Experts,
+    *,
+    op: ExpertsOp,
+    cfg: ModelConfig,
+    devices: Devices,
+    projections: Projections,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sum f32 [..., h] of what a device's share of experts makes of ``given``, and the shared one's of x."""
     picks = picks.among(devices.first(cfg.num_experts), experts.count)
-    return sum_of_picks(op.routed(x, picks, experts, cfg), picks.experts, experts.count)
+    if devices.data == 1:  # both are the same tokens
+        routed, shared = op.outputs(x, picks, experts, cfg, projections)
+    else:
+        routed, shared = op.routed(given, picks, experts, cfg), of_shared(x, experts, cfg, projections)
+    return sum_of_picks(routed, picks.experts, experts.count), shared
 
 
 _mixing = jax.jit(mixing, static_argnames="cfg")

@@ -1,8 +1,12 @@
-"""The kernels of experts that are stored in FP4: two launches over tiles of tokens that picked the same expert."""
+"""The kernels of experts that are stored in FP4: two launches over tiles of tokens that picked the same expert.
+
+For few tokens these have the shared expert's products, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,10 +14,13 @@ import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dsv4jax.layer.kernels.base import register, register_invariant
+from dsv4jax.layer.kernels.products import ProjectionsKernels, weight_arrays
+from dsv4jax.layer.ops import Projections
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.kernels.base import ModelKernels
 from dsv4jax.model.ops import EXPERTS, Picks
 from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts
+from dsv4jax.model.plain.experts import of_shared
 from dsv4jax.weights.stored import SCALES
 
 
@@ -30,27 +37,92 @@ class ExpertsKernels(ModelKernels):
                 return found.reason
         return None
 
+    def outputs(
+        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, projections: Projections
+    ) -> tuple[jax.Array, jax.Array]:
+        weights = experts.shared_gate_up, experts.shared_down
+        plans: Any = "projections are no kernels"
+        if isinstance(projections, ProjectionsKernels):
+            plans = projections.swiglu_plans(x, *weights, cfg.swiglu_limit)
+        if not isinstance(plans, tuple):
+            return self.routed(x, picks, experts, cfg), of_shared(x, experts, cfg, projections)
+        x, weights = self.without_derivative(EXPERTS, (x, tuple(map(weight_arrays, weights))))
+        work = self._work(x, picks, experts, cfg)
+        calls = [
+            functools.partial(_Call, plan=plan, weight=weight) for plan, weight in zip(plans, weights, strict=True)
+        ]
+        inner, gated = self._run_both(work.gate_up(), calls[0](x=x.reshape(-1, x.shape[-1])))
+        routed, shared = self._run_both(work.down(inner), calls[1](x=gated))
+        return routed.reshape(*picks.experts.shape, x.shape[-1]), shared.reshape(x.shape)
+
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
+        work = self._work(x, picks, experts, cfg)
+        return self._run(work.down(self._run(work.gate_up()))).reshape(*picks.experts.shape, x.shape[-1])
+
+    def _run(self, call: _Call) -> Any:
+        (made,) = self.kernels.run(call.plan, call.x, [call.weight], *call.extras, **self.options)
+        return made
+
+    def _run_both(self, experts: _Call, shared: _Call) -> tuple[Any, Any]:
+        """Run a product with experts and one with the shared expert, in one launch if that is faster."""
+        plan = self.kernels.together(experts.plan, shared.plan)
+        if isinstance(plan, pk.Unsupported):
+            return self._run(experts), self._run(shared)
+        return self.kernels.run_together(plan, experts.operands, shared.operands, **self.options)
+
+    def _work(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> _Work:
         rows, numbers = x.reshape(-1, x.shape[-1]), picks.experts.reshape(-1, cfg.experts_per_token)
         gains = picks.weights.reshape(-1).astype(jnp.float32)
         weights = experts.gate_up, experts.down
-        rows, gains, (gate_up, down) = self.without_derivative(EXPERTS, (rows, gains, weights))
+        rows, gains, weights = self.without_derivative(EXPERTS, (rows, gains, weights))
         routing = _routing(rows.shape[0], experts, cfg)
         routed = picks.tiles
         if routed is None or routed.rows != routing.rows:
             routed = pk.routed_tiles(numbers, experts.count, routing.rows)
-        lists = routed.pairs, routed.tiles, routed.count
-        gated = pk.Gated(routing=routing, limit=cfg.swiglu_limit)
-        inner = self._product(routing.rows_of(rows, routed.pairs), gate_up, gated, *lists, gains)
-        outputs = self._product(inner, down, pk.OfPicks(routing=routing), *lists)
-        return outputs.reshape(*picks.experts.shape, x.shape[-1])
+        return _Work(rows=rows, gains=gains, weights=weights, routing=routing, routed=routed, limit=cfg.swiglu_limit)
 
-    def _product(self, x: jax.Array | pk.ExpertRows, weight: Any, epilogue: Any, *extras: jax.Array) -> Any:
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A product that is to be launched."""
+
+    plan: pk.Plan
+    x: Any
+    weight: tuple[jax.Array, ...]
+    extras: tuple[jax.Array, ...] = ()
+
+    @property
+    def operands(self) -> pk.Operands:
+        return pk.Operands(x=self.x, weights=[self.weight], extras=self.extras)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """The products with the experts that tokens picked."""
+
+    rows: jax.Array  # [M, h]
+    gains: jax.Array  # f32 [M k]
+    weights: tuple[Any, Any]
+    routing: pk.Routing
+    routed: pk.RoutedTiles
+    limit: float
+
+    @property
+    def lists(self) -> tuple[jax.Array, ...]:
+        return self.routed.pairs, self.routed.tiles, self.routed.count
+
+    def gate_up(self) -> _Call:
+        x = self.routing.rows_of(self.rows, self.routed.pairs)
+        return self._call(x, self.weights[0], pk.Gated(routing=self.routing, limit=self.limit), self.gains)
+
+    def down(self, inner: Any) -> _Call:
+        return self._call(inner, self.weights[1], pk.OfPicks(routing=self.routing))
+
+    def _call(self, x: Any, weight: Any, epilogue: Any, *extras: jax.Array) -> _Call:
         plan = _plan(weight, epilogue, x.dtype)
         if isinstance(plan, pk.Unsupported):
             raise ValueError(f"no kernel serves this product: {plan.reason}")
-        (made,) = self.kernels.run(plan, x, [(weight.codes, weight.scales)], *extras, **self.options)
-        return made
+        return _Call(plan=plan, x=x, weight=(weight.codes, weight.scales), extras=(*self.lists, *extras))
 
 
 def _routing(tokens: int, experts: Experts, cfg: ModelConfig) -> pk.Routing:

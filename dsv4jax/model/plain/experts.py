@@ -26,7 +26,7 @@ from dsv4jax.formats import fp8_rounded
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.dense import swiglu
-from dsv4jax.layer.ops import PROJECTIONS
+from dsv4jax.layer.ops import PROJECTIONS, Projections
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import EXPERTS, ExpertOutputs, ExpertsOp, Picks
 from dsv4jax.model.params import Experts, ExpertWeight, StoredExperts, is_any_stored
@@ -39,6 +39,11 @@ GROUP = 128  # inputs that are rounded to FP8 with one scale
 
 class XLAExperts(Anywhere):
     """The experts in plain JAX."""
+
+    def outputs(
+        self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, projections: Projections
+    ) -> tuple[jax.Array, jax.Array]:
+        return self.routed(x, picks, experts, cfg), of_shared(x, experts, cfg, projections)
 
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
         return routed_in_tiles(x, picks, experts, cfg)
@@ -60,18 +65,18 @@ def mixed(
     op: ExpertsOp, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, backend: Backend = None
 ) -> ExpertOutputs:
     """Return what the picked experts, by an implementation, and the shared one make of x [..., h], in x's dtype."""
-    return ExpertOutputs(
-        routed=op.routed(x, picks, experts, cfg),
-        shared=shared_expert(x, experts, cfg, backend),
-        experts=picks.experts,
-        num_experts=experts.count,
-    )
+    routed, shared = op.outputs(x, picks, experts, cfg, projections_of(backend))
+    return ExpertOutputs(routed=routed, shared=shared, experts=picks.experts, num_experts=experts.count)
 
 
-def shared_expert(x: jax.Array, experts: Experts, cfg: ModelConfig, backend: Backend) -> jax.Array:
-    """Return what the shared expert makes of x [..., h], in x's dtype. Its products are the op ``projections``."""
-    projections = PROJECTIONS.of(backend, None, AttentionType.SWA)  # products do not depend on the kind of a layer
+def of_shared(x: jax.Array, experts: Experts, cfg: ModelConfig, projections: Projections) -> jax.Array:
+    """Return what the shared expert makes of x [..., h], in x's dtype."""
     return projections.swiglu(x, experts.shared_gate_up, experts.shared_down, cfg.swiglu_limit)
+
+
+def projections_of(backend: Backend) -> Projections:
+    """Return what computes the shared expert's products, which do not depend on the kind of a layer."""
+    return PROJECTIONS.of(backend, None, AttentionType.SWA)
 
 
 @jax.tree_util.register_dataclass

@@ -29,6 +29,8 @@ class SwiGLU(Epilogue):
 
     name: ClassVar[str] = "product_gated"
     is_gated: ClassVar[bool] = True
+    # So that a block has two tiles with all of their inputs where the product runs beside that of experts.
+    most_parts: ClassVar[int | None] = 2
 
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
         return {}

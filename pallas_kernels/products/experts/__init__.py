@@ -3,6 +3,7 @@
 launch     the launches of a product
 sm90       the kernel
 fp8        the kernel for rows in FP8
+beside     the kernel beside which the shared expert is multiplied
 rounding   how these rows are rounded, and their order
 codes      the order of codes that takes the fewest instructions to widen
 layout     how a product is divided over the blocks of a launch, and over the shared memory of a block

@@ -30,13 +30,19 @@ class OfExperts:
         simulate: bool,
     ) -> list[Any]:
         """Return what is made of the product."""
-        layout, ((codes, scales),), epilogue = self.layout, weights, self.layout.epilogue
         assert needed is None, "padding is in no tile"
-        rows, x_scales = x.values, None
-        if layout.is_rounded:
+        inputs = self.inputs_of(x, weights[0], extras, simulate=simulate)
+        return [self.layout.epilogue.finished(self.launch_product(inputs, simulate=simulate), x.shape[0])]
+
+    def inputs_of(
+        self, x: Any, weight: tuple[Any, ...], extras: dict[str, Any], *, simulate: bool
+    ) -> sm90.ExpertInputs:
+        """Return the arrays of the product, with rows that are rounded by a launch of their own if it takes such."""
+        (codes, scales), rows, x_scales = weight, x.values, None
+        if self.layout.is_rounded:
             in_fp8 = round_expert_rows(x, simulate=simulate)
             rows, x_scales = in_fp8.codes, in_fp8.scales
-        inputs = sm90.ExpertInputs(
+        return sm90.ExpertInputs(
             x=rows,
             x_scales=x_scales,
             codes=codes.reshape(-1, codes.shape[-1]),
@@ -46,7 +52,6 @@ class OfExperts:
             count=extras["count"],
             weights=extras.get("weights"),
         )
-        return [epilogue.finished(self.launch_product(inputs, simulate=simulate), x.shape[0])]
 
     def launch_product(self, inputs: sm90.ExpertInputs, *, simulate: bool = False) -> Any:
         """Launch the product alone, for rows that are rounded if the product takes such rows."""

@@ -140,6 +140,11 @@ class Layout:
         return self.weight.outputs // OUTPUTS
 
     @property
+    def most_units(self) -> int:
+        """Of all tiles that there can be."""
+        return self.epilogue.routing.shapes.tiles.shape[0] * self.units
+
+    @property
     def second(self) -> int:
         """Distance of the outputs of the second box from those of the first."""
         return self.weight.outputs // 2 if self.epilogue.is_gated else BOX
@@ -194,17 +199,10 @@ def kind_of(epilogue: ExpertEpilogue) -> type[ActivationRows]:
 
 def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> Layout:
     """Return the division of a product, with as many stages as fit."""
-    most = epilogue.routing.shapes.tiles.shape[0] * (weight.outputs // OUTPUTS)
     for stages in range(_MOST_STAGES, _LEAST_STAGES - 1, -1):
-        found = Layout(
-            gpu=gpu,
-            weight=weight,
-            epilogue=epilogue,
-            stages=stages,
-            blocks=min(gpu.multiprocessors, max(most, 1)),
-        )
+        found = Layout(gpu=gpu, weight=weight, epilogue=epilogue, stages=stages, blocks=gpu.multiprocessors)
         if found.fits:
-            return found
+            return dataclasses.replace(found, blocks=min(found.blocks, max(found.most_units, 1)))
     raise AssertionError(f"{_LEAST_STAGES} stages of tiles of {epilogue.routing.rows} rows fit into shared memory")
 
 

@@ -41,7 +41,7 @@ from pallas_kernels.products.experts.layout import (
 
 _QUAD, _EIGHT = 4, 8
 _WARPS = WARPGROUP // WARP
-_REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
+REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
 _UNIT = 16  # bytes
 _PART_ROWS = PART // BOXES  # rows of a box that a warpgroup multiplies at once
 _STEP_WORDS = 4  # of a left operand
@@ -108,7 +108,7 @@ class Lane:
 def body(machine: TensorCores, inputs: ExpertInputs, out: Buffer, *, layout: Layout) -> None:
     """Compute a block's units."""
     block = Block.take(machine, inputs, layout)
-    multiplying, loading = _REGISTERS[layout.warpgroups]
+    multiplying, loading = REGISTERS[layout.warpgroups]
     machine.roles(
         Role(warpgroups=layout.warpgroups, registers=multiplying, body=lambda: block.multiply(out)),
         Role(warpgroups=1, registers=loading, body=block.load),

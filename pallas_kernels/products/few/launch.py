@@ -36,7 +36,7 @@ type Weight = tuple[jax.Array, ...]  # a weight's array, or its codes and scales
 
 def fastest_layout(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: target.GPU) -> Layout:
     """Return the layout of a launch of its own, of which sums are stored."""
-    kernel, division = _KERNELS[gpu.architecture], _division(rows, weight, gpu)
+    kernel, division = _KERNELS[gpu.architecture], _division(rows, weight, gpu, epilogue)
     split, columns = division.fastest()
     layout = Layout(
         gpu=gpu,
@@ -52,10 +52,10 @@ def fastest_layout(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: 
     return layout.streamed(kernel.STREAMED_WARPGROUPS)
 
 
-def _division(rows: RowsSpec, weight: WeightSpec, gpu: target.GPU) -> Division:
+def _division(rows: RowsSpec, weight: WeightSpec, gpu: target.GPU, epilogue: Epilogue) -> Division:
     inputs = CHUNK_BYTES if weight.block is not None else CHUNK_BYTES // 2
     room = _KERNELS[gpu.architecture].ROOM[rows.kind]
-    return Division(weight=weight, inputs=inputs, rows=rows.count, room=room, gpu=gpu)
+    return Division(weight=weight, inputs=inputs, rows=rows.count, room=room, gpu=gpu, most_parts=epilogue.most_parts)
 
 
 def layout_of_heads(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: target.GPU) -> Layout | Unsupported:
@@ -74,7 +74,7 @@ def layout_of_heads(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu:
     if not is_possible or blocks * cluster <= gpu.multiprocessors // 2:
         reason = f"a weight of this shape, {weight.shape}, gives too few blocks of whole heads"
         return Unsupported(kind="slower", reason=reason)
-    split, columns = _division(rows, weight, gpu).fastest_of_heads(tiles, epilogue.blocks)
+    split, columns = _division(rows, weight, gpu, epilogue).fastest_of_heads(tiles, epilogue.blocks)
     found = dataclasses.replace(layout, split=split, epilogue=epilogue, columns=columns)
     return found.streamed(sm90.STREAMED_WARPGROUPS)
 
@@ -93,6 +93,20 @@ def layout_of_both(rows: RowsSpec, weight: WeightSpec, both: BothQueries, gpu: t
         return Unsupported(kind="slower", reason=reason)
     split, columns = dataclasses.replace(alone.split, tiles=both.tiles), columns_of(rows.count, ROWS)
     return dataclasses.replace(alone, split=split, epilogue=both, columns=columns).streamed(sm90.STREAMED_WARPGROUPS)
+
+
+def alone_in_a_block(layout: Layout, warpgroups: int) -> Layout:
+    """Return the same product, with all parts of a tile in one block of so many warpgroups."""
+    parts, inputs = layout.split.all_parts, layout.weight.inputs
+    tiles = warpgroups // parts
+    split = Split(
+        cluster=1,
+        parts=parts,
+        tiles=tiles,
+        blocks=-(-layout.weight.outputs // (tiles * TILE)),
+        chunks=inputs // layout.inputs // parts,
+    )
+    return dataclasses.replace(layout, split=split, streams=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +130,7 @@ class Few:
             functools.partial(_KERNELS[layout.gpu.architecture].body, layout=layout),
             name=epilogue.name,
             grid=layout.grid,
-            inputs=_inputs(x, weights[0], extras, beside=weights[1] if epilogue.beside else None),
+            inputs=inputs_of(x, weights[0], extras, beside=weights[1] if epilogue.beside else None),
             state=epilogue.state(layout.rows, layout.weight.shape[0]),
             simulate=simulate,
         )
@@ -124,7 +138,7 @@ class Few:
         return list(finished) if epilogue.beside else [finished]
 
 
-def _inputs(
+def inputs_of(
     x: ActivationRows, weight: Weight, extras: dict[str, jax.Array], beside: Weight | None = None
 ) -> FewInputs[jax.Array]:
     assert isinstance(x, PlainRows | OperandRows)
@@ -168,7 +182,7 @@ class Pair:
                 cluster=grids[0].cluster,
                 shared_bytes=max(grid.shared_bytes for grid in grids),
             ),
-            inputs=tuple(_inputs(x, weight, extras) for weight in weights),
+            inputs=tuple(inputs_of(x, weight, extras) for weight in weights),
             state=tuple(layout.epilogue.state(layout.rows, layout.weight.shape[0]) for layout in self.layouts),
             simulate=simulate,
         )

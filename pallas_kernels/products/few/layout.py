@@ -127,6 +127,14 @@ class Layout:
         return self._most()[1]
 
     @property
+    def barriers(self) -> int:
+        """Barriers of the block that it meets at, where it has all parts of the inputs and stores x before."""
+        assert not self.streams
+        assert self.cluster == 1
+        segments = -(-self.split.of_warpgroup // self.segment)
+        return 2 * segments + (1 if self.split.parts > 1 else 0)
+
+    @property
     def grid(self) -> Grid:
         last = self.received_bytes() + self.split.warpgroups * self.owned * EIGHT * TILE_PITCH
         return Grid(

@@ -27,8 +27,12 @@ _Carry = tuple[list[Value], list[Value]]  # sums, and the left operand of a prod
 
 def body(machine: TensorCores, inputs: FewInputs[Buffer], out: Made, *, layout: Layout) -> None:
     """Compute one block's part of the product."""
-    block = Block.of(machine, inputs, layout)
-    sums = _streamed(machine, block) if layout.streams else _staged(machine, block)
+    compute(machine, Block.of(machine, inputs, layout), inputs, out)
+
+
+def compute(machine: TensorCores, block: Block, inputs: FewInputs[Buffer], out: Made) -> None:
+    """Compute the part of a block that has its shared memory, in the warpgroups of its split."""
+    sums = _streamed(machine, block) if block.layout.streams else _staged(machine, block)
     block.finish(out, sums, inputs)
 
 

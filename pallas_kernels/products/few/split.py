@@ -3,7 +3,8 @@
 A warpgroup computes 64 outputs, a tile, for all rows of x that its block has, from a part of the inputs. The parts of a
 tile are those of the blocks of a cluster, of warpgroups of a block, or both. For more than ``ROWS`` rows a warpgroup
 may compute all parts, in turns. Their sums are added in the order of the parts. How many parts there are depends on the
-weight's shape alone. So the order in which a sum is formed depends neither on the number of rows nor on other rows.
+weight's shape and on what is made of the sums. So the order in which a sum is formed depends neither on the number of
+rows nor on other rows.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Division:
     rows: int  # of x
     room: Room  # for sums
     gpu: GPU
+    most_parts: int | None = None  # None for any number
 
     @property
     def tiles(self) -> int:
@@ -92,8 +94,8 @@ class Division:
 
         Of most rows of x, parts are best in blocks of their own, because each block then needs less of x.
         """
-        of_rows = dataclasses.replace(self, rows=ROWS)
-        sizes = (size for size in self._clusters() if self.chunks % size == 0)
+        of_rows, most = dataclasses.replace(self, rows=ROWS), self.most_parts or self.chunks
+        sizes = (size for size in self._clusters() if self.chunks % size == 0 and size <= most)
         return of_rows._cheapest(of_rows._splits((size, 1, 1, ROWS) for size in sizes))[0].cluster
 
     def fastest(self) -> tuple[Split, int]:
