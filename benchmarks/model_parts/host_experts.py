@@ -1,0 +1,68 @@
+"""A model that keeps the routed experts of some layers in host memory: python -m benchmarks.model_parts.host_experts
+
+Prints bytes on the device, the wall time of a token of one text by the loop that generates, and what a step does to
+fetch picked experts, by the names of kernels and copies. Weights are random, in the formats of checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks.kernels.timing import Times, kernel_events, record
+from benchmarks.model_parts.mesh import ready
+from benchmarks.model_parts.whole import step, with_layers
+from dsv4jax.model import Generator, ModelConfig, ModelParams, random_model
+
+TOKENS, ROUNDS = 65, 5
+
+
+def time_tokens(params: ModelParams, context: int) -> Times:
+    """Milliseconds of a token of one text, after so many others."""
+    generator = Generator(params, 1, context + 2 * TOKENS)
+    samples = []
+    for prompt in np.random.default_rng(3).integers(0, params.cfg.vocab_size, (1 + ROUNDS, context)):
+        generator.generate([prompt], 1, stop_tokens=[])
+        (tokens,) = generator.result.tokens
+        again = generator.generate([[*prompt.tolist(), *tokens]], TOKENS, stop_tokens=[])
+        samples.append(again.seconds / again.passes * 1e3)
+    return Times.of(samples[1:])  # the first includes what is done once
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=43)
+    parser.add_argument("--host", default="5", help="layers with experts in host memory; several numbers one by one")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--kernels", action="store_true", help="also what a step runs, by name")
+    parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
+    options = parser.parse_args(arguments)
+    whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
+    ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
+    cfg = with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios)))
+    for host in map(int, options.host.split(",")):
+        began = time.perf_counter()
+        params = jax.block_until_ready(random_model(cfg, jax.random.key(0), drafts=0, host_experts=host))
+        held = (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0) / 2**30
+        print(f"made in {time.perf_counter() - began:.0f} s, {held:.1f} GiB on the device", flush=True)
+        times = time_tokens(params, options.context)
+        case = f"token of one text, {cfg.num_layers} layers, {host} with experts in host memory, {options.context} tokens"
+        print(f"{case}: {times.median:.2f} ms [{times.low:.2f}, {times.high:.2f}]", flush=True)
+        record(options.out, case=case, ms=dataclasses.asdict(times), gib=held)
+        if options.kernels:
+            sums: dict[str, float] = {}
+            for name, ms in kernel_events(jax.jit(step), params, *ready(params, 1, options.context)):
+                name = name.rstrip("0123456789_.")
+                sums[name] = sums.get(name, 0.0) + ms
+            for name, ms in sorted(sums.items(), key=lambda item: -item[1])[:24]:
+                print(f"        {ms:9.3f} ms {name[:100]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
