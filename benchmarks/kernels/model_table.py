@@ -21,7 +21,7 @@ class Part:
 PARTS = (
     Part(words="routed experts, bf16 activations", case="experts bf16 {} tokens", tokens=(1, 8, 64, 256, 1024, 4096)),
     Part(words="routed experts, FP8 activations", case="experts fp8 {} tokens", tokens=(64, 256, 1024, 4096)),
-    Part(words="shared expert", case="shared expert {} tokens", tokens=(1, 64)),
+    Part(words="shared expert, in launches of its own", case="shared expert {} tokens", tokens=(1, 64)),
     Part(words="router, with tiles of experts", case="router {} tokens, bias", tokens=(1, 64, 1024)),
     Part(words="between attention and experts", case="pallas after attention {} tokens", tokens=(1, 8, 64, 256, 4096)),
     Part(words="between experts and attention", case="pallas after experts {} tokens", tokens=(1, 8, 64)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv4jax.layer.backend import XLA
-from dsv4jax.model import ModelConfig, ModelParams, generate, init_caches, load_model, random_model
+from dsv4jax.model import Generator, ModelConfig, ModelParams, generate, init_caches, load_model, random_model
 from dsv4jax.model.inside.host_memory import FEW, fetched, is_on_host, placed
 from dsv4jax.model.ops import EXPERTS, Picks
 from dsv4jax.model.plain.experts import mixed
@@ -89,3 +89,17 @@ def test_a_mesh_keeps_no_experts_on_the_host():
     mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices("cpu")[:2])
     with pytest.raises(ValueError, match="is for one device"):
         random_model(CFG, jax.random.key(0), host_experts=1, mesh=mesh)
+
+
+@pytest.mark.slow
+def test_programs_of_a_generator_are_compiled_once(caplog):
+    """Weights in the host's memory are bound to their device, and so is what is computed with them.
+
+    Threads compile the programs ahead. What is logged here is what the calls would compile once more.
+    """
+    generator = Generator(random_model(CFG, jax.random.key(0), drafts=0, host_experts=1), 1, 64)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for prompt in ([1, 2, 3], [4, 5, 6, 7]):
+            generator.generate([prompt], 2, stop_tokens=[])
+    for program in ("run", "store"):
+        assert f"Finished XLA compilation of jit({program})" not in caplog.text

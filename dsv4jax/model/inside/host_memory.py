@@ -19,7 +19,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from dsv4jax.checks import integer
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import Picks
-from dsv4jax.model.params import Block, Experts
+from dsv4jax.model.params import Block, Experts, ModelParams
 
 FEW = 48  # picks whose experts are fetched one by one, in a copy for each of their arrays
 
@@ -56,6 +56,15 @@ def placed(block: Block, *, on_host: bool) -> Block:
 def is_on_host(array: jax.Array) -> bool:
     """Whether an array, traced or not, is in the host's memory."""
     return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def beside[T](params: ModelParams, tree: T) -> T:
+    """Return arrays bound to the device that weights are bound to, as those in the host's memory are.
+
+    What is computed with such weights is bound. So programs that take it again would be compiled twice.
+    """
+    bound = next((leaf for leaf in jax.tree.leaves(params) if leaf.committed), None)
+    return tree if bound is None else jax.device_put(tree, *bound.devices())
 
 
 def fetched(experts: Experts, picks: Picks, cfg: ModelConfig) -> tuple[Experts, Picks, ModelConfig]:
