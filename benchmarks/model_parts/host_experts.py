@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         held = (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0) / 2**30
         print(f"made in {time.perf_counter() - began:.0f} s, {held:.1f} GiB on the device", flush=True)
         times = time_tokens(params, options.context)
-        case = f"token of one text, {cfg.num_layers} layers, {host} with experts in host memory, {options.context} tokens"
+        case = f"token of one text, {cfg.num_layers} layers, experts of {host} on the host, {options.context} tokens"
         print(f"{case}: {times.median:.2f} ms [{times.low:.2f}, {times.high:.2f}]", flush=True)
         record(options.out, case=case, ms=dataclasses.asdict(times), gib=held)
         if options.kernels:

@@ -136,5 +136,8 @@ def test_what_is_never_one_launch():
     found = beside(routed.kernel.layout, dataclasses.replace(shared.kernel.layout, split=eight))
     assert isinstance(found, pk.Unsupported)
     assert "8 parts of the shared expert's inputs are not 4 warpgroups" in found.reason
+    many = beside(routed.kernel.layout, dataclasses.replace(shared.kernel.layout, rows=65))
+    assert isinstance(many, pk.Unsupported)
+    assert "at most 64 rows, got 65" in many.reason
     on_blackwell = dataclasses.replace(shared, gpu=BLACKWELL)
     assert isinstance(pk.together(routed, on_blackwell), pk.Unsupported)

@@ -6,7 +6,6 @@ For few tokens these have the shared expert's products, too.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -40,19 +39,18 @@ class ExpertsKernels(ModelKernels):
     def outputs(
         self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig, projections: Projections
     ) -> tuple[jax.Array, jax.Array]:
+        plans: tuple[pk.Plan, pk.Plan] | pk.Unsupported | None = None
         weights = experts.shared_gate_up, experts.shared_down
-        plans: Any = "projections are no kernels"
         if isinstance(projections, ProjectionsKernels):
             plans = projections.swiglu_plans(x, *weights, cfg.swiglu_limit)
-        if not isinstance(plans, tuple):
+        if plans is None or isinstance(plans, pk.Unsupported):
             return self.routed(x, picks, experts, cfg), of_shared(x, experts, cfg, projections)
-        x, weights = self.without_derivative(EXPERTS, (x, tuple(map(weight_arrays, weights))))
+        x, (gate_up, down) = self.without_derivative(EXPERTS, (x, tuple(map(weight_arrays, weights))))
         work = self._work(x, picks, experts, cfg)
-        calls = [
-            functools.partial(_Call, plan=plan, weight=weight) for plan, weight in zip(plans, weights, strict=True)
-        ]
-        inner, gated = self._run_both(work.gate_up(), calls[0](x=x.reshape(-1, x.shape[-1])))
-        routed, shared = self._run_both(work.down(inner), calls[1](x=gated))
+        first = _Call(plan=plans[0], x=x.reshape(-1, x.shape[-1]), weight=gate_up)
+        inner, inner_shared = self._run_both(work.gate_up(), first)
+        second = _Call(plan=plans[1], x=inner_shared, weight=down)
+        routed, shared = self._run_both(work.down(inner), second)
         return routed.reshape(*picks.experts.shape, x.shape[-1]), shared.reshape(x.shape)
 
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:

@@ -22,6 +22,7 @@ from pallas_kernels.products.few import block as few
 from pallas_kernels.products.few import sm90 as few_sm90
 from pallas_kernels.products.few.launch import alone_in_a_block
 from pallas_kernels.products.problem import Unsupported
+from pallas_kernels.products.weights import ROWS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Beside:
     def grid(self) -> Grid:
         one, other = self.experts.grid, self.shared.grid
         return Grid(
-            blocks=(one.blocks[0] + other.blocks[0], other.blocks[1]),
+            blocks=(one.blocks[0] + other.blocks[0], 1),
             warpgroups=one.warpgroups,
             shared_bytes=max(one.shared_bytes, other.shared_bytes),
         )
@@ -95,14 +96,16 @@ def beside(experts: Layout, shared: few.Layout) -> Beside | Unsupported:
     if experts.is_rounded or shared.weight.block is None or shared.weight.activations != "bf16":
         return Unsupported(kind="slower", reason="experts and the shared one were timed together with bf16 rows alone")
     if shared.weight.groups > 1 or shared.cluster > shared.split.cluster or shared.epilogue.beside:
-        return Unsupported(kind="no kernel", reason="the shared expert has one group of outputs, and a weight of them")
+        return Unsupported(kind="no kernel", reason="beside experts blocks of one group make what they store alone")
+    if shared.rows > ROWS:
+        return Unsupported(kind="no kernel", reason=f"there are registers for at most {ROWS} rows, got {shared.rows}")
     if experts.warpgroups % shared.split.all_parts:
         reason = f"{shared.split.all_parts} parts of the shared expert's inputs are not {experts.warpgroups} warpgroups"
         return Unsupported(kind="no kernel", reason=reason)
     shared = alone_in_a_block(shared, experts.warpgroups)
-    (places, of_rows), most = shared.grid.blocks, experts.gpu.multiprocessors
+    places, most = shared.grid.blocks[0], experts.gpu.multiprocessors
     units, room = experts.most_units, most - places
-    if of_rows > 1 or room < 1 or -(-units // room) > -(-units // most):
+    if room < 1 or -(-units // room) > -(-units // most):
         reason = f"{units} units of experts leave no multiprocessors to {places} blocks of the shared one"
         return Unsupported(kind="slower", reason=reason)
     experts = dataclasses.replace(experts, blocks=min(room, experts.blocks))
