@@ -63,8 +63,8 @@ def beside[T](params: ModelParams, tree: T) -> T:
 
     What is computed with such weights is bound. So programs that take it again would be compiled twice.
     """
-    bound = next((leaf for leaf in jax.tree.leaves(params) if leaf.committed), None)
-    return tree if bound is None else jax.device_put(tree, *bound.devices())
+    devices = next((leaf.devices() for leaf in jax.tree.leaves(params) if leaf.committed), set())
+    return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
 
 def fetched(experts: Experts, picks: Picks, cfg: ModelConfig) -> tuple[Experts, Picks, ModelConfig]:
