@@ -90,7 +90,8 @@ def _experts_and_shared(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
                 title = f"{made.name}_and_shared [{tokens}]"
                 run = functools.partial(pk.run_together, plan)
                 args = tuple(map(_operands, problems))
-                yield Kernel(name=title, function=run, args=args, rows=None, reads_only=True)
+                # Two results have a list of their places.
+                yield Kernel(name=title, function=run, args=args, rows=None, reads_only=True, has_scratch=True)
 
 
 def _operands(problem: pk.Problem) -> Any:

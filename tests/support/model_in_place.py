@@ -1,5 +1,7 @@
 """The loop that generates texts, with caches of many blocks, to be audited as ``in_place`` does."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +27,7 @@ def programs(drafts: int):
         return run(params, state, Sampling.of(1.0, 0.9), stop_tokens, passes)
 
     def prompts(params, state, rows):
-        return store(params, state, rows, chunk=16)
+        return inspect.unwrap(store)(params, state, rows, chunk=16)  # its options are for a program of its own
 
     params = jax.eval_shape(lambda: random_model(CFG, jax.random.key(0), weights="bf16"))
     both = params, jax.eval_shape(state)
