@@ -46,7 +46,7 @@ from dsv4jax.model.generation.seats import seat
 from dsv4jax.model.generation.state import Loop, begin, spread
 from dsv4jax.model.inside.choices import Choices, no_choices
 from dsv4jax.model.inside.devices import check_meshes
-from dsv4jax.model.inside.host_memory import beside
+from dsv4jax.model.inside.host_memory import bound_like
 from dsv4jax.model.params import ModelParams
 from dsv4jax.plan import shard_plan
 from dsv4jax.requests.prefixes import Prefix, PrefixStore
@@ -341,7 +341,7 @@ class Generator:
         seats = [(one, places[i]) for i, one in known.items()] + [(one, -1) for one in staying]
         self._held = staying
         loop = shards.seated(loop, seats)
-        return beside(self._params, loop) if self._params.mesh is None else spread(loop), places
+        return bound_like(self._params, loop) if self._params.mesh is None else spread(loop), places
 
     def _end(
         self, loop: Loop, prompts: list[np.ndarray], made: list[list[int]], places: list[int], seconds: float

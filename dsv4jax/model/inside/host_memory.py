@@ -58,7 +58,7 @@ def is_on_host(array: jax.Array) -> bool:
     return jax.typeof(array).memory_space == jax.memory.Space.Host
 
 
-def beside[T](params: ModelParams, tree: T) -> T:
+def bound_like[T](params: ModelParams, tree: T) -> T:
     """Return arrays bound to the device that weights are bound to, as those in the host's memory are.
 
     What is computed with such weights is bound. So programs that take it again would be compiled twice.
