@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.kernels.timing import Times, kernel_events, record
 from benchmarks.model_parts.mesh import ready
-from benchmarks.model_parts.whole import step, with_layers
+from benchmarks.model_parts.whole import added, step, with_layers
 from dsv4jax.model import Generator, ModelConfig, ModelParams, random_model
 
 TOKENS, ROUNDS = 65, 5
@@ -56,10 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{case}: {times.median:.2f} ms [{times.low:.2f}, {times.high:.2f}]", flush=True)
         record(options.out, case=case, ms=dataclasses.asdict(times), gib=held)
         if options.kernels:
-            sums: dict[str, float] = {}
-            for name, ms in kernel_events(jax.jit(step), params, *ready(params, 1, options.context)):
-                name = name.rstrip("0123456789_.")
-                sums[name] = sums.get(name, 0.0) + ms
+            sums = added([], kernel_events(jax.jit(step), params, *ready(params, 1, options.context)))
             for name, ms in sorted(sums.items(), key=lambda item: -item[1])[:24]:
                 print(f"        {ms:9.3f} ms {name[:100]}", flush=True)
 

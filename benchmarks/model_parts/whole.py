@@ -137,7 +137,7 @@ def events_of(program: Any, *given: Any) -> list[tuple[str, float]]:
 
 
 def added(one: list[tuple[str, float]], two: list[tuple[str, float]]) -> dict[str, float]:
-    """Microseconds by kernel that the second has more."""
+    """What of its times the second has more, by kernel."""
     sums: dict[str, float] = {}
     for sign, events in ((-1, one), (1, two)):
         for name, us in events:

@@ -89,7 +89,7 @@ def test_one_launch_has_the_bits_of_two(case: Experts, gate_up: bool, simulate: 
         assert np.isfinite(got[: case.tokens - case.padding]).all()
 
 
-def plans(tokens: int, gate_up: bool, activations: str = "bf16", block: Any = (128, 128)) -> tuple[pk.Plan, pk.Plan]:
+def plans(tokens: int, gate_up: bool, activations: str = "bf16") -> tuple[pk.Plan, pk.Plan]:
     """Return the plans of V4-Flash's experts and of its shared one."""
     hidden, width, picks, experts = 4096, 2048, 6, 256
     rows = pk.tile_rows(tokens, picks, experts)
@@ -99,7 +99,7 @@ def plans(tokens: int, gate_up: bool, activations: str = "bf16", block: Any = (1
     spec = pk.ExpertsSpec(experts=experts, shape=shape, activations=activations)
     problem = pk.Problem(rows=pk.RowsSpec(count=made.x_rows, width=shape[1]), weights=(spec,), epilogues=(made,))
     routed = pk.plan(dataclasses.replace(problem, rows=pk.rows_taken(problem, HOPPER)), HOPPER)
-    product = Product(rows=tokens, outputs=shape[0], inputs=shape[1], block=block)
+    product = Product(rows=tokens, outputs=shape[0], inputs=shape[1])
     shared = product.plan(product.problem(pk.SwiGLU(limit=10.0) if gate_up else pk.Store(dtype=jnp.bfloat16)))
     assert isinstance(routed, pk.Plan)
     return routed, shared
