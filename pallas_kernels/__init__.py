@@ -48,7 +48,7 @@ from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Probl
 from pallas_kernels.products.run import Operands, run, run_together
 from pallas_kernels.router.call import Routed, most_of_a_part, route, route_in_parts, unsupported_route
 from pallas_kernels.router.picks import PickInputs
-from pallas_kernels.router.tiles import RoutedTiles, routed_tiles, tile_rows
+from pallas_kernels.router.tiles import OwnExperts, RoutedTiles, routed_tiles, tile_rows
 from pallas_kernels.scores.call import indexer_scores, unsupported_scores
 from pallas_kernels.scores.inputs import ScoreInputs
 from pallas_kernels.selection.call import top_k, unsupported_top_k
@@ -86,6 +86,7 @@ __all__ = [
     "OfPicks",
     "OperandRows",
     "Operands",
+    "OwnExperts",
     "PageSizes",
     "PickInputs",
     "Plan",

@@ -12,26 +12,14 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from benchmarks.kernels.timing import Times, kernel_events, record
 from benchmarks.model_parts.mesh import ready
+from benchmarks.model_parts.texts import time_texts
 from benchmarks.model_parts.whole import added, step, with_layers
-from dsv4jax.model import Generator, ModelConfig, ModelParams, random_model
+from dsv4jax.model import ModelConfig, random_model
 
-TOKENS, ROUNDS = 65, 5
-
-
-def time_tokens(params: ModelParams, context: int) -> Times:
-    """Milliseconds of a token of one text, after so many others."""
-    generator = Generator(params, 1, context + 2 * TOKENS)
-    samples = []
-    for prompt in np.random.default_rng(3).integers(0, params.cfg.vocab_size, (1 + ROUNDS, context)):
-        generator.generate([prompt], 1, stop_tokens=[])
-        (tokens,) = generator.result.tokens
-        again = generator.generate([[*prompt.tolist(), *tokens]], TOKENS, stop_tokens=[])
-        samples.append(again.seconds / again.passes * 1e3)
-    return Times.of(samples[1:])  # the first includes what is done once
+TOKENS = 65
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -51,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         params = jax.block_until_ready(random_model(cfg, jax.random.key(0), drafts=0, host_experts=host))
         held = (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0) / 2**30
         print(f"made in {time.perf_counter() - began:.0f} s, {held:.1f} GiB on the device", flush=True)
-        times = time_tokens(params, options.context)
+        times = Times.of([text.again / text.passes for text in time_texts(params, options.context, TOKENS)])
         case = f"token of one text, {cfg.num_layers} layers, experts of {host} on the host, {options.context} tokens"
         print(f"{case}: {times.median:.2f} ms [{times.low:.2f}, {times.high:.2f}]", flush=True)
         record(options.out, case=case, ms=dataclasses.asdict(times), gib=held)

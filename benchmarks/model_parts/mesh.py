@@ -3,8 +3,8 @@
     same    a few layers: tokens of a small model in f32 on the mesh and on one device, and logits of layers of
             V4-Flash's sizes as stored
     made    seconds to draw the weights where they lie, and bytes on each device
-    prompt  wall time of a prompt of 4,096 tokens
-    token   wall time of a token of one text after it, by the loop that generates
+    token   wall time of a token of one text after 4,096, by the loop that generates
+    prompt  wall time of a prompt of 4,096 tokens to the first new one
     step    wall time of decode steps of --steps, several in a row; of the last also on the mesh turned round
     kernels what the kernels of these steps take on a device, by name
     folder  seconds to write the weights as a checkpoint, and to load it from the page cache on to the mesh
@@ -29,10 +29,10 @@ from jax.sharding import Mesh
 
 import dsv4jax as d4
 from benchmarks.kernels.timing import Times, kernel_events, record
+from benchmarks.model_parts.texts import time_texts, with_activations
 from benchmarks.model_parts.whole import step, with_layers
 from dsv4jax.generate import mesh_of
 from dsv4jax.model import (
-    Generator,
     ModelConfig,
     ModelParams,
     forward,
@@ -43,8 +43,9 @@ from dsv4jax.model import (
     save_model,
 )
 from dsv4jax.model.inside.devices import weight_specs
+from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 
-PARTS = "same", "made", "prompt", "token", "step"
+PARTS = "same", "made", "token", "prompt", "step"
 ON_DEMAND = "kernels", "folder"  # which compile more programs, and fill the disk
 IN_A_ROW, ROUNDS = 10, 3
 ROOM = 256  # tokens that requests can grow by
@@ -151,20 +152,16 @@ def show_kernels(bench: Bench, params: ModelParams) -> None:
             print(f"        {ms:9.3f} ms {name[:100]}", flush=True)
 
 
-def time_texts(bench: Bench, params: ModelParams) -> None:
-    began = time.perf_counter()
-    generator = Generator(params, 1, bench.context + ROOM)
-    prompts = np.random.default_rng(3).integers(0, params.cfg.vocab_size, (3, bench.context))
-    for number, prompt in enumerate(prompts):
-        generator.generate([prompt], 1, stop_tokens=[])
-        first, (tokens,) = generator.result.seconds, generator.result.tokens
-        if not number:
-            print(f"    compiled in {time.perf_counter() - began:.0f} s", flush=True)
-        generator.generate([[*prompt.tolist(), *tokens]], 65, stop_tokens=[])
-        again = generator.result
-        each = again.seconds / again.passes * 1e3
-        bench.note(f"prompt of {bench.context} tokens", f"{first * 1e3:9.1f} ms", ms=first * 1e3)
-        bench.note("token of one text", f"{each:9.3f} ms", ms=each, stored=again.stored)
+def time_prompts(bench: Bench, params: ModelParams, activations: str) -> None:
+    times = Times.of([text.first for text in time_texts(with_activations(params, activations), bench.context, 1)])
+    text = f"{times.median:9.1f} ms to the first token [{times.low:.1f}, {times.high:.1f}]"
+    bench.note(f"prompt of {bench.context} tokens, {activations}", text, ms=dataclasses.asdict(times))
+
+
+def time_tokens(bench: Bench, params: ModelParams) -> None:
+    times = Times.of([text.again / text.passes for text in time_texts(params, bench.context, 65)])
+    text = f"{times.median:9.3f} ms [{times.low:.3f}, {times.high:.3f}]"
+    bench.note("token of one text", text, ms=dataclasses.asdict(times))
 
 
 def time_folder(bench: Bench, params: ModelParams) -> None:
@@ -198,6 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=43)
     parser.add_argument("--steps", default="1x4096,64x32768,256x8192", help="requests x the tokens that each has")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="fp8", help="of the prompt")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     options = parser.parse_args(arguments)
@@ -218,8 +216,10 @@ def main(arguments: list[str] | None = None) -> None:
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in bench.mesh.devices.flat]
     text = f"{seconds:.0f} s, {size / 2**30:.1f} GiB in all, {own / 2**30:.1f} on a device; peaks "
     bench.note("made", text + ", ".join(f"{peak / 2**30:.1f}" for peak in peaks), seconds=seconds, bytes=own)
-    if "prompt" in parts or "token" in parts:
-        time_texts(bench, params)
+    if "token" in parts:
+        time_tokens(bench, params)
+    if "prompt" in parts:
+        time_prompts(bench, params, options.activations)
     if "step" in parts:
         time_steps(bench, params)
         time_steps(

@@ -25,10 +25,11 @@ import numpy as np
 import dsv4jax as d4
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import Times, kernel_events, record
+from benchmarks.model_parts.texts import time_texts, with_activations
 from benchmarks.speculate import compile_all
 from dsv4jax.config import layer_kind
-from dsv4jax.model import Generator, ModelConfig, ModelParams, forward, init_caches, random_model
-from dsv4jax.model.params import Block, StoredExperts, is_any_stored
+from dsv4jax.model import ModelConfig, ModelParams, forward, init_caches, random_model
+from dsv4jax.model.params import Block
 from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 
 PARTS = "layer", "step", "generate", "prompt"
@@ -72,17 +73,6 @@ def whole_model(cfg: ModelConfig, made: ModelParams) -> ModelParams:
         alike = [number for number in range(len(made.blocks)) if kind(number) == kind(layer)]
         blocks.append(made.blocks[layer if layer < len(made.blocks) else alike[layer % len(alike)]])
     return dataclasses.replace(made, cfg=cfg, blocks=tuple(blocks))
-
-
-def with_activations(params: ModelParams, activations: str) -> ModelParams:
-    """The same weights, of products that round their inputs to FP8, or do not."""
-
-    def changed(node: Any) -> Any:
-        if isinstance(node, StoredExperts):
-            return node.with_activations(activations)
-        return dataclasses.replace(node, activations=activations) if is_any_stored(node) else node
-
-    return jax.tree.map(changed, params, is_leaf=is_any_stored)
 
 
 def step(
@@ -178,27 +168,21 @@ def time_steps(bench: Bench, params: ModelParams) -> dict[int, float]:
     return found
 
 
-def time_texts(bench: Bench, params: ModelParams, steps: dict[int, float] | None) -> None:
-    """Time a prompt, and tokens after it; with ``steps``, beside a step of one request."""
-    generator = Generator(params, 1, bench.context + ROOM)
-    prompts = np.random.default_rng(3).integers(0, params.cfg.vocab_size, (1 + ROUNDS, bench.context))
-    seconds, new = [], 1 if steps is None else 129
-    for prompt in prompts:
-        generator.generate([prompt], 1, stop_tokens=[])
-        first, (tokens,) = generator.result.seconds, generator.result.tokens
-        again = generator.generate([[*prompt.tolist(), *tokens]], new, stop_tokens=[])
-        assert again.stored == 0, "the prompt is still in the cache"
-        seconds.append((first, again.seconds, again.passes))
-    layers = params.cfg.num_layers
-    form = next(node for node in jax.tree.leaves(params, is_leaf=is_any_stored) if is_any_stored(node)).activations
-    if steps is None:
-        times = Times.of([(first - one) * 1e3 for first, one, _ in seconds[1:]])  # the first includes what is done once
-        text = f"{times.median:9.1f} ms of wall [{times.low:.1f}, {times.high:.1f}]"
-        bench.note(f"prompt of {bench.context} tokens, {layers} layers, {form}", text, ms=dataclasses.asdict(times))
-        return
-    per_token = min(whole / passes for _, whole, passes in seconds) * 1e3
-    text = f"{per_token:9.3f} ms a token, {per_token / steps[1]:.3f} of a step"
-    bench.note(f"generate {layers} layers B1 {bench.context}", text, ms=per_token, steps=per_token / steps[1])
+def time_tokens(bench: Bench, params: ModelParams, of_step: float) -> None:
+    """Time tokens of one text, beside a step of one request."""
+    per_token = min(text.again / text.passes for text in time_texts(params, bench.context, 129))
+    text = f"{per_token:9.3f} ms a token, {per_token / of_step:.3f} of a step"
+    case = f"generate {params.cfg.num_layers} layers B1 {bench.context}"
+    bench.note(case, text, ms=per_token, steps=per_token / of_step)
+
+
+def time_prompts(bench: Bench, params: ModelParams, activations: str) -> None:
+    """Time prompts without the token that follows them, which takes as long with the prompt in the cache."""
+    texts = time_texts(with_activations(params, activations), bench.context, 1)
+    times = Times.of([text.first - text.again for text in texts])
+    case = f"prompt of {bench.context} tokens, {params.cfg.num_layers} layers, {activations}"
+    text = f"{times.median:9.1f} ms of wall [{times.low:.1f}, {times.high:.1f}]"
+    bench.note(case, text, ms=dataclasses.asdict(times))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -221,16 +205,15 @@ def main(arguments: list[str] | None = None) -> None:
     made = jax.block_until_ready(random_model(first, jax.random.key(0), drafts=0))
     size, seconds = d4.cache.tree_bytes(made), time.perf_counter() - began
     print(f"{first.num_layers} layers, {size / 1e9:.1f} GB, made in {seconds:.0f} s", flush=True)
-    params, steps = whole_model(cfg, made), None
+    params = whole_model(cfg, made)
     if "layer" in parts:
         time_layers(bench, made)
     if "step" in parts or "generate" in parts:
         steps = time_steps(bench, params)
-    if "generate" in parts:
-        time_texts(bench, params, steps)
+        if "generate" in parts:
+            time_tokens(bench, params, steps[1])
     if "prompt" in parts:
-        del params
-        time_texts(bench, whole_model(cfg, with_activations(made, options.activations)), None)
+        time_prompts(bench, params, options.activations)
 
 
 if __name__ == "__main__":

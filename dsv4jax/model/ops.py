@@ -32,27 +32,20 @@ from dsv4jax.weights.stored import Weight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Picks:
-    """The experts of each token, in ascending order of their numbers. Padding has the number of no expert.
-
-    Among one device's experts, those of others are as padding, wherever they stand.
-    """
+    """The experts of each token, in ascending order of their numbers. Padding has the number of no expert."""
 
     experts: jax.Array  # int32 [..., k]; num_experts on padding
     weights: jax.Array  # f32 [..., k]; 0 on padding
-    tiles: pk.RoutedTiles | None = None  # the same in tiles, where the router made them
+    tiles: pk.RoutedTiles | None = None  # those of this device's own experts, where the router made them
 
-    def among(self, first: jax.Array | int, count: int) -> Picks:
-        """Return the picks of so many experts from number ``first`` on, which is 0 then.
+    def of(self, own: pk.OwnExperts) -> Picks:
+        """Return the picks of a device's own experts by its numbers of them.
 
-        Others have the expert of padding. Their weights stay, because no tile has them.
+        Others have the expert of padding, wherever they stand. Their weights stay, because no tile has them.
         """
-        experts = self.experts - first
-        is_among = (experts >= 0) & (experts < count)
-        return Picks(
-            experts=jnp.where(is_among, experts, count),
-            weights=self.weights,
-            tiles=None if self.tiles is None else self.tiles.among(first, count),
-        )
+        experts = self.experts - jnp.reshape(own.first, ())
+        is_own = (experts >= 0) & (experts < own.count)
+        return dataclasses.replace(self, experts=jnp.where(is_own, experts, own.count))
 
 
 @jax.tree_util.register_dataclass
@@ -73,8 +66,12 @@ class ExpertOutputs:
 
 def sum_of_picks(routed: jax.Array, experts: jax.Array, num_experts: int) -> jax.Array:
     """Add up what picked experts int32 [..., k] gave, [..., k, h], in order: f32 [..., h]. Padding gives 0."""
-    is_pick = (experts < num_experts)[..., None]
-    return jnp.sum(jnp.where(is_pick, routed, jnp.zeros((), routed.dtype)).astype(jnp.float32), axis=-2)
+    return jnp.sum(without_padding(routed, experts, num_experts).astype(jnp.float32), axis=-2)
+
+
+def without_padding(routed: jax.Array, experts: jax.Array, num_experts: int) -> jax.Array:
+    """Return what picked experts int32 [..., k] gave, [..., k, h], and 0 for padding."""
+    return jnp.where((experts < num_experts)[..., None], routed, jnp.zeros((), routed.dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +117,15 @@ class ModelOp(Protocol):
 class RouterOp(ModelOp, Protocol):
     """Which experts each token goes to."""
 
-    def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
+    def pick(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        real: jax.Array,
+        router: Router,
+        cfg: ModelConfig,
+        own: pk.OwnExperts | None = None,
+    ) -> Picks:
         """Pick experts.
 
         Args:
@@ -129,6 +134,7 @@ class RouterOp(ModelOp, Protocol):
           real: bool [...], False on padding.
           router: the layer's weights for this.
           cfg: the model's sizes.
+          own: the experts that this device has; None for all.
         """
         ...
 
@@ -148,8 +154,8 @@ class ExpertsOp(ModelOp, Protocol):
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
         """Return what the picked experts alone make of x [..., h], times their weights: x's dtype [..., k, h].
 
-        ``experts`` may be a device's share; picks are numbers among them, in any order, and those of others are as
-        padding: ``experts.count``, with weight 0.
+        ``experts`` may be a device's own ones; picks are numbers among them, and those of others are as padding:
+        ``experts.count``, wherever they stand.
         """
         ...
 

@@ -37,7 +37,7 @@ from pallas_kernels.router.lists import Lists
 from pallas_kernels.router.picks import MAX_PICKS, Pick, Picked, Picker, PickInputs, Token
 from pallas_kernels.router.product import Layout, logits
 from pallas_kernels.router.scores import sqrt_softplus
-from pallas_kernels.router.tiles import RoutedTiles, tile_rows
+from pallas_kernels.router.tiles import OwnExperts, RoutedTiles, tile_rows
 
 MAX_EXPERTS = 512
 _WARPS = WARPGROUP // WARP
@@ -73,6 +73,7 @@ def route(
     picks: int,
     scale: float = 1.0,
     rows: int | None = None,
+    own: OwnExperts | None = None,
     simulate: bool = False,
 ) -> Routed:
     """Pick experts for tokens, and put the pairs of tokens and experts in tiles.
@@ -84,6 +85,7 @@ def route(
       picks: experts of a token, at most MAX_PICKS.
       scale: a factor of all weights.
       rows: the most pairs of a tile; None for ``tile_rows``.
+      own: the experts that this device has, whose tiles alone are made; None for all.
       simulate: as for ``launch``.
 
     Raises:
@@ -92,15 +94,19 @@ def route(
     """
     _check(x, gate, inputs, picks)
     tokens, experts = x.shape[0], gate.shape[0]
+    if own is not None:
+        chex.assert_shape(own.first, (1,))
+        chex.assert_type(own.first, jnp.int32)
+        chex.assert_scalar_in(own.count, 1, experts)
     rows = tile_rows(tokens, picks, experts) if rows is None else rows
     router = Router(tokens=tokens, experts=experts, picks=picks, scale=scale, rows=rows, simulate=simulate)
     if (layout := _one_launch(x.shape[1], experts, tokens, picks)) is not None:
-        return router.together(x, gate, inputs, layout)
+        return router.together(x, gate, inputs, layout, own)
     product = lax.dot_general(
         x, gate, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     picked = router.pick(product, inputs)
-    return Routed(experts=picked.experts, weights=picked.weights, tiles=router.sort(picked.experts))
+    return Routed(experts=picked.experts, weights=picked.weights, tiles=router.sort(picked.experts, own))
 
 
 def most_of_a_part(*, hidden: int, experts: int, picks: int) -> int:
@@ -183,11 +189,13 @@ class Router:
         shape = self.tokens, self.picks
         return Picked(experts=jax.ShapeDtypeStruct(shape, jnp.int32), weights=jax.ShapeDtypeStruct(shape, jnp.float32))
 
-    @property
-    def _tiles(self) -> RoutedTiles:
-        return RoutedTiles.shapes(self.tokens * self.picks, self.experts, self.rows)
+    def _tiles(self, own: OwnExperts | None) -> RoutedTiles:
+        experts = self.experts if own is None else own.count
+        return RoutedTiles.shapes(self.tokens * self.picks, experts, self.rows)
 
-    def together(self, x: jax.Array, gate: jax.Array, inputs: PickInputs, layout: Layout) -> Routed:
+    def together(
+        self, x: jax.Array, gate: jax.Array, inputs: PickInputs, layout: Layout, own: OwnExperts | None
+    ) -> Routed:
         """Do it all in one launch."""
         pairs, size = self.tokens * self.picks, layout.clusters * layout.cluster
         shared = layout.shared_bytes + _beside(self.experts, pairs)
@@ -195,18 +203,19 @@ class Router:
         is_near = not is_trivial and layout.cluster > 1 and self.tokens <= _NEAR * layout.cluster * _WARPS
         pickers = layout.cluster if is_near else size
 
-        def body(machine: TensorCores, arrays: tuple[Buffer, Buffer, PickInputs], state: Any) -> None:
+        def body(machine: TensorCores, arrays: Any, state: Any) -> None:
+            x, gate, inputs, own = arrays
             scores, picked, tiles = state
             rank = machine.rank if layout.cluster > 1 else machine.constant(0, "i32")
             block = (machine.block(1) * layout.blocks[0] + machine.block(0)) * layout.cluster + rank
-            picker = self._picker(machine, scores, arrays[2], picked, of_logits=False)
+            picker = self._picker(machine, scores, inputs, picked, of_logits=False)
             tokens = []
             for first in range(0, self.tokens, pickers * _WARPS):
                 number = block * _WARPS + machine.thread // WARP + first
                 tokens.append(picker.token(number, (number < self.tokens) & (block < pickers)))
             gathered = Shared.take(machine, (pairs,), "f32") if is_near else None
             arrived = Barrier.take(machine, 1, scope="cluster")
-            found = logits(machine, arrays[0], arrays[1], layout, [arrived] if is_near else [])
+            found = logits(machine, x, gate, layout, [arrived] if is_near else [])
             for logit, token, expert, exists in found:
                 score = sqrt_softplus(machine, logit)
                 scores.store_floats([score], token, expert, where=exists)
@@ -221,7 +230,7 @@ class Router:
                 for token, pick in zip(tokens, picks, strict=True):
                     if is_trivial:
                         with machine.when(token.here):
-                            _store_alone(picker, token, pick, tiles)
+                            _store_alone(picker, token, pick, tiles, own)
                     elif gathered is not None:
                         expert = machine.from_bits(picker.expert(token, pick))
                         at = token.number * self.picks + pick.place
@@ -234,18 +243,18 @@ class Router:
                 machine.barrier("grid")
             with machine.when(block == 0):
                 if gathered is None:
-                    lists.sort(pairs, _flat(picked.experts), tiles)
+                    lists.sort(pairs, _flat(picked.experts), tiles, own)
                 else:
                     arrived.wait(0)
                     of_pairs = gathered.view((pairs,), "i32")
-                    lists.sort(pairs, lambda pair, there: of_pairs.load_int(select(there, pair, 0)), tiles)
+                    lists.sort(pairs, lambda pair, there: of_pairs.load_int(select(there, pair, 0)), tiles, own)
 
         _, picked, tiles = launch(
             body,
             name="router",
             grid=Grid(blocks=layout.blocks, cluster=layout.cluster, shared_bytes=shared),
-            inputs=(x, gate, inputs),
-            state=(jax.ShapeDtypeStruct((self.tokens, self.experts), jnp.float32), self._shapes, self._tiles),
+            inputs=(x, gate, inputs, own),
+            state=(jax.ShapeDtypeStruct((self.tokens, self.experts), jnp.float32), self._shapes, self._tiles(own)),
             simulate=self.simulate,
         )
         return Routed(experts=picked.experts, weights=picked.weights, tiles=tiles)
@@ -270,23 +279,24 @@ class Router:
             simulate=self.simulate,
         )
 
-    def sort(self, experts: jax.Array) -> RoutedTiles:
+    def sort(self, experts: jax.Array, own: OwnExperts | None = None) -> RoutedTiles:
         """Put picks int32 [M, k] in tiles."""
         cluster, warpgroups = (1, 1) if experts.size <= _SORTED_ALONE else (_SORTING_CLUSTER, _SORTING_WARPGROUPS)
         warps = warpgroups * _WARPS
 
-        def body(machine: Machine, experts: Buffer, tiles: RoutedTiles) -> None:
+        def body(machine: Machine, arrays: tuple[Buffer, OwnExperts | None], tiles: RoutedTiles) -> None:
+            experts, own = arrays
             lists = Lists.take(machine, self.experts, warps, cluster)
             lists.clear()
-            lists.sort(experts.shape[0] * experts.shape[1], _flat(experts), tiles)
+            lists.sort(experts.shape[0] * experts.shape[1], _flat(experts), tiles, own)
 
         shared = Lists.shared_bytes(self.experts, warps, cluster)
         return launch(
             body,
             name="router_tiles",
             grid=Grid(blocks=(1,), warpgroups=warpgroups, cluster=cluster, shared_bytes=shared),
-            inputs=experts,
-            state=self._tiles,
+            inputs=(experts, own),
+            state=self._tiles(own),
             simulate=self.simulate,
         )
 
@@ -306,11 +316,18 @@ def _flat(experts: Buffer) -> Callable[[Value, Condition], Value]:
     return lambda pair, there: flat.load_int(pair, where=there)
 
 
-def _store_alone(picker: Picker, token: Token, pick: Pick, tiles: RoutedTiles) -> None:
+def _store_alone(picker: Picker, token: Token, pick: Pick, tiles: RoutedTiles, own: OwnExperts | None) -> None:
     """Store the tiles of the only token, whose picks are of different experts."""
-    machine, lane, is_real = picker.machine, picker.lane, token.known.real != 0
+    machine, lane, one = picker.machine, picker.lane, picker.machine.constant(1, "i32")
     tiles.pairs.store_int(lane, lane, where=picker.has_pick)
-    tile = pick.mine, pick.place, machine.constant(1, "i32")
-    for n, value in enumerate(tile):
-        tiles.tiles.store_int(value, pick.place, n, where=picker.has_pick & is_real)
-    tiles.count.store_int(select(is_real, machine.constant(picker.picks, "i32"), 0), 0, where=lane == 0)
+    expert, at, count = pick.mine, pick.place, machine.constant(picker.picks, "i32")
+    is_tile = picker.has_pick & (token.known.real != 0)
+    if own is not None:
+        begin = own.first.load_int(0)
+        is_lower, is_own = expert < begin, (expert >= begin) & (expert < begin + own.count)
+        expert, at = expert - begin, at - machine.reduce_warp("add", select(picker.has_pick & is_lower, one, 0))
+        count = machine.reduce_warp("add", select(picker.has_pick & is_own, one, 0))
+        is_tile = is_tile & is_own
+    for n, value in enumerate((expert, pick.place, one)):
+        tiles.tiles.store_int(value, at, n, where=is_tile)
+    tiles.count.store_int(select(token.known.real != 0, count, 0), 0, where=lane == 0)

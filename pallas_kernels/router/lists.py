@@ -14,7 +14,7 @@ from pallas_kernels.language.lanes import fold_tree
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import Condition, Value, select
-from pallas_kernels.router.tiles import RoutedTiles
+from pallas_kernels.router.tiles import OwnExperts, RoutedTiles
 
 _UNROLLED = 8  # steps of a warp, up to which their pairs are loaded together
 
@@ -66,10 +66,16 @@ class Lists:
                 of_warp.store_words(zeros, at, where=at < array.shape[1])
         self.machine.barrier("warp")
 
-    def sort(self, pairs: int, expert_of: Callable[[Value, Condition], Value], tiles: RoutedTiles) -> None:
+    def sort(
+        self,
+        pairs: int,
+        expert_of: Callable[[Value, Condition], Value],
+        tiles: RoutedTiles,
+        own: OwnExperts | None = None,
+    ) -> None:
         """Store the tiles of so many pairs, of which those of no expert are padding.
 
-        ``expert_of`` loads the expert of a pair by its number, if it exists.
+        ``expert_of`` loads the expert of a pair by its number, if it exists. With ``own`` only their tiles are stored.
         """
         machine = self.machine
         steps = -(-pairs // (WARP * self.warps * self.cluster))
@@ -94,7 +100,7 @@ class Lists:
                 machine.barrier("warp")
                 found.append((number, kind, before + machine.population_count(lower)))
         machine.barrier("block")
-        self._add_up(tiles, rank)
+        self._add_up(tiles, rank, own)
         for number, kind, before in found:
             place = self.begins.load_int(kind) + counts.load_int(kind) + before
             tiles.pairs.store_int(number, place, where=number < pairs)
@@ -103,7 +109,7 @@ class Lists:
         """Return the number of an expert, or that of padding, which comes after them."""
         return select((expert >= 0) & (expert < self.num_experts), expert, self.num_experts)
 
-    def _add_up(self, tiles: RoutedTiles, rank: Value) -> None:
+    def _add_up(self, tiles: RoutedTiles, rank: Value, own: OwnExperts | None) -> None:
         """Find where the pairs of each expert begin, and store the tiles."""
         machine, thread, rows = self.machine, self.machine.thread, tiles.rows
         kinds, zero = self.num_experts + 1, machine.constant(0, "i32")
@@ -130,8 +136,9 @@ class Lists:
                 before = [select(rank > block, count, 0) for block, count in enumerate(of_blocks)]
                 earlier[i] = fold_tree(lambda a, b: a + b, before)
                 totals[i] = select(there[i], fold_tree(lambda a, b: a + b, of_blocks), 0)
+        begin, count = (zero, self.num_experts) if own is None else (own.first.load_int(0), own.count)
         in_tiles = [
-            select(kind < self.num_experts, (total + (rows - 1)) // rows, 0)
+            select((kind >= begin) & (kind < begin + count), (total + (rows - 1)) // rows, 0)
             for kind, total in zip(mine, totals, strict=True)
         ]
         begins, tiles_before, all_tiles = self._scan(totals, in_tiles)
@@ -141,7 +148,7 @@ class Lists:
 
             def store(n: Value, _: None, i: int = i, kind: Value = kind) -> None:
                 at, done = tiles_before[i] + n, n * rows
-                tiles.tiles.store_int(kind, at, 0)
+                tiles.tiles.store_int(kind - begin, at, 0)
                 tiles.tiles.store_int(begins[i] + done, at, 1)
                 tiles.tiles.store_int((totals[i] - done).minimum(rows), at, 2)
 

@@ -2,7 +2,7 @@
 
 The pair of a token's pick has the number token * k + place, with k picks a token. A tile is up to ``rows`` pairs of one
 expert, adjacent among the sorted pairs. Experts without tokens are in no tile, and padding, whose expert is the number
-of no expert, is in none either.
+of no expert, is in none either; nor are the experts of other devices.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ import jax
 import jax.numpy as jnp
 
 _LARGEST = 112
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnExperts:
+    """The experts that a device has of all: ``count`` adjacent ones. It counts them from 0."""
+
+    first: Any  # int32 [1] the number of the first among all
+    count: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -36,25 +45,6 @@ class RoutedTiles:
             tiles=jax.ShapeDtypeStruct((most, 3), jnp.int32),
             count=jax.ShapeDtypeStruct((1,), jnp.int32),
             rows=rows,
-        )
-
-    def among(self, first: jax.Array | int, experts: int) -> RoutedTiles:
-        """Return the tiles of so many experts from number ``first`` on, which become the first ones.
-
-        Pairs stay as they are; those of other experts are in no tile.
-        """
-        shapes = RoutedTiles.shapes(self.pairs.size, experts, self.rows)
-        expert, number = self.tiles[:, 0], jnp.arange(self.tiles.shape[0], dtype=jnp.int32)
-        is_tile = number < self.count[0]
-        before = jnp.sum(is_tile & (expert < first), dtype=jnp.int32)
-        count = jnp.sum(is_tile & (expert < first + experts), dtype=jnp.int32) - before
-        number = number[: shapes.tiles.shape[0]]
-        tiles = self.tiles.at[before + number].get(mode="clip") - jnp.where(jnp.arange(3) == 0, first, 0)[None]
-        return RoutedTiles(
-            pairs=self.pairs,
-            tiles=jnp.where(number[:, None] < count, tiles, 0),
-            count=count[None],
-            rows=self.rows,
         )
 
 

@@ -56,23 +56,6 @@ def test_the_tiles_are_those_made_by_hand(name, rows):
         assert (array.shape, array.dtype) == (shape.shape, shape.dtype)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_tiles_of_some_experts_are_those_of_all_without_the_others(name):
-    experts, rows = CASES[name], 8
-    num_experts = 256 if name == "few" else 16
-    whole, (_, tiles) = routed_tiles(jnp.asarray(experts), num_experts, rows), by_hand(experts, num_experts, rows)
-    for count in (num_experts // 4, num_experts):
-        for first in range(0, num_experts, count):
-            found = whole.among(jnp.int32(first), count)
-            expected = [(expert - first, *rest) for expert, *rest in tiles if first <= expert < first + count]
-            assert found.count.tolist() == [len(expected)]
-            shape = RoutedTiles.shapes(experts.size, count, rows).tiles.shape
-            padded = np.zeros(shape, np.int32)
-            padded[: len(expected)] = np.array(expected, np.int32).reshape(-1, 3)
-            np.testing.assert_array_equal(found.tiles, padded)
-            np.testing.assert_array_equal(found.pairs, whole.pairs)
-
-
 def test_there_is_room_for_the_most_tiles():
     """Every expert has a tile that is not full, and the rest is in full ones."""
     rows, num_experts = 8, 4

@@ -93,12 +93,16 @@ def scores_of(x: jax.Array, gate: jax.Array) -> np.ndarray:
         return np.sqrt(np.logaddexp(logits, 0.0)).astype(np.float32)
 
 
-def check_tiles(found: pk.Routed, experts: int) -> None:
+def check_tiles(found: pk.Routed, experts: int, own: range | None = None) -> None:
+    """The tiles are those of plain JAX, of a device's own experts those of all without the others."""
+    own = range(experts) if own is None else own
     want = pk.routed_tiles(found.experts, experts, found.tiles.rows)
-    count = int(want.count[0])
-    np.testing.assert_array_equal(found.tiles.count, want.count)
+    tiles = np.asarray(want.tiles[: int(want.count[0])])
+    tiles = tiles[(tiles[:, 0] >= own.start) & (tiles[:, 0] < own.stop)] - [own.start, 0, 0]
+    assert np.asarray(found.tiles.count).tolist() == [len(tiles)]
     np.testing.assert_array_equal(found.tiles.pairs, want.pairs)
-    np.testing.assert_array_equal(found.tiles.tiles[:count], want.tiles[:count])
+    np.testing.assert_array_equal(found.tiles.tiles[: len(tiles)], tiles)
+    assert found.tiles.tiles.shape == pk.RoutedTiles.shapes(found.experts.size, len(own), found.tiles.rows).tiles.shape
 
 
 @machines
@@ -111,6 +115,27 @@ def test_picks_weights_and_tiles(name, simulate):
     np.testing.assert_array_equal(found.experts, experts)
     np.testing.assert_allclose(found.weights, weights, **CLOSE)
     check_tiles(found, case.experts)
+
+
+@machines
+@pytest.mark.parametrize(
+    "name", first_of([name for name, case in CASES.items() if case.experts in (64, 256, 384)], count=4)
+)
+def test_a_devices_own_experts_have_the_tiles_of_all_without_the_others(name, simulate):
+    """Picks and weights are those of all experts, whoever has them."""
+    case = CASES[name]
+    x, gate, inputs = case.arrays()
+    options: dict[str, Any] = dict(picks=case.picks, scale=SCALE, rows=case.rows, simulate=simulate)
+    whole, count = pk.route(x, gate, inputs, **options), case.experts // 4
+    made = 0
+    for first in range(0, case.experts, count):
+        own = pk.OwnExperts(first=jnp.asarray([first], jnp.int32), count=count)
+        found = pk.route(x, gate, inputs, own=own, **options)
+        np.testing.assert_array_equal(found.experts, whole.experts)
+        np.testing.assert_array_equal(found.weights, whole.weights)
+        check_tiles(found, case.experts, range(first, first + count))
+        made += int(found.tiles.count[0])
+    assert made == int(whole.tiles.count[0])
 
 
 def test_which_cases_are_one_launch():
@@ -288,3 +313,6 @@ def test_refusals():
         pk.route(x, gate, pk.PickInputs(real=inputs.real), picks=2, simulate=True)
     with pytest.raises(AssertionError):
         pk.route(x.astype(jnp.float32), gate, inputs, picks=2, simulate=True)
+    with pytest.raises(AssertionError):
+        own = pk.OwnExperts(first=jnp.zeros(1, jnp.int32), count=17)
+        pk.route(x, gate, inputs, picks=2, own=own, simulate=True)

@@ -105,18 +105,14 @@ def test_products_of_the_shared_expert_are_the_same_in_the_launches_of_the_other
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "has_tiles"),
-    [*(pytest.param(*each.values, True, marks=each.marks) for each in BACKENDS), ("xla", False)],
-)
-def test_a_share_of_the_experts_gives_what_it_gives_among_all(backend, has_tiles):
+@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
+def test_a_devices_own_experts_give_what_they_give_among_all(backend):
     """Bit for bit: what a device that has some of the experts makes of tokens that pick others, too."""
     rng = np.random.default_rng(1)
     picked = np.sort(np.argsort(rng.random((7, CFG.num_experts)), -1)[..., : CFG.experts_per_token], -1)
     picked[4] = CFG.num_experts
     numbers, gains = jnp.asarray(picked, jnp.int32), jnp.asarray(rng.random(picked.shape), jnp.float32)
-    tiles = None if backend == "xla" else pk.routed_tiles(numbers, CFG.num_experts, 8)
-    picks, x = Picks(experts=numbers, weights=gains, tiles=tiles), jax.random.normal(KEY, (7, 512), jnp.bfloat16)
+    picks, x = Picks(experts=numbers, weights=gains), jax.random.normal(KEY, (7, 512), jnp.bfloat16)
 
     @jax.jit
     def routed(experts: Experts, picks: Picks) -> jax.Array:
@@ -131,10 +127,10 @@ def test_a_share_of_the_experts_gives_what_it_gives_among_all(backend, has_tiles
             for name, one in (("gate_up", experts().gate_up), ("down", experts().down))
             if isinstance(one, StoredExperts)
         }
-        among = picks.among(first, count)
+        here = picks.of(pk.OwnExperts(first=jnp.asarray([first], jnp.int32), count=count))
         is_here = (picked >= first) & (picked < first + count)
-        np.testing.assert_array_equal(among.experts, np.where(is_here, picked - first, count))
-        found = np.asarray(routed(experts(**cut), among))
+        np.testing.assert_array_equal(here.experts, np.where(is_here, picked - first, count))
+        found = np.asarray(routed(experts(**cut), here))
         assert is_here.any()
         np.testing.assert_array_equal(found[is_here], whole[is_here])
 

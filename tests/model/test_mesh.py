@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import dsv4jax as d4
 from dsv4jax import generate as command
+from dsv4jax.cache.shards import automatic, over_mesh
 from dsv4jax.model import (
     Generator,
     ModelConfig,
@@ -26,7 +28,11 @@ from dsv4jax.model import (
     random_model,
     stage_forward,
 )
+from dsv4jax.model.inside import blocks
+from dsv4jax.model.inside.devices import APART_BYTES, Devices, weight_specs
+from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
 from dsv4jax.model.params import StoredExperts
+from dsv4jax.model.plain.experts import mixed
 from dsv4jax.requests.speculate import commit
 from tests.support.cases import first_of
 from tests.support.models import FULL, MODEL_A, MODEL_Q, SMALL, recorded
@@ -275,6 +281,34 @@ def test_new_prompts_go_where_blocks_are_free_and_leave_kept_texts_alone():
     generator.generate([PROMPTS[0], PROMPTS[0], PROMPTS[0]], 12)
     generator.generate([PROMPTS[2] + kept + [1, 2]], 8)
     assert generator.result.stored == 2, "its beginning was not kept"
+
+
+@pytest.mark.parametrize("tokens", [3, 300], ids=["sent apart", "summed first"])
+@pytest.mark.parametrize("shape", shapes(FOUR))
+def test_experts_give_what_they_give_on_one_device(shape, tokens):
+    """Each pick's output is sent, or the sum of a device's own."""
+    experts, mesh, spec = small_model(None).blocks[0].experts, automatic(mesh_of(shape)), PartitionSpec("data")
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((ROWS, tokens, CFG.hidden_size)), jnp.float32)
+    numbers = np.argsort(rng.random((ROWS, tokens, CFG.num_experts)), -1)[..., : CFG.experts_per_token]
+    numbers = np.where(rng.random((ROWS, tokens, 1)) < 0.8, np.sort(numbers, -1), CFG.num_experts)
+    picks = Picks(
+        experts=jnp.asarray(numbers, jnp.int32), weights=jnp.asarray(rng.random(numbers.shape), jnp.float32)
+    )
+    size = picks.experts.size * CFG.hidden_size * 4
+    assert (size <= APART_BYTES) == (tokens == 3)
+    op = EXPERTS.of("xla", CFG, experts, x.dtype)
+
+    def mix(x, given, picks, experts):
+        made = blocks._mix(x, given, picks, experts, op=op, cfg=CFG, devices=Devices.of(mesh), backend="xla")
+        assert isinstance(made, ExpertOutputs) == (tokens == 3)
+        return made.sum() if isinstance(made, ExpertOutputs) else made
+
+    of_experts = weight_specs({"experts": experts})["experts"]
+    everywhere = PartitionSpec()
+    spread = over_mesh(mesh, mix, (spec, everywhere, everywhere, of_experts), spec)
+    want = mixed(op, x, picks, experts, CFG).sum()
+    np.testing.assert_allclose(jax.jit(spread)(x, x, picks, experts), want, rtol=0, atol=TOLERANCE)
 
 
 # ---- what is sent ---------------------------------------------------------------------------------------------------

@@ -29,12 +29,11 @@ from dsv4jax.config import DSV4Config
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import granted_batch
-from dsv4jax.layer.ops import Projections
 from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.captures import IN_ATTENTION, NOTHING, ModelProbe, Taps
 from dsv4jax.model.inside.choices import check_choices
-from dsv4jax.model.inside.devices import ONE, Devices
+from dsv4jax.model.inside.devices import APART_BYTES, ONE, Devices
 from dsv4jax.model.inside.host_memory import fetched
 from dsv4jax.model.ops import (
     EXPERTS,
@@ -49,6 +48,7 @@ from dsv4jax.model.ops import (
     RouterOp,
     SublayerOutput,
     sum_of_picks,
+    without_padding,
 )
 from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix, check_model
 from dsv4jax.model.plain.experts import mixed, of_shared, projections_of
@@ -201,7 +201,7 @@ class Way[Cache]:
         given = devices.gather_inputs(x)
         if taps.probe.experts is None:
             router = ROUTER.of(self.backend, self.cfg, block.router, x.dtype)
-            picks = _pick(given, tokens.ids, tokens.real, block.router, op=router, cfg=self.cfg)
+            picks = _pick(given, tokens.ids, tokens.real, block.router, op=router, cfg=self.cfg, devices=devices)
         else:
             chosen = devices.gather_inputs(taps.probe.experts)
             picks = chosen_experts(given, chosen, tokens.real, block.router, self.cfg)
@@ -212,13 +212,7 @@ class Way[Cache]:
                 picks = devices.gather_inputs(dataclasses.replace(shown, experts=numbers))
         experts, picks, cfg = fetched(block.experts, picks, self.cfg)
         op = EXPERTS.of(self.backend, cfg, experts, x.dtype)
-        if devices.count == 1:
-            y = _mix(x, picks, experts, op=op, cfg=cfg, backend=self.backend)
-        else:
-            here, shared = _of_device(
-                x, given, picks, experts, op=op, cfg=cfg, devices=devices, projections=projections_of(self.backend)
-            )
-            y = (devices.sum_of_experts(here) + shared.astype(jnp.float32)).astype(x.dtype)
+        y = _mix(x, given, picks, experts, op=op, cfg=cfg, devices=devices, backend=self.backend)
         if not taps.sees("outputs.experts"):
             return y
         summed = taps.tap("outputs.experts", y.sum() if isinstance(y, ExpertOutputs) else y)
@@ -277,20 +271,22 @@ def _end(
     return op.end(y, streams, gains, mix, norm, cfg)
 
 
-@functools.partial(jax.jit, static_argnames=("op", "cfg"))
-def _pick(x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, *, op: RouterOp, cfg: ModelConfig) -> Picks:
-    return op.pick(x, ids, real, router, cfg)
+@functools.partial(jax.jit, static_argnames=("op", "cfg", "devices"))
+def _pick(
+    x: jax.Array,
+    ids: jax.Array,
+    real: jax.Array,
+    router: Router,
+    *,
+    op: RouterOp,
+    cfg: ModelConfig,
+    devices: Devices,
+) -> Picks:
+    return op.pick(x, ids, real, router, cfg, devices.own_experts(cfg.num_experts))
 
 
-@functools.partial(jax.jit, static_argnames=("op", "cfg", "backend"))
+@functools.partial(jax.jit, static_argnames=("op", "cfg", "devices", "backend"))
 def _mix(
-    x: jax.Array, picks: Picks, experts: Experts, *, op: ExpertsOp, cfg: ModelConfig, backend: Backend
-) -> ExpertOutputs:
-    return mixed(op, x, picks, experts, cfg, backend)
-
-
-@functools.partial(jax.jit, static_argnames=("op", "cfg", "devices", "projections"))
-def _of_device(
     x: jax.Array,
     given: jax.Array,
     picks: Picks,
@@ -299,15 +295,23 @@ def _of_device(
     op: ExpertsOp,
     cfg: ModelConfig,
     devices: Devices,
-    projections: Projections,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the sum f32 [..., h] of what a device's share of experts makes of ``given``, and the shared one's of x."""
-    picks = picks.among(devices.first(cfg.num_experts), experts.count)
+    backend: Backend,
+) -> SublayerOutput:
+    """Return what the experts of all devices make of ``given``, of which x are this device's rows."""
+    if (own := devices.own_experts(cfg.num_experts)) is None:
+        return mixed(op, x, picks, experts, cfg, backend)
+    here, projections = picks.of(own), projections_of(backend)
     if devices.data == 1:  # both are the same tokens
-        routed, shared = op.outputs(x, picks, experts, cfg, projections)
+        routed, shared = op.outputs(x, here, experts, cfg, projections)
     else:
-        routed, shared = op.routed(given, picks, experts, cfg), of_shared(x, experts, cfg, projections)
-    return sum_of_picks(routed, picks.experts, experts.count), shared
+        routed, shared = op.routed(given, here, experts, cfg), of_shared(x, experts, cfg, projections)
+    if routed.nbytes <= APART_BYTES:
+        routed = devices.sum_of_experts(without_padding(routed, here.experts, own.count))
+        return ExpertOutputs(
+            routed=routed, shared=shared, experts=devices.own_rows(picks.experts), num_experts=cfg.num_experts
+        )
+    routed = devices.sum_of_experts(sum_of_picks(routed, here.experts, own.count))
+    return (routed + shared.astype(jnp.float32)).astype(x.dtype)
 
 
 _mixing = jax.jit(mixing, static_argnames="cfg")

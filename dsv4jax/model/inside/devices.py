@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels as pk
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.shards import DATA, MODEL, automatic, check_rows, is_inside, over_mesh
 from dsv4jax.checks import Tree
@@ -36,6 +37,7 @@ from dsv4jax.model.config import ModelConfig
 
 _ALL = (MODEL, DATA)  # in this order the logits of a shard's requests come out in the vocabulary's order
 EVERYWHERE, EXPERTS_PLACE = P(), P(_ALL)
+APART_BYTES = 1 << 19  # of picks' outputs up to which they are sent one by one: a sum then takes hardly more than a wait
 # Where each weight lives, by the end of its name. What has no place here is on every device.
 PLACES = (
     (re.compile(r"(^|\.)(embedding|head)$"), P(_ALL)),  # [V, h]
@@ -140,6 +142,12 @@ class Devices:
             return 0
         return (lax.axis_index(MODEL) * self.data + lax.axis_index(DATA)) * (count // self.count)
 
+    def own_experts(self, count: int) -> pk.OwnExperts | None:
+        """Return which of ``count`` experts this device has; None for all."""
+        if self.count == 1:
+            return None
+        return pk.OwnExperts(first=jnp.reshape(self.first(count), 1), count=count // self.count)
+
     def own_rows[T](self, tree: T) -> T:
         """Cut the rows of this device's requests from those of all."""
         if self.data == 1:
@@ -167,9 +175,9 @@ class Devices:
         return self._sum(rows)
 
     def sum_of_experts(self, outputs: jax.Array) -> jax.Array:
-        """Add up what each device's experts give all requests, f32 [B, ...]: [B / data, ...].
+        """Add up what each device's experts give all requests, [B, ...]: [B / data, ...].
 
-        Each device has summed its own experts' outputs in the order of their numbers.
+        Either one device has a number, and the others 0, or each has summed its own experts' in f32.
         """
         return self._sum(outputs)
 

@@ -23,7 +23,15 @@ class RouterKernels(ModelKernels):
             return f"x and the gate must be bfloat16, got {jnp.dtype(dtype)} and {weights.gate.dtype}"
         return pk.unsupported_route(experts=cfg.num_experts, picks=cfg.experts_per_token)
 
-    def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
+    def pick(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        real: jax.Array,
+        router: Router,
+        cfg: ModelConfig,
+        own: pk.OwnExperts | None = None,
+    ) -> Picks:
         x, router = self.without_derivative(ROUTER, (x, router))
         bias = None if router.bias is None else router.bias.astype(jnp.float32)
         inputs = pk.PickInputs(
@@ -33,12 +41,14 @@ class RouterKernels(ModelKernels):
             ids=None if router.table is None else ids.reshape(-1),
         )
         rows, options = x.reshape(-1, x.shape[-1]), dict(picks=cfg.experts_per_token, scale=cfg.routed_scale)
-        found = self._route(rows, router.gate, inputs, **options, **self.options)
+        found = self._route(rows, router.gate, inputs, own, **options, **self.options)
         shape = *real.shape, cfg.experts_per_token
         return Picks(experts=found.experts.reshape(shape), weights=found.weights.reshape(shape), tiles=found.tiles)
 
-    def _route(self, x: jax.Array, gate: Tree, inputs: pk.PickInputs, **options: Tree) -> pk.Routed:
-        return self.kernels.route(x, gate, inputs, **options)
+    def _route(
+        self, x: jax.Array, gate: Tree, inputs: pk.PickInputs, own: pk.OwnExperts | None, **options: Tree
+    ) -> pk.Routed:
+        return self.kernels.route(x, gate, inputs, own=own, **options)
 
 
 class InvariantRouterKernels(RouterKernels):
@@ -52,7 +62,10 @@ class InvariantRouterKernels(RouterKernels):
             return f"no launch routes tokens of {hidden} numbers to {cfg.num_experts} experts by itself"
         return None
 
-    def _route(self, x: jax.Array, gate: Tree, inputs: pk.PickInputs, **options: Tree) -> pk.Routed:
+    def _route(
+        self, x: jax.Array, gate: Tree, inputs: pk.PickInputs, own: pk.OwnExperts | None, **options: Tree
+    ) -> pk.Routed:
+        assert own is None, "an invariant cache is on one device"
         return self.kernels.route_in_parts(x, gate, inputs, **options)
 
 

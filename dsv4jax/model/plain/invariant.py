@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 
+import pallas_kernels as pk
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.invariant.products import ROWS
 from dsv4jax.layer.tiles import map_rows
@@ -26,7 +27,15 @@ Ended = tuple[SublayerOutput, jax.Array, Gains]  # a sublayer's output, the stre
 class InvariantRouter(XLARouter):
     """The router in tiles of tokens."""
 
-    def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
+    def pick(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        real: jax.Array,
+        router: Router,
+        cfg: ModelConfig,
+        own: pk.OwnExperts | None = None,
+    ) -> Picks:
         plain = super().pick
 
         def of_tile(tile: tuple[jax.Array, jax.Array, jax.Array]) -> Picks:

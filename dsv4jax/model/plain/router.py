@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import pallas_kernels as pk
 from dsv4jax.layer.backend import XLA, Anywhere
 from dsv4jax.layer.projections import linear
 from dsv4jax.model.config import ModelConfig
@@ -21,7 +22,15 @@ from dsv4jax.model.params import Router
 class XLARouter(Anywhere):
     """The router in plain JAX."""
 
-    def pick(self, x: jax.Array, ids: jax.Array, real: jax.Array, router: Router, cfg: ModelConfig) -> Picks:
+    def pick(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        real: jax.Array,
+        router: Router,
+        cfg: ModelConfig,
+        own: pk.OwnExperts | None = None,
+    ) -> Picks:
         scores = _scores(x, router)
         if router.table is not None:
             picked = router.table.at[ids].get(mode="clip")
