@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 import dsv4jax as d4
 from benchmarks.kernels.timing import Times, kernel_events, record
-from benchmarks.model_parts.texts import time_texts, with_activations
+from benchmarks.model_parts.texts import time_texts
 from benchmarks.model_parts.whole import step, with_layers
 from dsv4jax.generate import mesh_of
 from dsv4jax.model import (
@@ -153,7 +153,7 @@ def show_kernels(bench: Bench, params: ModelParams) -> None:
 
 
 def time_prompts(bench: Bench, params: ModelParams, activations: str) -> None:
-    times = Times.of([text.first for text in time_texts(with_activations(params, activations), bench.context, 1)])
+    times = Times.of([text.first for text in time_texts(params, bench.context, 1)])
     text = f"{times.median:9.1f} ms to the first token [{times.low:.1f}, {times.high:.1f}]"
     bench.note(f"prompt of {bench.context} tokens, {activations}", text, ms=dataclasses.asdict(times))
 
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=43)
     parser.add_argument("--steps", default="1x4096,64x32768,256x8192", help="requests x the tokens that each has")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
-    parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="fp8", help="of the prompt")
+    parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     options = parser.parse_args(arguments)
@@ -210,7 +210,9 @@ def main(arguments: list[str] | None = None) -> None:
     if not set(parts) - {"same"}:
         return
     began = time.perf_counter()
-    params = jax.block_until_ready(random_model(cfg, jax.random.key(0), drafts=0, mesh=bench.mesh))
+    params = jax.block_until_ready(
+        random_model(cfg, jax.random.key(0), activations=options.activations, drafts=0, mesh=bench.mesh)
+    )
     seconds, size = time.perf_counter() - began, d4.cache.tree_bytes(params)
     own = sum(part.data.nbytes for leaf in jax.tree.leaves(params) for part in leaf.addressable_shards[:1])
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in bench.mesh.devices.flat]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import numpy as np
 
 from dsv4jax.model import Generator, ModelParams
-from dsv4jax.model.params import StoredExperts, is_any_stored
 
 ROUNDS = 5
 
@@ -38,14 +35,3 @@ def time_texts(params: ModelParams, context: int, new: int, rounds: int = ROUNDS
         assert again.stored == 0, "the prompt is still in the cache"
         if number:
             yield Text(first=first * 1e3, again=again.seconds * 1e3, passes=again.passes)
-
-
-def with_activations(params: ModelParams, activations: str) -> ModelParams:
-    """The same weights, of products that round their inputs to FP8, or do not."""
-
-    def changed(node: Any) -> Any:
-        if isinstance(node, StoredExperts):
-            return node.with_activations(activations)
-        return dataclasses.replace(node, activations=activations) if is_any_stored(node) else node
-
-    return jax.tree.map(changed, params, is_leaf=is_any_stored)

@@ -25,11 +25,11 @@ import numpy as np
 import dsv4jax as d4
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import Times, kernel_events, record
-from benchmarks.model_parts.texts import time_texts, with_activations
+from benchmarks.model_parts.texts import time_texts
 from benchmarks.speculate import compile_all
 from dsv4jax.config import layer_kind
 from dsv4jax.model import ModelConfig, ModelParams, forward, init_caches, random_model
-from dsv4jax.model.params import Block
+from dsv4jax.model.params import Block, StoredExperts, is_any_stored
 from dsv4jax.weights.stored import LAYER_ACTIVATIONS
 
 PARTS = "layer", "step", "generate", "prompt"
@@ -73,6 +73,17 @@ def whole_model(cfg: ModelConfig, made: ModelParams) -> ModelParams:
         alike = [number for number in range(len(made.blocks)) if kind(number) == kind(layer)]
         blocks.append(made.blocks[layer if layer < len(made.blocks) else alike[layer % len(alike)]])
     return dataclasses.replace(made, cfg=cfg, blocks=tuple(blocks))
+
+
+def with_activations(params: ModelParams, activations: str) -> ModelParams:
+    """The same weights, of products that round their inputs to FP8, or do not. The codes of experts are copied."""
+
+    def changed(node: Any) -> Any:
+        if isinstance(node, StoredExperts):
+            return node.with_activations(activations)
+        return dataclasses.replace(node, activations=activations) if is_any_stored(node) else node
+
+    return jax.tree.map(changed, params, is_leaf=is_any_stored)
 
 
 def step(
@@ -178,7 +189,7 @@ def time_tokens(bench: Bench, params: ModelParams, of_step: float) -> None:
 
 def time_prompts(bench: Bench, params: ModelParams, activations: str) -> None:
     """Time prompts without the token that follows them, which takes as long with the prompt in the cache."""
-    texts = time_texts(with_activations(params, activations), bench.context, 1)
+    texts = time_texts(params, bench.context, 1)
     times = Times.of([text.first - text.again for text in texts])
     case = f"prompt of {bench.context} tokens, {params.cfg.num_layers} layers, {activations}"
     text = f"{times.median:9.1f} ms of wall [{times.low:.1f}, {times.high:.1f}]"
@@ -213,7 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
         if "generate" in parts:
             time_tokens(bench, params, steps[1])
     if "prompt" in parts:
-        time_prompts(bench, params, options.activations)
+        rounded = with_activations(made, options.activations)
+        time_prompts(bench, whole_model(cfg, rounded), options.activations)
 
 
 if __name__ == "__main__":

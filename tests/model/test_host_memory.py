@@ -58,6 +58,22 @@ def test_a_few_picks_are_all_that_is_copied():
     assert sizes(most + 1) == {CFG.num_experts}
 
 
+def test_a_layers_copy_waits_for_its_picks():
+    """Several layers' copies at once would need memory that is not there: 10 GiB with V4-Flash."""
+    experts = random_model(CFG, jax.random.key(0), drafts=0, host_experts=1).blocks[0].experts
+    shape = FEW, CFG.experts_per_token
+
+    def copied(numbers):
+        picks = Picks(experts=numbers, weights=jnp.ones(shape))
+        return jax.tree.leaves(fetched(experts, picks, CFG)[0])
+
+    steps = jax.make_jaxpr(copied)(jnp.zeros(shape, jnp.int32)).jaxpr.eqns
+    (wait,) = [step for step in steps if step.primitive.name == "optimization_barrier"]
+    copies = [step for step in steps if step.primitive.name == "device_put"]
+    assert copies
+    assert {source for step in copies for source in step.invars} <= set(wait.outvars)
+
+
 @pytest.mark.parametrize(("name", "folder"), first_of([("q", MODEL_Q), ("a", MODEL_A)], count=0))
 def test_the_recorded_tokens_are_made_with_experts_on_the_host(name, folder):
     wanted, params = recorded(name), load_model(folder, dtype=jnp.float32, host_experts=2)

@@ -292,9 +292,7 @@ def test_experts_give_what_they_give_on_one_device(shape, tokens):
     x = jnp.asarray(rng.standard_normal((ROWS, tokens, CFG.hidden_size)), jnp.float32)
     numbers = np.argsort(rng.random((ROWS, tokens, CFG.num_experts)), -1)[..., : CFG.experts_per_token]
     numbers = np.where(rng.random((ROWS, tokens, 1)) < 0.8, np.sort(numbers, -1), CFG.num_experts)
-    picks = Picks(
-        experts=jnp.asarray(numbers, jnp.int32), weights=jnp.asarray(rng.random(numbers.shape), jnp.float32)
-    )
+    picks = Picks(experts=jnp.asarray(numbers, jnp.int32), weights=jnp.asarray(rng.random(numbers.shape), jnp.float32))
     size = picks.experts.size * CFG.hidden_size * 4
     assert (size <= APART_BYTES) == (tokens == 3)
     op = EXPERTS.of("xla", CFG, experts, x.dtype)

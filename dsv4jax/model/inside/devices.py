@@ -37,7 +37,7 @@ from dsv4jax.model.config import ModelConfig
 
 _ALL = (MODEL, DATA)  # in this order the logits of a shard's requests come out in the vocabulary's order
 EVERYWHERE, EXPERTS_PLACE = P(), P(_ALL)
-APART_BYTES = 1 << 19  # of picks' outputs up to which they are sent one by one: a sum then takes hardly more than a wait
+APART_BYTES = 1 << 19  # of picks' outputs, up to which they are sent one by one: a sum then takes little but latency
 # Where each weight lives, by the end of its name. What has no place here is on every device.
 PLACES = (
     (re.compile(r"(^|\.)(embedding|head)$"), P(_ALL)),  # [V, h]

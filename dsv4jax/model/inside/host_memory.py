@@ -77,6 +77,8 @@ def fetched(experts: Experts, picks: Picks, cfg: ModelConfig) -> tuple[Experts, 
         return experts, picks, cfg
     count = picks.experts.size
     if count > FEW:
+        # Picks come from the layer before, and a copy waits for them. Otherwise several layers' copies begin at once.
+        weights, picks = lax.optimization_barrier((weights, picks))
         weights = jax.tree.map(_on_device, weights)
         return dataclasses.replace(experts, gate_up=weights[0], down=weights[1]), picks, cfg
     numbers = picks.experts.reshape(-1)
