@@ -37,7 +37,9 @@ def inputs(tokens: int, after: str) -> tuple[Any, ...]:
     y: Any = normal(tokens, hidden)
     if after == "experts":
         experts = jax.random.randint(next(keys), (tokens, picks), 0, CFG.num_experts)
-        y = ExpertOutputs(routed=normal(tokens, picks, hidden), shared=y, experts=experts, num_experts=CFG.num_experts)
+        y = ExpertOutputs(
+            routed=normal(1, tokens, picks, hidden), shared=y, experts=experts, num_experts=CFG.num_experts
+        )
     gains = Gains(post=jnp.abs(normal(tokens, n, dtype=jnp.float32)), carry=jnp.full((tokens, n, n), 1 / n))
     mix = StreamMix(
         weight=normal(numbers, n * hidden, dtype=jnp.float32) * (n * hidden) ** -0.5,

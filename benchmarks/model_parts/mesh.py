@@ -94,17 +94,23 @@ def compare(bench: Bench) -> None:
     print("tokens of a small model in f32 equal those of one device:", {k: v == made["one"] for k, v in made.items()})
 
     few = with_layers(bench.cfg, bench.cfg.attention.compress_ratios[:4], 1)
-    logits = {}
+    logits: dict[bool, list[np.ndarray]] = {}
     for mesh in (None, bench.mesh):
         params = random_model(few, key, drafts=0, mesh=mesh)
-        cache, slots, _ = init_caches(few, 2, 256, mesh=mesh).admit(2)
-        counts = jnp.asarray([33, 7], jnp.int32)
-        cache, _ = d4.prepare_forward(cache.model, slots, counts)
-        ids = jnp.asarray(np.random.default_rng(0).integers(0, few.vocab_size, (2, 33)), jnp.int32)
-        logits[mesh is None] = np.asarray(forward(params, ids, cache, slots, counts)[0])
+        logits[mesh is None] = [first_logits(params, tokens) for tokens in (1, 33)]
         del params
-    difference = np.sqrt(np.mean((logits[True] - logits[False]) ** 2) / np.mean(logits[True] ** 2))
-    print(f"logits of {few.num_layers} layers as stored differ by {difference:.2e} of their rms from one device's")
+    for one, other in zip(logits[True], logits[False], strict=True):
+        difference = np.sqrt(np.mean((one - other) ** 2) / np.mean(one**2))
+        print(f"logits of {few.num_layers} layers as stored differ by {difference:.2e} of their rms from one device's")
+
+
+def first_logits(params: ModelParams, tokens: int) -> np.ndarray:
+    """The logits of two requests after their first tokens, at most so many."""
+    cache, slots, _ = init_caches(params.cfg, 2, 256, mesh=params.mesh).admit(2)
+    counts = jnp.asarray([tokens, min(7, tokens)], jnp.int32)
+    cache, _ = d4.prepare_forward(cache.model, slots, counts)
+    ids = np.random.default_rng(0).integers(0, params.cfg.vocab_size, (2, tokens))
+    return np.asarray(forward(params, jnp.asarray(ids, jnp.int32), cache, slots, counts)[0])
 
 
 def ready(params: ModelParams, requests: int, context: int) -> tuple[jax.Array, d4.KVCache, jax.Array]:

@@ -16,7 +16,7 @@ from dsv4jax.model.caches import TRAINED
 from dsv4jax.model.checkpoint.tensors import TensorSpec, model_tensors
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.deltas import numbers_of
-from dsv4jax.model.inside.devices import APART_BYTES
+from dsv4jax.model.inside.devices import gathers_outputs
 from dsv4jax.model.plain.experts import TILE, WIDE
 from dsv4jax.plan import CachePlan, plan_cache
 
@@ -140,15 +140,16 @@ def mesh_memory(cfg: ModelConfig, weights: int, shape: tuple[int, int], requests
     def added(row: int) -> int:
         return (data - 1) * (requests // data) * row + 2 * (model - 1) * (requests // data) * row // model
 
-    picks = 2 * cfg.experts_per_token * cfg.hidden_size
-    of_experts = picks if requests * picks <= APART_BYTES else 4 * cfg.hidden_size
+    of_picks = requests * 2 * cfg.experts_per_token * cfg.hidden_size
+    is_gathered = gathers_outputs(data, model, of_picks)
     hidden, layers, logits = cfg.hidden_size, cfg.num_layers, 4 * cfg.vocab_size * (requests // data)
     of_data, of_any = int(data > 1), int(data * model > 1)
     received = {
         "gather_tokens": (of_data, gathered(8)),
         "sum_of_embedding": (of_any, added(2 * hidden)),
         "gather_inputs": (of_data * (layers + 1), (layers + 1) * gathered(2 * hidden)),
-        "sum_of_experts": (of_any * layers, layers * added(of_experts)),
+        "gather_outputs": (of_any * is_gathered * layers, layers * (model - 1) * is_gathered * of_picks),
+        "sum_of_experts": (of_any * (not is_gathered) * layers, layers * (not is_gathered) * added(4 * hidden)),
         "gather_logits": (of_any, logits * (data - 1) // (data * model) + logits * (model - 1) // model),
     }
     return MeshMemory(

@@ -51,27 +51,31 @@ class Picks:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOutputs:
-    """What the experts of each token give, not yet summed."""
+    """What the experts of each token give, not yet summed.
 
-    routed: jax.Array  # [..., k, h] of each pick, times its weight, in the order of ``Picks``; anything on padding
+    Each of d devices has as many of the routed experts as the others, in order.
+    """
+
+    # [d, ..., k, h] of each pick, times its weight, in the order of ``Picks``; anything where the expert is elsewhere
+    routed: jax.Array
     shared: jax.Array  # [..., h] of the shared expert, in the dtype of ``routed``
     experts: jax.Array  # int32 [..., k] of the picks; num_experts on padding
     num_experts: int = dataclasses.field(metadata={"static": True})
 
     def sum(self) -> jax.Array:
         """Return the sum [..., h] in their dtype: f32, in order, the shared one last. Padding has the shared one's."""
-        total = sum_of_picks(self.routed, self.experts, self.num_experts)
+        devices, routed = self.routed.shape[0], self.routed[0]
+        if devices > 1:
+            owner = jnp.minimum(self.experts // (self.num_experts // devices), devices - 1)
+            routed = jnp.take_along_axis(self.routed, owner[None, ..., None], axis=0)[0]
+        total = sum_of_picks(routed, self.experts, self.num_experts)
         return (total + self.shared.astype(jnp.float32)).astype(self.routed.dtype)
 
 
 def sum_of_picks(routed: jax.Array, experts: jax.Array, num_experts: int) -> jax.Array:
     """Add up what picked experts int32 [..., k] gave, [..., k, h], in order: f32 [..., h]. Padding gives 0."""
-    return jnp.sum(without_padding(routed, experts, num_experts).astype(jnp.float32), axis=-2)
-
-
-def without_padding(routed: jax.Array, experts: jax.Array, num_experts: int) -> jax.Array:
-    """Return what picked experts int32 [..., k] gave, [..., k, h], and 0 for padding."""
-    return jnp.where((experts < num_experts)[..., None], routed, jnp.zeros((), routed.dtype))
+    is_pick = (experts < num_experts)[..., None]
+    return jnp.sum(jnp.where(is_pick, routed, jnp.zeros((), routed.dtype)).astype(jnp.float32), axis=-2)
 
 
 @jax.tree_util.register_dataclass

@@ -127,7 +127,8 @@ def _check(streams: jax.Array, weights: StreamWeights, ended: EndedSublayer | No
         if (ended.routed is None) != (ended.experts is None):
             raise ValueError("ended has routed outputs and the experts of their picks, or neither")
         if ended.routed is not None:
-            picks = ended.experts.shape[-1]
-            chex.assert_shape([ended.experts, ended.routed], [(tokens, picks), (tokens, picks, hidden)])
+            picks, devices = ended.experts.shape[-1], ended.routed.shape[0]
+            chex.assert_shape([ended.experts, ended.routed], [(tokens, picks), (devices, tokens, picks, hidden)])
+            chex.assert_is_divisible(ended.num_experts, devices)
             chex.assert_type([ended.experts, ended.routed], [jnp.int32, jnp.bfloat16])
     return numbers

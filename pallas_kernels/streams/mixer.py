@@ -65,7 +65,9 @@ class EndedSublayer:
     post: Any  # f32 [M, n]
     carry: Any  # f32 [M, n, n], from old streams to new ones
     output: Any  # bf16 [M, h], of attention or of the shared expert
-    routed: Any = None  # bf16 [M, k, h] of routed experts, or None; anything where a pick is none
+    # bf16 [d, M, k, h] of routed experts, or None. Each of d devices has as many experts as the others, in order, and
+    # gives anything for a pick that is none of them.
+    routed: Any = None
     experts: Any = None  # int32 [M, k] of the picks; from num_experts on they are none
     num_experts: int = dataclasses.field(default=0, metadata=dict(static=True))
 
@@ -398,11 +400,13 @@ class Mixer:
         """Load what routed experts give: eight columns of each pick."""
         if ended.routed is None:
             return None
-        picks, column = range(ended.experts.shape[1]), self.part * PART + self.machine.thread % _UNITS * EIGHT
-        return Routed(
-            experts=[ended.experts.load_int(token, pick, where=exists) for pick in picks],
-            rows=[ended.routed.load_words(token, pick, column, count=EIGHT, where=exists) for pick in picks],
-        )
+        devices, column = ended.routed.shape[0], self.part * PART + self.machine.thread % _UNITS * EIGHT
+        experts = [ended.experts.load_int(token, pick, where=exists) for pick in range(ended.experts.shape[1])]
+        rows = []
+        for pick, expert in enumerate(experts):
+            device = 0 if devices == 1 else (expert // (ended.num_experts // devices)).minimum(devices - 1)
+            rows.append(ended.routed.load_words(device, token, pick, column, count=EIGHT, where=exists))
+        return Routed(experts=experts, rows=rows)
 
     def _multiply(self, weight: TypedTile, rows: TypedTile, tile: Value, buffer: Value, given: Given) -> None:
         """Make the new streams of a tile's tokens, and multiply the block's part of them by the weight."""

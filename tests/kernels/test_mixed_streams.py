@@ -31,6 +31,7 @@ class Case:
     ended: str = "attention"  # or "experts", or "none"
     is_head: bool = False
     picks: int = 3
+    devices: int = 1  # that the experts are divided over
     padding: tuple[int, ...] = ()  # tokens that are NaN all over
 
     @property
@@ -63,7 +64,11 @@ class Case:
         experts: dict[str, Any] = {}
         if self.ended == "experts":
             picked = np.sort(rng.integers(0, 10, (tokens, self.picks)), -1)  # from 8 on none
-            routed = np.where((picked < 8)[..., None], rng.standard_normal((tokens, self.picks, hidden)), np.nan)
+            owner = np.arange(self.devices)[:, None, None] * 8 // self.devices
+            is_own = (picked[None] >= owner) & (picked[None] < owner + 8 // self.devices)
+            routed = np.where(
+                is_own[..., None], rng.standard_normal((self.devices, tokens, self.picks, hidden)), np.nan
+            )
             experts = dict(
                 routed=jnp.asarray(routed, jnp.bfloat16), experts=jnp.asarray(picked, jnp.int32), num_experts=8
             )
@@ -102,7 +107,8 @@ def new_streams(streams: Any, ended: pk.EndedSublayer | None) -> np.ndarray:
     y = np.asarray(ended.output, np.float64)
     if ended.routed is not None:
         is_pick = (np.asarray(ended.experts) < ended.num_experts)[..., None]
-        y = bf16(np.where(is_pick, np.asarray(ended.routed, np.float64), 0).sum(-2) + y)
+        routed = np.nan_to_num(np.asarray(ended.routed, np.float64)).sum(0)  # one device has what is no NaN
+        y = bf16(np.where(is_pick, routed, 0).sum(-2) + y)
     carry = np.asarray(ended.carry, np.float64)
     return np.asarray(ended.post, np.float64)[..., None] * y[:, None] + np.einsum("tjl,tjd->tld", carry, streams)
 
@@ -132,8 +138,9 @@ CASES = {
     "7 tokens": Case(tokens=7, hidden=192),
     "one part": Case(tokens=70, hidden=64),
     "several tiles": Case(tokens=201, hidden=1088),
-    "experts": Case(tokens=5, hidden=256, ended="experts", picks=6),
+    "experts of two devices": Case(tokens=5, hidden=256, ended="experts", picks=6, devices=2),
     "experts of many": Case(tokens=70, hidden=2048, ended="experts"),
+    "experts of eight": Case(tokens=2, hidden=128, ended="experts", devices=8),
     "the first sublayer": Case(tokens=3, hidden=320, ended="none"),
     "the head": Case(tokens=3, hidden=256, ended="experts", is_head=True),
     "a head alone": Case(tokens=19, hidden=128, ended="none", is_head=True),
@@ -190,7 +197,9 @@ def test_sinkhorn(sharpness, rounds, simulate):
 
 def some(tree: Any, tokens: slice, count: int) -> Any:
     """What belongs to some of ``count`` tokens."""
-    return jax.tree.map(lambda leaf: leaf[tokens] if leaf.shape[0] == count else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: leaf[tokens] if leaf.shape[0] == count else leaf[:, tokens] if leaf.ndim == 4 else leaf, tree
+    )
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,6 @@ def test_refusals():
         pk.route(x, gate, pk.PickInputs(real=inputs.real), picks=2, simulate=True)
     with pytest.raises(AssertionError):
         pk.route(x.astype(jnp.float32), gate, inputs, picks=2, simulate=True)
+    own = pk.OwnExperts(first=jnp.zeros(1, jnp.int32), count=17)
     with pytest.raises(AssertionError):
-        own = pk.OwnExperts(first=jnp.zeros(1, jnp.int32), count=17)
         pk.route(x, gate, inputs, picks=2, own=own, simulate=True)

@@ -42,7 +42,7 @@ GAINS = Gains(post=jnp.abs(normal(6, *LEAD, N, dtype=jnp.float32)), carry=normal
 OUTPUT = normal(8, *LEAD, HIDDEN)
 PICKED = np.random.default_rng(9).integers(0, 7, (*LEAD, 3))  # from 5 on none
 EXPERTS = ExpertOutputs(
-    routed=jnp.where((PICKED < 5)[..., None], normal(10, *LEAD, 3, HIDDEN), jnp.nan),
+    routed=jnp.where((PICKED < 5)[..., None], normal(10, *LEAD, 3, HIDDEN), jnp.nan)[None],
     shared=OUTPUT,
     experts=jnp.asarray(PICKED, jnp.int32),
     num_experts=5,

@@ -92,7 +92,7 @@ def test_what_fits_no_device_even_so_is_refused():
     [
         # All numbers of the other device, of sums its share twice: once as it adds up, once as it hands on.
         ((1, 1), 3, {}),
-        ((1, 2), 1, {"sum_of_embedding": 2 * 4096, "sum_of_experts": 43 * 12 * 4096, "gather_logits": 4 * 129280 // 2}),
+        ((1, 2), 1, {"sum_of_embedding": 2 * 4096, "gather_outputs": 43 * 12 * 4096, "gather_logits": 4 * 129280 // 2}),
         (
             (2, 1),
             64,

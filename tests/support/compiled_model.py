@@ -66,7 +66,7 @@ def _mixed_streams(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         )
         experts: dict[str, Any] = {}
         if name == "experts":
-            experts = dict(routed=bf16(tokens, 6, hidden), experts=Spec((tokens, 6), jnp.int32), num_experts=256)
+            experts = dict(routed=bf16(1, tokens, 6, hidden), experts=Spec((tokens, 6), jnp.int32), num_experts=256)
         ended = pk.EndedSublayer(post=f32(tokens, n), carry=f32(tokens, n, n), output=bf16(tokens, hidden), **experts)
         args = bf16(tokens, n, hidden), weights, None if name == "nothing" else ended
         options: dict[str, Any] = dict(rows=None, reads_only=True, has_scratch=True)

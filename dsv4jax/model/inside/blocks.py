@@ -33,7 +33,7 @@ from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.captures import IN_ATTENTION, NOTHING, ModelProbe, Taps
 from dsv4jax.model.inside.choices import check_choices
-from dsv4jax.model.inside.devices import APART_BYTES, ONE, Devices
+from dsv4jax.model.inside.devices import ONE, Devices
 from dsv4jax.model.inside.host_memory import fetched
 from dsv4jax.model.ops import (
     EXPERTS,
@@ -48,7 +48,6 @@ from dsv4jax.model.ops import (
     RouterOp,
     SublayerOutput,
     sum_of_picks,
-    without_padding,
 )
 from dsv4jax.model.params import Block, Experts, ModelParams, Router, StreamMix, check_model
 from dsv4jax.model.plain.experts import mixed, of_shared, projections_of
@@ -305,11 +304,9 @@ def _mix(
         routed, shared = op.outputs(x, here, experts, cfg, projections)
     else:
         routed, shared = op.routed(given, here, experts, cfg), of_shared(x, experts, cfg, projections)
-    if routed.nbytes <= APART_BYTES:
-        routed = devices.sum_of_experts(without_padding(routed, here.experts, own.count))
-        return ExpertOutputs(
-            routed=routed, shared=shared, experts=devices.own_rows(picks.experts), num_experts=cfg.num_experts
-        )
+    if devices.gathers_outputs(routed.nbytes):
+        routed = devices.gather_outputs(routed)
+        return ExpertOutputs(routed=routed, shared=shared, experts=picks.experts, num_experts=cfg.num_experts)
     routed = devices.sum_of_experts(sum_of_picks(routed, here.experts, own.count))
     return (routed + shared.astype(jnp.float32)).astype(x.dtype)
 

@@ -9,7 +9,8 @@ What is sent, and nothing else is:
     gather_tokens      ids and counts of all requests, once a pass          over data
     sum_of_embedding   rows of the embedding, once a pass                   over both
     gather_inputs      what experts take, in each layer; and the head's     over data
-    sum_of_experts     the outputs of experts, in each layer                over both
+    gather_outputs     those of each pick, of few tokens, in each layer     over model, if data = 1
+    sum_of_experts     the outputs of experts otherwise, in each layer      over both
     gather_logits      once a pass                                          over both
     any_of             flags, once a pass of the loop that generates        over data
 
@@ -37,7 +38,7 @@ from dsv4jax.model.config import ModelConfig
 
 _ALL = (MODEL, DATA)  # in this order the logits of a shard's requests come out in the vocabulary's order
 EVERYWHERE, EXPERTS_PLACE = P(), P(_ALL)
-APART_BYTES = 1 << 19  # of picks' outputs, up to which they are sent one by one: a sum then takes little but latency
+MOST_GATHERED = 1 << 19  # bytes of picks' outputs, up to which little but latency is sent
 # Where each weight lives, by the end of its name. What has no place here is on every device.
 PLACES = (
     (re.compile(r"(^|\.)(embedding|head)$"), P(_ALL)),  # [V, h]
@@ -174,10 +175,21 @@ class Devices:
         """Add up rows [B, ...] that each device has found for all requests: [B / data, ...]. All but one are 0."""
         return self._sum(rows)
 
-    def sum_of_experts(self, outputs: jax.Array) -> jax.Array:
-        """Add up what each device's experts give all requests, [B, ...]: [B / data, ...].
+    def gathers_outputs(self, size: int) -> bool:
+        """Return whether the outputs of picks, so many bytes on each device, are gathered before they are added up.
 
-        Either one device has a number, and the others 0, or each has summed its own experts' in f32.
+        They are added up in the order of one device then, and no device adds them up before.
+        """
+        return gathers_outputs(self.data, self.model, size)
+
+    def gather_outputs(self, outputs: jax.Array) -> jax.Array:
+        """Return the outputs of all devices [model, ...] from those of this one. There is one shard of requests."""
+        return lax.all_gather(outputs, MODEL)
+
+    def sum_of_experts(self, outputs: jax.Array) -> jax.Array:
+        """Add up what each device's experts give all requests, f32 [B, ...]: [B / data, ...].
+
+        Each device has summed its own experts' outputs in the order of their numbers.
         """
         return self._sum(outputs)
 
@@ -202,6 +214,11 @@ class Devices:
 
 
 ONE = Devices()
+
+
+def gathers_outputs(data: int, model: int, size: int) -> bool:
+    """Return whether devices of a mesh gather the outputs of picks, of which each has so many bytes."""
+    return data == 1 and model * size <= MOST_GATHERED
 
 
 def _gather(rows: jax.Array) -> jax.Array:

@@ -76,12 +76,12 @@ def _ended(y: SublayerOutput, gains: Gains) -> pk.EndedSublayer:
     post, carry = gains.post.reshape(-1, count), gains.carry.reshape(-1, count, count)
     if not isinstance(y, ExpertOutputs):
         return pk.EndedSublayer(post=post, carry=carry, output=y.reshape(-1, y.shape[-1]))
-    picks, hidden = y.routed.shape[-2:]
+    devices, *_, picks, hidden = y.routed.shape
     return pk.EndedSublayer(
         post=post,
         carry=carry,
         output=y.shared.reshape(-1, hidden),
-        routed=y.routed.reshape(-1, picks, hidden),
+        routed=y.routed.reshape(devices, -1, picks, hidden),
         experts=y.experts.reshape(-1, picks),
         num_experts=y.num_experts,
     )

@@ -66,7 +66,7 @@ def mixed(
 ) -> ExpertOutputs:
     """Return what the picked experts, by an implementation, and the shared one make of x [..., h], in x's dtype."""
     routed, shared = op.outputs(x, picks, experts, cfg, projections_of(backend))
-    return ExpertOutputs(routed=routed, shared=shared, experts=picks.experts, num_experts=experts.count)
+    return ExpertOutputs(routed=routed[None], shared=shared, experts=picks.experts, num_experts=experts.count)
 
 
 def of_shared(x: jax.Array, experts: Experts, cfg: ModelConfig, projections: Projections) -> jax.Array:
