@@ -33,6 +33,7 @@ PARTS = (
 # What was timed over two H200: in words, how many tokens it makes, and the case without the mesh.
 ON_MESH = (
     ("a token of one text, 4K before it", 1, "token of one text, 43 layers"),
+    ("a prompt of 4,096 tokens, FP8 activations", 4096, "prompt of 4096 tokens, fp8, 43 layers"),
     ("a step of 64 requests, 32K each", 64, "step B64 32768, 43 layers"),
     ("a step of 256 requests, 8K each", 256, "step B256 8192, 43 layers"),
 )
@@ -44,7 +45,7 @@ ON_DEVICE = {
     "attention, the indexer, updates of the cache": ("decode", "indexer", "top_k", "token_step", "grant_tokens"),
     "between sublayers": ("mix_streams",),
     "router": ("router",),
-    "sums over devices, waiting included": ("psum", "_Z31nccl"),
+    "sums and gathers over devices, waiting included": ("psum", "_Z31nccl"),
     "XLA's other kernels, the head among them": ("",),
 }
 

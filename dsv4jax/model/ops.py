@@ -38,8 +38,8 @@ class Picks:
     weights: jax.Array  # f32 [..., k]; 0 on padding
     tiles: pk.RoutedTiles | None = None  # those of this device's own experts, where the router made them
 
-    def of(self, own: pk.OwnExperts) -> Picks:
-        """Return the picks of a device's own experts by its numbers of them.
+    def among(self, own: pk.OwnExperts) -> Picks:
+        """Return the picks among a device's own experts, by its numbers of them.
 
         Others have the expert of padding, wherever they stand. Their weights stay, because no tile has them.
         """

@@ -127,7 +127,7 @@ def test_a_devices_own_experts_give_what_they_give_among_all(backend):
             for name, one in (("gate_up", experts().gate_up), ("down", experts().down))
             if isinstance(one, StoredExperts)
         }
-        here = picks.of(pk.OwnExperts(first=jnp.asarray([first], jnp.int32), count=count))
+        here = picks.among(pk.OwnExperts(first=jnp.asarray([first], jnp.int32), count=count))
         is_here = (picked >= first) & (picked < first + count)
         np.testing.assert_array_equal(here.experts, np.where(is_here, picked - first, count))
         found = np.asarray(routed(experts(**cut), here))

@@ -299,7 +299,7 @@ def _mix(
     """Return what the experts of all devices make of ``given``, of which x are this device's rows."""
     if (own := devices.own_experts(cfg.num_experts)) is None:
         return mixed(op, x, picks, experts, cfg, backend)
-    here, projections = picks.of(own), projections_of(backend)
+    here, projections = picks.among(own), projections_of(backend)
     if devices.data == 1:  # both are the same tokens
         routed, shared = op.outputs(x, here, experts, cfg, projections)
     else:

@@ -14,8 +14,8 @@ What is sent, and nothing else is:
     gather_logits      once a pass                                          over both
     any_of             flags, once a pass of the loop that generates        over data
 
-On one shard of requests, ``data`` = 1, what is over data costs nothing, and one sum of a layer remains; so it is on one
-device of each shard, ``model`` = 1, with a gather before experts and a sum after them.
+On one shard of requests, ``data`` = 1, what is over data costs nothing, and one gather or sum of a layer remains. On
+one device of each shard, ``model`` = 1, there is a gather before experts and a sum after them.
 """
 
 from __future__ import annotations
