@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
+from dsv4jax.cache.shards import on_host
 from dsv4jax.checks import Tree, check_concrete, integer
 from dsv4jax.config import Json, layer_schedule
 from dsv4jax.model.params import (
@@ -47,6 +49,9 @@ def save_model(params: ModelParams, path: str | os.PathLike[str], max_file_bytes
     float32 of what checkpoints always store as float32. A tokenizer is not saved: copy its files from the folder that
     the model came from. A save that fails leaves nothing; one that is killed leaves ``path.partial``.
 
+    Where several processes hold parts of the weights, all of them make this call. The first one writes, and is sent one
+    tensor at a time; the others come back when it has finished.
+
     Args:
       params: the model's weights.
       path: the folder. There may be an empty one.
@@ -69,9 +74,36 @@ def save_model(params: ModelParams, path: str | os.PathLike[str], max_file_bytes
     for block in () if params.drafts is None else params.drafts.blocks:
         check_params(block.attention, cfg.draft_attention, layer_schedule(cfg.draft_attention)[0].attn)
     tensors = _Tensors(params)
-    with new_folder(path) as folder:
+    with _folder_of_all(path, params) as folder:
+        if folder is None:
+            for tensor in tensors.found.values():
+                tensor.make()  # which sends it
+            return
         _write(folder, tensors.found, max_file_bytes)
         (folder / "config.json").write_text(json.dumps(tensors.config(), indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _folder_of_all(path: str | os.PathLike[str], params: ModelParams) -> Generator[Path | None]:
+    """Make a folder as ``new_folder`` does: of processes that share weights the first one, and None is for the others.
+
+    All of them raise an error if it cannot be made, and leave together.
+    """
+    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
+        with new_folder(path) as folder:
+            yield folder
+        return
+    with contextlib.ExitStack() as stack:
+        folder, error = None, None
+        if jax.process_index() == 0:
+            try:
+                folder = stack.enter_context(new_folder(path))
+            except FileExistsError as found:
+                error = found
+        if not multihost_utils.broadcast_one_to_all(np.bool_(error is None)):
+            raise error or FileExistsError(f"the first process cannot make {path}")
+        yield folder
+    multihost_utils.sync_global_devices("save_model")
 
 
 @contextlib.contextmanager
@@ -255,7 +287,7 @@ def _tensor(spec: Tree, get: Callable[[], Tree]) -> NewTensor:
     dtype = as_in_files.get(spec.dtype, np.dtype(spec.dtype))
 
     def make() -> np.ndarray:
-        given = np.asarray(jnp.copy(get()))  # a copy, because JAX keeps what it has brought to the host
+        given = on_host(jnp.copy(get()))  # a copy, because JAX keeps what it has brought to the host
         return given.view(dtype) if dtype.itemsize == given.dtype.itemsize else given.astype(dtype)
 
     return NewTensor(dtype=dtype, shape=spec.shape, make=make)
@@ -274,7 +306,7 @@ def _raised(name: str, weight: StoredWeight, height: int) -> np.ndarray:
 
     Raises ValueError if rows of such a block have different scales.
     """
-    scales, times = np.asarray(weight.scales), height // weight.block[0]
+    scales, times = on_host(weight.scales), height // weight.block[0]
     raised = scales[::times]
     if np.repeat(raised, times, 0)[: len(scales)].tobytes() != scales.tobytes():
         raise ValueError(f"{name}: {weight.block[0]} rows share scales, and {height} do in the model's other weights")
