@@ -49,6 +49,7 @@ PARTS = "same", "made", "token", "prompt", "step"
 ON_DEMAND = "kernels", "folder"  # which compile more programs, and fill the disk
 IN_A_ROW, ROUNDS = 10, 3
 ROOM = 256  # tokens that requests can grow by
+FIRST = 1, 33  # tokens whose logits are compared: the outputs of few of them are gathered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,11 +98,12 @@ def compare(bench: Bench) -> None:
     logits: dict[bool, list[np.ndarray]] = {}
     for mesh in (None, bench.mesh):
         params = random_model(few, key, drafts=0, mesh=mesh)
-        logits[mesh is None] = [first_logits(params, tokens) for tokens in (1, 33)]
+        logits[mesh is None] = [first_logits(params, tokens) for tokens in FIRST]
         del params
-    for one, other in zip(logits[True], logits[False], strict=True):
+    for tokens, one, other in zip(FIRST, logits[True], logits[False], strict=True):
         difference = np.sqrt(np.mean((one - other) ** 2) / np.mean(one**2))
-        print(f"logits of {few.num_layers} layers as stored differ by {difference:.2e} of their rms from one device's")
+        said = f"logits of {few.num_layers} layers as stored, after {tokens} tokens, differ from one device's by"
+        print(f"{said} {difference:.2e} of their rms")
 
 
 def first_logits(params: ModelParams, tokens: int) -> np.ndarray:

@@ -21,13 +21,13 @@ class Text:
     passes: int  # of these new tokens
 
 
-def time_texts(params: ModelParams, context: int, new: int, rounds: int = ROUNDS) -> Iterator[Text]:
+def time_texts(params: ModelParams, context: int, new: int) -> Iterator[Text]:
     """Time prompts of ``context`` random tokens, and ``new`` tokens after each.
 
-    Yields ``rounds`` texts, after one that is dropped because it includes what is done once.
+    Yields ``ROUNDS`` texts, after one that is dropped because it includes what is done once.
     """
     generator = Generator(params, 1, context + new + 1)
-    prompts = np.random.default_rng(3).integers(0, params.cfg.vocab_size, (1 + rounds, context))
+    prompts = np.random.default_rng(3).integers(0, params.cfg.vocab_size, (1 + ROUNDS, context))
     for number, prompt in enumerate(prompts):
         generator.generate([prompt], 1, stop_tokens=[])
         first, (tokens,) = generator.result.seconds, generator.result.tokens

