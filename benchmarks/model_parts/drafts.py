@@ -13,13 +13,11 @@ model all rows of noise are alike, and would pick the same experts; here each ro
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -29,7 +27,8 @@ import numpy as np
 import dsv4jax as d4
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import Times
-from benchmarks.model_parts.whole import CONTEXT, LAYERS, ROOM, ROUNDS, Bench, events_of, whole_model, with_layers
+from benchmarks.model_parts.sizes import first_layers, model_of, parser_of
+from benchmarks.model_parts.whole import CONTEXT, LAYERS, ROOM, ROUNDS, Bench, events_of, whole_model
 from benchmarks.speculate import compile_all
 from dsv4jax.model import Caches, DSparkConfig, ModelConfig, ModelParams, Sampling, dspark, init_caches, random_model
 from dsv4jax.model.generation.drafting import Fed, drafter
@@ -203,20 +202,14 @@ def time_passes(bench: Bench, params: ModelParams, numbers: tuple[int, ...]) -> 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default all")
-    parser.add_argument("--layers", type=int, default=43)
     parser.add_argument("--made", type=int, default=LAYERS, help="layers whose weights are made")
     parser.add_argument("--requests", default="1,16,64")
     parser.add_argument("--drafts", default="2,5", help="of a pass, beside one without")
-    parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
-    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     options = parser.parse_args(arguments)
-    whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
-    ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
-    cfg = with_block(with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios))))
-    few = ratios[: options.made]
-    first = with_block(with_layers(whole, few, min(whole.num_hash_layers, len(few))))
+    layers = model_of(options)
+    cfg, first = with_block(layers), with_block(first_layers(layers, options.made))
     requests = (1, 2) if options.tiny else tuple(map(int, options.requests.split(",")))
     bench = Bench(cfg=cfg, requests=requests, context=512 if options.tiny else CONTEXT, out=options.out)
     began = time.perf_counter()

@@ -6,34 +6,28 @@ fetch picked experts, by the names of kernels and copies. Weights are random, in
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
-from pathlib import Path
 
 import jax
 
 from benchmarks.kernels.timing import Times, kernel_events, record
 from benchmarks.model_parts.mesh import ready
+from benchmarks.model_parts.sizes import model_of, parser_of
 from benchmarks.model_parts.texts import time_texts
-from benchmarks.model_parts.whole import added, step, with_layers
-from dsv4jax.model import ModelConfig, random_model
+from benchmarks.model_parts.whole import added, step
+from dsv4jax.model import random_model
 
 TOKENS = 65
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=43)
+    parser = parser_of(__doc__)
     parser.add_argument("--host", default="5", help="layers with experts in host memory; several numbers one by one")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the prompt")
     parser.add_argument("--kernels", action="store_true", help="also what a step runs, by name")
-    parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
-    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     options = parser.parse_args(arguments)
-    whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
-    ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
-    cfg = with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios)))
+    cfg = model_of(options)
     for host in map(int, options.host.split(",")):
         began = time.perf_counter()
         params = jax.block_until_ready(random_model(cfg, jax.random.key(0), drafts=0, host_experts=host))

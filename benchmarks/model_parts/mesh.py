@@ -15,7 +15,6 @@ asked for. What requests hold before a step is granted and counted, but not comp
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import tempfile
 import time
@@ -29,8 +28,9 @@ from jax.sharding import Mesh
 
 import dsv4jax as d4
 from benchmarks.kernels.timing import Times, kernel_events, record
+from benchmarks.model_parts.sizes import model_of, parser_of, with_layers
 from benchmarks.model_parts.texts import time_texts
-from benchmarks.model_parts.whole import step, with_layers
+from benchmarks.model_parts.whole import step
 from dsv4jax.generate import mesh_of
 from dsv4jax.model import (
     ModelConfig,
@@ -197,19 +197,14 @@ def two_numbers(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--mesh", type=mesh_of, default="1x2")
     parser.add_argument("--part", action="append", choices=PARTS + ON_DEMAND, help="may be repeated")
-    parser.add_argument("--layers", type=int, default=43)
     parser.add_argument("--steps", default="1x4096,64x32768,256x8192", help="requests x the tokens that each has")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="bf16")
-    parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
-    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     options = parser.parse_args(arguments)
-    whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
-    ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
-    cfg = with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios)))
+    cfg = model_of(options)
     steps = tuple(two_numbers(each) for each in options.steps.split(","))
     bench = Bench(mesh=options.mesh, cfg=cfg, steps=steps, context=options.context, out=options.out)
     parts = options.part or PARTS

@@ -12,7 +12,6 @@ tokens. Weights are as stored.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 import dsv4jax as d4
 from benchmarks.kernels.reads import long_cache
 from benchmarks.kernels.timing import Times, kernel_events, record
+from benchmarks.model_parts.sizes import first_layers, model_of, parser_of, with_layers
 from benchmarks.model_parts.texts import time_texts
 from benchmarks.speculate import compile_all
 from dsv4jax.config import layer_kind
@@ -55,11 +55,6 @@ class Bench:
     def plan(self, cfg: ModelConfig, requests: int) -> d4.CachePlan:
         caches = jax.eval_shape(lambda: init_caches(cfg, requests, self.context + ROOM, headroom=1.0))
         return caches.model.plan
-
-
-def with_layers(cfg: ModelConfig, ratios: tuple[int, ...], num_hash_layers: int) -> ModelConfig:
-    attention = dataclasses.replace(cfg.attention, compress_ratios=ratios)
-    return dataclasses.replace(cfg, attention=attention, num_hash_layers=num_hash_layers)
 
 
 def whole_model(cfg: ModelConfig, made: ModelParams) -> ModelParams:
@@ -197,18 +192,13 @@ def time_prompts(bench: Bench, params: ModelParams, activations: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default all")
-    parser.add_argument("--layers", type=int, default=43)
     parser.add_argument("--requests", default="1,64")
     parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="fp8", help="of the prompt")
-    parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
-    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     options = parser.parse_args(arguments)
-    whole = ModelConfig.tiny() if options.tiny else ModelConfig.flash()
-    ratios = ModelConfig.flash().attention.compress_ratios[: options.layers]
-    cfg = with_layers(whole, ratios, min(whole.num_hash_layers, len(ratios)))
-    first = with_layers(cfg, ratios[:LAYERS], cfg.num_hash_layers if len(ratios) <= LAYERS else whole.num_hash_layers)
+    cfg = model_of(options)
+    first = first_layers(cfg, LAYERS)
     requests = (1, 2) if options.tiny else tuple(map(int, options.requests.split(",")))
     bench = Bench(cfg=cfg, requests=requests, context=512 if options.tiny else CONTEXT, out=options.out)
     parts = options.part or PARTS
