@@ -23,6 +23,7 @@ from dsv4jax.plan import CachePlan, plan_cache
 GIB = 1 << 30
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 DEVICE_GIB = (78, 139, 178)  # that an H100, H200 and B200 have for a program
+PCIE = 43e9  # bytes a second that experts came to an H200 over PCIe 5.0
 
 
 # Copies of the streams in f32 that are in memory while a layer is differentiated, at most: those of its two sublayers,
@@ -174,6 +175,7 @@ class MemoryPlan:
     other: int
     drafts: int  # the whole block for drafts
     draft_experts: int  # its routed experts
+    picked: int  # of the routed experts that a token picks
     numbers: int
     tensors: int  # scales are tensors, too
     layers: int  # without those of the block for drafts
@@ -205,6 +207,10 @@ class MemoryPlan:
             rest = self.total - self.experts
             raise ValueError(f"device_bytes must be at least {rest}, all but the routed experts, got {device_bytes}")
         return max(0, math.ceil(surplus * self.layers / self.experts))
+
+    def host_seconds(self, layers: int, bytes_per_second: float = PCIE) -> float:
+        """Return how much longer a token takes whose picked experts come from the host's memory in so many layers."""
+        return integer("layers", layers, 0) * self.picked / self.layers / bytes_per_second
 
     def __str__(self) -> str:
         parts = {
@@ -275,6 +281,7 @@ def plan_memory(
         other=size(main) - size(experts) - size(tables),
         drafts=size(block),
         draft_experts=size({name: spec for name, spec in block.items() if ".ffn.experts." in name}),
+        picked=size(experts) * cfg.experts_per_token // cfg.num_experts,
         numbers=sum(math.prod(spec.codes) for spec in specs.values()) + sum(math.prod(scale) for scale in scales),
         tensors=len(specs) + len(scales),
         layers=cfg.num_layers,

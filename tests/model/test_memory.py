@@ -74,6 +74,14 @@ def test_the_printed_plan_has_every_figure():
     assert "158,069,433,298 numbers in 69,187 tensors" in text
 
 
+def test_what_a_token_fetches_from_the_host():
+    """Six of 256 experts of a layer, 80 MB: an H200 takes 1.87 ms for them."""
+    plan = plan_memory(FLASH)
+    assert plan.host_seconds(0) == 0
+    assert plan.host_seconds(5) == pytest.approx(5 * 80.2e6 / 43e9, rel=1e-3)
+    assert plan.host_seconds(1, bytes_per_second=80.2e6) == pytest.approx(1, rel=1e-3)
+
+
 @pytest.mark.parametrize(("gib", "layers"), [(149, 0), (148, 1), (135, 5), (11.6, 43)])
 def test_layers_whose_experts_stay_on_the_host(gib, layers):
     plan = plan_memory(FLASH)
