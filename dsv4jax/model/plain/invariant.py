@@ -6,22 +6,25 @@ experts have tiles of as many tokens that picked the same one.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dsv4jax.checks import Tree
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.invariant.products import ROWS
 from dsv4jax.layer.tiles import map_rows
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.ops import EXPERTS, HEAD, HYPER_CONNECTIONS, ROUTER, Gains, Picks, SublayerOutput
+from dsv4jax.model.ops import EXPERTS, HEAD, HYPER_CONNECTIONS, ROUTER, ExpertOutputs, Gains, Picks, SublayerOutput
 from dsv4jax.model.params import Experts, Router, StreamMix
 from dsv4jax.model.plain.experts import XLAExperts, routed_in_tiles
 from dsv4jax.model.plain.head import XLAHead
 from dsv4jax.model.plain.hyper_connections import XLAHyperConnections
 from dsv4jax.model.plain.router import XLARouter
 from dsv4jax.weights.stored import Weight
-
-Ended = tuple[SublayerOutput, jax.Array, Gains]  # a sublayer's output, the streams, and its gains
 
 
 class InvariantRouter(XLARouter):
@@ -62,20 +65,29 @@ class InvariantHyperConnections(XLAHyperConnections):
     def between(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
     ) -> tuple[jax.Array, jax.Array, Gains]:
-        def of_tile(tile: Ended) -> tuple[jax.Array, jax.Array, Gains]:
-            y, streams, gains = tile
-            return XLAHyperConnections().between(y, streams, gains, mix, norm, cfg)
-
-        return map_rows(of_tile, (y, streams, gains), ROWS, axes=streams.ndim - 2)
+        plain = XLAHyperConnections()
+        return _in_tiles(lambda *ended: plain.between(*ended, mix, norm, cfg), y, streams, gains)
 
     def end(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
     ) -> tuple[jax.Array, jax.Array]:
-        def of_tile(tile: Ended) -> tuple[jax.Array, jax.Array]:
-            y, streams, gains = tile
-            return XLAHyperConnections().end(y, streams, gains, mix, norm, cfg)
+        plain = XLAHyperConnections()
+        return _in_tiles(lambda *ended: plain.end(*ended, mix, norm, cfg), y, streams, gains)
 
-        return map_rows(of_tile, (y, streams, gains), ROWS, axes=streams.ndim - 2)
+
+def _in_tiles(call: Callable[..., Tree], y: SublayerOutput, streams: jax.Array, gains: Gains) -> Tree:
+    """Return ``call(y, streams, gains)`` in tiles of tokens. The axis of devices is behind theirs meanwhile."""
+
+    def moved(y: SublayerOutput, source: int, to: int) -> SublayerOutput:
+        if not isinstance(y, ExpertOutputs):
+            return y
+        return dataclasses.replace(y, routed=jnp.moveaxis(y.routed, source, to))
+
+    def of_tile(tile: tuple[SublayerOutput, jax.Array, Gains]) -> Tree:
+        y, streams, gains = tile
+        return call(moved(y, -3, 0), streams, gains)
+
+    return map_rows(of_tile, (moved(y, 0, -3), streams, gains), ROWS, axes=streams.ndim - 2)
 
 
 class InvariantHead(XLAHead):
