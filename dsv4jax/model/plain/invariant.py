@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from dsv4jax.checks import Tree
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.invariant.products import ROWS
 from dsv4jax.layer.tiles import map_rows
@@ -65,17 +64,23 @@ class InvariantHyperConnections(XLAHyperConnections):
     def between(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
     ) -> tuple[jax.Array, jax.Array, Gains]:
-        plain = XLAHyperConnections()
-        return _in_tiles(lambda *ended: plain.between(*ended, mix, norm, cfg), y, streams, gains)
+        def call(y: SublayerOutput, streams: jax.Array, gains: Gains) -> tuple[jax.Array, jax.Array, Gains]:
+            return XLAHyperConnections().between(y, streams, gains, mix, norm, cfg)
+
+        return _in_tiles(call, y, streams, gains)
 
     def end(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
     ) -> tuple[jax.Array, jax.Array]:
-        plain = XLAHyperConnections()
-        return _in_tiles(lambda *ended: plain.end(*ended, mix, norm, cfg), y, streams, gains)
+        def call(y: SublayerOutput, streams: jax.Array, gains: Gains) -> tuple[jax.Array, jax.Array]:
+            return XLAHyperConnections().end(y, streams, gains, mix, norm, cfg)
+
+        return _in_tiles(call, y, streams, gains)
 
 
-def _in_tiles(call: Callable[..., Tree], y: SublayerOutput, streams: jax.Array, gains: Gains) -> Tree:
+def _in_tiles[Made](
+    call: Callable[[SublayerOutput, jax.Array, Gains], Made], y: SublayerOutput, streams: jax.Array, gains: Gains
+) -> Made:
     """Return ``call(y, streams, gains)`` in tiles of tokens. The axis of devices is behind theirs meanwhile."""
 
     def moved(y: SublayerOutput, source: int, to: int) -> SublayerOutput:
@@ -83,7 +88,7 @@ def _in_tiles(call: Callable[..., Tree], y: SublayerOutput, streams: jax.Array, 
             return y
         return dataclasses.replace(y, routed=jnp.moveaxis(y.routed, source, to))
 
-    def of_tile(tile: tuple[SublayerOutput, jax.Array, Gains]) -> Tree:
+    def of_tile(tile: tuple[SublayerOutput, jax.Array, Gains]) -> Made:
         y, streams, gains = tile
         return call(moved(y, -3, 0), streams, gains)
 
