@@ -14,6 +14,7 @@ import dsv4jax as d4
 from dsv4jax.model import ModelConfig
 from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains
 from dsv4jax.model.params import StreamMix
+from dsv4jax.model.plain.invariant import InvariantHyperConnections
 from tests.support.machines import requires_gpu, simulated
 
 BACKENDS = [
@@ -60,6 +61,16 @@ CALLS = {
 def test_the_kernel_gives_what_xla_gives(name, backend):
     found = jax.jit(lambda: CALLS[name](HYPER_CONNECTIONS[backend]))()
     want = CALLS[name](HYPER_CONNECTIONS["xla"])  # not in one jit, in which a GPU does not round the streams it uses
+    check_alike(found, want)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tiles_of_tokens_give_what_all_tokens_give(name):
+    """Of an invariant cache: with experts whose outputs are not yet summed, too."""
+    check_alike(CALLS[name](InvariantHyperConnections()), CALLS[name](HYPER_CONNECTIONS["xla"]))
+
+
+def check_alike(found: Any, want: Any) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(want)
     for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
