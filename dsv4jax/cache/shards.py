@@ -92,12 +92,17 @@ def of_rows(ok: jax.Array, rows: int) -> jax.Array:
     return jnp.repeat(ok, rows // ok.size)
 
 
+def is_held_here(tree: Tree) -> bool:
+    """Whether this process holds all parts of arrays, which may be NumPy's."""
+    return all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(tree))
+
+
 def on_host(tree: Tree) -> Tree:
     """Copy arrays to the host, as ``jax.device_get`` does, and also those of which other processes hold parts.
 
     Of those each process gets the whole, so that all must make this call. They lie over one mesh.
     """
-    elsewhere = [leaf.sharding for leaf in jax.tree.leaves(tree) if not getattr(leaf, "is_fully_addressable", True)]
+    elsewhere = [leaf.sharding for leaf in jax.tree.leaves(tree) if not is_held_here(leaf)]
     if elsewhere:
         tree = _sent_everywhere(elsewhere[0].mesh)(tree)
     return jax.device_get(tree)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.create import abstract_cache
+from dsv4jax.cache.shards import is_held_here
 from dsv4jax.checks import Tree, check_concrete
 from dsv4jax.config import DSV4Config, Json
 from dsv4jax.plan import CachePlan, plan_cache
@@ -55,7 +56,7 @@ def save(path: str | os.PathLike[str], value: KVCache | Snapshot) -> None:
     if not isinstance(value, KVCache | Snapshot):
         raise ValueError(f"save: expected a KVCache or a Snapshot, got {type(value).__name__}")
     check_concrete("save", value, "call it on a value that has come back")
-    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(value)):
+    if not is_held_here(value):
         raise ValueError(
             "save: other processes hold parts of this cache: let each save snapshots of requests of its own shards, "
             "extract(sharding.shard_of(cache, number), slots) for each number of sharding.local_shards(cache)"

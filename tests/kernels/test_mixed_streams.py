@@ -138,6 +138,7 @@ CASES = {
     "7 tokens": Case(tokens=7, hidden=192),
     "one part": Case(tokens=70, hidden=64),
     "several tiles": Case(tokens=201, hidden=1088),
+    "experts": Case(tokens=5, hidden=256, ended="experts", picks=6),
     "experts of two devices": Case(tokens=5, hidden=256, ended="experts", picks=6, devices=2),
     "experts of many": Case(tokens=70, hidden=2048, ended="experts"),
     "experts of eight": Case(tokens=2, hidden=128, ended="experts", devices=8),
@@ -149,7 +150,7 @@ CASES = {
 
 
 @machines
-@pytest.mark.parametrize("name", first_of(CASES, count=5))
+@pytest.mark.parametrize("name", first_of(CASES, count=6))
 def test_streams_gains_and_input(name, simulate):
     case = CASES[name]
     streams, weights, ended = case.arrays()

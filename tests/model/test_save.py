@@ -53,6 +53,11 @@ def test_the_tensors_of_a_folder_are_written_as_they_were(tmp_path, model):
     assert ("expert_dtype" in config, "quantization_config" in config) == (model == "q", model == "q")
 
 
+def test_weights_in_numpy_are_saved(tmp_path):
+    params = load_model(MODELS / "q")
+    assert_same(saved_and_loaded(jax.device_get(params), tmp_path / "saved"), params)
+
+
 FORMS: dict[str, Any] = {
     "a, bf16": lambda: load_model(MODELS / "a", "bf16"),
     "q, f32": lambda: load_model(MODELS / "q", "f32"),

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 
-from dsv4jax.cache.shards import on_host
+from dsv4jax.cache.shards import is_held_here, on_host
 from dsv4jax.checks import Tree, check_concrete, integer
 from dsv4jax.config import Json, layer_schedule
 from dsv4jax.model.params import (
@@ -89,7 +89,7 @@ def _folder_of_all(path: str | os.PathLike[str], params: ModelParams) -> Generat
 
     All of them raise an error if it cannot be made, and leave together.
     """
-    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
+    if is_held_here(params):
         with new_folder(path) as folder:
             yield folder
         return
@@ -98,7 +98,7 @@ def _folder_of_all(path: str | os.PathLike[str], params: ModelParams) -> Generat
         if jax.process_index() == 0:
             try:
                 folder = stack.enter_context(new_folder(path))
-            except FileExistsError as found:
+            except OSError as found:
                 error = found
         if not multihost_utils.broadcast_one_to_all(np.bool_(error is None)):
             raise error or FileExistsError(f"the first process cannot make {path}")

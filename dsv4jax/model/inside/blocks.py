@@ -33,7 +33,7 @@ from dsv4jax.layer.stages.probe import Probe, Seen
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.captures import IN_ATTENTION, NOTHING, ModelProbe, Taps
 from dsv4jax.model.inside.choices import check_choices
-from dsv4jax.model.inside.devices import ONE, Devices
+from dsv4jax.model.inside.devices import ONE, Devices, gathers_outputs
 from dsv4jax.model.inside.host_memory import fetched
 from dsv4jax.model.ops import (
     EXPERTS,
@@ -304,7 +304,7 @@ def _mix(
         routed, shared = op.outputs(x, here, experts, cfg, projections)
     else:
         routed, shared = op.routed(given, here, experts, cfg), of_shared(x, experts, cfg, projections)
-    if devices.gathers_outputs(routed.nbytes):
+    if gathers_outputs(devices.data, devices.model, routed.nbytes):
         routed = devices.gather_outputs(routed)
         return ExpertOutputs(routed=routed, shared=shared, experts=picks.experts, num_experts=cfg.num_experts)
     routed = devices.sum_of_experts(sum_of_picks(routed, here.experts, own.count))

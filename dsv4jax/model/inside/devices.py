@@ -175,13 +175,6 @@ class Devices:
         """Add up rows [B, ...] that each device has found for all requests: [B / data, ...]. All but one are 0."""
         return self._sum(rows)
 
-    def gathers_outputs(self, size: int) -> bool:
-        """Return whether the outputs of picks, so many bytes on each device, are gathered before they are added up.
-
-        They are added up in the order of one device then, and no device adds them up before.
-        """
-        return gathers_outputs(self.data, self.model, size)
-
     def gather_outputs(self, outputs: jax.Array) -> jax.Array:
         """Return the outputs of all devices [model, ...] from those of this one. There is one shard of requests."""
         return lax.all_gather(outputs, MODEL)
@@ -217,7 +210,10 @@ ONE = Devices()
 
 
 def gathers_outputs(data: int, model: int, size: int) -> bool:
-    """Return whether devices of a mesh gather the outputs of picks, of which each has so many bytes."""
+    """Return whether devices of a mesh gather the outputs of picks, of which each has so many bytes.
+
+    They are added up in the order of one device then, and no device adds them up before.
+    """
     return data == 1 and model * size <= MOST_GATHERED
 
 
