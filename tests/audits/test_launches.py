@@ -16,7 +16,7 @@ BESIDES_PRODUCTS_OF_CHUNKS = {"swa": 4, "csa": 9, "hca": 6}
 ONCE = 8
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_layer_of_a_model_adds_its_kernels_and_nothing_of_xla")
 def test_a_layer_adds_its_kernels_and_no_launch_that_moves_or_masks():
     report = report_of("tests.support.step_launches", "h200", "--weights", "stored")
     assert report.pop("all kinds")["once"] <= ONCE
@@ -26,7 +26,7 @@ def test_a_layer_adds_its_kernels_and_no_launch_that_moves_or_masks():
         assert found["layer"] - found["products"] == BESIDES_STORED_PRODUCTS[kind], kind
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_layer_of_a_model_adds_its_kernels_and_nothing_of_xla")
 def test_a_chunk_adds_its_output_in_place():
     """No launch of a layer adds to the residual or copies it."""
     report = report_of("tests.support.step_launches", "h200", "--weights", "stored", "--batch", "1", "--tokens", "4096")
@@ -35,7 +35,7 @@ def test_a_chunk_adds_its_output_in_place():
         assert found["layer"] - found["products"] == BESIDES_PRODUCTS_OF_CHUNKS[kind], kind
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_layer_of_a_model_adds_its_kernels_and_nothing_of_xla")
 def test_a_draft_adds_no_more_but_what_stores_it():
     report = report_of("tests.support.step_launches", "h200", "--draft", "--tokens", "4")
     assert report.keys() == BESIDES_PRODUCTS_OF_DRAFTS.keys()

@@ -9,7 +9,7 @@ from tests.support.compile_for_gpu import report_of
 CHOOSING = {"router", "indexer_scores", "top_k"}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_captured_quantities_equal_the_recorded_ones")
 def test_kernels_of_passes_with_captures_and_choices():
     plain, captures, choices = map(Counter, report_of("tests.support.pass_kernels", "h200").values())
     assert set(plain) > CHOOSING | {"experts_gate_up", "experts_down", "decode_attention"}

@@ -47,6 +47,7 @@ def test_kernels_fit_every_gpu():
     assert len({name.split()[2] for name in report["8.0"]}) == 11, "a kernel was not compiled"
 
 
+@pytest.mark.sweep(guard="test_kernels_fit_every_gpu")
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="compiling for a GPU without one needs 'cross'"
 )

@@ -32,6 +32,7 @@ def test_a_step_on_this_device_widens_no_stored_weight():
     assert widened(compiled("csa", "stored"), SMALLEST) == []
 
 
+@pytest.mark.slow
 def test_a_handle_multiplies_by_the_weights_where_they_lie():
     """``params.compressor`` and ``params.indexer`` cut one array; a handle puts the parts together as they were."""
     step, (params, x, cache, slots, num_new) = decode_step(CFG, "csa", "wide", 2, jnp.float32)
@@ -55,7 +56,7 @@ def test_the_audit_notices_what_it_looks_for():
     assert widened(hlo, SMALLEST) == [f"f32[512,{CFG.hidden_size}]"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_no_step_puts_weights_side_by_side")
 def test_steps_of_v4_flash_compiled_for_h200_read_weights_where_they_lie():
     """Without the barrier between the two products of x, XLA joins [1536, 4096] and [2624, 4096] in wide steps."""
     report = report_of("tests.support.weights_in_steps", "h200")

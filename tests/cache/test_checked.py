@@ -55,6 +55,7 @@ def fails(mistake, function, *args):
         function(*args)
 
 
+@pytest.mark.slow
 def test_a_right_step_gives_what_it_gives_without_checks():
     cache, slots, x = started()
     for _ in range(2):
@@ -111,7 +112,7 @@ def test_a_layer_that_runs_twice_or_never_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "form", first_of(["scan", "while_loop", "cond", "vmap", "shard_map", "donated", "checkify"], count=3)
+    "form", first_of(["scan", "while_loop", "cond", "vmap", "shard_map", "donated", "checkify"], count=2)
 )
 def test_checks_reach_into(form):
     """Loops, branches, maps, donation. The second pass lacks ``advance``, which only the loop's body could know."""
@@ -152,6 +153,7 @@ def test_checks_reach_into(form):
     function(jax.tree.map(jnp.copy, cache), none)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2])
 def test_checks_reach_over_the_explicit_axes_of_a_mesh(shards):
     """The default axes of ``jax.make_mesh``, over which JAX sorts nothing that is sharded, mistakes included."""

@@ -58,7 +58,7 @@ def test_demo_agrees_with_the_recording(tmp_path):
     assert re.search(model, finished.stdout), "no text like the recorded one"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_demo_agrees_with_the_recording")
 def test_full_size_job_at_tiny_size(tmp_path):
     """The code that serves V4-Flash's sizes on a GPU, on layers that any machine can run."""
     finished = demo(tmp_path, "--size", "tiny")

@@ -21,11 +21,15 @@ from tests.support.signatures import GROUPS
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CODE = {name: re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for name, page in PAGES.items()}
+LONG = "generation.md", "research.md", "training.md"  # their code runs in sweeps; tests of models call the same
 API = set(re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, blocks in CODE.items() if blocks])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.sweep if name in LONG else ()) for name, blocks in CODE.items() if blocks],
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(name, capsys):
     """``` ```python ``` blocks run one after another; ``` ```py ``` ones are for reading. A print is one line."""
     code = "\n".join(CODE[name])

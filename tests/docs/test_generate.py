@@ -83,7 +83,7 @@ def test_the_recorded_tokens(capsys):
     assert speed.startswith(f"{len(GREEDY)} tokens in ")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_the_recorded_tokens")
 def test_the_recorded_tokens_with_the_drafts_of_dspark(capsys):
     """Of a folder in DeepSeek's names. A confidence that is asked for leaves fewer drafts to be judged."""
     recorded = np.load(DATA / "model" / "d" / "recorded.npz")

@@ -29,7 +29,7 @@ CASES = [
     Experts(tokens=5, padding=1, hidden=1024),
     Experts(tokens=40, one=True, hidden=2560, rows=16),
 ]
-cases = pytest.mark.parametrize("case", first_of(CASES), ids=str)
+cases = pytest.mark.parametrize("case", first_of(CASES, count=0), ids=str)
 
 
 def shared_of(case: Experts, gate_up: bool) -> Product:

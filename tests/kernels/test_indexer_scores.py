@@ -50,7 +50,7 @@ def test_scores(key_format, batch, tokens, max_blocks, simulate):
             sm90.Tuning(warpgroups=3, stages=1, blocks=2),
             sm90.Tuning(warpgroups=2, overlapped=True, blocks=3),
         ],
-        count=3,
+        count=2,
     ),
     ids=["1x7", "3x2", "2x3 overlapped"],
 )

@@ -62,7 +62,7 @@ def mask(case: Case, numbers: tuple[int, ...]) -> np.ndarray:
             (dataclasses.replace(ALL_ENTRIES, layout=WIDE_TURNS), "some"),
             (dataclasses.replace(CASE, heads=128, layout=sm90.Layout(blocks=6)), "fewer than blocks"),
         ],
-        count=2,
+        count=1,
     ),
     ids=lambda value: value if isinstance(value, str) else f"{value.entries} {value.heads} {value.layout.is_wide}",
 )
@@ -75,6 +75,7 @@ def test_needed_queries_are_the_same_bits_and_others_are_left_out(simulate, case
         assert np.isnan(found[~needed]).all()
 
 
+@pytest.mark.slow
 @machines
 def test_rounded_results_of_needed_queries(simulate):
     case = Case(lengths=(200, 5), tokens=64, entries=None, n_win=64, layout=TURNS, dtype=jnp.bfloat16)

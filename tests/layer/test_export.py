@@ -48,7 +48,7 @@ def rewritten(exported: jax.export.Exported) -> jax.export.Exported:
     return jax.export.deserialize(exported.serialize())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_step_of_stored_weights_can_be_exported")
 def test_a_step_of_any_batch_is_exported_written_read_and_called():
     """All three kinds, with an indexer that picks; batches of 3 and of 1. Values are those of the jitted step."""
     cache, slots, _ = d4.admit(d4.init_cache(small_plan(max_context=64)), 3)

@@ -121,6 +121,7 @@ def test_a_step_against_its_gradient_lowers_it_by_the_square():
     np.testing.assert_allclose(before - after, 1e-3, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_rounded_keys_and_padding():
     """Straight through the rounding; what is past a row's length reaches neither value nor derivative."""
     formats = {name: TRAINED[name] for name in ("kv_format", "indexer_format")}

@@ -64,6 +64,7 @@ def test_deltas_are_cut_and_joined_with_their_weights():
     assert_same(merge_deltas(parts), merged)
 
 
+@pytest.mark.slow
 def test_pieces_take_deltas():
     params, x = with_random_deltas(random_params()[1]), jnp.asarray(sequence(3, 8, CFG.hidden_size))[None]
     results = []
@@ -93,6 +94,7 @@ def stored_layer() -> d4.AttentionParams:
     return d4.init_attention_params(jax.random.key(0), KERNELS, 0, jnp.bfloat16, weights="stored")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_kernels_still_multiply_by_the_weights(tokens, monkeypatch):
     """Each product by itself, plain rows in and out, so that what deltas add can stand beside it."""
@@ -112,7 +114,7 @@ def test_kernels_still_multiply_by_the_weights(tokens, monkeypatch):
     assert all(epilogues == (pk.Store(dtype=jnp.float32),) for _, epilogues in made), made
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_the_cached_pass_has_them_too")
 @pytest.mark.simulated
 def test_kernels_with_deltas_give_what_xla_gives():
     params = with_random_deltas(stored_layer())

@@ -285,7 +285,7 @@ def test_case_7_bad_scores_of_one_row_give_no_pick_out_of_range_and_none_to_othe
         assert sorted(want[row, 0][want[row, 0] >= 0]) == list(range(count))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_every_kernel_compiled_for")
 def test_case_8_a_pool_of_more_than_two_to_the_31_elements():
     """Uses blocks at both ends of a pool whose flat index does not fit into int32."""
     cfg = d4.DSV4Config.tiny(

@@ -85,7 +85,7 @@ def test_tiles_of_padding_reach_neither_the_output_nor_the_cache(backend, activa
         same(some, run(*given))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_tiles_of_padding_reach_neither_the_output_nor_the_cache")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_of_padding_reach_neither_the_output_nor_the_cache(backend, few_rows, monkeypatch):
     ops = OpBackends(projections="xla", cache_update="xla", decode_attention=backend, indexer_scores="xla", top_k="xla")

@@ -60,7 +60,7 @@ def assert_close(found: jax.Array, wanted: tuple[np.ndarray, np.ndarray], error:
     assert np.all(np.abs(np.asarray(found) - wanted[0]) <= error * wanted[1])
 
 
-@pytest.mark.parametrize(("case", "dtype"), first_of(itertools.product(CASES, ["bfloat16", "float32"]), count=5))
+@pytest.mark.parametrize(("case", "dtype"), first_of(itertools.product(CASES, ["bfloat16", "float32"]), count=3))
 def test_products_are_exact_but_for_the_order_of_f32_sums(case, dtype):
     shape, block, groups = (CASES[case][name] for name in ("shape", "block", "groups"))
     weight = random_stored(1, shape, block)

@@ -292,6 +292,7 @@ def test_a_backend_op_by_op_names_ops_and_backends_that_there_are():
     assert hash(named) == hash(d4.OpBackends(top_k="xla"))
 
 
+@pytest.mark.sweep(guard="test_a_layer_gives_what_it_gives_in_xla")
 @backends
 @pytest.mark.parametrize(("count", "options"), first_of([(5, TRAINED), (3, DEFAULT)], count=0))
 def test_all_queries_of_a_block_see_its_rows_and_the_window_before_it(count, options, backend):

@@ -56,7 +56,7 @@ def test_a_request_gets_the_same_bits_in_any_batch(options, batch, drafts):
 SIMULATED = "pallas_simulated"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_a_row_has_the_same_bits_in_any_call")
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     "chosen",
@@ -118,7 +118,7 @@ def of_kernels(options: dict[str, Any]) -> dict[str, int]:
     return differ_from_alone(run, plan, inputs, together)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_a_row_has_the_same_bits_in_any_call")
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     "options",
@@ -128,7 +128,7 @@ def test_kernels_of_products_and_of_the_update(options):
     assert not of_kernels(options)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_the_check_sees_what_depends_on_the_batch")
 @pytest.mark.simulated
 def test_the_check_sees_an_update_whose_order_depends_on_the_call(monkeypatch):
     """The tokens of a chunk are then added four at a time to the running softmax of an entry."""
@@ -139,8 +139,8 @@ def test_the_check_sees_an_update_whose_order_depends_on_the_call(monkeypatch):
     assert any("hca state" in where for where in found), found
 
 
+@pytest.mark.sweep(guard="test_a_row_has_the_same_bits_in_any_call")
 @pytest.mark.simulated
-@pytest.mark.slow
 def test_all_kernels_of_a_layer_at_once():
     """With heads as those of V4: queries are made in a launch of their products, of any number of rows."""
     cfg = d4.DSV4Config.tiny(
@@ -188,7 +188,7 @@ def test_how_an_entry_is_divided_does_not_depend_on_the_call(tail):
     assert len({parts(*call, in_order=False) for call in calls}) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_request_gets_the_same_bits_in_any_batch")
 @pytest.mark.two_programs
 @pytest.mark.optimized
 def test_also_where_xla_optimizes_all_that_it_can():

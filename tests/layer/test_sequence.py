@@ -135,6 +135,7 @@ def test_bf16_gives_bf16_that_is_the_cached_layers():
     assert np.sqrt(np.mean(error**2)) < 2**-9 * np.sqrt(np.mean(np.asarray(want, np.float32) ** 2))
 
 
+@pytest.mark.slow
 def test_stored_weights_are_multiplied_and_let_derivatives_by_others_through():
     """FP8 codes times scales are exact in f32, so that the wide form of the same weights is the reference."""
     params = d4.init_attention_params(jax.random.key(5), CFG, 1, weights="stored", block=(16, 16))

@@ -84,7 +84,7 @@ def test_a_recorded_layer_stored_as_fp8_is_that_layer_widened(kind):
     assert 0.01 < off < 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_rounded_activations_cost_what_the_page_says")
 def test_bf16_activations_are_not_rounded_further():
     """x in bf16: the products of bf16 by codes are exact, so both differ by the order of f32 sums and its rounding."""
     stored, wide = weights()
@@ -114,7 +114,7 @@ def test_rounded_activations_cost_what_the_page_says():
         assert 0.02 < error < (0.4 if kind == "csa" else 0.1), (kind, error)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_it_is_the_cached_layer_for_each_length_of_a_batch")
 @pytest.mark.parametrize("activations", ["fp8"])
 def test_splits_of_a_sequence_give_the_same(activations):
     """Rule 1: chunks of 8, and token by token. f32 rows, so that nothing but the order of sums differs."""
@@ -134,7 +134,7 @@ def test_splits_of_a_sequence_give_the_same(activations):
             assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_tiles_of_padding_reach_neither_the_output_nor_the_cache")
 @pytest.mark.simulated
 def test_kernels_take_what_the_products_of_stored_weights_give():
     """Cache update and the reading ops in simulated kernels; sizes are those that kernels serve."""
@@ -158,7 +158,7 @@ def test_kernels_take_what_the_products_of_stored_weights_give():
         np.testing.assert_allclose(found, run(stored, "xla"), rtol=0, atol=1e-2 * scale)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_stored_weights_give_what_their_widened_twins_give")
 def test_drafts_and_handles_read_stored_weights():
     stored, wide = weights()
     x = jnp.asarray(sequence(5, 2 * 5, CFG.hidden_size)).reshape(2, 5, -1)

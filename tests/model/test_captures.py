@@ -174,7 +174,7 @@ def test_a_pass_uses_the_choices_that_it_is_given():
     close(seen["experts"].weights[4, 0], picked / picked.sum(-1, keepdims=True) * params.cfg.routed_scale)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 def test_either_of_the_choices_may_be_left_to_the_pass_and_an_expert_may_be_none():
     params, rng, count = small_model(), np.random.default_rng(0), ids(60)
     sequence = jnp.asarray(rng.integers(0, params.cfg.vocab_size, (1, 60)), jnp.int32)
@@ -207,7 +207,9 @@ def test_streams_that_change_places_after_the_last_layer_change_the_logits():
     close(seen["streams"][last], other["streams"][last][::-1])
 
 
-@pytest.mark.parametrize("name", first_of(["inputs.attention", "mixing.experts", "outputs", "experts", "head"]))
+@pytest.mark.parametrize(
+    "name", first_of(["inputs.attention", "mixing.experts", "outputs", "experts", "head"], count=0)
+)
 def test_a_patch_is_what_the_pass_goes_on_with(name):
     """Twice or three times the value of a layer: what is captured, and what is computed of it."""
     params, rng = small_model(), np.random.default_rng(0)
@@ -251,7 +253,7 @@ def test_a_patch_is_what_the_pass_goes_on_with(name):
     close(after["streams"][1], old)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_patch_is_what_the_pass_goes_on_with")
 @pytest.mark.two_programs
 def test_captures_and_patches_that_change_nothing_give_the_same_bits():
     params, rng = small_model(), np.random.default_rng(0)
@@ -298,6 +300,7 @@ def test_drafts_are_captured_as_other_tokens_are():
     close(seen["streams"], whole()[1]["streams"][:, :, WIDTH : WIDTH + 4])
 
 
+@pytest.mark.slow
 def test_what_is_not_named_leaves_nothing_in_the_program():
     """The text of a pass with captures but without their results has no product more, and of others nothing is left."""
     params = small_model()

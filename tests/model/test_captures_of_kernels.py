@@ -36,7 +36,7 @@ STORED, NEW = 41, 4  # 10 entries, of which the indexer would pick 6; the new to
 SAME = 2**-6  # of bf16 sums in another order
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_show_what_they_do_and_use_what_is_chosen(backend):
     """Twice the output of attention, experts and entries drawn at random."""

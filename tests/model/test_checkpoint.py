@@ -243,6 +243,7 @@ def keep_pace(_: int, __: int) -> None:
     jax.block_until_ready(jax.live_arrays())
 
 
+@pytest.mark.sweep(guard="test_the_host_holds_one_tensor_or_one_layers_attention")
 @pytest.mark.parametrize(
     ("naming", "weights", "most"),
     # In times a layer's attention, as it is in the file (1.87 MB). Measured: 2.05, 2.70 and 2.03. Attention is held as

@@ -84,7 +84,7 @@ def test_names_stand_for_the_weights_of_every_layer():
     assert numbers == numbers_of(CFG, EVERY)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_the_cached_pass_has_them_too")
 @pytest.mark.parametrize("weights", ["stored"])
 def test_new_deltas_add_nothing(weights):
     params = with_deltas(model(weights), EVERY, jax.random.key(1), alpha=4.0)
@@ -102,6 +102,7 @@ def test_merged_is_applied(weights):
     assert np.abs(found - logits_of(model(weights))).max() > 0.5, "the deltas add next to nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({target.name for target in targets_of(CFG)}))
 def test_each_delta_alone_is_what_its_merged_weight_is(name):
     """In parts that stand side by side, the rows of the others stay as they are."""
@@ -140,6 +141,7 @@ def test_the_cached_pass_has_them_too(weights):
     np.testing.assert_allclose(np.concatenate(found), wanted, rtol=0, atol=SAME)
 
 
+@pytest.mark.sweep(guard="test_every_derivative_is_the_finite_difference_in_float64")
 @pytest.mark.parametrize("weights", first_of(["f32", "stored"], count=0))  # test_gradients has those of stored weights
 def test_the_gradient_of_every_delta_is_that_of_the_merged_weight(weights):
     """d/d up = scale * (d/d W) down', and the same of down. That of no delta is 0."""

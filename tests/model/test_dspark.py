@@ -91,6 +91,7 @@ def test_taps_are_means_of_streams_after_layers():
     np.testing.assert_allclose(found, recorded("d")["main_x"], rtol=0, atol=CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [7, 37, 128])
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 269])
 def test_key_rows_are_the_recorded_ones_whatever_the_chunks(chunk, tokens):
@@ -190,7 +191,7 @@ def check_judged(found: list[list[JudgedDraft | None]] | None, passes: np.ndarra
     assert found[0] == expected
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_greedy_tokens_are_the_recorded_ones")
 def test_texts_depend_neither_on_drafts_nor_on_the_chunks_of_their_prompts():
     """Prompts of one token, of nearly a window, of one, of more and of many, and a row that stays free."""
     ids, params, new = recorded("d")["ids"], model_d(), 12
@@ -255,7 +256,7 @@ def greedy(drafts: int, stop_tokens: tuple[int, ...] = ()) -> list[list[int]]:
     return generate(small_model(), PROMPTS, 24, drafts=drafts, caches=both, stop_tokens=stop_tokens).tokens
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_greedy_tokens_are_the_recorded_ones")
 def test_texts_of_a_shared_batch_equal_those_without_drafts():
     """Two rows serve five prompts, one of a single token; a stop token ends a text among accepted drafts."""
     whole = greedy(0)
@@ -273,12 +274,12 @@ def sampled_pairs() -> np.ndarray:
     return np.bincount([size * a + b for a, b, _ in found.tokens], minlength=size**2)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_accepted_and_replaced_drafts_have_the_models_distribution")
 def test_samples_have_the_models_distribution():
     check_counts(sampled_pairs(), pair_chances(small_model(), PROMPTS[0], Sampling.of(0.8)))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_accepted_and_replaced_drafts_have_the_models_distribution")
 def test_drafts_judged_by_another_distribution_than_they_were_drawn_from_are_found(monkeypatch):
     """That of the logits without the term of the token before."""
     bases: list[jax.Array] = []

@@ -87,7 +87,8 @@ def padding(x) -> Picks:
             pytest.param(1, 128, 8, None, "stored", id="one token"),
             pytest.param(19, 128, 64, None, "f32", id="in one go"),
             pytest.param(19, 4, 1, 5, "stored", id="one expert has every token"),
-        ]
+        ],
+        count=0,
     ),
 )
 def test_tiles_give_what_a_loop_gives(monkeypatch, tokens, tile, at_once, favourite, weights):

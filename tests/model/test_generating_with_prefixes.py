@@ -46,7 +46,7 @@ def sound(chat):
         assert np.array_equal(held.drafts.seq_lens, held.model.seq_lens)
 
 
-@pytest.mark.parametrize("drafts", first_of([2, 0], count=0))
+@pytest.mark.parametrize("drafts", first_of([0, 2], count=0))
 def test_a_document_is_stored_once(drafts):
     chat = generator(2, 2, drafts)
     found = chat.generate(ABOUT, NEW, stop_tokens=())
@@ -58,7 +58,7 @@ def test_a_document_is_stored_once(drafts):
     assert again.stored == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_document_is_stored_once")
 def test_drawn_texts_are_those_without_a_store():
     sampling = Sampling.of(temperature=1.0, seed=3)
     found = [generator(2, prefixes).generate(ABOUT, NEW, sampling, ()).tokens for prefixes in (0, 2)]
@@ -70,7 +70,7 @@ def scarce(drafts=0):
     return generator(3, 2, drafts, num_blocks=4)
 
 
-@pytest.mark.parametrize("drafts", first_of([2, 0], count=0))
+@pytest.mark.parametrize("drafts", first_of([0, 2], count=0))
 def test_prefixes_give_way_to_texts_and_texts_still_share_them(drafts):
     """Texts of up to three blocks, of several documents."""
     other = RNG.integers(0, VOCABULARY, 200).tolist()
@@ -81,7 +81,7 @@ def test_prefixes_give_way_to_texts_and_texts_still_share_them(drafts):
         sound(chat)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_prefixes_give_way_to_texts_and_texts_still_share_them")
 def test_texts_that_grow_past_their_blocks_wait_again():
     """Each decodes across the end of a block, of which there are too few for all."""
     chat, prompts = scarce(), [DOCUMENT + [i] + QUESTIONS[4][:118] for i in range(4)]
@@ -110,7 +110,7 @@ def test_prefixes_are_saved_and_restored_with_the_caches(tmp_path):
         Generator(small_model(), caches=caches(4), prefixes=found)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_the_choices_of_a_rollout_are_those_of_one_pass_over_its_text")
 def test_choices_are_recorded_of_whole_prompts():
     chat = generator(2, 2)
     chat.generate(ABOUT[:2], NEW, stop_tokens=())

@@ -60,7 +60,7 @@ def generator(rows: int, drafts: int) -> Generator:
 ALL = tuple(range(len(PROMPTS)))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_with_too_few_blocks_texts_wait_and_their_tokens_stay_the_same")
 def test_texts_of_a_shared_batch_equal_each_alone_with_and_without_drafts():
     """Two rows serve five prompts, so rows are at different places, and texts wait for their turn."""
     together = greedy(2, 0, ALL, 30)
@@ -74,8 +74,7 @@ def test_texts_of_a_shared_batch_equal_each_alone_with_and_without_drafts():
     assert drafted.passes < together.passes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("drafts", first_of([2, 0], count=0))
 def test_a_stop_token_ends_a_text_also_among_accepted_drafts(drafts):
     whole = greedy(2, drafts, ALL, 30).tokens
     for stop in range(SMALL.vocab_size):
@@ -126,7 +125,7 @@ def test_progress_is_shown_as_it_is_made():
         assert all(new[: len(old)] == old for old, new in zip(before, after, strict=True))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_accepted_and_replaced_drafts_have_the_models_distribution")
 def test_samples_have_the_models_distribution_with_drafts():
     """4000 pairs of tokens after one prompt, against the probabilities of all pairs."""
     params, prompt, drafts, sampling = small_model(), PROMPTS[0], 2, Sampling.of(0.8, seed=2)
@@ -139,7 +138,7 @@ def test_samples_have_the_models_distribution_with_drafts():
     check_counts(counts, pair_chances(params, prompt, sampling))
 
 
-@pytest.mark.parametrize("drafts", first_of([2, 0], count=0))
+@pytest.mark.parametrize("drafts", first_of([0, 2], count=0))
 def test_with_too_few_blocks_texts_wait_and_their_tokens_stay_the_same(drafts):
     """Three blocks hold one of the texts and half of another, and each row wants two."""
     plenty, few = greedy(2, 0, ALL, 200), caches(SMALL, 2, drafts, num_blocks=3)
@@ -168,7 +167,7 @@ def test_a_chat_that_grows_is_not_computed_again(drafts):
     assert bool(right) == bool(drafts)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_stop_token_ends_a_text_also_among_accepted_drafts")
 def test_a_text_goes_on_from_a_stop_token_among_accepted_drafts():
     """Drafts after it were accepted, too, and must not be stored."""
     whole = greedy(2, 2, ALL, 30).tokens
@@ -206,7 +205,7 @@ def test_conversations_that_were_not_used_for_longest_are_given_up():
     assert both.stored == 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_conversations_that_were_not_used_for_longest_are_given_up")
 def test_conversations_are_given_up_when_their_blocks_are_needed():
     """Of three blocks, a text of more than 128 tokens takes two."""
     chats = Generator(small_model(), caches=caches(SMALL, 2, 2, num_blocks=3), drafts=2)
@@ -355,7 +354,7 @@ def test_caches_agree_on_slots():
     np.testing.assert_array_equal(both.model.tables.admitted, both.drafts.tables.admitted)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_what_drafts_are_made_of_is_forked_in_any_order_of_slots")
 def test_a_fork_goes_on_as_its_source_with_drafts_too():
     params = small_model()
     both, slots, _ = caches(SMALL, 3, 1).admit(3)

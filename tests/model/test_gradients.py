@@ -80,7 +80,7 @@ def test_every_derivative_is_the_finite_difference_in_float64(name):
     assert len(is_zero) >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_every_derivative_is_the_finite_difference_in_float64")
 def test_weights_in_bf16_have_derivatives_too():
     """In bf16, and along those of the same weights in f32: rounding of 2^-8 may move tokens to other experts."""
     params = random_model(CFG, jax.random.key(3), weights="bf16", drafts=0)

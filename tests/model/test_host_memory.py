@@ -107,7 +107,7 @@ def test_a_mesh_keeps_no_experts_on_the_host():
         random_model(CFG, jax.random.key(0), host_experts=1, mesh=mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_one_program_serves_any_prompts")
 def test_programs_of_a_generator_are_compiled_once(caplog):
     """Weights in the host's memory are bound to their device, and so is what is computed with them.
 

@@ -64,6 +64,7 @@ def test_the_kernel_gives_what_xla_gives(name, backend):
     check_alike(found, want)
 
 
+@pytest.mark.any_device  # where XLA fuses a loop's body for a GPU, it does not round the streams that it uses
 @pytest.mark.parametrize("name", CALLS)
 def test_tiles_of_tokens_give_what_all_tokens_give(name):
     """Of an invariant cache: with experts whose outputs are not yet summed, too."""

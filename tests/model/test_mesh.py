@@ -204,6 +204,7 @@ def test_a_step_of_one_layer_gives_the_logits_of_one_device(shape):
     np.testing.assert_allclose(*found, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sweep(guard="test_two_processes_make_the_tokens_of_one_device")
 @pytest.mark.parametrize("shape", shapes(FOUR, count=0))
 def test_passes_give_the_numbers_of_one_device(shape):
     """Rows that are padding or have no tokens are among them, and shards with nothing to do."""
@@ -213,6 +214,7 @@ def test_passes_give_the_numbers_of_one_device(shape):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE), alone, spread)
 
 
+@pytest.mark.sweep(guard="test_two_processes_make_the_tokens_of_one_device")
 @pytest.mark.parametrize("shape", shapes(ALL_SHAPES, count=0))
 def test_recorded_logits_and_tokens_on_eight_devices(shape):
     """Each shard has one request of another length; and with drafts, the tokens are the recorded ones."""
@@ -253,6 +255,7 @@ def test_stored_weights_give_the_recorded_logits_on_four_devices(shape):
         np.testing.assert_allclose(row, wanted["logits_f32"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sweep(guard="test_two_processes_make_the_tokens_of_one_device")
 @pytest.mark.parametrize("shape", shapes([(2, 2), (4, 1)], count=0))
 def test_texts_are_those_of_one_device(shape):
     """Drawn with drafts; more texts than rows, so that they wait; and one that goes on from what its shard holds."""
@@ -311,7 +314,7 @@ def test_experts_give_what_they_give_on_one_device(shape, tokens):
 # ---- what is sent ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", shapes([(2, 2), (4, 1), (1, 4)]))
+@pytest.mark.parametrize("shape", shapes([(2, 2), (4, 1), (1, 4)], count=0))
 def test_a_pass_sends_what_is_named_and_nothing_else(shape):
     data, model = shape[0] > 1, shape[1] > 1
     params, layers = small_model(shape), CFG.num_layers
@@ -346,7 +349,7 @@ def test_the_command_reads_a_mesh(capsys, monkeypatch):
     assert "--distributed is for --mesh" in capsys.readouterr().err
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_two_processes_make_the_tokens_of_one_device")
 def test_the_command_generates_on_a_mesh(capsys):
     wanted = recorded("a")
     prompt, expected = np.split(wanted["ids"], [int(wanted["prompt_len"])])

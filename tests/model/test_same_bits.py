@@ -28,7 +28,7 @@ def test_a_request_gets_the_same_logits_in_any_batch():
     assert not compare(run_model(params, "xla"), plan, prompts, [(5, 6)])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_request_gets_the_same_logits_in_any_batch")
 @pytest.mark.simulated
 def test_kernels_around_attention():
     """Products, router, experts in FP4, hyper-connections and head, of chunks, single tokens and a draft."""
@@ -62,7 +62,7 @@ def texts(prompts: list[list[int]], rows: int, drafts: int, temperature: float) 
     return made.generate(prompts, 24, Sampling.of(temperature, 0.8, seed=3), stop_tokens=()).tokens
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_request_gets_the_same_logits_in_any_batch")
 def test_what_is_drawn_does_not_depend_on_the_batch_nor_greedy_texts_on_drafts():
     drawn = texts(PROMPTS, 2, 0, 1.0)
     assert texts(PROMPTS[:1], 1, 0, 1.0) == drawn[:1]
@@ -76,6 +76,7 @@ def test_the_caches_of_drafts_are_invariant_as_well():
         assert both.model.plan.invariant == both.drafts.plan.invariant == invariant
 
 
+@pytest.mark.slow
 def test_a_model_on_several_devices_is_refused():
     mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
     params = random_model(small_model().cfg, jax.random.key(0), weights="f32", mesh=mesh)

@@ -211,7 +211,7 @@ def test_any_order_of_calls_gives_what_a_cache_without_a_store_gives(actions):
     serve(actions, Server())
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="test_any_order_of_calls_gives_what_a_cache_without_a_store_gives")
 def test_thousands_of_calls_do_all_that_there_is():
     rng, server = np.random.default_rng(1), Server()
     names = ["admit", "feed and keep", "feed", "draft", "keep", "release", "fork", "out", "in"]

@@ -173,6 +173,7 @@ def test_blocks_come_free_of_those_that_give_way_and_of_no_more():
     assert store.verify(cache) == []
 
 
+@pytest.mark.slow
 def test_a_prefix_in_use_never_gives_way_and_full_slots_are_refused_in_data():
     store, cache = empty(capacity=2)
     store, cache, _ = kept(store, cache, 0)

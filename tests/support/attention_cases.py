@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -50,9 +51,15 @@ def encode(rng: np.random.Generator, kv_format: str, count: int) -> tuple[Any, n
     x = rng.standard_normal((*shape, DIM)).astype(np.float32) * np.exp(rng.uniform(-3, 1, (*shape, 1))).astype(
         np.float32
     )
+    rows, values = _stored(jnp.asarray(x), kv_format)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], rows), np.asarray(values)[:count]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _stored(x: jax.Array, kv_format: str) -> tuple[Any, jax.Array]:
     form = KV_FORMATS[kv_format]
-    rows = form.encode(jnp.asarray(x), ROPE)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], rows), np.asarray(form.decode(rows))[:count]
+    rows = form.encode(x, ROPE)
+    return rows, form.decode(rows)
 
 
 def place(store: Any, at: tuple[Any, ...], rows: Any) -> None:

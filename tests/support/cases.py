@@ -1,4 +1,4 @@
-"""Cases of a test: ``make test`` runs the first, ``make check`` one more, and ``make sweeps`` all the others."""
+"""Cases of a test: ``make test`` runs the first ones, ``make check`` one more, and ``make sweeps`` all the others."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -433,22 +433,36 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             yield f"{model} {kernel.name}", kernel
 
 
+def first_and_last(chosen: dict[str, Kernel]) -> dict[str, Kernel]:
+    """Return the first and the last kernel of each launch, and of those whose pool 32 bits do not address."""
+    of_launch: dict[tuple[str, bool], list[str]] = {}
+    for name, kernel in chosen.items():
+        is_large = kernel.rows is not None and kernel.rows.size > 1 << 31
+        of_launch.setdefault((name.split()[1], is_large), []).append(name)
+    kept = {names[place] for names in of_launch.values() for place in (0, -1)}
+    return {name: kernel for name, kernel in chosen.items() if name in kept}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression, found in a kernel's name")
+    parser.add_argument("--few", action="store_true", help="of each launch the first and the last kernel")
     options = parser.parse_args()
     prepare_environment()
     jax.config.update("jax_platforms", "cpu")  # JAX is already imported and has read the environment variable
     dump_to_standard_output()
-    reports: dict[str, dict[str, Any]] = {}
+    chosen: dict[str, Kernel] = {}
     for name, kernel in kernels():
-        assert name not in reports, name
+        assert name not in chosen, name
         if options.target != "h200" and name.split()[1] in HOPPER_ONLY:
             continue
         if re.search(options.only, name):
-            reports[name] = report(options.target, kernel)
+            chosen[name] = kernel
+    if options.few:
+        chosen = first_and_last(chosen)
+    reports = {name: report(options.target, kernel) for name, kernel in chosen.items()}
     if options.table:
         _print_table(reports)
     # Cases that the audit must reject.

@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", first_of(CASES, count=2))
+@pytest.mark.parametrize("name", first_of(CASES))
 def test_attention(name, monkeypatch):
     monkeypatch.setattr(attention_cases, "run", run)
     attention_cases.check(CASES[name], simulate=False)

@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", first_of(CASES, count=5), ids=str)
+@pytest.mark.parametrize("case", first_of(CASES, count=3), ids=str)
 def test_an_update_leaves_what_the_xla_form_leaves(case):
     updates.test_an_update_leaves_what_the_xla_form_leaves(case, "triton")
 
@@ -62,7 +62,7 @@ def test_append_swa(kv_format):
             *(csa(17, "fp8_row", "nvfp4"), csa(17, "fp8_tile64", "mxfp4", cfg=ODD), csa(17, "f32", "f32")),
             *(csa(17, "bf16", "bf16", cfg=ODD), hca("ring", 17, "fp8_row", cfg=ODD)),
         ],
-        count=2,
+        count=1,
     ),
     ids=str,
 )
@@ -76,7 +76,8 @@ def test_flush(case):
         [
             *(("fp8_tile64", ODD, jnp.float32), ("fp8_row", EVEN, jnp.bfloat16)),
             *(("f32", ODD, jnp.float32), ("bf16", EVEN, jnp.float32)),
-        ]
+        ],
+        count=0,
     ),
 )
 def test_gathering_gives_what_the_xla_form_gives(kv_format, cfg, dtype):

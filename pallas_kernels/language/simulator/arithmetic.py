@@ -43,6 +43,7 @@ _OPS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
+_INFINITY = 0xFF << 7  # the bits of a bf16
 _LANGUAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -70,6 +71,14 @@ def elementwise[Results: Value | Sequence[Value]](
         return checked
 
     return decorate
+
+
+@functools.cache
+def _whole(number: float, kind: Kind) -> np.ndarray:
+    """Return a whole number, or a bool, of all lanes: bodies ask for the same few again and again."""
+    array = np.full((1, 1), number, _DTYPES[kind])
+    array.flags.writeable = False
+    return array
 
 
 def joined(values: Sequence[Value]) -> np.ndarray | None:
@@ -160,7 +169,7 @@ class NumPyArithmetic(Machine):
 
     # Operations.
     def _constant(self, number: float, kind: Kind) -> Value:
-        return self._wrap(kind, np.asarray(number).astype(_DTYPES[kind]).reshape(1, 1))
+        return self._wrap(kind, np.full((1, 1), number, _DTYPES[kind]) if kind == "f32" else _whole(number, kind))
 
     def _bounded(self, x: Value, most: int | None, otherwise: str) -> Value:
         wrong = x.raw < 0 if most is None else (x.raw < 0) | (x.raw > most)
@@ -169,12 +178,14 @@ class NumPyArithmetic(Machine):
     def binary(self, op: str, a: Value, b: Value) -> Value:
         assert a.kind == b.kind, (op, a.kind, b.kind)
         x, y = a.raw, b.raw
-        with np.errstate(all="ignore"):
-            if op == "shr":  # logical
-                unsigned = np.uint32 if a.kind == "i32" else np.uint64
-                raw = (x.view(unsigned) >> y.view(unsigned)).view(x.dtype)
-            else:
+        if op == "shr":  # logical
+            unsigned = np.uint32 if a.kind == "i32" else np.uint64
+            raw = (x.view(unsigned) >> y.view(unsigned)).view(x.dtype)
+        elif a.kind == "f32":
+            with np.errstate(all="ignore"):
                 raw = _OPS[op](x, y)
+        else:
+            raw = _OPS[op](x, y)
         value = self._wrap("bool" if op in COMPARISONS else a.kind, raw)
         if a.fault is not None or b.fault is not None:
             value.fault = self._fault_of_both(op, a, b)
@@ -284,21 +295,25 @@ def multiply_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
     Written with whole numbers, because XLA's threads, on which the simulator runs, take subnormal numbers for 0.
     """
+    numbers = _numbers_of_bf16()
     with np.errstate(all="ignore"):
-        exact = _bf16_to_f64(a) * _bf16_to_f64(b)
-        magnitude = np.abs(exact)
-        is_finite = np.isfinite(magnitude)
-        finite = np.where(is_finite, magnitude, 0.0)
-        exponent = np.where(finite > 0, np.maximum(np.frexp(finite)[1] - 1, -126), -126)
-        steps = np.rint(np.ldexp(finite, 7 - exponent)).astype(np.int64)
-    infinity = 0xFF << 7
-    bits = np.where(is_finite, np.minimum((exponent + 126 << 7) + steps, infinity), infinity)
-    bits = np.where(np.isnan(exact), infinity | 1 << 6, bits)
-    return (bits | np.signbit(exact).astype(np.int64) << 15).astype(np.uint16)
+        exact = numbers[a] * numbers[b]
+    signs, magnitude = exact.view(np.int64) >> 48 & 1 << 15, np.abs(exact)
+    bits = magnitude.view(np.int64)
+    # The 45 bits that a bf16 has not are rounded; the exponent's bias is another one.
+    bits = (bits + ((1 << 44) - 1) + (bits >> 45 & 1) >> 45) - (1023 - 127 << 7)
+    small = magnitude < 2.0**-126
+    if small.any():  # a zero, or a subnormal number, in steps of 2^-133
+        bits = np.where(small, np.rint(np.where(small, magnitude, 0.0) * 2.0**133).astype(np.int64), bits)
+    bits = np.where(np.isnan(exact), _INFINITY | 1 << 6, np.minimum(bits, _INFINITY))
+    return (bits | signs).astype(np.uint16)
 
 
-def _bf16_to_f64(bits: np.ndarray) -> np.ndarray:
-    exponent, fraction = (bits >> 7 & 0xFF).astype(np.int32), (bits & 0x7F).astype(np.int32)
+@functools.cache
+def _numbers_of_bf16() -> np.ndarray:
+    """All bf16 by their bits, f64 [65536]."""
+    bits = np.arange(1 << 16)
+    exponent, fraction = bits >> 7 & 0xFF, bits & 0x7F
     steps = np.where(exponent > 0, fraction | 1 << 7, fraction).astype(np.float64)
     magnitude = np.ldexp(steps, np.maximum(exponent, 1) - 134)
     special = np.where(fraction > 0, np.nan, np.inf)

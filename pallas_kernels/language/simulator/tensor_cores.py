@@ -474,11 +474,7 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
 
     def _registers(self, words: list[Raw], block: int, lanes: slice, dtype: DType) -> np.ndarray:
         """Return [64, K] from a warpgroup's registers."""
-        lane = np.arange(WARPGROUP)
-        row, byte = lane // WARP * 16 + lane % WARP // 4, lane % 4 * 4
-        out = np.zeros((64, len(words) // 4 * STEP_BYTES), np.uint8)
-        for i, raw in enumerate(words):
-            at = i // 4 * STEP_BYTES + i % 4 // 2 * 16 + byte
-            data = np.ascontiguousarray(np.broadcast_to(raw, self._shape)[block, lanes], np.int32)
-            out[(row + i % 2 * 8)[:, None], at[:, None] + np.arange(4)] = data.view(np.uint8).reshape(-1, 4)
-        return out.view(_NUMPY[dtype])
+        data = np.stack([np.broadcast_to(raw, self._shape)[block, lanes] for raw in words]).astype(np.int32, copy=False)
+        # Word: step, half of its 32 bytes, row / 8 % 2. Lane: row / 16, row % 8, four bytes.
+        of_lanes = data.view(np.uint8).reshape(-1, 2, 2, 4, 8, 4, 4).transpose(3, 2, 4, 0, 1, 5, 6)
+        return of_lanes.reshape(64, -1).view(_NUMPY[dtype])
