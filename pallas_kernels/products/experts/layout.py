@@ -29,7 +29,6 @@ TILE_ROWS = (8, 16, 32, 64, 96, 112)
 TILE_BYTES = 128  # of a row of x in a tile
 GATHERERS = 2  # warps that find rows of x, and copy them
 _FEW_ROWS = 64  # up to which there are registers for four multiplying warpgroups, and room for long chunks
-_FEW_ROUNDED = 32  # the same of rows in FP8, whose products are not the sums yet
 _ALIGNMENT, _BARRIER_BYTES = 1024, 16
 # Rows of x that were copied are shown when the copy of the next chunk is started, and a chunk is left after the first
 # product of the next one. So with two stages everybody would wait.
@@ -65,7 +64,7 @@ class Layout:
     @property
     def warpgroups(self) -> int:
         """That multiply."""
-        return 4 if self.rows <= (_FEW_ROUNDED if self.is_rounded else _FEW_ROWS) else 2
+        return 4 if self.rows <= _FEW_ROWS else 2
 
     @property
     def warps(self) -> int:
