@@ -155,13 +155,13 @@ def check(name: str, found: dict[str, Any], architecture: str, *, ignored: bool 
 
 
 @pytest.mark.parametrize(
-    ("model", "few"),
+    ("model", "options"),
     first_of([("flash", ("--few",)), ("flash", ()), ("pro", ())], count=0),
     ids=["few of flash", "flash", "pro"],
 )
 @pytest.mark.parametrize("target", ARCHITECTURES)
-def test_every_kernel_compiled_for(model, few, target):
-    found = report_of("tests.support.compiled_kernels", target, "--only", f"^{model} ", *few)
+def test_every_kernel_compiled_for(model, options, target):
+    found = report_of("tests.support.compiled_kernels", target, "--only", f"^{model} ", *options)
     reports = found["kernels"]
     launches = IN_FLASH | IN_BOTH if model == "flash" else set(IN_BOTH)
     if target != "h200":

@@ -190,9 +190,8 @@ READ_AUDITS = {
     "decode step, published heads": forward(cfg=PUBLISHED),
     "prefill chunk of 33, published heads": forward(tokens=33, cfg=PUBLISHED),
 }
-# Only the kernels differ between GPUs. A step runs all kernels that a layer uses.
-_STEP = {"decode step, published heads": READ_AUDITS["decode step, published heads"]}
-TARGETS = {"h200": GPU_AUDITS | READ_AUDITS, "b200": _STEP}
+ALL = GPU_AUDITS | READ_AUDITS
+STEP = {name: ALL[name] for name in ("decode step, published heads",)}  # which runs all kernels that a layer uses
 AUDITS = GPU_AUDITS | {
     "scan over layers": forward(function=_scan_over_layers),
     "scan over tokens": forward(function=many_steps),
