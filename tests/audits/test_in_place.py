@@ -53,7 +53,9 @@ def test_every_update_is_in_place_on_this_device(name):
 
 
 @pytest.mark.parametrize(
-    ("target", "options"), first_of([("h200", ()), ("h200", ("--all",)), ("b200", ())], count=0), ids=str
+    ("target", "options"),
+    first_of([("h200", ()), ("h200", ("--all",)), ("b200", ())], count=0),
+    ids=["h200", "all of h200", "b200"],
 )
 def test_every_update_is_in_place_compiled_for(target, options):
     reports = report_of("tests.support.compile_for_gpu", target, *options)

@@ -24,7 +24,7 @@ machines = pytest.mark.parametrize("simulate", MACHINES)
 
 
 @machines
-@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)], count=1))
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)]))
 def test_sinks(layout, simulate):
     case = AttentionCase(lengths=(130,), layout=layout)
     inputs, _ = make(case)

@@ -22,6 +22,8 @@ machines = pytest.mark.parametrize("simulate", MACHINES)
 CASES = {
     "few tokens": Experts(tokens=5, padding=1),
     "full tiles": Experts(tokens=16, one=True, hidden=1024, width=1024, stages=3),
+    "FP8, few tokens": Experts(tokens=5, padding=1, activations="fp8"),
+    "FP8, tiles of 64": Experts(tokens=30, rows=64, limit=0.0, activations="fp8"),
     "many stages": Experts(tokens=3, hidden=1024, blocks=1, stages=3),
     "one expert": Experts(tokens=21, picks=1, one=True, rows=16),
     "empty experts": Experts(tokens=2, picks=1, experts=9, blocks=7),
@@ -30,10 +32,8 @@ CASES = {
     "tiles of 64": Experts(tokens=30, rows=64, limit=0.0),
     "tiles of 112": Experts(tokens=70, rows=112, blocks=3),
     "padding alone": Experts(tokens=2, padding=2),
-    "FP8, few tokens": Experts(tokens=5, padding=1, activations="fp8"),
     "FP8, full tiles": Experts(tokens=16, one=True, hidden=1024, width=1024, stages=3, activations="fp8"),
     "FP8, tiles of 32": Experts(tokens=40, picks=1, rows=32, padding=3, activations="fp8"),
-    "FP8, tiles of 64": Experts(tokens=30, rows=64, limit=0.0, activations="fp8"),
     "FP8, tiles of 112": Experts(tokens=70, rows=112, blocks=3, activations="fp8"),
 }
 cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=3), ids=list(CASES))
@@ -114,7 +114,7 @@ def test_gated_rows(case: Experts, simulate: bool):
 
 @machines
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
-@pytest.mark.parametrize("rows", first_of(TILE_ROWS, count=1))
+@pytest.mark.parametrize("rows", first_of(TILE_ROWS))
 def test_a_token_has_the_same_bits_alone_and_among_others(rows: int, activations: str, simulate: bool):
     """In tiles of every size, at every place, and beside tokens with NaN."""
     many = Experts(tokens=37, picks=1, experts=2, one=True, width=128, rows=rows, activations=activations)

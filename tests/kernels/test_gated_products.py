@@ -23,9 +23,9 @@ machines = pytest.mark.parametrize("simulate", MACHINES)
 # scales.
 CASES = [
     (Product(rows=1, outputs=128, inputs=256), OperandRows),
+    (Product(rows=9, outputs=256, inputs=512, activations="fp8", parts=(4, 1)), OperandRows),
     (Product(rows=13, outputs=320, inputs=256, block=(32, 128), parts=(1, 1), tiles=3), PlainRows),
     (Product(rows=21, outputs=256, inputs=1024, block=(16, 64), parts=(2, 2), tiles=2), OperandRows),
-    (Product(rows=9, outputs=256, inputs=512, activations="fp8", parts=(4, 1)), OperandRows),
     (Product(rows=64, outputs=128, inputs=512, parts=(1, 1), tiles=2, streams=True), PlainRows),
     (Product(rows=5, outputs=128, inputs=256, block=None), PlainRows),
 ]

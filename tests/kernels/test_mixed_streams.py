@@ -135,11 +135,11 @@ def reference(streams: np.ndarray, weights: pk.StreamWeights) -> dict[str, np.nd
 
 CASES = {
     "one token": Case(tokens=1, hidden=256),
+    "experts": Case(tokens=5, hidden=256, ended="experts", picks=6),
+    "experts of two devices": Case(tokens=5, hidden=256, ended="experts", picks=6, devices=2),
     "7 tokens": Case(tokens=7, hidden=192),
     "one part": Case(tokens=70, hidden=64),
     "several tiles": Case(tokens=201, hidden=1088),
-    "experts": Case(tokens=5, hidden=256, ended="experts", picks=6),
-    "experts of two devices": Case(tokens=5, hidden=256, ended="experts", picks=6, devices=2),
     "experts of many": Case(tokens=70, hidden=2048, ended="experts"),
     "experts of eight": Case(tokens=2, hidden=128, ended="experts", devices=8),
     "the first sublayer": Case(tokens=3, hidden=320, ended="none"),

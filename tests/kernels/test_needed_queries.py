@@ -62,7 +62,6 @@ def mask(case: Case, numbers: tuple[int, ...]) -> np.ndarray:
             (dataclasses.replace(ALL_ENTRIES, layout=WIDE_TURNS), "some"),
             (dataclasses.replace(CASE, heads=128, layout=sm90.Layout(blocks=6)), "fewer than blocks"),
         ],
-        count=1,
     ),
     ids=lambda value: value if isinstance(value, str) else f"{value.entries} {value.heads} {value.layout.is_wide}",
 )

@@ -63,7 +63,6 @@ def test_operand_rows_are_of_bf16():
             Case(lengths=(900,), layout=sm90.Layout(cluster=8)),
             Case(lengths=(5, -1), tokens=3, entries=None),
         ],
-        count=1,
     ),
     ids=["two blocks", "one block", "four blocks", "eight blocks", "few queries"],
 )

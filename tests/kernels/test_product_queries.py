@@ -143,8 +143,8 @@ def of_indexer(**sizes: Any) -> Queries:
 # the second of which has no row; other ropes, number formats and sizes of heads.
 FEW = [
     Queries(rows=3, heads=2, inputs=256),
-    Queries(rows=64, heads=1, inputs=3072),
     of_indexer(rows=5, heads=2, inputs=256),
+    Queries(rows=64, heads=1, inputs=3072),
     of_indexer(rows=64, heads=1, inputs=1024, key_format="nvfp4"),
     Queries(rows=21, heads=1, inputs=128, rope_dim=256),
     Queries(rows=17, heads=1, inputs=256, rope_dim=16, activations="fp8"),
@@ -156,8 +156,8 @@ FEW = [
 # last turn; several chunks; other ropes.
 MANY = [
     Queries(rows=200, heads=3, inputs=128, activations="fp8", many=Many(multiprocessors=4)),
-    Queries(rows=65, heads=1, inputs=256, activations="fp8"),
     of_indexer(rows=200, heads=2, inputs=256, activations="fp8", many=Many(multiprocessors=1)),
+    Queries(rows=65, heads=1, inputs=256, activations="fp8"),
     of_indexer(rows=65, heads=3, inputs=128, activations="fp8", key_format="nvfp4"),
     Queries(rows=128, heads=2, inputs=128, rope_dim=256, activations="fp8"),
     Queries(rows=256, heads=2, inputs=384, rope_dim=16, activations="fp8", many=Many(multiprocessors=2)),
@@ -175,7 +175,7 @@ MANY = [
 
 
 @on_hopper
-@pytest.mark.parametrize("case", [*first_of(FEW, count=1), *first_of(MANY, count=1)], ids=str)
+@pytest.mark.parametrize("case", [*first_of(FEW, count=2), *first_of(MANY, count=2)], ids=str)
 def test_queries_are_those_of_two_launches(case, simulate):
     found = case.run(simulate=simulate)
     case.check(found, case.expected(simulate=simulate))

@@ -18,7 +18,7 @@ import pallas_kernels as pk
 from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows, RoundedRows, round_rows
 from pallas_kernels.language.target import BLACKWELL, HOPPER
 from pallas_kernels.products.few.launch import Pair, fastest_layout, pair_of
-from tests.support.cases import first_of
+from tests.support.cases import first_of, in_turns
 from tests.support.machines import HOPPER_MACHINES, MACHINES, no_gpu
 from tests.support.product_cases import Many, Product, any_plan
 
@@ -67,8 +67,12 @@ MORE_ROWS = [
 FORMS = [
     Product(rows=9, outputs=64, inputs=512, block=(32, 32), parts=(2, 1)),
     Product(rows=3, outputs=128, inputs=256, block=(16, 64), dtype=jnp.bfloat16, parts=(1, 1), tiles=2),
+]
+WIDE = [
     Product(rows=11, outputs=192, inputs=512, block=None, parts=(2, 1), tiles=2),
     Product(rows=3, outputs=64, inputs=192, block=None),
+]
+FP8 = [
     Product(rows=20, outputs=320, inputs=1024, activations="fp8", parts=(2, 1), tiles=2),
     Product(rows=9, outputs=128, inputs=1024, activations="fp8", parts=(2, 2)),
     Product(rows=1, outputs=64, inputs=128, groups=2, activations="fp8", dtype=jnp.bfloat16),
@@ -104,9 +108,7 @@ MANY = [
 
 @machines
 @pytest.mark.parametrize(
-    "case",
-    first_of(MORE_ROWS[:2] + STREAMED[:1] + SHAPES + PARTS + FORMS + STREAMED[1:] + MORE_ROWS[2:], count=6),
-    ids=str,
+    "case", first_of(in_turns(SHAPES, FP8, WIDE, PARTS, STREAMED, MORE_ROWS, FORMS), count=6), ids=str
 )
 def test_products_are_exact_but_for_the_order_of_sums(case, simulate):
     case.check(case.run(simulate=simulate, gpu=HOPPER if simulate else here()), simulate=simulate)
@@ -119,7 +121,7 @@ def test_products_of_many_rows_are_exact_but_for_the_order_of_sums(case, simulat
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("case", first_of(PARTS[:3] + FORMS + SHAPES, count=3), ids=str)
+@pytest.mark.parametrize("case", first_of(in_turns(PARTS[:3], FP8, WIDE, FORMS, SHAPES), count=3), ids=str)
 def test_products_of_the_blackwell_kernel(case):
     case.check(case.run(simulate=True, gpu=BLACKWELL), simulate=True)
 
@@ -307,11 +309,11 @@ TAKEN = [
     Product(rows=40, outputs=64, inputs=2048, block=(32, 64)),
     Product(rows=30, outputs=192, inputs=2048, parts=(2, 2), tiles=2),
 ]
-MADE = [
-    *(Made(product=product, added=True) for product in ADDED),
-    *(Made(product=product, kind=OperandRows) for product in WRITTEN),
-    *(Made(product=product, of=OperandRows) for product in TAKEN),
-]
+MADE = in_turns(
+    [Made(product=product, added=True) for product in ADDED],
+    [Made(product=product, kind=OperandRows) for product in WRITTEN],
+    [Made(product=product, of=OperandRows) for product in TAKEN],
+)
 MADE_ON_HOPPER = [
     *(Made(product=product, kind=RoundedRows) for product in ROUNDED),
     Made(product=Product(rows=130, outputs=128, inputs=256, groups=2, activations="fp8"), of=RoundedRows),

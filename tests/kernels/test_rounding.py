@@ -57,7 +57,6 @@ def test_rows_without_whole_groups_are_refused():
             Case(lengths=(5, -1), tokens=3, entries=None, layout=ONE_BLOCK),
             Case(lengths=(300,), layout=sm90.Layout(cluster=2)),
         ],
-        count=1,
     ),
     ids=["widened", "window", "few queries", "cluster"],
 )

@@ -180,7 +180,7 @@ CHUNKS = [
 
 @machines
 @pytest.mark.parametrize("keep_tails", [False, True], ids=["", "draft"])
-@pytest.mark.parametrize("case", first_of(CHUNKS, count=1), ids=str)
+@pytest.mark.parametrize("case", first_of(CHUNKS), ids=str)
 def test_an_update_loads_streams_from_their_product(case, keep_tails, simulate):
     """With the bytes of the same update from streams that ``token_parts`` has made."""
     batch = make_batch(case)

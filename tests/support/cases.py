@@ -1,6 +1,7 @@
 """Cases of a test: ``make test`` runs the first ones, ``make check`` one more, and ``make sweeps`` all the others."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -20,3 +21,10 @@ def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
     found = list(cases)
     second = [marked(case, pytest.mark.slow) for case in found[count : count + 1]]
     return [*found[:count], *second, *(marked(case, pytest.mark.sweep) for case in found[count + 1 :])]
+
+
+def in_turns(*families: Sequence[Any]) -> list[Any]:
+    """One case of each family, then another of each, and so on: then the first ones are of all of them."""
+    absent = object()
+    rounds = itertools.zip_longest(*families, fillvalue=absent)
+    return [case for case in itertools.chain.from_iterable(rounds) if case is not absent]

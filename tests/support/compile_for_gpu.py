@@ -5,6 +5,7 @@ shows which donated bytes are updated in place, and what else the program alloca
 Needs the extra ``cross``.
 """
 
+import argparse
 import functools
 import glob
 import importlib.util
@@ -111,18 +112,21 @@ def report_of(module: str, target: str, *options: str) -> dict[str, Any]:
     return json.loads(run_module(module, target, *options).stdout.splitlines()[-1])
 
 
-def main(target: str, *options: str) -> None:
-    """Print what a step updates in place, or with ``--all`` what each program does."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--all", action="store_true", help="all programs, not a decode step alone")
+    options = parser.parse_args()
     prepare_environment()
     # Products by cuBLAS, which may be what XLA chooses on a device, too: code of its own for them takes as long to
     # compile as all else, and neither what is aliased nor what grows with the cache depends on it.
     os.environ["XLA_FLAGS"] += " --xla_gpu_enable_triton_gemm=false"
     from tests.support import in_place
 
-    compiler, is_all = functools.partial(compile_for, target), options == ("--all",)
-    reports = {name: audit(compiler) for name, audit in (in_place.ALL if is_all else in_place.STEP).items()}
+    compiler = functools.partial(compile_for, options.target)
+    reports = {name: audit(compiler) for name, audit in (in_place.ALL if options.all else in_place.STEP).items()}
     prefill = {}
-    for layer, kind in enumerate(("swa", "csa", "hca") if is_all else ()):
+    for layer, kind in enumerate(("swa", "csa", "hca") if options.all else ()):
         function, args = in_place.flash_prefill(layer, "bfloat16")
         prefill[kind] = in_place.memory_of(compiler(function, *args, donate_argnums=2)).temp_size_in_bytes
     grants = [
@@ -132,4 +136,4 @@ def main(target: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

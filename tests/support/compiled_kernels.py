@@ -1,8 +1,8 @@
 """Every GPU kernel at the models' sizes, compiled where there is no GPU: python -m tests.support.compiled_kernels h200
 
 Prints one JSON line, kernel -> what PTX, ptxas and XLA say of it; with ``--table`` first its registers and the blocks
-that an SM can hold; with ``--only`` and a pattern only the kernels whose names match. One target per process. Needs the
-extra ``cross``.
+that an SM can hold; with ``--only`` and a pattern only the kernels whose names match, and with ``--few`` few of each
+launch. One target per process. Needs the extra ``cross``.
 """
 
 import argparse

@@ -62,7 +62,6 @@ def test_append_swa(kv_format):
             *(csa(17, "fp8_row", "nvfp4"), csa(17, "fp8_tile64", "mxfp4", cfg=ODD), csa(17, "f32", "f32")),
             *(csa(17, "bf16", "bf16", cfg=ODD), hca("ring", 17, "fp8_row", cfg=ODD)),
         ],
-        count=1,
     ),
     ids=str,
 )

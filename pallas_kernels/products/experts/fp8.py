@@ -30,10 +30,9 @@ from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.tensor_cores import Role, TensorCores
 from pallas_kernels.language.values import Index, Value, select
 from pallas_kernels.products.experts.layout import BOX, BOXES, GATHERERS, PART, SCALE_INPUTS, Layout
-from pallas_kernels.products.experts.sm90 import Block, ExpertInputs
+from pallas_kernels.products.experts.sm90 import REGISTERS, Block, ExpertInputs
 
 _QUAD, _EIGHT = 4, 8
-_REGISTERS = {4: (104, 64), 2: (232, 40)}  # of a lane that multiplies, and that loads, by the warpgroups that multiply
 _UNIT = 16  # bytes
 _AT_ONCE = 2  # rows of x that a lane copies units of before it begins with others
 _PART_ROWS = PART // BOXES
@@ -67,7 +66,7 @@ _Tables = list[list[Value]]  # of each output: the eight magnitudes times 2^(s -
 def body(machine: TensorCores, inputs: ExpertInputs, out: Any, *, layout: Layout) -> None:
     """Compute a block's units."""
     block = RoundedBlock.take(machine, inputs, layout)
-    multiplying, loading = _REGISTERS[layout.warpgroups]
+    multiplying, loading = REGISTERS[layout.warpgroups]
     machine.roles(
         Role(warpgroups=layout.warpgroups, registers=multiplying, body=lambda: _multiply(block, out)),
         Role(warpgroups=1, registers=loading, body=block.load),
