@@ -49,7 +49,7 @@ PARTS = "same", "made", "token", "prompt", "step"
 ON_DEMAND = "kernels", "folder"  # which compile more programs, and fill the disk
 IN_A_ROW, ROUNDS = 10, 3
 ROOM = 256  # tokens that requests can grow by
-FIRST = 1, 33  # tokens whose logits are compared: the outputs of few of them are gathered
+FIRST = 1, 33, 256  # tokens whose logits are compared: the outputs of few are gathered, and many are divided
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,9 @@ class RunOptions:
 
     backend: Backend = None
     model_axis: str | None = None  # the mesh axis over which heads are split
+    # The mesh axis over which queries are split: each device stores all tokens, and returns y of its share of them. Then
+    # there is no residual, and nothing is probed.
+    token_axis: str | None = None
     is_draft: bool = False  # do not change windows and tails, and return what ``commit`` needs
 
 
@@ -73,15 +76,6 @@ class TokenRows:
         """The number of tokens T."""
         leaves = [leaf for leaf in jax.tree.leaves(self) if leaf.ndim == 3]
         return leaves[0].shape[1]
-
-    def first(self, num_tokens: int) -> TokenRows:
-        """Return the rows of the first ``num_tokens`` tokens."""
-
-        def cut(normed: Normed | None) -> Normed | None:
-            return normed and (jax.tree.map(lambda leaf: leaf[:, :num_tokens], normed[0]), normed[1])
-
-        kv = None if self.kv is None else self.kv[:, :num_tokens]
-        return TokenRows(kv=kv, entry=cut(self.entry), key=cut(self.key))
 
 
 Draft = tuple[Batch, TokenRows]  # the batch of a draft, and what its tokens contribute

@@ -36,7 +36,7 @@ from dsv4jax.layer.stages.compose import Stages
 from dsv4jax.layer.stages.entries import tap_entries
 from dsv4jax.layer.stages.interface import Ending, Latents
 from dsv4jax.layer.stages.probe import NOTHING, Probe, Seen
-from dsv4jax.layer.tiles import map_tokens
+from dsv4jax.layer.tiles import map_tokens, own_tokens
 from dsv4jax.plan import plan_of_heads
 from dsv4jax.weights.params import AttentionParams, check_params, frozen_where_stored
 
@@ -202,19 +202,20 @@ def _run_layer(
     """Run a layer whose arguments are checked. ``options.backend`` names a backend for every op that the kind uses."""
     assert isinstance(options.backend, OpBackends)
     plan = plan_of_heads(cache.plan, options.model_axis)
-    stages = Stages.of(options.backend, plan, kind)
-    batch, num_tokens, _ = given.x.shape
-    # A patch is given all tokens at once.
-    tile = num_tokens if probe.patched("picks", "attention") else stages.tile(params, batch, num_tokens)
-    x = jnp.pad(given.x, ((0, 0), (0, -num_tokens % tile), (0, 0)))
-    tokens = batch * x.shape[1]
-    cache, call = LayerCall.begin(cache, kind, index, given.slots, given.num_new, num_tokens)
+    stages, x = Stages.of(options.backend, plan, kind), given.x
+    cache, call = LayerCall.begin(cache, kind, index, given.slots, given.num_new, x.shape[1])
     call = dataclasses.replace(call, plan=plan)
     taken = stages.intake.take(params, x, call, is_draft=options.is_draft)
     seen: Seen = {}
     if kind.compresses and probe.sees("entries"):
-        taken = tap_entries(taken, num_tokens, probe, seen)
+        taken = tap_entries(taken, x.shape[1], probe, seen)
     window, entries = taken.window, taken.entries
+    latents = own_tokens(taken.latents, options.token_axis)
+    batch, num_tokens = latents.positions.shape
+    # A patch is given all tokens at once.
+    tile = num_tokens if probe.patched("picks", "attention") else stages.tile(params, batch, num_tokens)
+    latents = latents.padded(-num_tokens % tile)
+    tokens = latents.positions.size
 
     def narrow(part: tuple[Latents, jax.Array | None]) -> tuple[Rows, Seen]:
         latents, chosen = part
@@ -234,14 +235,14 @@ def _run_layer(
     chosen = probe.entries
     if chosen is not None:
         chosen = jnp.pad(chosen, ((0, 0), (0, -num_tokens % tile), (0, 0)), constant_values=-1)
-    rows, of_tokens = map_tokens(narrow, (taken.latents, chosen), tile)
+    rows, of_tokens = map_tokens(narrow, (latents, chosen), tile)
     seen |= {site: value[:, :num_tokens] for site, value in of_tokens.items()}
     # Make the next write into these buffers wait for this layer's reads. Otherwise XLA may schedule the write first and
     # keep a copy of the pool or window for the reads. What follows them is not tied, so that XLA can fuse the end of
     # this layer with what the caller does with y.
     rows, stack, seen = lax.optimization_barrier((rows, taken.call.stack, seen))
     ending = Ending(
-        positions=taken.latents.positions,
+        positions=latents.positions,
         num_tokens=num_tokens,
         dtype=x.dtype,
         residual=given.residual,
@@ -250,5 +251,5 @@ def _run_layer(
     y = stages.output.finish(params, rows, ending)
     if options.is_draft:
         assert taken.rows is not None
-        return y, cache.with_stack(kind, stack), (call.batch, taken.rows.first(num_tokens)), seen
+        return y, cache.with_stack(kind, stack), (call.batch, taken.rows), seen
     return y, cache.with_stack(kind, stages.intake.close(taken, stack)), None, seen

@@ -34,6 +34,22 @@ def map_tokens[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs, size:
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(batch, tokens, *leaf.shape[3:]), found)
 
 
+def own_tokens[Inputs](inputs: Inputs, axis: str | None) -> Inputs:
+    """Cut this device's share of the tokens from arrays [B, T, ...] of all: [B, T / devices, ...].
+
+    The devices of a mesh axis have adjacent tokens, in order, and T divides by their number. Without an axis one device
+    has all.
+    """
+    if axis is None:
+        return inputs
+
+    def cut(leaf: jax.Array) -> jax.Array:
+        share = leaf.shape[1] // lax.axis_size(axis)
+        return lax.dynamic_slice_in_dim(leaf, lax.axis_index(axis) * share, share, axis=1)
+
+    return jax.tree.map(cut, inputs)
+
+
 def apart[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs) -> Tree:
     """Apply a function so that XLA merges nothing of it with what makes its inputs and with what takes its result."""
     return lax.optimization_barrier(function(lax.optimization_barrier(inputs)))

@@ -133,10 +133,12 @@ def _forward(
     def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Tree:
         ids, slots, num_new = rows
         tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-        attend, of_ops = attention(slots, num_new, backend), for_plan(backend, cache.plan)
-        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=of_ops, probe=probe)
+        tokens = tokens if probe.looks else tokens.shared()
+        attend = attention(slots, num_new, backend, tokens.devices.token_axis)
+        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=for_plan(backend, cache.plan), probe=probe)
         ran = run_model(params, cache, way)
-        return read_logits(ran.x, params.head, logits, way), _for_drafts(params, ran), ran.cache, ran.captured(way)
+        of_drafts = tokens.devices.gather_chunk(_for_drafts(params, ran))
+        return read_logits(ran.x, params.head, logits, way), of_drafts, ran.cache, ran.captured(way)
 
     def specs() -> tuple[Tree, Tree]:
         of_cache = cache_specs(cache)
@@ -431,9 +433,11 @@ def _run_sequences(
     return all_logits(x, params.head, way), captured, found
 
 
-def attention(slots: jax.Array, num_new: jax.Array, backend: Backend) -> Attend[KVCache]:
+def attention(
+    slots: jax.Array, num_new: jax.Array, backend: Backend, token_axis: str | None = None
+) -> Attend[KVCache]:
     """Return how the layers of an ordinary pass attend: they store what is new."""
-    options = RunOptions(backend=backend)
+    options = RunOptions(backend=backend, token_axis=token_axis)
 
     def attend(
         weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int, probe: Probe

@@ -29,7 +29,7 @@ from dsv4jax.model import (
     stage_forward,
 )
 from dsv4jax.model.inside import blocks
-from dsv4jax.model.inside.devices import Devices, weight_specs
+from dsv4jax.model.inside.devices import SHARE, Devices, weight_specs
 from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
 from dsv4jax.model.params import StoredExperts
 from dsv4jax.model.plain.experts import mixed
@@ -39,8 +39,12 @@ from tests.support.models import FULL, MODEL_A, MODEL_Q, SMALL, recorded
 
 TOLERANCE = 5e-5  # as of ``test_forward_pass``: f32 sums in another order, of logits of rms 1.9
 CFG = dataclasses.replace(SMALL, vocab_size=8)  # divides by four devices, as the four experts do
+OF_CHUNKS = dataclasses.replace(  # of one layer, because a program of a chunk takes long to compile
+    CFG, attention=dataclasses.replace(CFG.attention, compress_ratios=(4,)), num_hash_layers=0
+)
 ALL_SHAPES = [(2, 4), (1, 8), (4, 2), (8, 1)]
 FOUR = [(2, 2), (1, 4), (4, 1)]
+DIVIDED = [(1, 2), (2, 2), (1, 4)]  # several devices have the same requests
 ROWS, TOKENS = 4, 6
 PROMPTS = [[1, 2, 3], [4], [5, 0, 2, 1, 4, 3, 3, 1] * 5, [2, 2], [0, 1, 5, 5, 5, 2, 0]]
 
@@ -51,7 +55,11 @@ def mesh_of(shape: tuple[int, int]) -> jax.sharding.Mesh:
 
 @functools.cache
 def small_model(shape: tuple[int, int] | None, weights: str = "f32", cfg: ModelConfig = CFG):
-    return random_model(cfg, jax.random.key(1), weights=weights, mesh=None if shape is None else mesh_of(shape))
+    """A random model on one device, or the same laid over a mesh: to draw it there compiles a program more."""
+    if shape is None:
+        return random_model(cfg, jax.random.key(1), weights=weights)
+    alone, mesh = small_model(None, weights, cfg), automatic(mesh_of(shape))
+    return dataclasses.replace(jax.device_put(alone, weight_specs(alone, mesh)), mesh=mesh)
 
 
 def batch() -> tuple[jax.Array, jax.Array]:
@@ -81,7 +89,7 @@ def test_random_weights_do_not_depend_on_the_mesh_and_lie_where_the_table_says(w
     cfg = ModelConfig.tiny(attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(0,)))
     with jax.default_device(jax.devices("cpu")[0]):  # as the mesh: a GPU draws other last bits
         alone = small_model(None, weights, cfg)
-    spread = small_model((2, 2), weights, cfg)
+    spread = random_model(cfg, jax.random.key(1), weights=weights, mesh=mesh_of((2, 2)))
     for path, leaf in jax.tree.leaves_with_path(spread):
         name = jax.tree_util.keystr(path)
         divided = re.search(r"\.embedding|\.head$|\.experts\.(gate_up|down)", name)
@@ -214,6 +222,39 @@ def test_passes_give_the_numbers_of_one_device(shape):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE), alone, spread)
 
 
+@pytest.mark.parametrize("shape", shapes(DIVIDED))
+def test_chunks_whose_tokens_are_divided_give_the_numbers_of_one_device(shape):
+    """Rows end in each device's share, and at its borders; the second chunk reads what the first one stored."""
+    most = shape[1] * SHARE
+    counts = np.asarray([[most, SHARE + 1, 0, 1], [SHARE - 7, SHARE, 3, most]], np.int32)
+    ids = np.random.default_rng(5).integers(0, CFG.vocab_size, (2, ROWS, most)).astype(np.int32)
+    alone, spread = (chunks(each, ids, counts) for each in (None, shape))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE), alone, spread)
+
+
+@functools.cache
+def chunk_program(shape: tuple[int, int] | None, tokens: int) -> Any:
+    """The compiled pass of a chunk, and a cache with its slots."""
+    mesh = None if shape is None else mesh_of(shape)
+    both, slots, _ = init_caches(OF_CHUNKS, ROWS, 2 * tokens, mesh=mesh, **FULL).admit(ROWS)
+    ids, counts = jnp.zeros((ROWS, tokens), jnp.int32), jnp.zeros(ROWS, jnp.int32)
+    run = jax.jit(lambda *given: forward(*given))
+    return run.lower(small_model(shape, "f32", OF_CHUNKS), ids, both.model, slots, counts).compile(), both.model, slots
+
+
+def chunks(shape: tuple[int, int] | None, ids: np.ndarray, counts: np.ndarray) -> Any:
+    """Chunks of the same rows one after the other: their logits, and what drafts are made of, on the host."""
+    run, cache, slots = chunk_program(shape, ids.shape[-1])
+    found = []
+    for new, count in zip(jnp.asarray(ids), jnp.asarray(counts), strict=True):
+        cache, ok = d4.prepare_forward(cache, slots, count)
+        assert np.all(np.asarray(ok))
+        logits, streams, cache = run(small_model(shape, "f32", OF_CHUNKS), new, cache, slots, count)
+        cache = d4.advance(cache, slots, count)
+        found.append((logits, streams))
+    return as_numpy(found)
+
+
 @pytest.mark.sweep(guard="test_two_processes_make_the_tokens_of_one_device")
 @pytest.mark.parametrize("shape", shapes(ALL_SHAPES, count=0))
 def test_recorded_logits_and_tokens_on_eight_devices(shape):
@@ -328,6 +369,20 @@ def test_a_pass_sends_what_is_named_and_nothing_else(shape):
         "all-gather": data * (2 + layers) + (not data) * layers + model,
         "reduce-scatter": data * (1 + layers),  # sum_of_embedding, sum_of_experts of each layer
         "all-reduce": model * (1 + data * layers),  # the same
+        "all-to-all": int(data),  # gather_logits
+    }
+    assert collections.Counter(sent) == {name: count for name, count in expected.items() if count}
+
+
+@pytest.mark.parametrize("shape", shapes(DIVIDED))
+def test_a_chunk_sends_what_is_named_and_nothing_else(shape):
+    data, layers = shape[0] > 1, OF_CHUNKS.num_layers
+    text = chunk_program(shape, shape[1] * SHARE)[0].as_text()
+    sent = re.findall(r" ((?:all-|collective-|ragged-|reduce-scatter)[\w-]*?)(?:-start)?\(", text)
+    expected = {
+        # gather_tokens and gather_inputs as ever; gather_chunk of each sublayer, of the head and for drafts; gather_logits
+        "all-gather": data * (2 + layers) + (2 * layers + 2) + 1,
+        "reduce-scatter": (1 + data) * (1 + layers),  # sum_of_embedding, sum_of_experts of each layer
         "all-to-all": int(data),  # gather_logits
     }
     assert collections.Counter(sent) == {name: count for name, count in expected.items() if count}

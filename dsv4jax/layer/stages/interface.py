@@ -33,6 +33,18 @@ class Latents:
     positions: jax.Array  # int32 [B, T], -1 = padding
     head_weights: jax.Array | None  # f32 [B, T, indexer_heads], with the indexer's scale factors; CSA only
 
+    def padded(self, count: int) -> Latents:
+        """Return these with so many tokens of padding after them."""
+
+        def pad[T](leaves: T, value: int) -> T:
+            return jax.tree.map(
+                lambda leaf: jnp.pad(leaf, ((0, 0), (0, count), *[(0, 0)] * (leaf.ndim - 2)), constant_values=value),
+                leaves,
+            )
+
+        rows, head_weights = pad((self.rows, self.head_weights), 0)
+        return Latents(rows=rows, positions=pad(self.positions, -1), head_weights=head_weights)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ class Tokens:
     ids: jax.Array  # int32 [B, T]
     real: jax.Array  # bool [B, T] False on padding, and in rows that were not granted
     count: jax.Array  # int32 [B] number of real tokens
-    devices: Devices = ONE  # that compute the pass together, each of them its own requests
+    devices: Devices = ONE  # that compute the pass together, each of them its own requests, or a share of their tokens
 
     @functools.cached_property
     def of_all(self) -> Tokens:
@@ -77,6 +77,10 @@ class Tokens:
             return self
         ids, count = self.devices.gather_tokens(self.ids, self.count)
         return Tokens(ids=ids, real=jnp.arange(ids.shape[1])[None] < count[:, None], count=count)
+
+    def shared(self) -> Tokens:
+        """Return these as devices with the same requests compute them: each a share of a long chunk."""
+        return dataclasses.replace(self, devices=self.devices.of_chunk(self.ids.shape[1]))
 
     @classmethod
     def of(
@@ -159,7 +163,7 @@ class Way[Cache]:
 
     def attention(self, x: jax.Array, cache: Cache, block: Block, layer: int, taps: Taps) -> tuple[jax.Array, Cache]:
         """Return (what a layer's attention makes of x, cache)."""
-        probe = taps.probe.within(*IN_ATTENTION)
+        probe, x = taps.probe.within(*IN_ATTENTION), self.tokens.devices.gather_chunk(x)
         y, cache, seen = self.attend(
             block.attention, x, cache, layer, dataclasses.replace(probe, entries=taps.probe.entries)
         )
@@ -197,7 +201,7 @@ class Way[Cache]:
     def experts(self, x: jax.Array, block: Block, taps: Taps) -> SublayerOutput:
         """Return what a layer's experts make of x."""
         devices, tokens = self.tokens.devices, self.tokens.of_all
-        given = devices.gather_inputs(x)
+        given = devices.gather_inputs(devices.gather_chunk(x))
         if taps.probe.experts is None:
             router = ROUTER.of(self.backend, self.cfg, block.router, x.dtype)
             picks = _pick(given, tokens.ids, tokens.real, block.router, op=router, cfg=self.cfg, devices=devices)
@@ -300,11 +304,11 @@ def _mix(
     if (own := devices.own_experts(cfg.num_experts)) is None:
         return mixed(op, x, picks, experts, cfg, backend)
     here, projections = picks.among(own), projections_of(backend)
-    if devices.data == 1:  # both are the same tokens
+    if given.shape == x.shape:  # they are the same tokens
         routed, shared = op.outputs(x, here, experts, cfg, projections)
     else:
         routed, shared = op.routed(given, here, experts, cfg), of_shared(x, experts, cfg, projections)
-    if gathers_outputs(devices.data, devices.model, routed.nbytes):
+    if not devices.has_share and gathers_outputs(devices.data, devices.model, routed.nbytes):
         routed = devices.gather_outputs(routed)
         return ExpertOutputs(routed=routed, shared=shared, experts=picks.experts, num_experts=cfg.num_experts)
     routed = devices.sum_of_experts(sum_of_picks(routed, here.experts, own.count))
@@ -320,7 +324,7 @@ class Ran:
     """What layers have made."""
 
     after: list[jax.Array]  # streams [B, T, num_streams, hidden] after each layer
-    x: jax.Array  # [B, T, hidden] of the head
+    x: jax.Array  # [B, T, hidden] of the head, of all tokens
     cache: KVCache
     seen: list[Seen]  # what was captured of each layer, and of the head
 
@@ -366,6 +370,7 @@ def run_blocks(
             head = Sublayer(name="head", mix=final_mix, norm=final_norm, taps=following)
             streams, x = way.end(y, streams, gains, head, own)
         after.append(streams)
+    x = way.tokens.devices.gather_chunk(x)
     return Ran(after=after, x=x, cache=cache, seen=[each.seen for each in taps])
 
 
@@ -376,12 +381,16 @@ def first_streams(params: ModelParams, tokens: Tokens) -> jax.Array:
 
 
 def embedded(params: ModelParams, tokens: Tokens) -> jax.Array:
-    """Return rows of the embedding [B, T, hidden]: NaN for an id outside the vocabulary, 0 on padding."""
+    """Return rows of the embedding [B, T, hidden]: NaN for an id outside the vocabulary, 0 on padding.
+
+    Those are of this device's own tokens, as all that layers make of them, but for what their attention stores.
+    """
     ids, embedding, size = tokens.of_all.ids, params.embedding, params.cfg.vocab_size
     rows = _rows(embedding, ids - tokens.devices.first(size))
     is_token = ((ids >= 0) & (ids < size))[..., None]
     rows = tokens.devices.sum_of_embedding(jnp.where(is_token, rows, jnp.nan))
-    return jnp.where(tokens.real[..., None], rows, jnp.zeros((), rows.dtype))
+    real = tokens.devices.own_tokens(tokens.real)
+    return jnp.where(real[..., None], rows, jnp.zeros((), rows.dtype))
 
 
 def _rows(embedding: jax.Array, ids: jax.Array) -> jax.Array:

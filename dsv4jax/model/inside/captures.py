@@ -88,6 +88,11 @@ class ModelProbe:
             raise ValueError(f"choices must be Choices, got {type(choices).__name__}")
         return cls(captures=tuple(capture), patches=tuple(intervene.items()), choices=choices)
 
+    @property
+    def looks(self) -> bool:
+        """Whether anything is captured, patched or chosen. Then each device computes all tokens of its requests."""
+        return bool(self.captures or self.patches or self.choices is not None)
+
     def of_layer(self, layer: int, cfg: ModelConfig) -> Probe:
         """Return the probe of a layer; that of the head has the number after the last one."""
         captures = set(self.captures)

@@ -4,18 +4,23 @@ A mesh has two axes. Requests are divided over ``data``; the devices of ``model`
 all else that is not in ``PLACES`` is computed where the tokens are, with weights that every device holds. The routed
 experts are divided over all devices by their number, embedding and head by vocabulary.
 
+Of a long chunk, the devices of ``model`` have a share of each request's tokens each: its streams, and the queries of
+its attention. What tokens contribute to the cache, and the router's picks, are computed for all of them everywhere.
+
 What is sent, and nothing else is:
 
     gather_tokens      ids and counts of all requests, once a pass          over data
     sum_of_embedding   rows of the embedding, once a pass                   over both
     gather_inputs      what experts take, in each layer; and the head's     over data
+    gather_chunk       what each sublayer takes of a long chunk             over model
     gather_outputs     those of each pick, of few tokens, in each layer     over model, if data = 1
     sum_of_experts     the outputs of experts otherwise, in each layer      over both
     gather_logits      once a pass                                          over both
     any_of             flags, once a pass of the loop that generates        over data
 
-On one shard of requests, ``data`` = 1, what is over data costs nothing, and one gather or sum of a layer remains. On
-one device of each shard, ``model`` = 1, there is a gather before experts and a sum after them.
+On one shard of requests, ``data`` = 1, what is over data costs nothing, and one gather or sum of a layer remains, or of
+a long chunk two gathers and a sum. On one device of each shard, ``model`` = 1, there is a gather before experts and a
+sum after them.
 """
 
 from __future__ import annotations
@@ -34,11 +39,13 @@ import pallas_kernels as pk
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.shards import DATA, MODEL, automatic, check_rows, is_inside, over_mesh
 from dsv4jax.checks import Tree
+from dsv4jax.layer.tiles import own_tokens
 from dsv4jax.model.config import ModelConfig
 
 _ALL = (MODEL, DATA)  # in this order the logits of a shard's requests come out in the vocabulary's order
 EVERYWHERE, EXPERTS_PLACE = P(), P(_ALL)
 MOST_GATHERED = 1 << 19  # bytes of picks' outputs, up to which little but latency is sent
+SHARE = 128  # tokens of a request that kernels multiply and round together: a device's share is a multiple of it
 # Where each weight lives, by the end of its name. What has no place here is on every device.
 PLACES = (
     (re.compile(r"(^|\.)(embedding|head)$"), P(_ALL)),  # [V, h]
@@ -119,11 +126,22 @@ class Devices:
     """
 
     mesh: Mesh | None = None
+    # Whether each device of ``model`` has a share of the tokens of a request, [B, T / model, ...] of [B, T, ...].
+    has_share: bool = False
 
     @classmethod
     def of(cls, mesh: Mesh | None) -> Devices:
         """Return the devices of weights that lie over a mesh; one if the caller sees all of them as whole arrays."""
         return cls(mesh if mesh is not None and is_inside(mesh) else None)
+
+    def of_chunk(self, tokens: int) -> Devices:
+        """Return the devices as they compute a chunk of so many tokens of each request, with a share each if it pays."""
+        return dataclasses.replace(self, has_share=self.model > 1 and tokens % (self.model * SHARE) == 0)
+
+    @property
+    def token_axis(self) -> str | None:
+        """The axis over which tokens are divided."""
+        return MODEL if self.has_share else None
 
     @property
     def data(self) -> int:
@@ -160,6 +178,10 @@ class Devices:
 
         return jax.tree.map(cut, tree)
 
+    def own_tokens[T](self, tree: T) -> T:
+        """Cut this device's tokens from all of its requests."""
+        return own_tokens(tree, self.token_axis)
+
     def gather_tokens(self, ids: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return ids int32 [B, T] and counts int32 [B] of all requests."""
         if self.data == 1:
@@ -171,8 +193,12 @@ class Devices:
         """Return arrays [B, ...] of all requests from those of each shard, [B / data, ...]."""
         return tree if self.data == 1 else jax.tree.map(_gather, tree)
 
+    def gather_chunk(self, x: jax.Array) -> jax.Array:
+        """Return x [B, T, ...] of all tokens from that of each device's own."""
+        return lax.all_gather(x, MODEL, axis=1, tiled=True) if self.has_share else x
+
     def sum_of_embedding(self, rows: jax.Array) -> jax.Array:
-        """Add up rows [B, ...] that each device has found for all requests: [B / data, ...]. All but one are 0."""
+        """Add up rows [B, T, h] that each device has found for all requests: those of its own. All but one are 0."""
         return self._sum(rows)
 
     def gather_outputs(self, outputs: jax.Array) -> jax.Array:
@@ -180,7 +206,7 @@ class Devices:
         return lax.all_gather(outputs, MODEL)
 
     def sum_of_experts(self, outputs: jax.Array) -> jax.Array:
-        """Add up what each device's experts give all requests, f32 [B, ...]: [B / data, ...].
+        """Add up what each device's experts give all requests, f32 [B, T, h]: that of this device's own tokens.
 
         Each device has summed its own experts' outputs in the order of their numbers.
         """
@@ -203,6 +229,8 @@ class Devices:
     def _sum(self, rows: jax.Array) -> jax.Array:
         if self.data > 1:
             rows = lax.psum_scatter(rows, DATA, scatter_dimension=0, tiled=True)
+        if self.has_share:
+            return lax.psum_scatter(rows, MODEL, scatter_dimension=1, tiled=True)
         return lax.psum(rows, MODEL) if self.model > 1 else rows
 
 
