@@ -6,7 +6,7 @@
     token   wall time of a token of one text after 4,096, by the loop that generates
     prompt  wall time of a prompt of 4,096 tokens to the first new one
     step    wall time of decode steps of --steps, several in a row; of the last also on the mesh turned round
-    kernels what the kernels of these steps take on a device, by name
+    kernels what the kernels of these steps, and of the prompt's pass, take on a device, by name
     folder  seconds to write the weights as a checkpoint, and to load it from the page cache on to the mesh
 
 The last two run only when they are named. Weights are drawn in the formats of checkpoints, of as many layers as are
@@ -115,14 +115,16 @@ def first_logits(params: ModelParams, tokens: int) -> np.ndarray:
     return np.asarray(forward(params, jnp.asarray(ids, jnp.int32), cache, slots, counts)[0])
 
 
-def ready(params: ModelParams, requests: int, context: int) -> tuple[jax.Array, d4.KVCache, jax.Array]:
-    """Return (ids, cache, slots) of requests that have ``context`` tokens each."""
-    caches = init_caches(params.cfg, requests, context + ROOM, mesh=params.mesh, headroom=1.0)
+def ready(
+    params: ModelParams, requests: int, context: int, tokens: int = 1
+) -> tuple[jax.Array, d4.KVCache, jax.Array]:
+    """Return (ids [B, tokens], cache, slots) of requests that have ``context`` tokens each."""
+    caches = init_caches(params.cfg, requests, context + tokens + ROOM, mesh=params.mesh, headroom=1.0)
     caches, slots, _ = caches.admit(requests)
     stored = jnp.full(requests, context, jnp.int32)
     cache, ok = d4.prepare_forward(caches.model, slots, stored)
     assert np.all(jax.device_get(ok)), "no room"
-    ids = jnp.asarray(np.random.default_rng(1).integers(0, params.cfg.vocab_size, (requests, 1)), jnp.int32)
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, params.cfg.vocab_size, (requests, tokens)), jnp.int32)
     return ids, d4.advance(cache, slots, stored), slots
 
 
@@ -149,13 +151,14 @@ def time_steps(bench: Bench, params: ModelParams) -> None:
 
 
 def show_kernels(bench: Bench, params: ModelParams) -> None:
-    """Print what kernels of a step take, by name: the mean of devices. A sum includes waiting for the other device."""
-    for requests, context in bench.steps:
+    """Print what kernels of a pass take, by name: the mean of devices. A sum includes waiting for the other device."""
+    passes = {f"kernels B{requests} {context}": (requests, context, 1) for requests, context in bench.steps}
+    for case, sizes in (passes | {f"kernels prompt {bench.context}": (1, 0, bench.context)}).items():
         sums: dict[str, float] = {}
-        for name, ms in kernel_events(jax.jit(step), params, *ready(params, requests, context)):
+        for name, ms in kernel_events(jax.jit(step), params, *ready(params, *sizes)):
             name = name.rstrip("0123456789_.")
             sums[name] = sums.get(name, 0.0) + ms / bench.mesh.size
-        bench.note(f"kernels B{requests} {context}", f"{sum(sums.values()):9.3f} ms", ms=sums)
+        bench.note(case, f"{sum(sums.values()):9.3f} ms", ms=sums)
         for name, ms in sorted(sums.items(), key=lambda item: -item[1])[:24]:
             print(f"        {ms:9.3f} ms {name[:100]}", flush=True)
 

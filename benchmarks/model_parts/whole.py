@@ -84,12 +84,12 @@ def with_activations(params: ModelParams, activations: str) -> ModelParams:
 def step(
     params: ModelParams, ids: jax.Array, cache: d4.KVCache, slots: jax.Array
 ) -> tuple[jax.Array, d4.KVCache, jax.Array]:
-    """Feed each request a token. Returns (the likeliest next ones int32 [B, 1], the cache, ok; [shards] on a mesh)."""
-    one = jnp.ones_like(slots)
-    cache, ok = d4.prepare_forward(cache, slots, one)
-    logits, _, cache = forward(params, ids, cache, slots, one)
+    """Feed requests tokens [B, T]. Returns (the likeliest next ones int32 [B, 1], the cache, ok; [shards] on a mesh)."""
+    count = jnp.full_like(slots, ids.shape[1])
+    cache, ok = d4.prepare_forward(cache, slots, count)
+    logits, _, cache = forward(params, ids, cache, slots, count)
     assert logits is not None
-    return jnp.argmax(logits, -1).astype(jnp.int32)[:, None], d4.advance(cache, slots, one), ok
+    return jnp.argmax(logits, -1).astype(jnp.int32)[:, None], d4.advance(cache, slots, count), ok
 
 
 def batch(requests: int) -> tuple[jax.Array, jax.Array]:
