@@ -384,15 +384,16 @@ def tune(out: Path | None, only: str, *, runs: int) -> None:
 def _layouts(case: Case) -> Iterator[dict[str, AttentionLayout]]:
     """Yield the layouts whose blocks have at least one tile each, and run at once or nearly so."""
     tiles = -(-case.plan.cfg.sliding_window // KEYS) - (-case.entries_read // KEYS)
-    heads = case.batch * case.tokens * case.heads
+    queries = case.batch * case.tokens
     for cluster in (8, 4, 2, 1):
         if cluster > tiles:
             continue
-        if heads // HEADS * cluster <= 160 or cluster == 1:
+        if queries * -(-case.heads // HEADS) * cluster <= 160 or cluster == 1:
             yield dict(layout=sm90.Layout(cluster=cluster))
         for some in (8, 16, 32):
             few = sm90_few.Layout(heads=some, cluster=cluster, tiles=-(-tiles // cluster))
-            if cluster > 1 and few.fits and heads // some * cluster <= 160:
+            at_once = case.heads % some == 0 and queries * case.heads // some * cluster <= 160
+            if cluster > 1 and few.fits and at_once:
                 yield dict(layout=few)
 
 

@@ -34,8 +34,7 @@ A cache on a mesh of one shard can be used outside ``shard_map`` too, if the mes
 (``axis_types=(AxisType.Auto,)``). With explicit axes, the default of ``jax.make_mesh``, JAX requires an output sharding
 for every gather.
 
-The attention kernel needs a multiple of 64 heads on each shard. With fewer heads, ``backend=None`` computes attention
-in XLA.
+The attention kernels need a multiple of 8 heads on each shard. Else ``backend=None`` computes attention in XLA.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@
     Softmax       a running softmax, in powers of two, over the rows of products of heads (rows) and keys (columns)
     finish_output merging the parts of a cluster, the inverse rope, storing
 
-A block computes 64 heads of a query. One or two warpgroups load. In two other warpgroups the output ends up, half of
-its channels in each. How queries are loaded and what is multiplied when are specific to the architecture.
+A block has 64 rows, for as many heads of a query. Where a query has fewer heads left, the other rows are computed of
+whatever was loaded for them, and are not stored: no row of a product depends on another one. One or two warpgroups
+load. In two other warpgroups the output ends up, half of its channels in each. How queries are loaded and what is
+multiplied when are specific to the architecture.
 
 If there are too few queries to fill the GPU, a cluster of blocks shares the tiles of one query and merges the results.
 """
@@ -30,9 +32,10 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
-from pallas_kernels.language.values import Index, Value, select
+from pallas_kernels.language.values import Condition, Index, Value, select
 
-HEADS = 64
+HEADS = 64  # rows of a block
+LEAST_HEADS = 8  # a query has a multiple of so many: a warp stores a row of each quad at once
 STAGES = 2  # one tile of keys is multiplied while the next is loaded
 CONSUMERS = 2  # warpgroups that at the end hold half of the output's channels each
 HALF = HEAD_DIM // CONSUMERS
@@ -41,7 +44,7 @@ WARPS = WARPGROUP // WARP
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout(AttentionLayout):
-    """A layout with heads in groups of 64, and any number of tiles."""
+    """A layout with heads in groups of 64, of which the last may have fewer, and any number of tiles."""
 
     heads: int = dataclasses.field(default=HEADS, init=False)
     cluster: int = 1
@@ -140,6 +143,20 @@ class Block:
             tiles=tiles,
             before=before,
         )
+
+    def has_head(self, head: Value) -> Condition:
+        """Return whether a lane's row has a head, given its number: rows of a query's last block may have none."""
+        heads = self.query.inputs.sinks.shape[0]
+        return True if heads % HEADS == 0 else head < heads
+
+    def have_heads(self, head: Value) -> Condition:
+        """Return whether the rows of a warp's quads have heads, of which ``LEAST_HEADS`` all exist or none.
+
+        The whole warp branches alike, and is told so by an instruction: else ptxas keeps a second copy of each shuffle
+        for warps that are divided, and spills.
+        """
+        heads = self.query.inputs.sinks.shape[0]
+        return True if heads % HEADS == 0 else self.machine.reduce_warp("min", head) < heads
 
     @property
     def after(self) -> Before:
@@ -245,7 +262,12 @@ class Softmax:
         """
         machine, sinks = block.machine, block.query.inputs.sinks
         row = machine.hold(product_row(machine))  # for each query anew, because there are no registers to keep it in
-        logits = PerRow([sinks.load_floats(block.first_head + row + n, count=1)[0] * LOG2E for n in (0, 8)])
+
+        def load(head: Value) -> Value:
+            (sink,) = sinks.load_floats(head, count=1, where=block.has_head(head))
+            return sink * LOG2E
+
+        logits = PerRow([load(block.first_head + row + n) for n in (0, 8)])
         logits = logits.map(lambda logit: logit.maximum(LOWEST))
         peak, counts = logits.map(whole), machine.thread % QUAD == 0
         if block.cluster > 1:
@@ -373,26 +395,28 @@ def _store(
     head = block.first_head + warp % 4 * 16 + lane // QUAD
     turns = _turns(block, means.columns, half, first)
     together = min({RoundedRows: GROUP, OperandRows: SEGMENT}.get(type(out), _STORED), means.columns)
+    have_heads = [block.have_heads(head + 8 * i) for i in range(2)]
     for start, part in zip(range(0, means.columns, together), means.parts(together), strict=True):
         for i in range(2):
-            values = part.of_row(i)
-            row = [values[n : n + 2] for n in range(0, len(values), 2)]
-            row = [turns[at].back(pair) if (at := start + 8 * n) in turns else pair for n, pair in enumerate(row)]
-            channel = half * HALF + (first + start)
-            if isinstance(out, RoundedRows):
-                group = (head + 8 * i) * (HEAD_DIM // GROUP) + channel // GROUP
-                out.store_group(machine, row, query.number, group)
-            elif isinstance(out, OperandRows):
-                words = [machine.to_bf16(*pair) for pair in row]
-                out.store_product(machine, words, query.number, (head + 8 * i) * HEAD_DIM + channel)
-            elif out.dtype.itemsize == 2:
-                words = [machine.to_bf16(*pair) for pair in row]
-                channel = lane % QUAD * 8 + channel
-                out.store_words([*quad_transposed(machine, words)], query.batch, query.token, head + 8 * i, channel)
-            else:
-                for n, pair in enumerate(row):
-                    place = lane % QUAD * 2 + channel + 8 * n
-                    out.store_floats(pair, query.batch, query.token, head + 8 * i, place)
+            with machine.when(have_heads[i]):
+                values = part.of_row(i)
+                row = [values[n : n + 2] for n in range(0, len(values), 2)]
+                row = [turns[at].back(pair) if (at := start + 8 * n) in turns else pair for n, pair in enumerate(row)]
+                channel = half * HALF + (first + start)
+                if isinstance(out, RoundedRows):
+                    group = (head + 8 * i) * (HEAD_DIM // GROUP) + channel // GROUP
+                    out.store_group(machine, row, query.number, group)
+                elif isinstance(out, OperandRows):
+                    words = [machine.to_bf16(*pair) for pair in row]
+                    out.store_product(machine, words, query.number, (head + 8 * i) * HEAD_DIM + channel)
+                elif out.dtype.itemsize == 2:
+                    words = [machine.to_bf16(*pair) for pair in row]
+                    channel = lane % QUAD * 8 + channel
+                    out.store_words([*quad_transposed(machine, words)], query.batch, query.token, head + 8 * i, channel)
+                else:
+                    for n, pair in enumerate(row):
+                        place = lane % QUAD * 2 + channel + 8 * n
+                        out.store_floats(pair, query.batch, query.token, head + 8 * i, place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

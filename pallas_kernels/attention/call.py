@@ -7,6 +7,9 @@ cores. This changes a stored value x to x (1 + e) + d with |e| <= 2^-10 and |d| 
 infinite.
 
 Calls with many tokens widen the rows of a request once for all of its queries (``wide``), on Hopper.
+
+Queries have a multiple of 8 heads. Where heads are divided over devices that can be fewer than 64. In the kernels for
+many queries a block has 64 rows all the same, so its products take as long as those of 64 heads.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.activations import OperandRows, RoundedRows, round_rows
 from pallas_kernels.attention import sm90, sm90_few, sm100
-from pallas_kernels.attention.block import HEADS
+from pallas_kernels.attention.block import HEADS, LEAST_HEADS
 from pallas_kernels.attention.inputs import NOPE_DIM, ROPE_DIM, AttentionInputs, check_inputs
 from pallas_kernels.attention.keys import KEYS
 from pallas_kernels.attention.layout import AttentionLayout, Outputs
@@ -39,8 +42,8 @@ def unsupported_attention(*, kv_format: str, num_heads: int, nope_dim: int, rope
         return f"kv_format must be one of {tuple(ATTENDED_FORMATS)}, got {kv_format!r}"
     if (nope_dim, rope_dim) != (NOPE_DIM, ROPE_DIM):
         return f"a head must have {NOPE_DIM} NoPE and {ROPE_DIM} RoPE channels, got {nope_dim} and {rope_dim}"
-    if num_heads % HEADS:
-        return f"num_heads must be a multiple of {HEADS}, got {num_heads}"
+    if num_heads % LEAST_HEADS:
+        return f"num_heads must be a multiple of {LEAST_HEADS}, got {num_heads}"
     return None
 
 
@@ -119,7 +122,7 @@ def attend(
 ) -> Tree:
     """Launch the kernel of a layout, with rows that are widened where it expects them so, and queries in its order."""
     batch, tokens, heads, dim = inputs.q.shape
-    queries, groups = batch * tokens, heads // layout.heads
+    queries, groups = batch * tokens, layout.groups(heads)
     if dtype == jnp.float8_e4m3fn:
         out = RoundedRows.shapes(queries, heads * dim)
         if not isinstance(layout, sm90.Layout) or layout.cluster > 1 or out.scales.shape[1] != queries:
@@ -160,11 +163,13 @@ def choose_layout(gpu: target.GPU, queries: int, heads: int, tiles: int) -> Atte
       tiles: the largest number of tiles of ``KEYS`` keys that a query may have.
     """
     at_once = sorted(gpu.clusters.items(), reverse=True)  # the largest clusters first
-    cluster = next((size for size, most in at_once if queries * heads <= most * HEADS and size <= tiles), 1)
+    blocks = queries * -(-heads // HEADS)
+    cluster = next((size for size, most in at_once if blocks <= most and size <= tiles), 1)
     if gpu is target.BLACKWELL:
         return sm100.Layout(cluster=cluster)
     for some, least in h200.FEW_HEADS.items() if cluster > 1 else ():
         few = sm90_few.Layout(heads=some, cluster=cluster, tiles=-(-tiles // cluster))
-        if queries * heads <= some * gpu.clusters[cluster] and few.tiles >= least and few.fits:
+        runs_at_once = heads % some == 0 and queries * heads <= some * gpu.clusters[cluster]
+        if runs_at_once and few.tiles >= least and few.fits:
             return few
     return sm90.Layout(cluster=cluster)

@@ -59,7 +59,7 @@ class Outputs[Array: Shaped]:
 class AttentionLayout(abc.ABC):
     """A kernel, and how it divides a query: its heads into groups, and its keys among the blocks of a cluster."""
 
-    heads: int  # heads per block
+    heads: int  # the most heads of a block
     cluster: int  # number of blocks that share the keys
 
     gpu: ClassVar[GPU]  # the GPU that the kernel is for
@@ -77,10 +77,12 @@ class AttentionLayout(abc.ABC):
 
     def check(self, heads: int, tiles: int) -> None:
         """Raise ValueError if the layout does not support queries with so many heads and tiles of keys."""
-        if heads % self.heads:
-            raise ValueError(f"{self} does not share {heads} heads")
         if self.cluster not in CLUSTERS:
             raise ValueError(f"{self} does not share {HEAD_DIM} channels: a cluster has 1, 2, 4 or 8 blocks")
+
+    def groups(self, heads: int) -> int:
+        """Return into how many groups, of a block each, a query's heads are divided."""
+        return -(-heads // self.heads)
 
     def grid(self, queries: int, groups: int) -> Grid:
         """Return the grid for so many queries and groups of heads."""
@@ -108,4 +110,4 @@ class AttentionLayout(abc.ABC):
     def body(
         self, machine: TensorMemory, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
     ) -> None:
-        """Run the kernel, on ``grid(B * T, H // heads)``."""
+        """Run the kernel, on ``grid(B * T, groups(H))``."""

@@ -167,13 +167,14 @@ def _multiply(
 
 
 def _load_queries(block: Block, memory: _Memory) -> None:
-    """Load the queries of the block's heads as f16."""
+    """Load the queries of the block's heads as f16, and zeros in rows past the last head."""
     machine, query, lane = block.machine, block.query, block.machine.thread
     units, lanes = HEAD_DIM * 2 // 16, CONSUMERS * WARPGROUP
     for i in range(HEADS * units // lanes):
         n = lane + i * lanes
-        head, unit = n // units, n % units
-        machine.store_shared(memory.q.unit(head, unit), query.head_words(block.first_head + head, unit), 16, True)
+        row, unit = n // units, n % units
+        at, head = memory.q.unit(row, unit), block.first_head + row
+        machine.store_shared(at, query.head_words(head, unit, block.has_head(head)), 16, True)
     machine.fence_shared()
     memory.loaded_q.arrive()
     memory.loaded_q.wait(0)

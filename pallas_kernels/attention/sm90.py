@@ -119,7 +119,7 @@ class Layout(BlockLayout):
 
     def order(self, inputs: AttentionInputs[jax.Array]) -> QueryOrder[jax.Array] | None:
         queries = math.prod(inputs.positions.shape)
-        has_turns = queries > self._at_once(queries, inputs.sinks.shape[0] // HEADS)
+        has_turns = queries > self._at_once(queries, self.groups(inputs.sinks.shape[0]))
         return QueryOrder.of(inputs.needed) if inputs.needed is not None and has_turns else None
 
     def grid(self, queries: int, groups: int) -> Grid:
@@ -141,7 +141,7 @@ class Layout(BlockLayout):
         memory = HopperMemory.take(machine, is_wide=self.is_wide, staged_loads=self.staged_loads, loaders=self.loaders)
         init_barriers(memory.pipe.full, memory.pipe.free, memory.loaded_q, memory.handover.given)
         queries, heads = math.prod(inputs.positions.shape), inputs.sinks.shape[0]
-        at_once = self._at_once(queries, heads // HEADS)
+        at_once = self._at_once(queries, self.groups(heads))
         turns = Turns(machine=machine, order=inputs.order, queries=queries, at_once=at_once)
 
         def for_each_query(work: Callable[[Block, LoadNext | None], None]) -> None:
@@ -326,7 +326,11 @@ class HopperMemory(Memory):
         return dataclasses.replace(found, leading=self.keys.size) if self.pieces > 1 else found
 
     def load_query(self, inputs: AttentionInputs[Buffer], number: Value) -> None:
-        """Start to load the heads of a query, as a warpgroup together."""
+        """Start to load the heads of a query, as a warpgroup together.
+
+        Rows past its last head are those of the queries that follow, of any bits, or zeros past the last query. No
+        head's result depends on them.
+        """
         machine, heads = self.loaded_q.machine, inputs.sinks.shape[0]
         with machine.when(machine.thread % WARPGROUP < WARP):
             row = number * heads + machine.block(1) * HEADS

@@ -64,6 +64,8 @@ class Layout(AttentionLayout):
             raise ValueError(f"{self} does not serve queries of {tiles} tiles")
         if self.heads % 8:
             raise ValueError(f"{self} does not share {heads} heads: a product has a multiple of 8 columns")
+        if heads % self.heads:
+            raise ValueError(f"{self} does not share {heads} heads")
         AttentionLayout.check(self, heads, tiles)  # super() fails: slots=True makes a new class
 
     @property

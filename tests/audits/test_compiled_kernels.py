@@ -97,7 +97,10 @@ SPILLS_WHERE_IGNORED = {("flash indexer_scores mxfp4 [64, 1]", "sm_90a"): [8, 4,
 # Bytes of stack and spills of attention whose blocks compute several queries, one after the other: a few numbers that
 # are used once a query, as how many tiles the next one has. None is touched in the loop over tiles.
 KNOWN_SPILLS = {
-    ("flash decode_attention csa fp8_row [256, 1]", "sm_90a"): [16, 16, 12],
+    **{
+        (f"flash decode_attention csa fp8_row [256, 1]{of_heads}", "sm_90a"): [16, 16, 12]
+        for of_heads in ("", " of 8 heads", " of 16 heads", " of 32 heads")
+    },
     ("flash decode_attention hca fp8_row [256, 1]", "sm_90a"): [16, 20, 16],
 }
 

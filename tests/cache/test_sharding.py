@@ -17,7 +17,7 @@ from dsv4jax.cache.sharding import shard_plan
 from dsv4jax.weights.params import param_shapes
 from pallas_kernels.language import target
 from tests.support.compile_for_gpu import report_of
-from tests.support.driver import CFG, LAYERS, assert_same, random_params, sequence, small_plan
+from tests.support.driver import CFG, LAYERS, assert_same, ids, random_params, sequence, small_plan
 from tests.support.in_place import copied_bytes, memory_of
 
 SHARDS, ROWS = 4, 2  # of the data axis; slots and batch rows of each
@@ -244,9 +244,9 @@ def test_kernels_run_under_shard_map_compiled_for_gpus():
     assert report["collectives"] == {"all-reduce": 3}  # one a layer
     # The grants; update, queries and attention of each layer; parts of tokens of HCA, whose tail is a ring; CSA's index
     # queries, scores and picks.
-    # Products of 2 to 64 rows with wide weights of medium size have a kernel, too: q_a_kv of each layer, and CSA's
-    # compressors and index queries.
-    assert report["kernels"] == 1 + 3 + 6 + 4 + 5
+    # Products of 2 to 64 rows with wide weights of medium size have a kernel, too. With half of the heads that is all
+    # of them: four of each layer, the compressors of CSA and HCA, and CSA's index queries.
+    assert report["kernels"] == 1 + 3 + 6 + 4 + 4 * 3 + 2 + 1
 
 
 def test_automatic_axes_take_arrays_from_anywhere():
@@ -302,7 +302,7 @@ def test_weights_of_all_heads_are_refused_where_a_shard_of_them_belongs():
 
 
 def test_kernels_that_cannot_serve_so_few_heads_say_so():
-    cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(0,))
+    cfg = dataclasses.replace(d4.DSV4Config.flash(), num_heads=8, compress_ratios=(0,))
     plan = d4.plan_cache(cfg, max_requests=ALL, max_context=128, num_blocks=SHARDS)
     row = jax.ShapeDtypeStruct((ALL,), jnp.int32, sharding=NamedSharding(BOTH, SPLIT))
     x = jax.ShapeDtypeStruct((ALL, 1, cfg.hidden_size), jnp.float32, sharding=NamedSharding(BOTH, SPLIT))
@@ -316,8 +316,27 @@ def test_kernels_that_cannot_serve_so_few_heads_say_so():
         param_shapes(cfg, d4.AttentionType.SWA),
         specs,
     )
-    with pytest.raises(ValueError, match="cannot serve decode_attention: num_heads must be a multiple of 64, got 32"):
+    with pytest.raises(ValueError, match="cannot serve decode_attention: num_heads must be a multiple of 8, got 4"):
         over(BOTH, layer, 3, 1, (specs,), plan).lower(params, d4.cache.abstract_cache(plan, BOTH), x, row, row)
+
+
+def test_attention_of_each_shards_heads_by_kernels_sums_up_to_the_whole():
+    cfg = d4.DSV4Config.tiny(num_heads=16, head_dim=512, rope_dim=64, compress_ratios=(0,))
+    plan = d4.plan_cache(cfg, max_requests=2, max_context=64, kv_format="fp8_row")
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=DEVICES[:2])
+    params, specs = random_params(cfg)[0], d4.sharding.params_specs(cfg, 0, mesh)
+    x, num_new = jnp.asarray(sequence(1, 2 * 3, cfg.hidden_size)).reshape(2, 3, -1), ids(3, 2)
+    cache, slots, _ = d4.admit(d4.init_cache(plan), 2)
+
+    def run(params, x, cache, slots, *, attention, axis=None):
+        cache, _ = d4.prepare_forward(cache, slots, num_new)
+        backend = d4.OpBackends(decode_attention=attention)
+        return d4.attention_layer(params, x, cache, 0, slots, num_new, backend=backend, model_axis=axis)[0]
+
+    alone = jax.jit(functools.partial(run, attention="xla"))(params, x, cache, slots)
+    of_shard = functools.partial(run, attention="pallas_simulated", axis="model")
+    mapped = jax.shard_map(of_shard, mesh=mesh, in_specs=(specs, P(), P(), P()), out_specs=P(), check_vma=False)
+    np.testing.assert_allclose(jax.jit(mapped)(params, x, cache, slots), alone, rtol=0, atol=1.5e-3)
 
 
 def test_a_cache_of_several_shards_is_refused_outside_of_shard_map():

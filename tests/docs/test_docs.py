@@ -147,9 +147,10 @@ def test_the_page_of_what_was_checked_names_the_known_spills():
     assert {target for _, target in KNOWN_SPILLS} == {"sm_90a"}
     csa, hca = (stored.pop(f"flash decode_attention {kind} fp8_row [256, 1]") for kind in ("csa", "hca"))
     assert said == (
-        f"256 requests with a token each, in `fp8_row`, spills {csa} bytes in a CSA layer and {hca} in an HCA layer"
+        f"256 requests with a token each, in `fp8_row`, spills {csa} bytes in a CSA layer, with 8, 16 or 32 heads too, "
+        f"and {hca} in an HCA layer"
     )
-    assert not stored
+    assert stored == {f"flash decode_attention csa fp8_row [256, 1] of {heads} heads": csa for heads in (8, 16, 32)}
 
 
 @pytest.mark.parametrize("name", [*PAGES, "../README.md", "../CONTRIBUTING.md"])

@@ -15,6 +15,7 @@ from dsv4jax import formats as xla
 from pallas_kernels.attention import block, call, sm90, sm90_few, sm100
 from pallas_kernels.attention.call import choose_layout
 from pallas_kernels.attention.inputs import AttentionInputs
+from pallas_kernels.attention.layout import AttentionLayout
 from pallas_kernels.attention.wide import widen, worth_widening
 from pallas_kernels.formats import ATTENDED_FORMATS, Fp8TileRows
 from pallas_kernels.language.target import BLACKWELL, GPU, HOPPER
@@ -256,6 +257,36 @@ def test_few_queries(simulate, case, heads, cluster, tiles):
     check(dataclasses.replace(case, layout=layout), simulate=simulate)
 
 
+def few_heads(name: str, heads: int, layout: AttentionLayout, **options: Any) -> Any:
+    """A case in which the queries before and after one that is NaN are checked, and the last one."""
+    case = Case(lengths=(150, 60, 200, 5), broken=1, n_win=64, heads=heads, layout=layout, **options)
+    return pytest.param(case, id=f"{heads} heads, {name}")
+
+
+@machines
+@pytest.mark.parametrize(
+    "case",
+    first_of(
+        [
+            few_heads("several queries of a block", 16, sm90.Layout(blocks=3), top_k=16),
+            few_heads("clusters", 8, sm90.Layout(cluster=2), top_k=16, dtype=jnp.bfloat16),
+            few_heads("widened", 32, sm90.Layout(is_wide=True, blocks=3), entries="all"),
+            few_heads("few queries", 8, sm90_few.Layout(heads=8, cluster=2, tiles=1), top_k=16),
+            few_heads("window", 8, sm90.Layout(blocks=2), tokens=3, entries=None, dtype=jnp.bfloat16),
+            few_heads("widened picks", 16, WIDE, tokens=3),
+            few_heads("two groups", 32, sm90_few.Layout(heads=16, cluster=4, tiles=1), entries="all"),
+            few_heads("clusters of four", 32, sm90.Layout(cluster=4), entries="all", kv_format="fp8_tile64"),
+            few_heads("a group and a half", 96, sm90.Layout(blocks=3), entries=None),
+            few_heads("clusters of eight", 24, sm90.Layout(cluster=8), kv_format="bf16"),
+        ],
+        count=4,
+    ),
+)
+def test_blocks_with_more_rows_than_a_query_has_heads(simulate, case):
+    """Rows past the last head are those of the next query, which may be NaN, and store nothing."""
+    check(case, simulate=simulate)
+
+
 @machines
 @pytest.mark.parametrize("layout", first_of([ONE_BLOCK, WIDE, sm90_few.Layout(heads=16, cluster=2, tiles=2)]))
 def test_no_pick_and_no_table(simulate, layout):
@@ -301,6 +332,15 @@ def test_one_query_shares_among_blocks_what_fits():
     assert choose_layout(HOPPER, 17, 64, 2) == sm90.Layout(cluster=2)
     assert choose_layout(HOPPER, 1, 64, 25) == sm90.Layout(cluster=8)
     assert choose_layout(BLACKWELL, 1, 64, 10) == sm100.Layout(cluster=8)
+    # A query takes a block at least. None has more heads than the query in the kernel for few queries.
+    for gpu in (HOPPER, BLACKWELL):
+        for heads in (8, 16, 32):
+            assert clusters(gpu, heads, 10, 1, 13, 14, 30, 31, 66, 67) == [8, 8, 4, 4, 2, 2, 1]
+        assert clusters(gpu, 96, 10, 1, 6, 7, 15, 16, 33, 34) == [8, 8, 4, 4, 2, 2, 1]
+    assert choose_layout(HOPPER, 13, 8, 10) == few(heads=8, cluster=8, tiles=2)
+    assert choose_layout(HOPPER, 13, 16, 10) == few(heads=16, cluster=8, tiles=2)
+    assert choose_layout(HOPPER, 13, 24, 10) == sm90.Layout(cluster=8)
+    assert choose_layout(HOPPER, 67, 8, 10) == sm90.Layout(cluster=1)
 
 
 @requires_gpu
@@ -325,7 +365,8 @@ def test_rows_of_another_format_are_refused(stored, read):
     ("change", "message"),
     [
         (dict(kv_format="f32"), "kv_format must be one of"),
-        (dict(heads=32), "num_heads must be a multiple of 64, got 32"),
+        (dict(heads=12), "num_heads must be a multiple of 8, got 12"),
+        (dict(heads=8, layout=sm90_few.Layout(heads=16, cluster=2, tiles=2)), "does not share 8 heads"),
         (dict(layout=sm90_few.Layout(heads=16, cluster=2, tiles=1)), "does not serve queries of 3 tiles"),
         (dict(layout=sm90_few.Layout(heads=24, cluster=2, tiles=2)), "does not share 64 heads"),
         (dict(layout=sm90.Layout(cluster=3)), "does not share 512 channels"),

@@ -61,6 +61,8 @@ def mask(case: Case, numbers: tuple[int, ...]) -> np.ndarray:
             (dataclasses.replace(CASE, layout=TURNS), "all"),
             (dataclasses.replace(ALL_ENTRIES, layout=WIDE_TURNS), "some"),
             (dataclasses.replace(CASE, heads=128, layout=sm90.Layout(blocks=6)), "fewer than blocks"),
+            (dataclasses.replace(CASE, heads=16, layout=WIDE_TURNS), "some"),
+            (dataclasses.replace(CASE, heads=8, layout=TURNS), "some"),
         ],
     ),
     ids=lambda value: value if isinstance(value, str) else f"{value.entries} {value.heads} {value.layout.is_wide}",
@@ -68,7 +70,8 @@ def mask(case: Case, numbers: tuple[int, ...]) -> np.ndarray:
 def test_needed_queries_are_the_same_bits_and_others_are_left_out(simulate, case, which):
     inputs, _ = make(case)
     needed = mask(case, NEEDED[which])
-    found = run(case, dataclasses.replace(inputs, needed=jnp.asarray(needed)), simulate=simulate)
+    q = jnp.where(needed[..., None, None], inputs.q, jnp.nan)
+    found = run(case, dataclasses.replace(inputs, q=q, needed=jnp.asarray(needed)), simulate=simulate)
     np.testing.assert_array_equal(found[needed], everything(case, simulate=simulate)[needed])
     if simulate:  # what a kernel does not write is NaN there
         assert np.isnan(found[~needed]).all()

@@ -58,13 +58,17 @@ def test_operand_rows_are_of_bf16():
         [
             # Queries that are padding; blocks that store several segments of a head, or half of one.
             Case(lengths=(300, -1), layout=sm90.Layout(cluster=2)),
+            Case(lengths=(5, 9), entries=None, n_win=64, heads=8, layout=ONE_BLOCK),
             Case(lengths=(5, -1), tokens=4, entries=None, n_win=64, heads=128, layout=ONE_BLOCK),
             Case(lengths=(700,), layout=sm90.Layout(cluster=4)),
             Case(lengths=(900,), layout=sm90.Layout(cluster=8)),
             Case(lengths=(5, -1), tokens=3, entries=None),
+            Case(lengths=(5, 9), entries=None, heads=32, layout=sm90.Layout(cluster=2)),
+            Case(lengths=(5, -1), tokens=3, entries=None, heads=16),
         ],
+        count=2,
     ),
-    ids=["two blocks", "one block", "four blocks", "eight blocks", "few queries"],
+    ids=["two blocks", "8 heads", "one block", "four blocks", "eight blocks", "few queries", "32 heads", "16 heads"],
 )
 def test_attention_writes_operand_rows(case, simulate):
     inputs, _ = make(case)

@@ -53,12 +53,15 @@ def test_rows_without_whole_groups_are_refused():
         [
             # What attention rounds itself, with queries that are padding; then what it does not.
             Case(lengths=(70, 3), tokens=4, top_k=16, n_win=64, layout=sm90.Layout(is_wide=True, blocks=3)),
+            Case(lengths=(5, -1), tokens=4, entries=None, n_win=64, heads=8, layout=sm90.Layout(blocks=3)),
             Case(lengths=(5, -1), tokens=4, entries=None, n_win=64, heads=128, layout=ONE_BLOCK),
+            Case(lengths=(5, -1), tokens=4, entries=None, n_win=64, heads=16, layout=ONE_BLOCK),
             Case(lengths=(5, -1), tokens=3, entries=None, layout=ONE_BLOCK),
             Case(lengths=(300,), layout=sm90.Layout(cluster=2)),
         ],
+        count=2,
     ),
-    ids=["widened", "window", "few queries", "cluster"],
+    ids=["widened", "8 heads", "window", "16 heads", "few queries", "cluster"],
 )
 def test_attention_rounds_its_output(case, simulate, monkeypatch):
     monkeypatch.setattr(activations, "PADDED", 8)  # in place of 128: so few queries fill the scales

@@ -21,10 +21,13 @@ from dsv4jax.layer.kernels import reads
 from dsv4jax.layer.ops import DECODE_ATTENTION, TOP_K, AttentionInputs
 from dsv4jax.layer.reference import reference_layer
 from dsv4jax.layer.stages.compose import Stages
+from dsv4jax.plan import split_heads
 from dsv4jax.rope import rope_frequencies
+from pallas_kernels.language.target import GPUS
 from tests.support import driver
 from tests.support.cases import first_of
 from tests.support.driver import DEFAULT, TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
+from tests.support.lane_kernels import mesh_of
 from tests.support.machines import BACKENDS, requires_gpu
 
 SWA, CSA, HCA = d4.AttentionType.SWA, d4.AttentionType.CSA, d4.AttentionType.HCA
@@ -251,7 +254,7 @@ def test_chunks_and_decode_steps_give_the_full_recompute(options):
 @pytest.mark.parametrize(
     ("op", "change", "options", "reason"),
     [
-        ("decode_attention", dict(num_heads=32), DEFAULT, "num_heads must be a multiple of 64, got 32"),
+        ("decode_attention", dict(num_heads=4, o_groups=4), DEFAULT, "num_heads must be a multiple of 8, got 4"),
         ("decode_attention", dict(head_dim=256), DEFAULT, "448 NoPE and 64 RoPE channels, got 192 and 64"),
         ("decode_attention", {}, dict(kv_format="f32"), "kv_format must be one of .*got 'f32'"),
         ("indexer_scores", {}, dict(indexer_format="f32"), "f32"),
@@ -276,6 +279,15 @@ def test_a_named_backend_refuses_what_its_kernels_do_not_serve(op, change, optio
     for backend in (None, "xla", d4.OpBackends(cache_update="pallas_simulated", top_k="pallas_simulated")):
         y, _ = run(backend)
         assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.architecture)
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_kernels_serve_a_shards_heads_of_v4_flash(shards, gpu):
+    cfg = split_heads(d4.DSV4Config.flash(), shards, "model")
+    plan = d4.plan_cache(cfg, max_requests=1, max_context=512)
+    with jax.sharding.use_abstract_mesh(mesh_of(gpu.capability, "NVIDIA")):
+        assert {DECODE_ATTENTION.choose(None, plan, kind) for kind in d4.AttentionType} == {"pallas"}
 
 
 def test_a_backend_op_by_op_names_ops_and_backends_that_there_are():

@@ -1,4 +1,4 @@
-"""A decode step of V4-Pro's layers compiled for four GPUs: python -m tests.support.compile_sharded h200
+"""A decode step of V4-Flash's layers compiled for four GPUs: python -m tests.support.compile_sharded h200
 
 Requests are split over two shards, and heads over two. Prints what the program does as one JSON line. Needs the extra
 ``cross``.
@@ -27,7 +27,7 @@ def main(target: str) -> None:
     from tests.support.in_place import memory_of
 
     mesh, described = meshes(target, (2, 2), ("data", "model"))
-    cfg = dataclasses.replace(d4.DSV4Config.pro(), compress_ratios=(0, 4, 128))
+    cfg = dataclasses.replace(d4.DSV4Config.flash(), compress_ratios=(0, 4, 128))
     plan = d4.plan_cache(cfg, max_requests=8, max_context=8192)
     weights, specs = (
         [d4.sharding.params_specs(cfg, layer, mesh) for layer in range(3)],

@@ -35,6 +35,7 @@ from dsv4jax.pieces import (
     reset_hca,
     rotate_csa,
 )
+from dsv4jax.plan import split_heads
 from dsv4jax.tails import Streams, num_touched_blocks
 from pallas_kernels.attention import call, sm90
 from pallas_kernels.attention.inputs import WideRows
@@ -86,6 +87,7 @@ HOPPER_ONLY = {
 READS = (1, 1), (2, 1), (4, 1), (8, 1), (20, 1), (64, 1), (256, 1), (9, 4)
 TOP_K_SIZES = (1, 32768), (8, 32768), (64, 32768), (256, 8192), (64, 262144)  # rows, and scores of each
 FEWER_READS = (1, 1), (64, 1), (9, 4)  # of what is no default: few queries, many, and several tokens of a request
+SHARES_OF_HEADS = 8, 4, 2  # devices over which heads are divided
 
 
 def _i32(*shape: int) -> Any:
@@ -191,10 +193,24 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         if options["kv_format"] in ATTENDED_FORMATS:
             for kind in (AttentionType.CSA, AttentionType.HCA):
                 yield from _attention_of_chunk(cache, kind, *CHUNKS[0])
+    for shares in SHARES_OF_HEADS if cfg is MODELS["flash"] else ():
+        share = split_heads(cfg, shares, "model")
+        yield from _reads_of_few_heads(_cache(share, **DEFAULT))
     for rows, size in TOP_K_SIZES if cfg is MODELS["flash"] else TOP_K_SIZES[-1:]:
         select = functools.partial(pk.top_k, k=cfg.indexer_top_k)
         args = f32(rows, size), _i32(rows)
         yield Kernel(name=f"top_k [{rows}, {size}]", function=select, args=args, rows=None, reads_only=True)
+
+
+def _reads_of_few_heads(cache: d4.KVCache) -> Iterator[Kernel]:
+    """Yield attention where heads are divided over devices: each of its kernels."""
+    of_heads, kind = f" of {cache.plan.cfg.num_heads} heads", AttentionType.CSA
+    for batch, tokens in (*FEWER_READS, DECODE):
+        kernel = _attention(cache, kind, batch, tokens)
+        yield dataclasses.replace(kernel, name=kernel.name + of_heads)
+    for kernel in _attention_of_chunk(cache, kind, *CHUNKS[0]):
+        if not kernel.name.startswith("widen_rows"):  # which know no heads
+            yield dataclasses.replace(kernel, name=kernel.name + of_heads)
 
 
 def _attention(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> Kernel:
