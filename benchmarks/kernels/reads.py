@@ -99,6 +99,8 @@ class Case:
 def cases() -> list[Case]:
     attend = functools.partial(Case, op="attention")
     found = [attend(batch=batch, picks=512, entries=8192) for batch in (1, 8, 64, 128, 256)]
+    # Those of V4-Flash over 8, 4 and 2 devices.
+    found += [attend(batch=batch, heads=few, picks=512, entries=8192) for few in (8, 16, 32) for batch in (1, 64)]
     wide: Any = dict(heads=128, picks=1024, entries=8192)
     found += [attend(batch=batch, **wide) for batch in (8, 128)]
     found += [attend(batch=batch, kind="hca", entries=1024) for batch in (1, 128)]
