@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from dsv4jax.checks import check_type, integer
 from dsv4jax.model.caches import Caches, empty_caches
 from dsv4jax.model.generation.drafting import JudgedDraft
 from dsv4jax.model.generation.held import Held, Shards, going_on
-from dsv4jax.model.generation.loop import EVERYTHING, look, run, store
+from dsv4jax.model.generation.loop import EVERYTHING, Drawing, look, run, store
 from dsv4jax.model.generation.prefill import Prefill
 from dsv4jax.model.generation.prefixes import PrefixedPrompts
 from dsv4jax.model.generation.prompts import (
@@ -152,7 +151,6 @@ class Generator:
         count = 1 if mesh is None else mesh.shape[DATA]
         of_shard = plan if mesh is None else shard_plan(plan, mesh, DATA)
         self._shards = Shards(count=count, plan=of_shard, rows=self.rows // count)
-        self._prefill = Prefill(params, self._shards)
         self._held: Held = ()
         # Chunks of ``store``, and None for ``run``; with whether they record choices.
         self._compiled: set[tuple[int | None, bool]] = set()
@@ -264,29 +262,31 @@ class Generator:
         elif not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
         stops = read_stop_tokens(self._params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
-        go_on = functools.partial(run, sampling=sampling, stop_tokens=stops)
-        return self._run(prompts, max_new, go_on, passes, records)
+        return self._run(prompts, max_new, Drawing(sampling, stops), passes, records)
 
-    def _run(
-        self, prompts: list[np.ndarray], max_new: int, go_on: functools.partial[Loop], passes: int, records: bool
-    ) -> Rounds:
+    def _run(self, prompts: list[np.ndarray], max_new: int, drawing: Drawing, passes: int, records: bool) -> Rounds:
         self._check_idle()
         made: list[list[int]] = [[] for _ in prompts]
         (loop, places), seconds = self._begin(prompts, max_new, records), 0.0
         self._is_busy = True
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
-            self._compile(loop, [prompt.size for prompt in prompts], go_on)
+            prefill = Prefill(self._params, self._shards, drawing)
+            self._compile(loop, [prompt.size for prompt in prompts], prefill)
+            # A stream has the token after its prompt as soon as it is drawn.
+            is_due = passes == STREAMED and loop.drafts is None
             prefixed = PrefixedPrompts.of(self.prefixes, prompts) if self.prefixes and not records else None
             jax.block_until_ready(loop)
             while goes_on:
                 began = time.perf_counter()
                 if needs_seats:
-                    loop = seat(loop) if prefixed is None else prefixed.begin(prefixed.seat(loop), self._prefill)
+                    loop = seat(loop) if prefixed is None else prefixed.begin(prefixed.seat(loop), prefill)
                     self.prefixes = self.prefixes if prefixed is None else prefixed.store
-                    loop = self._prefill.store_all(loop)
-                loop = go_on(self._params, loop, passes=jnp.int32(passes))
-                tokens, after, *flags = look(loop, lengths, passes * (self.drafts + 1))
+                    loop = prefill.store_all(loop)
+                if not is_due:
+                    loop = run(self._params, loop, *drawing, jnp.int32(passes))
+                is_due = False
+                tokens, after, *flags = look(loop, lengths, 1 + passes * (self.drafts + 1))  # 1 of a prompt's pass
                 tokens, counts, *flags = on_host((tokens, after - lengths, *flags))
                 goes_on, needs_seats = map(np.any, flags)
                 lengths = after
@@ -301,18 +301,18 @@ class Generator:
             self._is_busy = False
             self._end(loop, prompts, made, places, seconds)
 
-    def _compile(self, loop: Loop, sizes: Iterable[int], go_on: functools.partial[Loop]) -> None:
+    def _compile(self, loop: Loop, sizes: Iterable[int], prefill: Prefill) -> None:
         """Compile, at once, the programs that prompts of so many tokens need; without it, their first calls do."""
         lacking = [[size - 1 for size in sizes], *[[]] * (self._shards.count - 1)]
-        chunks = {chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in self._prefill.passes(lacking)}
+        chunks = {chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in prefill.passes(lacking)}
         records = loop.choices is not None
         lowered = [
-            store.lower(self._params, loop, rows, EVERYTHING, chunk=chunk)
+            store.lower(self._params, loop, *prefill.drawing, rows, EVERYTHING, chunk=chunk)
             for chunk, rows in chunks.items()
             if (chunk, records) not in self._compiled
         ]
         if (None, records) not in self._compiled:
-            lowered.append(run.lower(self._params, loop, passes=jnp.int32(1), **go_on.keywords))
+            lowered.append(run.lower(self._params, loop, *prefill.drawing, jnp.int32(1)))
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= {(program, records) for program in (None, *chunks)}

@@ -1,8 +1,9 @@
 """The compiled programs that generate texts: prompts, and the loop of sampling, drafts and stopping.
 
-``store`` stores prompts, all but a text's last token. ``run`` feeds that one, and the drafts made of it, and appends
-what is sampled, again and again, until there is something to seat (``seats``): that is rare, and what seats touch is
-then not touched in every pass. ``look`` reads what was made.
+``store`` stores prompts, and draws the token after one whose end is among the tokens of a pass. With drafts it leaves
+a text's last token to ``run``, whose passes make drafts, too. ``run`` feeds last tokens, and the drafts made of them,
+and appends what is sampled, again and again, until there is something to seat (``seats``): that is rare, and what seats
+touch is then not touched in every pass. ``look`` reads what was made.
 
 What a row samples depends on its text's number and place alone, not on the other rows.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,13 @@ from dsv4jax.requests.speculate import commit
 EVERYTHING = np.int32(1 << 30)  # tokens: more than a text has
 
 
+class Drawing(NamedTuple):
+    """How tokens are drawn, and which of them complete a text."""
+
+    sampling: Sampling
+    stop_tokens: jax.Array  # int32 [any]; -1 is none
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
     """What stays the same in all passes."""
@@ -56,6 +64,8 @@ _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 def store(
     params: ModelParams,
     loop: Loop,
+    sampling: Sampling,
+    stop_tokens: jax.Array,
     rows: jax.Array,
     until: jax.Array | np.int32 = EVERYTHING,
     *,
@@ -67,35 +77,56 @@ def store(
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
+      sampling, stop_tokens: as for ``run``.
       rows: int32 [any], distinct; -1 = none. Over a mesh, as many for each shard, one after another.
       until: int32 [], tokens of each text at which to stop.
       chunk: tokens of each.
       backend: as for ``forward``.
     """
 
-    def step(loop: Loop, params: ModelParams, rows: jax.Array, until: jax.Array) -> Loop:
-        return _store(params, loop, rows, until, chunk, backend)
+    def step(
+        loop: Loop, params: ModelParams, sampling: Sampling, stop_tokens: jax.Array, rows: jax.Array, until: jax.Array
+    ) -> Loop:
+        way = _Way(params=params, sampling=sampling, stop_tokens=stop_tokens, backend=backend)
+        return _store(way, loop, rows, until, chunk)
 
-    return of_each_shard(step, loop, (params, rows, until), (weight_specs(params), OF_ROWS, EVERYWHERE))
+    given = params, sampling, stop_tokens, rows, until
+    return of_each_shard(step, loop, given, (weight_specs(params), EVERYWHERE, EVERYWHERE, OF_ROWS, EVERYWHERE))
 
 
-def _store(params: ModelParams, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int, backend: Backend) -> Loop:
+def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int) -> Loop:
     slots, caches, text = loop.slots[rows], loop.caches, loop.text[rows]
-    stored = caches.model.seq_lens.at[slots].get(mode="clip")
-    num_new = jnp.where(rows >= 0, jnp.clip(jnp.minimum(loop.pending[rows] - 1, until - stored), 0, chunk), 0)
+    stored, pending = caches.model.seq_lens.at[slots].get(mode="clip"), loop.pending[rows]
+    ends = (pending > 1) & (pending <= chunk) & (loop.drafts is None)
+    num_new = jnp.clip(jnp.minimum(pending - jnp.where(ends, 0, 1), until - stored), 0, chunk)
+    num_new = jnp.where(rows >= 0, num_new, 0)
     cache, ok = prepare_forward(caches.model, slots, num_new)
     num_new = jnp.where(ok, num_new, 0)
-    ids = loop.texts.tokens_from(text, stored, chunk)
-    _, seen, cache, *captured = forward(params, ids, cache, slots, num_new, "none", backend=backend, **_looking(loop))
-    choices = _recorded(loop, text, stored, num_new, captured)
+    drawn = (ends & (num_new == pending)).astype(jnp.int32)
+    ids, which = loop.texts.tokens_from(text, stored, chunk), "last" if loop.drafts is None else "none"
+    logits, seen, cache, *captured = forward(
+        way.params, ids, cache, slots, num_new, which, backend=way.backend, **_looking(loop)
+    )
+    choices, texts = _recorded(loop, text, stored, num_new, captured), loop.texts
+    if logits is not None:
+        keys = _keys(way, texts, text)[0]
+        tokens = _by_row(loop, way.sampling.draw, keys, logits)[:, None]
+        texts = _extended(texts, text, tokens, *_until_stop(tokens, drawn, way.stop_tokens))
     caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
     if caches.drafts is not None:
-        following = loop.texts.tokens_from(text, stored + 1, chunk)
+        following = texts.tokens_from(text, stored + 1, chunk)
         fed = Fed(seen=seen, following=following, slots=slots, count=num_new)
-        drafts = drafter(params).store(params, fed, caches.drafts, backend)
+        drafts = drafter(way.params).store(way.params, fed, caches.drafts, way.backend)
         caches = dataclasses.replace(caches, drafts=drafts)
-    done = loop.stored + jnp.sum(num_new)
-    return dataclasses.replace(loop, caches=caches, choices=choices, stored=done, ok=loop.ok & ok)
+    return dataclasses.replace(
+        loop,
+        caches=caches,
+        texts=texts,
+        choices=choices,
+        passes=loop.passes + jnp.max(drawn),
+        stored=loop.stored + jnp.sum(num_new - drawn),
+        ok=loop.ok & ok,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="backend", donate_argnames="loop")
@@ -175,10 +206,7 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
     """
     text = loop.text
     active = loop.ok & loop.at_work
-    keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(way.sampling.key, n), p))(
-        loop.texts.numbers[text], loop.texts.lengths[text]
-    )
-    judge_keys, guess_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+    judge_keys, guess_keys = _keys(way, loop.texts, text)
 
     made, cache, ok = (_sample if loop.drafts is None else _judge)(way, loop, active, judge_keys)
     caches, drafts, judged = dataclasses.replace(loop.caches, model=cache), loop.drafts, loop.judged
@@ -193,7 +221,7 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
     return dataclasses.replace(
         loop,
         caches=caches,
-        texts=_extended(loop.texts, text, made),
+        texts=_extended(loop.texts, text, made.tokens, made.count, made.stopped),
         drafts=drafts,
         judged=judged,
         choices=_recorded(loop, text, loop.texts.lengths[text] - 1, made.count, made.captured),
@@ -202,6 +230,14 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
         accepted=loop.accepted + jnp.sum(made.accepted),
         ok=loop.ok & ok,
     )
+
+
+def _keys(way: _Way, texts: Texts, text: jax.Array) -> jax.Array:
+    """Return random keys [2, B]: those by which texts int32 [B] draw their next tokens, and those of their drafts."""
+    keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(way.sampling.key, n), p))(
+        texts.numbers[text], texts.lengths[text]
+    )
+    return jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,19 +347,22 @@ def _until_stop(tokens: jax.Array, count: jax.Array, stop_tokens: jax.Array) -> 
     return jnp.where(stopped, jnp.argmax(is_stop, 1).astype(jnp.int32) + 1, count), stopped
 
 
-def _extended(texts: Texts, text: jax.Array, made: _Made) -> Texts:
-    """Append new tokens to texts int32 [B]."""
-    number = jnp.arange(made.tokens.shape[1], dtype=jnp.int32)[None]
+def _extended(texts: Texts, text: jax.Array, tokens: jax.Array, count: jax.Array, stopped: jax.Array) -> Texts:
+    """Append the first ``count`` int32 [B] of new tokens int32 [B, n] to texts int32 [B].
+
+    ``stopped`` bool [B] says whether the last of them completes the text.
+    """
+    number = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     nowhere = texts.lengths.size  # a place out of range is dropped
-    row = jnp.where(number < made.count[:, None], text[:, None], nowhere)
+    row = jnp.where(number < count[:, None], text[:, None], nowhere)
     before = texts.lengths[text]
-    length = before + made.count
-    grown = jnp.where(made.count > 0, text, nowhere)
+    length = before + count
+    grown = jnp.where(count > 0, text, nowhere)
     return Texts(
         numbers=texts.numbers,
-        tokens=texts.tokens.at[row, before[:, None] + number].set(made.tokens, mode="drop"),
+        tokens=texts.tokens.at[row, before[:, None] + number].set(tokens, mode="drop"),
         lengths=texts.lengths.at[grown].set(length, mode="drop"),
-        limits=texts.limits.at[jnp.where(made.stopped, grown, nowhere)].set(length, mode="drop"),
+        limits=texts.limits.at[jnp.where(stopped, grown, nowhere)].set(length, mode="drop"),
     )
 
 

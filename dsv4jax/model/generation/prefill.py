@@ -11,7 +11,7 @@ import numpy as np
 
 from dsv4jax.cache.shards import on_host
 from dsv4jax.model.generation.held import Shards
-from dsv4jax.model.generation.loop import EVERYTHING, pending, store
+from dsv4jax.model.generation.loop import EVERYTHING, Drawing, pending, store
 from dsv4jax.model.generation.state import Loop
 from dsv4jax.model.params import ModelParams
 
@@ -21,23 +21,24 @@ SHORT, LONG, LONGEST = 128, 1024, 4096
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """Stores the prompts of the rows of a loop, all but each text's last token."""
+    """Stores the prompts of the rows of a loop, as ``store`` does."""
 
     params: ModelParams
     shards: Shards
+    drawing: Drawing
 
     def store_all(self, loop: Loop) -> Loop:
         """Store what all rows lack. The loop is donated."""
         lacking = on_host(pending(loop)).reshape(self.shards.count, -1) - 1
         for rows, chunk in self.passes(lacking.tolist()):
-            loop = store(self.params, loop, jnp.asarray(rows, jnp.int32), EVERYTHING, chunk=chunk)
+            loop = store(self.params, loop, *self.drawing, jnp.asarray(rows, jnp.int32), EVERYTHING, chunk=chunk)
         return loop
 
     def store_row(self, loop: Loop, row: int, length: int, until: int) -> Loop:
         """Store a text's tokens from ``length`` to ``until``, of a row alone. The loop is donated."""
         chunk = self._chunk(until - length)
         for _ in range(length, until, chunk):
-            loop = store(self.params, loop, jnp.asarray([row], jnp.int32), np.int32(until), chunk=chunk)
+            loop = store(self.params, loop, *self.drawing, jnp.asarray([row], jnp.int32), np.int32(until), chunk=chunk)
         return loop
 
     def passes(self, lacking: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:

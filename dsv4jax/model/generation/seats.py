@@ -24,15 +24,16 @@ def needs_seats(loop: Loop) -> jax.Array:
 
 
 def asked_blocks(loop: Loop) -> tuple[jax.Array, jax.Array]:
-    """Return what texts ask of the blocks, for the tokens that they have and those that the next pass stores.
+    """Return what texts ask of the blocks, for the tokens that they have and those that the next passes store.
 
     Returns (blocks that each text needs, but for those it will share, int32 [texts]; blocks that each row at work still
     lacks, int32 [B]).
     """
     plan, texts = loop.caches.model.plan, loop.texts
-    drafts = 0 if loop.drafts is None else loop.drafts.tokens.shape[1]
+    # Without drafts, the pass that stores a prompt's end draws a token that the next one stores before anything is seated.
+    more = 1 if loop.drafts is None else loop.drafts.tokens.shape[1]
     # The last token of a text is never stored.
-    needed = blocks_for(plan, jnp.maximum(jnp.minimum(texts.lengths + drafts, texts.limits - 1), 0))
+    needed = blocks_for(plan, jnp.maximum(jnp.minimum(texts.lengths + more, texts.limits - 1), 0))
     lacking = jnp.where(loop.at_work, jnp.maximum(needed[loop.text] - _held(loop), 0), 0)
     return needed if loop.shared is None else jnp.maximum(needed - loop.shared, 0), lacking
 
