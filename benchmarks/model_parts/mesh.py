@@ -115,9 +115,7 @@ def first_logits(params: ModelParams, tokens: int) -> np.ndarray:
     return np.asarray(forward(params, jnp.asarray(ids, jnp.int32), cache, slots, counts)[0])
 
 
-def ready(
-    params: ModelParams, requests: int, context: int, tokens: int = 1
-) -> tuple[jax.Array, d4.KVCache, jax.Array]:
+def ready(params: ModelParams, requests: int, context: int, tokens: int = 1) -> tuple[jax.Array, d4.KVCache, jax.Array]:
     """Return (ids [B, tokens], cache, slots) of requests that have ``context`` tokens each."""
     caches = init_caches(params.cfg, requests, context + tokens + ROOM, mesh=params.mesh, headroom=1.0)
     caches, slots, _ = caches.admit(requests)

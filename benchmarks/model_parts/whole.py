@@ -3,7 +3,7 @@
     layer     what one more layer of each kind adds to a step: kernel time, by CUPTI, and launches
     step      wall time of a decode step of all layers, several in a row
     generate  wall time of a token of one text, over that of the step
-    prompt    wall time of a prompt of 4,096 tokens, of which the last is stored with the first new one
+    prompt    wall time of a prompt of 4,096 tokens to the first new one
 
 All layers take more memory than a GPU has. So ``LAYERS`` of them are made, and the others have their weights once more,
 in turn: before a step comes to the same ones again, it reads far more than L2 holds. Caches hold random rows of 4,096
@@ -183,9 +183,7 @@ def time_tokens(bench: Bench, params: ModelParams, of_step: float) -> None:
 
 
 def time_prompts(bench: Bench, params: ModelParams, activations: str) -> None:
-    """Time prompts without the token that follows them, which takes as long with the prompt in the cache."""
-    texts = time_texts(params, bench.context, 1)
-    times = Times.of([text.first - text.again for text in texts])
+    times = Times.of([text.first for text in time_texts(params, bench.context, 1)])
     case = f"prompt of {bench.context} tokens, {params.cfg.num_layers} layers, {activations}"
     text = f"{times.median:9.1f} ms of wall [{times.low:.1f}, {times.high:.1f}]"
     bench.note(case, text, ms=dataclasses.asdict(times))

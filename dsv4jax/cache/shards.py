@@ -19,6 +19,7 @@ from dsv4jax.checks import Tree
 
 DATA, MODEL = "data", "model"  # axes of a mesh: requests are divided over the first
 OF_ROWS = P(DATA)  # of arrays whose first axis is the rows of a batch
+EVERYWHERE = P()  # of arrays that every device has whole
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -104,13 +105,21 @@ def on_host(tree: Tree) -> Tree:
     """
     elsewhere = [leaf.sharding for leaf in jax.tree.leaves(tree) if not is_held_here(leaf)]
     if elsewhere:
-        tree = _sent_everywhere(elsewhere[0].mesh)(tree)
+        tree = placed(tree, elsewhere[0].mesh)
     return jax.device_get(tree)
 
 
+def placed(tree: Tree, mesh: Mesh | None, spec: P = EVERYWHERE) -> Tree:
+    """Lay arrays over a mesh, if there is one: its own, or some that every process has whole.
+
+    A program that takes thousands of weights is called some 8 ms later if it has to lay any of its arguments itself.
+    """
+    return tree if mesh is None else _placing(mesh, spec)(tree)
+
+
 @functools.cache
-def _sent_everywhere(mesh: Mesh) -> Callable[[Tree], Tree]:
-    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
+def _placing(mesh: Mesh, spec: P) -> Callable[[Tree], Tree]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, spec))  # also over other processes' devices
 
 
 def check_rows(rows: int, mesh: Mesh) -> None:

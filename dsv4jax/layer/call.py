@@ -53,8 +53,8 @@ class RunOptions:
 
     backend: Backend = None
     model_axis: str | None = None  # the mesh axis over which heads are split
-    # The mesh axis over which queries are split: each device stores all tokens, and returns y of its share of them. Then
-    # there is no residual, and nothing is probed.
+    # The mesh axis over which queries are split: each device stores all tokens, and returns y of its share of them.
+    # Then there is no residual, and nothing is probed.
     token_axis: str | None = None
     is_draft: bool = False  # do not change windows and tails, and return what ``commit`` needs
 

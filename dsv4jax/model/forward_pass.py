@@ -433,9 +433,7 @@ def _run_sequences(
     return all_logits(x, params.head, way), captured, found
 
 
-def attention(
-    slots: jax.Array, num_new: jax.Array, backend: Backend, token_axis: str | None = None
-) -> Attend[KVCache]:
+def attention(slots: jax.Array, num_new: jax.Array, backend: Backend, token_axis: str | None = None) -> Attend[KVCache]:
     """Return how the layers of an ordinary pass attend: they store what is new."""
     options = RunOptions(backend=backend, token_axis=token_axis)
 

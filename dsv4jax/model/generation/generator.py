@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.cache.shards import DATA, on_host
+from dsv4jax.cache.shards import DATA, on_host, placed
 from dsv4jax.checks import check_type, integer
 from dsv4jax.model.caches import Caches, empty_caches
 from dsv4jax.model.generation.drafting import JudgedDraft
 from dsv4jax.model.generation.held import Held, Shards, going_on
-from dsv4jax.model.generation.loop import EVERYTHING, Drawing, look, run, store
+from dsv4jax.model.generation.loop import Drawing, look, run, store
 from dsv4jax.model.generation.prefill import Prefill
 from dsv4jax.model.generation.prefixes import PrefixedPrompts
 from dsv4jax.model.generation.prompts import (
@@ -50,8 +50,9 @@ from dsv4jax.model.params import ModelParams
 from dsv4jax.plan import shard_plan
 from dsv4jax.requests.prefixes import Prefix, PrefixStore
 
-# Passes of the loop from one look at what it made to the next: of a stream, for reports of progress, otherwise.
-STREAMED, REPORTED, UNSEEN = 1, 8, 64
+# Passes of the loop from one look at what it made to the next: of a stream, for reports of progress, otherwise. To
+# leave the loop and enter it again takes as long as a pass or two of a single text.
+STREAMED, REPORTED, UNSEEN = 4, 8, 64
 
 type Rounds = collections.abc.Generator[list[list[int]]]  # new tokens of each prompt
 
@@ -196,7 +197,7 @@ class Generator:
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
     ) -> collections.abc.Generator[int]:
-        """Continue a prompt, and yield each token once the pass that made it is over.
+        """Continue a prompt, and yield tokens as they are made: the first one at once, then those of a few passes.
 
         A stream that is left early, by ``break`` or ``close``, keeps what it has stored.
 
@@ -262,7 +263,8 @@ class Generator:
         elif not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
         stops = read_stop_tokens(self._params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
-        return self._run(prompts, max_new, Drawing(sampling, stops), passes, records)
+        drawing = placed(Drawing(sampling, stops), self._params.mesh)
+        return self._run(prompts, max_new, drawing, passes, records)
 
     def _run(self, prompts: list[np.ndarray], max_new: int, drawing: Drawing, passes: int, records: bool) -> Rounds:
         self._check_idle()
@@ -273,20 +275,19 @@ class Generator:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
             prefill = Prefill(self._params, self._shards, drawing)
             self._compile(loop, [prompt.size for prompt in prompts], prefill)
-            # A stream has the token after its prompt as soon as it is drawn.
-            is_due = passes == STREAMED and loop.drafts is None
+            turns = placed(jnp.int32(passes), self._params.mesh)
             prefixed = PrefixedPrompts.of(self.prefixes, prompts) if self.prefixes and not records else None
             jax.block_until_ready(loop)
             while goes_on:
-                began = time.perf_counter()
+                began, draws = time.perf_counter(), False
                 if needs_seats:
                     loop = seat(loop) if prefixed is None else prefixed.begin(prefixed.seat(loop), prefill)
                     self.prefixes = self.prefixes if prefixed is None else prefixed.store
-                    loop = prefill.store_all(loop)
-                if not is_due:
-                    loop = run(self._params, loop, *drawing, jnp.int32(passes))
-                is_due = False
-                tokens, after, *flags = look(loop, lengths, 1 + passes * (self.drafts + 1))  # 1 of a prompt's pass
+                    loop, has_stored = prefill.store_all(loop)
+                    draws = has_stored and loop.drafts is None
+                if not draws:  # else those tokens are looked at first: a stream has them at once
+                    loop = run(self._params, loop, *drawing, turns)
+                tokens, after, *flags = look(loop, lengths, passes * (self.drafts + 1))
                 tokens, counts, *flags = on_host((tokens, after - lengths, *flags))
                 goes_on, needs_seats = map(np.any, flags)
                 lengths = after
@@ -304,15 +305,16 @@ class Generator:
     def _compile(self, loop: Loop, sizes: Iterable[int], prefill: Prefill) -> None:
         """Compile, at once, the programs that prompts of so many tokens need; without it, their first calls do."""
         lacking = [[size - 1 for size in sizes], *[[]] * (self._shards.count - 1)]
-        chunks = {chunk: jnp.asarray(rows, jnp.int32) for rows, chunk in prefill.passes(lacking)}
+        chunks = {chunk: rows for rows, chunk in prefill.passes(lacking)}
         records = loop.choices is not None
         lowered = [
-            store.lower(self._params, loop, *prefill.drawing, rows, EVERYTHING, chunk=chunk)
+            store.lower(self._params, loop, *prefill.given(rows), chunk=chunk)
             for chunk, rows in chunks.items()
             if (chunk, records) not in self._compiled
         ]
         if (None, records) not in self._compiled:
-            lowered.append(run.lower(self._params, loop, *prefill.drawing, jnp.int32(1)))
+            turns = placed(jnp.int32(1), self._params.mesh)
+            lowered.append(run.lower(self._params, loop, *prefill.drawing, turns))
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= {(program, records) for program in (None, *chunks)}

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
-from dsv4jax.cache.shards import OF_ROWS
+from dsv4jax.cache.shards import EVERYWHERE, OF_ROWS
 from dsv4jax.checks import Tree
 from dsv4jax.layer.backend import Backend, for_plan
 from dsv4jax.layer.tiles import map_rows
@@ -31,7 +31,7 @@ from dsv4jax.model.generation.sampling import Chances, Sampling, accept
 from dsv4jax.model.generation.seats import needs_seats
 from dsv4jax.model.generation.state import Loop, Texts, of_each_shard
 from dsv4jax.model.inside.choices import Choices
-from dsv4jax.model.inside.devices import EVERYWHERE, weight_specs
+from dsv4jax.model.inside.devices import weight_specs
 from dsv4jax.model.params import ModelParams
 from dsv4jax.requests.speculate import commit
 

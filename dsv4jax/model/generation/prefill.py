@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.cache.shards import on_host
+from dsv4jax.cache.shards import OF_ROWS, on_host, placed
 from dsv4jax.model.generation.held import Shards
 from dsv4jax.model.generation.loop import EVERYTHING, Drawing, pending, store
+from dsv4jax.model.generation.sampling import Sampling
 from dsv4jax.model.generation.state import Loop
 from dsv4jax.model.params import ModelParams
 
@@ -27,19 +29,32 @@ class Prefill:
     shards: Shards
     drawing: Drawing
 
-    def store_all(self, loop: Loop) -> Loop:
-        """Store what all rows lack. The loop is donated."""
+    def store_all(self, loop: Loop) -> tuple[Loop, bool]:
+        """Store what all rows lack. Returns the loop, which is donated, and whether they lacked anything."""
         lacking = on_host(pending(loop)).reshape(self.shards.count, -1) - 1
-        for rows, chunk in self.passes(lacking.tolist()):
-            loop = store(self.params, loop, *self.drawing, jnp.asarray(rows, jnp.int32), EVERYTHING, chunk=chunk)
-        return loop
+        passes = self.passes(lacking.tolist())
+        for rows, chunk in passes:
+            loop = store(self.params, loop, *self.given(rows), chunk=chunk)
+        return loop, bool(passes)
 
     def store_row(self, loop: Loop, row: int, length: int, until: int) -> Loop:
         """Store a text's tokens from ``length`` to ``until``, of a row alone. The loop is donated."""
         chunk = self._chunk(until - length)
         for _ in range(length, until, chunk):
-            loop = store(self.params, loop, *self.drawing, jnp.asarray([row], jnp.int32), np.int32(until), chunk=chunk)
+            loop = store(self.params, loop, *self.given([row], np.int32(until)), chunk=chunk)
         return loop
+
+    def given(
+        self, rows: Sequence[int], until: np.int32 = EVERYTHING
+    ) -> tuple[Sampling, jax.Array, jax.Array, jax.Array]:
+        """Return what ``store`` takes besides, for rows of all shards."""
+        (sampling, stop_tokens), mesh = self.drawing, self.params.mesh
+        return (
+            sampling,
+            stop_tokens,
+            placed(jnp.asarray(rows, jnp.int32), mesh, OF_ROWS),
+            placed(jnp.asarray(until), mesh),
+        )
 
     def passes(self, lacking: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
         """Return the passes that store so many tokens of the rows of each shard.

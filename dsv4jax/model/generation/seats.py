@@ -30,7 +30,7 @@ def asked_blocks(loop: Loop) -> tuple[jax.Array, jax.Array]:
     lacks, int32 [B]).
     """
     plan, texts = loop.caches.model.plan, loop.texts
-    # Without drafts, the pass that stores a prompt's end draws a token that the next one stores before anything is seated.
+    # Without drafts, the pass that stores a prompt's end draws a token, which the next pass stores.
     more = 1 if loop.drafts is None else loop.drafts.tokens.shape[1]
     # The last token of a text is never stored.
     needed = blocks_for(plan, jnp.maximum(jnp.minimum(texts.lengths + more, texts.limits - 1), 0))

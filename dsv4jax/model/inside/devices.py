@@ -37,13 +37,13 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
 from dsv4jax.cache.cache import KVCache, check_cache
-from dsv4jax.cache.shards import DATA, MODEL, automatic, check_rows, is_inside, over_mesh
+from dsv4jax.cache.shards import DATA, EVERYWHERE, MODEL, automatic, check_rows, is_inside, over_mesh
 from dsv4jax.checks import Tree
 from dsv4jax.layer.tiles import own_tokens
 from dsv4jax.model.config import ModelConfig
 
 _ALL = (MODEL, DATA)  # in this order the logits of a shard's requests come out in the vocabulary's order
-EVERYWHERE, EXPERTS_PLACE = P(), P(_ALL)
+EXPERTS_PLACE = P(_ALL)
 MOST_GATHERED = 1 << 19  # bytes of picks' outputs, up to which little but latency is sent
 SHARE = 128  # tokens of a request that kernels multiply and round together: a device's share is a multiple of it
 # Where each weight lives, by the end of its name. What has no place here is on every device.
@@ -135,7 +135,7 @@ class Devices:
         return cls(mesh if mesh is not None and is_inside(mesh) else None)
 
     def of_chunk(self, tokens: int) -> Devices:
-        """Return the devices as they compute a chunk of so many tokens of each request, with a share each if it pays."""
+        """Return the devices as they compute so many tokens of each request: with a share each, of long chunks."""
         return dataclasses.replace(self, has_share=self.model > 1 and tokens % (self.model * SHARE) == 0)
 
     @property
