@@ -84,7 +84,7 @@ def with_activations(params: ModelParams, activations: str) -> ModelParams:
 def step(
     params: ModelParams, ids: jax.Array, cache: d4.KVCache, slots: jax.Array
 ) -> tuple[jax.Array, d4.KVCache, jax.Array]:
-    """Feed requests tokens [B, T]. Returns (the likeliest next ones int32 [B, 1], the cache, ok; [shards] on a mesh)."""
+    """Feed tokens [B, T]. Returns (the likeliest next ones int32 [B, 1], the cache, ok; [shards] on a mesh)."""
     count = jnp.full_like(slots, ids.shape[1])
     cache, ok = d4.prepare_forward(cache, slots, count)
     logits, _, cache = forward(params, ids, cache, slots, count)

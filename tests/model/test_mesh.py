@@ -380,7 +380,7 @@ def test_a_chunk_sends_what_is_named_and_nothing_else(shape):
     text = chunk_program(shape, shape[1] * SHARE)[0].as_text()
     sent = re.findall(r" ((?:all-|collective-|ragged-|reduce-scatter)[\w-]*?)(?:-start)?\(", text)
     expected = {
-        # gather_tokens and gather_inputs as ever; gather_chunk of each sublayer, of the head and for drafts; gather_logits
+        # gather_tokens, gather_inputs as ever; gather_chunk of each sublayer, the head and for drafts; gather_logits
         "all-gather": data * (2 + layers) + (2 * layers + 2) + 1,
         "reduce-scatter": (1 + data) * (1 + layers),  # sum_of_embedding, sum_of_experts of each layer
         "all-to-all": int(data),  # gather_logits
