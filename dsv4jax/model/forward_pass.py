@@ -133,7 +133,7 @@ def _forward(
     def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Tree:
         ids, slots, num_new = rows
         tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-        tokens = tokens if probe.looks else tokens.shared()
+        tokens = tokens if probe.looks else tokens.divided()
         attend = attention(slots, num_new, backend, tokens.devices.token_axis)
         way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=for_plan(backend, cache.plan), probe=probe)
         ran = run_model(params, cache, way)

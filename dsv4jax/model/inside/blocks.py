@@ -78,7 +78,7 @@ class Tokens:
         ids, count = self.devices.gather_tokens(self.ids, self.count)
         return Tokens(ids=ids, real=jnp.arange(ids.shape[1])[None] < count[:, None], count=count)
 
-    def shared(self) -> Tokens:
+    def divided(self) -> Tokens:
         """Return these as devices with the same requests compute them: each a share of a long chunk."""
         return dataclasses.replace(self, devices=self.devices.of_chunk(self.ids.shape[1]))
 
@@ -323,14 +323,14 @@ _mix_out = jax.jit(mix_out)
 class Ran:
     """What layers have made."""
 
-    after: list[jax.Array]  # streams [B, T, num_streams, hidden] after each layer
+    after: list[jax.Array]  # streams [B, T, num_streams, hidden] after each layer, of this device's own tokens
     x: jax.Array  # [B, T, hidden] of the head, of all tokens
     cache: KVCache
     seen: list[Seen]  # what was captured of each layer, and of the head
 
     @property
     def streams(self) -> jax.Array:
-        """The streams after the last layer, [B, T, num_streams, hidden]."""
+        """The streams after the last layer."""
         return self.after[-1]
 
     def captured(self, way: Way[KVCache]) -> Named:
