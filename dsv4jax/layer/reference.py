@@ -45,6 +45,10 @@ def _matmul(x: jax.Array, weight: Weight) -> jax.Array:
     return jnp.matmul(x, _wide(weight).T, precision=lax.Precision.HIGHEST)
 
 
+_rounded = jax.jit(rounded, static_argnames=("rows", "rope_dim"))
+_rounded_keys = jax.jit(rounded_keys, static_argnames="keys")
+
+
 @functools.partial(jax.jit, static_argnames="cfg")
 def _norm(x: jax.Array, cfg: DSV4Config, weight: jax.Array | None = None) -> jax.Array:
     x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + cfg.norm_eps)
@@ -153,8 +157,8 @@ def reference_layer(
     length = x.shape[0]
     positions = np.arange(length)
 
-    stored = jax.jit(functools.partial(rounded, rows=rows_as, rope_dim=cfg.rope_dim))
-    stored_keys = jax.jit(functools.partial(rounded_keys, keys=keys_as))
+    stored = functools.partial(_rounded, rows=rows_as, rope_dim=cfg.rope_dim)
+    stored_keys = functools.partial(_rounded_keys, keys=keys_as)
 
     q_latent = _norm(_matmul(x, params.q_a), cfg, params.q_norm)
     q = _norm(_matmul(q_latent, params.q_b).reshape(length, cfg.num_heads, cfg.head_dim), cfg)
