@@ -185,6 +185,7 @@ def test_a_handle_is_checked_too():
     kv = jnp.zeros((BATCH, TOKENS, CFG.head_dim))
 
     @d4.checked
+    @jax.jit
     def write(cache, num_new):
         return d4.acquire(cache, 0, slots, num_new).write_swa(kv).cache
 

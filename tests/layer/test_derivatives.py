@@ -11,7 +11,6 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.cache import pool
-from dsv4jax.cache.tables import grow
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, rounded, rounded_keys
 from dsv4jax.layer import attention
 from dsv4jax.layer.dense import rms_norm, wide_product
@@ -38,12 +37,10 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 def admitted(options: dict[str, Any]) -> tuple[Any, jax.Array]:
     """(an empty cache with one request, granted LENGTH tokens; its slot)."""
-    with jax.ensure_compile_time_eval():  # asked for in jitted functions too
-        cache, slots, _ = d4.admit(d4.init_cache(small_plan(**options)), 1)
-        # As prepare_forward does it without a kernel, which JAX cannot launch here.
-        tables, ok = grow(cache.tables, slots, ids(LENGTH), cache.plan)
-        assert ok
-        return dataclasses.replace(cache, tables=tables), slots
+    cache, slots, _ = d4.admit(d4.init_cache(small_plan(**options)), 1)
+    cache, ok = d4.prepare_forward(cache, slots, ids(LENGTH))
+    assert ok
+    return cache, slots
 
 
 def tokens() -> jax.Array:
@@ -55,9 +52,9 @@ def weighted(y: jax.Array) -> jax.Array:
     return jnp.sum(y * jnp.asarray(sequence(4, LENGTH, CFG.hidden_size))[-y.shape[0] :])
 
 
-def in_calls(params: Any, x: jax.Array, layer: int, options: dict[str, Any], split: tuple[int, ...]) -> list[jax.Array]:
-    """y of each of some calls that bring the sequence x, f32 [n, hidden] each."""
-    (cache, slots), outputs, first = admitted(options), [], 0
+def in_calls(params: Any, x: jax.Array, layer: int, start: Any, split: tuple[int, ...]) -> list[jax.Array]:
+    """y of each of some calls that bring the sequence x to what ``admitted`` gives, f32 [n, hidden] each."""
+    (cache, slots), outputs, first = start, [], 0
     for count in split:
         given = x[None, first : first + count]
         y, cache = d4.attention_layer(params, given, cache, layer, slots, ids(count), backend="xla")
@@ -70,9 +67,10 @@ def in_calls(params: Any, x: jax.Array, layer: int, options: dict[str, Any], spl
 @functools.cache
 def gradients(layer: int, split: tuple[int, ...] = (LENGTH,), **options: Any) -> Any:
     """d weighted(y) by (params, x)."""
+    start = admitted(options)
 
     def loss(params, x):
-        return weighted(jnp.concatenate(in_calls(params, x, layer, options, split)))
+        return weighted(jnp.concatenate(in_calls(params, x, layer, start, split)))
 
     return jit(jax.grad(loss, (0, 1)))(random_params()[layer], tokens())
 
@@ -138,12 +136,12 @@ def test_gradients_of_rounded_rows_differ_from_those_of_f32_by_the_rounding(laye
 
 @pytest.mark.slow
 def test_forward_mode_agrees_with_reverse_mode():
-    x, direction = tokens(), jnp.asarray(sequence(5, LENGTH, CFG.hidden_size))
+    x, direction, start = tokens(), jnp.asarray(sequence(5, LENGTH, CFG.hidden_size)), admitted(DEFAULT)
     of_params, of_x = gradients(0, **DEFAULT)
     along = jax.tree.map(jnp.ones_like, of_params)
 
     def loss(params, x):
-        return weighted(in_calls(params, x, 0, DEFAULT, (LENGTH,))[0])
+        return weighted(in_calls(params, x, 0, start, (LENGTH,))[0])
 
     _, found = jit(lambda p, x: jax.jvp(loss, (p, x), (along, direction)))(random_params()[0], x)
     terms = [jnp.sum(leaf) for leaf in jax.tree.leaves(of_params)] + [jnp.sum(of_x * direction)]
@@ -171,9 +169,10 @@ def test_rows_of_floats_carry_derivatives_through_the_cache(layer, options, tole
 def test_rows_of_bytes_are_constants_to_later_calls():
     """The last call's y, by tokens of its own and by earlier ones; a decode step whose token completes an entry."""
     layer, options = 2, TRAINED
+    start = admitted(options)
 
     def last(x):
-        return weighted(in_calls(random_params()[layer], x, layer, options, SPLIT)[-1])
+        return weighted(in_calls(random_params()[layer], x, layer, start, SPLIT)[-1])
 
     found = jit(jax.grad(last))(tokens())
     assert not found[:-1].any()
@@ -193,8 +192,8 @@ def test_rows_of_bytes_are_constants_to_later_calls():
 def test_the_derivative_of_rounded_rows_is_that_of_the_rows(kv_format):
     x, along = jnp.asarray(sequence(1, 3, 136)), jnp.asarray(sequence(2, 3, 136))
     rows = KV_FORMATS[kv_format]
-    value, tangent = jax.jvp(lambda x: rounded(x, rows, 8), (x,), (along,))
-    np.testing.assert_array_equal(value, rows.decode(rows.encode(x, 8)))
+    value, tangent = jit(lambda x, along: jax.jvp(lambda x: rounded(x, rows, 8), (x,), (along,)))(x, along)
+    np.testing.assert_array_equal(value, jit(lambda x: rows.decode(rows.encode(x, 8)))(x))
     np.testing.assert_array_equal(tangent, along)
     if rows.row(128, 8).nope.dtype == jnp.uint8:
         with pytest.raises(ValueError, match="a derivative cannot pass through rows that are encoded as bytes"):
@@ -205,8 +204,8 @@ def test_the_derivative_of_rounded_rows_is_that_of_the_rows(kv_format):
 def test_the_derivative_of_rounded_keys_is_that_of_the_keys(indexer_format):
     x, along = jnp.asarray(sequence(1, 3, 128)), jnp.asarray(sequence(2, 3, 128))
     keys = INDEXER_FORMATS[indexer_format]
-    value, tangent = jax.jvp(lambda x: rounded_keys(x, keys), (x,), (along,))
-    np.testing.assert_array_equal(value, keys.decode(keys.encode(x)))
+    value, tangent = jit(lambda x, along: jax.jvp(lambda x: rounded_keys(x, keys), (x,), (along,)))(x, along)
+    np.testing.assert_array_equal(value, jit(lambda x: keys.decode(keys.encode(x)))(x))
     np.testing.assert_array_equal(tangent, along)
     if keys.rounds_queries:
         with pytest.raises(ValueError, match="a derivative cannot pass through rows that are encoded as bytes"):
@@ -233,11 +232,11 @@ def test_a_piece_that_stores_has_a_derivative_in_floats_and_refuses_one_in_bytes
 
     for call, stored in ((windows, 3), (first_entry, 1)):
         if options is F32:
-            np.testing.assert_array_equal(jax.grad(call)(kv)[0], (np.arange(3) < stored)[:, None] * np.ones(136))
+            np.testing.assert_array_equal(jit(jax.grad(call))(kv)[0], (np.arange(3) < stored)[:, None] * np.ones(136))
         else:
             for differentiate in (jax.grad(call), lambda kv, call=call: jax.jvp(call, (kv,), (kv,))):
                 with pytest.raises(ValueError, match=r"encoded as bytes.*LayerCacheHandle or formats\.rounded"):
-                    differentiate(kv)
+                    jit(differentiate)(kv)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def test_admission_empties_a_slot_in_every_layer():
         used = dataclasses.replace(stack, state=jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), stack.state))
         cache, slots, ok = d4.admit(fresh.with_stack(kind, used), 2)
         assert ok
-        leaves = zip(*map(jax.tree.leaves, (cache.stack(kind).state, stack.state)), strict=True)
-        for got, empty in leaves:
-            assert np.asarray(got[:, slots]).tobytes() == np.asarray(empty[:, slots]).tobytes()
+        slots = np.asarray(slots)
+        for got, empty in zip(*map(jax.tree.leaves, (cache.stack(kind).state, stack.state)), strict=True):
+            got, empty = np.asarray(got), np.asarray(empty)
+            assert got[:, slots].tobytes() == empty[:, slots].tobytes()
             assert (got[:, 2] == 7).all(), "a slot that was not taken is not touched"

@@ -64,10 +64,20 @@ def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
+@functools.partial(jax.jit, static_argnames="kind")
 def key_rows(params, x, start, kind):
     positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     rows = rms_norm(wide_product(x, params.kv), params.kv_norm, CFG.norm_eps)
     return apply_rope(rows, positions, rope_frequencies(CFG, kind))
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "kind"))
+def compress(params, tail, x, start, num_new, *, plan, kind):
+    """Return the streams of new tokens, and the entries that they complete."""
+    ratio = CFG.ratio(kind)
+    streams = project_streams(params, x, start, ratio, plan.tail_dtype, overlap=kind == "csa")
+    entries = tail.pool(streams, start % ratio, num_new, ratio)
+    return streams, finish_entries(entries, params.norm, start // ratio, kind, CFG)
 
 
 def through_the_handle(params, cache, layer, slots, num_new, x):
@@ -90,29 +100,19 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
         return dataclasses.replace(stack, state=state)
     phase, first = start % ratio, start // ratio
     count, full = (phase + num_new) // ratio, (num_new > 0) & ((phase + num_new) % ratio == 0)
-    csa = kind == "csa"
-    places = dict(block_table=tables.block_table, slots=slots, first=first, count=count)
-    of_entries = functools.partial(d4.pieces.NewEntries, **places)
-    streams = project_streams(params.compressor, x, start, ratio, plan.tail_dtype, overlap=csa)
-    tail = read_slots(state.tail, index, slots)
-    assert tail is not None
-    if csa:
-        key_params = params.indexer.compressor
-        key_streams = project_streams(key_params, x, start, ratio, plan.tail_dtype, overlap=True)
-        key_tail = read_slots(state.indexer_tail, index, slots)
-        assert key_tail is not None
-        entries = tail.pool(streams, phase, num_new, ratio)
-        keys = key_tail.pool(key_streams, phase, num_new, ratio)
-        keys = hadamard(finish_entries(keys, key_params.norm, first, d4.AttentionType.CSA, CFG))
-        entries = finish_entries(entries, params.compressor.norm, first, d4.AttentionType.CSA, CFG)
-        pool = d4.pieces.flush_entries(pool, index, of_entries(entries=entries, keys=keys), plan=plan)
-        state = d4.pieces.append_tail(state, index, streams, key_streams, slots, start, num_new, plan=plan)
+    new = functools.partial(compress, x=x, start=start, num_new=num_new, plan=plan, kind=kind)
+    streams, entries = new(params.compressor, read_slots(state.tail, index, slots))
+    key_streams = keys = None
+    if kind == "csa":
+        key_streams, keys = new(params.indexer.compressor, read_slots(state.indexer_tail, index, slots))
+        keys = hadamard(keys)
+    flushed = d4.pieces.NewEntries(
+        entries=entries, keys=keys, block_table=tables.block_table, slots=slots, first=first, count=count
+    )
+    pool = d4.pieces.flush_entries(pool, index, flushed, plan=plan)
+    state = d4.pieces.append_tail(state, index, streams, key_streams, slots, start, num_new, plan=plan)
+    if kind == "csa":
         state = d4.pieces.rotate_csa(state, index, slots, full)
-    else:
-        entries = tail.pool(streams, phase, num_new, ratio)
-        entries = finish_entries(entries, params.compressor.norm, first, kind, CFG)
-        pool = d4.pieces.flush_entries(pool, index, of_entries(entries=entries, keys=None), plan=plan)
-        state = d4.pieces.append_tail(state, index, streams, None, slots, start, num_new, plan=plan)
     return dataclasses.replace(stack, state=state, pool=pool)
 
 

@@ -43,6 +43,9 @@ TENSOR_CORE_SUMS = 2.0**-10
 F32_SUMS = 2.0**-20  # error of f32 sums of up to 1024 products, relative to the sum of their sizes: some 2^-24 * 8
 
 
+linear = jax.jit(d4.linear)  # each operation by itself takes as long to compile as all together
+
+
 def inputs(seed: int, tokens: int, groups: int, width: int, dtype: Any) -> jax.Array:
     x = np.random.default_rng(seed).standard_normal((tokens, groups, width), np.float32)
     return jnp.asarray(x.astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else x)
@@ -96,7 +99,7 @@ def test_rows_that_are_nan_stay_by_themselves():
         weight = StoredWeight(codes=weight.codes, scales=weight.scales, activations=activations)
         x = inputs(0, 4, 1, WIDTH, "bfloat16")[:, 0]
         bad = x.at[1, 7].set(jnp.nan).at[2, 9].set(jnp.inf)
-        clean, dirty = d4.linear(x, weight), d4.linear(bad, weight)
+        clean, dirty = linear(x, weight), linear(bad, weight)
         assert_same(clean[jnp.array([0, 3])], dirty[jnp.array([0, 3])])
         assert not np.isfinite(dirty[1]).any()
         assert not np.isfinite(dirty[2]).any()
@@ -139,14 +142,14 @@ def test_a_power_of_two_times_448_is_not_scaled_down_further():
     for exponent in (-10, 0, 9):
         x = np.full((1, 128), 2.0**exponent, np.float32)
         x[0, 0] *= 448
-        assert_same(d4.linear(jnp.asarray(x), weight), jnp.asarray(x))  # both are codes times 2^exponent
+        assert_same(linear(jnp.asarray(x), weight), jnp.asarray(x))  # both are codes times 2^exponent
 
 
 def test_rounding_activations_costs_what_the_page_says():
     """The relative error of a product, by norm, of normally distributed inputs: docs/support.md gives it."""
     weight, x = random_stored(5, (512, WIDTH)), inputs(0, 64, 1, WIDTH, "bfloat16")[:, 0]
     rounds = StoredWeight(codes=weight.codes, scales=weight.scales, activations="fp8")
-    plain, rounded = (np.asarray(d4.linear(x, one)) for one in (weight, rounds))
+    plain, rounded = (np.asarray(linear(x, one)) for one in (weight, rounds))
     error = np.linalg.norm(rounded - plain) / np.linalg.norm(plain)
     # E4M3 rounds a number by at most 2^-4 of its size; the mean over a binade of the squares is 2.6 % of its size.
     assert 0.015 < error < 0.035

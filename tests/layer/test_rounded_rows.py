@@ -53,8 +53,12 @@ def test_rounded_rows_go_from_attention_to_the_last_product(activations, few_row
         return run(plan, *args, **options)
 
     monkeypatch.setattr(pk, "run", noted)
-    layer, args = layer_and_inputs("pallas_simulated", activations)
-    out = jax.eval_shape(layer, *args)
+
+    def traced() -> jax.Array:
+        layer, args = layer_and_inputs("pallas_simulated", activations)
+        return layer(*args)
+
+    out = jax.eval_shape(traced)
     assert (out.shape, out.dtype) == ((2, 4, CFG.hidden_size), jnp.bfloat16)
     rounded = [(True, pk.RoundedRows), (True, pk.AddTo)]
     plain = [(False, rows.PlainRows), (False, pk.AddTo)]

@@ -56,10 +56,14 @@ class Case:
         if self.is_wide:
             weights = [weight.widened(jnp.bfloat16) for weight in weights]
         params = jax.eval_shape(lambda: d4.init_attention_params(jax.random.key(0), cfg, 2 if self.kind == CSA else 3))
-        params = dataclasses.replace(params, q_b=weights[0], index_q_b=weights[1] if self.kind == CSA else None)
         latents = Latents(rows=rows, positions=jnp.asarray(positions), head_weights=None)
         stage = steps if backend == XLA else FUSED[backend].queries(steps)
-        return stage.make(params, latents)
+
+        @jax.jit
+        def make(latents: Latents, q_b: Any, index_q_b: Any) -> Queries:
+            return stage.make(dataclasses.replace(params, q_b=q_b, index_q_b=index_q_b), latents)
+
+        return make(latents, weights[0], weights[1] if self.kind == CSA else None)
 
     @property
     def shapes(self) -> list[tuple[int, tuple[int, int]]]:
@@ -115,8 +119,9 @@ def test_queries_are_those_of_the_steps(case, expected, launched, monkeypatch):
     assert (got.keys is None) == (want.keys is None) == (case.kind is HCA)
     if case.kind is CSA:
         keys = INDEXER_FORMATS["mxfp4"]
-        rows = [made if isinstance(made, KeyRows) else keys.encode(made) for made in (got.keys, want.keys)]
-        ours, theirs = (np.float32(keys.decode(row)).reshape(real.size, -1)[real] for row in rows)
+        encode, decode = jax.jit(keys.encode), jax.jit(keys.decode)
+        rows = [made if isinstance(made, KeyRows) else encode(made) for made in (got.keys, want.keys)]
+        ours, theirs = (np.float32(decode(row)).reshape(real.size, -1)[real] for row in rows)
         # The sums are in another order, so that a value may round to the one beside it.
         assert np.mean(ours != theirs) < 1e-3
 
