@@ -1,16 +1,19 @@
 """The memory of the published models, against the census of their files and what follows from it."""
 
+import functools
 import re
 from typing import Any
 
 import pytest
 
-from dsv4jax.model import ModelConfig, plan_memory
+from dsv4jax import model
+from dsv4jax.model import ModelConfig
 from dsv4jax.model.caches import TRAINED
 from dsv4jax.model.memory import GIB
 from dsv4jax.plan import plan_cache
 
 FLASH, PRO = ModelConfig.flash(), ModelConfig.pro()
+plan_memory = functools.cache(model.plan_memory)  # it counts a hundred thousand tensors
 
 
 def test_flash_has_the_tensors_numbers_and_bytes_of_its_published_files():
