@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -107,6 +108,7 @@ def test_what_the_kernel_does_not_serve():
 
 
 def test_the_kernel_has_no_derivative():
+    @functools.partial(jax.jit, static_argnames="backend")
     def loss(streams: jax.Array, backend: str) -> jax.Array:
         x, _ = HYPER_CONNECTIONS[backend].begin(streams, mix(), NORM, CFG)
         return x.astype(jnp.float32).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ def test_kernels_pick_what_xla_picks(backend, by_id):
     np.testing.assert_allclose(found.weights, want.weights, rtol=2e-6)
     assert want.tiles is None
     assert found.tiles is not None
-    tiles = pk.routed_tiles(found.experts.reshape(-1, CFG.experts_per_token), CFG.num_experts, found.tiles.rows)
+    tiles_of = jax.jit(pk.routed_tiles, static_argnums=(1, 2))
+    tiles = tiles_of(found.experts.reshape(-1, CFG.experts_per_token), CFG.num_experts, found.tiles.rows)
     np.testing.assert_array_equal(found.tiles.pairs, tiles.pairs)
 
 
@@ -68,6 +70,7 @@ def test_kernels_have_no_derivative():
     rng = np.random.default_rng(3)
     x, ids = jnp.asarray(rng.standard_normal((1, CFG.hidden_size)), jnp.bfloat16), jnp.zeros(1, jnp.int32)
 
+    @functools.partial(jax.jit, static_argnames="backend")
     def loss(x: jax.Array, backend: str) -> jax.Array:
         return ROUTER[backend].pick(x, ids, ids == 0, router(False), CFG).weights[0, 0]
 

@@ -31,10 +31,17 @@ def keys(seed: int, count: int = SAMPLES) -> jax.Array:
     return jax.random.split(jax.random.key(seed), count)
 
 
+# Each operation by itself takes as long to compile as all together.
+probabilities_of, chances_of, draw_of = map(jax.jit, (Sampling.probabilities, Sampling.chances, Sampling.draw))
+judged = jax.jit(accept)
+
+
+@jax.jit
 def chances(probabilities: Any) -> Chances:
     return Sampling.of(1.0).chances(jnp.log(probabilities))
 
 
+@jax.jit
 def draw(probabilities: Any, keys: jax.Array) -> jax.Array:
     return chances(probabilities).draw(keys)
 
@@ -59,7 +66,7 @@ def test_accepted_and_replaced_drafts_have_the_models_distribution(seed):
     anything = jnp.full(batch, 1 / VOCABULARY)
     wanted = jnp.stack([jnp.broadcast_to(p_first, batch), jnp.asarray(p_second)[first], anything], 1)
     count = jnp.full(SAMPLES, 2, jnp.int32)
-    accepted, following = accept(chances(wanted), chances(guessed), drafts, count, keys(seed + 30))
+    accepted, following = judged(chances(wanted), chances(guessed), drafts, count, keys(seed + 30))
     tokens = np.asarray(jnp.where(accepted > 0, first, following))
     check_counts(np.bincount(tokens, minlength=VOCABULARY), p_first)
     # A text whose first draft was refused draws its second token in the next pass.
@@ -75,7 +82,7 @@ def test_accepted_and_replaced_drafts_have_the_models_distribution(seed):
 def test_only_drafts_that_count_are_accepted():
     same = jnp.full((4, 3, VOCABULARY), 1 / VOCABULARY)
     drafts, count = jnp.zeros((4, 2), jnp.int32), jnp.asarray([0, 1, 2, 2], jnp.int32)
-    accepted, _ = accept(chances(same), chances(same[:, :2]), drafts, count, keys(3, 4))
+    accepted, _ = judged(chances(same), chances(same[:, :2]), drafts, count, keys(3, 4))
     assert accepted.tolist() == [0, 1, 2, 2]  # p = q accepts all
 
 
@@ -86,9 +93,9 @@ def test_greedy_drafts_are_accepted_while_they_are_the_models_own():
     drafts = own[:, :2].copy()
     drafts[0, 0] = (drafts[0, 0] + 1) % VOCABULARY
     drafts[1, 1] = (drafts[1, 1] + 1) % VOCABULARY
-    guessed = sampling.chances(jax.nn.one_hot(drafts, VOCABULARY))
-    given = sampling.chances(logits), guessed, jnp.asarray(drafts, jnp.int32), jnp.full(3, 2, jnp.int32)
-    accepted, following = accept(*given, keys(5, 3))
+    guessed = chances_of(sampling, jax.nn.one_hot(drafts, VOCABULARY))
+    given = chances_of(sampling, logits), guessed, jnp.asarray(drafts, jnp.int32), jnp.full(3, 2, jnp.int32)
+    accepted, following = judged(*given, keys(5, 3))
     assert accepted.tolist() == [0, 1, 2]
     assert following.tolist() == [own[0, 0], own[1, 1], own[2, 2]]
 
@@ -96,7 +103,7 @@ def test_greedy_drafts_are_accepted_while_they_are_the_models_own():
 @pytest.mark.parametrize(("top_p", "kept"), [(1.0, 6), (0.95, 5), (0.9, 4), (0.5, 2), (0.3, 1), (1e-6, 1)])
 def test_top_p_keeps_the_fewest_likeliest_tokens_that_reach_it(top_p, kept):
     probabilities = np.asarray([0.05, 0.4, 0.2, 0.25, 0.08, 0.02], np.float32)
-    found = np.asarray(Sampling.of(1.0, top_p).probabilities(jnp.log(probabilities)))
+    found = np.asarray(probabilities_of(Sampling.of(1.0, top_p), jnp.log(probabilities)))
     order = np.argsort(-probabilities)
     expected = np.zeros(6)
     expected[order[:kept]] = probabilities[order[:kept]] / probabilities[order[:kept]].sum()
@@ -111,7 +118,7 @@ def test_top_p_keeps_a_token_if_those_that_are_likelier_have_less(top_p):
     logits[1] = np.round(logits[1])
     logits[2, 77] = 30
     logits[3, ::2] = -np.inf
-    found = np.asarray(Sampling.of(1.0, top_p).probabilities(jnp.asarray(logits)), np.float64)
+    found = np.asarray(probabilities_of(Sampling.of(1.0, top_p), logits), np.float64)
     for row, kept in zip(np.asarray(jax.nn.softmax(logits), np.float64), found, strict=True):
         likelier = np.sum(row[None] * (row[None] > row[:, None]), 1)
         is_clear = abs(likelier - top_p) > 1e-5  # sums of a thousand numbers in f32
@@ -122,8 +129,8 @@ def test_top_p_keeps_a_token_if_those_that_are_likelier_have_less(top_p):
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
 def test_draws_of_logits_have_their_probabilities(temperature, top_p):
     sampling, logits = Sampling.of(temperature, top_p), jnp.log(random_distributions(np.random.default_rng(8)))
-    tokens = sampling.draw(jnp.broadcast_to(logits, (SAMPLES, VOCABULARY)), keys(9))
-    check_counts(np.bincount(tokens, minlength=VOCABULARY), np.asarray(sampling.probabilities(logits)))
+    tokens = draw_of(sampling, jnp.broadcast_to(logits, (SAMPLES, VOCABULARY)), keys(9))
+    check_counts(np.bincount(tokens, minlength=VOCABULARY), np.asarray(probabilities_of(sampling, logits)))
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8), (0.0, 1.0), (0.0, 0.8)])
@@ -131,24 +138,26 @@ def test_probabilities_of_some_tokens_are_those_of_all(temperature, top_p):
     rng = np.random.default_rng(11)
     logits = jnp.asarray(np.round(rng.standard_normal((5, 3, VOCABULARY)) * 4) / 4, jnp.float32)  # with ties
     sampling = Sampling.of(temperature, top_p)
-    found, whole = sampling.chances(logits), sampling.probabilities(logits)
+    found, whole = chances_of(sampling, logits), probabilities_of(sampling, logits)
     tokens, rows = rng.integers(0, VOCABULARY, (5, 3)), jnp.asarray(rng.integers(0, 3, 5), jnp.int32)
     expected = np.take_along_axis(np.asarray(whole), tokens[..., None], -1)[..., 0]
     # exp of other vectors may have another last bit.
-    np.testing.assert_allclose(found.of(jnp.asarray(tokens, jnp.int32)), expected, rtol=1e-6)
-    np.testing.assert_allclose(found.row(rows).all(), np.asarray(whole)[np.arange(5), rows], rtol=1e-6)
+    of_tokens = jax.jit(Chances.of)(found, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(of_tokens, expected, rtol=1e-6)
+    of_rows = jax.jit(lambda found, rows: found.row(rows).all())(found, rows)
+    np.testing.assert_allclose(of_rows, np.asarray(whole)[np.arange(5), rows], rtol=1e-6)
 
 
 def test_without_temperature_the_first_of_the_largest_logits_is_drawn():
     logits = jnp.asarray([[1.0, 3.0, 3.0, 2.0], [jnp.inf, 0.0, 0.0, 0.0], [-5.0, -6.0, -7.0, -5.0]])
-    assert Sampling.of().draw(logits, keys(10, 3)).tolist() == [1, 0, 0]
+    assert draw_of(Sampling.of(), logits, keys(10, 3)).tolist() == [1, 0, 0]
 
 
 def test_temperature_divides_logits():
     logits = jnp.asarray([0.5, -1.0, 2.0, 0.0, 3.0, 1.0], jnp.float32)
-    found = Sampling.of(0.5).probabilities(logits)
+    found = probabilities_of(Sampling.of(0.5), logits)
     np.testing.assert_allclose(found, jax.nn.softmax(2 * logits), rtol=1e-5)  # f32
-    assert Sampling.of(0.0).probabilities(logits).tolist() == [0, 0, 0, 0, 1, 0]
+    assert probabilities_of(Sampling.of(0.0), logits).tolist() == [0, 0, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
