@@ -17,14 +17,13 @@ from dsv4jax.model import (
     Snapshots,
     forward,
     init_caches,
-    random_model,
     restore_caches,
     save_caches,
 )
 from dsv4jax.model.generation.drafting import Fed, drafter
 from tests.model.test_dspark import SPARK
 from tests.support.driver import garbage
-from tests.support.models import FULL, SMALL
+from tests.support.models import FULL, SMALL, drawn_model
 
 DRAFTS = 3
 PROMPTS = [[1, 2, 3, 0, 5, 4] * 5, [4, 4, 1], [2]]
@@ -33,7 +32,7 @@ kinds = pytest.mark.parametrize("cfg", [pytest.param(SMALL, id="MTP"), pytest.pa
 
 @functools.cache
 def params_of(cfg) -> ModelParams:
-    return random_model(cfg, jax.random.key(1), weights="f32")
+    return drawn_model(cfg, 1, "f32")
 
 
 @jax.jit

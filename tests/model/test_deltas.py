@@ -20,7 +20,6 @@ from dsv4jax.model import (
     init_caches,
     merge_deltas,
     partition,
-    random_model,
     save_model,
     with_deltas,
     without_deltas,
@@ -31,7 +30,7 @@ from dsv4jax.weights.deltas import Delta, WeightWithDelta
 from tests.model.test_partition import as_f32, cross_entropy
 from tests.support.cases import first_of
 from tests.support.driver import assert_same, ids
-from tests.support.models import FULL
+from tests.support.models import FULL, drawn_model
 
 # A layer of each kind: SWA, which picks experts by id, CSA, whose indexer picks 12 of 15 entries, and HCA.
 CFG = ModelConfig.tiny(attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(0, 4, 16), hca_compression_ratio=16))
@@ -47,7 +46,7 @@ SAME = 2e-5
 
 @functools.cache
 def model(weights: str) -> ModelParams:
-    params = random_model(CFG, jax.random.key(3), weights=weights, drafts=0)
+    params = drawn_model(CFG, 3, weights, drafts=0)
     return as_f32(params) if weights == "stored" else params
 
 

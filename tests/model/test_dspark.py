@@ -24,7 +24,6 @@ from dsv4jax.model import (
     generate,
     init_caches,
     load_model,
-    random_model,
 )
 from dsv4jax.model.generation import drafting, loop, seats
 from dsv4jax.model.generation.drafting import Drafts
@@ -32,7 +31,7 @@ from dsv4jax.model.generation.state import Texts, begin
 from dsv4jax.model.params import DSparkParams
 from tests.model.test_sampling import check_counts
 from tests.support.cases import first_of
-from tests.support.models import FULL, MODELS, SMALL, pair_chances, recorded
+from tests.support.models import FULL, MODELS, SMALL, drawn_model, pair_chances, recorded
 
 CLOSE = 5e-5  # f32, whose sums have another order than in the recording
 
@@ -244,7 +243,7 @@ SPARK = dataclasses.replace(SMALL, dspark=DSparkConfig(block_size=3, noise_token
 
 @functools.cache
 def small_model() -> ModelParams:
-    return random_model(SPARK, jax.random.key(1), weights="f32")
+    return drawn_model(SPARK, 1, "f32")
 
 
 PROMPTS = [[1, 2, 3], [4], [5, 0, 2, 1, 4, 3, 3, 1] * 5, [2, 2], [0, 1, 5, 5, 5, 2, 0]]

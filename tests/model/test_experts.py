@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4jax.model import ModelConfig, Picks, random_model
+from dsv4jax.model import ModelConfig, Picks
 from dsv4jax.model.ops import EXPERTS
 from dsv4jax.model.params import Experts, StoredExperts, check_model
 from dsv4jax.model.plain import experts as module
 from dsv4jax.model.plain.experts import mixed
 from tests.support.cases import first_of
-from tests.support.models import relative_rms
+from tests.support.models import drawn_model, relative_rms
 
 CFG = ModelConfig.tiny(num_experts=8, experts_per_token=3)
 
@@ -26,7 +26,7 @@ def mix_experts(x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) 
 
 
 def experts_of(weights: str, cfg: ModelConfig = CFG, activations: str = "bf16") -> Experts:
-    return random_model(cfg, jax.random.key(0), weights, activations, drafts=0).blocks[0].experts
+    return drawn_model(cfg, 0, weights, activations=activations, drafts=0).blocks[0].experts
 
 
 def random_picks(rng: np.random.Generator, tokens: int, cfg: ModelConfig = CFG, favourite: int | None = None) -> Picks:
@@ -42,7 +42,8 @@ def random_picks(rng: np.random.Generator, tokens: int, cfg: ModelConfig = CFG, 
 
 def widened(weight, expert: int) -> np.ndarray:
     if isinstance(weight, StoredExperts):
-        return np.asarray(weight.widened(jnp.asarray([expert], jnp.int32), jnp.float32)[0], np.float64)
+        widen = jax.jit(StoredExperts.widened, static_argnames="dtype")
+        return np.asarray(widen(weight, np.asarray([expert], np.int32), dtype=jnp.float32)[0], np.float64)
     return np.asarray(weight[expert], np.float64)
 
 
@@ -185,7 +186,7 @@ def test_interleaved_codes_mean_the_same_numbers():
     assert rounded.for_kernels() is rounded
     narrow = dataclasses.replace(rounded, codes=rounded.codes[..., :4], activations="bf16")
     assert not narrow.for_kernels().interleaved  # 8 inputs are half of a group
-    params = random_model(CFG, jax.random.key(0), drafts=0)
+    params = drawn_model(CFG, 0, drafts=0)
     block = params.blocks[0]
     wrong = dataclasses.replace(made, codes=jnp.zeros(made.shape, jnp.float8_e4m3fn))
     experts = dataclasses.replace(block.experts, down=wrong)
@@ -215,7 +216,7 @@ def test_derivatives_by_x_go_through_stored_weights_and_those_by_the_weights_are
             else weight.widened(jnp.float32)
         )
 
-    widened = jax.tree.map(wide, experts, is_leaf=lambda leaf: hasattr(leaf, "widened"))
+    widened = jax.tree.map(jax.jit(wide), experts, is_leaf=lambda leaf: hasattr(leaf, "widened"))
     found, wanted = (jax.jit(jax.grad(total))(x, one) for one in (experts, widened))
     # With bf16 activations only the order of sums differs. Rounded inputs move the gates, by up to 2^-4 of an input.
     assert relative_rms(np.asarray(found), np.asarray(wanted)) < (1e-5 if activations == "bf16" else 0.1)

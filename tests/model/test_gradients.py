@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4jax.model import ModelParams, StoredExperts, combine, forward_sequences, partition, random_model
+from dsv4jax.model import ModelParams, StoredExperts, combine, forward_sequences, partition
 from dsv4jax.weights import StoredWeight
 from tests.model.test_deltas import CFG, model, tokens, tuned
 from tests.model.test_partition import cross_entropy
 from tests.support.cases import first_of
 from tests.support.float64_model import cross_entropy64, logits64, widened64
+from tests.support.models import drawn_model
 
 # Of a derivative along a random direction. f32 sums in another order, through three layers; 1e-4 was seen at most.
 SAME = 1e-3
@@ -83,7 +84,7 @@ def test_every_derivative_is_the_finite_difference_in_float64(name):
 @pytest.mark.sweep(guard="test_every_derivative_is_the_finite_difference_in_float64")
 def test_weights_in_bf16_have_derivatives_too():
     """In bf16, and along those of the same weights in f32: rounding of 2^-8 may move tokens to other experts."""
-    params = random_model(CFG, jax.random.key(3), weights="bf16", drafts=0)
+    params = drawn_model(CFG, 3, "bf16", drafts=0)
     part, rest = partition(params)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), part)
     found, wanted = (jax.jit(jax.grad(loss))(each, rest) for each in (part, wide))

@@ -11,7 +11,7 @@ from dsv4jax.model.inside.host_memory import FEW, fetched, is_on_host, placed
 from dsv4jax.model.ops import EXPERTS, Picks
 from dsv4jax.model.plain.experts import mixed
 from tests.support.cases import first_of
-from tests.support.models import FULL, MODEL_A, MODEL_Q, recorded
+from tests.support.models import FULL, MODEL_A, MODEL_Q, drawn_model, recorded
 
 CFG = ModelConfig.tiny()
 
@@ -26,7 +26,7 @@ def places(params: ModelParams) -> list[bool]:
 @pytest.mark.parametrize("weights", ["stored", "f32"])
 @pytest.mark.parametrize("tokens", [1, 3, FEW])
 def test_experts_give_the_same_bits_wherever_they_are(weights, tokens):
-    params = random_model(CFG, jax.random.key(0), weights=weights, drafts=0)
+    params = drawn_model(CFG, 0, weights, drafts=0)
     block = params.blocks[-1]
     moved = placed(block, on_host=True).experts
     rng = np.random.default_rng(tokens)
@@ -45,7 +45,7 @@ def test_experts_give_the_same_bits_wherever_they_are(weights, tokens):
 
 
 def test_a_few_picks_are_all_that_is_copied():
-    experts = random_model(CFG, jax.random.key(0), drafts=0, host_experts=1).blocks[0].experts
+    experts = placed(drawn_model(CFG, 0, drafts=0).blocks[0], on_host=True).experts
 
     def sizes(tokens: int) -> set[int]:
         shape = tokens, CFG.experts_per_token
@@ -60,7 +60,7 @@ def test_a_few_picks_are_all_that_is_copied():
 
 def test_a_layers_copy_waits_for_its_picks():
     """Several layers' copies at once would need memory that is not there: 10 GiB with V4-Flash."""
-    experts = random_model(CFG, jax.random.key(0), drafts=0, host_experts=1).blocks[0].experts
+    experts = placed(drawn_model(CFG, 0, drafts=0).blocks[0], on_host=True).experts
     shape = FEW, CFG.experts_per_token
 
     def copied(numbers):

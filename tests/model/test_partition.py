@@ -23,7 +23,7 @@ from dsv4jax.model.params import StoredExperts, is_any_stored
 from dsv4jax.weights.stored import StoredWeight
 from tests.support.cases import first_of
 from tests.support.driver import assert_same, ids
-from tests.support.models import FULL
+from tests.support.models import FULL, drawn_model
 
 # A CSA layer, which picks experts by id, and an HCA layer, of whose blocks of 16 tokens three are complete.
 CFG = ModelConfig.tiny(attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(4, 16), hca_compression_ratio=16))
@@ -32,7 +32,7 @@ TOKENS = 50
 
 @functools.cache
 def stored_model() -> ModelParams:
-    return random_model(CFG, jax.random.key(3))
+    return drawn_model(CFG, 3)
 
 
 def widened(params: ModelParams, dtype: Any = jnp.float32) -> ModelParams:

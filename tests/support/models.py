@@ -3,6 +3,7 @@
 ``tests/data/README.md`` describes the arrays.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
+from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model import (
     ModelConfig,
     ModelParams,
@@ -21,6 +23,8 @@ from dsv4jax.model import (
     load_model,
     random_model,
 )
+from dsv4jax.model.params import StoredExperts, is_any_stored
+from dsv4jax.weights.stored import StoredWeight
 from tests.support.paths import DATA
 
 FULL: dict[str, Any] = {"kv_format": "f32", "indexer_format": "f32"}  # nothing is rounded
@@ -38,9 +42,48 @@ SMALL = ModelConfig.tiny(
 )
 
 
+def drawn_model(cfg: ModelConfig, seed: int, weights: str = "stored", **options: Any) -> ModelParams:
+    """A model like those of ``random_model``, drawn by NumPy so that nothing is compiled, which takes seconds."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, node: Any) -> Any:
+        if is_any_stored(node):
+            return fp4(node) if isinstance(node, StoredExperts) else fp8(node)
+        name, shape = jax.tree_util.keystr(path), node.shape
+        if name.endswith(".table"):  # distinct experts
+            numbers = rng.random((shape[0], cfg.num_experts)).argsort(1)[:, : shape[1]]
+        elif len(shape) == 1:
+            numbers = (0.5 if name.endswith("base") else 0.1) * rng.standard_normal(shape)
+            numbers += name.endswith(("norm", ".scale"))
+        else:
+            numbers = rng.standard_normal(shape) * (1 if "embedding" in name else shape[-1] ** -0.5)
+        return jax.device_put(numbers.astype(node.dtype))
+
+    def fp8(node: StoredWeight) -> StoredWeight:
+        """One scale for all, because weights that stand side by side keep the blocks of their own."""
+        scale = 2.0 ** np.floor(np.log2(node.shape[1] ** -0.5) - 5)
+        codes = rng.standard_normal(node.shape) * node.shape[1] ** -0.5 / scale
+        return with_numbers(node, codes, np.full(node.scales.shape, scale))
+
+    def fp4(node: StoredExperts) -> StoredExperts:
+        """For each block one of two scales next to each other."""
+        variance = 1 / (node.shape[2] * np.mean(np.square(E2M1_VALUES)))
+        scale = 2.0 ** np.floor(np.log2(variance) / 2)
+        is_larger = rng.random(node.scales.shape) < (variance / scale**2 - 1) / 3
+        drawn = with_numbers(node, rng.integers(0, 256, node.codes.shape), scale * (1 + is_larger))
+        return dataclasses.replace(drawn, interleaved=False).for_kernels()  # drawn as checkpoints have them
+
+    def with_numbers(node: Any, codes: np.ndarray, scales: np.ndarray) -> Any:
+        codes, scales = codes.astype(node.codes.dtype), scales.astype(node.scales.dtype)
+        return dataclasses.replace(node, codes=jax.device_put(codes), scales=jax.device_put(scales))
+
+    shapes = jax.eval_shape(lambda: random_model(cfg, jax.random.key(0), weights, **options))
+    return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=is_any_stored)
+
+
 @functools.cache
 def small_model() -> ModelParams:
-    return random_model(SMALL, jax.random.key(1), weights="f32")
+    return drawn_model(SMALL, 1, "f32")
 
 
 @functools.cache
