@@ -255,6 +255,18 @@ def chunks(shape: tuple[int, int] | None, ids: np.ndarray, counts: np.ndarray) -
     return as_numpy(found)
 
 
+def test_what_is_captured_of_a_chunk_is_of_all_its_tokens():
+    """Devices compute all of them then, and none has a share."""
+    shape, tokens = DIVIDED[0], DIVIDED[0][1] * SHARE
+    cache = init_caches(OF_CHUNKS, ROWS, tokens, mesh=mesh_of(shape), **FULL).model
+    rows = jnp.zeros((ROWS, tokens), jnp.int32), cache, jnp.arange(ROWS, dtype=jnp.int32), jnp.full(ROWS, tokens)
+    look = functools.partial(forward, small_model(shape, "f32", OF_CHUNKS), capture=("head", "streams"))
+    seen = jax.eval_shape(look, *rows)[3]
+    size = OF_CHUNKS.hidden_size
+    assert seen["head"].shape == (ROWS, tokens, size)
+    assert seen["streams"].shape == (1, ROWS, tokens, OF_CHUNKS.num_streams, size)
+
+
 @pytest.mark.sweep(guard="test_two_processes_make_the_tokens_of_one_device")
 @pytest.mark.parametrize("shape", shapes(ALL_SHAPES, count=0))
 def test_recorded_logits_and_tokens_on_eight_devices(shape):
