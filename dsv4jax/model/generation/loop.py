@@ -74,6 +74,8 @@ def store(
 ) -> Loop:
     """Store up to ``chunk`` tokens of the text of each of some rows, of which more than the last one is not stored.
 
+    Without drafts, a text whose last token is among them gets the token after it. Otherwise the last one is left.
+
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
