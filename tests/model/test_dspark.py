@@ -205,9 +205,10 @@ def test_texts_depend_neither_on_drafts_nor_on_the_chunks_of_their_prompts():
         given = Texts(**dict(zip(("tokens", "lengths", "limits", "numbers"), of_texts, strict=True)))
         both = init_caches(params.cfg, 6, 512, drafts, **FULL)
         looped = seats.seat(begin(both, given, params.cfg.vocab_size, drafts))
+        drawing = loop.Drawing(Sampling.of(), jnp.asarray([-1]))
         for _ in range(0, lengths.max() - 1, chunk):
-            looped = loop.store(params, looped, jnp.arange(6), chunk=chunk)
-        looped = loop.run(params, looped, Sampling.of(), jnp.asarray([-1]), jnp.int32(new))
+            looped = loop.store(params, looped, *drawing, jnp.arange(6), chunk=chunk)
+        looped = loop.run(params, looped, *drawing, jnp.int32(new))
         assert bool(looped.ok)
         assert not bool(looped.unfinished)
         assert bool(looped.accepted) == bool(drafts)
