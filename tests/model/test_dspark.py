@@ -207,8 +207,8 @@ def test_texts_depend_neither_on_drafts_nor_on_the_chunks_of_their_prompts():
         looped = seats.seat(begin(both, given, params.cfg.vocab_size, drafts))
         drawing = loop.Drawing(Sampling.of(), jnp.asarray([-1]))
         for _ in range(0, lengths.max() - 1, chunk):
-            looped = loop.store(params, looped, *drawing, jnp.arange(6), chunk=chunk)
-        looped = loop.run(params, looped, *drawing, jnp.int32(new))
+            looped = loop.store(params, looped, drawing, jnp.arange(6), chunk=chunk)
+        looped = loop.run(params, looped, drawing, jnp.int32(new))
         assert bool(looped.ok)
         assert not bool(looped.unfinished)
         assert bool(looped.accepted) == bool(drafts)

@@ -286,7 +286,7 @@ class Generator:
                     loop, has_stored = prefill.store_all(loop)
                     draws = has_stored and loop.drafts is None
                 if not draws:  # else those tokens are looked at first: a stream has them at once
-                    loop = run(self._params, loop, *drawing, turns)
+                    loop = run(self._params, loop, drawing, turns)
                 tokens, after, *flags = look(loop, lengths, passes * (self.drafts + 1))
                 tokens, counts, *flags = on_host((tokens, after - lengths, *flags))
                 goes_on, needs_seats = map(np.any, flags)
@@ -314,7 +314,7 @@ class Generator:
         ]
         if (None, records) not in self._compiled:
             turns = placed(jnp.int32(1), self._params.mesh)
-            lowered.append(run.lower(self._params, loop, *prefill.drawing, turns))
+            lowered.append(run.lower(self._params, loop, prefill.drawing, turns))
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= {(program, records) for program in (None, *chunks)}

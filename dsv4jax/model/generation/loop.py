@@ -50,8 +50,7 @@ class _Way:
     """What stays the same in all passes."""
 
     params: ModelParams
-    sampling: Sampling
-    stop_tokens: jax.Array
+    drawing: Drawing
     backend: Backend
 
 
@@ -64,8 +63,7 @@ _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 def store(
     params: ModelParams,
     loop: Loop,
-    sampling: Sampling,
-    stop_tokens: jax.Array,
+    drawing: Drawing,
     rows: jax.Array,
     until: jax.Array | np.int32 = EVERYTHING,
     *,
@@ -79,21 +77,18 @@ def store(
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
-      sampling, stop_tokens: as for ``run``.
+      drawing: as for ``run``.
       rows: int32 [any], distinct; -1 = none. Over a mesh, as many for each shard, one after another.
       until: int32 [], tokens of each text at which to stop.
       chunk: tokens of each.
       backend: as for ``forward``.
     """
 
-    def step(
-        loop: Loop, params: ModelParams, sampling: Sampling, stop_tokens: jax.Array, rows: jax.Array, until: jax.Array
-    ) -> Loop:
-        way = _Way(params=params, sampling=sampling, stop_tokens=stop_tokens, backend=backend)
-        return _store(way, loop, rows, until, chunk)
+    def step(loop: Loop, params: ModelParams, drawing: Drawing, rows: jax.Array, until: jax.Array) -> Loop:
+        return _store(_Way(params=params, drawing=drawing, backend=backend), loop, rows, until, chunk)
 
-    given = params, sampling, stop_tokens, rows, until
-    return of_each_shard(step, loop, given, (weight_specs(params), EVERYWHERE, EVERYWHERE, OF_ROWS, EVERYWHERE))
+    given = params, drawing, rows, until
+    return of_each_shard(step, loop, given, (weight_specs(params), EVERYWHERE, OF_ROWS, EVERYWHERE))
 
 
 def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int) -> Loop:
@@ -112,8 +107,8 @@ def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int)
     choices, texts = _recorded(loop, text, stored, num_new, captured), loop.texts
     if logits is not None:
         keys = _keys(way, texts, text)[0]
-        tokens = _by_row(loop, way.sampling.draw, keys, logits)[:, None]
-        texts = _extended(texts, text, tokens, *_until_stop(tokens, drawn, way.stop_tokens))
+        tokens = _by_row(loop, way.drawing.sampling.draw, keys, logits)[:, None]
+        texts = _extended(texts, text, tokens, *_until_stop(tokens, drawn, way.drawing.stop_tokens))
     caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
     if caches.drafts is not None:
         following = texts.tokens_from(text, stored + 1, chunk)
@@ -135,8 +130,7 @@ def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int)
 def run(
     params: ModelParams,
     loop: Loop,
-    sampling: Sampling,
-    stop_tokens: jax.Array,
+    drawing: Drawing,
     passes: jax.Array,
     *,
     backend: Backend = None,
@@ -148,18 +142,16 @@ def run(
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
-      sampling: how tokens are drawn.
-      stop_tokens: int32 [any], each of which completes a text; -1 is none.
+      drawing: how tokens are drawn, and where texts end.
       passes: int32 []. Unless it is 0, one is made in any case, so that calls in turn with ``seat`` come to an end.
       backend: as for ``forward``.
     """
 
-    def step(loop: Loop, params: ModelParams, sampling: Sampling, stop_tokens: jax.Array, passes: jax.Array) -> Loop:
+    def step(loop: Loop, params: ModelParams, drawing: Drawing, passes: jax.Array) -> Loop:
         ops = for_plan(backend, loop.caches.model.plan)
-        return _run(_Way(params=params, sampling=sampling, stop_tokens=stop_tokens, backend=ops), loop, passes)
+        return _run(_Way(params=params, drawing=drawing, backend=ops), loop, passes)
 
-    given = params, sampling, stop_tokens, passes
-    return of_each_shard(step, loop, given, (weight_specs(params), *[EVERYWHERE] * 3))
+    return of_each_shard(step, loop, (params, drawing, passes), (weight_specs(params), EVERYWHERE, EVERYWHERE))
 
 
 def _run(way: _Way, loop: Loop, passes: jax.Array) -> Loop:
@@ -236,7 +228,7 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
 
 def _keys(way: _Way, texts: Texts, text: jax.Array) -> jax.Array:
     """Return random keys [2, B]: those by which texts int32 [B] draw their next tokens, and those of their drafts."""
-    keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(way.sampling.key, n), p))(
+    keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(way.drawing.sampling.key, n), p))(
         texts.numbers[text], texts.lengths[text]
     )
     return jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
@@ -267,8 +259,8 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcom
         way.params, given, cache, loop.slots, num_new, backend=way.backend, **looking
     )
     assert logits is not None
-    tokens = _by_row(loop, way.sampling.draw, keys, logits)[:, None]
-    count, stopped = _until_stop(tokens, num_new, way.stop_tokens)
+    tokens = _by_row(loop, way.drawing.sampling.draw, keys, logits)[:, None]
+    count, stopped = _until_stop(tokens, num_new, way.drawing.stop_tokens)
     none = jnp.zeros_like(num_new)
     made = _Made(tokens=tokens, count=count, stopped=stopped, judged=none, accepted=none, seen=seen, captured=captured)
     return made, advance(cache, loop.slots, num_new), ok
@@ -279,7 +271,7 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     drafts, slots, texts = loop.drafts, loop.slots, loop.texts
     assert drafts is not None
     room = texts.limits[loop.text] - texts.lengths[loop.text] - 1  # beside the token after the drafts
-    judged = jnp.where(active, jnp.clip(room, 0, drafts.judged(way.sampling.least_confidence)), 0)
+    judged = jnp.where(active, jnp.clip(room, 0, drafts.judged(way.drawing.sampling.least_confidence)), 0)
     cache, ok = prepare_forward(loop.caches.model, slots, jnp.where(active, 1 + judged, 0))
     fed = ok & active
     judged = jnp.where(fed, judged, 0)
@@ -292,12 +284,12 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     def judge(
         logits: jax.Array, guessed: Chances, tokens: jax.Array, judged: jax.Array, keys: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return accept(way.sampling.chances(logits), guessed, tokens, judged, keys)
+        return accept(way.drawing.sampling.chances(logits), guessed, tokens, judged, keys)
 
     accepted, following = _by_row(loop, judge, keys, logits, drafts.chances, drafts.tokens, judged)
     tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     tokens = tokens.at[jnp.arange(len(slots)), accepted].set(following)
-    count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.stop_tokens)
+    count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.drawing.stop_tokens)
     # None past a stop token: the text may go on from it.
     cache, committed = commit(cache, staged, count, backend=way.backend)
     count = jnp.where(committed, count, 0)
@@ -374,7 +366,7 @@ def _guess(
     """Store what drafts need of the new tokens, and guess at what follows each text."""
 
     def draw_one(logits: jax.Array, i: jax.Array | int) -> tuple[jax.Array, Chances]:
-        chances = way.sampling.chances(logits)
+        chances = way.drawing.sampling.chances(logits)
         return chances.draw(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)), chances
 
     fed = Fed(seen=made.seen, following=made.tokens, slots=slots, count=made.count)

@@ -13,7 +13,6 @@ import numpy as np
 from dsv4jax.cache.shards import OF_ROWS, on_host, placed
 from dsv4jax.model.generation.held import Shards
 from dsv4jax.model.generation.loop import EVERYTHING, Drawing, pending, store
-from dsv4jax.model.generation.sampling import Sampling
 from dsv4jax.model.generation.state import Loop
 from dsv4jax.model.params import ModelParams
 
@@ -44,17 +43,10 @@ class Prefill:
             loop = store(self.params, loop, *self.given([row], np.int32(until)), chunk=chunk)
         return loop
 
-    def given(
-        self, rows: Sequence[int], until: np.int32 = EVERYTHING
-    ) -> tuple[Sampling, jax.Array, jax.Array, jax.Array]:
+    def given(self, rows: Sequence[int], until: np.int32 = EVERYTHING) -> tuple[Drawing, jax.Array, jax.Array]:
         """Return what ``store`` takes besides, for rows of all shards."""
-        (sampling, stop_tokens), mesh = self.drawing, self.params.mesh
-        return (
-            sampling,
-            stop_tokens,
-            placed(jnp.asarray(rows, jnp.int32), mesh, OF_ROWS),
-            placed(jnp.asarray(until), mesh),
-        )
+        mesh = self.params.mesh
+        return self.drawing, placed(jnp.asarray(rows, jnp.int32), mesh, OF_ROWS), placed(jnp.asarray(until), mesh)
 
     def passes(self, lacking: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
         """Return the passes that store so many tokens of the rows of each shard.
