@@ -112,7 +112,7 @@ def on_host(tree: Tree) -> Tree:
 def placed(tree: Tree, mesh: Mesh | None, spec: P = EVERYWHERE) -> Tree:
     """Lay arrays over a mesh, if there is one: its own, or some that every process has whole.
 
-    A program that takes thousands of weights is called some 8 ms later if it has to lay any of its arguments itself.
+    A call of a program looks at all of its arguments again if one lies elsewhere, and weights are thousands.
     """
     return tree if mesh is None else _placing(mesh, spec)(tree)
 

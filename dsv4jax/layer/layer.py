@@ -36,7 +36,7 @@ from dsv4jax.layer.stages.compose import Stages
 from dsv4jax.layer.stages.entries import tap_entries
 from dsv4jax.layer.stages.interface import Ending, Latents
 from dsv4jax.layer.stages.probe import NOTHING, Probe, Seen
-from dsv4jax.layer.tiles import map_tokens, own_tokens
+from dsv4jax.layer.tiles import map_tokens, own_share, pad_tokens
 from dsv4jax.plan import plan_of_heads
 from dsv4jax.weights.params import AttentionParams, check_params, frozen_where_stored
 
@@ -210,7 +210,7 @@ def _run_layer(
     if kind.compresses and probe.sees("entries"):
         taken = tap_entries(taken, x.shape[1], probe, seen)
     window, entries = taken.window, taken.entries
-    latents = own_tokens(taken.latents, options.token_axis)
+    latents = own_share(taken.latents, options.token_axis, 1)
     batch, num_tokens = latents.positions.shape
     # A patch is given all tokens at once.
     tile = num_tokens if probe.patched("picks", "attention") else stages.tile(params, batch, num_tokens)
@@ -232,9 +232,7 @@ def _run_layer(
             rows = stages.attend(inputs, latents, form)
         return stages.output.narrow(params, rows, positions, tokens), seen
 
-    chosen = probe.entries
-    if chosen is not None:
-        chosen = jnp.pad(chosen, ((0, 0), (0, -num_tokens % tile), (0, 0)), constant_values=-1)
+    chosen = pad_tokens(probe.entries, -num_tokens % tile, -1)
     rows, of_tokens = map_tokens(narrow, (latents, chosen), tile)
     seen |= {site: value[:, :num_tokens] for site, value in of_tokens.items()}
     # Make the next write into these buffers wait for this layer's reads. Otherwise XLA may schedule the write first and

@@ -34,20 +34,28 @@ def map_tokens[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs, size:
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(batch, tokens, *leaf.shape[3:]), found)
 
 
-def own_tokens[Inputs](inputs: Inputs, axis: str | None) -> Inputs:
-    """Cut this device's share of the tokens from arrays [B, T, ...] of all: [B, T / devices, ...].
+def own_share[Inputs](inputs: Inputs, mesh_axis: str | None, axis: int) -> Inputs:
+    """Cut this device's share of an axis from arrays of all: its size divides by the devices of the mesh axis.
 
-    The devices of a mesh axis have adjacent tokens, in order, and T divides by their number. Without an axis one device
-    has all.
+    They have adjacent shares, in order. Without a mesh axis one device has all.
     """
-    if axis is None:
+    if mesh_axis is None:
         return inputs
 
     def cut(leaf: jax.Array) -> jax.Array:
-        share = leaf.shape[1] // lax.axis_size(axis)
-        return lax.dynamic_slice_in_dim(leaf, lax.axis_index(axis) * share, share, axis=1)
+        share = leaf.shape[axis] // lax.axis_size(mesh_axis)
+        return lax.dynamic_slice_in_dim(leaf, lax.axis_index(mesh_axis) * share, share, axis)
 
     return jax.tree.map(cut, inputs)
+
+
+def pad_tokens[Inputs](inputs: Inputs, count: int, value: int = 0) -> Inputs:
+    """Append so many tokens of padding, all of one value, to arrays [B, T, ...]."""
+
+    def pad(leaf: jax.Array) -> jax.Array:
+        return jnp.pad(leaf, ((0, 0), (0, count), *[(0, 0)] * (leaf.ndim - 2)), constant_values=value)
+
+    return jax.tree.map(pad, inputs)
 
 
 def apart[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs) -> Tree:

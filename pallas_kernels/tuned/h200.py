@@ -10,8 +10,8 @@ import dataclasses
 
 # Attention. ``python -m benchmarks.kernels tune`` times both kernels by heads, clusters and tiles of a block.
 # Heads per block in the kernel for few queries -> the smallest number of tiles per block with which it is used. A block
-# has a warpgroup per tile; with fewer, this kernel was slower than the one for many queries. Timed for
-# queries of 64 and of 128 heads.
+# has a warpgroup per tile; with fewer, this kernel was slower than the one for many queries. Timed for queries
+# of 64 and of 128 heads.
 FEW_HEADS = {8: 1, 16: 1, 32: 2}
 # ``python -m benchmarks.layer prefill`` times chunks whose rows are widened before.
 READS_TO_WIDEN = 32  # of each row: so many conversions take longer than one conversion, a store and so many loads

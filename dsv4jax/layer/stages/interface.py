@@ -21,6 +21,7 @@ from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.layer.call import LayerCall, TokenRows
 from dsv4jax.layer.ops import RowForm, Rows
+from dsv4jax.layer.tiles import pad_tokens
 from dsv4jax.weights.params import AttentionParams
 
 
@@ -35,15 +36,8 @@ class Latents:
 
     def padded(self, count: int) -> Latents:
         """Return these with so many tokens of padding after them."""
-
-        def pad[T](leaves: T, value: int) -> T:
-            return jax.tree.map(
-                lambda leaf: jnp.pad(leaf, ((0, 0), (0, count), *[(0, 0)] * (leaf.ndim - 2)), constant_values=value),
-                leaves,
-            )
-
-        rows, head_weights = pad((self.rows, self.head_weights), 0)
-        return Latents(rows=rows, positions=pad(self.positions, -1), head_weights=head_weights)
+        rows, head_weights = pad_tokens((self.rows, self.head_weights), count)
+        return Latents(rows=rows, positions=pad_tokens(self.positions, count, -1), head_weights=head_weights)
 
 
 @jax.tree_util.register_dataclass

@@ -274,8 +274,8 @@ class Generator:
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
             prefill = Prefill(self._params, self._shards, drawing)
-            self._compile(loop, [prompt.size for prompt in prompts], prefill)
             turns = placed(jnp.int32(passes), self._params.mesh)
+            self._compile(loop, [prompt.size for prompt in prompts], prefill, turns)
             prefixed = PrefixedPrompts.of(self.prefixes, prompts) if self.prefixes and not records else None
             jax.block_until_ready(loop)
             while goes_on:
@@ -302,7 +302,7 @@ class Generator:
             self._is_busy = False
             self._end(loop, prompts, made, places, seconds)
 
-    def _compile(self, loop: Loop, sizes: Iterable[int], prefill: Prefill) -> None:
+    def _compile(self, loop: Loop, sizes: Iterable[int], prefill: Prefill, turns: jax.Array) -> None:
         """Compile, at once, the programs that prompts of so many tokens need; without it, their first calls do."""
         lacking = [[size - 1 for size in sizes], *[[]] * (self._shards.count - 1)]
         chunks = {chunk: rows for rows, chunk in prefill.passes(lacking)}
@@ -313,7 +313,6 @@ class Generator:
             if (chunk, records) not in self._compiled
         ]
         if (None, records) not in self._compiled:
-            turns = placed(jnp.int32(1), self._params.mesh)
             lowered.append(run.lower(self._params, loop, prefill.drawing, turns))
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda program: program.compile(), lowered))

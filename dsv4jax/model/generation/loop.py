@@ -106,9 +106,7 @@ def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int)
     )
     choices, texts = _recorded(loop, text, stored, num_new, captured), loop.texts
     if logits is not None:
-        keys = _keys(way, texts, text)[0]
-        tokens = _by_row(loop, way.drawing.sampling.draw, keys, logits)[:, None]
-        texts = _extended(texts, text, tokens, *_until_stop(tokens, drawn, way.drawing.stop_tokens))
+        texts = _extended(texts, text, *_draw(way, loop, _keys(way, texts, text)[0], logits, drawn))
     caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
     if caches.drafts is not None:
         following = texts.tokens_from(text, stored + 1, chunk)
@@ -259,8 +257,7 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcom
         way.params, given, cache, loop.slots, num_new, backend=way.backend, **looking
     )
     assert logits is not None
-    tokens = _by_row(loop, way.drawing.sampling.draw, keys, logits)[:, None]
-    count, stopped = _until_stop(tokens, num_new, way.drawing.stop_tokens)
+    tokens, count, stopped = _draw(way, loop, keys, logits, num_new)
     none = jnp.zeros_like(num_new)
     made = _Made(tokens=tokens, count=count, stopped=stopped, judged=none, accepted=none, seen=seen, captured=captured)
     return made, advance(cache, loop.slots, num_new), ok
@@ -298,6 +295,17 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
         tokens=tokens, count=count, stopped=stopped, judged=judged, accepted=accepted, seen=seen, captured=captured
     )
     return made, cache, ok & committed
+
+
+def _draw(
+    way: _Way, loop: Loop, keys: jax.Array, logits: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draw a token after each row of which ``count`` int32 [B] is 1; it is 0 for others.
+
+    Returns (tokens int32 [B, 1]; count; whether the token completes its text bool [B]).
+    """
+    tokens = _by_row(loop, way.drawing.sampling.draw, keys, logits)[:, None]
+    return tokens, *_until_stop(tokens, count, way.drawing.stop_tokens)
 
 
 def _by_row(loop: Loop, function: Callable[..., Tree], keys: jax.Array, *given: Tree) -> Tree:

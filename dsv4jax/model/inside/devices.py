@@ -39,7 +39,7 @@ import pallas_kernels as pk
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.shards import DATA, EVERYWHERE, MODEL, automatic, check_rows, is_inside, over_mesh
 from dsv4jax.checks import Tree
-from dsv4jax.layer.tiles import own_tokens
+from dsv4jax.layer.tiles import own_share
 from dsv4jax.model.config import ModelConfig
 
 _ALL = (MODEL, DATA)  # in this order the logits of a shard's requests come out in the vocabulary's order
@@ -169,18 +169,11 @@ class Devices:
 
     def own_rows[T](self, tree: T) -> T:
         """Cut the rows of this device's requests from those of all."""
-        if self.data == 1:
-            return tree
-
-        def cut(leaf: jax.Array) -> jax.Array:
-            rows = leaf.shape[0] // self.data
-            return lax.dynamic_slice_in_dim(leaf, lax.axis_index(DATA) * rows, rows)
-
-        return jax.tree.map(cut, tree)
+        return own_share(tree, DATA if self.data > 1 else None, 0)
 
     def own_tokens[T](self, tree: T) -> T:
         """Cut this device's tokens from all of its requests."""
-        return own_tokens(tree, self.token_axis)
+        return own_share(tree, self.token_axis, 1)
 
     def gather_tokens(self, ids: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return ids int32 [B, T] and counts int32 [B] of all requests."""
