@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.model import ModelConfig, Sampling, init_caches, random_model
-from dsv4jax.model.generation.loop import run, store
+from dsv4jax.model.generation.loop import Drawing, run, store
 from dsv4jax.model.generation.state import Texts, begin
 from tests.support.in_place import LARGE, Spec
 
@@ -23,15 +23,19 @@ def programs(drafts: int):
         texts = Texts(tokens=jnp.zeros((6, LONGEST), jnp.int32), lengths=row, limits=row, numbers=row)
         return begin(caches, texts, CFG.vocab_size, drafts)
 
-    def loop(params, state, stop_tokens, passes):
-        return run(params, state, Sampling.of(1.0, 0.9), stop_tokens, passes)
+    def drawing(stop_tokens):
+        return Drawing(Sampling.of(1.0, 0.9), stop_tokens)
 
-    def prompts(params, state, rows):
-        return inspect.unwrap(store)(params, state, rows, chunk=16)  # its options are for a program of its own
+    def loop(params, state, stop_tokens, passes):
+        return run(params, state, drawing(stop_tokens), passes)
+
+    def prompts(params, state, stop_tokens, rows):
+        # The options of ``store`` are for a program of its own.
+        return inspect.unwrap(store)(params, state, drawing(stop_tokens), rows, chunk=16)
 
     params = jax.eval_shape(lambda: random_model(CFG, jax.random.key(0), weights="bf16"))
-    both = params, jax.eval_shape(state)
+    given = params, jax.eval_shape(state), Spec((4,), jnp.int32)
     return {
-        "loop": (loop, (*both, Spec((4,), jnp.int32), Spec((), jnp.int32)), 1),
-        "prompts": (prompts, (*both, Spec((1,), jnp.int32)), 1),
+        "loop": (loop, (*given, Spec((), jnp.int32)), 1),
+        "prompts": (prompts, (*given, Spec((1,), jnp.int32)), 1),
     }
