@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from dsv4jax.cache.shards import placed
 from dsv4jax.checks import FLOATS, Tree, check_dtype, integer, real
 from dsv4jax.config import layer_kind
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.inside.devices import place_of
 from dsv4jax.model.params import ModelParams, StoredExperts, check_model
 from dsv4jax.weights.deltas import Delta, has_delta, split_delta, with_delta
 from dsv4jax.weights.load import NAMINGS
@@ -172,6 +174,12 @@ def add_deltas(params: ModelParams, deltas: Mapping[Target, Delta]) -> ModelPara
     for target, delta in deltas.items():
         if target in taken:
             raise ValueError(f"{target.full_module} has a delta already: merge_deltas or without_deltas first")
+        name = ".".join(map(str, target.path))
+        up, down = (
+            placed(leaf, params.mesh, place_of(f"{name}.deltas.0.{factor}"))
+            for factor, leaf in (("up", delta.up), ("down", delta.down))
+        )
+        delta = dataclasses.replace(delta, up=up, down=down)
         params = _replaced(params, target.path, with_delta(_at(params, target.path), [delta]))
     check_model(params)
     return params

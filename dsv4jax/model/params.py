@@ -21,7 +21,7 @@ from dsv4jax.formats import e2m1_values
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.devices import Devices
 from dsv4jax.reprs import print_compactly
-from dsv4jax.weights.deltas import WeightWithDelta, has_delta
+from dsv4jax.weights.deltas import WeightWithDelta
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
@@ -245,8 +245,6 @@ def check_model(params: ModelParams) -> None:
     if len(params.blocks) != cfg.num_layers:
         raise ValueError(f"params.blocks: expected {cfg.num_layers} layers, got {len(params.blocks)}")
     devices = params.devices.count
-    if params.mesh is not None and any(map(has_delta, jax.tree.leaves(params, is_leaf=has_delta))):
-        raise ValueError("params: weights with low-rank deltas are served on one device alone")
     table = {"vocabulary": cfg.vocab_size // devices, "hidden": cfg.hidden_size}
     check_array("params.embedding", params.embedding, dict(table), FLOATS)
     _check_wide("params.head", params.head, dict(table))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
+from dsv4jax.cache.shards import automatic
 from dsv4jax.layer.kernels.base import ON_SIMULATOR
 from dsv4jax.model import (
     ModelConfig,
@@ -18,15 +20,19 @@ from dsv4jax.model import (
     forward,
     forward_sequences,
     init_caches,
+    load_deltas,
     merge_deltas,
     partition,
+    save_deltas,
     save_model,
     with_deltas,
     without_deltas,
 )
 from dsv4jax.model.deltas import deltas_of, numbers_of, targets_of
+from dsv4jax.model.inside.devices import weight_specs
 from dsv4jax.model.kernels.base import ModelKernels
 from dsv4jax.weights.deltas import Delta, WeightWithDelta
+from tests.model.test_mesh import mesh_of
 from tests.model.test_partition import as_f32, cross_entropy
 from tests.support.cases import first_of
 from tests.support.driver import assert_same, ids
@@ -45,15 +51,15 @@ SAME = 2e-5
 
 
 @functools.cache
-def model(weights: str) -> ModelParams:
-    params = drawn_model(CFG, 3, weights, drafts=0)
+def model(weights: str, cfg: ModelConfig = CFG) -> ModelParams:
+    params = drawn_model(cfg, 3, weights, drafts=0)
     return as_f32(params) if weights == "stored" else params
 
 
 @functools.cache
-def tuned(weights: str, scale: float = 0.3) -> ModelParams:
+def tuned(weights: str, cfg: ModelConfig = CFG) -> ModelParams:
     """A model whose deltas are not 0: a third of the size of the weights."""
-    params = with_deltas(model(weights), EVERY, jax.random.key(1), alpha=4.0)
+    scale, params = 0.3, with_deltas(model(weights, cfg), EVERY, jax.random.key(1), alpha=4.0)
     deltas, rest = partition(params, "deltas")
     leaves, tree = jax.tree.flatten(deltas)
     keys = jax.random.split(jax.random.key(2), len(leaves))
@@ -83,7 +89,7 @@ def test_names_stand_for_the_weights_of_every_layer():
     assert numbers == numbers_of(CFG, EVERY)
 
 
-@pytest.mark.sweep(guard="test_the_cached_pass_has_them_too")
+@pytest.mark.sweep(guard="test_merged_is_applied")
 @pytest.mark.parametrize("weights", ["stored"])
 def test_new_deltas_add_nothing(weights):
     params = with_deltas(model(weights), EVERY, jax.random.key(1), alpha=4.0)
@@ -102,7 +108,7 @@ def test_merged_is_applied(weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({target.name for target in targets_of(CFG)}))
+@pytest.mark.parametrize("name", first_of(sorted({target.name for target in targets_of(CFG)}), count=6))
 def test_each_delta_alone_is_what_its_merged_weight_is(name):
     """In parts that stand side by side, the rows of the others stay as they are."""
     found = deltas_of(tuned("f32"))
@@ -123,7 +129,7 @@ def at(tree: Any, path: tuple[str | int, ...]) -> Any:
     return tree
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_merged_is_applied")
 @pytest.mark.parametrize("weights", ["stored"])
 def test_the_cached_pass_has_them_too(weights):
     """In chunks and token by token; that of whole sequences is the reference."""
@@ -140,7 +146,45 @@ def test_the_cached_pass_has_them_too(weights):
     np.testing.assert_allclose(np.concatenate(found), wanted, rtol=0, atol=SAME)
 
 
-@pytest.mark.sweep(guard="test_every_derivative_is_the_finite_difference_in_float64")
+# One layer, because a program of a mesh takes long to compile.
+ON_A_MESH = dataclasses.replace(
+    CFG, attention=dataclasses.replace(CFG.attention, compress_ratios=(4,)), num_hash_layers=0
+)
+
+
+def over(shape: tuple[int, int], params: ModelParams) -> ModelParams:
+    mesh = automatic(mesh_of(shape))
+    return dataclasses.replace(jax.device_put(params, weight_specs(params, mesh)), mesh=mesh)
+
+
+@pytest.mark.slow
+def test_over_a_mesh_deltas_lie_where_their_weights_do(tmp_path):
+    alone, base = tuned("stored", ON_A_MESH), over((2, 2), model("stored", ON_A_MESH))
+    save_deltas(alone, tmp_path / "deltas")
+    for found, wanted in (
+        (load_deltas(base, tmp_path / "deltas"), alone),
+        (with_deltas(base, {"experts": 2, "head": 2, "q_a": 3}, jax.random.key(1)),) * 2,
+    ):
+        for (path, leaf), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+            name = jax.tree_util.keystr(path)
+            np.testing.assert_array_equal(np.asarray(leaf).view(np.uint8), np.asarray(other).view(np.uint8))
+            divided = re.search(r"\.embedding|\.head\.(base|deltas\[0\]\.up)|\.experts\.(gate_up|down)", name)
+            assert (leaf.is_fully_replicated, len(leaf.sharding.device_set)) == (not divided, 4), name
+
+
+@pytest.mark.parametrize(("shape", "width"), first_of([((1, 2), 5), ((2, 2), 5), ((4, 1), 1), ((1, 2), 256)], count=0))
+def test_over_a_mesh_they_add_what_they_add_on_one_device(shape, width):
+    """Of few tokens, and of a long chunk whose tokens are divided."""
+    tokens = jnp.asarray(np.random.default_rng(4).integers(0, CFG.vocab_size, (4, width)), jnp.int32)
+    counts, found = jnp.asarray([width, 1, 0, width], jnp.int32), []
+    for params in (tuned("stored", ON_A_MESH), over(shape, tuned("stored", ON_A_MESH))):
+        caches, slots, _ = init_caches(ON_A_MESH, 4, 256, mesh=params.mesh, **FULL).admit(4)
+        cache, _ = d4.prepare_forward(caches.model, slots, counts)
+        found.append(np.asarray(jax.jit(forward)(params, tokens, cache, slots, counts)[0]))
+    np.testing.assert_allclose(*found, rtol=0, atol=SAME)
+
+
+@pytest.mark.sweep(guard="test_they_are_those_that_were_recorded")
 @pytest.mark.parametrize("weights", first_of(["f32", "stored"], count=0))  # test_gradients has those of stored weights
 def test_the_gradient_of_every_delta_is_that_of_the_merged_weight(weights):
     """d/d up = scale * (d/d W) down', and the same of down. That of no delta is 0."""
@@ -167,6 +211,7 @@ def test_the_gradient_of_every_delta_is_that_of_the_merged_weight(weights):
             assert np.linalg.norm(np.asarray(one) - wanted) < 1e-4 * size, target
 
 
+@pytest.mark.slow
 def test_only_the_deltas_are_to_be_trained():
     deltas, rest = partition(tuned("stored"), "deltas")
     assert sum(leaf.size for leaf in jax.tree.leaves(deltas)) == numbers_of(CFG, EVERY)

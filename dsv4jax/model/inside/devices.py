@@ -46,10 +46,10 @@ _ALL = (MODEL, DATA)  # in this order the logits of a shard's requests come out 
 EXPERTS_PLACE = P(_ALL)
 MOST_GATHERED = 1 << 19  # bytes of picks' outputs, up to which little but latency is sent
 SHARE = 128  # tokens of a request that kernels multiply and round together: a device's share is a multiple of it
-# Where each weight lives, by the end of its name. What has no place here is on every device.
+# Where each weight lives, by the end of its name, and its low-rank deltas. What has no place here is on every device.
 PLACES = (
-    (re.compile(r"(^|\.)(embedding|head)$"), P(_ALL)),  # [V, h]
-    (re.compile(r"(^|\.)experts\.(gate_up|down)(\.\w+)?$"), EXPERTS_PLACE),  # [E, ...]
+    (re.compile(r"(^|\.)(embedding|head)(\.base|\.deltas\.\d+\.up)?$"), P(_ALL)),  # [V, ...]
+    (re.compile(r"(^|\.)experts\.(gate_up|down)(\.\w+)*$"), EXPERTS_PLACE),  # [E, ...]
 )
 
 
@@ -60,11 +60,15 @@ def weight_specs(tree: Tree, mesh: Mesh | None = None) -> Tree:
     """
 
     def place(path: jax.tree_util.KeyPath, _: object) -> Tree:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        spec = next((spec for pattern, spec in PLACES if pattern.search(name)), EVERYWHERE)
+        spec = place_of(jax.tree_util.keystr(path, simple=True, separator="."))
         return spec if mesh is None else NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def place_of(name: str) -> P:
+    """Return the place of a weight by its name in a model's, such as "blocks.3.experts.down.codes"."""
+    return next((spec for pattern, spec in PLACES if pattern.search(name)), EVERYWHERE)
 
 
 def run_on_devices[**A, R](
