@@ -3,7 +3,7 @@
 A prefix is the beginning of a prompt, in whole blocks, and a request that holds it: in a slot of the same cache, made
 by ``fork``. It therefore has the windows and the compressors' state of its last token, and shares its blocks by their
 reference counts. Whatever works on requests works on prefixes: ``verify``, ``describe``, ``extract``, ``save``.
-What the store itself has is an index on the host, from tokens to slots.
+What the store itself has is an index on the host, from tokens to slots, of all shards of requests.
 
 A prefix of whole blocks is filling no block. So keeping one and going on from one copies a slot's state and takes no
 block, whatever its length. It costs ``plan.bytes_per_request``: at V4-Flash's sizes 4.5 MiB with online tails, as much
@@ -27,8 +27,9 @@ import numpy as np
 
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.inspection import verify
+from dsv4jax.cache.shards import on_host
 from dsv4jax.cache.tables import Tables
-from dsv4jax.checks import Tree, check_concrete, check_one_shard, check_type, integer
+from dsv4jax.checks import Tree, check_concrete, check_type, integer
 from dsv4jax.plan import CachePlan
 from dsv4jax.requests.prefix_slots import Seen, blocks_of, exchange, first_cache, go_on, look, released
 
@@ -39,7 +40,7 @@ type Tokens = Sequence[int] | np.ndarray | jax.Array
 class Prefix:
     """The beginning of a prompt, and the slot of the request that holds it."""
 
-    slot: int
+    slot: int  # among those of all shards
     tokens: np.ndarray = dataclasses.field(repr=False)  # int32 [length], whole blocks; cannot be written to
     hashes: tuple[int, ...] = dataclasses.field(repr=False)  # of each beginning in whole blocks, the whole one last
 
@@ -57,7 +58,7 @@ class PrefixReport:
 
     prefixes: tuple[Prefix, ...]
     is_used: tuple[bool, ...]  # whether a request outside of the store reads the prefix's last block
-    capacity: int
+    capacity: int  # of all shards
     state_bytes: int  # of their slots
     blocks: int  # that prefixes read, each counted once
     own_blocks: int  # of these, that nothing else reads: so many come free if all prefixes go
@@ -85,31 +86,38 @@ class PrefixStore:
     A prefix is in use while a request outside of the store reads its last block. When room is lacking, prefixes that
     are not in use give way, the least recently used first.
 
+    Over a mesh, a prefix serves the requests of its shard, and a beginning that several shards need is kept on each.
+    Slots are numbers among those of all shards: slot i of shard s is ``s * (plan.max_requests // shards) + i``.
+
     Attributes:
-      plan: of the cache, or of a shard's cache: one store per shard serves a mesh.
-      capacity: the most prefixes to keep. Each takes one of the plan's ``max_requests`` slots.
+      plan: of the cache, of all its shards.
+      capacity: the most prefixes to keep on each shard. Each takes one of the plan's ``max_requests`` slots.
       every: ``cuts`` says to keep a prompt after every so many blocks; None = at its end and where prompts part.
+      shards: shards of requests that the cache is divided into, the size of its mesh's axis "data".
     """
 
     plan: CachePlan
     capacity: int
     every: int | None = None
-    # By hash, the least recently used first.
-    index: Mapping[int, Prefix] = dataclasses.field(default=MappingProxyType({}), kw_only=True)
+    shards: int = dataclasses.field(default=1, kw_only=True)
+    # By shard and hash, the least recently used first.
+    index: Mapping[tuple[int, int], Prefix] = dataclasses.field(default=MappingProxyType({}), kw_only=True)
 
     def __post_init__(self) -> None:
         check_type("plan", self.plan, CachePlan)
-        if not 1 <= integer("capacity", self.capacity) < self.plan.max_requests:
-            slots = self.plan.max_requests
+        sizes = self.plan.max_requests, self.plan.num_blocks
+        if any(size % integer("shards", self.shards, 1) for size in sizes):
+            raise ValueError(f"max_requests and num_blocks, {sizes}, must be divisible by shards={self.shards}")
+        if not 1 <= integer("capacity", self.capacity) < (slots := self._slots):
             raise ValueError(
-                f"capacity must be in [1, {slots - 1}], got {self.capacity}: each prefix takes one of the plan's "
-                f"{slots} slots, and a request needs one too"
+                f"capacity must be in [1, {slots - 1}], got {self.capacity}: each prefix takes one of {slots} slots"
+                f"{' of its shard' * (self.shards > 1)}, and a request needs one too"
             )
         if self.every is not None and integer("every", self.every) < 1:
             raise ValueError(f"every must be at least 1 block, got {self.every}")
 
     def __repr__(self) -> str:
-        return f"PrefixStore({len(self.index)} of {self.capacity} prefixes, {self.plan!r})"
+        return f"PrefixStore({len(self.index)} of {self.capacity * self.shards} prefixes, {self.plan!r})"
 
     @property
     def prefixes(self) -> tuple[Prefix, ...]:
@@ -118,17 +126,21 @@ class PrefixStore:
 
     # ---- the index, on the host alone --------------------------------------------------------------------------------
 
-    def find(self, tokens: Tokens) -> Prefix | None:
+    def find(self, tokens: Tokens, shard: int | None = None) -> Prefix | None:
         """Return the longest prefix that tokens int [n] begin with, shorter than they are; None if there is none.
 
         It is shorter, because the last token of a prompt must run to say what follows it. Hashes find it, and its
-        tokens are compared.
+        tokens are compared. It is one of ``shard``, or of any.
+
+        Raises:
+          ValueError: tokens are none, or there is no such shard.
         """
-        read = _read("find", tokens)
+        read, shards = _read("find", tokens), self._shards_of("find", shard)
         for key in reversed(_hashes(read[:-1], self.plan.cfg.block_tokens)):
-            found = self.index.get(key)
-            if found is not None and found.is_begin_of(read):
-                return found
+            for one in shards:
+                found = self.index.get((one, key))
+                if found is not None and found.is_begin_of(read):
+                    return found
         return None
 
     def cuts(self, prompts: Sequence[Tokens]) -> list[list[int]]:
@@ -155,17 +167,18 @@ class PrefixStore:
     def noting(self, slot: int, tokens: Tokens) -> PrefixStore:
         """Return the store with a prefix more, whose request is in ``slot``. The cache is not looked at.
 
-        ``keep`` and ``adopt`` do this after they have. On a mesh, call it with what a step in ``jax.shard_map`` has
-        kept: the store of a shard cannot look at the shard's tables.
+        ``keep`` and ``adopt`` do this after they have. Call it with what a step in a ``jax.shard_map`` of your own has
+        kept: the store cannot look into a cache that does not know its mesh.
 
         Raises:
-          ValueError: tokens are no whole blocks, the slot has a prefix or is none of the plan, or the store is full.
+          ValueError: tokens are no whole blocks, the slot has a prefix or is none of the plan, or the store has this
+            prefix on the slot's shard or is full there.
         """
-        prefix, slot = self._prefix("noting", slot, tokens), integer("slot", slot)
-        if not 0 <= slot < self.plan.max_requests:
-            raise ValueError(f"noting: slot {slot} is out of range, the plan has {self.plan.max_requests}")
-        self._check_unkept("noting", slot)
-        if prefix.hashes[-1] in self.index or len(self.index) >= self.capacity:
+        prefix = self._prefix("noting", slot, tokens)
+        if not 0 <= prefix.slot < self.plan.max_requests:
+            raise ValueError(f"noting: slot {prefix.slot} is out of range, the plan has {self.plan.max_requests}")
+        self._check_unkept("noting", prefix.slot)
+        if self._key(prefix) in self.index or self._is_full(self._shard(prefix.slot)):
             raise ValueError(f"noting: no place for a prefix of {prefix.length} tokens: drop one of {self!r}")
         return self._with(prefix)
 
@@ -177,7 +190,7 @@ class PrefixStore:
         """
         for prefix in prefixes:
             self._check_held("without", prefix)
-        gone = {prefix.hashes[-1] for prefix in prefixes}
+        gone = {self._key(prefix) for prefix in prefixes}
         return self._of({key: prefix for key, prefix in self.index.items() if key not in gone})
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -189,7 +202,8 @@ class PrefixStore:
         sizes = np.array([[prefix.slot, prefix.length] for prefix in self.prefixes], np.int64).reshape(-1, 2)
         tokens = np.concatenate([np.zeros(0, np.int32), *(prefix.tokens for prefix in self.prefixes)])
         with Path(path).open("xb") as file:
-            np.savez_compressed(file, sizes=sizes, tokens=tokens, policy=np.array([self.capacity, self.every or 0]))
+            policy = np.array([self.capacity, self.every or 0, self.shards])
+            np.savez_compressed(file, sizes=sizes, tokens=tokens, policy=policy)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], plan: CachePlan) -> PrefixStore:
@@ -201,10 +215,11 @@ class PrefixStore:
         """
         try:
             with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                sizes, tokens, (capacity, every) = file["sizes"], file["tokens"], file["policy"].tolist()
+                sizes, tokens, policy = file["sizes"], file["tokens"], file["policy"].tolist()
         except (KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"{path} is no file of a PrefixStore, or a damaged one: {error}") from error
-        store = cls(plan, capacity, every or None)
+        capacity, every, *shards = policy  # older files have no shards
+        store = cls(plan, capacity, every or None, shards=max(shards, default=1))
         for (slot, _), read in zip(sizes.tolist(), np.split(tokens, np.cumsum(sizes[:, 1])), strict=False):
             store = store.noting(slot, read)
         return store
@@ -216,7 +231,7 @@ class PrefixStore:
 
         Args:
           cache: donated.
-          slot: from ``admit``, without tokens or grants.
+          slot: from ``admit``, without tokens or grants; over a mesh, its number among those of all shards.
           tokens: int [n], the prompt.
 
         Returns:
@@ -230,20 +245,21 @@ class PrefixStore:
         if not seen.is_admitted or seen.prepared or seen.held:
             holds = f"{seen.length} tokens, {seen.held} blocks" if seen.is_admitted else "no request"
             raise ValueError(f"start: slot {slot} must be from admit, without tokens or grants; it holds {holds}")
-        prefix = self.find(tokens)
+        prefix = self.find(tokens, self._shard(slot))
         if prefix is None:
             return self, cache, 0
-        cache = go_on(cache, np.int32(prefix.slot), np.asarray([slot], np.int32))
+        cache = go_on(cache, np.int32(prefix.slot), np.int32(slot))
         return self._with(prefix), cache, prefix.length
 
     def keep[Cache](self, cache: Cache, slot: int, tokens: Tokens) -> tuple[PrefixStore, Cache, bool]:
         """Keep what a request holds as a prefix, by a fork into another slot. The request goes on unchanged.
 
-        If there is no free slot or the store is full, the prefix that was least recently used gives way.
+        If there is no free slot or the store is full, the prefix that was least recently used gives way. Over a mesh
+        all of this is within the request's shard.
 
         Args:
           cache: donated.
-          slot: of the request, which holds whole blocks.
+          slot: of the request, which holds whole blocks; over a mesh, its number among those of all shards.
           tokens: int [n], all that it holds.
 
         Returns:
@@ -257,18 +273,16 @@ class PrefixStore:
         seen, prefix, known = self._check_request("keep", cache, slot, tokens)
         if known is not None and known.is_begin_of(prefix.tokens):
             return self._with(known), cache, True
-        leaving: list[Prefix] = []
-        if known is not None:  # another prefix of the same hash
-            leaving = [known]
-        elif len(self.index) >= self.capacity or not seen.free_slots:
-            leaving = [one for one, used in zip(self.prefixes, seen.is_used, strict=True) if not used][:1]
-            if not leaving:
-                return self, cache, False
-        if any(seen.is_used[self.prefixes.index(one)] for one in leaving):
+        shard = self._shard(prefix.slot)
+        is_lacking = known is not None or self._is_full(shard) or not seen.free_slots[shard]
+        # One of the same hash, which is another prefix, must go itself.
+        able = [one for one in self._unused(seen, shard) if known is None or one is known]
+        if is_lacking and not able:
             return self, cache, False
-        gone = np.asarray([one.slot for one in leaving] or [-1], np.int32)
-        cache, place = exchange(cache, gone, np.int32(slot))
-        return self.without(*leaving)._with(dataclasses.replace(prefix, slot=int(place))), cache, True
+        leaving = able[:1] if is_lacking else []
+        gone = [one.slot for one in leaving] or [-1]
+        cache, place = exchange(cache, np.int32(*gone), np.int32(slot))
+        return self.without(*leaving)._with(dataclasses.replace(prefix, slot=int(on_host(place)))), cache, True
 
     def adopt(self, cache: Tree, slot: int, tokens: Tokens) -> PrefixStore:
         """Make a request a prefix without copying it, such as one that ``insert`` brought back from host memory.
@@ -276,7 +290,7 @@ class PrefixStore:
         The arguments and errors are those of ``keep``. The slot is the store's from then on, and the cache as it was.
 
         Raises:
-          ValueError: as ``keep``; or the store is full, or has this prefix.
+          ValueError: as ``keep``; or, on the request's shard, the store is full or has this prefix.
         """
         self._check_request("adopt", cache, slot, tokens)
         return self.noting(slot, tokens)
@@ -290,39 +304,42 @@ class PrefixStore:
         after = self.without(*prefixes)
         return after, released(cache, self._slots_of(prefixes))
 
-    def make_room[Cache](self, cache: Cache, blocks: int) -> tuple[PrefixStore, Cache, bool]:
+    def make_room[Cache](self, cache: Cache, blocks: int, shard: int | None = None) -> tuple[PrefixStore, Cache, bool]:
         """Let prefixes give way until so many blocks are free: before ``prepare_forward``, which takes them.
 
-        Only prefixes go whose blocks come free by that, and none if this is not enough. The cache is donated.
+        They are to be free on ``shard``, or on each if it is None. Only prefixes go whose blocks come free by that, and
+        none if this is not enough. The cache is donated.
 
         Returns:
           (store, cache, ok). If ok is False, then both are unchanged.
+
+        Raises:
+          ValueError: there is no such shard, or a prefix was released by another than this store.
         """
+        blocks, shards = integer("blocks", blocks, 0), self._shards_of("make_room", shard)
         seen = self._look("make_room", cache, None)
-        if seen.free_blocks >= integer("blocks", blocks, 0):
+        lacking = [one for one in shards if seen.free_blocks[one] < blocks]
+        if not lacking:
             return self, cache, True
-        table, readers = jax.device_get(
-            (blocks_of(first_cache(cache).tables, self._slots_of(self.prefixes)), first_cache(cache).tables.block_refs)
-        )
-        held = [row[row >= 0] for row in table]
-        able = [i for i, used in enumerate(seen.is_used) if not used]
-        leaving, free, readers = [], int(seen.free_blocks), np.array(readers)
-        while free < blocks:
-            # One of which longer prefixes read everything frees nothing, until they go.
-            i = next((i for i in able if np.any(readers[held[i]] == 1)), None)
-            if i is None:
-                return self, cache, False
-            able.remove(i)
-            leaving.append(self.prefixes[i])
-            readers[held[i]] -= 1
-            free += int(np.sum(readers[held[i]] == 0))
+        (held, readers), leaving = self._blocks(cache), []
+        for one in lacking:
+            able, free = self._unused(seen, one), int(seen.free_blocks[one])
+            while free < blocks:
+                # One of which longer prefixes read everything frees nothing, until they go.
+                first = next((prefix for prefix in able if np.any(readers[held[prefix]] == 1)), None)
+                if first is None:
+                    return self, cache, False
+                able.remove(first)
+                leaving.append(first)
+                readers[held[first]] -= 1
+                free += int(np.sum(readers[held[first]] == 0))
         store, cache = self.drop(cache, *leaving)
         return store, cache, True
 
     def verify(self, cache: KVCache) -> list[str]:
         """Check a cache as ``d4.verify`` does, and that it has each prefix: a sentence for each fault."""
         found = verify(cache)
-        tables: Tables = jax.device_get(cache.tables)
+        tables: Tables = on_host(cache.tables)
         slots = collections.Counter(prefix.slot for prefix in self.prefixes)
         found += [f"slot {slot}: {times} prefixes are in it" for slot, times in slots.items() if times > 1]
         for key, prefix in self.index.items():
@@ -331,36 +348,64 @@ class PrefixStore:
                 found.append(f"{where}, but it holds no request")
             elif tables.seq_lens[prefix.slot] != prefix.length:
                 found.append(f"{where}, but it holds {tables.seq_lens[prefix.slot]} tokens")
-            if key != prefix.hashes[-1] or prefix.hashes != _hashes(prefix.tokens, self.plan.cfg.block_tokens):
+            if key != self._key(prefix) or prefix.hashes != _hashes(prefix.tokens, self.plan.cfg.block_tokens):
                 found.append(f"{where}, under a hash that is not that of its tokens")
         return found
 
     def describe(self, cache: Tree) -> PrefixReport:
         """Report what the prefixes hold. ``d4.describe`` counts them among the requests."""
         seen = self._look("describe", cache, None)
-        table, readers = jax.device_get(
-            (blocks_of(first_cache(cache).tables, self._slots_of(self.prefixes)), first_cache(cache).tables.block_refs)
-        )
-        blocks, times = np.unique(table[: len(self.index)], return_counts=True)
-        is_block = blocks >= 0
+        held, readers = self._blocks(cache)
+        blocks, times = np.unique(np.concatenate([np.zeros(0, np.int32), *held.values()]), return_counts=True)
         return PrefixReport(
             prefixes=self.prefixes,
             is_used=seen.is_used,
-            capacity=self.capacity,
+            capacity=self.capacity * self.shards,
             state_bytes=len(self.index) * self.plan.bytes_per_request,
-            blocks=int(np.sum(is_block)),
-            own_blocks=int(np.sum(times[is_block] == readers[blocks[is_block]])),
+            blocks=blocks.size,
+            own_blocks=int(np.sum(times == readers[blocks])),
             block_bytes=self.plan.bytes_per_block,
         )
 
     # ---- within ------------------------------------------------------------------------------------------------------
 
-    def _of(self, index: dict[int, Prefix]) -> PrefixStore:
+    @property
+    def _slots(self) -> int:
+        """Slots of a shard."""
+        return self.plan.max_requests // self.shards
+
+    def _shard(self, slot: int) -> int:
+        return slot // self._slots
+
+    def _shards_of(self, name: str, shard: int | None) -> Sequence[int]:
+        """The shard that a call names, or all of them."""
+        if shard is not None and integer("shard", shard, 0) >= self.shards:
+            raise ValueError(f"{name}: shard must be in [0, {self.shards}), got {shard}")
+        return range(self.shards) if shard is None else [shard]
+
+    def _is_full(self, shard: int) -> bool:
+        return sum(one == shard for one, _ in self.index) >= self.capacity
+
+    def _unused(self, seen: Seen, shard: int) -> list[Prefix]:
+        """The prefixes of a shard that could give way."""
+        used = zip(self.prefixes, seen.is_used, strict=True)
+        return [one for one, is_used in used if not is_used and self._shard(one.slot) == shard]
+
+    def _blocks(self, cache: Tree) -> tuple[dict[Prefix, np.ndarray], np.ndarray]:
+        """The blocks of each prefix, as numbers among those of all shards, and how many requests read each block."""
+        tables: Tables = first_cache(cache).tables
+        rows, readers = on_host((blocks_of(tables, self._slots_of(self.prefixes)), tables.block_refs))
+        return {one: row[row >= 0] for one, row in zip(self.prefixes, rows, strict=False)}, np.array(readers)
+
+    def _key(self, prefix: Prefix) -> tuple[int, int]:
+        return self._shard(prefix.slot), prefix.hashes[-1]
+
+    def _of(self, index: dict[tuple[int, int], Prefix]) -> PrefixStore:
         return dataclasses.replace(self, index=MappingProxyType(index))
 
     def _with(self, prefix: Prefix) -> PrefixStore:
         """The store in which a prefix, new or not, is the last one used."""
-        key = prefix.hashes[-1]
+        key = self._key(prefix)
         return self._of({k: v for k, v in self.index.items() if k != key} | {key: prefix})
 
     def _prefix(self, name: str, slot: int, tokens: Tokens) -> Prefix:
@@ -368,15 +413,15 @@ class PrefixStore:
         if not read.size or read.size % block:
             raise ValueError(f"{name}: a prefix is whole blocks of {block} tokens, got {read.size} tokens")
         read.flags.writeable = False
-        return Prefix(slot=slot, tokens=read, hashes=_hashes(read, block))
+        return Prefix(slot=integer("slot", slot), tokens=read, hashes=_hashes(read, block))
 
     def _slots_of(self, prefixes: Sequence[Prefix]) -> np.ndarray:
-        """The slots of some prefixes, int32 [capacity]; -1 = none."""
+        """The slots of some prefixes, int32 [capacity of all shards]; -1 = none."""
         slots = [prefix.slot for prefix in prefixes]
-        return np.asarray(slots + [-1] * (self.capacity - len(slots)), np.int32)
+        return np.asarray(slots + [-1] * (self.capacity * self.shards - len(slots)), np.int32)
 
     def _check_held(self, name: str, prefix: Prefix) -> None:
-        if self.index.get(prefix.hashes[-1]) is not prefix:
+        if self.index.get(self._key(prefix)) is not prefix:
             raise ValueError(
                 f"{name}: {prefix} of {prefix.length} tokens is not in the store: it gave way or was dropped"
             )
@@ -399,22 +444,29 @@ class PrefixStore:
                     f"{name}: slot {slot} goes on from the prefix in slot {one.slot}, whose {one.length} tokens are "
                     "others than these"
                 )
-        return seen, prefix, self.index.get(prefix.hashes[-1])
+        return seen, prefix, self.index.get(self._key(prefix))
 
     def _look(self, name: str, cache: Tree, slot: int | None) -> Seen:
         """Read what the host must know of the tables. ValueError if they are not those that the store belongs to."""
         first = first_cache(cache)
         check_cache(name, first)
         check_concrete(name, first, "the index is on the host, so call it on a cache that has come back")
-        check_one_shard(first.tables.num_free, name, on_host=True)
-        if first.plan != self.plan:
-            raise ValueError(f"{name}: the store is of {self.plan!r}, the cache of {first.plan!r}")
+        shards = first.tables.num_free.size
+        if (first.plan, shards) != (self.plan, self.shards):
+            given = f"the cache of {first.plan!r} with {shards=}"
+            raise ValueError(f"{name}: the store is of {self.plan!r} with shards={self.shards}, {given}")
+        if shards > 1 and first.mesh is None:
+            raise ValueError(
+                f"{name}: this cache of {shards} shards does not know its mesh, as those of model.init_caches do: fork "
+                "in your jax.shard_map, and note what that kept by noting"
+            )
         if slot is not None and not 0 <= integer("slot", slot) < self.plan.max_requests:
             raise ValueError(f"{name}: slot {slot} is out of range, the cache has {self.plan.max_requests}")
         prefixes, block = self.prefixes, self.plan.cfg.block_tokens
-        last = [prefix.length // block - 1 for prefix in prefixes] + [0] * (self.capacity - len(prefixes))
+        slots, last = self._slots_of(prefixes), np.zeros(self.capacity * self.shards, np.int32)
+        last[: len(prefixes)] = [prefix.length // block - 1 for prefix in prefixes]
         where = np.int32(-1 if slot is None else slot)  # -1: no slot is apart from the others
-        found: Seen = jax.device_get(look(first.tables, self._slots_of(prefixes), np.asarray(last, np.int32), where))
+        found: Seen = on_host(look(first.tables, slots, last, where))
         for i, prefix in enumerate(prefixes):
             if found.lengths[i] != prefix.length:
                 raise ValueError(

@@ -25,10 +25,11 @@ ONE_LAYER = dataclasses.replace(SMALL.attention, compress_ratios=(0,))
 CFG = dataclasses.replace(SMALL, attention=ONE_LAYER, num_hash_layers=0, vocab_size=8)
 NEW = 8
 
-# The command of a user; then calls on a cache of which each process has one shard.
+# The command of a user; then calls on a cache of which each process has one shard, the last ones with a prefix there.
 PROGRAM = f"""
 import sys
 import jax
+import numpy as np
 import dsv4jax as d4
 from dsv4jax import generate
 from dsv4jax.model import init_caches, load_model, save_model
@@ -51,6 +52,13 @@ for call in (lambda: d4.sharding.shard_of(cache, 1 - mine), lambda: d4.requests.
         call()
     except (ValueError, FileExistsError) as error:
         print(str(error).replace(sys.argv[1], "model")[:60])
+rows, counts, tokens = np.array([-1, 0], np.int32), np.array([0, 128], np.int32), np.arange(128)
+cache = d4.advance(d4.prepare_forward(cache, rows, counts)[0], rows, counts)
+store, cache, ok = d4.requests.PrefixStore(cache.plan, 1, shards=2).keep(cache, 2, tokens)
+cache, _, _ = d4.admit(d4.release(cache, rows), 2, rows == 0)
+store, cache, stored = store.start(cache, 2, [*tokens, 5])
+assert ok and store.describe(cache).prefixes == store.prefixes and store.make_room(cache, 0)[2]
+print(store.prefixes[0].slot, stored)
 """
 
 
@@ -107,13 +115,14 @@ def test_two_processes_make_the_tokens_of_one_device(tmp_path):
     lines = without_gloo(said)
     assert json.loads(lines[0])["tokens"] == alone.tokens
     assert re.search(r"(\d+) of \d+ drafts accepted", speed)
-    refused = [
+    wanted = [
         "shard 1 is held by devices of another process",
         "save: other processes hold parts of this cache: let each sav",
         "model-again exists and is not empty: save to a new folder",
+        "3 128",
     ]
-    assert lines[1:] == refused
-    refused[0], refused[2] = refused[0].replace("1", "0"), "the first process cannot make model-again"
-    assert without_gloo(other) == refused
+    assert lines[1:] == wanted
+    wanted[0], wanted[2] = wanted[0].replace("1", "0"), "the first process cannot make model-again"
+    assert without_gloo(other) == wanted
     assert "tokens/s" not in nothing
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "model-again", weights="f32"), params)

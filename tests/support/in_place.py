@@ -165,13 +165,13 @@ def _insert(blocks: int):
 
 
 def _keep_prefix(blocks: int):
-    row, slot = Spec((1,), jnp.int32), Spec((), jnp.int32)
-    return inspect.unwrap(prefix_slots.exchange), (d4.cache.abstract_cache(_plan(blocks)), row, slot), 0
+    slot = Spec((), jnp.int32)
+    return inspect.unwrap(prefix_slots.exchange), (d4.cache.abstract_cache(_plan(blocks)), slot, slot), 0
 
 
 def _start_from_prefix(blocks: int):
-    row, slot = Spec((1,), jnp.int32), Spec((), jnp.int32)
-    return inspect.unwrap(prefix_slots.go_on), (d4.cache.abstract_cache(_plan(blocks)), slot, row), 0
+    slot = Spec((), jnp.int32)
+    return inspect.unwrap(prefix_slots.go_on), (d4.cache.abstract_cache(_plan(blocks)), slot, slot), 0
 
 
 # For a GPU, only what touches the pool is audited. Other bookkeeping is audited on the CPU only.
