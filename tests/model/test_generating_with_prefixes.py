@@ -1,14 +1,18 @@
 """Texts of a generator that keeps prefixes are those of one that does not; documents are stored once."""
 
+import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
+from dsv4jax.cache.shards import automatic
 from dsv4jax.model import Caches, Generator, Sampling, init_caches, restore_caches, save_caches
+from dsv4jax.model.inside.devices import weight_specs
 from dsv4jax.requests import PrefixStore
 from tests.support.cases import first_of
-from tests.support.models import FULL, SMALL, small_model
+from tests.support.models import FULL, SMALL, drawn_model, small_model
 
 CONTEXT = 512
 VOCABULARY = SMALL.vocab_size
@@ -124,3 +128,107 @@ def test_prefixes_need_slots_of_their_own():
         Generator(small_model(), caches=caches(2), prefixes=2)
     with pytest.raises(ValueError, match="prefixes must be an integer of at least 0, got -1"):
         Generator(small_model(), caches=caches(2), prefixes=-1)
+
+
+# ---- over a mesh ----------------------------------------------------------------------------------------------------
+
+# Of one layer, because each mesh compiles its own programs; what is divided over the devices divides by four.
+OF_MESHES = dataclasses.replace(
+    SMALL, vocab_size=8, attention=dataclasses.replace(SMALL.attention, compress_ratios=(4,)), num_hash_layers=0
+)
+BLOCK = OF_MESHES.attention.block_tokens
+LONGEST, ROWS = 3 * BLOCK, 3  # tokens of a text; rows of a shard
+SHORT = [question[:40] for question in QUESTIONS]
+DOCUMENTS = [RNG.integers(0, OF_MESHES.vocab_size, size * BLOCK).tolist() for size in (2, 1, 2)]
+
+
+@functools.cache
+def model_over(shape):
+    alone = drawn_model(OF_MESHES, 1, "f32")
+    if shape is None:
+        return alone
+    devices = jax.devices("cpu")[: shape[0] * shape[1]]
+    mesh = automatic(jax.make_mesh(shape, ("data", "model"), devices=devices))
+    return dataclasses.replace(jax.device_put(alone, weight_specs(alone, mesh)), mesh=mesh)
+
+
+def generator_over(shape, drafts=0):
+    """A generator whose shards have three rows each, two prefixes, and blocks for three texts about one document."""
+    params, shards = model_over(shape), shape[0]
+    sizes = (ROWS + 2) * shards, LONGEST, drafts
+    both = init_caches(OF_MESHES, *sizes, mesh=params.mesh, num_blocks=5 * shards, **FULL)
+    return Generator(params, caches=both, drafts=drafts, prefixes=2)
+
+
+@functools.cache
+def alone(prompt):
+    """What follows a prompt on one device."""
+    chat = Generator(model_over(None), caches=init_caches(OF_MESHES, 1, LONGEST, **FULL))
+    return chat.generate([list(prompt)], NEW, stop_tokens=()).tokens[0]
+
+
+def check_alone(found, prompts):
+    assert found.tokens == [alone(tuple(prompt)) for prompt in prompts]
+
+
+def meshes():
+    cases = ((2, 2), 0), ((1, 2), 1), ((2, 1), 1), ((1, 2), 0), ((4, 1), 0)
+    return first_of([pytest.param(*case, id=f"{case[0][0]}x{case[0][1]}, {case[1]} drafts") for case in cases], count=0)
+
+
+@pytest.mark.parametrize(("shape", "drafts"), meshes())
+def test_each_shard_stores_a_document_once(shape, drafts, caplog):
+    chat, shards = generator_over(shape, drafts), shape[0]
+    prompts = [DOCUMENTS[0] + question for question in SHORT]
+    # Threads compile the programs ahead. What is logged here is what calls would compile once more.
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        found = chat.generate(prompts, NEW, stop_tokens=())
+    assert "Finished XLA compilation of jit(run)" not in caplog.text
+    check_alone(found, prompts)
+    assert found.stored == shards * len(DOCUMENTS[0]) + sum(len(question) - 1 for question in SHORT)
+    assert chat.prefixes is not None
+    assert sorted(prefix.slot // (ROWS + 2) for prefix in chat.prefixes.prefixes) == list(range(shards))
+    sound(chat)
+    # Another document is kept by one shard. Prompts about it go there, wherever more blocks are left.
+    for question in (SHORT[0], SHORT[2]):
+        found = chat.generate([DOCUMENTS[1] + question], NEW, stop_tokens=())
+        check_alone(found, [DOCUMENTS[1] + question])
+    assert found.stored == len(SHORT[2]) - 1
+    sound(chat)
+
+
+@pytest.mark.parametrize(("shape", "drafts"), meshes())
+def test_prefixes_give_way_on_their_shard(shape, drafts, monkeypatch):
+    chat, gone, drop = generator_over(shape, drafts), [], PrefixStore.drop
+
+    def noted(store, cache, *prefixes):
+        gone.extend(prefixes)
+        return drop(store, cache, *prefixes)
+
+    monkeypatch.setattr(PrefixStore, "drop", noted)
+    prompts = [DOCUMENTS[i % 3] + [i % 8] * (1 + 7 * i) for i in range(4 * shape[0])]
+    for batch in (prompts, prompts[::-1]):
+        check_alone(chat.generate(batch, NEW, stop_tokens=()), batch)
+        sound(chat)
+    assert {prefix.slot // (ROWS + 2) for prefix in gone} == set(range(shape[0]))
+
+
+@pytest.mark.slow
+def test_prefixes_over_a_mesh_are_saved_and_restored_with_the_caches(tmp_path):
+    pytest.importorskip("orbax.checkpoint", reason="saving needs the extra 'ckpt'")
+    chat = generator_over((2, 2))
+    chat.generate([DOCUMENTS[0] + SHORT[0]], NEW, stop_tokens=())
+    store, held = chat.prefixes, chat.take_caches()
+    assert store is not None
+    save_caches(tmp_path / "caches", held)
+    store.save(tmp_path / "prefixes.npz")
+    restored = restore_caches(tmp_path / "caches", mesh=model_over((2, 2)).mesh)
+    assert isinstance(restored, Caches)
+    found = PrefixStore.restore(tmp_path / "prefixes.npz", restored.model.plan)
+    assert found.verify(restored.model) == []
+    with pytest.raises(ValueError, match=r"prefixes are of .* with shards=1, the caches of .* with shards=2"):
+        Generator(model_over((2, 2)), caches=restored, prefixes=dataclasses.replace(found, shards=1))
+    other = Generator(model_over((2, 2)), caches=restored, prefixes=found)
+    again = other.generate([DOCUMENTS[0] + SHORT[2]], NEW, stop_tokens=())
+    check_alone(again, [DOCUMENTS[0] + SHORT[2]])
+    assert again.stored == len(SHORT[2]) - 1

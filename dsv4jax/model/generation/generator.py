@@ -86,8 +86,9 @@ class Generator:
     at work wait again, and are stored anew when there is room. What is drawn does not depend on it, but with drafts at
     a temperature above 0, where only its distribution does not.
 
-    Over a mesh, each shard of requests has its share of the rows and of the blocks. A prompt goes to the shard that
-    holds its beginning, or to the one that has most blocks left beside the texts that it holds and the prompts before
+    Over a mesh, each shard of requests has its share of the rows and of the blocks, and prefixes of its own. A prompt
+    goes to the shard that holds its beginning; or to the one that keeps the longest prefix of it, while that has a row
+    for each such prompt; or to the one that has most blocks left beside the texts that it holds and the prompts before
     this one. Of several such, the one with the fewest tokens to store takes it.
 
     Generators of equal sizes share their compiled programs. Calls follow each other: one is over before the next.
@@ -121,8 +122,8 @@ class Generator:
             distribution; at temperature 0 not even the tokens.
           caches: caches to use, which are donated, in place of some of these sizes. They are empty, but for the
             prefixes of a store that is given.
-          prefixes: the most beginnings of prompts to keep, each in a slot beside those of the rows; or the store of
-            what the caches hold. On one device.
+          prefixes: the most beginnings of prompts to keep on each shard of requests, each in a slot beside those of
+            the rows; or the store of what the caches hold.
           formats: as for ``init_caches``, which makes caches if none are given.
 
         Raises:
@@ -135,21 +136,20 @@ class Generator:
             raise ValueError("this model cannot make drafts: its checkpoint holds no block for them")
         kept = prefixes if isinstance(prefixes, PrefixStore) else None
         most = kept.capacity if kept is not None else integer("prefixes", prefixes, 0)
-        if most and params.mesh is not None:
-            raise ValueError(f"prefixes={most} are kept on one device, and the model is on several")
         if caches is None:
             sizes = integer("rows", rows, 1), integer("context", context, 1), drafts, most
             caches = caches_of(params.cfg, *sizes, mesh=params.mesh, **formats)
         elif formats:
             raise ValueError(f"caches are given, and have formats: leave out {list(formats)}")
         _check_caches(caches, self.drafts, params, () if kept is None else kept.prefixes)
-        if kept is not None and kept.plan != caches.model.plan:
-            raise ValueError(f"prefixes are of {kept.plan!r}, the caches of {caches.model.plan!r}")
-        self.prefixes = PrefixStore(caches.model.plan, most) if kept is None and most else kept
-        self._caches: Caches | None = caches
-        self._plans = caches.model.plan, caches.drafts and caches.drafts.plan
-        mesh, plan = params.mesh, self._plans[0]
+        mesh, plan = params.mesh, caches.model.plan
         count = 1 if mesh is None else mesh.shape[DATA]
+        if kept is not None and (kept.plan, kept.shards) != (plan, count):
+            found = f"the caches of {plan!r} with shards={count}"
+            raise ValueError(f"prefixes are of {kept.plan!r} with shards={kept.shards}, {found}")
+        self.prefixes = PrefixStore(plan, most, shards=count) if kept is None and most else kept
+        self._caches: Caches | None = caches
+        self._plans = plan, caches.drafts and caches.drafts.plan
         of_shard = plan if mesh is None else shard_plan(plan, mesh, DATA)
         self._shards = Shards(count=count, plan=of_shard, rows=self.rows // count)
         self._held: Held = ()
@@ -160,7 +160,7 @@ class Generator:
 
     @property
     def rows(self) -> int:
-        return self._plans[0].max_requests - (self.prefixes.capacity if self.prefixes else 0)
+        return self._plans[0].max_requests - (self.prefixes.capacity * self.prefixes.shards if self.prefixes else 0)
 
     @property
     def context(self) -> int:
@@ -276,7 +276,7 @@ class Generator:
             prefill = Prefill(self._params, self._shards, drawing)
             turns = placed(jnp.int32(passes), self._params.mesh)
             self._compile(loop, [prompt.size for prompt in prompts], prefill, turns)
-            prefixed = PrefixedPrompts.of(self.prefixes, prompts) if self.prefixes and not records else None
+            prefixed = PrefixedPrompts.of(self.prefixes, prompts, places) if self.prefixes and not records else None
             jax.block_until_ready(loop)
             while goes_on:
                 began, draws = time.perf_counter(), False
@@ -328,7 +328,8 @@ class Generator:
         held, self._held = self._held, ()
         shards, known = self._shards, {} if records else going_on(held, prompts)
         lengths = [prompt.size + max_new for prompt in prompts]
-        queues = shards.queues(prompts, known, caches, lengths)
+        store = None if records else self.prefixes
+        queues = shards.queues(prompts, known, caches, lengths, store)
         others = tuple(one for one in held if one not in known.values())
         staying = shards.staying(others, caches, queues, lengths)
         caches = shards.released(caches, set(others) - set(staying))
@@ -338,6 +339,8 @@ class Generator:
             longest = power_of_two(max(map(len, queues)))
             room = no_choices(longest * shards.count, self.context, shards.plan, cfg)
         loop = begin(caches, texts, cfg.vocab_size, self.drafts, room, self.rows)
+        if store is not None:
+            loop = dataclasses.replace(loop, shared=jnp.zeros_like(texts.lengths))
         # The last text of a queue is empty, hence complete: the place of rows that no prompt goes on from.
         seats = [(one, places[i]) for i, one in known.items()] + [(one, -1) for one in staying]
         self._held = staying

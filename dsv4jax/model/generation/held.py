@@ -1,12 +1,14 @@
 """From one call of a generator to the next: texts that the caches still hold, and prompts that go on from them.
 
-A prompt that begins with such a text goes on from it at its shard. The others wait at the shard that has most blocks
-left, and texts that have not been used for longest give way to them.
+A prompt that begins with such a text goes on from it at its shard. Of the others, each waits at the shard that keeps
+the longest prefix of it, while that has a row for it, or else at the one that has most blocks left. Texts that have not
+been used for longest give way to them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from dsv4jax.cache.tables import blocks_for
 from dsv4jax.model.caches import Caches
 from dsv4jax.model.generation.state import Loop
 from dsv4jax.plan import CachePlan
+from dsv4jax.requests.prefixes import PrefixStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -56,17 +59,30 @@ class Shards:
         return text.slot // self.plan.max_requests
 
     def queues(
-        self, prompts: Sequence[np.ndarray], known: dict[int, HeldText], caches: Caches, lengths: Sequence[int]
+        self,
+        prompts: Sequence[np.ndarray],
+        known: dict[int, HeldText],
+        caches: Caches,
+        lengths: Sequence[int],
+        store: PrefixStore | None,
     ) -> list[list[int]]:
         """Return the numbers of the prompts that wait at each shard. Those that go on from a text wait at its shard.
 
-        The others wait, in turn, where most blocks are left; of such shards, where prompts have the fewest tokens.
+        The others wait, in turn, where the store has the longest prefix of theirs and a row is left; of such shards,
+        where most blocks are left; of such, where prompts have the fewest tokens.
         """
         left, tokens = on_host(caches.model.tables.num_free).tolist(), [0] * self.count
         shards = {i: self.of(one) for i, one in known.items()}
+
+        def key(i: int, shard: int) -> tuple[int, int, int]:
+            # Else one shard would compute all prompts with a popular prefix, one after the other.
+            has_row = list(shards.values()).count(shard) < self.rows
+            found = store.find(prompts[i], shard) if store is not None and self.count > 1 and has_row else None
+            return 0 if found is None else found.length, left[shard], -tokens[shard]
+
         for i in sorted(range(len(prompts)), key=lambda i: i not in known):
             if i not in known:
-                shards[i] = max(range(self.count), key=lambda shard: (left[shard], -tokens[shard]))
+                shards[i] = max(range(self.count), key=functools.partial(key, i))
             left[shards[i]] -= self._blocks(lengths[i])
             tokens[shards[i]] += prompts[i].size
         return [[i for i in range(len(prompts)) if shards[i] == shard] for shard in range(self.count)]

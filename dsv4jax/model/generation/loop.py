@@ -79,7 +79,7 @@ def store(
       loop: from ``begin``, or from an earlier call. It is donated.
       drawing: as for ``run``.
       rows: int32 [any], distinct; -1 = none. Over a mesh, as many for each shard, one after another.
-      until: int32 [], tokens of each text at which to stop.
+      until: int32 [] or [rows], tokens of each text at which to stop.
       chunk: tokens of each.
       backend: as for ``forward``.
     """
@@ -87,8 +87,8 @@ def store(
     def step(loop: Loop, params: ModelParams, drawing: Drawing, rows: jax.Array, until: jax.Array) -> Loop:
         return _store(_Way(params=params, drawing=drawing, backend=backend), loop, rows, until, chunk)
 
-    given = params, drawing, rows, until
-    return of_each_shard(step, loop, given, (weight_specs(params), EVERYWHERE, OF_ROWS, EVERYWHERE))
+    given = params, drawing, rows, jnp.broadcast_to(until, rows.shape)
+    return of_each_shard(step, loop, given, (weight_specs(params), EVERYWHERE, OF_ROWS, OF_ROWS))
 
 
 def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int) -> Loop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +36,28 @@ class Prefill:
             loop = store(self.params, loop, *self.given(rows), chunk=chunk)
         return loop, bool(passes)
 
-    def store_row(self, loop: Loop, row: int, length: int, until: int) -> Loop:
-        """Store a text's tokens from ``length`` to ``until``, of a row alone. The loop is donated."""
-        chunk = self._chunk(until - length)
-        for _ in range(length, until, chunk):
-            loop = store(self.params, loop, *self.given([row], np.int32(until)), chunk=chunk)
+    def store_rows(self, loop: Loop, spans: Mapping[int, tuple[int, int]]) -> Loop:
+        """Store tokens of the texts of some rows, from one place to another, side by side. The loop is donated.
+
+        Rows are numbers among those of all shards, of each of which there is one at most.
+        """
+        rows, until = np.full((2, self.shards.count), -1, np.int32)
+        for row, (_, end) in spans.items():
+            shard = row // self.shards.rows
+            rows[shard], until[shard] = row % self.shards.rows, end
+        most = max(end - first for first, end in spans.values())
+        chunk = self._chunk(most)
+        for _ in range(0, most, chunk):
+            loop = store(self.params, loop, *self.given(rows, until), chunk=chunk)
         return loop
 
-    def given(self, rows: Sequence[int], until: np.int32 = EVERYTHING) -> tuple[Drawing, jax.Array, jax.Array]:
+    def given(
+        self, rows: Sequence[int] | np.ndarray, until: np.ndarray | None = None
+    ) -> tuple[Drawing, jax.Array, jax.Array]:
         """Return what ``store`` takes besides, for rows of all shards."""
-        mesh = self.params.mesh
-        return self.drawing, placed(jnp.asarray(rows, jnp.int32), mesh, OF_ROWS), placed(jnp.asarray(until), mesh)
+        until = np.full(len(rows), EVERYTHING) if until is None else until
+        each = (placed(jnp.asarray(one, jnp.int32), self.params.mesh, OF_ROWS) for one in (rows, until))
+        return self.drawing, *each
 
     def passes(self, lacking: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
         """Return the passes that store so many tokens of the rows of each shard.

@@ -1,30 +1,69 @@
-"""Prefixes in the loop that generates texts: looked up when a text gets a row, and kept while its prompt is stored."""
+"""Prefixes in the loop that generates texts: looked up when a text gets a row, and kept while its prompt is stored.
+
+Over a mesh, each shard of requests has prefixes of its own. Its prompts are stored one after the other, so that each
+finds what those before it have left, and beside those of the other shards.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4jax.cache.shards import OF_ROWS, on_host
+from dsv4jax.model.generation.held import Shards
+from dsv4jax.model.generation.loop import pending
 from dsv4jax.model.generation.prefill import SHORT, Prefill
 from dsv4jax.model.generation.seats import asked_blocks, fill, vacate
-from dsv4jax.model.generation.state import Loop
+from dsv4jax.model.generation.state import Loop, loop_specs, of_each_shard
 from dsv4jax.requests.prefixes import PrefixStore
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A row whose text lacks tokens. Row, slot and place are numbers among those of all shards."""
+
+    row: int
+    slot: int
+    place: int  # of its text in the queue
+    stored: int  # tokens
+    most: int  # tokens that a pass can store: the last one of a text is never stored
+
+    @classmethod
+    def of(cls, loop: Loop, shards: Shards) -> list[list[_Arrival]]:
+        """Return those of each shard, in the order of their texts."""
+        lacking, lengths, slots, text = on_host((pending(loop), loop.caches.model.seq_lens, loop.slots, loop.text))
+        shard = np.arange(slots.size) // shards.rows
+        slots, places = (
+            slots + shard * shards.plan.max_requests,
+            text + shard * (loop.texts.lengths.size // shards.count),
+        )
+        found: list[list[_Arrival]] = [[] for _ in range(shards.count)]
+        for row in np.argsort(places, kind="stable").tolist():
+            if lacking[row]:
+                slot, stored = int(slots[row]), int(lengths[slots[row]])
+                most = stored + int(lacking[row]) - 1
+                found[shard[row]].append(cls(row, slot, int(places[row]), stored, most))
+        return found
 
 
 @dataclasses.dataclass(slots=True)
 class PrefixedPrompts:
-    """The prompts of a call, and the store that serves them. Text i of the loop begins with prompt i."""
+    """The prompts of a call, by their places in the queues of texts, and the store that serves them."""
 
     store: PrefixStore
-    prompts: list[np.ndarray]
-    cuts: list[list[int]]  # lengths at which each is kept
+    prompts: dict[int, np.ndarray]
+    cuts: dict[int, list[int]]  # lengths at which each is kept
 
     @classmethod
-    def of(cls, store: PrefixStore, prompts: list[np.ndarray]) -> PrefixedPrompts:
-        return cls(store, prompts, store.cuts(prompts))
+    def of(cls, store: PrefixStore, prompts: list[np.ndarray], places: list[int]) -> PrefixedPrompts:
+        cuts = store.cuts(prompts)
+        return cls(store, dict(zip(places, prompts, strict=True)), dict(zip(places, cuts, strict=True)))
 
     def seat(self, loop: Loop) -> Loop:
         """Do what ``seats.seat`` does. Prefixes give way before texts wait for blocks, and texts share their blocks."""
@@ -39,22 +78,26 @@ class PrefixedPrompts:
           loop: after ``seat``. It is donated.
           prefill: stores the tokens between two cuts.
         """
-        pending, lengths = jax.device_get((loop.pending, loop.caches.model.seq_lens))
-        slots, text = jax.device_get((loop.slots, loop.text))
-        for row in np.argsort(text, kind="stable").tolist():
-            if not pending[row]:
-                continue
-            slot, prompt, length = int(slots[row]), self.prompts[text[row]], int(lengths[slots[row]])
-            whole = length + int(pending[row]) - 1  # the last token of a text is never stored
-            if not length:
-                self.store, caches, length = self.store.start(loop.caches, slot, prompt)
+        for side_by_side in itertools.zip_longest(*_Arrival.of(loop, prefill.shards)):
+            loop = self._begin(loop, prefill, [one for one in side_by_side if one is not None])
+        return loop
+
+    def _begin(self, loop: Loop, prefill: Prefill, arrivals: Iterable[_Arrival]) -> Loop:
+        """Do what ``begin`` does for texts of different shards."""
+        stops: dict[_Arrival, list[int]] = {}
+        for one in arrivals:
+            stored = one.stored
+            if not stored:
+                self.store, caches, stored = self.store.start(loop.caches, one.slot, self.prompts[one.place])
                 loop = dataclasses.replace(loop, caches=caches)
-            if whole - length <= SHORT:
-                continue
-            for cut in [cut for cut in self.cuts[text[row]] if cut > length]:
-                loop = prefill.store_row(loop, row, length, cut)
-                self.store, caches, _ = self.store.keep(loop.caches, slot, prompt[:cut])
-                loop, length = dataclasses.replace(loop, caches=caches), cut
+            if one.most - stored > SHORT:
+                stops[one] = [stored, *(cut for cut in self.cuts[one.place] if cut > stored)]
+        for turn in itertools.zip_longest(*map(itertools.pairwise, stops.values())):
+            spans = {one: span for one, span in zip(stops, turn, strict=True) if span is not None}
+            loop = prefill.store_rows(loop, {one.row: span for one, span in spans.items()})
+            for one, (_, cut) in spans.items():
+                self.store, caches, _ = self.store.keep(loop.caches, one.slot, self.prompts[one.place][:cut])
+                loop = dataclasses.replace(loop, caches=caches)
         return loop
 
     def _with_room(self, loop: Loop) -> Loop:
@@ -63,19 +106,34 @@ class PrefixedPrompts:
         before = None
         while before is not self.store:  # what waiting texts share changes with the store
             before, shared = self.store, np.zeros(loop.texts.lengths.size, np.int32)
-            for i, prompt in enumerate(self.prompts):
-                if plan.min_ratio and (found := before.find(prompt)) is not None:
-                    shared[i] = found.length // plan.cfg.block_tokens
-            loop = dataclasses.replace(loop, shared=jnp.asarray(shared))
-            for blocks in sorted(set(jax.device_get(_wanted_blocks(loop)).tolist()), reverse=True):
-                self.store, caches, ok = self.store.make_room(loop.caches, blocks)
-                loop = dataclasses.replace(loop, caches=caches)
-                if ok:
-                    break
+            for place, prompt in self.prompts.items():
+                shard = place // (shared.size // before.shards)
+                if plan.min_ratio and (found := before.find(prompt, shard)) is not None:
+                    shared[place] = found.length // plan.cfg.block_tokens
+            loop, wanted = _sharing(loop, shared)
+            for shard, counts in enumerate(on_host(wanted).reshape(before.shards, -1).tolist()):
+                for blocks in sorted(set(counts), reverse=True):
+                    self.store, caches, ok = self.store.make_room(loop.caches, blocks, shard)
+                    loop = dataclasses.replace(loop, caches=caches)
+                    if ok:
+                        break
         return loop
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnames="loop")
+def _sharing(loop: Loop, shared: jax.Array | np.ndarray) -> tuple[Loop, jax.Array]:
+    """Note how many blocks of a prefix each text will share, int32 [texts].
+
+    Returns (loop, ``_wanted_blocks`` of each shard). The loop is donated.
+    """
+
+    def step(loop: Loop, shared: jax.Array) -> tuple[Loop, jax.Array]:
+        loop = dataclasses.replace(loop, shared=shared)
+        return loop, _wanted_blocks(loop)
+
+    return of_each_shard(step, loop, (shared,), (OF_ROWS,), (loop_specs(loop), OF_ROWS))
+
+
 def _wanted_blocks(loop: Loop) -> jax.Array:
     """Blocks that must be free for the next pass with 0, 1, .. more texts at work, int32 [B + 1].
 

@@ -82,10 +82,10 @@ def caches_for(
 
 
 def caches_of(cfg: ModelConfig, rows: int, context: int, drafts: int, prefixes: int = 0, **formats: Any) -> Caches:
-    """Return empty caches of at least these sizes, with slots for prefixes beside those of the rows."""
+    """Return empty caches of at least these sizes, with slots for prefixes of each shard beside those of the rows."""
     shards = 1 if formats.get("mesh") is None else formats["mesh"].shape[DATA]
     rows = power_of_two(-(-rows // shards)) * shards
-    return init_caches(cfg, rows + prefixes, power_of_two(max(context, CONTEXT)), drafts, **formats)
+    return init_caches(cfg, rows + prefixes * shards, power_of_two(max(context, CONTEXT)), drafts, **formats)
 
 
 def power_of_two(number: int) -> int:

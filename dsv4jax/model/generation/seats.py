@@ -118,6 +118,13 @@ def seat(loop: Loop) -> Loop:
     return of_each_shard(lambda loop: _admit_waiting(_make_room(loop)), loop)
 
 
-# The two halves of ``seat``, on one device.
-vacate = jax.jit(_make_room, donate_argnums=0)
-fill = jax.jit(_admit_waiting, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnames="loop")
+def vacate(loop: Loop) -> Loop:
+    """Do the first half of ``seat``."""
+    return of_each_shard(_make_room, loop)
+
+
+@functools.partial(jax.jit, donate_argnames="loop")
+def fill(loop: Loop) -> Loop:
+    """Do the second half of ``seat``."""
+    return of_each_shard(_admit_waiting, loop)

@@ -112,11 +112,11 @@ def of_each_shard[R](
         loop = dataclasses.replace(loop, **{name: getattr(loop, name)[0] for name in COUNTS})
         return jax.tree.map(jnp.atleast_1d, step(loop, *given))
 
-    of_loop = _loop_specs(loop)
+    of_loop = loop_specs(loop)
     return over_mesh(mesh, of_shard, (of_loop, *specs), of_loop if made is None else made)(loop, *given)
 
 
-def _loop_specs(loop: Loop) -> Loop:
+def loop_specs(loop: Loop) -> Loop:
     """The specs of a loop's leaves, as a prefix of its tree."""
     fields: dict[str, Any] = {field.name: OF_ROWS for field in dataclasses.fields(loop)}
     fields["caches"] = Caches(
