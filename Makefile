@@ -15,7 +15,9 @@
 #     make test PYTHON=/path/to/python
 
 .PHONY: demo test test-slow sweeps test-gpu check check-newest lint docs clean
-.NOTPARALLEL:
+
+# The runs of a target, and the programs that tests start, read what the first one has compiled of Python's files.
+unexport PYTHONDONTWRITEBYTECODE
 
 DEVICE ?= cpu
 JOBS ?= 2
@@ -63,7 +65,11 @@ test-gpu: $(call installed,test-gpu)
 		-m "not simulated and (gpu or not (slow or any_device))" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
 		tests/requests tests/triton_gpu tests/weights tests/model tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
-check: lint test test-slow $(if $(PYTHON),,check-newest) docs
+# What leaves a core idle runs beside something else, when their environment is there.
+check: $(call installed,test) $(call installed,docs)
+	$(MAKE) --jobs=2 lint $(if $(PYTHON),,check-newest) docs
+	$(MAKE) test
+	$(MAKE) test-slow
 
 # An environment of its own, because the one for tests has an older CUDA plugin, which compiles faster kernels.
 check-newest: .venv-newest/installed

@@ -84,6 +84,7 @@ def pytest_collection_finish() -> None:
     # What is imported stays: the garbage collector need not look through it again and again while JAX traces.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # tracing makes many objects that live on: 4 s of 54 were spent on looking for others
 
 
 _ended = itertools.count(1)  # tests

@@ -93,7 +93,7 @@ def test_bf16_tails_take_half():
 # ---- against the arrays
 
 
-@pytest.mark.parametrize("model", first_of(MODELS, count=4))
+@pytest.mark.parametrize("model", first_of(MODELS))
 def test_bytes_equal_the_sum_over_the_leaves(model):
     """This holds for all formats, tails and dtypes, and for each request and block. Nothing is allocated."""
     for kv, keys, tail, dtype in itertools.product(

@@ -20,7 +20,7 @@ def command(*options: str) -> tuple[int, list[str]]:
     return result.returncode, result.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_every_kernel_compiled_for")
 def test_a_kernel_that_takes_more_is_seen(tmp_path: Path):
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("compiling for a GPU without one needs the extra 'cross'")

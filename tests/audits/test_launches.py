@@ -53,7 +53,7 @@ def test_a_layer_of_a_model_adds_its_kernels_and_nothing_of_xla():
     assert report == {kind: {"kernels": count, "others": 0} for kind, count in OF_MODEL.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_layer_of_a_model_adds_its_kernels_and_nothing_of_xla")
 def test_over_a_mesh_a_layer_adds_one_launch_of_xla():
     """The gather of the outputs of picks."""
     report = report_of("tests.support.model_launches", "h200", "--devices", "2")

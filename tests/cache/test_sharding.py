@@ -237,7 +237,7 @@ def test_a_step_copies_no_part_of_the_cache():
     assert copied_bytes(text) + memory.temp_size_in_bytes < smallest
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_attention_of_each_shards_heads_by_kernels_sums_up_to_the_whole")
 def test_kernels_run_under_shard_map_compiled_for_gpus():
     report = report_of("tests.support.compile_sharded", "h200")
     assert report["aliased"] == report["cache of a shard"]

@@ -86,7 +86,7 @@ assert specs.csa.state.last_ids == jax.sharding.PartitionSpec(None, "data")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_fourth_kind_takes_three_files")
 def test_state_of_requests_takes_two_files(tmp_path):
     for package in ("dsv4jax", "pallas_kernels"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -21,7 +21,8 @@ from tests.support.signatures import GROUPS
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CODE = {name: re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for name, page in PAGES.items()}
-LONG = "generation.md", "research.md", "training.md"  # their code runs in sweeps; tests of models call the same
+# Their code runs in sweeps; tests of models and of requests call the same.
+LONG = "generation.md", "model.md", "reproducibility.md", "requests.md", "research.md", "training.md"
 API = set(re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE))
 
 

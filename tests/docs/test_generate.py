@@ -72,7 +72,7 @@ def folder_without_drafts(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_text_is_printed_as_it_is_made")
 def test_the_recorded_tokens(capsys):
     """With --json standard output is JSON alone; what is said otherwise goes to standard error."""
     assert command.main([str(MODEL), "--ids", as_argument(PROMPT), *EXACT, "--json"]) == 0
@@ -83,7 +83,7 @@ def test_the_recorded_tokens(capsys):
     assert speed.startswith(f"{len(GREEDY)} tokens in ")
 
 
-@pytest.mark.sweep(guard="test_the_recorded_tokens")
+@pytest.mark.sweep(guard="test_text_is_printed_as_it_is_made")
 def test_the_recorded_tokens_with_the_drafts_of_dspark(capsys):
     """Of a folder in DeepSeek's names. A confidence that is asked for leaves fewer drafts to be judged."""
     recorded = np.load(DATA / "model" / "d" / "recorded.npz")

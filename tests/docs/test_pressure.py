@@ -10,7 +10,7 @@ from tests.support.driver import CFG, LAYERS, random_params, sequence
 from tests.support.paths import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_prefixes_give_way_to_texts_and_texts_still_share_them")
 def test_requests_that_wait_or_begin_again_get_what_they_get_alone():
     example = runpy.run_path(str(ROOT / "examples" / "pressure.py"))
     lengths = [70, 3, 64, 33, 80, 16, 50]

@@ -5,7 +5,7 @@ import pytest
 from tests.support.compile_for_gpu import run_module
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_what_is_computed_again_reads_nothing_that_may_be_overwritten")
 def test_a_donated_array_is_read_after_an_output_has_its_memory():
     """When XLA mends it this fails: then the report and docs/troubleshooting.md change."""
     finished = run_module("benchmarks.rematerialization", "--compile")

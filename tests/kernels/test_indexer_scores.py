@@ -69,7 +69,7 @@ def test_many_tokens(simulate):
 
 
 @machines
-@pytest.mark.parametrize("batch", [5, 64, 100, 129])
+@pytest.mark.parametrize("batch", first_of([5, 64, 100, 129], count=2))
 def test_rows_of_several_tokens_that_see_nothing(batch, simulate):
     """Between rows that do, for each number of rows that a lane adds up: one, two, four and five."""
     seen = np.zeros((batch, 2), np.int32)

@@ -129,12 +129,15 @@ def test_products_of_the_blackwell_kernel(case):
 @machines
 @pytest.mark.parametrize(
     "case",
-    [
-        Product(rows=64, outputs=128, inputs=1024),
-        Product(rows=64, outputs=64, inputs=2048, groups=2, parts=(2, 1)),
-        Product(rows=64, outputs=128, inputs=512, activations="fp8"),
-        Product(rows=64, outputs=256, inputs=1024, parts=(1, 1), tiles=4, streams=True),
-    ],
+    first_of(
+        [
+            Product(rows=64, outputs=128, inputs=1024),
+            Product(rows=64, outputs=64, inputs=2048, groups=2, parts=(2, 1)),
+            Product(rows=64, outputs=128, inputs=512, activations="fp8"),
+            Product(rows=64, outputs=256, inputs=1024, parts=(1, 1), tiles=4, streams=True),
+        ],
+        count=2,
+    ),
     ids=str,
 )
 def test_a_row_has_the_same_sums_alone_and_in_a_batch(case, simulate):
@@ -163,7 +166,7 @@ def test_other_rows_do_not_matter(size, activations, simulate):
 
 
 @on_hopper
-@pytest.mark.parametrize("form", [dict(), dict(activations="fp8"), dict(block=None)], ids=str)
+@pytest.mark.parametrize("form", first_of([dict(), dict(activations="fp8"), dict(block=None)]), ids=str)
 def test_a_row_has_the_same_sums_among_any_many_rows(form, simulate):
     """Bit for bit, unless blocks share its inputs."""
     case = Product(rows=300, outputs=256, inputs=512 if simulate else 2048, many=Many(parts=1), **form)
@@ -327,7 +330,7 @@ def test_what_is_made_is_made_of_the_sums(case, simulate):
 
 
 @on_hopper
-@pytest.mark.parametrize("case", MADE_ON_HOPPER, ids=str)
+@pytest.mark.parametrize("case", first_of(MADE_ON_HOPPER, count=2), ids=str)
 def test_what_is_made_of_many_rows_is_made_of_the_sums(case, simulate):
     same(case.found(simulate=simulate), case.expected(simulate=simulate))
 
@@ -343,7 +346,7 @@ def test_a_case_has_parts_in_several_blocks(gpu):
 
 
 @on_hopper
-@pytest.mark.parametrize(("cluster", "parts", "tiles"), [(1, 2, 1), (2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize(("cluster", "parts", "tiles"), first_of([(1, 2, 1), (2, 1, 2), (2, 2, 1)], count=2))
 @pytest.mark.parametrize(("rows", "activations"), [(1, "bf16"), (19, "fp8"), (64, "bf16")])
 def test_a_pair_is_two_products(rows, activations, cluster, parts, tiles, simulate):
     """Bit for bit, with the same split in a launch each."""

@@ -58,8 +58,7 @@ def test_rows_without_whole_groups_are_refused():
             Case(lengths=(5, -1), tokens=4, entries=None, n_win=64, heads=16, layout=ONE_BLOCK),
             Case(lengths=(5, -1), tokens=3, entries=None, layout=ONE_BLOCK),
             Case(lengths=(300,), layout=sm90.Layout(cluster=2)),
-        ],
-        count=2,
+        ]
     ),
     ids=["widened", "8 heads", "window", "16 heads", "few queries", "cluster"],
 )

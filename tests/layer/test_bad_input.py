@@ -46,6 +46,7 @@ def tokens():
     return jnp.asarray(sequence(1, BATCH * TOKENS, CFG.hidden_size).reshape(BATCH, TOKENS, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [1, -1, np.int64(1), np.int32(-1), jnp.int32(1)], ids=repr)
 def test_an_index_past_the_stack_is_an_error(filled, index):
     cache, slots = filled
@@ -53,6 +54,7 @@ def test_an_index_past_the_stack_is_an_error(filled, index):
         d4.attention_layer_at(random_params()[1], tokens(), cache, "csa", index, slots, ids(1, 1, 1, 1))
 
 
+@pytest.mark.slow
 def test_a_traced_index_past_the_stack_leaves_every_row_alone(filled):
     cache, slots = filled
     counts = ids(2, TOKENS, 1, 0)

@@ -124,6 +124,7 @@ def test_gradients_are_those_of_the_reference_straight_through_its_rounding(laye
     assert max(errors.values()) < SAME, errors
 
 
+@pytest.mark.sweep(guard="test_gradients_are_those_of_the_reference_straight_through_its_rounding")
 @pytest.mark.parametrize(("layer", "kv_format"), first_of([(1, "fp8_row"), (1, "bf16"), (2, "fp8_tile64")], count=0))
 def test_gradients_of_rounded_rows_differ_from_those_of_f32_by_the_rounding(layer, kv_format):
     """The indexer's keys stay f32, so that both pick the same entries; bf16 rows come with bf16 tails."""
@@ -165,7 +166,7 @@ def test_rows_of_floats_carry_derivatives_through_the_cache(layer, options, tole
     assert max(errors.values()) < tolerance, errors
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_piece_that_stores_has_a_derivative_in_floats_and_refuses_one_in_bytes")
 def test_rows_of_bytes_are_constants_to_later_calls():
     """The last call's y, by tokens of its own and by earlier ones; a decode step whose token completes an entry."""
     layer, options = 2, TRAINED
@@ -239,6 +240,7 @@ def test_a_piece_that_stores_has_a_derivative_in_floats_and_refuses_one_in_bytes
                     jit(differentiate)(kv)
 
 
+@pytest.mark.sweep(guard="test_rows_of_floats_carry_derivatives_through_the_cache")
 @pytest.mark.parametrize(
     ("count", "options"),
     first_of([pytest.param(20, TRAINED, id="chunk, online"), pytest.param(1, DEFAULT, id="decode, ring")], count=0),

@@ -116,6 +116,7 @@ def node_types(tree: Any) -> set[type]:
     return found
 
 
+@pytest.mark.slow
 def test_every_pytree_keeps_its_structure_and_static_fields_when_written_and_read():
     csa = random_params()[1]
     trees: list[Any] = [random_params(), csa.compressor, csa.indexer]

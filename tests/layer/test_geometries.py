@@ -44,6 +44,7 @@ def test_odd_ratios_and_windows_equal_the_full_recompute(csa, hca, window, tail)
 ONE_KIND = [pytest.param((ratio,), id=f"{kind} only") for kind, ratio in (("HCA", 128), ("CSA", 4), ("window", 0))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratios", first_of(ONE_KIND))
 def test_a_model_may_lack_kinds(ratios):
     cfg = d4.DSV4Config.tiny(compress_ratios=ratios)

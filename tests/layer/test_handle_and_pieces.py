@@ -20,6 +20,7 @@ from tests.support.cases import first_of
 from tests.support.driver import (
     BATCH,
     CFG,
+    CSA_FIRST,
     LAYERS,
     TOKENS,
     TRAINED,
@@ -123,7 +124,7 @@ def layer_result():
     return [d4.attention_layer(random_params()[i], x, cache, i, slots, num_new) for i in LAYERS]
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=KINDS)
+@pytest.mark.parametrize("layer", first_of(CSA_FIRST))
 def test_a_handle_leaves_the_bytes_of_the_layer(layer, layer_result):
     cache, slots, num_new, x = started()
     hand = jax.jit(lambda params, cache, x: through_the_handle(params, cache, layer, slots, num_new, x).cache)
@@ -168,7 +169,7 @@ def outputs_through_the_handle(params, handle, x):
 
 
 @pytest.mark.parametrize("tokens", first_of([TOKENS, 1]))
-@pytest.mark.parametrize("layer", LAYERS, ids=KINDS)
+@pytest.mark.parametrize("layer", first_of(CSA_FIRST))
 def test_attention_through_a_handle_gives_the_output_of_the_layer(layer, tokens):
     cache, slots, num_new, x = started()
     num_new, params = jnp.minimum(num_new, tokens), random_params()[layer]
@@ -181,6 +182,7 @@ def test_attention_through_a_handle_gives_the_output_of_the_layer(layer, tokens)
     assert moved_values(got_cache, after, TOLERANCE)[0] == 0
 
 
+@pytest.mark.slow
 def test_what_a_handle_gathers_is_what_it_shows_as_bytes():
     cache, slots, num_new, _ = started()
     plan = cache.plan
@@ -359,8 +361,11 @@ NAMES = [
 # The form of the HCA tail matters to HCA alone.
 @pytest.mark.parametrize(
     ("name", "online"),
-    [(name, False) for name in NAMES]
-    + [(name, True) for name in ("append_tail of HCA", "reset_hca", "flush_entries of HCA")],
+    first_of(
+        [(name, False) for name in NAMES]
+        + [(name, True) for name in ("append_tail of HCA", "reset_hca", "flush_entries of HCA")],
+        count=3,
+    ),
 )
 def test_a_piece_updates_in_place_what_it_is_given_and_slot_minus_one_is_a_no_op(name, online):
     state, call = pieces(online)[name]
@@ -430,8 +435,7 @@ def test_pieces_refuse_the_state_and_the_pool_of_another_kind():
 # ---- a scan over layers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("kind", first_of(COMPRESSED, count=0))
 def test_a_scan_over_layers_equals_the_unrolled_loop(kind):
     depth = 3
     cfg = dataclasses.replace(CFG, compress_ratios=(CFG.ratio(kind),) * depth)

@@ -67,7 +67,7 @@ def test_a_plan_keeps_ints_so_that_small_dtypes_do_not_overflow():
     assert plan.largest_context(numpy.int64(1 << 20), numpy.uint8(2)) == plan.largest_context(1 << 20, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_every_call_takes_a_cache_of_numpy_leaves")
 def test_layer_numbers_of_numpy_are_kept_as_ints():
     cache, slots = filled()
     handle = d4.acquire(cache, numpy.int64(1), slots, counts())

@@ -13,6 +13,7 @@ from dsv4jax.layer.reference import reference_layer
 from dsv4jax.layer.sequence import attention_with_indexer_loss
 from dsv4jax.rope import apply_rope, rope_frequencies
 from tests.layer.test_layers_with_deltas import with_random_deltas
+from tests.support.cases import first_of
 from tests.support.driver import CFG, TRAINED, ids, random_params, sequence
 from tests.support.stored import stored_params
 
@@ -62,7 +63,7 @@ def divergence_of_reference(params: Any, over: str) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("over", ["picked", "all"])
+@pytest.mark.parametrize("over", first_of(["picked", "all"]))
 def test_it_is_the_divergence_from_attentions_own_weights(over):
     params = random_params()[CSA]
     y, loss = attention_with_indexer_loss(params, tokens()[None], CFG, CSA, over=over)
@@ -89,7 +90,7 @@ def grads(over: Any, weights: str = "f32") -> Any:
     return jax.jit(jax.grad(loss, (0, 1)))(part, tokens())
 
 
-@pytest.mark.parametrize("over", ["picked", "all"])
+@pytest.mark.parametrize("over", first_of(["picked", "all"]))
 def test_it_teaches_the_indexer_and_nobody_else(over):
     of_params, of_x = grads(over)
     assert not np.asarray(of_x).any()
@@ -98,6 +99,7 @@ def test_it_teaches_the_indexer_and_nobody_else(over):
         assert np.asarray(grad).any() == name.startswith("indexer."), name
 
 
+@pytest.mark.slow
 def test_a_stored_indexer_learns_by_its_delta():
     of_params, _ = grads("picked", "stored")
     for field in ("index_q_b", "compress"):
@@ -121,7 +123,7 @@ def test_a_step_against_its_gradient_lowers_it_by_the_square():
     np.testing.assert_allclose(before - after, 1e-3, rtol=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_it_is_the_divergence_from_attentions_own_weights")
 def test_rounded_keys_and_padding():
     """Straight through the rounding; what is past a row's length reaches neither value nor derivative."""
     formats = {name: TRAINED[name] for name in ("kv_format", "indexer_format")}

@@ -14,7 +14,8 @@ from dsv4jax.layer.reference import reference_layer
 from dsv4jax.model import merge_deltas
 from dsv4jax.weights.deltas import Delta, WeightWithDelta
 from dsv4jax.weights.stored import StoredWeight
-from tests.support.driver import CFG, DEFAULT, LAYERS, assert_same, ids, random_params, sequence, small_plan
+from tests.support.cases import first_of
+from tests.support.driver import CFG, CSA_FIRST, DEFAULT, assert_same, ids, random_params, sequence, small_plan
 
 # f32 sums in another order, on outputs of rms 0.4.
 SAME = 2e-5
@@ -38,7 +39,7 @@ def with_random_deltas(params: d4.AttentionParams, rank: int = 3, names: tuple[s
     return dataclasses.replace(params, **fields)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", first_of(CSA_FIRST))
 def test_a_layer_is_that_of_the_merged_weights(layer):
     """Over whole sequences, over a cache, and the reference."""
     params = with_random_deltas(random_params()[layer])
@@ -64,7 +65,7 @@ def test_deltas_are_cut_and_joined_with_their_weights():
     assert_same(merge_deltas(parts), merged)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_layer_is_that_of_the_merged_weights")
 def test_pieces_take_deltas():
     params, x = with_random_deltas(random_params()[1]), jnp.asarray(sequence(3, 8, CFG.hidden_size))[None]
     results = []
@@ -94,8 +95,7 @@ def stored_layer() -> d4.AttentionParams:
     return d4.init_attention_params(jax.random.key(0), KERNELS, 0, jnp.bfloat16, weights="stored")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("tokens", first_of([1, 70], count=0))
 def test_kernels_still_multiply_by_the_weights(tokens, monkeypatch):
     """Each product by itself, plain rows in and out, so that what deltas add can stand beside it."""
     made, run = [], pk.run
@@ -114,7 +114,7 @@ def test_kernels_still_multiply_by_the_weights(tokens, monkeypatch):
     assert all(epilogues == (pk.Store(dtype=jnp.float32),) for _, epilogues in made), made
 
 
-@pytest.mark.sweep(guard="test_the_cached_pass_has_them_too")
+@pytest.mark.sweep(guard="test_kernels_still_multiply_by_the_weights")
 @pytest.mark.simulated
 def test_kernels_with_deltas_give_what_xla_gives():
     params = with_random_deltas(stored_layer())

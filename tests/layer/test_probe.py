@@ -18,13 +18,13 @@ from dsv4jax.layer.stages.probe import Probe
 from dsv4jax.layer.stages.weights import attention_weights
 from dsv4jax.rope import rope_frequencies
 from tests.support.cases import first_of
-from tests.support.driver import CFG, F32, LAYERS, THREE_FORMATS, ids, random_params, small_plan
+from tests.support.driver import CFG, CSA_FIRST, F32, THREE_FORMATS, ids, random_params, small_plan
 
 TOLERANCE = 2e-5  # f32 sums in another order
 KINDS = {0: "swa", 1: "csa", 2: "hca"}
 FIRST, LENGTH = 33, 75  # tokens of the first call, and in all; more entries than the indexer picks
 SITES = ("entries", "picks", "attention")
-each_layer = pytest.mark.parametrize("layer", LAYERS, ids=KINDS.get)
+each_layer = pytest.mark.parametrize("layer", first_of(CSA_FIRST), ids=KINDS.get)
 
 
 @functools.cache
@@ -106,6 +106,7 @@ def read_by(layer: int, formats: str = "f32") -> tuple[np.ndarray, np.ndarray]:
     return keys.astype(np.float64), mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", first_of(["f32", "fp8_tile64, mxfp4, online"]))
 @each_layer
 def test_weights_of_keys_equal_those_by_hand(layer, formats):
@@ -168,6 +169,7 @@ def test_captures_and_patches_that_change_nothing_give_the_same_bits(layer, form
         jax.tree.map(np.testing.assert_array_equal, found[:3], plain[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", first_of(THREE_FORMATS))
 def test_a_patch_of_entries_is_stored_and_read(formats):
     """The second entry that the call completes becomes another; its neighbours keep their bytes."""
@@ -194,7 +196,7 @@ def test_a_patch_of_entries_is_stored_and_read(formats):
     assert np.any(y[:, token:] != plain_y[:, token:])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_patches_of_heads_and_picks_are_given_all_tokens_and_change_what_follows")
 def test_chosen_entries_are_read_in_place_of_those_that_the_indexer_picks():
     """Others than it would pick; some of them twice, not yet complete, or no entries at all."""
     rng = np.random.default_rng(3)

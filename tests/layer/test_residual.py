@@ -30,7 +30,7 @@ def test_a_residual_is_added(weights, num_new, backend, monkeypatch):
     check(weights, num_new, backend, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_residual_is_added")
 def test_a_residual_is_added_in_xla(monkeypatch):
     check("stored", (3, 1, 0), "xla", monkeypatch)
 
@@ -73,7 +73,7 @@ def check(weights: str, num_new: tuple[int, ...], backend: str, monkeypatch: pyt
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_residual_is_added")
 def test_the_output_of_a_draft_is_added():
     cache, slots, _ = d4.admit(d4.init_cache(d4.plan_cache(CFG, max_requests=3, max_context=256, **DEFAULT)), 3)
     params, count = d4.init_attention_params(jax.random.key(0), CFG, 0, jnp.bfloat16), ids(2, 1, 0)

@@ -77,7 +77,7 @@ on_the_kernels_too = pytest.mark.usefixtures("cache_update")
 
 
 @on_the_kernels_too
-@pytest.mark.parametrize("name", first_of(NAMES))
+@pytest.mark.parametrize("name", first_of(NAMES, slow=1))
 def test_rule_1_any_chunking_equals_one_pass(name):
     @settings(max_examples=2)
     @given(seed=st.integers(0, 2**32 - 1), order=st.permutations(range(BATCH)))

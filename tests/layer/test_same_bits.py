@@ -38,6 +38,7 @@ def test_a_request_gets_the_same_bits_in_a_batch():
     assert not differing(CSA, TRAINED, [(5, 8)], drafts=False)
 
 
+@pytest.mark.sweep(guard="test_a_request_gets_the_same_bits_in_a_batch")
 @pytest.mark.parametrize(
     ("options", "batch", "drafts"),
     first_of(
@@ -188,7 +189,7 @@ def test_how_an_entry_is_divided_does_not_depend_on_the_call(tail):
     assert len({parts(*call, in_order=False) for call in calls}) > 1
 
 
-@pytest.mark.sweep(guard="test_a_request_gets_the_same_bits_in_any_batch")
+@pytest.mark.sweep(guard="test_a_request_gets_the_same_bits_in_a_batch")
 @pytest.mark.two_programs
 @pytest.mark.optimized
 def test_also_where_xla_optimizes_all_that_it_can():

@@ -13,6 +13,7 @@ import dsv4jax as d4
 from dsv4jax.layer import sequence
 from dsv4jax.layer.reference import reference_layer
 from dsv4jax.weights.stored import is_stored
+from tests.support.cases import first_of
 from tests.support.driver import CFG, DEFAULT, F32, LAYERS, TRAINED, feed, ids, random_params, small_plan
 from tests.support.driver import sequence as tokens_of
 
@@ -37,7 +38,7 @@ def formats_of(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("kv_format", "indexer_format")}
 
 
-@pytest.mark.parametrize("length", [1, 4, 16, LENGTH])
+@pytest.mark.parametrize("length", first_of([1, 4, 16, LENGTH], count=2))
 @pytest.mark.parametrize("layer", LAYERS)
 def test_it_is_the_reference(layer, length):
     found = d4.attention(random_params()[layer], tokens(length)[None], CFG, layer)
@@ -61,7 +62,7 @@ def test_it_is_the_cached_layer_for_each_length_of_a_batch():
             assert not np.asarray(row)[len(of_row) :].any()
 
 
-@pytest.mark.parametrize("options", [DEFAULT, TRAINED], ids=["fp8_row, nvfp4", "fp8_tile64, mxfp4"])
+@pytest.mark.parametrize("options", first_of([DEFAULT, TRAINED]), ids=["fp8_row, nvfp4", "fp8_tile64, mxfp4"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rows_and_keys_are_rounded_as_the_reference_rounds_them(layer, options):
     params, x, formats = random_params()[layer], tokens(), formats_of(options)
@@ -78,7 +79,7 @@ def weighted(y: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("layer", "options"),
-    [pytest.param(0, F32, id="swa"), pytest.param(1, TRAINED, id="csa, rounded"), pytest.param(2, F32, id="hca")],
+    first_of([pytest.param(1, TRAINED, id="csa, rounded"), (0, F32), (2, F32)]),
 )
 def test_gradients_are_those_of_the_reference(layer, options):
     """Straight through the rounding; 0 for the indexer. The reference picks on the host, so CSA's is not jitted."""
@@ -140,7 +141,7 @@ def test_bf16_gives_bf16_that_is_the_cached_layers():
     assert np.sqrt(np.mean(error**2)) < 2**-9 * np.sqrt(np.mean(np.asarray(want, np.float32) ** 2))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_gradients_are_those_of_the_reference")
 def test_stored_weights_are_multiplied_and_let_derivatives_by_others_through():
     """FP8 codes times scales are exact in f32, so that the wide form of the same weights is the reference."""
     params = d4.init_attention_params(jax.random.key(5), CFG, 1, weights="stored", block=(16, 16))
@@ -156,6 +157,7 @@ def test_stored_weights_are_multiplied_and_let_derivatives_by_others_through():
         jax.grad(loss, 2, allow_int=True)(tokens(), params.q_norm, params)
 
 
+@pytest.mark.slow
 def test_reverse_mode_keeps_one_tile_in_memory():
     length = 2048
     cfg = d4.DSV4Config.tiny(compress_ratios=(4,))

@@ -84,7 +84,7 @@ def test_a_recorded_layer_stored_as_fp8_is_that_layer_widened(kind):
     assert 0.01 < off < 0.2
 
 
-@pytest.mark.sweep(guard="test_rounded_activations_cost_what_the_page_says")
+@pytest.mark.sweep(guard="test_stored_weights_give_what_their_widened_twins_give")
 def test_bf16_activations_are_not_rounded_further():
     """x in bf16: the products of bf16 by codes are exact, so both differ by the order of f32 sums and its rounding."""
     stored, wide = weights()
@@ -103,7 +103,7 @@ def test_bf16_activations_are_not_rounded_further():
         assert np.abs(np.float32(a) - np.float32(c)).max() <= 2**-5 * scale, kind
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_rounding_activations_costs_what_the_page_says")
 def test_rounded_activations_cost_what_the_page_says():
     """docs/support.md gives the error of FP8 activations against unrounded ones, by norm."""
     assert [params.o_a.activations for params in weights(activations="fp8")[0]] == ["fp8"] * 3
@@ -180,7 +180,7 @@ def test_drafts_and_handles_read_stored_weights():
         np.testing.assert_allclose(a, b, rtol=0, atol=SAME)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_stored_weights_give_what_their_widened_twins_give")
 @pytest.mark.parametrize("layer", [1])
 def test_shards_of_stored_weights_sum_up_to_the_whole(layer):
     """Two shards of heads: codes and scales are split alike, and the blocks of each shard are its own."""
@@ -207,7 +207,7 @@ def test_shards_of_stored_weights_sum_up_to_the_whole(layer):
     np.testing.assert_allclose(jax.jit(mapped)(params, x, cache, slots), alone, rtol=0, atol=SAME)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_the_derivative_by_x_is_that_of_the_exact_product")
 @pytest.mark.parametrize("layer", [1])
 def test_derivatives_by_x_are_those_of_widened_weights_and_by_stored_ones_are_refused(layer):
     stored, wide = weights()

@@ -22,6 +22,7 @@ from dsv4jax.model import (
 )
 from dsv4jax.model.generation.drafting import Fed, drafter
 from tests.model.test_dspark import SPARK
+from tests.support.cases import first_of
 from tests.support.driver import garbage
 from tests.support.models import FULL, SMALL, drawn_model
 
@@ -123,9 +124,8 @@ def test_what_drafts_are_made_of_is_forked_in_any_order_of_slots(cfg):
         assert_equal(continued(cfg, after, slots), wanted)
 
 
-@pytest.mark.slow
 @kinds
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stored", first_of([False, True], count=0))
 def test_snapshots_have_what_drafts_are_made_of(cfg, stored, tmp_path):
     """Inserted into caches of other sizes, in which other slots are free, directly or by way of a folder."""
     caches, slots = holding(cfg)

@@ -64,6 +64,7 @@ def close(found, wanted, tolerance=TOLERANCE):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_captured_quantities_equal_the_recorded_ones():
     (logits, seen), wanted, of_inside = whole(), recorded("a"), inside()
     at = of_inside["at"]
@@ -135,6 +136,7 @@ def test_choices_are_the_experts_and_picks_in_few_bytes():
     np.testing.assert_array_equal(choices.entries, seen["picks"])
 
 
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 @pytest.mark.parametrize("size", first_of([7, pytest.param(0, id="random"), WIDTH, 1], count=0))
 def test_choices_are_the_same_in_chunks_of_any_size(size):
     params, sequence = model_a(), recorded("a")["ids"]
@@ -193,7 +195,7 @@ def test_either_of_the_choices_may_be_left_to_the_pass_and_an_expert_may_be_none
     assert np.all(np.isfinite(other["streams"]))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_patch_is_what_the_pass_goes_on_with")
 def test_streams_that_change_places_after_the_last_layer_change_the_logits():
     params, rng = small_model(), np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, params.cfg.vocab_size, (2, 9)), jnp.int32)
@@ -289,7 +291,7 @@ def test_the_derivative_by_a_vector_that_is_added_to_streams_is_right():
     np.testing.assert_allclose(slope, numeric, rtol=0.02)  # f32, and steps that are not small
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_captured_quantities_equal_the_recorded_ones")
 def test_drafts_are_captured_as_other_tokens_are():
     params, sequence = model_a(), jnp.asarray(recorded("a")["ids"], jnp.int32)[None]
     cache, slots = empty(params)

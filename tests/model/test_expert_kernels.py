@@ -83,6 +83,7 @@ def test_experts_in_kernels(backend, activations):
         assert relative_rms(one, other) < 2**-7
 
 
+@pytest.mark.sweep(guard="test_experts_in_kernels")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", first_of([1, 70], count=0))
 def test_products_of_the_shared_expert_are_the_same_in_the_launches_of_the_others(backend, tokens, monkeypatch):
@@ -104,8 +105,7 @@ def test_products_of_the_shared_expert_are_the_same_in_the_launches_of_the_other
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
+@pytest.mark.parametrize("backend", first_of([*BACKENDS, "xla"], count=0))
 def test_a_devices_own_experts_give_what_they_give_among_all(backend):
     """Bit for bit: what a device that has some of the experts makes of tokens that pick others, too."""
     rng = np.random.default_rng(1)

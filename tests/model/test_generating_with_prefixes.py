@@ -50,6 +50,7 @@ def sound(chat):
         assert np.array_equal(held.drafts.seq_lens, held.model.seq_lens)
 
 
+@pytest.mark.sweep(guard="test_each_shard_stores_a_document_once")
 @pytest.mark.parametrize("drafts", first_of([0, 2], count=0))
 def test_a_document_is_stored_once(drafts):
     chat = generator(2, 2, drafts)
@@ -62,7 +63,7 @@ def test_a_document_is_stored_once(drafts):
     assert again.stored == 1
 
 
-@pytest.mark.sweep(guard="test_a_document_is_stored_once")
+@pytest.mark.sweep(guard="test_each_shard_stores_a_document_once")
 def test_drawn_texts_are_those_without_a_store():
     sampling = Sampling.of(temperature=1.0, seed=3)
     found = [generator(2, prefixes).generate(ABOUT, NEW, sampling, ()).tokens for prefixes in (0, 2)]
@@ -114,7 +115,7 @@ def test_prefixes_are_saved_and_restored_with_the_caches(tmp_path):
         Generator(small_model(), caches=caches(4), prefixes=found)
 
 
-@pytest.mark.sweep(guard="test_the_choices_of_a_rollout_are_those_of_one_pass_over_its_text")
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 def test_choices_are_recorded_of_whole_prompts():
     chat = generator(2, 2)
     chat.generate(ABOUT[:2], NEW, stop_tokens=())
@@ -197,6 +198,7 @@ def test_each_shard_stores_a_document_once(shape, drafts, caplog):
     sound(chat)
 
 
+@pytest.mark.sweep(guard="test_prefixes_give_way_to_texts_and_texts_still_share_them")
 @pytest.mark.parametrize(("shape", "drafts"), meshes())
 def test_prefixes_give_way_on_their_shard(shape, drafts, monkeypatch):
     chat, gone, drop = generator_over(shape, drafts), [], PrefixStore.drop
@@ -213,7 +215,7 @@ def test_prefixes_give_way_on_their_shard(shape, drafts, monkeypatch):
     assert {prefix.slot // (ROWS + 2) for prefix in gone} == set(range(shape[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_prefixes_are_saved_and_restored_with_the_caches")
 def test_prefixes_over_a_mesh_are_saved_and_restored_with_the_caches(tmp_path):
     pytest.importorskip("orbax.checkpoint", reason="saving needs the extra 'ckpt'")
     chat = generator_over((2, 2))

@@ -60,7 +60,7 @@ def generator(rows: int, drafts: int) -> Generator:
 ALL = tuple(range(len(PROMPTS)))
 
 
-@pytest.mark.sweep(guard="test_with_too_few_blocks_texts_wait_and_their_tokens_stay_the_same")
+@pytest.mark.sweep(guard="test_prefixes_give_way_to_texts_and_texts_still_share_them")
 def test_texts_of_a_shared_batch_equal_each_alone_with_and_without_drafts():
     """Two rows serve five prompts, so rows are at different places, and texts wait for their turn."""
     together = greedy(2, 0, ALL, 30)
@@ -74,6 +74,7 @@ def test_texts_of_a_shared_batch_equal_each_alone_with_and_without_drafts():
     assert drafted.passes < together.passes
 
 
+@pytest.mark.sweep(guard="test_a_text_ends_at_its_limit_whatever_is_accepted")
 @pytest.mark.parametrize("drafts", first_of([2, 0], count=0))
 def test_a_stop_token_ends_a_text_also_among_accepted_drafts(drafts):
     whole = greedy(2, drafts, ALL, 30).tokens
@@ -82,8 +83,7 @@ def test_a_stop_token_ends_a_text_also_among_accepted_drafts(drafts):
         assert greedy(2, drafts, ALL, 30, (stop,)).tokens == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_new", [1, 2, 3])
+@pytest.mark.parametrize("max_new", first_of([1, 2, 3], count=0))
 def test_a_text_ends_at_its_limit_whatever_is_accepted(max_new):
     """Also with more drafts than it could use."""
     whole = greedy(2, 0, ALL, 30).tokens
@@ -138,6 +138,7 @@ def test_samples_have_the_models_distribution_with_drafts():
     check_counts(counts, pair_chances(params, prompt, sampling))
 
 
+@pytest.mark.sweep(guard="test_prefixes_give_way_to_texts_and_texts_still_share_them")
 @pytest.mark.parametrize("drafts", first_of([0, 2], count=0))
 def test_with_too_few_blocks_texts_wait_and_their_tokens_stay_the_same(drafts):
     """Three blocks hold one of the texts and half of another, and each row wants two."""
@@ -167,7 +168,7 @@ def test_a_chat_that_grows_is_not_computed_again(drafts):
     assert bool(right) == bool(drafts)
 
 
-@pytest.mark.sweep(guard="test_a_stop_token_ends_a_text_also_among_accepted_drafts")
+@pytest.mark.sweep(guard="test_a_text_ends_at_its_limit_whatever_is_accepted")
 def test_a_text_goes_on_from_a_stop_token_among_accepted_drafts():
     """Drafts after it were accepted, too, and must not be stored."""
     whole = greedy(2, 2, ALL, 30).tokens

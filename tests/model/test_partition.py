@@ -134,7 +134,7 @@ def gradient_of_wide() -> tuple[jax.Array, ModelParams, ModelParams, ModelParams
     return (*gradient(trainable), trainable, rest)
 
 
-@pytest.mark.sweep(guard="test_every_derivative_is_the_finite_difference_in_float64")
+@pytest.mark.sweep(guard="test_they_are_those_that_were_recorded")
 @pytest.mark.parametrize("through", first_of([loss_of_cache, loss], count=0))
 def test_the_gradient_through_frozen_stored_weights_is_that_through_their_wide_form(through):
     """By the embedding, norms, streams' mixes, gates and compressors: all that is not stored."""

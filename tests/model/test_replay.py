@@ -13,6 +13,7 @@ from tests.support.models import FULL, small_model
 TOLERANCE = 5e-5  # f32 sums in another order
 
 
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 @pytest.mark.parametrize("drafts", first_of([0, 2], count=0))
 def test_the_choices_of_a_rollout_are_those_of_one_pass_over_its_text(drafts):
     """Two prompts and a row for one of them, so that the second waits; the first has been in the cache before."""

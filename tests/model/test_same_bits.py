@@ -24,7 +24,7 @@ def test_a_request_gets_the_same_logits_in_any_batch():
     params = random_model(CFG, jax.random.key(0), weights="f32")
     plan = d4.plan_cache(CFG.attention, max_requests=6, max_context=80, invariant=True, **TRAINED)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, CFG.vocab_size, n, np.int32) for n in (37, 20, 5, 33)]
+    prompts = [rng.integers(0, CFG.vocab_size, n, np.int32) for n in (23, 9, 5)]
     assert not compare(run_model(params, "xla"), plan, prompts, [(5, 6)])
 
 

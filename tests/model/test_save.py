@@ -39,7 +39,7 @@ def saved_and_loaded(params: ModelParams, folder: Any, **options: Any) -> ModelP
     return load_model(folder)
 
 
-@pytest.mark.parametrize("model", ["a", "q"])
+@pytest.mark.parametrize("model", first_of(["q", "a"]))
 def test_the_tensors_of_a_folder_are_written_as_they_were(tmp_path, model):
     """Read by the tests' own reader. Model a is bf16 and f32; q is FP8 with E8M0 scales, and FP4 experts."""
     save_model(load_model(MODELS / model), tmp_path / "saved")
@@ -74,7 +74,7 @@ def test_a_saved_model_is_loaded_bit_for_bit(tmp_path, form):
     assert_same(saved_and_loaded(params, tmp_path / "saved"), params)
 
 
-@pytest.mark.parametrize("scales", ["F8_E8M0", "F32"])
+@pytest.mark.parametrize("scales", first_of(["F8_E8M0", "F32"]))
 def test_fp8_experts(tmp_path, scales):
     (tmp_path / "given").mkdir()
     params = load_model(write_folder(tmp_path / "given", with_fp8_experts(scales), recorded("q")[1]))
@@ -173,7 +173,7 @@ def test_what_is_no_model_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_saved_model_is_loaded_bit_for_bit")
 def test_the_host_holds_one_tensor_or_one_layers_attention(tmp_path):
     """Measured: 0.57 times a layer's attention, where the file is 18 times as large."""
     attention = d4.DSV4Config.tiny(hidden_size=1024, head_dim=72, compress_ratios=(0, 4))

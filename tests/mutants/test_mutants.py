@@ -54,6 +54,21 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "scores on Blackwell": IN_TENSOR_MEMORY,
 }
 FIRST = next(iter(KERNELS))
+# Of each kernel's bodies and loops one case is in make check, and these others in sweeps.
+VARIANTS = {
+    "products of many rows, shared tiles",
+    "products of many rows, wide",
+    "products of many rows, queries",
+    "products of few rows, in segments",
+    "products of few rows, FP8",
+    "products of few rows, parts",
+    "products on Blackwell",
+    "experts, adjacent rows",
+    "experts, adjacent rows in FP8",
+    "attention to widened picks",
+}
+MARKS = {kernel: pytest.mark.sweep if kernel in VARIANTS else pytest.mark.slow for kernel in KERNELS}
+each_kernel = pytest.mark.parametrize("kernel", [pytest.param(kernel, marks=mark) for kernel, mark in MARKS.items()])
 
 
 def test_every_kernel_has_its_faults():
@@ -63,9 +78,7 @@ def test_every_kernel_has_its_faults():
 @pytest.mark.parametrize(
     ("kernel", "machine"),
     [
-        pytest.param(
-            kernel, machine, id=f"{kernel}-{machine.__name__}", marks=() if kernel == FIRST else pytest.mark.slow
-        )
+        pytest.param(kernel, machine, id=f"{kernel}-{machine.__name__}", marks=() if kernel == FIRST else MARKS[kernel])
         for kernel, machines in FAULTS.items()
         for machine in machines
     ],
@@ -77,15 +90,13 @@ def test_a_fault_is_found(kernel, machine):
         assert found(kernel, fault) not in (None, NEVER_MADE), fault
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
+@each_kernel
 def test_other_faults_cannot_be_made(kernel):
     others = [fault for fault in faults_of(kernel) if fault.machine not in FAULTS[kernel]]
     assert all((kernel, fault.machine) in HARMLESS or found(kernel, fault) == NEVER_MADE for fault in others), others
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
+@each_kernel
 def test_a_kernel_without_faults_passes_in_any_order(kernel):
     """Whatever roles, copies and products do first, the results have the same bits."""
     want = sound(kernel)

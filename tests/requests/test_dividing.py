@@ -63,7 +63,7 @@ def both(caches: Caches) -> tuple[d4.KVCache, d4.KVCache]:
     return caches.model, caches.drafts
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_caches_with_drafts_fork_and_move_while_a_shard_refuses")
 def test_requests_are_the_same_on_any_mesh(cache, tmp_path):
     """From one shard over four to two, and back. Shared blocks are copied where their readers part."""
     wanted, path, found = requests_of(cache), tmp_path / "one", cache
@@ -92,6 +92,7 @@ def test_the_same_number_of_shards_comes_back_bit_for_bit(cache, tmp_path):
     assert_same(dataclasses.replace(restored(tmp_path / "two", mesh_of(2, 2), cache), mesh=two.mesh), two)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_divided_is_refused(cache, tmp_path):
     d4.requests.save(tmp_path / "cache", cache)
     d4.requests.save(tmp_path / "request", d4.extract(cache, [0]))

@@ -111,7 +111,7 @@ def all_free(cache):
         pytest.param(
             *(PUBLISHED_RATIOS, 33, (0, 3, 4, 5, 127, 128, 129, 131, 132)),
             id="fp8_row, nvfp4, ring",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.sweep,
         ),
     ],
 )

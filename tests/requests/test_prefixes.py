@@ -9,6 +9,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.requests import PrefixStore, prefixes
+from tests.support.cases import first_of
 from tests.support.driver import TRAINED, assert_same, ids, small_plan
 from tests.support.prefix_cases import BLOCK, CAPACITY, PLAN, SLOTS, admit, blocks, chunk, empty, feed, held
 
@@ -23,7 +24,7 @@ def length(store: PrefixStore, tokens: np.ndarray) -> int:
 # ---- what a hit holds ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [1, 5, BLOCK, BLOCK + 3])
+@pytest.mark.parametrize("more", first_of([1, 5, BLOCK, BLOCK + 3]))
 def test_a_hit_is_the_longest_prefix_that_leaves_a_token(more):
     store, cache = empty()
     prompt = np.concatenate([blocks(0, 1, 2), blocks(3, 4)[:more]])
@@ -231,6 +232,7 @@ def test_bad_use_is_refused_by_name_with_the_cache_unchanged():
     assert "it holds no request" in " ".join(store.verify(released))
 
 
+@pytest.mark.slow
 def test_what_gave_way_is_refused_by_name():
     store, cache = empty(capacity=1)
     store, cache, _ = kept(store, cache, 0)

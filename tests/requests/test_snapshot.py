@@ -35,7 +35,7 @@ from tests.support.driver import (
 )
 
 formats = pytest.mark.parametrize(
-    "options", first_of([pytest.param(options, id=name) for name, options in FORMATS.items()], count=2)
+    "options", first_of([pytest.param(options, id=name) for name, options in FORMATS.items()])
 )
 
 # Blocks, HCA entries and the window end at multiples of 128, as in the published models.

@@ -1,4 +1,4 @@
-"""Cases of a test: ``make test`` runs the first ones, ``make check`` one more, and ``make sweeps`` all the others."""
+"""Cases of a test: ``make test`` runs the first ones, ``make check`` a few more, ``make sweeps`` all the others."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 
-def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """Cases for ``pytest.mark.parametrize``: the first ``count``, then a slow one, then those of sweeps.
+def first_of(cases: Iterable[Any], count: int = 1, slow: int | None = None) -> list[Any]:
+    """Cases for ``pytest.mark.parametrize``: the first ``count``, then slow ones, then those of sweeps.
 
+    There is one slow case if none comes first, and otherwise none, unless ``slow`` says how many.
     A case is a value, a tuple of values, or what ``pytest.param`` made.
     """
 
@@ -18,9 +19,9 @@ def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
             return pytest.param(*case.values, id=case.id, marks=(*case.marks, mark))
         return pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark)
 
-    found = list(cases)
-    second = [marked(case, pytest.mark.slow) for case in found[count : count + 1]]
-    return [*found[:count], *second, *(marked(case, pytest.mark.sweep) for case in found[count + 1 :])]
+    found, swept = list(cases), count + ((not count) if slow is None else slow)
+    slow_ones = [marked(case, pytest.mark.slow) for case in found[count:swept]]
+    return [*found[:count], *slow_ones, *(marked(case, pytest.mark.sweep) for case in found[swept:])]
 
 
 def in_turns(*families: Sequence[Any]) -> list[Any]:

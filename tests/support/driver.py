@@ -18,6 +18,7 @@ from dsv4jax.weights.params import param_shapes
 # holds more entries than the indexer picks. Tests share these shapes, and so share their compiled steps.
 CFG = d4.DSV4Config.tiny(compress_ratios=(0, 4, 16), hca_compression_ratio=16)
 LAYERS = (0, 1, 2)
+CSA_FIRST = (1, 0, 2)  # for first_of: its layers have all that those of other kinds have
 REQUESTS, CONTEXT, BLOCKS = 5, 80, 14
 BATCH, TOKENS = 4, 8
 F32: dict[str, Any] = dict(kv_format="f32", indexer_format="f32")

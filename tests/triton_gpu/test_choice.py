@@ -121,6 +121,7 @@ def test_it_is_listed_for_the_ops_that_it_implements():
     assert {name for name, backends in d4.backends().items() if "triton" in backends} == {op.name for op in OPS}
 
 
+@pytest.mark.slow
 def test_triton_is_imported_only_when_it_is_used():
     program = "import sys, dsv4jax; assert not {'triton', 'jax_triton'} & set(sys.modules), 'imported'"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"})
