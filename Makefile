@@ -65,9 +65,9 @@ test-gpu: $(call installed,test-gpu)
 		-m "not simulated and (gpu or not (slow or any_device))" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
 		tests/requests tests/triton_gpu tests/weights tests/model tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
-# What leaves a core idle runs beside something else, when their environment is there.
-check: $(call installed,test) $(call installed,docs)
-	$(MAKE) --jobs=2 lint $(if $(PYTHON),,check-newest) docs
+# What leaves a core idle runs beside something else.
+check:
+	$(MAKE) --jobs=2 lint docs $(if $(PYTHON),,check-newest)
 	$(MAKE) test
 	$(MAKE) test-slow
 
@@ -84,7 +84,7 @@ lint: $(call installed,test)
 	$(python) -m ruff format --check
 	$(python) -m pyright --pythonpath $(python)
 
-docs: $(call installed,docs)
+docs: $(call installed,test)
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 .venv/installed-%: pyproject.toml .python-version .ci/venv.sh

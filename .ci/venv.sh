@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test, test-gpu or docs.
+# Make .venv where there is none, and install what one make target needs: demo-cpu, demo-gpu, test or test-gpu.
 # The target newest has an environment of its own, .venv-newest: the newest jax with the newest jaxlib and CUDA plugin.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -63,9 +63,8 @@ if ! "$venv/bin/python" -c "" 2>/dev/null; then make_venv; fi
 echo "Installing what '$target' needs into $venv; the first time takes some minutes"
 case $target in
 demo-cpu) install -e ".[demo]" ;;
-docs) install -e ".[docs]" ;;
 demo-gpu) if sees_gpu "$venv/bin/python"; then install -e ".[demo]"; else install -e ".[gpu,demo]"; fi ;;
-test) install -e ".[dev,cross,triton]" ;;
+test) install -e ".[dev,cross,triton,docs]" ;;
 test-gpu) if sees_gpu "$venv/bin/python"; then install -e ".[dev,triton]"; else install -e ".[gpu,dev,triton]"; fi ;;
 newest)
     install --upgrade -e . "pytest>=8" "hypothesis>=6.100"
@@ -74,7 +73,7 @@ newest)
     install "jax-cuda13-plugin==$jaxlib" "nvidia-cuda-nvcc>=13,<14" "nvidia-nvjitlink>=13,<14"
     ;;
 *)
-    echo "unknown target '$target': demo-cpu, demo-gpu, test, test-gpu, newest or docs" >&2
+    echo "unknown target '$target': demo-cpu, demo-gpu, test, test-gpu or newest" >&2
     exit 1
     ;;
 esac

@@ -58,6 +58,7 @@ def served(name: str = "f32", seed: int = 0) -> tuple[tuple[d4.KVCache, ...], d4
     return tuple(caches), jax.tree.map(lambda *leaves: np.stack(leaves), *history)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_of(THREE_FORMATS))
 def test_nothing_is_wrong_along_a_random_schedule(name):
     caches, _ = served(name)

@@ -177,7 +177,7 @@ def test_each_shard_does_bit_for_bit_what_it_would_do_alone():
         np.testing.assert_array_equal(outputs[:, number * ROWS : (number + 1) * ROWS], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_attention_of_each_shards_heads_by_kernels_sums_up_to_the_whole")
 def test_heads_over_a_model_axis_store_the_same_and_sum_up_to_the_same():
     cache, outputs = served(BOTH)
     expected_cache, expected = served(DATA)

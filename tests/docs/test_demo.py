@@ -71,6 +71,7 @@ def test_full_size_job_at_tiny_size(tmp_path):
     assert_picture_shows_something(tmp_path, columns=3)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_demo_says_so(tmp_path):
     finished = demo(tmp_path, "--device", "gpu")  # JAX_PLATFORMS=cpu hides a GPU where there is one
     assert finished.returncode == 2

@@ -22,7 +22,10 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CODE = {name: re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for name, page in PAGES.items()}
 # Their code runs in sweeps; tests of models and of requests call the same.
-LONG = "generation.md", "model.md", "reproducibility.md", "requests.md", "research.md", "training.md"
+LONG = (
+    "generation.md", "model.md", "prefixes.md", "reproducibility.md", "requests.md", "research.md", "tour.md",
+    "training.md",
+)  # fmt: skip
 API = set(re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE))
 
 

@@ -223,7 +223,7 @@ def test_with_float32_weights_the_cache_is_float32(asked):
     assert (asked["params"].embedding.dtype, asked["stop_tokens"]) == (jnp.float32, ())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_text_is_printed_as_it_is_made")
 @pytest.mark.skipif(sys.platform == "win32", reason="a process there has no SIGINT")
 def test_ctrl_c_ends_it_at_once_while_it_compiles():
     """The signal is set first, because a process in the background may be started to ignore it, and so are its own."""

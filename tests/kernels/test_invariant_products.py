@@ -136,7 +136,6 @@ def test_a_row_has_the_same_bits_in_any_call(case, simulate):
     assert not differing(case, simulate=simulate)
 
 
-@pytest.mark.slow
 @pytest.mark.simulated
 def test_the_comparison_sees_sums_in_another_order():
     """Without ``invariant``, more than 64 rows have another kernel, whose blocks do not share these inputs alike."""

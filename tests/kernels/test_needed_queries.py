@@ -112,7 +112,6 @@ def test_kernels_without_turns_compute_all(simulate, layout: AttentionLayout):
     np.testing.assert_array_equal(run(case, given, simulate=simulate), everything(case, simulate=simulate))
 
 
-@pytest.mark.slow
 @machines
 @pytest.mark.parametrize(("layout", "count"), first_of([(TURNS, 5), (WIDE_TURNS, 1), (TURNS, 0), (WIDE_TURNS, 7)]))
 def test_of_one_request_all_queries_up_to_the_last_needed_one_are_computed(simulate, layout, count):

@@ -107,6 +107,7 @@ CASES = {  # the format of keys has no part in them, because picks have no deriv
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer", "options"), first_of(pytest.param(*case, id=name) for name, case in CASES.items()))
 def test_gradients_are_those_of_the_reference_straight_through_its_rounding(layer, options):
     """The reference has no cache, no tiles and no chunks, and rounds in one place. It picks the same entries."""

@@ -63,6 +63,7 @@ def divergence_of_reference(params: Any, over: str) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", first_of(["picked", "all"]))
 def test_it_is_the_divergence_from_attentions_own_weights(over):
     params = random_params()[CSA]
@@ -90,6 +91,7 @@ def grads(over: Any, weights: str = "f32") -> Any:
     return jax.jit(jax.grad(loss, (0, 1)))(part, tokens())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", first_of(["picked", "all"]))
 def test_it_teaches_the_indexer_and_nobody_else(over):
     of_params, of_x = grads(over)

@@ -39,6 +39,7 @@ def with_random_deltas(params: d4.AttentionParams, rank: int = 3, names: tuple[s
     return dataclasses.replace(params, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", first_of(CSA_FIRST))
 def test_a_layer_is_that_of_the_merged_weights(layer):
     """Over whole sequences, over a cache, and the reference."""

@@ -62,7 +62,7 @@ def same(some: Any, everything: Any) -> None:
         np.testing.assert_array_equal(np.asarray(found), np.asarray(want))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_needed_rows_are_the_same_bits_and_tiles_of_others_are_left_out")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("activations", ["bf16", pytest.param("fp8_all", marks=pytest.mark.sweep)])
 def test_tiles_of_padding_reach_neither_the_output_nor_the_cache(backend, activations, few_rows):
@@ -85,7 +85,7 @@ def test_tiles_of_padding_reach_neither_the_output_nor_the_cache(backend, activa
         same(some, run(*given))
 
 
-@pytest.mark.sweep(guard="test_tiles_of_padding_reach_neither_the_output_nor_the_cache")
+@pytest.mark.sweep(guard="test_queries_of_padding_are_left_out")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_of_padding_reach_neither_the_output_nor_the_cache(backend, few_rows, monkeypatch):
     ops = OpBackends(projections="xla", cache_update="xla", decode_attention=backend, indexer_scores="xla", top_k="xla")

@@ -134,7 +134,7 @@ def test_splits_of_a_sequence_give_the_same(activations):
             assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
 
 
-@pytest.mark.sweep(guard="test_tiles_of_padding_reach_neither_the_output_nor_the_cache")
+@pytest.mark.sweep(guard="test_needed_rows_are_the_same_bits_and_tiles_of_others_are_left_out")
 @pytest.mark.simulated
 def test_kernels_take_what_the_products_of_stored_weights_give():
     """Cache update and the reading ops in simulated kernels; sizes are those that kernels serve."""

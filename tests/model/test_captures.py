@@ -98,6 +98,7 @@ def test_the_share_of_each_stream_in_an_input_equals_that_by_hand():
         close(seen["inputs"][layer, 0, 0], x * np.asarray(params.blocks[layer].attention_norm))
 
 
+@pytest.mark.slow
 def test_picks_entries_and_heads_equal_those_computed_without_a_cache():
     _, seen = whole()
     params, of_inside = model_a(), inside()

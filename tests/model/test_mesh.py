@@ -99,6 +99,7 @@ def test_random_weights_do_not_depend_on_the_mesh_and_lie_where_the_table_says(w
         np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", first_of([MODEL_Q, MODEL_A]))
 def test_a_checkpoint_is_loaded_on_to_a_mesh_with_the_same_numbers(folder):
     alone, spread = load_model(folder), load_model(folder, mesh=mesh_of((2, 2)))
@@ -341,6 +342,7 @@ def test_new_prompts_go_where_blocks_are_free_and_leave_kept_texts_alone():
     assert generator.result.stored == 2, "its beginning was not kept"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", first_of([3, 300]), ids=["few", "many"])
 @pytest.mark.parametrize("shape", shapes([(1, 4), (2, 2), (4, 1)]))
 def test_experts_give_what_they_give_on_one_device(shape, tokens):

@@ -162,7 +162,7 @@ def test_the_gradient_through_frozen_stored_weights_is_that_through_their_wide_f
     assert any(".bias" in name for name in zero)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_they_are_those_that_were_recorded")
 def test_the_gradient_of_a_wide_model_reaches_all_that_computes():
     """Experts and attention's weights too; a step along it lowers the loss by its square."""
     value, grads, trainable, rest = gradient_of_wide()

@@ -100,7 +100,7 @@ def test_other_faults_cannot_be_made(kernel):
 def test_a_kernel_without_faults_passes_in_any_order(kernel):
     """Whatever roles, copies and products do first, the results have the same bits."""
     want = sound(kernel)
-    for seed in range(1, 4):
+    for seed in (1, 2):
         assert result(kernel, TensorMemorySimulator, seed).tobytes() == want.tobytes()
 
 

@@ -57,6 +57,7 @@ def test_requests_of_one_device_are_admitted_while_there_is_room():
     assert d4.verify(cache) == []
 
 
+@pytest.mark.slow
 def test_a_mesh_takes_requests_where_blocks_are_free():
     """One shard is full while the other goes on; and the cache for drafts has the same slots."""
     mesh = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices("cpu")[:2])
