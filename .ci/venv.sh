@@ -48,7 +48,8 @@ install() {
     if [[ $use_uv ]]; then
         uv pip install --quiet --python "$venv/bin/python" "$@"
     else
-        "$venv/bin/python" -m pip install -qq "$@"  # errors only
+        # Only errors are printed. Python compiles each file when it is first used; pip would take a minute for all.
+        "$venv/bin/python" -m pip install -qq --no-compile "$@"
     fi
 }
 

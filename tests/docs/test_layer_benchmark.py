@@ -13,6 +13,7 @@ from tests.support.paths import ROOT
 PARTS = {"products": 6, "layers": 1, "drafts": 1}  # and how many cases each has; a draft is timed beside a step
 
 
+@pytest.mark.sweep(guard="test_the_files_are_what_the_report_writes")
 @pytest.mark.parametrize("part", first_of(PARTS, count=0))
 def test_a_part_prints_and_records_its_cases(part, tmp_path):
     out = tmp_path / "lines.jsonl"

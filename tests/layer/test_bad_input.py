@@ -327,7 +327,7 @@ def test_an_input_without_tokens_stores_none(filled):
     assert_same(d4.advance(after, slots, ids(2, 0, 0, 0)).seq_lens, cache.seq_lens)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_an_index_past_the_stack_is_an_error")
 def test_pieces_and_handles_leave_alone_a_row_that_names_more_than_there_is(filled):
     cache, slots = filled
     plan, counts = cache.plan, ids(TOKENS + 1, 0, TOKENS + 2, INT_MAX)

@@ -81,6 +81,7 @@ def test_captured_quantities_equal_the_recorded_ones():
         close(seen["mixing"].carry[:, number, 0][:, at], of_inside[f"{name}_comb"])
 
 
+@pytest.mark.slow
 def test_the_share_of_each_stream_in_an_input_equals_that_by_hand():
     """The streams before layer 0 are the embedding, before layer 3 the recorded ones."""
     _, seen = whole()
@@ -196,7 +197,7 @@ def test_either_of_the_choices_may_be_left_to_the_pass_and_an_expert_may_be_none
     assert np.all(np.isfinite(other["streams"]))
 
 
-@pytest.mark.sweep(guard="test_a_patch_is_what_the_pass_goes_on_with")
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 def test_streams_that_change_places_after_the_last_layer_change_the_logits():
     params, rng = small_model(), np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, params.cfg.vocab_size, (2, 9)), jnp.int32)
@@ -210,6 +211,7 @@ def test_streams_that_change_places_after_the_last_layer_change_the_logits():
     close(seen["streams"][last], other["streams"][last][::-1])
 
 
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 @pytest.mark.parametrize(
     "name", first_of(["inputs.attention", "mixing.experts", "outputs", "experts", "head"], count=0)
 )
@@ -256,7 +258,7 @@ def test_a_patch_is_what_the_pass_goes_on_with(name):
     close(after["streams"][1], old)
 
 
-@pytest.mark.sweep(guard="test_a_patch_is_what_the_pass_goes_on_with")
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 @pytest.mark.two_programs
 def test_captures_and_patches_that_change_nothing_give_the_same_bits():
     params, rng = small_model(), np.random.default_rng(0)
@@ -272,7 +274,7 @@ def test_captures_and_patches_that_change_nothing_give_the_same_bits():
         jax.tree.map(np.testing.assert_array_equal, each, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
 def test_the_derivative_by_a_vector_that_is_added_to_streams_is_right():
     params, rng = small_model(), np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, params.cfg.vocab_size, (1, 9)), jnp.int32)

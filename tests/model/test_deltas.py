@@ -157,7 +157,7 @@ def over(shape: tuple[int, int], params: ModelParams) -> ModelParams:
     return dataclasses.replace(jax.device_put(params, weight_specs(params, mesh)), mesh=mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_over_a_mesh_they_add_what_they_add_on_one_device")
 def test_over_a_mesh_deltas_lie_where_their_weights_do(tmp_path):
     alone, base = tuned("stored", ON_A_MESH), over((2, 2), model("stored", ON_A_MESH))
     save_deltas(alone, tmp_path / "deltas")

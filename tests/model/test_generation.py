@@ -35,7 +35,7 @@ def caches(cfg: ModelConfig, rows: int, drafts: int, **options) -> Caches:
     return init_caches(cfg, rows, LONGEST, drafts, **(FULL | options))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_greedy_tokens_are_the_recorded_ones")
 def test_greedy_tokens_are_the_recorded_ones_with_drafts():
     """Without drafts they are compared in the test of the command. The page on generation runs the same program."""
     drafts = 2

@@ -140,7 +140,7 @@ def test_a_folder_that_holds_something_is_refused_by_name(tmp_path):
     assert_same(load_model(folder), params)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(guard="test_a_folder_that_holds_something_is_refused_by_name")
 def test_weights_that_no_checkpoint_can_hold_are_refused_and_leave_nothing(tmp_path):
     params = random_model(ODD, jax.random.key(0), drafts=0)
     block, *others = params.blocks

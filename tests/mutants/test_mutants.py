@@ -62,10 +62,12 @@ VARIANTS = {
     "products of few rows, in segments",
     "products of few rows, FP8",
     "products of few rows, parts",
+    "products of few rows, in turns",
     "products on Blackwell",
     "experts, adjacent rows",
     "experts, adjacent rows in FP8",
     "attention to widened picks",
+    "scores in turn",
 }
 MARKS = {kernel: pytest.mark.sweep if kernel in VARIANTS else pytest.mark.slow for kernel in KERNELS}
 each_kernel = pytest.mark.parametrize("kernel", [pytest.param(kernel, marks=mark) for kernel, mark in MARKS.items()])

@@ -1,7 +1,7 @@
 """Every GPU kernel at the models' sizes, compiled where there is no GPU: python -m tests.support.compiled_kernels h200
 
 Prints one JSON line, kernel -> what PTX, ptxas and XLA say of it; with ``--table`` first its registers and the blocks
-that an SM can hold; with ``--only`` and a pattern only the kernels whose names match, and with ``--few`` few of each
+that an SM can hold; with ``--only`` and a pattern only the kernels whose names match, and with ``--few`` one of each
 launch. One target per process. Needs the extra ``cross``.
 """
 
@@ -449,14 +449,13 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
             yield f"{model} {kernel.name}", kernel
 
 
-def first_and_last(chosen: dict[str, Kernel]) -> dict[str, Kernel]:
-    """Return the first and the last kernel of each launch, and of those whose pool 32 bits do not address."""
-    of_launch: dict[tuple[str, bool], list[str]] = {}
+def last_of_each(chosen: dict[str, Kernel]) -> dict[str, Kernel]:
+    """Return the last kernel of each launch, and of those whose pool 32 bits do not address."""
+    last: dict[tuple[str, bool], str] = {}
     for name, kernel in chosen.items():
         is_large = kernel.rows is not None and kernel.rows.size > 1 << 31
-        of_launch.setdefault((name.split()[1], is_large), []).append(name)
-    kept = {names[place] for names in of_launch.values() for place in (0, -1)}
-    return {name: kernel for name, kernel in chosen.items() if name in kept}
+        last[name.split()[1], is_large] = name
+    return {name: chosen[name] for name in last.values()}
 
 
 def main() -> None:
@@ -464,7 +463,7 @@ def main() -> None:
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression, found in a kernel's name")
-    parser.add_argument("--few", action="store_true", help="of each launch the first and the last kernel")
+    parser.add_argument("--few", action="store_true", help="of each launch one kernel")
     options = parser.parse_args()
     prepare_environment()
     jax.config.update("jax_platforms", "cpu")  # JAX is already imported and has read the environment variable
@@ -477,7 +476,7 @@ def main() -> None:
         if re.search(options.only, name):
             chosen[name] = kernel
     if options.few:
-        chosen = first_and_last(chosen)
+        chosen = last_of_each(chosen)
     reports = {name: report(options.target, kernel) for name, kernel in chosen.items()}
     if options.table:
         _print_table(reports)

@@ -69,6 +69,7 @@ def test_flush(case):
     pieces.test_flush(case, "triton")
 
 
+@pytest.mark.sweep(guard="test_an_update_leaves_what_the_xla_form_leaves")
 @pytest.mark.parametrize(
     ("kv_format", "cfg", "dtype"),
     first_of(
