@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.cache.shards import automatic
 from dsv4jax.layer.kernels.base import ON_SIMULATOR
 from dsv4jax.model import (
     ModelConfig,
@@ -29,14 +28,12 @@ from dsv4jax.model import (
     without_deltas,
 )
 from dsv4jax.model.deltas import deltas_of, numbers_of, targets_of
-from dsv4jax.model.inside.devices import weight_specs
 from dsv4jax.model.kernels.base import ModelKernels
 from dsv4jax.weights.deltas import Delta, WeightWithDelta
-from tests.model.test_mesh import mesh_of
 from tests.model.test_partition import as_f32, cross_entropy
 from tests.support.cases import first_of
 from tests.support.driver import assert_same, ids
-from tests.support.models import FULL, drawn_model
+from tests.support.models import FULL, drawn_model, laid_over
 
 # A layer of each kind: SWA, which picks experts by id, CSA, whose indexer picks 12 of 15 entries, and HCA.
 CFG = ModelConfig.tiny(attention=d4.DSV4Config.tiny(head_dim=72, compress_ratios=(0, 4, 16), hca_compression_ratio=16))
@@ -152,14 +149,9 @@ ON_A_MESH = dataclasses.replace(
 )
 
 
-def over(shape: tuple[int, int], params: ModelParams) -> ModelParams:
-    mesh = automatic(mesh_of(shape))
-    return dataclasses.replace(jax.device_put(params, weight_specs(params, mesh)), mesh=mesh)
-
-
 @pytest.mark.sweep(guard="test_over_a_mesh_they_add_what_they_add_on_one_device")
 def test_over_a_mesh_deltas_lie_where_their_weights_do(tmp_path):
-    alone, base = tuned("stored", ON_A_MESH), over((2, 2), model("stored", ON_A_MESH))
+    alone, base = tuned("stored", ON_A_MESH), laid_over((2, 2), model("stored", ON_A_MESH))
     save_deltas(alone, tmp_path / "deltas")
     for found, wanted in (
         (load_deltas(base, tmp_path / "deltas"), alone),
@@ -177,7 +169,7 @@ def test_over_a_mesh_they_add_what_they_add_on_one_device(shape, width):
     """Of few tokens, and of a long chunk whose tokens are divided."""
     tokens = jnp.asarray(np.random.default_rng(4).integers(0, CFG.vocab_size, (4, width)), jnp.int32)
     counts, found = jnp.asarray([width, 1, 0, width], jnp.int32), []
-    for params in (tuned("stored", ON_A_MESH), over(shape, tuned("stored", ON_A_MESH))):
+    for params in (tuned("stored", ON_A_MESH), laid_over(shape, tuned("stored", ON_A_MESH))):
         caches, slots, _ = init_caches(ON_A_MESH, 4, 256, mesh=params.mesh, **FULL).admit(4)
         cache, _ = d4.prepare_forward(caches.model, slots, counts)
         found.append(np.asarray(jax.jit(forward)(params, tokens, cache, slots, counts)[0]))

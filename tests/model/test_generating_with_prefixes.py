@@ -7,12 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from dsv4jax.cache.shards import automatic
 from dsv4jax.model import Caches, Generator, Sampling, init_caches, restore_caches, save_caches
-from dsv4jax.model.inside.devices import weight_specs
 from dsv4jax.requests import PrefixStore
 from tests.support.cases import first_of
-from tests.support.models import FULL, SMALL, drawn_model, small_model
+from tests.support.models import FULL, SMALL, drawn_model, laid_over, small_model
 
 CONTEXT = 512
 VOCABULARY = SMALL.vocab_size
@@ -146,11 +144,7 @@ DOCUMENTS = [RNG.integers(0, OF_MESHES.vocab_size, size * BLOCK).tolist() for si
 @functools.cache
 def model_over(shape):
     alone = drawn_model(OF_MESHES, 1, "f32")
-    if shape is None:
-        return alone
-    devices = jax.devices("cpu")[: shape[0] * shape[1]]
-    mesh = automatic(jax.make_mesh(shape, ("data", "model"), devices=devices))
-    return dataclasses.replace(jax.device_put(alone, weight_specs(alone, mesh)), mesh=mesh)
+    return alone if shape is None else laid_over(shape, alone)
 
 
 def generator_over(shape, drafts=0):

@@ -35,7 +35,7 @@ from dsv4jax.model.params import StoredExperts
 from dsv4jax.model.plain.experts import mixed
 from dsv4jax.requests.speculate import commit
 from tests.support.cases import first_of
-from tests.support.models import FULL, MODEL_A, MODEL_Q, SMALL, recorded
+from tests.support.models import FULL, MODEL_A, MODEL_Q, SMALL, laid_over, mesh_of, recorded
 
 TOLERANCE = 5e-5  # as of ``test_forward_pass``: f32 sums in another order, of logits of rms 1.9
 CFG = dataclasses.replace(SMALL, vocab_size=8)  # divides by four devices, as the four experts do
@@ -49,17 +49,12 @@ ROWS, TOKENS = 4, 6
 PROMPTS = [[1, 2, 3], [4], [5, 0, 2, 1, 4, 3, 3, 1] * 5, [2, 2], [0, 1, 5, 5, 5, 2, 0]]
 
 
-def mesh_of(shape: tuple[int, int]) -> jax.sharding.Mesh:
-    return jax.make_mesh(shape, ("data", "model"), devices=jax.devices("cpu")[: shape[0] * shape[1]])
-
-
 @functools.cache
 def small_model(shape: tuple[int, int] | None, weights: str = "f32", cfg: ModelConfig = CFG):
-    """A random model on one device, or the same laid over a mesh: to draw it there compiles a program more."""
+    """A random model on one device, or the same laid over a mesh."""
     if shape is None:
         return random_model(cfg, jax.random.key(1), weights=weights)
-    alone, mesh = small_model(None, weights, cfg), automatic(mesh_of(shape))
-    return dataclasses.replace(jax.device_put(alone, weight_specs(alone, mesh)), mesh=mesh)
+    return laid_over(shape, small_model(None, weights, cfg))
 
 
 def batch() -> tuple[jax.Array, jax.Array]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4jax as d4
+from dsv4jax.cache.shards import automatic
 from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model import (
     ModelConfig,
@@ -23,6 +24,7 @@ from dsv4jax.model import (
     load_model,
     random_model,
 )
+from dsv4jax.model.inside.devices import weight_specs
 from dsv4jax.model.params import StoredExperts, is_any_stored
 from dsv4jax.weights.stored import StoredWeight
 from tests.support.paths import DATA
@@ -79,6 +81,16 @@ def drawn_model(cfg: ModelConfig, seed: int, weights: str = "stored", **options:
 
     shapes = jax.eval_shape(lambda: random_model(cfg, jax.random.key(0), weights, **options))
     return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=is_any_stored)
+
+
+def mesh_of(shape: tuple[int, int]) -> jax.sharding.Mesh:
+    return jax.make_mesh(shape, ("data", "model"), devices=jax.devices("cpu")[: shape[0] * shape[1]])
+
+
+def laid_over(shape: tuple[int, int], params: ModelParams) -> ModelParams:
+    """Lay a model over a mesh. To draw it there compiles a program more."""
+    mesh = automatic(mesh_of(shape))
+    return dataclasses.replace(jax.device_put(params, weight_specs(params, mesh)), mesh=mesh)
 
 
 @functools.cache
