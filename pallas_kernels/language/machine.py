@@ -111,6 +111,20 @@ class Machine(Arithmetic):
         """
 
     @abc.abstractmethod
+    def grid_arrive(self) -> None:
+        """Arrive at a barrier of the grid, for which ``grid_wait`` waits: all lanes of all blocks, once in a launch.
+
+        In between, lanes can do other things, but what others have stored they see only afterwards. Nothing need wait.
+        """
+
+    @abc.abstractmethod
+    def grid_wait(self) -> None:
+        """Wait, as all lanes of a warpgroup, until all blocks have arrived by ``grid_arrive``.
+
+        Afterwards each of these lanes sees what others had stored in device memory when they arrived.
+        """
+
+    @abc.abstractmethod
     def cluster_arrive(self) -> None:
         """Arrive at a barrier of the cluster, for which ``cluster_wait`` waits. All lanes of the cluster call both.
 
@@ -145,6 +159,28 @@ class Machine(Arithmetic):
         """Store words to device memory: ``size`` bytes at an i64 address, a multiple of it.
 
         ``lanes.Buffer`` stores by indices.
+        """
+
+    # Between blocks of a grid. ``mail.Mailbox`` computes addresses from indices.
+    @abc.abstractmethod
+    def open_mail(self, count: int) -> tuple[Value, Value]:
+        """Return the i64 address of memory for so many words that blocks send, and the i32 number of this launch."""
+
+    @abc.abstractmethod
+    def close_mail(self) -> None:
+        """Count this block as one that knows the number of the launch, after a barrier of the block."""
+
+    @abc.abstractmethod
+    def send(self, address: Value, words: Sequence[Value], launch: Value, where: Condition) -> None:
+        """Send one word or two, of this launch."""
+
+    @abc.abstractmethod
+    def receive(
+        self, addresses: Sequence[Value], count: int, launch: Value, where: Sequence[Condition]
+    ) -> list[list[Value]]:
+        """Return one word or two of each address, as soon as they were sent in this launch; 0 where not ``where``.
+
+        All lanes of a warp call it.
         """
 
     @abc.abstractmethod

@@ -4,10 +4,11 @@
     picks   = the experts of the k largest scores plus bias, or those of a table by the token's id; in ascending order
     weights = the scores of the picks, without bias, over their sum, times a factor
 
-On Hopper one launch does it for few tokens: its blocks multiply and meet. For up to 64 tokens or so, those of one
-cluster pick, and send one of them the picks, which sorts them. For more, all pick, meet again, and one of them sorts.
-Otherwise XLA multiplies, and picks and tiles are made by a launch each. A token's picks and weights depend on whether
-XLA multiplies, and on no other token. ``route_in_parts`` has one launch for each part of the tokens instead.
+On Hopper one launch does it for few tokens: its blocks multiply, and mail scores to those that pick. For up to 64
+tokens or so these are of one cluster, and send one of them the picks, which it sorts. For more, all pick and meet, and
+one of them sorts. Otherwise XLA multiplies, and picks and tiles are made by a launch each. A token's picks and weights
+depend on whether XLA multiplies, and on no other token. ``route_in_parts`` has one launch for each part of the tokens
+instead.
 
 Of equal sums of score and bias the expert with the lower number is picked. NaN is above all numbers, as in
 ``lax.top_k``, and makes all weights of its token NaN. So does a sum of scores of 0, as where all logits are -inf.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -30,18 +31,19 @@ from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
+from pallas_kernels.language.mail import Mailbox
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.language.values import Condition, Value, select
+from pallas_kernels.language.values import Condition, Step, Value, select
 from pallas_kernels.router.lists import Lists
-from pallas_kernels.router.picks import MAX_PICKS, Pick, Picked, Picker, PickInputs, Token
+from pallas_kernels.router.picks import MAX_PICKS, LoadScores, Pick, Picked, Picker, PickInputs, Place, Token
 from pallas_kernels.router.product import Layout, logits
 from pallas_kernels.router.scores import sqrt_softplus
 from pallas_kernels.router.tiles import OwnExperts, RoutedTiles, tile_rows
 
 MAX_EXPERTS = 512
 _WARPS = WARPGROUP // WARP
-_NEAR = 2  # tokens of a warp of the first cluster, up to which it picks alone: all blocks would take long to meet again
+_NEAR = 2  # tokens of a warp of the first cluster, up to which it picks alone: all blocks would take long to meet
 _SORTED_ALONE = 1024  # pairs that one block sorts
 _SORTING_CLUSTER, _SORTING_WARPGROUPS = 8, 4  # blocks that sort more, and warpgroups of each
 
@@ -205,10 +207,11 @@ class Router:
 
         def body(machine: TensorCores, arrays: Any, state: Any) -> None:
             x, gate, inputs, own = arrays
-            scores, picked, tiles = state
+            picked, tiles = state
+            mail = Mailbox.open(machine, (self.tokens, self.experts + self.experts % 2))
             rank = machine.rank if layout.cluster > 1 else machine.constant(0, "i32")
             block = (machine.block(1) * layout.blocks[0] + machine.block(0)) * layout.cluster + rank
-            picker = self._picker(machine, scores, inputs, picked, of_logits=False)
+            picker = self._picker(machine, functools.partial(_received, mail), inputs, picked)
             tokens = []
             for first in range(0, self.tokens, pickers * _WARPS):
                 number = block * _WARPS + machine.thread // WARP + first
@@ -217,14 +220,13 @@ class Router:
             arrived = Barrier.take(machine, 1, scope="cluster")
             found = logits(machine, x, gate, layout, [arrived] if is_near else [])
             for logit, token, expert, exists in found:
-                score = sqrt_softplus(machine, logit)
-                scores.store_floats([score], token, expert, where=exists)
+                mail.send_floats([sqrt_softplus(machine, logit)], token, expert, where=exists)
+            mail.close()
             lists = Lists.take(machine, self.experts, _WARPS)
             if is_near:
                 with machine.when((block == 0) & (machine.thread < WARP)):
                     arrived.expect(pairs * 4)
             lists.clear()
-            machine.barrier("grid")
             with machine.when(tokens[0].here):
                 picks = picker.pick(tokens)
                 for token, pick in zip(tokens, picks, strict=True):
@@ -249,12 +251,12 @@ class Router:
                     of_pairs = gathered.view((pairs,), "i32")
                     lists.sort(pairs, lambda pair, there: of_pairs.load_int(select(there, pair, 0)), tiles, own)
 
-        _, picked, tiles = launch(
+        picked, tiles = launch(
             body,
             name="router",
             grid=Grid(blocks=layout.blocks, cluster=layout.cluster, shared_bytes=shared),
             inputs=(x, gate, inputs, own),
-            state=(jax.ShapeDtypeStruct((self.tokens, self.experts), jnp.float32), self._shapes, self._tiles(own)),
+            state=(self._shapes, self._tiles(own)),
             simulate=self.simulate,
         )
         return Routed(experts=picked.experts, weights=picked.weights, tiles=tiles)
@@ -263,7 +265,8 @@ class Router:
         """Pick from logits f32 [M, E]."""
 
         def body(machine: Machine, arrays: tuple[Buffer, PickInputs], picked: Picked) -> None:
-            picker = self._picker(machine, *arrays, picked, of_logits=True)
+            product, inputs = arrays
+            picker = self._picker(machine, functools.partial(_computed, product), inputs, picked)
             number = machine.block(0) * _WARPS + machine.thread // WARP
             with machine.when(number < self.tokens):
                 token = picker.token(number, True)
@@ -300,9 +303,25 @@ class Router:
             simulate=self.simulate,
         )
 
-    def _picker(self, machine: Machine, scores: Buffer, inputs: PickInputs, out: Picked, *, of_logits: bool) -> Picker:
-        score = functools.partial(sqrt_softplus, machine) if of_logits else lambda score: score
-        return Picker(machine=machine, scores=scores, inputs=inputs, out=out, scale=self.scale, score=score)
+    def _picker(self, machine: Machine, load_scores: LoadScores, inputs: PickInputs, out: Picked) -> Picker:
+        return Picker(
+            machine=machine, load_scores=load_scores, experts=self.experts, inputs=inputs, out=out, scale=self.scale
+        )
+
+
+def _received(mail: Mailbox, places: Sequence[Place], count: int) -> list[Step]:
+    """Return scores that blocks send."""
+    width = min(count, 2)
+    pairs = [(token, expert + i, there) for token, expert, there in places for i in range(0, count, width)]
+    found = mail.receive_floats([at[:2] for at in pairs], count=width, where=[there for *_, there in pairs])
+    each = count // width
+    return [[x for pair in found[n : n + each] for x in pair] for n in range(0, len(found), each)]
+
+
+def _computed(product: Buffer, places: Sequence[Place], count: int) -> list[Step]:
+    """Return scores of logits [M, E]."""
+    loaded = [product.load_floats(token, expert, count=count, where=there) for token, expert, there in places]
+    return [[sqrt_softplus(product.machine, logit) for logit in logits] for logits in loaded]
 
 
 def _beside(experts: int, pairs: int) -> int:

@@ -7,16 +7,19 @@ it. Then lane n has the n-th pick, and finds its place by the numbers of the oth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from pallas_kernels.language.lanes import Buffer, Team, add, fold_tree, maximum
+from pallas_kernels.language.lanes import Team, add, fold_tree, maximum
 from pallas_kernels.language.machine import WARP, Machine
-from pallas_kernels.language.values import VECTOR, Condition, Value, select
+from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
 
 MAX_PICKS = 16
+type Place = tuple[Value, Value, Condition]  # a token, the first of some adjacent experts, and whether they exist
+# Returns scores of so many adjacent experts at each place, 0 where there are none.
+type LoadScores = Callable[[Sequence[Place], int], list[Step]]
 _LEAST, _LARGEST = -(1 << 31), (1 << 31) - 1
 
 
@@ -72,11 +75,11 @@ class Picker:
     """Picks for one token at a time, as all lanes of a warp."""
 
     machine: Machine
-    scores: Buffer  # f32 [M, E], of which ``score`` makes scores
+    load_scores: LoadScores
+    experts: int
     inputs: PickInputs
     out: Picked
     scale: float  # of the weights
-    score: Callable[[Value], Value]
 
     @property
     def lane(self) -> Value:
@@ -87,13 +90,14 @@ class Picker:
         return self.out.experts.shape[1]
 
     @property
-    def _experts(self) -> int:
-        return self.scores.shape[1]
-
-    @property
     def _count(self) -> int:
         """Experts of a lane."""
-        return -(-self._experts // (WARP * VECTOR)) * VECTOR
+        return -(-self.experts // (WARP * VECTOR)) * VECTOR
+
+    @property
+    def _together(self) -> int:
+        """Adjacent experts that are loaded together."""
+        return VECTOR if self.experts % VECTOR == 0 else 1
 
     def token(self, number: Value, here: Condition) -> Token:
         """Load what there is for a token, which exists if the condition holds."""
@@ -105,25 +109,24 @@ class Picker:
         if inputs.table is not None:
             row = inputs.ids.load_int(token, where=where).maximum(0).minimum(inputs.table.shape[0] - 1)
             return Known(real=real, shifts=[inputs.table.load_int(row, n, where=where) for n in range(self.picks)])
-        shifts = [x for first, there, n in self._fours() for x in inputs.bias.load_floats(first, count=n, where=there)]
-        return Known(real=real, shifts=shifts)
+        fours = (inputs.bias.load_floats(x, count=self._together, where=there) for x, there in self._fours())
+        return Known(real=real, shifts=[shift for four in fours for shift in four])
 
-    def _fours(self) -> Iterator[tuple[Value, Condition, int]]:
-        """Yield the first of some adjacent experts of this lane, whether they exist, and their number."""
-        count, together = self._count, VECTOR if self._experts % VECTOR == 0 else 1
-        for i in range(0, count, together):
-            first = self.lane * count + i
-            yield first, True if (WARP - 1) * count + i < self._experts else first < self._experts, together
+    def _fours(self) -> Iterator[tuple[Value, Condition]]:
+        """Yield the first of each few adjacent experts of this lane, and whether they exist."""
+        for i in range(0, self._count, self._together):
+            first = self.lane * self._count + i
+            yield first, True if (WARP - 1) * self._count + i < self.experts else first < self.experts
 
     def pick(self, tokens: list[Token]) -> list[Pick]:
         """Return this lane's pick of each token. What those that do not exist pick has no meaning."""
         if self.inputs.table is None:
             return self._largest(tokens)
-        return [self._listed(token) for token in tokens]
+        return self._listed(tokens)
 
     def expert(self, token: Token, pick: Pick) -> Value:
         """Return the expert of a pick, the number of none on padding."""
-        return select(token.known.real != 0, pick.mine, self._experts)
+        return select(token.known.real != 0, pick.mine, self.experts)
 
     def store(self, token: Token, pick: Pick) -> None:
         """Store a token's picks and their weights, if it exists."""
@@ -139,17 +142,22 @@ class Picker:
         """Whether a lane has one."""
         return self.lane < self.picks
 
-    def _listed(self, token: Token) -> Pick:
-        """Return this lane's pick by the table."""
-        mine = place = self.machine.constant(0, "i32")
-        for n, other in enumerate(token.known.shifts):
-            mine = select(self.lane == n, other, mine)
-        for n, other in enumerate(token.known.shifts):
-            place = place + self._one((other < mine) | ((other == mine) & (self.lane > n)))
-        # A table may name others, whose weights are NaN.
-        exists = self.has_pick & token.here & (mine >= 0) & (mine < self._experts)
-        (value,) = self.scores.load_floats(token.number, mine, count=1, where=exists, otherwise=float("nan"))
-        return Pick(mine=mine, place=place, score=self.score(value))
+    def _listed(self, tokens: list[Token]) -> list[Pick]:
+        """Return this lane's picks by the table."""
+        found, places = [], []
+        for token in tokens:
+            mine = place = self.machine.constant(0, "i32")
+            for n, other in enumerate(token.known.shifts):
+                mine = select(self.lane == n, other, mine)
+            for n, other in enumerate(token.known.shifts):
+                place = place + self._one((other < mine) | ((other == mine) & (self.lane > n)))
+            found.append((mine, place))
+            places.append((token.number, mine, self.has_pick & token.here & (mine >= 0) & (mine < self.experts)))
+        picks = []
+        for (mine, place), (*_, exists), (score,) in zip(found, places, self.load_scores(places, 1), strict=True):
+            # A table may name others, whose weights are NaN.
+            picks.append(Pick(mine=mine, place=place, score=select(exists, score, float("nan"))))
+        return picks
 
     def _one(self, condition: Value) -> Value:
         return select(condition, self.machine.constant(1, "i32"), 0)
@@ -160,17 +168,16 @@ class Picker:
         Of equal sums of score and bias the lower number comes first, and NaN comes before all. The tokens go through
         each round together, so that one does not wait for another one's reductions.
         """
-        machine, first = self.machine, self.lane * self._count
+        machine, first, fours = self.machine, self.lane * self._count, list(self._fours())
+        loaded = self.load_scores([(t.number, x, there & t.here) for t in tokens for x, there in fours], self._together)
         all_ranks: list[list[Value]] = []
         all_scores: list[list[Value]] = []
-        for token in tokens:
+        for n, token in enumerate(tokens):
             ranks: list[Value] = []
             scores: list[Value] = []
-            for number, there, count in self._fours():
-                where = there & token.here
-                for value in self.scores.load_floats(token.number, number, count=count, where=where):
-                    score, shift = self.score(value), token.known.shifts[len(ranks)]
-                    ranks.append(select(there, self._rank(score + shift), _LEAST))
+            for (_, there), of_four in zip(fours, loaded[n * len(fours) : (n + 1) * len(fours)], strict=True):
+                for score in of_four:
+                    ranks.append(select(there, self._rank(score + token.known.shifts[len(ranks)]), _LEAST))
                     scores.append(machine.bits(score))
             all_ranks.append(ranks)
             all_scores.append(scores)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.language import target
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import Grid, launch
+from pallas_kernels.language.mail import Mailbox
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.streams.mixer import (
     PART,
@@ -89,17 +90,23 @@ def mix_streams(
     def body(
         machine: TensorCores,
         inputs: tuple[Buffer, StreamWeights, EndedSublayer | None],
-        state: tuple[MixedStreams, Buffer],
+        state: tuple[MixedStreams, Buffer | None],
     ) -> None:
-        (streams, weights, ended), (out, sums) = inputs, state
+        (streams, weights, ended), (out, stored) = inputs, state
+        sums = Mailbox.open(machine, layout.mail) if stored is None else stored
         Mixer(machine, layout, rules, streams, weights, ended, out, sums).run()
 
     out, _ = launch(
         body,
         name="mix_streams",
-        grid=Grid(blocks=(layout.parts, layout.groups), warpgroups=WARPGROUPS, shared_bytes=layout.shared_bytes),
+        grid=Grid(
+            blocks=(layout.parts, layout.groups),
+            warpgroups=WARPGROUPS,
+            shared_bytes=layout.shared_bytes,
+            reduces=False,
+        ),
         inputs=(streams, weights, ended),
-        state=(out, jax.ShapeDtypeStruct(layout.sums, jnp.float32)),
+        state=(out, None if layout.has_mail else jax.ShapeDtypeStruct(layout.sums, jnp.float32)),
         simulate=simulate,
     )
     return out

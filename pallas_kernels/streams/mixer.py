@@ -1,24 +1,30 @@
-"""The body that mixes streams: new streams and their numbers, a barrier of the grid, and the next sublayer's input.
+"""The body that mixes streams: new streams and their numbers, a meeting of blocks, and the next sublayer's input.
 
 A block has 64 columns of all streams, its part, for all tokens of its group. It reads its part of the weight once. For
-up to 64 tokens at a time it makes the new streams and multiplies them by the weight on the tensor cores. The weight is
-there as three bf16 numbers whose sum is the f32, so products are exact, and sums are f32. The parts' sums go through
-device memory. After a barrier of the grid each token belongs to one block, which adds them up in order: four warps
-compute gains there, while the other warpgroups compute inputs, each one of a token.
+up to 64 tokens at a time it makes the new streams, and a warpgroup multiplies them by the weight on the tensor cores.
+The weight is there as three bf16 numbers whose sum is the f32, so products are exact, and sums are f32. The parts' sums
+go through device memory. Then each token belongs to one block, which adds them up in order: four warps compute gains
+there, while the other warpgroups compute inputs, each one of a token.
+
+Where no block has more than one token then, its first warpgroup receives the parts' sums by mail. Meanwhile the others
+wait at a barrier of the grid for the new streams. Otherwise all wait at the barrier: a mailbox for the tokens of a
+prompt would take 16 KB for each.
 
 How a token's sums are divided depends on the sizes of the model alone, so its results do not depend on the batch.
 
     part   64 columns of all streams, which are a block's; axis 0 of the grid
     group  of tokens, which are those of all blocks of one place along axis 1
     tile   up to 64 tokens of a group, which a block multiplies at once
-    turn   the tiles of all groups between two barriers of the grid
-    slot   a token that belongs to one block after a barrier
-    eight  adjacent columns of a stream that a lane has together, or adjacent numbers of a token
+    turn   the tiles of all groups between two meetings of the blocks
+    slot   a token that belongs to one block after a meeting
+    eight  adjacent columns of a stream, or adjacent numbers of a token
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,10 +33,11 @@ from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.fragment import product
 from pallas_kernels.language.lanes import Buffer, Team, add, fold, fold_tree
 from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.mail import Mailbox
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.tiles import TypedTile
-from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
+from pallas_kernels.language.values import VECTOR, Condition, Index, Step, Value, select
 from pallas_kernels.rows import from_bf16
 from pallas_kernels.streams.shares import sigmoid, sinkhorn, softmax
 
@@ -38,10 +45,10 @@ STREAMS = 4
 PART = 64  # columns of a block, of each stream
 TILE = 64  # tokens of a product
 WARPGROUPS = 4
-EIGHT = 8  # columns of a stream that a lane has together, and numbers of a product
+EIGHT = 8  # columns of a stream that a lane has together after the meeting, and numbers of a product
 _THIRDS = 3  # bf16 numbers that a weight is the sum of
 _LANES, _WARPS = WARPGROUPS * WARPGROUP, WARPGROUPS * WARPGROUP // WARP
-_UNITS = PART // EIGHT  # lanes of a token
+_UNITS = PART // EIGHT  # eights of a part
 _MIXERS = WARPGROUPS - 1  # warpgroups that compute inputs
 _ALIGNMENT = 1024
 
@@ -101,7 +108,7 @@ class Layout:
     numbers: int  # of a token
     groups: int  # of tokens, which are different blocks'
     rows: int  # tokens of a block's tile
-    tiles: int  # of a block between two barriers
+    tiles: int  # of a block between two meetings
 
     @classmethod
     def of(cls, tokens: int, hidden: int, numbers: int, multiprocessors: int) -> Layout:
@@ -134,8 +141,18 @@ class Layout:
         return (self.eights + 1) * EIGHT
 
     @property
+    def columns(self) -> int:
+        """Adjacent columns of each stream that a lane has before the meeting. All lanes have some of few tokens."""
+        return 2 if self.rows * PART // 2 <= _LANES else EIGHT
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a token before the meeting."""
+        return PART // self.columns
+
+    @property
     def turn(self) -> int:
-        """Tokens between two barriers."""
+        """Tokens between two meetings."""
         return self.groups * self.rows * self.tiles
 
     @property
@@ -149,20 +166,31 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """Tokens of a block after a barrier."""
+        """Tokens of a block after a meeting."""
         return -(-self.turn // (self.parts * self.groups))
 
     @property
+    def has_mail(self) -> bool:
+        """Whether the parts' sums are sent to the block of their token, which has no other one."""
+        return self.turns == self.slots == 1 and self.columns < EIGHT
+
+    @property
+    def mail(self) -> tuple[int, int, int]:
+        """The shape of the parts' sums that are sent."""
+        return self.turn, self.parts, self.width
+
+    @property
     def sums(self) -> tuple[int, ...]:
-        """The shape of the parts' sums. Those of a turn are read while those of the next are made."""
+        """The shape of the parts' sums that are stored. Those of a turn are read while those of the next are made."""
         return min(self.turns, 2), self.turn, self.parts, self.width
 
     @property
     def shared_bytes(self) -> int:
         columns = STREAMS * PART
-        tiles = 2 * TILE * columns * 2 + self.eights * _THIRDS * EIGHT * columns * 2
+        tiles = (1 + self.has_several) * TILE * columns * 2 + self.eights * _THIRDS * EIGHT * columns * 2
         tiles += 2 * (STREAMS + 1) * (_LANES + TILE) * 16 * self.has_several
         constants = (self.numbers + VECTOR + self.hidden) * 4
+        tiles += self.parts * self.width * 4 * self.has_mail
         return tiles + constants + self.slots * (self.width + VECTOR) * 4 + 2 * _MIXERS * VECTOR * 4 + _ALIGNMENT
 
 
@@ -182,7 +210,7 @@ class Routed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Given:
-    """What a lane has loaded of a token: eight columns, and the token's gains."""
+    """What a lane has loaded of a token: some columns, and the token's gains."""
 
     streams: list[list[Value]]  # words of each stream
     output: list[Value] | None = None  # words
@@ -217,7 +245,7 @@ class Ahead:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Constants:
-    """What the block reads of the weights after the barrier."""
+    """What the block reads of the weights after the meeting."""
 
     base: Shared  # f32: the base, then the scale
     norm: Shared  # [h]
@@ -231,10 +259,11 @@ class Constants:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedNumbers:
-    """Shared memory that is used after the barrier."""
+    """Shared memory that is used after the meeting."""
 
     numbers: Shared  # f32 [slots, ...] of each token of the block
     squares: Shared  # f32 [2, mixers, 4], the parts of a sum
+    received: Shared | None  # f32 [parts, width], the parts' sums of the block's only token
     constants: Constants
 
 
@@ -249,7 +278,7 @@ class Mixer:
     weights: StreamWeights
     ended: EndedSublayer | None
     out: MixedStreams
-    sums: Buffer  # f32 ``Layout.sums``: [turns at once, tokens of a turn, parts, width]
+    sums: Buffer | Mailbox  # f32 [turns at once, tokens of a turn, parts, width]; or without the first axis
 
     @property
     def part(self) -> Value:
@@ -262,20 +291,22 @@ class Mixer:
     def run(self) -> None:
         machine, layout = self.machine, self.layout
         columns = STREAMS * PART
-        weight = TypedTile.take(machine, _THIRDS * EIGHT, columns, "bf16", copies=layout.eights)
-        rows = TypedTile.take(machine, TILE, columns, "bf16", copies=2)
+        weight = TypedTile.take(machine, _THIRDS * layout.eights * EIGHT, columns, "bf16")
+        rows = TypedTile.take(machine, TILE, columns, "bf16", copies=1 + layout.has_several)
         numbers = Shared.take(machine, (layout.slots, layout.width + VECTOR), "f32")
         squares = Shared.take(machine, (2, _MIXERS, VECTOR), "f32")
-        added = Barrier.take(machine, _WARPS)
+        received = Shared.take(machine, layout.mail[1:], "f32") if layout.has_mail else None
+        added = Barrier.take(machine, WARPGROUP // WARP if layout.has_mail else _WARPS)
         init_barriers(added)
         zero = machine.constant(0, "i32")
         loaded = self._load_weight()
         ahead = Ahead.take(machine) if layout.has_several else None
-        given = None if ahead else self._load()
         constants = self._copy_constants()
         if ahead is not None:
             self._start(ahead, zero)
         machine.close_copies()
+        if ahead is None:
+            self._put_tile(rows[0], zero, zero, self._load)
         self._widen_weight(weight, loaded)
         machine.wait_copies()
 
@@ -286,33 +317,56 @@ class Mixer:
             machine.close_copies()
             machine.wait_copies(pending=1)
             machine.barrier("warp")  # lanes copy gains for each other
-            self._multiply(weight, rows[tile % 2], tile, buffer, ahead.given(tile % 2, self.ended is not None))
+            given = functools.partial(ahead.given, tile % 2, self.ended is not None)
+            self._put_tile(rows[tile % 2], tile, buffer, given)
+            self._multiply(weight, rows[tile % 2], tile, buffer)
 
         def turn(i: Value, _: None) -> None:
             first, buffer = i * layout.turn, i % layout.sums[0]
-            if given is not None:
-                self._multiply(weight, rows[0], zero, buffer, given)
+            if ahead is None:
+                self._multiply(weight, rows[0], zero, zero)
             else:
                 machine.loop(layout.tiles, lambda n, _: multiply(i * layout.tiles + n, buffer), rolled=True)
-            machine.barrier("grid")
-            self._add_up(numbers, constants, first, buffer)
-            added.arrive()
-            shared = SharedNumbers(numbers=numbers, squares=squares, constants=constants)
-            warpgroup = machine.thread // WARPGROUP
-            with machine.when(warpgroup == 0):
+            shared = SharedNumbers(numbers=numbers, squares=squares, received=received, constants=constants)
+            # The same for a whole warp, which compilers see: they copy what lanes exchange for warps that are divided.
+            warpgroup = machine.reduce_warp("max", machine.thread // WARPGROUP)
+
+            def gain() -> None:
                 if self.out.post is not None:
                     added.wait(i & 1)
                     self._gain(shared, first)
-            with machine.when(warpgroup > 0):
+
+            def mix() -> None:
                 mine = (warpgroup * -1 + (layout.slots + _MIXERS)) // _MIXERS
                 machine.loop(mine, lambda n, _: self._mix(shared, (first, n), (added, i & 1)), rolled=True)
+
+            if received is not None:
+                assert isinstance(self.sums, Mailbox)
+                self.sums.close()
+                machine.grid_arrive()
+                with machine.when(self._exists(zero, first)):
+                    with machine.when(warpgroup == 0):
+                        self._receive(received)
+                        self._add_up(shared, first, buffer)
+                        added.arrive()
+                        gain()
+                    with machine.when(warpgroup > 0):
+                        mix()
+            else:
+                machine.barrier("grid")
+                self._add_up(shared, first, buffer)
+                added.arrive()
+                with machine.when(warpgroup == 0):
+                    gain()
+                with machine.when(warpgroup > 0):
+                    mix()
 
         if layout.turns == 1:
             turn(zero, None)
         else:
             machine.loop(layout.turns, turn, rolled=True)
 
-    # Before the barrier. All that few tokens need is loaded before any of it is waited for.
+    # Before the meeting. All that few tokens need is loaded before any of it is waited for.
     def _load_weight(self) -> list[Step]:
         """Load the block's part of the weight: of each eight of numbers, four columns of one number."""
         machine, layout = self.machine, self.layout
@@ -332,19 +386,19 @@ class Mixer:
         return n // (STREAMS * quads), n // quads % STREAMS, n % quads * VECTOR
 
     def _widen_weight(self, tile: TypedTile, loaded: list[Step]) -> None:
-        """Store the weight as three numbers of bf16, in eights of numbers."""
+        """Store the weight as three numbers of bf16: the first of all rows, then their second ones, then their last."""
         row, stream, column = self._place
         at = stream * PART + column
+        address, eight = tile.unit(row, at // EIGHT) + at % EIGHT * 2, EIGHT * STREAMS * PART * 2
         for n, values in enumerate(loaded):
-            address = tile[n].unit(row, at // EIGHT) + at % EIGHT * 2
             for third in range(_THIRDS):
                 words = _words(values)
                 # Eight rows further on, bytes have the same place in an atom.
-                self.machine.store_shared(address + third * (EIGHT * STREAMS * PART * 2), words, 8, True)
+                self.machine.store_shared(address + (third * self.layout.eights + n) * eight, words, 8, True)
                 values = [value - near for value, near in zip(values, _floats(words), strict=True)]
 
     def _copy_constants(self) -> Constants:
-        """Copy what is needed after the barrier to shared memory, where it waits for no device memory."""
+        """Copy what is needed after the meeting to shared memory, where it waits for no device memory."""
         machine, weights, lane = self.machine, self.weights, self.machine.thread
         (count,), (scales,) = weights.base.shape, weights.scale.shape
         (hidden,) = weights.norm.shape
@@ -362,19 +416,25 @@ class Mixer:
 
     def _place_of(self, tile: Value) -> tuple[Value, Value, Value]:
         """Return (token, column, whether they exist) of a lane in one of the block's tiles, counted over all turns."""
-        row, unit = self.machine.thread // _UNITS, self.machine.thread % _UNITS
+        row = self.machine.thread // self.layout.lanes
         token = (tile * self.layout.groups + self.group) * self.layout.rows + row
-        return token, self.part * PART + unit * EIGHT, (row < self.layout.rows) & (token < self.layout.tokens)
+        return token, self._column, (row < self.layout.rows) & (token < self.layout.tokens)
+
+    @property
+    def _column(self) -> Value:
+        """The first column that a lane has before the meeting."""
+        return self.part * PART + self.machine.thread % self.layout.lanes * self.layout.columns
 
     def _load(self) -> Given:
-        """Load what a lane has of the only tile: eight columns of a token. Zeros where there is no token."""
+        """Load what a lane has of the only tile: some columns of a token. Zeros where there is no token."""
         token, column, exists = self._place_of(self.machine.constant(0, "i32"))
-        streams = [self.streams.load_words(token, j, column, count=EIGHT, where=exists) for j in range(STREAMS)]
+        count = self.layout.columns
+        streams = [self.streams.load_words(token, j, column, count=count, where=exists) for j in range(STREAMS)]
         if (ended := self.ended) is None:
             return Given(streams=streams)
         return Given(
             streams=streams,
-            output=ended.output.load_words(token, column, count=EIGHT, where=exists),
+            output=ended.output.load_words(token, column, count=count, where=exists),
             post=ended.post.load_floats(token, 0, where=exists),
             carry=[ended.carry.load_floats(token, j, 0, where=exists) for j in range(STREAMS)],
             routed=self._load_routed(ended, token, exists),
@@ -397,54 +457,78 @@ class Mixer:
                 machine.copy_async(to, source, exists)
 
     def _load_routed(self, ended: EndedSublayer, token: Value, exists: Value) -> Routed | None:
-        """Load what routed experts give: eight columns of each pick."""
+        """Load what routed experts give: the lane's columns of each pick."""
         if ended.routed is None:
             return None
-        devices, column = ended.routed.shape[0], self.part * PART + self.machine.thread % _UNITS * EIGHT
+        devices, column = ended.routed.shape[0], self._column
         experts = [ended.experts.load_int(token, pick, where=exists) for pick in range(ended.experts.shape[1])]
         rows = []
         for pick, expert in enumerate(experts):
             device = 0 if devices == 1 else (expert // (ended.num_experts // devices)).minimum(devices - 1)
-            rows.append(ended.routed.load_words(device, token, pick, column, count=EIGHT, where=exists))
+            words = ended.routed.load_words(device, token, pick, column, count=self.layout.columns, where=exists)
+            rows.append(words)
         return Routed(experts=experts, rows=rows)
 
-    def _multiply(self, weight: TypedTile, rows: TypedTile, tile: Value, buffer: Value, given: Given) -> None:
-        """Make the new streams of a tile's tokens, and multiply the block's part of them by the weight."""
-        machine, layout = self.machine, self.layout
+    def _firsts(self, tile: Value) -> tuple[Value, Value]:
+        """Return the number of the first token of one of the block's tiles among all tokens, and in the turn."""
+        layout = self.layout
         first = (tile * layout.groups + self.group) * layout.rows
-        at = (tile % layout.tiles * layout.groups + self.group) * layout.rows  # in the turn
-        row, unit = machine.thread // _UNITS, machine.thread % _UNITS
-        busy = -(-layout.rows * _UNITS // WARP) * WARP  # lanes whose warps have tokens
+        return first, (tile % layout.tiles * layout.groups + self.group) * layout.rows
+
+    def _put_tile(self, rows: TypedTile, tile: Value, buffer: Value, given: Callable[[], Given]) -> None:
+        """Make the new streams of a tile's tokens, of which ``given`` loads what there is."""
+        machine, layout = self.machine, self.layout
+        first, at = self._firsts(tile)
+        row = machine.thread // layout.lanes
+        busy = -(-layout.rows * layout.lanes // WARP) * WARP  # lanes whose warps have tokens
         with machine.when(machine.thread < busy if busy < _LANES else True):
-            self._put_streams(rows, first + row, (buffer, at + row), given)
-        if busy < _LANES:
-            with machine.when(machine.thread >= busy):  # a product reads all rows
+            self._put_streams(rows, first + row, (buffer, at + row), given())
+        if (put := busy // layout.lanes) < TILE:
+            row, unit = machine.thread // _UNITS, machine.thread % _UNITS
+            with machine.when(row >= put):  # a product reads all rows
                 for stream in range(STREAMS):
                     nothing = [machine.constant(0, "i32")] * VECTOR
                     machine.store_shared(rows.unit(row, unit + stream * _UNITS), nothing, 16, True)
+
+    def _multiply(self, weight: TypedTile, rows: TypedTile, tile: Value, buffer: Value) -> None:
+        """Multiply the block's part of the new streams of a tile by the weight."""
+        machine, layout = self.machine, self.layout
+        first, at = self._firsts(tile)
         machine.fence_shared()
         machine.barrier("block")
-        eight = machine.thread // WARPGROUP
-        thirds = product(None, rows, weight[eight.minimum(layout.eights - 1)]).wait().parts(EIGHT)
-        sums = thirds[0].map(lambda a, b, c: a + (b + c), *thirds[1:])
-        for row, column, pair in sums.pairs():
-            exists = (row < layout.rows) & (first + row < layout.tokens) & (eight < layout.eights)
-            self.sums.store_floats(pair, buffer, at + row, self.part, eight * EIGHT + column, where=exists)
+        # One warpgroup, because a product of few columns takes as long as one of all.
+        with machine.when(machine.thread < WARPGROUP):
+            thirds = product(None, rows, weight).wait().parts(layout.eights * EIGHT)
+            sums = thirds[0].map(lambda a, b, c: a + (b + c), *thirds[1:])
+            for row, column, pair in sums.pairs():
+                exists = (row < layout.rows) & (first + row < layout.tokens)
+                self._put_sums(pair, (buffer, at + row), column, exists)
+
+    def _put_sums(self, pair: Step, place: tuple[Value, Value], column: Index, where: Condition) -> None:
+        """Store or send two of the part's sums of a token, which has a buffer and a number in the turn."""
+        if isinstance(self.sums, Mailbox):
+            self.sums.send_floats(pair, place[1], self.part, column, where=where)
+        else:
+            self.sums.store_floats(pair, *place, self.part, column, where=where)
 
     def _put_streams(self, rows: TypedTile, token: Value, place: tuple[Value, Value], given: Given) -> None:
-        """Put eight columns of a token's new streams, and the sum of their squares, where they belong."""
+        """Put a lane's columns of a token's new streams, and the sum of their squares, where they belong."""
         machine, layout = self.machine, self.layout
-        row, unit = machine.thread // _UNITS, machine.thread % _UNITS
-        column = self.part * PART + unit * EIGHT
+        row, lane = machine.thread // layout.lanes, machine.thread % layout.lanes
+        unit, beside = lane * layout.columns // EIGHT, lane * layout.columns % EIGHT
         exists = (row < layout.rows) & (token < layout.tokens)
         new = given.streams if given.post is None else self._with_output(given, token, exists)
+        # In an order that does not depend on how many columns a lane has: of each column, then of all of them.
+        squares = [machine.constant(0.0, "f32")] * layout.columns
         for stream, words in enumerate(new):
             if self.out.streams is not None:
-                self.out.streams.store_words(words, token, stream, column, where=exists)
-            machine.store_shared(rows.unit(row, unit + stream * _UNITS), words, 16, True)
-        total = _sum_of_squares([word for words in new for word in words])
-        total = Team(machine, WARP).neighbours(add, total, _UNITS)
-        self.sums.store_floats([total], *place, self.part, layout.eights * EIGHT, where=exists & (unit == 0))
+                self.out.streams.store_words(words, token, stream, self._column, where=exists)
+            address = rows.unit(row, unit + stream * _UNITS) + beside * 2
+            machine.store_shared(address, words, layout.columns * 2, True)
+            squares = [machine.fma(x, x, total) for x, total in zip(_floats(words), squares, strict=True)]
+        total = Team(machine, WARP).neighbours(add, fold_tree(add, squares), layout.lanes)
+        pair = [total, machine.constant(0.0, "f32")]
+        self._put_sums(pair, place, layout.eights * EIGHT, exists & (lane == 0))
 
     def _with_output(self, given: Given, token: Value, exists: Value) -> list[list[Value]]:
         """Return the words of the new streams."""
@@ -460,7 +544,7 @@ class Mixer:
         new = []
         for into in range(STREAMS):
             values = []
-            for d in range(EIGHT):
+            for d in range(self.layout.columns):
                 value = given.carry[0][into] * streams[0][d]
                 for j in range(1, STREAMS):
                     value = machine.fma(given.carry[j][into], streams[j][d], value)
@@ -470,13 +554,13 @@ class Mixer:
 
     def _sum_of_experts(self, routed: Routed, shared: Step, num_experts: int) -> Step:
         """Return the sum of experts' outputs: f32, in the order of the picks, the shared one last, rounded to bf16."""
-        totals = [self.machine.constant(0.0, "f32")] * EIGHT
+        totals = [self.machine.constant(0.0, "f32")] * self.layout.columns
         for expert, words in zip(routed.experts, routed.rows, strict=True):
             is_pick = expert < num_experts
             totals = [total + select(is_pick, x, 0.0) for total, x in zip(totals, _floats(words), strict=True)]
         return _floats(_words([total + x for total, x in zip(totals, shared, strict=True)]))
 
-    # After the barrier.
+    # After the meeting.
     def _token(self, slot: Value) -> Value:
         """Return the number in the turn of a block's token."""
         blocks = self.layout.parts * self.layout.groups
@@ -486,7 +570,23 @@ class Mixer:
         at = self._token(slot)
         return (slot < self.layout.slots) & (at < self.layout.turn) & (first + at < self.layout.tokens)
 
-    def _add_up(self, numbers: Shared, constants: Constants, first: Value, buffer: Value) -> None:
+    def _receive(self, received: Shared) -> None:
+        """Receive the parts' sums of the block's only token, as the first warpgroup."""
+        assert isinstance(self.sums, Mailbox)
+        machine, layout = self.machine, self.layout
+        pairs, needed = layout.width // 2, layout.eights * EIGHT // 2 + 1
+        token, count = self._token(machine.constant(0, "i32")), layout.parts * pairs
+        numbers = [machine.thread + begin for begin in range(0, count, WARPGROUP)]
+        for begin in range(0, len(numbers), _PAIRS_AT_ONCE):
+            some = numbers[begin : begin + _PAIRS_AT_ONCE]
+            places = [(token, number // pairs, number % pairs * 2) for number in some]
+            wanted = [(number < count) & (number % pairs < needed) for number in some]
+            values = self.sums.receive_floats(places, count=2, where=wanted)
+            for pair, (_, part, column), number in zip(values, places, some, strict=True):
+                received.store_floats(pair, part, column, where=number < count)
+        machine.barrier("warpgroup")
+
+    def _add_up(self, shared: SharedNumbers, first: Value, buffer: Value) -> None:
         """Add up the parts' sums of the block's tokens, a warp those of a token, and make shares of them."""
         machine, layout = self.machine, self.layout
         quads = layout.width // VECTOR  # lanes of a part
@@ -497,27 +597,34 @@ class Mixer:
             with machine.when(slot < layout.slots):
                 exists = self._exists(slot, first)
                 at = select(exists, self._token(slot), 0)
-                totals = self._totals(at, buffer, exists)
-                shares = self._shares(totals, quad, constants)
+                totals = self._totals(shared.received, (buffer, at), exists)
+                shares = self._shares(totals, quad, shared.constants)
                 named = (lane < quads) & (quad < layout.numbers // VECTOR)
-                numbers.store_floats(shares, slot, quad * VECTOR, where=named)
+                shared.numbers.store_floats(shares, slot, quad * VECTOR, where=named)
                 if self.out.post is not None:
                     self.out.post.store_floats(shares, first + at, 0, where=named & exists & (quad == 1))
 
-    def _totals(self, at: Value, buffer: Value, exists: Value) -> Step:
+    def _totals(self, received: Shared | None, place: tuple[Value, Value], exists: Value) -> Step:
         """Return the sums over the parts of a token's numbers, four of them in each lane of a warp."""
         machine, layout = self.machine, self.layout
         quads = layout.width // VECTOR
         together, lane = WARP // quads, machine.thread % WARP
-        part = lane // quads
-        address = self.sums.address_of((buffer, at, part, lane % quads * VECTOR))
+        part, column = lane // quads, lane % quads * VECTOR
+        stored = None if isinstance(self.sums, Mailbox) else self.sums.address_of((*place, part, column))
+
+        def load(first: int) -> Step:
+            is_part = True if first + together <= layout.parts else part + first < layout.parts
+            if received is not None:
+                values = received.load_floats(select(is_part, part + first, 0), column)
+                return values if is_part is True else [select(is_part, value, 0.0) for value in values]
+            assert stored is not None
+            words = machine.load(stored + first * (layout.width * 4), 16, exists & is_part, constant=False)
+            return [machine.from_bits(word) for word in words]
+
         totals: Step = []
         for begin in range(0, layout.parts, together * _SUMS_AT_ONCE):
-            loaded = []
-            for first in range(begin, min(begin + together * _SUMS_AT_ONCE, layout.parts), together):
-                there = exists if first + together <= layout.parts else exists & (part + first < layout.parts)
-                words = machine.load(address + first * (layout.width * 4), 16, there, constant=False)
-                loaded.append([machine.from_bits(word) for word in words])
+            end = min(begin + together * _SUMS_AT_ONCE, layout.parts)
+            loaded = [load(first) for first in range(begin, end, together)]
             loaded = [totals, *loaded] if totals else loaded
             totals = [fold(add, values) for values in zip(*loaded, strict=True)]
         distance = quads
@@ -566,20 +673,21 @@ class Mixer:
         token = first + self._token(slot)
         source = self.streams if self.out.streams is None else self.out.streams
         columns = self._columns()
-        streams = [
-            [source.load_words(token, j, column, count=EIGHT, where=exists & there) for j in range(STREAMS)]
-            for column, there in (columns if len(columns) <= _AT_ONCE else columns[: _AT_ONCE // 2])
-        ]
+        address = machine.hold(source.address_of((token, 0, columns[0][0])))
+
+        def load(i: int) -> list[list[Value]]:
+            """Return eight columns of each stream."""
+            offsets = [2 * (j * layout.hidden + i * WARPGROUP * EIGHT) for j in range(STREAMS)]
+            return [machine.load(address + at, 16, exists & columns[i][1], constant=source.constant) for at in offsets]
+
+        if layout.has_mail:
+            machine.grid_wait()
+        streams = [load(i) for i in range(len(columns) if len(columns) <= _AT_ONCE else _AT_ONCE // 2)]
         added[0].wait(added[1])
         pre = shared.numbers.load_floats(slot, 0)
         mixed: list[list[Value]] = []
-        for i, (column, there) in enumerate(columns):
-            words = (
-                streams[i]
-                if i < len(streams)
-                else [source.load_words(token, j, column, count=EIGHT, where=exists & there) for j in range(STREAMS)]
-            )
-            values = [_floats(of_stream) for of_stream in words]
+        for i in range(len(columns)):
+            values = [_floats(of_stream) for of_stream in (streams[i] if i < len(streams) else load(i))]
             totals = [pre[0] * value for value in values[0]]
             for share, others in zip(pre[1:], values[1:], strict=True):
                 totals = [machine.fma(share, value, total) for value, total in zip(others, totals, strict=True)]
@@ -605,6 +713,7 @@ class Mixer:
         ]
 
 
+_PAIRS_AT_ONCE = 8  # pairs of parts' sums that a lane receives together
 _SUMS_AT_ONCE = 16  # loads of parts' sums that run at the same time
 _AT_ONCE = 4  # eights of columns whose streams are loaded before the numbers are known
 

@@ -29,15 +29,20 @@ def sinkhorn(machine: Machine, matrix: Matrix, rounds: int, eps: float) -> Matri
 
     The matrix itself stays, and the factors of its rows and columns are kept beside it. With the factor r of row i and
     s = sum_j a_ij c_j the row's sum is r s. Divided by r s + eps, its factor is 1 / (s + eps / r). So a step makes the
-    reciprocals of its factors from the reciprocals before, and waits for one sum of products and one reciprocal.
+    reciprocals of its factors from the reciprocals before. With p_j = 1 / c_j, and P the product of all p_j, s is 1 / P
+    times the sum of a_ij P / p_j. So a step waits for a sum of products, beside which the only reciprocal is made.
+
+    From a softmax with an eps of 1e-6 added, P and the sums stay between 1e-16 and 30, so nothing underflows.
     """
     transposed = [list(column) for column in zip(*matrix, strict=True)]
     columns = [fold_tree(add, column) + eps for column in transposed]  # reciprocals of the factors
     rows = [machine.constant(1.0, "f32")] * len(matrix)
 
     def divided(lines: Matrix, own: list[Value], across: list[Value]) -> list[Value]:
-        factors = [machine.approximate_reciprocal(x) for x in across]
-        return [_dot(machine, line, factors, one * eps) for line, one in zip(lines, own, strict=True)]
+        others, product = _products(across)
+        inverse = machine.approximate_reciprocal(product)
+        sums = [_dot(machine, line, others) for line in lines]
+        return [machine.fma(s, inverse, one * eps) for s, one in zip(sums, own, strict=True)]
 
     def turn(_: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
         rows, columns = carry
@@ -53,12 +58,16 @@ def sinkhorn(machine: Machine, matrix: Matrix, rounds: int, eps: float) -> Matri
     ]
 
 
-def _dot(machine: Machine, line: list[Value], factors: list[Value], start: Value) -> Value:
-    """Return start + the sum of products, in two halves that do not wait for each other."""
-    middle, pairs = len(line) // 2, list(zip(line, factors, strict=True))
-    left, right = start, pairs[middle][0] * pairs[middle][1]
-    for a, factor in pairs[:middle]:
-        left = machine.fma(a, factor, left)
-    for a, factor in pairs[middle + 1 :]:
-        right = machine.fma(a, factor, right)
-    return left + right
+def _products(values: list[Value]) -> tuple[list[Value], Value]:
+    """Return for each of four values the product of the others, and the product of all."""
+    a, b, c, d = values
+    left, right = a * b, c * d
+    return [b * right, a * right, d * left, c * left], left * right
+
+
+def _dot(machine: Machine, line: list[Value], factors: list[Value]) -> Value:
+    (a, factor), *others = zip(line, factors, strict=True)
+    total = a * factor
+    for a, factor in others:
+        total = machine.fma(a, factor, total)
+    return total

@@ -136,6 +136,14 @@ class NoBarrier(Mutant):
             super().barrier(scope, **options)
 
 
+class NoMeeting(Mutant):
+    """does not wait for the blocks of the grid"""
+
+    def grid_wait(self) -> None:
+        if self._mask.any():
+            self.is_meant(None)
+
+
 class _Late(Value):
     """A value that is made when it is first used, or by what the machine does late."""
 
@@ -286,6 +294,11 @@ class Probe(Mutant):
         if self._is_of_kernel():
             type(self).made.add(Fault(NoBarrier, f"{scope} {self._caller()}"))
         super().barrier(scope, **options)
+
+    def grid_wait(self) -> None:
+        if self._mask.any():
+            type(self).made.add(Fault(NoMeeting))
+        super().grid_wait()
 
     def wgmma(self, start: Any, a: Operand | list[Value], *rest: Any, **options: Any) -> list[Value]:
         type(self).made |= {Fault(LateWait), Fault(FewerProducts)} | (

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import pallas_kernels as pk
 from pallas_kernels.attention import sm90, sm90_few, sm100
 from pallas_kernels.language import launch
 from pallas_kernels.language.simulator import barriers
@@ -19,6 +20,7 @@ from pallas_kernels.language.target import BLACKWELL
 from pallas_kernels.scores import sm90 as scores_sm90
 from pallas_kernels.scores import sm100 as scores_sm100
 from tests.kernels import test_mixed_streams as mixed_streams
+from tests.kernels import test_router as router
 from tests.kernels.test_product_queries import Queries
 from tests.mutants.faults import Fault, LateStore, LateWait, Mutant, NoHold, Probe
 from tests.support import attention_cases, score_cases
@@ -50,9 +52,17 @@ def _product(**sizes: Any) -> Run:
     return functools.partial(Product(**sizes).run, simulate=True, **gpu)
 
 
-def _mixed_streams() -> Any:
-    found = mixed_streams.Case(tokens=201, hidden=128, ended="experts").run(simulate=True)
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(found)])
+def _leaves(run: Callable[[], Any]) -> Run:
+    return lambda: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(run())])
+
+
+def _mixed_streams(**sizes: Any) -> Run:
+    return _leaves(functools.partial(mixed_streams.Case(**sizes).run, simulate=True))
+
+
+def _router() -> Any:
+    case = router.Case(tokens=40, experts=64, hidden=512, picks=4)
+    return pk.route(*case.arrays(), picks=case.picks, simulate=True)
 
 
 _WIDE = sm90.Layout(is_wide=True, blocks=1)
@@ -85,7 +95,9 @@ KERNELS: dict[str, Run] = {
     "experts, adjacent rows": lambda: _DOWN.run_down(simulate=True),
     "experts, rows in FP8": lambda: _GATE_UP_FP8.run_gate_up(simulate=True),
     "experts, adjacent rows in FP8": lambda: _DOWN_FP8.run_down(simulate=True),
-    "mixed streams": _mixed_streams,
+    "mixed streams": _mixed_streams(tokens=201, hidden=128, ended="experts"),
+    "mixed streams of few tokens": _mixed_streams(tokens=3, hidden=192, ended="attention"),
+    "router": _leaves(_router),
     "attention": _attention(lengths=(130, 60), layout=sm90.Layout(blocks=1)),
     "attention to widened picks": _attention(lengths=(130,), tokens=2, layout=_WIDE),
     "attention to widened rows": _attention(lengths=(300,), tokens=2, entries="all", layout=_WIDE),

@@ -16,6 +16,7 @@ from tests.mutants.faults import (
     NoBarrier,
     NoFence,
     NoHold,
+    NoMeeting,
     NoWait,
     WrongParity,
 )
@@ -44,6 +45,8 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "experts, rows in FP8": (WrongParity, NoWait, FewerProducts, *STORED, FewerCopies),
     "experts, adjacent rows in FP8": (WrongParity, NoWait, FewerProducts, LateStore, NoBarrier, FewerCopies),
     "mixed streams": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies),
+    "mixed streams of few tokens": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies, NoMeeting),
+    "router": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies),
     "attention": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened picks": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened rows": (*FILLED, LateStore, NoBarrier, NoHold),

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.language.checks import check_access, check_barrier, check_reduction, check_shuffle
 from pallas_kernels.language.kinds import Kind
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import Machine, Scope
+from pallas_kernels.language.machine import WARP, WARPGROUP, Machine, Scope
 from pallas_kernels.language.values import Condition, Index, Step, Value, expect, negate
 
 _COMPARISONS = {
@@ -65,9 +65,11 @@ _FROM_E4M3 = """{
  cvt.rn.f16x2.e4m3x2 pair, low; mov.b32 {a, b}, pair; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
  cvt.rn.f16x2.e4m3x2 pair, high; mov.b32 {a, b}, pair; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }"""
 
-# One lane of each block adds to a counter. What all blocks add together flips its top bit, for which they wait.
-_GRID_BARRIER = """{
- .reg .pred p; .reg .b32 count, x, y, z, old, now;
+# One lane of each block adds to a counter. What all blocks add together flips its top bit, for which they wait. It
+# stays as it is until the last of them has added, so that they may look at it before.
+_GRID_PHASE = "ld.relaxed.gpu.global.u32 $0, [$1];"
+_GRID_ARRIVE = """{
+ .reg .pred p; .reg .b32 count, x, y, z;
  mov.u32 x, %ctaid.x; mov.u32 y, %ctaid.y; mov.u32 z, %ctaid.z;
  or.b32 x, x, y; or.b32 x, x, z;
  setp.eq.u32 p, x, 0;
@@ -75,15 +77,72 @@ _GRID_BARRIER = """{
  mul.lo.u32 count, x, y; mul.lo.u32 count, count, z;
  sub.u32 count, 0x80000001, count;
  selp.u32 count, count, 1, p;
- fence.acq_rel.gpu;
- atom.relaxed.gpu.global.add.u32 old, [$0], count;
+ red.release.gpu.global.add.u32 [$0], count; }"""
+_GRID_WAIT = """{
+ .reg .pred p; .reg .b32 now;
  WAIT_${:uid}:
- ld.relaxed.gpu.global.u32 now, [$0];
- xor.b32 now, now, old;
+ ld.acquire.gpu.global.u32 now, [$0];
+ xor.b32 now, now, $1;
  setp.ge.s32 p, now, 0;
- @p bra WAIT_${:uid};
- fence.acq_rel.gpu; }"""
+ @p bra WAIT_${:uid}; }"""
+_BLOCK_SIZE = """{
+ .reg .b32 y, z;
+ mov.u32 $0, %ntid.x; mov.u32 y, %ntid.y; mov.u32 z, %ntid.z;
+ mul.lo.u32 y, y, z; mul.lo.u32 $0, $0, y; }"""
 _GRID_COUNTER = "grid_counter"
+
+# The upper half of a counter is the number of the launch. What all blocks add together is 1 there, and 0 below. So the
+# upper half stays as it is until the last block has added.
+_LAUNCH_NUMBER = """{
+ .reg .b64 counter; .reg .b32 low;
+ ld.relaxed.gpu.global.b64 counter, [$1];
+ mov.b64 {low, $0}, counter; add.u32 $0, $0, 1; }"""
+_COUNT_LAUNCH = """{
+ .reg .pred p; .reg .b32 count, x, y, z; .reg .b64 part;
+ mov.u32 x, %ctaid.x; mov.u32 y, %ctaid.y; mov.u32 z, %ctaid.z;
+ or.b32 x, x, y; or.b32 x, x, z;
+ setp.eq.u32 p, x, 0;
+ mov.u32 x, %nctaid.x; mov.u32 y, %nctaid.y; mov.u32 z, %nctaid.z;
+ mul.lo.u32 count, x, y; mul.lo.u32 count, count, z;
+ cvt.u64.u32 part, count;
+ sub.u64 part, 0x100000001, part;
+ selp.b64 part, part, 1, p;
+ red.relaxed.gpu.global.add.u64 [$0], part; }"""
+_MAIL, _LAUNCHES = "mail", "launches"
+# A word and the number of its launch are stored and loaded together, so that none is seen without the other.
+_SEND = {
+    1: """{ .reg .pred p; .reg .b64 x; setp.ne.s32 p, $3, 0;
+ mov.b64 x, {$1, $2}; @p st.relaxed.gpu.global.b64 [$0], x; }""",
+    2: """{ .reg .pred p; .reg .b64 x, y; setp.ne.s32 p, $4, 0;
+ mov.b64 x, {$1, $3}; mov.b64 y, {$2, $3}; @p st.relaxed.gpu.global.v2.b64 [$0], {x, y}; }""",
+}
+
+
+def _receive(places: int, count: int) -> str:
+    """Return what asks for ``count`` words of each place, and again for those that were not there, until all are.
+
+    Its operands are the words, the addresses, whether a place is asked for, and the number of the launch. The lanes of
+    a warp stay together: of what follows a loop that divides them, compilers make a second, slow copy.
+    """
+    words = places * count
+    launch = words + 2 * places
+    text = [f"{{ .reg .pred any, other, missing<{places}>; .reg .b64 x<{words}>; .reg .b32 launch<{words}>;"]
+    text += [f"mov.b32 ${n}, 0;" for n in range(words)]
+    text += [f"setp.ne.s32 missing{n}, ${words + places + n}, 0;" for n in range(places)]
+    text.append("AGAIN_${:uid}:")
+    for n in range(places):
+        loaded = ", ".join(f"x{n * count + i}" for i in range(count))
+        vector, loaded = (".v2", "{" + loaded + "}") if count == 2 else ("", loaded)
+        text.append(f"@missing{n} ld.relaxed.gpu.global{vector}.b64 {loaded}, [${words + n}];")
+    text.append("setp.ne.b32 any, 0, 0;")
+    for n in range(places):
+        text.append("setp.ne.b32 other, 0, 0;")
+        for word in range(n * count, (n + 1) * count):
+            text.append(f"@missing{n} mov.b64 {{${word}, launch{word}}}, x{word};")
+            text.append(f"setp.ne.or.b32 other, launch{word}, ${launch}, other;")
+        text.append(f"and.pred missing{n}, missing{n}, other; or.pred any, any, missing{n};")
+    text.append("vote.sync.any.pred any, any, 0xffffffff; @any bra.uni AGAIN_${:uid}; }")
+    return "\n".join(text)
 
 
 def _integer(width: int) -> ir.Type:
@@ -115,7 +174,7 @@ class PTX(Machine):
         self._shared = self._wrap("i32", pointer)
         self._thread = self._wrap("i32", mgpu.utils.thread_idx())
         self._memrefs: dict[int, ir.Value] = {}  # of buffers, by the identity of their addresses
-        self._has_grid_counter = False
+        self._variables: set[str] = set()  # of the kernel's module
 
     def buffer(self, ref: ir.Value, shape: tuple[int, ...], dtype: DTypeLike, *, constant: bool) -> Buffer:
         """Return an array in device memory, from its memref."""
@@ -248,32 +307,83 @@ class PTX(Machine):
         elif scope == "block":
             gpu.barrier()
         elif scope == "grid":
-            gpu.barrier()
-            with self.when(self.thread == 0):
-                self._asm(_GRID_BARRIER, "l", [], self._grid_counter(), effects=True)
+            self.grid_arrive()
+            with self.when(self._speaks):
+                self._await_grid()
             gpu.barrier()
         elif scope == "warp":
             self._asm("bar.warp.sync 0xffffffff;", "", [], effects=True)
         else:
             mgpu.utils.warpgroup_barrier()
 
-    def _grid_counter(self) -> Value:
-        """Return the address of a variable of the kernel's module, which is 0 when the module is loaded."""
+    def _variable(self, name: str, bits: int = 32, count: int = 1) -> Value:
+        """Return the address of a variable of the kernel's module: so many integers, 0 when the module is loaded."""
         module = ir.InsertionPoint.current.block.owner
         while module.parent is not None:
             module = module.parent
-        if not self._has_grid_counter:
-            self._has_grid_counter = True
+        if name not in self._variables:
+            self._variables.add(name)
             with ir.InsertionPoint.at_block_begin(module.regions[0].blocks[0]):
                 llvm.GlobalOp(
-                    _integer(32),
-                    _GRID_COUNTER,
+                    ir.Type.parse(f"!llvm.array<{count} x i{bits}>"),
+                    name,
                     ir.Attribute.parse("#llvm.linkage<internal>"),
-                    value=ir.IntegerAttr.get(_integer(32), 0),
+                    value=ir.Attribute.parse(f"dense<0> : tensor<{count}xi{bits}>"),
                     addr_space=ir.IntegerAttr.get(_integer(32), 1),  # device memory
+                    alignment=16,
                 )
-        pointer = llvm.AddressOfOp(ir.Type.parse("!llvm.ptr<1>"), _GRID_COUNTER).result
+        pointer = llvm.AddressOfOp(ir.Type.parse("!llvm.ptr<1>"), name).result
         return self._wrap("i64", llvm.ptrtoint(_integer(64), pointer))
+
+    def open_mail(self, count: int) -> tuple[Value, Value]:
+        if _MAIL in self._variables:
+            raise TypeError("a launch has one mailbox")
+        address = self._variable(_MAIL, 64, count)
+        launch = self._asm(_LAUNCH_NUMBER, "=r,l", ["i32"], self._variable(_LAUNCHES, 64), effects=True)[0]
+        return address, launch
+
+    def close_mail(self) -> None:
+        with self.when(self.thread == 0):
+            self._asm(_COUNT_LAUNCH, "l", [], self._variable(_LAUNCHES, 64), effects=True)
+
+    def send(self, address: Value, words: Sequence[Value], launch: Value, where: Condition) -> None:
+        if where is False:
+            return
+        constraints = ",".join(["l", *["r"] * len(words), "r", "r"])
+        self._asm(_SEND[len(words)], constraints, [], address, *words, launch, self._where(where), effects=True)
+
+    def receive(
+        self, addresses: Sequence[Value], count: int, launch: Value, where: Sequence[Condition]
+    ) -> list[list[Value]]:
+        flags = [self._where(condition) for condition in where]
+        constraints = ["=&r"] * (count * len(addresses)) + ["l"] * len(addresses) + ["r"] * (len(flags) + 1)
+        kinds: list[Kind] = ["i32"] * (count * len(addresses))
+        text = _receive(len(addresses), count)
+        found = self._asm(text, ",".join(constraints), kinds, *addresses, *flags, launch, effects=True)
+        return [found[n : n + count] for n in range(0, len(found), count)]
+
+    def _where(self, condition: Condition) -> Value:
+        return self.constant(int(condition), "i32") if isinstance(condition, bool) else self._flag(condition)
+
+    def grid_arrive(self) -> None:
+        counter = self._variable(_GRID_COUNTER)
+        self._grid_phase = self._asm(_GRID_PHASE, "=r,l", ["i32"], counter, effects=True)[0]
+        gpu.barrier()
+        with self.when(self._speaks):
+            self._asm(_GRID_ARRIVE, "l", [], counter, effects=True)
+
+    def grid_wait(self) -> None:
+        with self.when(self.thread % WARPGROUP == 0):
+            self._await_grid()
+        mgpu.utils.warpgroup_barrier()
+
+    @property
+    def _speaks(self) -> Value:
+        """Whether this is the lane that arrives for its block: in the last warp, which seldom has more to do."""
+        return self.thread + WARP == self._asm(_BLOCK_SIZE, "=r", ["i32"])[0]
+
+    def _await_grid(self) -> None:
+        self._asm(_GRID_WAIT, "l,r", [], self._variable(_GRID_COUNTER), self._grid_phase, effects=True)
 
     def cluster_arrive(self) -> None:
         self._asm("barrier.cluster.arrive.relaxed.aligned;", "", [], effects=True)
@@ -303,8 +413,9 @@ class PTX(Machine):
 
     def _hold(self, values: list[Value]) -> list[Value]:
         # Empty volatile assembly. It stays after the loads before it, because they are volatile too.
+        letters = {"f32": "f", "i64": "l"}
         return [
-            self._asm("", "=f,0" if value.kind == "f32" else "=r,0", [value.kind], value, effects=True)[0]
+            self._asm("", f"={letters.get(value.kind, 'r')},0", [value.kind], value, effects=True)[0]
             for value in values
         ]
 

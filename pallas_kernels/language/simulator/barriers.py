@@ -218,6 +218,7 @@ class BarrierSimulator(Simulator):
 
     def check_end(self) -> None:
         """Raise an error if nobody waited for a copy: its block may have ended before it arrives."""
+        super().check_end()
         if any(copy.is_sent for copy in self._copies):
             raise SimulationError("nobody waits for what was sent to a block")
         if self._copies:

@@ -42,6 +42,8 @@ class Simulator(NumPyArithmetic):
         self._memories: list[DeviceMemory] = []
         self._shared_size, self._clocks = shared_bytes, Clocks(blocks, threads, cluster)
         self._shared = SharedMemory(blocks, shared_bytes, self._clocks)
+        self._has_waited: np.ndarray | None = None  # lanes, for the grid, at which they have arrived
+        self._launches: DeviceMemory | None = None  # what each block adds to the number of the launch, by its mailbox
 
     def take_shared(self, size: int, alignment: int = 16) -> int:
         offset = super().take_shared(size, alignment)
@@ -131,6 +133,23 @@ class Simulator(NumPyArithmetic):
             arrived = np.repeat(arrived, max(1, size // of_cluster))
             self._clocks.meet(arrived, min(size, of_cluster))  # shared memory is a cluster's own
 
+    def grid_arrive(self) -> None:
+        if self._has_waited is not None:
+            raise SimulationError("lanes that arrive at the grid's barrier twice in a launch")
+        if not self._active(True).all():
+            raise SimulationError("a grid barrier that only some of its lanes reach")
+        self._order("block")
+        self._has_waited = np.zeros(self._lane.size, bool)
+        for memory in self._memories:
+            if not memory.constant:
+                memory.order_those_who_wait(self._threads, self._has_waited)
+
+    def grid_wait(self) -> None:
+        if self._has_waited is None:
+            raise SimulationError("a lane that waits for the grid and has not arrived")
+        self._order("warpgroup")
+        self._has_waited[self._lane[self._active(True)]] = True
+
     def cluster_arrive(self) -> None:
         active = self._active(True)
         if np.any(active & self._has_arrived):
@@ -210,6 +229,66 @@ class Simulator(NumPyArithmetic):
             for word in words:
                 self._trust(expect("i32", word), active, f"{memory.name}: what is stored")
             memory.write(at, size, self._lane[active], self._bytes(words, size, active))
+
+    def open_mail(self, count: int) -> tuple[Value, Value]:
+        if self._launches is not None:
+            raise TypeError("a launch has one mailbox")
+        # A word, and whether it was sent. Only ``send`` may write it.
+        mail = self.buffer("mail", np.zeros((count, 2), np.int32), constant=True)
+        self.buffer("launches", np.zeros(self._shape[0], np.int32), constant=False)
+        self._launches = self._memories[-1]
+        active = self._active(True)
+        self._launches.read(self._lane[active] // self._threads * 4, 4, self._lane[active])
+        return mail.address, self.constant(1, "i32")
+
+    def close_mail(self) -> None:
+        if self._launches is None:
+            raise TypeError("a mailbox that was not opened")
+        lanes = self._lane[self._active(True) & (self._lane % self._threads == 0)]
+        at = lanes // self._threads * 4
+        if self._launches.data[at].any():
+            raise SimulationError("a block that closes its mailbox twice")
+        self._launches.write(at, 4, lanes, np.ones((lanes.size, 1), np.int32).view(np.uint8))
+
+    def send(self, address: Value, words: Sequence[Value], launch: Value, where: Condition) -> None:
+        active = self._active(where)
+        if not active.any():
+            return
+        letters, at = self._letters(address, len(words), launch, active)
+        for word in words:
+            self._trust(expect("i32", word), active, "mail: what is sent")
+        if letters[at, 1].any() or np.unique(at).size < at.size:
+            raise SimulationError("mail: a word that is sent twice in a launch")
+        letters[at, 0] = np.stack([np.broadcast_to(word.raw, self._shape)[active] for word in words], -1)
+        letters[at, 1] = 1
+
+    def receive(
+        self, addresses: Sequence[Value], count: int, launch: Value, where: Sequence[Condition]
+    ) -> list[list[Value]]:
+        found, warps = [], self._active(True).reshape(-1, WARP)
+        for address, condition in zip(addresses, where, strict=True):
+            words, active = np.zeros((*self._shape, count), np.int32), self._active(condition)
+            if np.any(warps.any(-1) & ~warps.all(-1)):
+                raise SimulationError("mail that only some lanes of a warp receive")
+            if active.any():
+                letters, at = self._letters(address, count, launch, active)
+                if not letters[at, 1].all():
+                    raise SimulationError("mail: a word that nobody has sent, for which a GPU waits forever")
+                words[active] = letters[at, 0]
+            found.append([self._wrap("i32", words[..., n]) for n in range(count)])
+        return found
+
+    def _letters(self, address: Value, count: int, launch: Value, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return words that are sent, with whether they were, [n, 2], and which of them is meant, [lanes, count]."""
+        self._trust(launch, active, "the number of a launch")
+        memory, at = self._locate(address, active)
+        memory.check(at, 8 * count)
+        return memory.data.view(np.int32).reshape(-1, 2), at[:, None] // 8 + np.arange(count)
+
+    def check_end(self) -> None:
+        """Raise an error for what would go wrong after the launch."""
+        if self._launches is not None and not self._launches.data.view(np.int32).all():
+            raise SimulationError("a block that did not close its mailbox")
 
     def _shared_offset(self, address: Value, active: np.ndarray, rank: int | None = None) -> np.ndarray:
         self._trust(expect("i32", address), active, "an address")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 _NOBODY, _MANY = -1, 1 << 60
+_FOR_THOSE_WHO_WAIT = 1 << 50  # in place of a number of lanes: ordered for lanes that have waited for the grid
 LARGEST = 16  # bytes of the largest access
 UNWRITTEN = 1  # the fault of bytes that were never written
 
@@ -39,7 +40,7 @@ class Memory:
             self.grain = size
         return at[:, None] // self.grain + np.arange(size // self.grain)
 
-    def _check(self, at: np.ndarray, size: int) -> None:
+    def check(self, at: np.ndarray, size: int) -> None:
         if np.any(at < 0) or np.any(at + size > self.data.size):
             raise SimulationError(
                 f"{self.name}: access of {size} bytes at {at.min()} .. {at.max()} of {self.data.size}"
@@ -88,10 +89,12 @@ class DeviceMemory(Memory):
         self.written, self.was_read = (np.zeros(self._cells, np.int64) for _ in range(2))
         # The same for writes that others may overwrite, but perhaps not see.
         self.settled = self.written.copy()
+        self.has_waited: np.ndarray | None = None  # lanes, for the grid
+        self.block = 0  # lanes of a block, once the grid's lanes have arrived
 
     def read(self, at: np.ndarray, size: int, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Return bytes [accesses, size], and their faults if there are any."""
-        self._check(at, size)
+        self.check(at, size)
         if not self.constant:
             cells, owner = self.cells(at, size), lanes[:, None]
             if np.any(self._unordered(cells, owner, self.writer, self.writer, self.written)):
@@ -101,7 +104,7 @@ class DeviceMemory(Memory):
 
     def write(self, at: np.ndarray, size: int, lanes: np.ndarray, data: np.ndarray) -> None:
         """Write bytes [accesses, size]."""
-        self._check(at, size)
+        self.check(at, size)
         if self.constant:
             raise SimulationError(f"{self.name}: a constant input is written")
         self._refuse_twice(at)
@@ -124,18 +127,26 @@ class DeviceMemory(Memory):
         np.minimum.at(self.low, cells.reshape(-1), owners)
         np.maximum.at(self.high, cells.reshape(-1), owners)
 
-    @staticmethod
     def _unordered(
-        cells: np.ndarray, owner: np.ndarray, low: np.ndarray, high: np.ndarray, scope: np.ndarray
+        self, cells: np.ndarray, owner: np.ndarray, low: np.ndarray, high: np.ndarray, scope: np.ndarray
     ) -> np.ndarray:
         """Return whether another lane's access is ordered neither before nor after that of ``owner``."""
         low, high = low[cells], high[cells]
         others = (high != _NOBODY) & ((low != owner) | (high != owner))
         if others.any():
             scope = scope[cells]
+            if self.has_waited is not None:
+                scope = np.where((scope == _FOR_THOSE_WHO_WAIT) & ~self.has_waited[owner], self.block, scope)
             size = np.maximum(scope, 1)
             others &= (scope == 0) | (low // size != owner // size) | (high // size != owner // size)
         return others
+
+    def order_those_who_wait(self, block: int, has_waited: np.ndarray) -> None:
+        """Apply a barrier of the grid for lanes that will have waited, and one of the block, of so many, for others."""
+        self.block, self.has_waited = block, has_waited
+        self.written[self.writer != _NOBODY] = _FOR_THOSE_WHO_WAIT
+        self.settled[self.writer != _NOBODY] = _FOR_THOSE_WHO_WAIT
+        self.was_read[self.high != _NOBODY] = _FOR_THOSE_WHO_WAIT
 
     def order(self, arrived: np.ndarray, size: int, *, is_relaxed: bool = False) -> None:
         """Apply a barrier over groups of ``size`` lanes: what their lanes did is ordered before what they do next.

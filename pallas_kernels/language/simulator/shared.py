@@ -59,7 +59,7 @@ class SharedMemory(Memory):
     # Lanes.
     def read(self, at: np.ndarray, size: int, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Return bytes [accesses, size], and their faults if there are any."""
-        self._check(at, size)
+        self.check(at, size)
         cells = self.cells(at, size)
         self._refuse_coming(cells, "a lane reads")
         warps = lanes // WARP
@@ -72,7 +72,7 @@ class SharedMemory(Memory):
 
     def add(self, at: np.ndarray, lanes: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Add x to an i32 each, atomically and in the lanes' order. Returns the value before each addition."""
-        self._check(at, 4)
+        self.check(at, 4)
         if self.fault is not None and self.fault.reshape(-1, 4)[at // 4].any():
             raise SimulationError(f"{self.name}: a lane adds to what nobody has written")
         self._have("additions", self.clocks.of_cluster)
@@ -95,7 +95,7 @@ class SharedMemory(Memory):
         dtype: int = 0,
     ) -> None:
         """Write bytes [accesses, size] with their faults."""
-        self._check(at, size)
+        self.check(at, size)
         self._refuse_twice(at)
         self._refuse_running(self.cells(at, size), "a lane writes")
         self.arrive(at, size, self._by(lanes, FOLLOWS), data, fault, dtype=dtype, is_fenced=False)
@@ -108,7 +108,7 @@ class SharedMemory(Memory):
     # Copies.
     def expect(self, at: np.ndarray, size: int) -> None:
         """Note that a copy to bytes [accesses, size] begins."""
-        self._check(at, size)
+        self.check(at, size)
         cells = self.cells(at, size)
         self._refuse_running(cells, "a copy writes")
         self.coming[cells] += 1
