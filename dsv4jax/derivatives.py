@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.checks import Tree
+from dsv4jax.indexing import take_tokens
 
 
 @jax.custom_jvp
@@ -41,8 +42,7 @@ def through_new_rows(values: jax.Array, exact: jax.Array, number: jax.Array, cou
     Returns:
       ``values``, unchanged but for the derivative.
     """
-    at = jnp.clip(number, 0, exact.shape[1] - 1).reshape(number.shape[0], -1, 1)
-    rows = jnp.take_along_axis(exact, at, axis=1).reshape(values.shape)
+    rows = take_tokens(exact, jnp.clip(number, 0, exact.shape[1] - 1))
     is_new = (number >= 0) & (number < count)
     return jnp.where(is_new[..., None], straight_through(values, rows), values)
 

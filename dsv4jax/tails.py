@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 
 from dsv4jax.checks import Named
 from dsv4jax.config import DSV4Config
-from dsv4jax.indexing import Batch, put, put_newest, read_slots
+from dsv4jax.indexing import Batch, put, put_newest, read_slots, take_tokens
 from dsv4jax.kinds import AttentionType
 
 EMPTY_GATE = -1e9  # gate of an empty slot: its weight is 0; finite, so that a softmax of empty slots alone is not NaN
@@ -106,10 +106,9 @@ class CSATail:
 
     def slots(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
         """Return the keys and gates that ``pool`` pools, f32 [B, N, 2 ratio, dim] each."""
-        ka = _on_grid(streams.ka, self.ka, phase, num_new, ratio, 0.0)
-        za = _on_grid(streams.za, self.za, phase, num_new, ratio, EMPTY_GATE)
-        kb = _on_grid(streams.kb, self.kb_next, phase, num_new, ratio, 0.0)
-        zb = _on_grid(streams.zb, self.zb_next, phase, num_new, ratio, EMPTY_GATE)
+        grid = _Grid.of(streams, phase, num_new, ratio)
+        ka, za = grid.arranged(streams.ka, 0.0, self.ka), grid.arranged(streams.za, EMPTY_GATE, self.za)
+        kb, zb = grid.arranged(streams.kb, 0.0, self.kb_next), grid.arranged(streams.zb, EMPTY_GATE, self.zb_next)
         kb = jnp.concatenate([self.kb.astype(jnp.float32)[:, None], kb[:, :-1]], axis=1)  # of the block before
         zb = jnp.concatenate([self.zb.astype(jnp.float32)[:, None], zb[:, :-1]], axis=1)
         return jnp.concatenate([kb, ka], axis=2), jnp.concatenate([zb, za], axis=2)
@@ -131,23 +130,21 @@ class CSATail:
             block = (phase + batch.num_new - 1) // ratio - 1
             token = (block * ratio - phase)[:, None] + jnp.arange(ratio, dtype=jnp.int32)[None]
             moved = batch.storing & (block >= 0)
-            for name, source in (("kb", "kb_next"), ("zb", "zb_next")):
-                old = read_slots(getattr(self, source), index, batch.slots).astype(jnp.float32)
-                new = jnp.take_along_axis(tokens[source], jnp.clip(token, 0, num_tokens - 1)[..., None], axis=1)
-                previous[name] = jnp.where((token >= 0)[..., None], new, old)
+            at, is_new = jnp.clip(token, 0, num_tokens - 1), (token >= 0)[..., None]
+            before = read_slots({"kb": self.kb_next, "zb": self.zb_next}, index, batch.slots)
+            for name, old in before.items():
+                new = take_tokens(tokens[f"{name}_next"], at)
+                previous[name] = jnp.where(is_new, new, old.astype(jnp.float32))
             previous, tail = lax.optimization_barrier((previous, self))  # all reads come before the first write
-            previous = {
-                name: put(getattr(tail, name), index, batch.slots, moved, rows) for name, rows in previous.items()
-            }
-        current = {name: put_newest(getattr(tail, name), index, batch, rows) for name, rows in tokens.items()}
+            previous = put({"kb": tail.kb, "zb": tail.zb}, index, batch.slots, moved, previous)
+        current = put_newest({name: getattr(tail, name) for name in tokens}, index, batch, tokens)
         return dataclasses.replace(tail, **current, **previous)
 
     def end_block(self, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> CSATail:
         """Copy the current b-stream over the previous one, for slots int32 [B] where ``complete`` bool [B] is True."""
         rows = read_slots({"kb": self.kb_next, "zb": self.zb_next}, index, slots)
         moved = complete & (slots >= 0)
-        rotated = {name: put(getattr(self, name), index, slots, moved, value) for name, value in rows.items()}
-        return dataclasses.replace(self, **rotated)
+        return dataclasses.replace(self, **put({"kb": self.kb, "zb": self.zb}, index, slots, moved, rows))
 
 
 @jax.tree_util.register_dataclass
@@ -173,17 +170,13 @@ class HCATail:
 
     def slots(self, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
         """Return the keys and gates that ``pool`` pools, f32 [B, N, ratio, dim] each."""
-        return (
-            _on_grid(streams.ka, self.ka, phase, num_new, ratio, 0.0),
-            _on_grid(streams.za, self.za, phase, num_new, ratio, EMPTY_GATE),
-        )
+        grid = _Grid.of(streams, phase, num_new, ratio)
+        return grid.arranged(streams.ka, 0.0, self.ka), grid.arranged(streams.za, EMPTY_GATE, self.za)
 
     def append(self, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> HCATail:
         """Write the new tokens' rows into one layer's tails."""
         del ratio  # the length of the ring is the ratio
-        return HCATail(
-            ka=put_newest(self.ka, index, batch, streams.ka), za=put_newest(self.za, index, batch, streams.za)
-        )
+        return put_newest(self, index, batch, HCATail(ka=streams.ka, za=streams.za))
 
     def end_block(self, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> HCATail:
         """Do nothing, because all rows of a block are overwritten before its entry reads them.
@@ -247,11 +240,8 @@ class HCAOnlineTail:
 
         A slot without a token has the gate ``EMPTY_GATE``.
         """
-        width = min(ratio, streams.ka.shape[1])
-        return (
-            _on_grid(streams.ka, None, phase, num_new, ratio, 0.0, width),
-            _on_grid(streams.za, None, phase, num_new, ratio, EMPTY_GATE, width),
-        )
+        grid = _Grid.of(streams, phase, num_new, ratio, width=min(ratio, streams.k.shape[1]))
+        return grid.arranged(streams.ka, 0.0), grid.arranged(streams.za, EMPTY_GATE)
 
     @property
     def entry(self) -> jax.Array:
@@ -272,7 +262,7 @@ class HCAOnlineTail:
     def with_running(self, index: jax.Array | int, batch: Batch, new: HCAOnlineTail) -> HCAOnlineTail:
         """Set one layer's running softmaxes of a batch, leaves [B, dim]."""
         new, tail = lax.optimization_barrier((new, self))
-        return jax.tree.map(lambda leaf, value: put(leaf, index, batch.slots, batch.storing, value), tail, new)
+        return put(tail, index, batch.slots, batch.storing, new)
 
     def end_block(self, index: jax.Array | int, slots: jax.Array, complete: jax.Array) -> HCAOnlineTail:
         """Reset the running softmax of slots int32 [B] where ``complete`` bool [B] is True."""
@@ -315,7 +305,7 @@ def emptied[T: Tail](tail: T, index: jax.Array | int, slots: jax.Array, where: j
     """Return the tail with slots int32 [B] of one layer reset to empty, where ``where`` bool [B] is True."""
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), tail)
     empty = empty_tail(spec, slots.shape)
-    return jax.tree.map(lambda leaf, value: put(leaf, index, slots, where & (slots >= 0), value), tail, empty)
+    return put(tail, index, slots, where & (slots >= 0), empty)
 
 
 def _leaves(form: type[Tail], spec: jax.ShapeDtypeStruct) -> Named:
@@ -328,39 +318,49 @@ def num_touched_blocks(num_tokens: int, ratio: int) -> int:
     return (num_tokens + 2 * ratio - 2) // ratio
 
 
-def _on_grid(
-    tokens: jax.Array,
-    tail: jax.Array | None,
-    phase: jax.Array,
-    num_new: jax.Array,
-    ratio: int,
-    empty: float,
-    width: int | None = None,
-) -> jax.Array:
-    """Arrange tokens [B, T, dim] by the blocks that they belong to, [B, N, ratio, dim].
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """Where the tokens of a call are in the blocks that they belong to. One grid serves all their streams."""
 
-    Block 0 begins with the first ``phase`` rows of the tail. Slots without a token hold ``empty``. This lets one code
-    path serve decode, prefill and mixed batches. With ``width`` and without a tail, each block has room only for its
-    first ``width`` new tokens, which is enough when T <= width and takes far less memory.
-    """
-    num_tokens = tokens.shape[1]
-    block = jnp.arange(num_touched_blocks(num_tokens, ratio), dtype=jnp.int32)
-    begin = (block * ratio)[None] - phase[:, None]  # [B, N] token index of a block's first slot; block 0's can be < 0
-    if width is not None:
-        token = jnp.maximum(begin, 0)[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None]
-        inside = token < (begin + ratio)[..., None]
-    else:
-        token = begin[..., None] + jnp.arange(ratio, dtype=jnp.int32)[None, None]
-        inside = token >= 0
-    inside &= token < num_new[:, None, None]
-    flat = jnp.clip(token, 0, num_tokens - 1).reshape(token.shape[0], -1, 1)
-    rows = jnp.take_along_axis(tokens, flat, axis=1).reshape(*token.shape, -1)
-    rows = jnp.where(inside[..., None], rows, empty)
-    if tail is not None:
-        from_tail = jnp.arange(ratio, dtype=jnp.int32)[None] < phase[:, None]
-        first = jnp.where(from_tail[..., None], tail.astype(jnp.float32), rows[:, 0])
-        rows = jnp.concatenate([first[:, None], rows[:, 1:]], axis=1)
-    return rows
+    token: jax.Array  # int32 [B, N, width] the token of each slot, in range
+    inside: jax.Array  # bool [B, N, width] whether there is a token
+    from_tail: jax.Array  # bool [B, width] whether a slot of block 0 is a row of the tail
+
+    @classmethod
+    def of(
+        cls, streams: Streams, phase: jax.Array, num_new: jax.Array, ratio: int, *, width: int | None = None
+    ) -> _Grid:
+        """Make the grid of T new tokens, of which ``num_new`` are real, of requests that begin at ``phase``.
+
+        With ``width``, each block has room only for its first ``width`` new tokens, and none for rows of the tail. That
+        is enough when T <= width and takes far less memory.
+        """
+        num_tokens = streams.k.shape[1]
+        block = jnp.arange(num_touched_blocks(num_tokens, ratio), dtype=jnp.int32)
+        begin = (block * ratio)[None] - phase[:, None]  # [B, N] token of a block's first slot; block 0's can be < 0
+        if width is not None:
+            token = jnp.maximum(begin, 0)[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None]
+            inside = token < (begin + ratio)[..., None]
+        else:
+            token = begin[..., None] + jnp.arange(ratio, dtype=jnp.int32)[None, None]
+            inside = token >= 0
+        return cls(
+            token=jnp.clip(token, 0, num_tokens - 1),
+            inside=inside & (token < num_new[:, None, None]),
+            from_tail=jnp.arange(width or ratio, dtype=jnp.int32)[None] < phase[:, None],
+        )
+
+    def arranged(self, tokens: jax.Array, empty: float, tail: jax.Array | None = None) -> jax.Array:
+        """Arrange tokens [B, T, dim] by the blocks that they belong to, f32 [B, N, width, dim].
+
+        Block 0 begins with the first ``phase`` rows of the tail [B, ratio, dim]. Slots without a token hold ``empty``.
+        This lets one code path serve decode, prefill and mixed batches.
+        """
+        rows = jnp.where(self.inside[..., None], take_tokens(tokens, self.token), empty)
+        if tail is not None:
+            first = jnp.where(self.from_tail[..., None], tail.astype(jnp.float32), rows[:, 0])
+            rows = jnp.concatenate([first[:, None], rows[:, 1:]], axis=1)
+        return rows
 
 
 def softmax_pool(k: jax.Array, z: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 
 from dsv4jax.derivatives import through_new_rows
 from dsv4jax.formats import KeyRows, KVRows
-from dsv4jax.indexing import unique_or_dropped
+from dsv4jax.indexing import from_start, unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
@@ -67,14 +67,16 @@ def scatter_entries[Rows: (KVRows, KeyRows)](
     per_block, num_blocks = entries_per_block(store), jax.tree.leaves(store)[0].shape[1]
     k = jnp.arange(jax.tree.leaves(rows)[0].shape[1], dtype=jnp.int32)[None]
     entry = first[:, None] + k
-    block = block_table.at[slots[:, None], entry // per_block].get(mode="fill", fill_value=-1)
+    number, row = (of(entry, jnp.int32(per_block)) for of in (lax.div, lax.rem))
+    block = block_table.at[slots[:, None], number].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
     valid = (k < count[:, None]) & (slots[:, None] >= 0) & (block >= 0)
     target = unique_or_dropped(block, valid, num_blocks)
-    return jax.tree.map(
-        lambda leaf, value: leaf.at[index, target, entry % per_block].set(value, mode="drop", unique_indices=True),
-        store,
-        rows,
-    )
+    at = from_start(index, jax.tree.leaves(store)[0].shape[0]), target, row
+
+    def put(leaf: jax.Array, value: jax.Array) -> jax.Array:
+        return leaf.at[at].set(value, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+    return jax.tree.map(put, store, rows)
 
 
 def find_entries(
@@ -83,8 +85,10 @@ def find_entries(
     """Return the block (-1 if there is none) and the row in it, int32 [B, ...] each, of entries int32 [B, ...]."""
     per_block = entries_per_block(store)
     rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
-    block = block_table.at[rows, entry // per_block].get(mode="fill", fill_value=-1)
-    return jnp.where((entry >= 0) & (rows >= 0), block, -1), jnp.maximum(entry, 0) % per_block
+    is_none, size = (entry < 0) | (rows < 0), jnp.int32(per_block)
+    number, row = (of(jnp.maximum(entry, 0), size) for of in (lax.div, lax.rem))
+    block = block_table.at[rows, number].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    return jnp.where(is_none, -1, block), row
 
 
 def gather_entries[Rows: (KVRows, KeyRows)](
@@ -96,8 +100,8 @@ def gather_entries[Rows: (KVRows, KeyRows)](
     values must be masked.
     """
     block, row = find_entries(store, block_table, slots, entry)
-    at = index, jnp.maximum(block, 0), row
-    return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip"), store), block >= 0
+    at = from_start(index, jax.tree.leaves(store)[0].shape[0]), jnp.maximum(block, 0), row
+    return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip", wrap_negative_indices=False), store), block >= 0
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dsv4jax.checks import check_batch
 from dsv4jax.derivatives import through_new_rows
 from dsv4jax.formats import KVRows
-from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
+from dsv4jax.indexing import from_start, put_in_all_layers, take_tokens, unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, Tail, empty_tail
@@ -96,18 +96,19 @@ class SlidingWindow:
         slots = self.slots[:, None]
         row = jnp.remainder(position, self.plan.cfg.sliding_window)  # a negative position is masked below
         stored = self.state.window, self.state.pos
-        rows, pos = jax.tree.map(lambda leaf: leaf.at[self.index, slots, row].get(mode="clip"), stored)
+        layers, requests = self.state.pos.shape[:2]
+        at = from_start(self.index, layers), from_start(slots, requests), row
+        rows, pos = jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip", wrap_negative_indices=False), stored)
         held = pos == position
         if self.fresh is not None:
             number = position - self.start[:, None]
             count, is_fresh = self.fresh.nope.shape[1], number >= 0
             held = jnp.where(is_fresh, number < count, held)
+            token = jnp.clip(number, 0, count - 1)
 
             def newest(old: jax.Array, fresh: jax.Array) -> jax.Array:
-                at, new = (
-                    x.reshape(x.shape + (1,) * (fresh.ndim - 2)) for x in (jnp.clip(number, 0, count - 1), is_fresh)
-                )
-                return jnp.where(new, jnp.take_along_axis(fresh, at, axis=1), old)
+                new = take_tokens(fresh, token)
+                return jnp.where(is_fresh.reshape(*number.shape, *(1,) * (new.ndim - 2)), new, old)
 
             rows = jax.tree.map(newest, rows, self.fresh)
         held &= (position >= 0) & (slots >= 0)

@@ -74,7 +74,7 @@ def _read(table: jax.Array, slots: jax.Array) -> jax.Array:
 
 def _put(table: jax.Array, slots: jax.Array, value: jax.Array) -> jax.Array:
     """Set table[slots] = value, for slots from ``unique_or_dropped``."""
-    return table.at[slots].set(value, mode="drop", unique_indices=True)
+    return table.at[slots].set(value, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
 def is_admitted(tables: Tables, slots: jax.Array) -> jax.Array:

@@ -149,12 +149,12 @@ class LayerCall:
     @property
     def phase(self) -> jax.Array:
         """How many tokens each request's unfinished block has before the call, int32 [B]."""
-        return self.batch.start % self.ratio
+        return lax.rem(self.batch.start, jnp.int32(self.ratio))
 
     @property
     def first_entry(self) -> jax.Array:
         """The number of the first entry that the call can complete, int32 [B]."""
-        return self.batch.start // self.ratio
+        return lax.div(self.batch.start, jnp.int32(self.ratio))
 
     def positions(self, num_tokens: int) -> jax.Array:
         """Return the position of each token, int32 [B, T]; -1 past a row's own tokens."""

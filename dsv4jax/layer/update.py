@@ -299,11 +299,8 @@ class XLACacheUpdate(Anywhere):
         self, state: StateCache, index: jax.Array | int, kv: jax.Array, batch: Batch, plan: CachePlan
     ) -> StateCache:
         position = batch.start[:, None] + jnp.arange(kv.shape[1], dtype=jnp.int32)[None]
-        window, pos = jax.tree.map(
-            lambda leaf, row: put_newest(leaf, index, batch, row),
-            (state.window, state.pos),
-            (plan.rows.encode(kv, plan.cfg.rope_dim), position),
-        )
+        rows = plan.rows.encode(kv, plan.cfg.rope_dim), position
+        window, pos = put_newest((state.window, state.pos), index, batch, rows)
         return dataclasses.replace(state, window=window, pos=pos)
 
     def flush_entries(self, pool: PagedPool, index: jax.Array | int, new: NewEntries, plan: CachePlan) -> PagedPool:
