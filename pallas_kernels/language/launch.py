@@ -99,10 +99,10 @@ def launch(
     if shared_bytes > (most := target.gpu_or_first().shared_bytes):
         raise ValueError(f"{name} asks for {shared_bytes} bytes of shared memory, a block has at most {most}")
     if simulate:
-        run = functools.partial(_simulate, body, name, grid, shared_bytes)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        state = jax.tree.map(lambda leaf: _uninitialised(leaf) if _is_result(leaf) else leaf, state)
-        return jax.pure_callback(run, shapes, inputs, state)
+        run = functools.partial(_simulate, body, name, grid, shared_bytes, shapes)
+        given = jax.tree.map(lambda leaf: None if _is_result(leaf) else leaf, state)
+        return jax.pure_callback(run, shapes, inputs, given)
     if (reason := target.unsupported()) is not None:
         raise ValueError(f"{name} has no kernel for this target: {reason}")
 
@@ -204,13 +204,18 @@ def _check_shared(name: str, machine: Machine, grid: Grid) -> None:
         raise ValueError(f"{name} takes {scratch} bytes of shared memory for reductions, a launch has {most}")
 
 
-def _uninitialised(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _uninitialised(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     """Return an array of a number that no body stores on purpose: NaN, or the largest integer."""
     is_float, is_bool = (jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.floating, jnp.bool))
-    return jnp.full(leaf.shape, jnp.nan if is_float else is_bool or jnp.iinfo(leaf.dtype).max, leaf.dtype)
+    return np.full(leaf.shape, np.nan if is_float else is_bool or jnp.iinfo(leaf.dtype).max, leaf.dtype)
 
 
-def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, inputs: Tree, state: Tree) -> Tree:
+def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, shapes: Tree, inputs: Tree, given: Tree) -> Tree:
+    """Run the body, with None among ``given`` for each result."""
+    inputs = jax.tree.map(lambda array: np.array(array, order="C"), inputs)
+    state = jax.tree.map(
+        lambda leaf, array: _uninitialised(leaf) if array is None else np.array(array, order="C"), shapes, given
+    )
     if not math.prod(grid.blocks):
         return state
     machine = TensorMemorySimulator(grid.blocks, grid.warpgroups * WARPGROUP, shared_bytes, grid.cluster)
@@ -220,8 +225,6 @@ def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, inputs: Tree
             lambda path, array: machine.buffer(name + jax.tree_util.keystr(path), array, constant=constant), tree
         )
 
-    inputs = jax.tree.map(lambda array: np.array(array, order="C"), inputs)
-    state = jax.tree.map(lambda array: np.array(array, order="C"), state)
     body(machine, buffers(inputs, constant=True), buffers(state, constant=False))
     _check_shared(name, machine, grid)
     machine.check_end()

@@ -60,36 +60,33 @@ class _Turn:
         self.copies: list[list[_LaneCopy]] = [[]]  # groups of copies that are running
         self.ready: Callable[[], bool] = lambda: True
         self.done, self.error = False, None
-        self._go, self._back = threading.Event(), threading.Event()
+        self._go, self._back = threading.Lock(), threading.Lock()  # held until it may run; until it has stopped
+        self._go.acquire()
+        self._back.acquire()
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
 
     def _run(self, body: Callable[[], None]) -> None:
-        self._wait()
+        self._go.acquire()
         try:
             body()
         except BaseException as error:  # passed to the thread that runs the roles
             self.error = error
         self.done = True
-        self._back.set()
-
-    def _wait(self) -> None:
-        self._go.wait()
-        self._go.clear()
+        self._back.release()
 
     def take(self) -> None:
         """Run the role until it calls ``give_way``."""
         if not self._thread.is_alive():
             self._thread.start()
-        self._go.set()
-        self._back.wait()
-        self._back.clear()
+        self._go.release()
+        self._back.acquire()
         if self.error is not None:
             raise self.error
 
     def give_way(self, ready: Callable[[], bool]) -> None:
         self.ready = ready
-        self._back.set()
-        self._wait()
+        self._back.release()
+        self._go.acquire()
 
 
 @dataclasses.dataclass(eq=False)
