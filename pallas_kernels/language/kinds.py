@@ -59,14 +59,14 @@ def fitting(number: object, kind: Kind) -> float:
         return bool(number)
     if is_bool:
         raise TypeError(f"{number!r} is no {kind}: write 1 or 0")
-    if not isinstance(number, numbers.Real):
+    if not isinstance(number, int | float | numbers.Real):  # a class of Python's is found faster than an abstract one
         raise TypeError(f"{number!r} is no number: an array that a kernel reads is one of launch's inputs")
     if kind == "f32":
         number = float(number)
         if abs(number) >= _TOO_LARGE and not math.isinf(number):
             raise TypeError(f"{number!r} is too large for an f32: write float('inf') where that is meant")
         return number
-    if not isinstance(number, numbers.Integral):
+    if not isinstance(number, int | numbers.Integral):
         raise TypeError(f"{number!r} is no {kind}, which takes whole numbers: write an int, or compute with f32")
     number, half = int(number), 1 << INTEGER_BITS[kind] - 1
     if not -half <= number < half:

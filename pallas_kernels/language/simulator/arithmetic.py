@@ -298,15 +298,16 @@ def multiply_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     numbers = _numbers_of_bf16()
     with np.errstate(all="ignore"):
         exact = numbers[a] * numbers[b]
-    signs, magnitude = exact.view(np.int64) >> 48 & 1 << 15, np.abs(exact)
-    bits = magnitude.view(np.int64)
-    # The 45 bits that a bf16 has not are rounded; the exponent's bias is another one.
-    bits = (bits + ((1 << 44) - 1) + (bits >> 45 & 1) >> 45) - (1023 - 127 << 7)
-    small = magnitude < 2.0**-126
-    if small.any():  # a zero, or a subnormal number, in steps of 2^-133
-        bits = np.where(small, np.rint(np.where(small, magnitude, 0.0) * 2.0**133).astype(np.int64), bits)
-    bits = np.where(np.isnan(exact), _INFINITY | 1 << 6, np.minimum(bits, _INFINITY))
-    return (bits | signs).astype(np.uint16)
+        # A product has 16 bits, and an f32 holds 24.
+        bits = exact.astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    magnitude = np.abs(exact)
+    special = ~(magnitude >= 2.0**-126)
+    if special.any():
+        signs = (exact.view(np.int64) >> 48 & 1 << 15).astype(np.uint16)
+        # A zero, or a subnormal number, in steps of 2^-133.
+        small = np.rint(np.where(magnitude < 2.0**-126, magnitude, 0.0) * 2.0**133).astype(np.uint16)
+        bits = np.where(special, signs | np.where(np.isnan(exact), np.uint16(_INFINITY | 1 << 6), small), bits)
+    return bits
 
 
 @functools.cache
