@@ -43,6 +43,18 @@ def unique_or_dropped(slots: jax.Array, valid: jax.Array, size: int) -> jax.Arra
     return jnp.where(valid, slots, size + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape))
 
 
+def quotient(number: jax.Array, size: int) -> jax.Array:
+    """Return ``number // size`` of whole numbers that are not negative: one operation, with care for signs a dozen."""
+    if size & (size - 1):
+        return lax.div(number, np.int32(size))
+    return lax.shift_right_arithmetic(number, np.int32(size.bit_length() - 1))
+
+
+def remainder(number: jax.Array, size: int) -> jax.Array:
+    """Return ``number % size`` of whole numbers that are not negative."""
+    return lax.rem(number, np.int32(size)) if size & (size - 1) else lax.bitwise_and(number, np.int32(size - 1))
+
+
 def from_start(index: jax.Array | int, size: int) -> jax.Array | int:
     """Return an index that counts from the start of an axis; a negative one counts from its end.
 
@@ -113,7 +125,7 @@ def put_newest[Tree](tree: Tree, index: jax.Array | int, batch: Batch, rows: Tre
     position = batch.start[:, None] + token
     slot, at = jnp.broadcast_to(batch.slots[:, None], token.shape), jnp.clip(token, 0, num_tokens - 1)
     values = jax.tree.map(lambda leaf: take_tokens(leaf, at), rows)
-    return put(tree, index, slot, (token >= 0) & (slot >= 0), values, lax.rem(position, jnp.int32(ring)))
+    return put(tree, index, slot, (token >= 0) & (slot >= 0), values, remainder(position, ring))
 
 
 def copy_rows[Tree](tree: Tree, sources: jax.Array, targets: jax.Array) -> Tree:

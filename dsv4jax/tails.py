@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 
 from dsv4jax.checks import Named
 from dsv4jax.config import DSV4Config
-from dsv4jax.indexing import Batch, put, put_newest, read_slots, take_tokens
+from dsv4jax.indexing import Batch, put, put_newest, quotient, read_slots, remainder, take_tokens
 from dsv4jax.kinds import AttentionType
 
 EMPTY_GATE = -1e9  # gate of an empty slot: its weight is 0; finite, so that a softmax of empty slots alone is not NaN
@@ -126,8 +126,8 @@ class CSATail:
             # The last token may be in a later block than the first. The previous block is then the one before the last
             # token's. Its rows are new tokens, or rows of kb_next if the request was already in that block before the
             # call.
-            phase = batch.start % ratio
-            block = (phase + batch.num_new - 1) // ratio - 1
+            phase = remainder(batch.start, ratio)
+            block = quotient(phase + batch.num_new - 1, ratio) - 1
             token = (block * ratio - phase)[:, None] + jnp.arange(ratio, dtype=jnp.int32)[None]
             moved = batch.storing & (block >= 0)
             at, is_new = jnp.clip(token, 0, num_tokens - 1), (token >= 0)[..., None]
@@ -250,13 +250,13 @@ class HCAOnlineTail:
 
     def of_last_token(self, phase: jax.Array, num_new: jax.Array, ratio: int) -> HCAOnlineTail:
         """Return the running softmax of the last token's block, of those of all blocks that a call touches."""
-        last = jnp.maximum(phase + num_new - 1, 0) // ratio
+        last = quotient(jnp.maximum(phase + num_new - 1, 0), ratio)
         return jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, last[:, None, None], axis=1)[:, 0], self)
 
     def append(self, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> HCAOnlineTail:
         """Add the new tokens to one layer's running softmaxes."""
         old = read_slots(self, index, batch.slots)
-        _, new = old.continued(streams, batch.start % ratio, batch.num_new, ratio)
+        _, new = old.continued(streams, remainder(batch.start, ratio), batch.num_new, ratio)
         return self.with_running(index, batch, new)
 
     def with_running(self, index: jax.Array | int, batch: Batch, new: HCAOnlineTail) -> HCAOnlineTail:

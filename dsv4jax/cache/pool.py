@@ -15,7 +15,7 @@ from jax import lax
 
 from dsv4jax.derivatives import through_new_rows
 from dsv4jax.formats import KeyRows, KVRows
-from dsv4jax.indexing import from_start, unique_or_dropped
+from dsv4jax.indexing import from_start, quotient, remainder, unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
@@ -67,7 +67,7 @@ def scatter_entries[Rows: (KVRows, KeyRows)](
     per_block, num_blocks = entries_per_block(store), jax.tree.leaves(store)[0].shape[1]
     k = jnp.arange(jax.tree.leaves(rows)[0].shape[1], dtype=jnp.int32)[None]
     entry = first[:, None] + k
-    number, row = (of(entry, jnp.int32(per_block)) for of in (lax.div, lax.rem))
+    number, row = quotient(entry, per_block), remainder(entry, per_block)
     block = block_table.at[slots[:, None], number].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
     valid = (k < count[:, None]) & (slots[:, None] >= 0) & (block >= 0)
     target = unique_or_dropped(block, valid, num_blocks)
@@ -85,8 +85,8 @@ def find_entries(
     """Return the block (-1 if there is none) and the row in it, int32 [B, ...] each, of entries int32 [B, ...]."""
     per_block = entries_per_block(store)
     rows = slots.reshape(slots.shape + (1,) * (entry.ndim - 1))
-    is_none, size = (entry < 0) | (rows < 0), jnp.int32(per_block)
-    number, row = (of(jnp.maximum(entry, 0), size) for of in (lax.div, lax.rem))
+    is_none, entry = (entry < 0) | (rows < 0), jnp.maximum(entry, 0)
+    number, row = quotient(entry, per_block), remainder(entry, per_block)
     block = block_table.at[rows, number].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
     return jnp.where(is_none, -1, block), row
 

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.checks import FLOATS, Tree, check_array, check_dtype, known_size
+from dsv4jax.indexing import quotient
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.dense import rms_norm
@@ -220,7 +221,7 @@ def attention_inputs(
         window=window,
         entries=entries,
         picks=picks,
-        visible=(positions + 1) // cfg.ratio(kind) if kind.compresses else None,
+        visible=quotient(positions + 1, cfg.ratio(kind)) if kind.compresses else None,
     )
 
 

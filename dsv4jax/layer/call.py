@@ -20,7 +20,7 @@ from dsv4jax.cache.tables import granted_tokens, withdraw_grants
 from dsv4jax.checks import FLOATS, check_array, check_batch
 from dsv4jax.derivatives import storable
 from dsv4jax.formats import KVRows
-from dsv4jax.indexing import Batch
+from dsv4jax.indexing import Batch, quotient, remainder
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import Backend
 from dsv4jax.plan import CachePlan
@@ -149,12 +149,12 @@ class LayerCall:
     @property
     def phase(self) -> jax.Array:
         """How many tokens each request's unfinished block has before the call, int32 [B]."""
-        return lax.rem(self.batch.start, jnp.int32(self.ratio))
+        return remainder(self.batch.start, self.ratio)
 
     @property
     def first_entry(self) -> jax.Array:
         """The number of the first entry that the call can complete, int32 [B]."""
-        return lax.div(self.batch.start, jnp.int32(self.ratio))
+        return quotient(self.batch.start, self.ratio)
 
     def positions(self, num_tokens: int) -> jax.Array:
         """Return the position of each token, int32 [B, T]; -1 past a row's own tokens."""

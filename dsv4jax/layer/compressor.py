@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from dsv4jax.config import DSV4Config
 from dsv4jax.derivatives import straight_through
+from dsv4jax.indexing import remainder
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Backend
 from dsv4jax.layer.call import Normed, TokenRows
@@ -46,8 +47,9 @@ def streams_of(
         stored = lax.optimization_barrier(lax.stop_gradient(stream).astype(dtype)).astype(jnp.float32)
         return straight_through(stored, stream)
 
-    slot = (start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]) % ape.shape[0]
-    return Streams(k=rounded(k), z=rounded(z + ape.astype(jnp.float32)[slot]), overlap=overlap)
+    slot = remainder(start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None], ape.shape[0])
+    ape = ape.astype(jnp.float32).at[slot].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return Streams(k=rounded(k), z=rounded(z + ape), overlap=overlap)
 
 
 def project_streams(

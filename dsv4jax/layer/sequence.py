@@ -18,6 +18,7 @@ from jax import lax
 from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.formats import INDEXER_FORMATS, KV_FORMATS, KeyFormat, KVFormat, rounded, rounded_keys
+from dsv4jax.indexing import quotient
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer import indexer
 from dsv4jax.layer.attention import attend, start_at_sinks
@@ -270,7 +271,7 @@ def _attend_tile(
     running = attend(start_at_sinks(params.sinks, q), q, window, in_window)
     loss = None if form.over is None else jnp.zeros((*positions.shape, 1))
     if seen.entries is not None:
-        visible = (positions + 1) // cfg.ratio(form.kind)
+        visible = quotient(positions + 1, cfg.ratio(form.kind))
         read = jnp.arange(seen.entries.shape[1], dtype=jnp.int32)[None, None] < visible[..., None]
         scores = None
         if queries.picks is not None:

@@ -25,7 +25,7 @@ from dsv4jax.cache.stack import LayerStack
 from dsv4jax.cache.state import StateCache
 from dsv4jax.checks import check_array, check_batch
 from dsv4jax.derivatives import storable
-from dsv4jax.indexing import Batch, fitting, put_newest, read_slots
+from dsv4jax.indexing import Batch, fitting, put_newest, quotient, read_slots, remainder
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
@@ -233,7 +233,7 @@ def completed_entries(call: LayerCall, normed: Normed, tail: Tail) -> ExactEntri
     (streams, norm), phase, num_new = normed, call.phase, call.batch.num_new
     pooled = read_slots(tail, call.index, call.batch.slots).pool(streams, phase, num_new, call.ratio)
     rows = finish_entries(pooled, norm, call.first_entry, call.kind, call.plan.cfg)
-    return ExactEntries(rows=rows, first=call.first_entry, count=(phase + num_new) // call.ratio)
+    return ExactEntries(rows=rows, first=call.first_entry, count=quotient(phase + num_new, call.ratio))
 
 
 def exact_entries(call: LayerCall, rows: TokenRows) -> ExactEntries | None:
@@ -278,7 +278,7 @@ class XLACacheUpdate(Anywhere):
         pool = self.flush_entries(pool, index, new, plan)
         if keep_tails:
             return LayerStack(state=state, pool=pool)
-        full = (batch.num_new > 0) & ((call.phase + batch.num_new) % call.ratio == 0)
+        full = (batch.num_new > 0) & (remainder(call.phase + batch.num_new, call.ratio) == 0)
         tail = self.appended(state.tail, index, rows.entry[0], batch, call.ratio)
         tail = tail.end_block(index, batch.slots, full)
         indexer_tail = state.indexer_tail

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.cache.pool import ExactEntries
-from dsv4jax.indexing import Batch, read_slots
+from dsv4jax.indexing import Batch, quotient, read_slots, remainder
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.call import LayerCall, Normed
 from dsv4jax.layer.compressor import finish_entries
@@ -36,12 +36,12 @@ class InvariantCacheUpdate(XLACacheUpdate):
             return finish_entries(pooled[:, None], norm, number, call.kind, call.plan.cfg)[:, 0]
 
         entries = map_rows(finished, (found, number), 1, axes=2)
-        return ExactEntries(rows=entries, first=call.first_entry, count=(phase + num_new) // call.ratio)
+        return ExactEntries(rows=entries, first=call.first_entry, count=quotient(phase + num_new, call.ratio))
 
     def appended(self, tail: Tail, index: jax.Array | int, streams: Streams, batch: Batch, ratio: int) -> Tail:
         if not isinstance(tail, HCAOnlineTail):
             return super().appended(tail, index, streams, batch, ratio)
-        phase, old = batch.start % ratio, read_slots(tail, index, batch.slots)
+        phase, old = remainder(batch.start, ratio), read_slots(tail, index, batch.slots)
         blocks = _in_order(old, streams, phase, batch.num_new, ratio)
         return tail.with_running(index, batch, blocks.of_last_token(phase, batch.num_new, ratio))
 

@@ -10,6 +10,7 @@ import jax
 from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.checks import known_size
 from dsv4jax.formats import KeyRows
+from dsv4jax.indexing import quotient
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import OpBackends
 from dsv4jax.layer.indexer import Selection, ordered_picks
@@ -93,7 +94,7 @@ class Stages:
         """Return the entries that each query reads, int32 [B, T, K], -1 = none; None if it reads all that it sees."""
         if self.selection is None or keys is None or latents.head_weights is None or entries is None:
             return None
-        visible = (latents.positions + 1) // self.plan.cfg.ratio(self.kind)
+        visible = quotient(latents.positions + 1, self.plan.cfg.ratio(self.kind))
         if probe.entries is None:
             picks = self.selection.pick(keys, latents.head_weights, entries, visible)
         else:

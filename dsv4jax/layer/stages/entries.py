@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dsv4jax.cache.pool import ExactEntries, PagedPool, PooledLayer, gather_entries, scatter_entries
 from dsv4jax.derivatives import storable
+from dsv4jax.indexing import quotient
 from dsv4jax.layer.stages.interface import Taken
 from dsv4jax.layer.stages.probe import Probe, Seen
 
@@ -32,7 +33,7 @@ def tap_entries(taken: Taken, tokens: int, probe: Probe, seen: Seen) -> Taken:
     """
     call, entries = taken.call, taken.entries
     assert entries is not None
-    count = (call.phase + call.batch.num_new) // call.ratio
+    count = quotient(call.phase + call.batch.num_new, call.ratio)
     place = jnp.arange((call.ratio - 1 + tokens) // call.ratio, dtype=jnp.int32)[None]
     is_new = (place < count[:, None]) & (call.batch.slots >= 0)[:, None]
     number = jnp.where(is_new, call.first_entry[:, None] + place, -1)
