@@ -23,6 +23,7 @@ from jax import lax
 from dsv4jax.checks import Tree
 from dsv4jax.derivatives import refuse_derivative, straight_through
 from dsv4jax.formats import fp8_rounded
+from dsv4jax.indexing import quotient
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.backend import XLA, Anywhere, Backend
 from dsv4jax.layer.dense import swiglu
@@ -97,7 +98,7 @@ class _Tiles:
             pairs=jnp.argsort(experts, stable=True).astype(jnp.int32),
             first=jnp.cumsum(count) - count,
             count=count,
-            end=jnp.cumsum((count + tile - 1) // tile),
+            end=jnp.cumsum(quotient(count + tile - 1, tile)),
         )
 
     def rows(self, number: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
@@ -107,10 +108,14 @@ class _Tiles:
         """
         expert = jnp.searchsorted(self.end, number, side="right", method="compare_all").astype(jnp.int32)
         exists, expert = expert < self.end.size, jnp.minimum(expert, self.end.size - 1)
-        tiles = (self.count[expert] + tile - 1) // tile
-        within = (number - (self.end[expert] - tiles))[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None]
-        is_pair = exists[:, None] & (within < self.count[expert][:, None])
-        pairs = self.pairs.at[self.first[expert][:, None] + within].get(mode="clip")
+        first, count, end = (
+            leaf.at[expert].get(mode="promise_in_bounds", wrap_negative_indices=False)
+            for leaf in (self.first, self.count, self.end)
+        )
+        tiles = quotient(count + tile - 1, tile)
+        within = (number - (end - tiles))[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None]
+        is_pair = exists[:, None] & (within < count[:, None])
+        pairs = self.pairs.at[first[:, None] + within].get(mode="clip", wrap_negative_indices=False)
         nobody = self.pairs.size + jnp.arange(is_pair.size, dtype=jnp.int32).reshape(is_pair.shape)
         return expert, jnp.where(is_pair, pairs, nobody)
 
@@ -168,14 +173,16 @@ def _all_outputs(
 
     @jax.checkpoint  # reverse mode would keep the wide copies of all experts
     def outputs(pair: jax.Array, expert: jax.Array) -> jax.Array:
-        rows = x.at[pair // (pairs // tokens)].get(mode="fill", fill_value=0)
-        weight = weights.at[pair].get(mode="fill", fill_value=0)
+        of_token = quotient(pair, pairs // tokens)
+        rows = x.at[of_token].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        weight = weights.at[pair].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         inner = swiglu(_product(rows, gate_up, expert), cfg.swiglu_limit) * weight[..., None]
         return _product(inner.astype(x.dtype), down, expert)
 
     def multiply(step: jax.Array | int, out: jax.Array) -> jax.Array:
         expert, pair = tiles.rows(step * at_once + jnp.arange(at_once, dtype=jnp.int32), tile)
-        return out.at[pair].set(outputs(pair, expert), mode="drop", unique_indices=True)
+        found = outputs(pair, expert)
+        return out.at[pair].set(found, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
     out = jnp.zeros((pairs, x.shape[1]), x.dtype)
     steps = math.ceil(most / at_once)
