@@ -182,7 +182,7 @@ def garbage(cache: d4.KVCache, seed: int = 0) -> d4.KVCache:
     rng = np.random.default_rng(seed)
 
     def draw(leaf: jax.Array) -> jax.Array:
-        return jnp.asarray(np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape))
+        return jax.device_put(np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape))
 
     return dataclasses.replace(jax.tree.map(draw, cache), tables=cache.tables)
 
@@ -203,7 +203,7 @@ def poisoned(cache: d4.KVCache) -> d4.KVCache:
             garbage[dead] = 0xFF
         else:
             garbage[dead] = 7 if garbage.dtype == np.int32 else np.nan
-        return jnp.asarray(garbage)
+        return jax.device_put(garbage)
 
     def spoil_tail(leaf: jax.Array, ratio: int) -> jax.Array:
         dead = np.broadcast_to(np.arange(ratio) >= (tables.seq_lens % ratio)[:, None], tuple(leaf.shape[:3]))
@@ -235,4 +235,4 @@ def poisoned(cache: d4.KVCache) -> d4.KVCache:
                 dead[:, tables.block_table[slot, entry // per_block], entry % per_block] = False
             pool = jax.tree.map(lambda leaf, dead=dead: spoil(leaf, dead), pool)
         cache = cache.with_stack(kind, dataclasses.replace(stack, state=state, pool=pool))
-    return dataclasses.replace(cache, tables=jax.tree.map(jnp.asarray, tables))
+    return dataclasses.replace(cache, tables=jax.device_put(tables))

@@ -52,7 +52,7 @@ def run(
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         out = jax.jit(lambda inputs: start(inputs=inputs, state=state))(inputs)
     else:
-        out = jax.jit(lambda inputs, state: start(inputs=inputs, state=state))(inputs, jax.tree.map(jnp.asarray, state))
+        out = jax.jit(lambda inputs, state: start(inputs=inputs, state=state))(inputs, jax.device_put(state))
     return jax.tree.map(np.asarray, out)
 
 
@@ -81,7 +81,7 @@ def emit(body: Callable[..., None], inputs: Any, state: Any, **sizes: Any) -> st
 
 def simulated(body: Body, **sizes: Any) -> None:
     """Simulate a body that reads and updates an array with one number per lane."""
-    run(body, jnp.asarray(LANE), np.zeros_like(LANE), simulate=True, shared_bytes=ROOM, **sizes)
+    run(body, jax.device_put(LANE), np.zeros_like(LANE), simulate=True, shared_bytes=ROOM, **sizes)
 
 
 def load_value(buffer: Buffer, at: Value) -> Value:
@@ -114,7 +114,7 @@ def elementwise(
         for buffer, value in zip(out, [results] if isinstance(results, Value) else results, strict=True):
             store_value(buffer, n, value)
 
-    inputs = [jnp.asarray(x) for x in padded]
+    inputs = jax.device_put(padded)
     state = [spec(padded[0].shape, dtype)] * outputs
     grid = (len(padded[0]) // WARPGROUP,)
     out = run(body, inputs, state, simulate=simulate, grid=grid, shared_bytes=4 * WARPGROUP)

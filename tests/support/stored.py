@@ -23,8 +23,8 @@ def rounded_to_blocks(
     blocks = padded.reshape(rows, block[0], columns, block[1])
     scale = np.exp2(np.ceil(np.log2(np.abs(blocks).max((1, 3), keepdims=True) / 448)))
     codes = (blocks / scale).reshape(padded.shape)[:out, :inner].astype(ml_dtypes.float8_e4m3fn)
-    scales = scale[:, 0, :, 0].astype(ml_dtypes.float8_e8m0fnu)
-    return StoredWeight(codes=jnp.asarray(codes), scales=jnp.asarray(scales), block=block, activations=activations)
+    codes, scales = jax.device_put((codes, scale[:, 0, :, 0].astype(ml_dtypes.float8_e8m0fnu)))
+    return StoredWeight(codes=codes, scales=scales, block=block, activations=activations)
 
 
 def stored_parts(
@@ -65,8 +65,8 @@ def random_stored(
     counts = -(-shape[0] // block[0]), -(-shape[1] // block[1])
     exponents = 119 - (np.arange(counts[0])[:, None] + np.arange(counts[1])) % 3
     return StoredWeight(
-        codes=jnp.asarray(codes.astype(ml_dtypes.float8_e4m3fn)),
-        scales=jnp.asarray(exponents.astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)),
+        codes=jax.device_put(codes.astype(ml_dtypes.float8_e4m3fn)),
+        scales=jax.device_put(exponents.astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)),
         block=block,
         activations=activations,
     )
