@@ -10,7 +10,6 @@ fragment       matrices in the registers of a warpgroup, with arithmetic by row 
 tiles          tiles that know the dtype of their elements
 barriers       barriers in shared memory, at which warps wait for each other
 shared         arrays in a block's shared memory
-mail           floats that blocks of a grid send each other
 lanes          arrays in device memory, and rows spread over teams of lanes
 machine        what a lane can do: arithmetic, loads, stores, shuffles, barriers, branches and loops
 values         numbers, one per lane, and arithmetic with them

@@ -2,6 +2,7 @@
 
 Shaped      what a leaf of a tree is, inside of a kernel and outside
 Buffer      an array in device memory, addressed by indices
+Mailbox     an array in device memory through which the blocks of a grid send each other floats
 Team        part of a warp, a warp, or a warpgroup, which together hold a row and reduce over it
 Row         how a row is spread over a team: lane t holds channels 4t .. 4t + 3 of every step
 Divisor     divides several numbers by the same one
@@ -164,6 +165,66 @@ class Buffer:
     def store_words(self, words: Sequence[Value], *index: Index, where: Condition = True) -> None:
         """Store 1, 2 or 4 i32 to elements of any dtype, packed as ``load_words`` returns them."""
         self.machine.store(self.address_of(index), words, 4 * len(words), where)
+
+
+_MAIL = np.dtype("uint64")  # a float and the number of its launch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mailbox:
+    """An array of f32 in device memory, through which the blocks of a grid send each other floats without a barrier.
+
+        mail = Mailbox.open(machine, (blocks, 4))
+        mail.send_floats([a, b], block, 0)
+        machine.barrier("block")
+        mail.close()
+        one, other = mail.receive_floats([(block - 1, 0), (block - 1, 2)], count=2)
+
+    Each float travels in one access together with the number of its launch, for which its receiver waits. So it is
+    there as soon as it arrives. At a barrier of the grid, a block first waits until others see all that it stored, then
+    until all have said so, and then loads.
+
+    An element is sent at most once in a launch: alone, or with its neighbour along the last axis, the first of both at
+    an even index. All blocks of the launch must run at once, and a device must not run two launches of one kernel at
+    once, as for ``machine.barrier("grid")``. The memory is the kernel's own, for as long as it is loaded.
+    """
+
+    machine: Machine
+    sent: Buffer
+    launch: Value  # i32, the number of this launch
+
+    @classmethod
+    def open(cls, machine: Machine, shape: tuple[int, ...]) -> Mailbox:
+        """Return the launch's mailbox, of which it has one. All lanes of all blocks call it, and ``close`` later."""
+        if shape[-1] % 2:
+            raise TypeError(f"{shape[-1]} floats along the last axis of a mailbox: write an even number")
+        address, launch = machine.open_mail(math.prod(shape))
+        return cls(machine=machine, sent=Buffer(machine, address, shape, _MAIL, False), launch=launch)
+
+    def close(self) -> None:
+        """Say that this block knows the number of the launch: all its lanes, after a barrier of the block.
+
+        It may send and receive afterwards.
+        """
+        self.machine.close_mail()
+
+    def send_floats(self, values: Step, *index: Index, where: Condition = True) -> None:
+        """Send one float or two, of which the index is that of the first."""
+        words = [self.machine.bits(value) for value in values]
+        self.machine.send(self.sent.address_of(index), words, self.launch, where)
+
+    def receive_floats(
+        self, places: Sequence[Sequence[Index]], *, count: int, where: Sequence[Condition] | None = None
+    ) -> list[Step]:
+        """Return one float or two of each place, which has an index, once they have arrived.
+
+        All are asked for before any is waited for. Where the condition of a place does not hold, they are 0. All lanes
+        of a warp call it.
+        """
+        addresses = [self.sent.address_of(index) for index in places]
+        conditions = [True] * len(places) if where is None else where
+        found = self.machine.receive(addresses, count, self.launch, conditions)
+        return [[self.machine.from_bits(word) for word in words] for words in found]
 
 
 def load_either(

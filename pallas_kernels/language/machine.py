@@ -161,7 +161,7 @@ class Machine(Arithmetic):
         ``lanes.Buffer`` stores by indices.
         """
 
-    # Between blocks of a grid. ``mail.Mailbox`` computes addresses from indices.
+    # Between blocks of a grid. ``lanes.Mailbox`` computes addresses from indices.
     @abc.abstractmethod
     def open_mail(self, count: int) -> tuple[Value, Value]:
         """Return the i64 address of memory for so many words that blocks send, and the i32 number of this launch."""

@@ -28,10 +28,9 @@ from jax import lax
 
 from pallas_kernels.language import target
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.lanes import Buffer, Mailbox
 from pallas_kernels.language.launch import Grid, launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
-from pallas_kernels.language.mail import Mailbox
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Step, Value, select

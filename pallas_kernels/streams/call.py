@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.language import target
-from pallas_kernels.language.lanes import Buffer
+from pallas_kernels.language.lanes import Buffer, Mailbox
 from pallas_kernels.language.launch import Grid, launch
-from pallas_kernels.language.mail import Mailbox
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.streams.mixer import (
     PART,

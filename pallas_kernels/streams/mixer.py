@@ -31,9 +31,8 @@ import jax
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.fragment import product
-from pallas_kernels.language.lanes import Buffer, Team, add, fold, fold_tree
+from pallas_kernels.language.lanes import Buffer, Mailbox, Team, add, fold, fold_tree
 from pallas_kernels.language.machine import WARP, WARPGROUP
-from pallas_kernels.language.mail import Mailbox
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.tiles import TypedTile
@@ -195,7 +194,7 @@ class Layout:
 
 
 _FEWEST = 16  # tokens of a group, from which on there are more groups
-_TILES = 6  # of a block between two barriers, at most
+_TILES = 6  # of a block between two meetings, at most
 
 
 @jax.tree_util.register_dataclass

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.language.lanes import Mailbox
 from pallas_kernels.language.machine import WARP, WARPGROUP
-from pallas_kernels.language.mail import Mailbox
 from pallas_kernels.language.tensor_cores import TensorCores
 from tests.support.lane_kernels import run, spec
 from tests.support.machines import MACHINES
