@@ -416,7 +416,7 @@ class Mixer:
     def _place_of(self, tile: Value) -> tuple[Value, Value, Value]:
         """Return (token, column, whether they exist) of a lane in one of the block's tiles, counted over all turns."""
         row = self.machine.thread // self.layout.lanes
-        token = (tile * self.layout.groups + self.group) * self.layout.rows + row
+        token = self._firsts(tile)[0] + row
         return token, self._column, (row < self.layout.rows) & (token < self.layout.tokens)
 
     @property
@@ -477,11 +477,10 @@ class Mixer:
     def _put_tile(self, rows: TypedTile, tile: Value, buffer: Value, given: Callable[[], Given]) -> None:
         """Make the new streams of a tile's tokens, of which ``given`` loads what there is."""
         machine, layout = self.machine, self.layout
-        first, at = self._firsts(tile)
-        row = machine.thread // layout.lanes
+        at = self._firsts(tile)[1] + machine.thread // layout.lanes
         busy = -(-layout.rows * layout.lanes // WARP) * WARP  # lanes whose warps have tokens
         with machine.when(machine.thread < busy if busy < _LANES else True):
-            self._put_streams(rows, first + row, (buffer, at + row), given())
+            self._put_streams(rows, tile, (buffer, at), given())
         if (put := busy // layout.lanes) < TILE:
             row, unit = machine.thread // _UNITS, machine.thread % _UNITS
             with machine.when(row >= put):  # a product reads all rows
@@ -510,18 +509,18 @@ class Mixer:
         else:
             self.sums.store_floats(pair, *place, self.part, column, where=where)
 
-    def _put_streams(self, rows: TypedTile, token: Value, place: tuple[Value, Value], given: Given) -> None:
+    def _put_streams(self, rows: TypedTile, tile: Value, place: tuple[Value, Value], given: Given) -> None:
         """Put a lane's columns of a token's new streams, and the sum of their squares, where they belong."""
         machine, layout = self.machine, self.layout
+        token, column, exists = self._place_of(tile)
         row, lane = machine.thread // layout.lanes, machine.thread % layout.lanes
         unit, beside = lane * layout.columns // EIGHT, lane * layout.columns % EIGHT
-        exists = (row < layout.rows) & (token < layout.tokens)
         new = given.streams if given.post is None else self._with_output(given, token, exists)
         # In an order that does not depend on how many columns a lane has: of each column, then of all of them.
         squares = [machine.constant(0.0, "f32")] * layout.columns
         for stream, words in enumerate(new):
             if self.out.streams is not None:
-                self.out.streams.store_words(words, token, stream, self._column, where=exists)
+                self.out.streams.store_words(words, token, stream, column, where=exists)
             address = rows.unit(row, unit + stream * _UNITS) + beside * 2
             machine.store_shared(address, words, layout.columns * 2, True)
             squares = [machine.fma(x, x, total) for x, total in zip(_floats(words), squares, strict=True)]

@@ -12,15 +12,9 @@ import pytest
 from pallas_kernels.language.lanes import Mailbox
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores
+from tests.language.test_grid_barrier import BLOCKS, CLUSTER, COLUMNS, ROWS, number_of
 from tests.support.lane_kernels import run, spec
 from tests.support.machines import MACHINES
-
-ROWS, COLUMNS, CLUSTER = 3, 2, 2
-BLOCKS = ROWS * COLUMNS * CLUSTER
-
-
-def number_of(machine: TensorCores) -> Any:
-    return (machine.block(0) * COLUMNS + machine.block(1)) * CLUSTER + machine.rank
 
 
 @pytest.mark.parametrize("simulate", MACHINES)

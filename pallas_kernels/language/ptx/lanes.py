@@ -65,19 +65,20 @@ _FROM_E4M3 = """{
  cvt.rn.f16x2.e4m3x2 pair, low; mov.b32 {a, b}, pair; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
  cvt.rn.f16x2.e4m3x2 pair, high; mov.b32 {a, b}, pair; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }"""
 
-# One lane of each block adds to a counter. What all blocks add together flips its top bit, for which they wait. It
-# stays as it is until the last of them has added, so that they may look at it before.
-_GRID_PHASE = "ld.relaxed.gpu.global.u32 $0, [$1];"
-_GRID_ARRIVE = """{
- .reg .pred p; .reg .b32 count, x, y, z;
+# Whether this is the first block of the grid, and the number of blocks.
+_BLOCKS = """ .reg .pred p; .reg .b32 count, x, y, z;
  mov.u32 x, %ctaid.x; mov.u32 y, %ctaid.y; mov.u32 z, %ctaid.z;
  or.b32 x, x, y; or.b32 x, x, z;
  setp.eq.u32 p, x, 0;
  mov.u32 x, %nctaid.x; mov.u32 y, %nctaid.y; mov.u32 z, %nctaid.z;
- mul.lo.u32 count, x, y; mul.lo.u32 count, count, z;
+ mul.lo.u32 count, x, y; mul.lo.u32 count, count, z;"""
+# One lane of each block adds to a counter. What all blocks add together flips its top bit, for which they wait. It
+# stays as it is until the last of them has added, so that they may look at it before.
+_GRID_PHASE = "ld.relaxed.gpu.global.u32 $0, [$1];"
+_GRID_ARRIVE = f"""{{{_BLOCKS}
  sub.u32 count, 0x80000001, count;
  selp.u32 count, count, 1, p;
- red.release.gpu.global.add.u32 [$0], count; }"""
+ red.release.gpu.global.add.u32 [$0], count; }}"""
 _GRID_WAIT = """{
  .reg .pred p; .reg .b32 now;
  WAIT_${:uid}:
@@ -97,17 +98,12 @@ _LAUNCH_NUMBER = """{
  .reg .b64 counter; .reg .b32 low;
  ld.relaxed.gpu.global.b64 counter, [$1];
  mov.b64 {low, $0}, counter; add.u32 $0, $0, 1; }"""
-_COUNT_LAUNCH = """{
- .reg .pred p; .reg .b32 count, x, y, z; .reg .b64 part;
- mov.u32 x, %ctaid.x; mov.u32 y, %ctaid.y; mov.u32 z, %ctaid.z;
- or.b32 x, x, y; or.b32 x, x, z;
- setp.eq.u32 p, x, 0;
- mov.u32 x, %nctaid.x; mov.u32 y, %nctaid.y; mov.u32 z, %nctaid.z;
- mul.lo.u32 count, x, y; mul.lo.u32 count, count, z;
+_COUNT_LAUNCH = f"""{{{_BLOCKS}
+ .reg .b64 part;
  cvt.u64.u32 part, count;
  sub.u64 part, 0x100000001, part;
  selp.b64 part, part, 1, p;
- red.relaxed.gpu.global.add.u64 [$0], part; }"""
+ red.relaxed.gpu.global.add.u64 [$0], part; }}"""
 _MAIL, _LAUNCHES = "mail", "launches"
 # A word and the number of its launch are stored and loaded together, so that none is seen without the other.
 _SEND = {
