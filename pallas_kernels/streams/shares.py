@@ -66,6 +66,7 @@ def _products(values: list[Value]) -> tuple[list[Value], Value]:
 
 
 def _dot(machine: Machine, line: list[Value], factors: list[Value]) -> Value:
+    """Return the sum of products."""
     (a, factor), *others = zip(line, factors, strict=True)
     total = a * factor
     for a, factor in others:

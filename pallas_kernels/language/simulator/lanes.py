@@ -87,10 +87,13 @@ class Simulator(NumPyArithmetic):
 
     def _of_warps(self, array: np.ndarray) -> np.ndarray:
         """Return the array as [warps, lanes], after checking that no warp is partly active."""
+        self._refuse_part_of_a_warp("a shuffle in a warp of which only some lanes are active")
+        return np.broadcast_to(array, self._shape).reshape(-1, WARP)
+
+    def _refuse_part_of_a_warp(self, mistake: str) -> None:
         warps = np.broadcast_to(self._mask, self._shape).reshape(-1, WARP)
         if np.any(warps.any(-1) & ~warps.all(-1)):
-            raise SimulationError("a shuffle in a warp of which only some lanes are active")
-        return np.broadcast_to(array, self._shape).reshape(-1, WARP)
+            raise SimulationError(mistake)
 
     def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
         check_reduction(op)
@@ -265,11 +268,10 @@ class Simulator(NumPyArithmetic):
     def receive(
         self, addresses: Sequence[Value], count: int, launch: Value, where: Sequence[Condition]
     ) -> list[list[Value]]:
-        found, warps = [], self._active(True).reshape(-1, WARP)
+        self._refuse_part_of_a_warp("mail that only some lanes of a warp receive")
+        found = []
         for address, condition in zip(addresses, where, strict=True):
             words, active = np.zeros((*self._shape, count), np.int32), self._active(condition)
-            if np.any(warps.any(-1) & ~warps.all(-1)):
-                raise SimulationError("mail that only some lanes of a warp receive")
             if active.any():
                 letters, at = self._letters(address, count, launch, active)
                 if not letters[at, 1].all():
