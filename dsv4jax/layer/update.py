@@ -228,6 +228,27 @@ def store(call: LayerCall, rows: TokenRows, cache_update: CacheUpdate, *, keep_t
     return cache_update.store(call, rows, keep_tails=keep_tails)
 
 
+def append_to_all_layers(call: LayerCall, kv: jax.Array, cache_update: CacheUpdate) -> StateCache:
+    """Do what ``append_swa`` does, in all layers of the call's kind in one write: rows f32 [layers, B, T, head_dim].
+
+    The layers are written as a single one, which has the slots of each of them, one layer after the other. The call's
+    slots must be those of requests, or -1, as ``granted_batch`` gives them.
+    """
+    state, size = call.stack.state, call.batch.slots.size
+    layers, requests, _ = state.pos.shape
+    rows = jax.tree.map(lambda each: jnp.tile(each, layers), call.batch)
+    first = jnp.repeat(requests * jnp.arange(layers, dtype=jnp.int32), size)
+    live = rows.slots >= 0  # asked for all three numbers, so that XLA computes them in one launch
+    batch = Batch(
+        slots=jnp.where(live, rows.slots + first, -1),
+        start=jnp.where(live, rows.start, 0),
+        num_new=jnp.where(live, rows.num_new, 0),
+    )
+    as_one = jax.tree.map(lambda leaf: leaf.reshape(1, layers * requests, *leaf.shape[2:]), state)
+    as_one = cache_update.append_swa(as_one, 0, kv.reshape(-1, *kv.shape[2:]), batch, call.plan)
+    return jax.tree.map(lambda leaf, stored: stored.reshape(leaf.shape), state, as_one)
+
+
 def completed_entries(call: LayerCall, normed: Normed, tail: Tail) -> ExactEntries:
     """The entries that a call's tokens complete, from a tail as it was before the call."""
     (streams, norm), phase, num_new = normed, call.phase, call.batch.num_new

@@ -37,6 +37,7 @@ from dsv4jax.layer.projections import linear
 from dsv4jax.layer.stages.compose import Stages
 from dsv4jax.layer.stages.interface import Ending
 from dsv4jax.layer.stages.probe import Probe, Seen
+from dsv4jax.layer.update import append_to_all_layers
 from dsv4jax.model.inside.blocks import Tokens, Way, first_streams, run_blocks
 from dsv4jax.model.ops import HEAD
 from dsv4jax.model.params import DSparkParams, ModelParams
@@ -75,16 +76,15 @@ def store_keys(
     drafts, cfg = _drafts(params), params.cfg.attention
     real = jnp.arange(taps.shape[1])[None] < num_new[:, None]
     x = main_rows(drafts, jnp.where(real[..., None], taps, jnp.zeros((), taps.dtype)), cfg.norm_eps, backend)
-    update = CACHE_UPDATE.of(backend, cache.plan, _KIND)
-    for stage, block in enumerate(drafts.blocks):
-        cache, call = LayerCall.begin(cache, _KIND, stage, slots, num_new, taps.shape[1])
-        weights, positions = block.attention, call.positions(taps.shape[1])
+    cache, call = LayerCall.begin(cache, _KIND, 0, slots, num_new, taps.shape[1])
+    rows = []
+    for stage in (block.attention for block in drafts.blocks):
         # The product with W_qa beside it is not used: cutting W_kv off would copy it.
-        product = linear(x, weights.q_a_kv, backend=backend)[..., cfg.q_lora_rank :]
-        kv = apply_rope(rms_norm(product, weights.kv_norm, cfg.norm_eps), positions, rope_frequencies(cfg, _KIND))
-        state = update.append_swa(call.stack.state, stage, kv, call.batch, cache.plan)
-        cache = cache.with_stack(_KIND, dataclasses.replace(call.stack, state=state))
-    return cache
+        product = linear(x, stage.q_a_kv, backend=backend)[..., cfg.q_lora_rank :]
+        rows.append(rms_norm(product, stage.kv_norm, cfg.norm_eps))
+    kv = apply_rope(jnp.stack(rows), call.positions(taps.shape[1])[None], rope_frequencies(cfg, _KIND))
+    state = append_to_all_layers(call, kv, CACHE_UPDATE.of(backend, cache.plan, _KIND))
+    return cache.with_stack(_KIND, dataclasses.replace(call.stack, state=state))
 
 
 @jax.tree_util.register_dataclass

@@ -60,6 +60,13 @@ def test_over_a_mesh_a_layer_adds_one_launch_of_xla():
     assert report == {kind: {"kernels": count, "others": 1} for kind, count in OF_MODEL.items()}
 
 
+@pytest.mark.slow
+def test_a_stage_of_dspark_adds_a_product_and_the_sum_of_its_norm():
+    """The rest of norm and rope, and the write to the windows, are done for all stages at once."""
+    report = report_of("tests.support.model_launches", "h200", "--stages", "3", "--batch", "8")
+    assert report["last stage"] == 2
+
+
 PROGRAM = """
 HloModule step
 

@@ -13,6 +13,10 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.config import AttentionType
 from dsv4jax.formats import KV_FORMATS
+from dsv4jax.indexing import Batch as Rows
+from dsv4jax.layer import update
+from dsv4jax.layer.call import LayerCall
+from dsv4jax.layer.ops import CACHE_UPDATE
 from tests.support.cases import first_of
 from tests.support.kernel_cases import (
     BAD,
@@ -67,6 +71,29 @@ def test_append_swa(tokens, kv_format, cfg, backend):
         d4.pieces.append_swa(give(state), LAYER, kv, *rows, plan=case.plan, backend=name) for name in (backend, "xla")
     )
     assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(state))
+
+
+@backends
+@pytest.mark.parametrize(("tokens", "cfg"), [(1, ODD), (40, EVEN), (6, ODD)], ids=["T1 odd", "T40 even", "T6 odd"])
+def test_all_layers_at_once_are_stored_as_one_after_another(tokens, cfg, backend):
+    case = swa(tokens, "fp8_tile64", cfg=dataclasses.replace(cfg, compress_ratios=(0, 0, 0)))
+    batch = make_batch(case)
+    stack, rows = make_stack(case, batch), rows_of(batch)
+    shape = 3, case.batch, tokens, cfg.head_dim
+    kv = jnp.asarray(np.random.default_rng(5).standard_normal(shape), jnp.float32).at[1, BAD, 0, 3].set(jnp.nan)
+
+    @jax.jit
+    def at_once(stack: Any, kv: jax.Array, slots: jax.Array, start: jax.Array, num_new: jax.Array) -> Any:
+        given = Rows(slots=slots, start=start, num_new=num_new).fitting(tokens)
+        table = jnp.asarray(batch.block_table)
+        call = LayerCall(stack=stack, index=0, block_table=table, batch=given, kind=SWA, plan=case.plan)
+        return update.append_to_all_layers(call, kv, CACHE_UPDATE[backend])
+
+    want = give(stack.state)
+    for layer in range(3):
+        want = d4.pieces.append_swa(want, layer, kv[layer], *rows, plan=case.plan, backend="xla")
+    got = at_once(stack, kv, *rows)
+    assert_same_leaves(without_nan_bits(got), without_nan_bits(want), without_nan_bits(stack.state))
 
 
 def without_nan_bits(tree: Any) -> Any:

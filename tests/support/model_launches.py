@@ -2,8 +2,9 @@
 
 Compiles decode steps of V4-Flash's sizes where there is no GPU, and prints one JSON line: how many launches one more
 layer of each kind adds to a step, of kernels beside those between two sublayers, and of XLA. ``--list`` prints first
-what they are. With ``--devices 2`` they are those of each of two GPUs that share a model. One target per process. Needs
-the extra ``cross``.
+what they are. With ``--devices 2`` they are those of each of two GPUs that share a model. With ``--stages 3`` it prints
+instead how many launches store the keys of a DSpark block of three stages in a pass, and how many of them the third one
+adds. One target per process. Needs the extra ``cross``.
 """
 
 import argparse
@@ -53,6 +54,35 @@ def step_of(ratios: tuple[int, ...], requests: int, *, drafts: int = 0, invarian
     return draft if drafts else step, (params, ids, caches.model, row)
 
 
+def keys_launches(stages: int, options: argparse.Namespace) -> Counter[str]:
+    """The launches that store the keys of a DSpark block of so many stages in a pass with 5 drafts, by what they do."""
+    import jax
+    import jax.numpy as jnp
+
+    from dsv4jax.model import DSparkConfig, ModelConfig, init_caches, random_model
+    from dsv4jax.model.generation.drafting import Fed, drafter
+
+    flash, drafts = ModelConfig.flash(), 5
+    attention = dataclasses.replace(flash.attention, compress_ratios=(RATIOS["csa"],))
+    spark = DSparkConfig(taps=(0,), noise_token=0, stages=stages)
+    cfg = dataclasses.replace(flash, attention=attention, num_hash_layers=0, dspark=spark)
+    params = jax.eval_shape(lambda: random_model(cfg, jax.random.key(0)))
+    cache = jax.eval_shape(lambda: init_caches(cfg, options.batch, 4352, drafts)).drafts
+
+    def step(params, fed, cache):
+        return drafter(params).store(params, fed, cache, None)
+
+    def given() -> Fed:
+        row = jnp.zeros(options.batch, jnp.int32)
+        ids = jnp.zeros((options.batch, 1 + drafts), jnp.int32)
+        seen = jnp.zeros((*ids.shape, cfg.hidden_size), jnp.bfloat16)
+        return Fed(seen=seen, following=ids, slots=row, count=row)
+
+    fed = jax.eval_shape(given)
+    program = compile_for(options.target, step, params, fed, cache, donate_argnums=2)
+    return Counter(one.what for one in launches(program.as_text() or ""))
+
+
 def on_devices(target: str, count: int, args):
     """The arguments of a step of ``step_of`` as they lie over GPUs that share a model, and their abstract mesh."""
     import jax
@@ -94,9 +124,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--invariant", action="store_true", help="of caches that are invariant")
     parser.add_argument("--devices", type=int, default=1, help="that share the model's experts")
-    parser.add_argument("--list", action="store_true", help="print every launch of one more layer")
+    parser.add_argument("--stages", type=int, help="at least 2, of a DSpark block whose keys are stored")
+    parser.add_argument("--list", action="store_true", help="print every launch that is counted")
     options = parser.parse_args()
     prepare_environment()
+    if options.stages:
+        less, found = (keys_launches(stages, options) for stages in (options.stages - 1, options.stages))
+        for what, count in sorted(found.items()) if options.list else ():
+            print(f"    keys {count:3} {what}")
+        print(json.dumps({"all": found.total(), "last stage": found.total() - less.total()}))
+        return
     report = {}
     for kind in RATIOS:
         one, two = (launches_of((kind,) * n, options) for n in (1, 2))

@@ -55,6 +55,10 @@ def test_append_swa(kv_format):
     pieces.test_append_swa(1, kv_format, ODD, "triton")
 
 
+def test_all_layers_at_once_are_stored_as_one_after_another():
+    pieces.test_all_layers_at_once_are_stored_as_one_after_another(6, ODD, "triton")
+
+
 @pytest.mark.parametrize(
     "case",
     first_of(
