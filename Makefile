@@ -58,10 +58,9 @@ test-slow: $(call installed,test)
 sweeps: slow := sweep
 sweeps: test-slow
 
-# Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance. NumPy,
-# which computes what is expected, has one thread in each process, because there is a process for each core.
+# Without autotuning, because the timings of processes that share a GPU disturb each other, and so choose by chance.
 test-gpu: $(call installed,test-gpu)
-	OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_gpu_autotune_level=0 $(XLA_FLAGS)" $(python) -m pytest -n $(GPU_JOBS) --dist worksteal \
+	XLA_FLAGS="--xla_gpu_autotune_level=0 $(XLA_FLAGS)" $(python) -m pytest -n $(GPU_JOBS) --dist worksteal \
 		-m "not simulated and (gpu or not (slow or any_device))" --durations=15 tests/test_*.py tests/cache tests/kernels tests/language tests/layer \
 		tests/requests tests/triton_gpu tests/weights tests/model tests/docs/test_generate.py tests/docs/test_readme.py $(ARGS)
 
