@@ -1,11 +1,16 @@
 """Pairs of a token and an expert in tiles, against lists made by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.router.tiles import RoutedTiles, routed_tiles, tile_rows
 from tests.support.cases import first_of
+
+
+# In one program: operation by operation, it would be some ten for each shape.
+tiles_of = jax.jit(routed_tiles, static_argnums=(1, 2))
 
 
 def by_hand(experts: np.ndarray, num_experts: int, rows: int) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -44,7 +49,7 @@ CASES = {
 def test_the_tiles_are_those_made_by_hand(name, rows):
     experts = CASES[name]
     num_experts = 256 if name == "few" else 16
-    found = routed_tiles(jnp.asarray(experts), num_experts, rows)
+    found = tiles_of(jnp.asarray(experts), num_experts, rows)
     pairs, tiles = by_hand(experts, num_experts, rows)
     np.testing.assert_array_equal(found.pairs, pairs)
     assert found.count.tolist() == [len(tiles)]
@@ -60,7 +65,7 @@ def test_there_is_room_for_the_most_tiles():
     """Every expert has a tile that is not full, and the rest is in full ones."""
     rows, num_experts = 8, 4
     experts = np.repeat(np.arange(num_experts, dtype=np.int32), [1, 1, 9, 17])[:, None]
-    tiles = routed_tiles(jnp.asarray(experts), num_experts, rows)
+    tiles = tiles_of(jnp.asarray(experts), num_experts, rows)
     assert tiles.count.tolist() == [1 + 1 + 2 + 3] == [tiles.tiles.shape[0]]
 
 

@@ -24,6 +24,8 @@ SCALE = 1.5
 # Logits are sums in f32 in another order: some 1e-6 of each. Weights are quotients of their smooth functions.
 CLOSE: dict[str, Any] = dict(rtol=2e-5, atol=1e-6)
 machines = pytest.mark.parametrize("simulate", MACHINES)
+# Whole numbers, in one program: operation by operation, it would be some ten for each shape.
+tiles_of = jax.jit(pk.routed_tiles, static_argnums=(1, 2))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ def scores_of(x: jax.Array, gate: jax.Array) -> np.ndarray:
 def check_tiles(found: pk.Routed, experts: int, own: range | None = None) -> None:
     """The tiles are those of plain JAX, of a device's own experts those of all without the others."""
     own = range(experts) if own is None else own
-    want = pk.routed_tiles(found.experts, experts, found.tiles.rows)
+    want = tiles_of(found.experts, experts, found.tiles.rows)
     tiles = np.asarray(want.tiles[: int(want.count[0])])
     tiles = tiles[(tiles[:, 0] >= own.start) & (tiles[:, 0] < own.stop)] - [own.start, 0, 0]
     assert np.asarray(found.tiles.count).tolist() == [len(tiles)]

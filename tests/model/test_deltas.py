@@ -59,10 +59,10 @@ def tuned(weights: str, cfg: ModelConfig = CFG) -> ModelParams:
     scale, params = 0.3, with_deltas(model(weights, cfg), EVERY, jax.random.key(1), alpha=4.0)
     deltas, rest = partition(params, "deltas")
     leaves, tree = jax.tree.flatten(deltas)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
+    rng = np.random.default_rng(2)  # NumPy's, for which nothing is compiled
     drawn = [
-        scale * leaf.shape[-1] ** -0.5 * jax.random.normal(key, leaf.shape)
-        for key, leaf in zip(keys, leaves, strict=True)
+        jax.device_put(rng.standard_normal(leaf.shape, np.float32) * np.float32(scale * leaf.shape[-1] ** -0.5))
+        for leaf in leaves
     ]
     return combine(jax.tree.unflatten(tree, drawn), rest)
 
