@@ -258,7 +258,7 @@ def _experts(key: jax.Array, shape: tuple[int, int, int], dtype: DTypeLike, stor
     blocks = count, *num_blocks((rows, columns), FP4_BLOCK)
     weight = StoredExperts(
         codes=jax.random.bits(codes, (count, rows, columns // 2), jnp.uint8),
-        scales=random_scales(scales, blocks, 1 / (columns * _E2M1_VARIANCE)),
+        scales=random_scales(jax.random.uniform(scales, blocks), 1 / (columns * _E2M1_VARIANCE)),
         block=FP4_BLOCK,
         activations=stored.of("experts"),
     )

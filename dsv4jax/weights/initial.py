@@ -70,15 +70,16 @@ def random_params(
     shapes = named_shapes(cfg, kind)
     names = list(shapes)
     fp8 = [] if stored is None else [name for name in names if name in QUANTISED]
+    # One for each weight, and those of codes and of scales.
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(len(names) + 2, dtype=jnp.uint32))
     parts: Named = {}
     if stored is not None:
-        codes, scales = (jax.random.fold_in(key, len(names) + i) for i in range(2))
-        parts = random_stored(codes, scales, {name: shapes[name] for name in fp8}, stored)
+        parts = random_stored(keys[-2], keys[-1], {name: shapes[name] for name in fp8}, stored)
     wide = [i for i, name in enumerate(names) if name not in parts]
     sizes = {i: math.prod(shapes[names[i]]) for i in wide}
     for group in _of_similar_size(sizes):
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.asarray(group, jnp.uint32))
-        noise = jax.vmap(functools.partial(jax.random.normal, shape=(sizes[group[0]],), dtype=jnp.float32))(keys)
+        draw = functools.partial(jax.random.normal, shape=(sizes[group[0]],), dtype=jnp.float32)
+        noise = jax.vmap(draw)(keys[np.asarray(group)])
         distributions = [_distribution(names[i], shapes[names[i]]) for i in group]
         noise *= jnp.asarray([scale for scale, _ in distributions], jnp.float32)[:, None]
         # Else XLA compiles the generator, which is long, into every leaf once more.
@@ -126,22 +127,26 @@ def random_stored(
     numbers = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)
     codes = (numbers & _SIGN) | ((numbers & _BITS) + (_EXPONENT << 3))
     block, drawn, first = stored.block or BLOCK, {}, 0
+    blocks = [num_blocks(shape, block) for shape in shapes.values()]
+    # The scales of all in rows of one length, because XLA compiles the generator, which is long, for each length.
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(scales_key, jnp.arange(len(blocks), dtype=jnp.uint32))
+    rows = jax.vmap(functools.partial(jax.random.uniform, shape=(max(map(math.prod, blocks)),)))(keys)
     for i, (name, shape) in enumerate(shapes.items()):
         part = codes[first : first + sizes[i]].reshape(shape)
         first += sizes[i]
-        variance = 1 / (shape[-1] * _CODE_VARIANCE)
+        uniform = rows[i, : math.prod(blocks[i])].reshape(blocks[i])
         drawn[name] = StoredWeight(
             codes=lax.bitcast_convert_type(part, CODES),
-            scales=random_scales(jax.random.fold_in(scales_key, i), num_blocks(shape, block), variance),
+            scales=random_scales(uniform, 1 / (shape[-1] * _CODE_VARIANCE)),
             block=block,
             activations=stored.of(name),
         )
     return drawn
 
 
-def random_scales(key: jax.Array, shape: tuple[int, ...], variance: float) -> jax.Array:
-    """Draw each scale, E8M0, from two neighbouring powers of two, so that the mean of their squares is ``variance``."""
+def random_scales(uniform: jax.Array, variance: float) -> jax.Array:
+    """Make of each number a scale, E8M0, one of two neighbouring powers of two whose squares' mean is ``variance``."""
     lower = math.floor(math.log2(variance) / 2)
     share = (variance / 4**lower - 1) / 3  # of blocks with twice the lower scale
-    larger = jax.random.uniform(key, shape) < share
+    larger = uniform < share
     return lax.bitcast_convert_type(larger.astype(jnp.uint8) + (127 + lower), SCALES)
