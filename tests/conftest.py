@@ -15,8 +15,8 @@ if shutil.which("nvidia-smi") is None:
     # Kernels in Triton are then interpreted, which is decided when they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# There is a process for each core. Were there a thread for each core in every process, too, NumPy, which computes what is
-# expected and runs the simulator, would spend as long on waiting for its threads as on products.
+# There is a process for each core. With a thread for each core in every process, NumPy, which computes what is expected
+# and runs the simulator, would spend as long on waiting for its threads as on products.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Several test processes share a GPU.

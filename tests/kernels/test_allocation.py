@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,9 @@ from tests.support.machines import MACHINES
 
 machines = pytest.mark.parametrize("simulate", MACHINES)
 TINY = d4.DSV4Config.tiny()
+# Jitted once, so that calls of the same plan share a program.
+GROW = jax.jit(grow, static_argnames="plan")
+GROW_BY_KERNEL = jax.jit(grow_by_kernel, static_argnames=("plan", "simulate"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Case:
         )
         half = jnp.asarray(slots[: self.batch // 2])
         lengths = jnp.asarray(rng.integers(1, self.context // 4, half.size), jnp.int32)
-        tables, ok = jax.jit(functools.partial(grow, plan=plan))(tables, half, lengths)
+        tables, ok = GROW(tables, half, lengths, plan=plan)
         assert ok or not half.size
         tables = dataclasses.replace(tables, seq_lens=tables.seq_lens.at[half].set(lengths))
         asked, num_new = slots[: self.batch].copy(), rng.integers(1, self.most + 1, self.batch).astype(np.int32)
@@ -62,8 +64,8 @@ class Case:
 
 def check(case: Case, given: tuple[Tables, jax.Array, jax.Array], *, simulate: bool) -> bool:
     """Compare with XLA. Returns whether the batch was granted."""
-    want = jax.jit(functools.partial(grow, plan=case.plan))(*given)
-    got = jax.jit(functools.partial(grow_by_kernel, plan=case.plan, simulate=simulate))(*given)
+    want = GROW(*given, plan=case.plan)
+    got = GROW_BY_KERNEL(*given, plan=case.plan, simulate=simulate)
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))

@@ -8,7 +8,6 @@ import pytest
 from pallas_kernels.router.tiles import RoutedTiles, routed_tiles, tile_rows
 from tests.support.cases import first_of
 
-
 # In one program: operation by operation, it would be some ten for each shape.
 tiles_of = jax.jit(routed_tiles, static_argnums=(1, 2))
 
