@@ -112,9 +112,10 @@ class Machine(Arithmetic):
 
     @abc.abstractmethod
     def grid_arrive(self) -> None:
-        """Arrive at a barrier of the grid, for which ``grid_wait`` waits: all lanes of all blocks, once in a launch.
+        """Arrive at a barrier of the grid, for which ``grid_wait`` waits, as all lanes of all blocks.
 
-        In between, lanes can do other things, but what others have stored they see only afterwards. Nothing need wait.
+        In between, lanes can do other things, but what others have stored they see only afterwards. Nothing need wait
+        unless it arrives again: then all lanes must have waited before.
         """
 
     @abc.abstractmethod

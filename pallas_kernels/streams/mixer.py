@@ -4,7 +4,8 @@ A block has 64 columns of all streams, its part, for all tokens of its group. It
 up to 64 tokens at a time it makes the new streams, and a warpgroup multiplies them by the weight on the tensor cores.
 The weight is there as three bf16 numbers whose sum is the f32, so products are exact, and sums are f32. The parts' sums
 go through device memory. Then each token belongs to one block, which adds them up in order: four warps compute gains
-there, while the other warpgroups compute inputs, each one of a token.
+there, while the other warpgroups compute inputs, each one of a token. Of many tokens a block makes the next new streams
+while other blocks arrive at the meeting.
 
 Where no block has more than one token then, its first warpgroup receives the parts' sums by mail. Meanwhile the others
 wait at a barrier of the grid for the new streams. Otherwise all wait at the barrier: a mailbox for the tokens of a
@@ -160,8 +161,13 @@ class Layout:
 
     @property
     def has_several(self) -> bool:
-        """Whether a block has several tiles, of which the next is copied while one is computed."""
+        """Whether a block has several tiles, of which the next are copied while one is computed."""
         return self.turns * self.tiles > 1
+
+    @property
+    def stages(self) -> int:
+        """Tiles that a block has room for."""
+        return _STAGES if self.has_several else 1
 
     @property
     def slots(self) -> int:
@@ -180,21 +186,25 @@ class Layout:
 
     @property
     def sums(self) -> tuple[int, ...]:
-        """The shape of the parts' sums that are stored. Those of a turn are read while those of the next are made."""
-        return min(self.turns, 2), self.turn, self.parts, self.width
+        """The shape of the parts' sums that are stored.
+
+        Those of a turn are made while other blocks still read those of two turns before, and before it meets them.
+        """
+        return min(self.turns, 3), self.turn, self.parts, self.width
 
     @property
     def shared_bytes(self) -> int:
         columns = STREAMS * PART
-        tiles = (1 + self.has_several) * TILE * columns * 2 + self.eights * _THIRDS * EIGHT * columns * 2
-        tiles += 2 * (STREAMS + 1) * (_LANES + TILE) * 16 * self.has_several
+        tiles = self.stages * TILE * columns * 2 + self.eights * _THIRDS * EIGHT * columns * 2
+        tiles += self.stages * (_LANES + (STREAMS + 1) * TILE) * 16 * self.has_several
         constants = (self.numbers + VECTOR + self.hidden) * 4
         tiles += self.parts * self.width * 4 * self.has_mail
         return tiles + constants + self.slots * (self.width + VECTOR) * 4 + 2 * _MIXERS * VECTOR * 4 + _ALIGNMENT
 
 
 _FEWEST = 16  # tokens of a group, from which on there are more groups
-_TILES = 6  # of a block between two meetings, at most
+_TILES = 4  # of a block between two meetings, at most
+_STAGES = 3  # of a block that has several tiles
 
 
 @jax.tree_util.register_dataclass
@@ -215,31 +225,36 @@ class Given:
     output: list[Value] | None = None  # words
     post: Step | None = None
     carry: list[Step] | None = None
-    routed: Routed | None = None  # None where there are none, and where they are loaded later
+    routed: Routed | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ahead:
-    """Shared memory for what is copied of a block's next tile, while one is computed."""
+class Stages:
+    """Shared memory for several tiles of a block: for what is copied of the next ones, and for one's new streams."""
 
-    rows: Shared  # words [2, 5, lanes, 4] of each lane: those of the streams, and of the output
-    gains: Shared  # f32 [2, tokens, 5, 4]: post, then carry
+    rows: TypedTile  # bf16 [tokens, 4 * 64] of each stage. A lane stores new streams where it has read the old ones.
+    output: Shared  # words [stages, lanes, 4]
+    gains: Shared  # f32 [stages, tokens, 5, 4]: post, then carry
 
     @classmethod
-    def take(cls, machine: TensorCores) -> Ahead:
+    def take(cls, machine: TensorCores, rows: TypedTile) -> Stages:
         return cls(
-            rows=Shared.take(machine, (2, STREAMS + 1, _LANES, VECTOR), "i32"),
-            gains=Shared.take(machine, (2, TILE, STREAMS + 1, VECTOR), "f32"),
+            rows=rows,
+            output=Shared.take(machine, (_STAGES, _LANES, VECTOR), "i32"),
+            gains=Shared.take(machine, (_STAGES, TILE, STREAMS + 1, VECTOR), "f32"),
         )
 
-    def given(self, stage: Value, has_output: bool) -> Given:
-        """Return what was copied for this lane."""
-        lane = self.rows.machine.thread
-        words = [self.rows.load_words(stage, n, lane, 0, count=VECTOR) for n in range(STREAMS + has_output)]
+    def given(self, stage: Value, has_output: bool, routed: Routed | None) -> Given:
+        """Return what was copied for this lane, and what it has loaded of routed experts."""
+        machine = self.output.machine
+        row, unit = machine.thread // _UNITS, machine.thread % _UNITS
+        units = [self.rows[stage].unit(row, unit + n * _UNITS) for n in range(STREAMS)]
+        streams = [machine.load_shared(at, 16) for at in units]
         if not has_output:
-            return Given(streams=words)
-        post, *carry = (self.gains.load_floats(stage, lane // _UNITS, n, 0) for n in range(STREAMS + 1))
-        return Given(streams=words[:STREAMS], output=words[STREAMS], post=post, carry=carry)
+            return Given(streams=streams)
+        output = self.output.load_words(stage, machine.thread, 0, count=VECTOR)
+        post, *carry = (self.gains.load_floats(stage, row, n, 0) for n in range(STREAMS + 1))
+        return Given(streams=streams, output=output, post=post, carry=carry, routed=routed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -291,7 +306,7 @@ class Mixer:
         machine, layout = self.machine, self.layout
         columns = STREAMS * PART
         weight = TypedTile.take(machine, _THIRDS * layout.eights * EIGHT, columns, "bf16")
-        rows = TypedTile.take(machine, TILE, columns, "bf16", copies=1 + layout.has_several)
+        rows = TypedTile.take(machine, TILE, columns, "bf16", copies=layout.stages)
         numbers = Shared.take(machine, (layout.slots, layout.width + VECTOR), "f32")
         squares = Shared.take(machine, (2, _MIXERS, VECTOR), "f32")
         received = Shared.take(machine, layout.mail[1:], "f32") if layout.has_mail else None
@@ -299,33 +314,42 @@ class Mixer:
         init_barriers(added)
         zero = machine.constant(0, "i32")
         loaded = self._load_weight()
-        ahead = Ahead.take(machine) if layout.has_several else None
+        stages = Stages.take(machine, rows) if layout.has_several else None
         constants = self._copy_constants()
-        if ahead is not None:
-            self._start(ahead, zero)
-        machine.close_copies()
-        if ahead is None:
+        if stages is None:
+            machine.close_copies()
             self._put_tile(rows[0], zero, zero, self._load)
+        else:
+            for tile in range(_STAGES - 1):
+                self._start(stages, zero + tile)
+                machine.close_copies()
         self._widen_weight(weight, loaded)
-        machine.wait_copies()
 
         def multiply(tile: Value, buffer: Value) -> None:
-            assert ahead is not None
-            with machine.when(tile + 1 < layout.turns * layout.tiles):
-                self._start(ahead, tile + 1)
-            machine.close_copies()
-            machine.wait_copies(pending=1)
+            assert stages is not None
+            stage, (token, _, exists) = tile % _STAGES, self._place_of(tile)
+            routed = self._load_routed(token, exists)
+            machine.wait_copies(pending=_STAGES - 2)
             machine.barrier("warp")  # lanes copy gains for each other
-            given = functools.partial(ahead.given, tile % 2, self.ended is not None)
-            self._put_tile(rows[tile % 2], tile, buffer, given)
-            self._multiply(weight, rows[tile % 2], tile, buffer)
+            given = functools.partial(stages.given, stage, self.ended is not None, routed)
+            self._put_tile(rows[stage], tile, buffer, given)
+            self._meet()  # after which nothing reads the tile before
+            self._start(stages, tile + (_STAGES - 1))
+            machine.close_copies()
+            self._multiply(weight, rows[stage], tile, buffer)
+
+        def make(i: Value) -> None:
+            """Make the new streams of a turn, and the part's sums of them."""
+            if stages is None:
+                machine.wait_copies()
+                self._meet()
+                self._multiply(weight, rows[0], zero, zero)
+            else:
+                buffer = i % layout.sums[0]
+                machine.loop(layout.tiles, lambda n, _: multiply(i * layout.tiles + n, buffer), rolled=True)
 
         def turn(i: Value, _: None) -> None:
             first, buffer = i * layout.turn, i % layout.sums[0]
-            if ahead is None:
-                self._multiply(weight, rows[0], zero, zero)
-            else:
-                machine.loop(layout.tiles, lambda n, _: multiply(i * layout.tiles + n, buffer), rolled=True)
             shared = SharedNumbers(numbers=numbers, squares=squares, received=received, constants=constants)
             # The same for a whole warp, which compilers see: they copy what lanes exchange for warps that are divided.
             warpgroup = machine.reduce_warp("max", machine.thread // WARPGROUP)
@@ -352,7 +376,11 @@ class Mixer:
                     with machine.when(warpgroup > 0):
                         mix()
             else:
-                machine.barrier("grid")
+                machine.grid_arrive()
+                if layout.turns > 1:  # while others arrive
+                    with machine.when(i + 1 < layout.turns):
+                        make(i + 1)
+                machine.grid_wait()
                 self._add_up(shared, first, buffer)
                 added.arrive()
                 with machine.when(warpgroup == 0):
@@ -360,6 +388,7 @@ class Mixer:
                 with machine.when(warpgroup > 0):
                     mix()
 
+        make(zero)
         if layout.turns == 1:
             turn(zero, None)
         else:
@@ -436,28 +465,27 @@ class Mixer:
             output=ended.output.load_words(token, column, count=count, where=exists),
             post=ended.post.load_floats(token, 0, where=exists),
             carry=[ended.carry.load_floats(token, j, 0, where=exists) for j in range(STREAMS)],
-            routed=self._load_routed(ended, token, exists),
+            routed=self._load_routed(token, exists),
         )
 
-    def _start(self, ahead: Ahead, tile: Value) -> None:
+    def _start(self, stages: Stages, tile: Value) -> None:
         """Start to copy what ``_load`` loads, of one of several tiles, but for the outputs of routed experts."""
-        machine, unit = self.machine, self.machine.thread % _UNITS
-        token, column, exists = self._place_of(tile)
-        sources = [self.streams.address_of((token, j, column)) for j in range(STREAMS)]
+        machine, row, unit = self.machine, self.machine.thread // _UNITS, self.machine.thread % _UNITS
+        (token, column, exists), stage = self._place_of(tile), tile % _STAGES
+        for j in range(STREAMS):
+            to = stages.rows[stage].unit(row, unit + j * _UNITS)
+            machine.copy_async(to, self.streams.address_of((token, j, column)), exists)
         if (ended := self.ended) is not None:
-            sources.append(ended.output.address_of((token, column)))
-        for n, source in enumerate(sources):
-            machine.copy_async(ahead.rows.address_of(tile % 2, n, machine.thread, 0), source, exists)
-        if ended is not None:
+            to = stages.output.address_of(stage, machine.thread, 0)
+            machine.copy_async(to, ended.output.address_of((token, column)), exists)
             old = (unit - 1).maximum(0)
             source = select(unit == 0, ended.post.address_of((token, 0)), ended.carry.address_of((token, old, 0)))
             with machine.when(unit <= STREAMS):
-                to = ahead.gains.address_of(tile % 2, machine.thread // _UNITS, unit, 0)
-                machine.copy_async(to, source, exists)
+                machine.copy_async(stages.gains.address_of(stage, row, unit, 0), source, exists)
 
-    def _load_routed(self, ended: EndedSublayer, token: Value, exists: Value) -> Routed | None:
-        """Load what routed experts give: the lane's columns of each pick."""
-        if ended.routed is None:
+    def _load_routed(self, token: Value, exists: Value) -> Routed | None:
+        """Load what routed experts give, if they do: the lane's columns of each pick."""
+        if (ended := self.ended) is None or ended.routed is None:
             return None
         devices, column = ended.routed.shape[0], self._column
         experts = [ended.experts.load_int(token, pick, where=exists) for pick in range(ended.experts.shape[1])]
@@ -488,12 +516,15 @@ class Mixer:
                     nothing = [machine.constant(0, "i32")] * VECTOR
                     machine.store_shared(rows.unit(row, unit + stream * _UNITS), nothing, 16, True)
 
+    def _meet(self) -> None:
+        """Show a tile to the product that follows, when the product before has been waited for."""
+        self.machine.fence_shared()
+        self.machine.barrier("block")
+
     def _multiply(self, weight: TypedTile, rows: TypedTile, tile: Value, buffer: Value) -> None:
         """Multiply the block's part of the new streams of a tile by the weight."""
         machine, layout = self.machine, self.layout
         first, at = self._firsts(tile)
-        machine.fence_shared()
-        machine.barrier("block")
         # One warpgroup, because a product of few columns takes as long as one of all.
         with machine.when(machine.thread < WARPGROUP):
             thirds = product(None, rows, weight).wait().parts(layout.eights * EIGHT)
@@ -515,7 +546,7 @@ class Mixer:
         token, column, exists = self._place_of(tile)
         row, lane = machine.thread // layout.lanes, machine.thread % layout.lanes
         unit, beside = lane * layout.columns // EIGHT, lane * layout.columns % EIGHT
-        new = given.streams if given.post is None else self._with_output(given, token, exists)
+        new = given.streams if given.post is None else self._with_output(given)
         # In an order that does not depend on how many columns a lane has: of each column, then of all of them.
         squares = [machine.constant(0.0, "f32")] * layout.columns
         for stream, words in enumerate(new):
@@ -528,16 +559,15 @@ class Mixer:
         pair = [total, machine.constant(0.0, "f32")]
         self._put_sums(pair, place, layout.eights * EIGHT, exists & (lane == 0))
 
-    def _with_output(self, given: Given, token: Value, exists: Value) -> list[list[Value]]:
+    def _with_output(self, given: Given) -> list[list[Value]]:
         """Return the words of the new streams."""
         assert self.ended is not None
         assert given.output is not None
         assert given.post is not None
         assert given.carry is not None
         machine, y = self.machine, _floats(given.output)
-        routed = given.routed or self._load_routed(self.ended, token, exists)
-        if routed is not None:
-            y = self._sum_of_experts(routed, y, self.ended.num_experts)
+        if given.routed is not None:
+            y = self._sum_of_experts(given.routed, y, self.ended.num_experts)
         streams = [_floats(words) for words in given.streams]
         new = []
         for into in range(STREAMS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels.language import target
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.streams import shares
@@ -32,6 +34,7 @@ class Case:
     picks: int = 3
     devices: int = 1  # that the experts are divided over
     padding: tuple[int, ...] = ()  # tokens that are NaN all over
+    multiprocessors: int = 0  # for which the work is divided, in place of those that there are
 
     @property
     def numbers(self) -> int:
@@ -74,7 +77,12 @@ class Case:
         return streams, weights, pk.EndedSublayer(post=post, carry=carry, output=normal(tokens, hidden), **experts)
 
     def run(self, simulate: bool, seed: int = 0) -> pk.MixedStreams:
-        return mix(*self.arrays(seed), simulate)
+        return self.mix(*self.arrays(seed), simulate)
+
+    def mix(self, streams: Any, weights: Any, ended: Any, simulate: bool) -> pk.MixedStreams:
+        count = self.multiprocessors or target.multiprocessors()
+        with mock.patch.object(target, "multiprocessors", return_value=count):
+            return mix(streams, weights, ended, simulate)
 
 
 def mix(streams: Any, weights: Any, ended: Any, simulate: bool) -> pk.MixedStreams:
@@ -138,7 +146,9 @@ CASES = {
     "experts of two devices": Case(tokens=5, hidden=256, ended="experts", picks=6, devices=2),
     "7 tokens": Case(tokens=7, hidden=192),
     "one part": Case(tokens=70, hidden=64),
-    "several tiles": Case(tokens=201, hidden=1088),
+    "several parts": Case(tokens=201, hidden=1088),
+    "several turns": Case(tokens=150, hidden=128, ended="experts", multiprocessors=2),
+    "turns of two tiles": Case(tokens=300, hidden=2048, multiprocessors=32),
     "experts of many": Case(tokens=70, hidden=2048, ended="experts"),
     "experts of eight": Case(tokens=2, hidden=128, ended="experts", devices=8),
     "the first sublayer": Case(tokens=3, hidden=320, ended="none"),
@@ -153,7 +163,7 @@ CASES = {
 def test_streams_gains_and_input(name, simulate):
     case = CASES[name]
     streams, weights, ended = case.arrays()
-    found = mix(streams, weights, ended, simulate)
+    found = case.mix(streams, weights, ended, simulate)
     real = np.setdiff1d(np.arange(case.tokens), case.padding)
     exact = new_streams(streams, ended)[real]
     if ended is None:
@@ -203,13 +213,14 @@ def some(tree: Any, tokens: slice, count: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "simulate"),
-    [*(pytest.param(tokens, 192, True, marks=simulated) for tokens in (2, 70))]
-    + [pytest.param(tokens, 4096, False, marks=requires_gpu(major=9)) for tokens in (2, 65, 256, 1500)],
+    ("tokens", "hidden", "multiprocessors", "simulate"),
+    [*(pytest.param(tokens, 192, count, True, marks=simulated) for tokens, count in ((2, 0), (70, 0), (201, 3)))]
+    + [pytest.param(tokens, 4096, 0, False, marks=requires_gpu(major=9)) for tokens in (2, 65, 256, 1500)],
 )
-def test_a_token_does_not_depend_on_the_others(tokens, hidden, simulate):
-    streams, weights, ended = Case(tokens=tokens, hidden=hidden, ended="experts").arrays()
-    together = mix(streams, weights, ended, simulate)
+def test_a_token_does_not_depend_on_the_others(tokens, hidden, multiprocessors, simulate):
+    case = Case(tokens=tokens, hidden=hidden, ended="experts", multiprocessors=multiprocessors)
+    streams, weights, ended = case.arrays()
+    together = case.mix(streams, weights, ended, simulate)
     for first, count in ((0, 1), (tokens - 1, 1), (tokens // 3, min(9, tokens - tokens // 3))):
         those = slice(first, first + count)
         found = mix(streams[those], weights, some(ended, those, tokens), simulate)

@@ -23,8 +23,14 @@ def number_of(machine: TensorCores) -> Any:
     return (machine.block(0) * COLUMNS + machine.block(1)) * CLUSTER + machine.rank
 
 
+def in_halves(machine: TensorCores) -> None:
+    machine.grid_arrive()
+    machine.grid_wait()
+
+
+@pytest.mark.parametrize("meet", [lambda machine: machine.barrier("grid"), in_halves])
 @pytest.mark.parametrize("simulate", MACHINES)
-def test_all_blocks_see_what_all_others_stored(simulate):
+def test_all_blocks_see_what_all_others_stored(meet, simulate):
     """Each block adds what its successor had, in each turn; each launch meets an odd number of times."""
 
     def body(machine: TensorCores, x: Any, state: Any) -> None:
@@ -34,7 +40,7 @@ def test_all_blocks_see_what_all_others_stored(simulate):
         first.store_floats([value], block, lane)
         for turn in range(TURNS):
             read, written = (first, second) if turn % 2 == 0 else (second, first)
-            machine.barrier("grid")
+            meet(machine)
             (other,) = read.load_floats((block + 1) % BLOCKS, lane ^ 1, count=1)
             value = value + other
             written.store_floats([value], block, lane)

@@ -159,7 +159,7 @@ def arrives_in_part(machine: TensorCores, out: Any) -> None:
         (not_waited, "a lane reads what another one writes"),
         (stored_after_it_arrived, "a lane reads what another one writes"),
         (waits_without_arriving, "waits for the grid and has not arrived"),
-        (arrives_twice, "arrive at the grid's barrier twice"),
+        (arrives_twice, "arrives again before it has waited for the grid"),
         (arrives_in_part, "a grid barrier that only some of its lanes reach"),
     ],
 )

@@ -95,7 +95,7 @@ KERNELS: dict[str, Run] = {
     "experts, adjacent rows": lambda: _DOWN.run_down(simulate=True),
     "experts, rows in FP8": lambda: _GATE_UP_FP8.run_gate_up(simulate=True),
     "experts, adjacent rows in FP8": lambda: _DOWN_FP8.run_down(simulate=True),
-    "mixed streams": _mixed_streams(tokens=201, hidden=128, ended="experts"),
+    "mixed streams": _mixed_streams(tokens=201, hidden=128, ended="experts", multiprocessors=2),
     "mixed streams of few tokens": _mixed_streams(tokens=3, hidden=192, ended="attention"),
     "router": _leaves(_router),
     "attention": _attention(lengths=(130, 60), layout=sm90.Layout(blocks=1)),

@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "experts, adjacent rows": (*FILLED, NoHold),
     "experts, rows in FP8": (WrongParity, NoWait, FewerProducts, *STORED, FewerCopies),
     "experts, adjacent rows in FP8": (WrongParity, NoWait, FewerProducts, LateStore, NoBarrier, FewerCopies),
-    "mixed streams": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies),
+    "mixed streams": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies, NoMeeting),
     "mixed streams of few tokens": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies, NoMeeting),
     "router": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies),
     "attention": (*FILLED, *STORED, NoHold, FewerCopies),

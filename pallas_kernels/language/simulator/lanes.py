@@ -137,8 +137,8 @@ class Simulator(NumPyArithmetic):
             self._clocks.meet(arrived, min(size, of_cluster))  # shared memory is a cluster's own
 
     def grid_arrive(self) -> None:
-        if self._has_waited is not None:
-            raise SimulationError("lanes that arrive at the grid's barrier twice in a launch")
+        if self._has_waited is not None and not self._has_waited.all():
+            raise SimulationError("a lane that arrives again before it has waited for the grid")
         if not self._active(True).all():
             raise SimulationError("a grid barrier that only some of its lanes reach")
         self._order("block")

@@ -142,11 +142,15 @@ class DeviceMemory(Memory):
         return others
 
     def order_those_who_wait(self, block: int, has_waited: np.ndarray) -> None:
-        """Apply a barrier of the grid for lanes that will have waited, and one of the block, of so many, for others."""
+        """Apply a barrier of the grid for lanes that will have waited, and one of the block, of so many, for others.
+
+        All lanes have waited for the one before, which therefore holds for all of them from here on.
+        """
         self.block, self.has_waited = block, has_waited
-        self.written[self.writer != _NOBODY] = _FOR_THOSE_WHO_WAIT
-        self.settled[self.writer != _NOBODY] = _FOR_THOSE_WHO_WAIT
-        self.was_read[self.high != _NOBODY] = _FOR_THOSE_WHO_WAIT
+        everybody = has_waited.size
+        for lanes, scope in ((self.writer, self.written), (self.writer, self.settled), (self.high, self.was_read)):
+            scope[scope == _FOR_THOSE_WHO_WAIT] = everybody
+            scope[(lanes != _NOBODY) & (scope < everybody)] = _FOR_THOSE_WHO_WAIT
 
     def order(self, arrived: np.ndarray, size: int, *, is_relaxed: bool = False) -> None:
         """Apply a barrier over groups of ``size`` lanes: what their lanes did is ordered before what they do next.
