@@ -188,7 +188,7 @@ class Layout:
     def sums(self) -> tuple[int, ...]:
         """The shape of the parts' sums that are stored.
 
-        Those of a turn are made while other blocks still read those of two turns before, and before it meets them.
+        A block makes those of turn i + 1 before it waits for others in turn i, while they may read those of turn i - 1.
         """
         return min(self.turns, 3), self.turn, self.parts, self.width
 
@@ -517,7 +517,7 @@ class Mixer:
                     machine.store_shared(rows.unit(row, unit + stream * _UNITS), nothing, 16, True)
 
     def _meet(self) -> None:
-        """Show a tile to the product that follows, when the product before has been waited for."""
+        """Show a tile to the product that follows. The product before has been waited for then."""
         self.machine.fence_shared()
         self.machine.barrier("block")
 
