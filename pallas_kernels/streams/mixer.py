@@ -244,16 +244,19 @@ class Stages:
             gains=Shared.take(machine, (_STAGES, TILE, STREAMS + 1, VECTOR), "f32"),
         )
 
+    def places(self, stage: Value) -> list[Value]:
+        """Return the byte offset of a lane's columns of each stream."""
+        row, unit = self.output.machine.thread // _UNITS, self.output.machine.thread % _UNITS
+        return [self.rows[stage].unit(row, unit + n * _UNITS) for n in range(STREAMS)]
+
     def given(self, stage: Value, has_output: bool, routed: Routed | None) -> Given:
         """Return what was copied for this lane, and what it has loaded of routed experts."""
         machine = self.output.machine
-        row, unit = machine.thread // _UNITS, machine.thread % _UNITS
-        units = [self.rows[stage].unit(row, unit + n * _UNITS) for n in range(STREAMS)]
-        streams = [machine.load_shared(at, 16) for at in units]
+        streams = [machine.load_shared(place, 16) for place in self.places(stage)]
         if not has_output:
             return Given(streams=streams)
         output = self.output.load_words(stage, machine.thread, 0, count=VECTOR)
-        post, *carry = (self.gains.load_floats(stage, row, n, 0) for n in range(STREAMS + 1))
+        post, *carry = (self.gains.load_floats(stage, machine.thread // _UNITS, n, 0) for n in range(STREAMS + 1))
         return Given(streams=streams, output=output, post=post, carry=carry, routed=routed)
 
 
@@ -472,9 +475,8 @@ class Mixer:
         """Start to copy what ``_load`` loads, of one of several tiles, but for the outputs of routed experts."""
         machine, row, unit = self.machine, self.machine.thread // _UNITS, self.machine.thread % _UNITS
         (token, column, exists), stage = self._place_of(tile), tile % _STAGES
-        for j in range(STREAMS):
-            to = stages.rows[stage].unit(row, unit + j * _UNITS)
-            machine.copy_async(to, self.streams.address_of((token, j, column)), exists)
+        for j, place in enumerate(stages.places(stage)):
+            machine.copy_async(place, self.streams.address_of((token, j, column)), exists)
         if (ended := self.ended) is not None:
             to = stages.output.address_of(stage, machine.thread, 0)
             machine.copy_async(to, ended.output.address_of((token, column)), exists)

@@ -16,6 +16,7 @@ import pallas_kernels as pk
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.router import call, product
 from pallas_kernels.router.scores import sqrt_softplus
+from tests.kernels.test_routed_tiles import tiles_of
 from tests.support.cases import first_of
 from tests.support.lane_kernels import run, spec
 from tests.support.machines import MACHINES, requires_gpu, simulated
@@ -24,8 +25,6 @@ SCALE = 1.5
 # Logits are sums in f32 in another order: some 1e-6 of each. Weights are quotients of their smooth functions.
 CLOSE: dict[str, Any] = dict(rtol=2e-5, atol=1e-6)
 machines = pytest.mark.parametrize("simulate", MACHINES)
-# Whole numbers, in one program: operation by operation, it would be some ten for each shape.
-tiles_of = jax.jit(pk.routed_tiles, static_argnums=(1, 2))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
