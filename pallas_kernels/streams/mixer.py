@@ -328,18 +328,19 @@ class Mixer:
                 machine.close_copies()
         self._widen_weight(weight, loaded)
 
-        def multiply(tile: Value, buffer: Value) -> None:
+        def multiply(tile: Value, buffer: Value, routed: Routed | None) -> Routed | None:
             assert stages is not None
-            stage, (token, _, exists) = tile % _STAGES, self._place_of(tile)
-            routed = self._load_routed(token, exists)
+            stage = tile % _STAGES
             machine.wait_copies(pending=_STAGES - 2)
             machine.barrier("warp")  # lanes copy gains for each other
             given = functools.partial(stages.given, stage, self.ended is not None, routed)
             self._put_tile(rows[stage], tile, buffer, given)
+            following = self._load_routed(tile + 1)
             self._meet()  # after which nothing reads the tile before
             self._start(stages, tile + (_STAGES - 1))
             machine.close_copies()
             self._multiply(weight, rows[stage], tile, buffer)
+            return following
 
         def make(i: Value) -> None:
             """Make the new streams of a turn, and the part's sums of them."""
@@ -348,8 +349,9 @@ class Mixer:
                 self._meet()
                 self._multiply(weight, rows[0], zero, zero)
             else:
-                buffer = i % layout.sums[0]
-                machine.loop(layout.tiles, lambda n, _: multiply(i * layout.tiles + n, buffer), rolled=True)
+                first, buffer = i * layout.tiles, i % layout.sums[0]
+                routed = self._load_routed(first)
+                machine.loop(layout.tiles, lambda n, routed: multiply(first + n, buffer, routed), routed, rolled=True)
 
         def turn(i: Value, _: None) -> None:
             first, buffer = i * layout.turn, i % layout.sums[0]
@@ -458,7 +460,8 @@ class Mixer:
 
     def _load(self) -> Given:
         """Load what a lane has of the only tile: some columns of a token. Zeros where there is no token."""
-        token, column, exists = self._place_of(self.machine.constant(0, "i32"))
+        only = self.machine.constant(0, "i32")
+        token, column, exists = self._place_of(only)
         count = self.layout.columns
         streams = [self.streams.load_words(token, j, column, count=count, where=exists) for j in range(STREAMS)]
         if (ended := self.ended) is None:
@@ -468,7 +471,7 @@ class Mixer:
             output=ended.output.load_words(token, column, count=count, where=exists),
             post=ended.post.load_floats(token, 0, where=exists),
             carry=[ended.carry.load_floats(token, j, 0, where=exists) for j in range(STREAMS)],
-            routed=self._load_routed(token, exists),
+            routed=self._load_routed(only),
         )
 
     def _start(self, stages: Stages, tile: Value) -> None:
@@ -485,11 +488,11 @@ class Mixer:
             with machine.when(unit <= STREAMS):
                 machine.copy_async(stages.gains.address_of(stage, row, unit, 0), source, exists)
 
-    def _load_routed(self, token: Value, exists: Value) -> Routed | None:
-        """Load what routed experts give, if they do: the lane's columns of each pick."""
+    def _load_routed(self, tile: Value) -> Routed | None:
+        """Load what routed experts give a tile, if they do: the lane's columns of each pick."""
         if (ended := self.ended) is None or ended.routed is None:
             return None
-        devices, column = ended.routed.shape[0], self._column
+        devices, (token, column, exists) = ended.routed.shape[0], self._place_of(tile)
         experts = [ended.experts.load_int(token, pick, where=exists) for pick in range(ended.experts.shape[1])]
         rows = []
         for pick, expert in enumerate(experts):
