@@ -32,7 +32,7 @@ from benchmarks.model_parts.whole import CONTEXT, LAYERS, ROOM, ROUNDS, Bench, e
 from benchmarks.speculate import compile_all
 from dsv4jax.model import Caches, DSparkConfig, ModelConfig, ModelParams, Sampling, dspark, init_caches, random_model
 from dsv4jax.model.generation.drafting import Fed, drafter
-from dsv4jax.model.generation.loop import run
+from dsv4jax.model.generation.loop import Drawing, run
 from dsv4jax.model.generation.sampling import Chances, accept
 from dsv4jax.model.generation.state import Loop, Texts, begin
 from dsv4jax.model.params import DSparkParams
@@ -172,10 +172,10 @@ def time_passes(bench: Bench, params: ModelParams, numbers: tuple[int, ...]) -> 
         texts = Texts(tokens=tokens, lengths=lengths, limits=limits, numbers=rows + 0)
         return dataclasses.replace(begin(caches, texts, vocabulary, drafts), slots=rows, text=rows + 0)
 
-    sampling, stops, passes = Sampling.of(1.0), jnp.asarray([-1], jnp.int32), jnp.int32(PASSES)
+    drawing, passes = Drawing(Sampling.of(1.0), jnp.asarray([-1], jnp.int32)), jnp.int32(PASSES)
     cases, began = [(requests, drafts) for requests in bench.requests for drafts in numbers], time.perf_counter()
     shapes = [jax.eval_shape(functools.partial(loop_of, *case)) for case in cases]
-    compiled = compile_all([run.lower(params, shape, sampling, stops, passes) for shape in shapes])
+    compiled = compile_all([run.lower(params, shape, drawing, passes) for shape in shapes])
     programs = dict(zip(cases, compiled, strict=True))
     print(f"    loops traced and compiled in {time.perf_counter() - began:.0f} s", flush=True)
     for requests in bench.requests:
@@ -186,7 +186,7 @@ def time_passes(bench: Bench, params: ModelParams, numbers: tuple[int, ...]) -> 
             for _ in range(1 + ROUNDS):
                 jax.block_until_ready(loop)
                 began = time.perf_counter()
-                loop = jax.block_until_ready(program(params, loop, sampling, stops, passes))
+                loop = jax.block_until_ready(program(params, loop, drawing, passes))
                 samples.append((time.perf_counter() - began) / PASSES * 1e3)
             assert bool(loop.ok), "a request was refused"
             assert int(loop.passes) == PASSES * (1 + ROUNDS), "a text came to its end"
