@@ -10,34 +10,43 @@ import pytest
 from dsv4jax.model import Caches, Generator, Sampling, init_caches, restore_caches, save_caches
 from dsv4jax.requests import PrefixStore
 from tests.support.cases import first_of
-from tests.support.models import FULL, SMALL, drawn_model, laid_over, small_model
+from tests.support.models import FULL, SMALL, drawn_model, laid_over
 
+# Of one layer, because each kind of generator compiles its own programs; what a mesh divides is divisible by four.
+CFG = dataclasses.replace(
+    SMALL, vocab_size=8, attention=dataclasses.replace(SMALL.attention, compress_ratios=(4,)), num_hash_layers=0
+)
 CONTEXT = 512
-VOCABULARY = SMALL.vocab_size
 RNG = np.random.default_rng(0)
-DOCUMENT = RNG.integers(0, VOCABULARY, 256).tolist()
-QUESTIONS = [RNG.integers(0, VOCABULARY, n).tolist() for n in (3, 1, 40, 7, 118)]
+DOCUMENT = RNG.integers(0, CFG.vocab_size, 256).tolist()
+QUESTIONS = [RNG.integers(0, CFG.vocab_size, n).tolist() for n in (3, 1, 40, 7, 118)]
 ABOUT = [DOCUMENT + question for question in QUESTIONS]
 NEW = 6
 
 
+@functools.cache
+def model_over(shape=None):
+    """The model on one device, or over a mesh of that shape."""
+    return drawn_model(CFG, 1, "f32") if shape is None else laid_over(shape, model_over())
+
+
 def caches(rows, drafts=0, **options):
-    return init_caches(SMALL, rows, CONTEXT, drafts, **(FULL | options))
+    return init_caches(CFG, rows, CONTEXT, drafts, **(FULL | options))
 
 
 def generator(rows, prefixes, drafts=0, **options):
     both = caches(rows + prefixes, drafts, **options)
-    return Generator(small_model(), caches=both, drafts=drafts, prefixes=prefixes)
+    return Generator(model_over(), caches=both, drafts=drafts, prefixes=prefixes)
 
 
 @functools.cache
-def plain(prompts, max_new=NEW):
-    return generator(2, 0).generate([list(prompt) for prompt in prompts], max_new, stop_tokens=()).tokens
+def alone(prompt, max_new):
+    """What follows a prompt without a store."""
+    return generator(1, 0).generate([list(prompt)], max_new, stop_tokens=()).tokens[0]
 
 
 def check(found, prompts, max_new=NEW):
-    wanted = [plain((tuple(prompt),), max_new)[0] for prompt in prompts]
-    assert found.tokens == wanted
+    assert found.tokens == [alone(tuple(prompt), max_new) for prompt in prompts]
 
 
 def sound(chat):
@@ -76,7 +85,7 @@ def scarce(drafts=0):
 @pytest.mark.parametrize("drafts", first_of([0, 2], count=0))
 def test_prefixes_give_way_to_texts_and_texts_still_share_them(drafts):
     """Texts of up to three blocks, of several documents."""
-    other = RNG.integers(0, VOCABULARY, 200).tolist()
+    other = RNG.integers(0, CFG.vocab_size, 200).tolist()
     prompts = [ABOUT[0], other + [1], ABOUT[2], other + [2, 2], ABOUT[4], [1, 2, 3], ABOUT[1]]
     chat = scarce(drafts)
     for batch in (prompts, prompts[::-1], prompts[2:5]):
@@ -105,12 +114,12 @@ def test_prefixes_are_saved_and_restored_with_the_caches(tmp_path):
     assert isinstance(restored, Caches)
     found = PrefixStore.restore(tmp_path / "prefixes.npz", restored.model.plan)
     assert found.verify(restored.model) == []
-    other = Generator(small_model(), caches=restored, prefixes=found)
+    other = Generator(model_over(), caches=restored, prefixes=found)
     again = other.generate([ABOUT[2]], NEW, stop_tokens=())
     check(again, [ABOUT[2]])
     assert again.stored == len(QUESTIONS[2]) - 1
     with pytest.raises(ValueError, match="some of their slots are free"):
-        Generator(small_model(), caches=caches(4), prefixes=found)
+        Generator(model_over(), caches=caches(4), prefixes=found)
 
 
 @pytest.mark.sweep(guard="test_a_pass_uses_the_choices_that_it_is_given")
@@ -124,46 +133,23 @@ def test_choices_are_recorded_of_whole_prompts():
 
 def test_prefixes_need_slots_of_their_own():
     with pytest.raises(ValueError, match=r"capacity must be in \[1, 1\], got 2"):
-        Generator(small_model(), caches=caches(2), prefixes=2)
+        Generator(model_over(), caches=caches(2), prefixes=2)
     with pytest.raises(ValueError, match="prefixes must be an integer of at least 0, got -1"):
-        Generator(small_model(), caches=caches(2), prefixes=-1)
+        Generator(model_over(), caches=caches(2), prefixes=-1)
 
 
 # ---- over a mesh ----------------------------------------------------------------------------------------------------
 
-# Of one layer, because each mesh compiles its own programs; what is divided over the devices divides by four.
-OF_MESHES = dataclasses.replace(
-    SMALL, vocab_size=8, attention=dataclasses.replace(SMALL.attention, compress_ratios=(4,)), num_hash_layers=0
-)
-BLOCK = OF_MESHES.attention.block_tokens
-LONGEST, ROWS = 3 * BLOCK, 3  # tokens of a text; rows of a shard
+ROWS = 3  # of a shard
 SHORT = [question[:40] for question in QUESTIONS]
-DOCUMENTS = [RNG.integers(0, OF_MESHES.vocab_size, size * BLOCK).tolist() for size in (2, 1, 2)]
-
-
-@functools.cache
-def model_over(shape):
-    alone = drawn_model(OF_MESHES, 1, "f32")
-    return alone if shape is None else laid_over(shape, alone)
+DOCUMENTS = [RNG.integers(0, CFG.vocab_size, size * CFG.attention.block_tokens).tolist() for size in (2, 1, 2)]
 
 
 def generator_over(shape, drafts=0):
     """A generator whose shards have three rows each, two prefixes, and blocks for three texts about one document."""
     params, shards = model_over(shape), shape[0]
-    sizes = (ROWS + 2) * shards, LONGEST, drafts
-    both = init_caches(OF_MESHES, *sizes, mesh=params.mesh, num_blocks=5 * shards, **FULL)
+    both = caches((ROWS + 2) * shards, drafts, mesh=params.mesh, num_blocks=5 * shards)
     return Generator(params, caches=both, drafts=drafts, prefixes=2)
-
-
-@functools.cache
-def alone(prompt):
-    """What follows a prompt on one device."""
-    chat = Generator(model_over(None), caches=init_caches(OF_MESHES, 1, LONGEST, **FULL))
-    return chat.generate([list(prompt)], NEW, stop_tokens=()).tokens[0]
-
-
-def check_alone(found, prompts):
-    assert found.tokens == [alone(tuple(prompt)) for prompt in prompts]
 
 
 def meshes():
@@ -179,7 +165,7 @@ def test_each_shard_stores_a_document_once(shape, drafts, caplog):
     with jax.log_compiles(), caplog.at_level("WARNING"):
         found = chat.generate(prompts, NEW, stop_tokens=())
     assert "Finished XLA compilation of jit(run)" not in caplog.text
-    check_alone(found, prompts)
+    check(found, prompts)
     assert found.stored == shards * len(DOCUMENTS[0]) + sum(len(question) - 1 for question in SHORT)
     assert chat.prefixes is not None
     assert sorted(prefix.slot // (ROWS + 2) for prefix in chat.prefixes.prefixes) == list(range(shards))
@@ -187,7 +173,7 @@ def test_each_shard_stores_a_document_once(shape, drafts, caplog):
     # Another document is kept by one shard. Prompts about it go there, wherever more blocks are left.
     for question in (SHORT[0], SHORT[2]):
         found = chat.generate([DOCUMENTS[1] + question], NEW, stop_tokens=())
-        check_alone(found, [DOCUMENTS[1] + question])
+        check(found, [DOCUMENTS[1] + question])
     assert found.stored == len(SHORT[2]) - 1
     sound(chat)
 
@@ -204,7 +190,7 @@ def test_prefixes_give_way_on_their_shard(shape, drafts, monkeypatch):
     monkeypatch.setattr(PrefixStore, "drop", noted)
     prompts = [DOCUMENTS[i % 3] + [i % 8] * (1 + 7 * i) for i in range(4 * shape[0])]
     for batch in (prompts, prompts[::-1]):
-        check_alone(chat.generate(batch, NEW, stop_tokens=()), batch)
+        check(chat.generate(batch, NEW, stop_tokens=()), batch)
         sound(chat)
     assert {prefix.slot // (ROWS + 2) for prefix in gone} == set(range(shape[0]))
 
@@ -226,5 +212,5 @@ def test_prefixes_over_a_mesh_are_saved_and_restored_with_the_caches(tmp_path):
         Generator(model_over((2, 2)), caches=restored, prefixes=dataclasses.replace(found, shards=1))
     other = Generator(model_over((2, 2)), caches=restored, prefixes=found)
     again = other.generate([DOCUMENTS[0] + SHORT[2]], NEW, stop_tokens=())
-    check_alone(again, [DOCUMENTS[0] + SHORT[2]])
+    check(again, [DOCUMENTS[0] + SHORT[2]])
     assert again.stored == len(SHORT[2]) - 1
