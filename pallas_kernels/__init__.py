@@ -27,7 +27,7 @@ rows         the arithmetic of a row: norm, rope, Hadamard transform, scales
 language     the language that kernel bodies are written in, and its two implementations
 tuned        numbers that were measured on a card, by kernel
 plugin       the CUDA plugin of JAX, which compiles the kernels, and a warning if it compiles slow ones
-trees        names for pytrees about which nothing is assumed
+trees        names for pytrees about which nothing is assumed, and arrays that nobody has written
 """
 
 from pallas_kernels.activations import ExpertRows, OperandRows, RoundedRows

@@ -303,6 +303,19 @@ def fold_tree(op: Op, values: Sequence[Value]) -> Value:
     return values[0]
 
 
+def packed_bytes(bytes: list[Value]) -> Value:
+    """Return up to four i32 below 256 as the bytes of one, the first in its low bits."""
+    return fold(lambda a, b: a | b, [byte << 8 * i if i else byte for i, byte in enumerate(bytes)])
+
+
+def running_sum(machine: Machine, x: Value) -> Value:
+    """Return the sum of an i32 over the lanes of a warp up to and including each lane."""
+    for distance in (1, 2, 4, 8, 16):
+        before = machine.shuffle_up(x, distance)
+        x = x + select(machine.thread % WARP >= distance, before, 0)
+    return x
+
+
 def swapped(machine: Machine, is_odd: Value, pair: tuple[Value, Value], distance: int) -> tuple[Value, Value]:
     """Exchange words between two lanes: the even one gets both first words, the odd one both second ones.
 

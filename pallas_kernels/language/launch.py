@@ -18,7 +18,7 @@ from pallas_kernels import plugin
 from pallas_kernels.language import target
 from pallas_kernels.language.machine import WARPGROUP, Machine
 from pallas_kernels.language.simulator.tensor_memory import TensorMemorySimulator
-from pallas_kernels.trees import Tree
+from pallas_kernels.trees import Tree, uninitialised
 
 type Body = Callable[[Any, Tree, Tree], None]  # takes a TensorMemory machine, inputs and state
 type _Leaf = jax.Array | jax.ShapeDtypeStruct  # a result is given by its shape and dtype
@@ -204,17 +204,11 @@ def _check_shared(name: str, machine: Machine, grid: Grid) -> None:
         raise ValueError(f"{name} takes {scratch} bytes of shared memory for reductions, a launch has {most}")
 
 
-def _uninitialised(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Return an array of a number that no body stores on purpose: NaN, or the largest integer."""
-    is_float, is_bool = (jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.floating, jnp.bool))
-    return np.full(leaf.shape, np.nan if is_float else is_bool or jnp.iinfo(leaf.dtype).max, leaf.dtype)
-
-
 def _simulate(body: Body, name: str, grid: Grid, shared_bytes: int, shapes: Tree, inputs: Tree, given: Tree) -> Tree:
     """Run the body, with None among ``given`` for each result."""
     inputs = jax.tree.map(lambda array: np.array(array, order="C"), inputs)
     state = jax.tree.map(
-        lambda leaf, array: _uninitialised(leaf) if array is None else np.array(array, order="C"), shapes, given
+        lambda leaf, array: uninitialised(leaf) if array is None else np.array(array, order="C"), shapes, given
     )
     if not math.prod(grid.blocks):
         return state

@@ -111,7 +111,7 @@ def _together(rows: RowsSpec, weight: WeightSpec, limits: Thresholds) -> int:
 def _plan(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupported:
     if any(isinstance(weight, ExpertsSpec) for weight in problem.weights):
         return _experts(problem, gpu)
-    found = [_of_weight(problem.rows, weight, gpu) for weight in problem.weights]
+    found = [_of_weight(problem.rows, weight) for weight in problem.weights]
     found += [_of_class(problem.rows, weight, gpu, limits) for weight in problem.weights]
     reason = next((one for one in found if one is not None), None)
     if reason is not None:
@@ -125,9 +125,8 @@ def _plan(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupported:
     )
 
 
-def _of_weight(rows: RowsSpec, weight: WeightSpec, gpu: GPU) -> Unsupported | None:
+def _of_weight(rows: RowsSpec, weight: WeightSpec) -> Unsupported | None:
     """Return why no kernel serves a weight, or None if that of few rows does."""
-    del gpu
     (outputs, inputs), block, form = weight.shape, weight.block, weight.activations
     chunk = CHUNK_BYTES if block is not None else CHUNK_BYTES // 2
     if form not in ACTIVATIONS:

@@ -196,9 +196,3 @@ def factor_of(byte: Value) -> Value:
 def scale_of(byte: Value) -> Value:
     """Return a scale as f32."""
     return byte.machine.from_bits(byte.minimum(2 * _BIAS) << 23)
-
-
-def as_operand(words: list[list[Value]]) -> list[Value]:
-    """Return what ``StoredTile.load`` returned as the left operand of a product of the weight's own type."""
-    one, other = words
-    return [word for i in range(0, len(one), 2) for word in (one[i], other[i], one[i + 1], other[i + 1])]

@@ -339,7 +339,7 @@ def _store_alone(picker: Picker, token: Token, pick: Pick, tiles: RoutedTiles, o
     machine, lane, one = picker.machine, picker.lane, picker.machine.constant(1, "i32")
     tiles.pairs.store_int(lane, lane, where=picker.has_pick)
     expert, at, count = pick.mine, pick.place, machine.constant(picker.picks, "i32")
-    is_tile = picker.has_pick & (token.known.real != 0)
+    is_tile = picker.has_pick & (token.real != 0)
     if own is not None:
         begin = own.first.load_int(0)
         is_lower, is_own = expert < begin, (expert >= begin) & (expert < begin + own.count)
@@ -348,4 +348,4 @@ def _store_alone(picker: Picker, token: Token, pick: Pick, tiles: RoutedTiles, o
         is_tile = is_tile & is_own
     for n, value in enumerate((expert, pick.place, one)):
         tiles.tiles.store_int(value, at, n, where=is_tile)
-    tiles.count.store_int(select(token.known.real != 0, count, 0), 0, where=lane == 0)
+    tiles.count.store_int(select(token.real != 0, count, 0), 0, where=lane == 0)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from pallas_kernels.language.lanes import fold_tree
+from pallas_kernels.language.lanes import add, fold_tree, running_sum
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import Condition, Value, select
@@ -134,8 +134,8 @@ class Lists:
             for i, kind in enumerate(safe):
                 of_blocks = [self.totals.load_int(block, kind) for block in range(self.cluster)]
                 before = [select(rank > block, count, 0) for block, count in enumerate(of_blocks)]
-                earlier[i] = fold_tree(lambda a, b: a + b, before)
-                totals[i] = select(there[i], fold_tree(lambda a, b: a + b, of_blocks), 0)
+                earlier[i] = fold_tree(add, before)
+                totals[i] = select(there[i], fold_tree(add, of_blocks), 0)
         begin, count = (zero, self.num_experts) if own is None else (own.first.load_int(0), own.count)
         in_tiles = [
             select((kind >= begin) & (kind < begin + count), (total + (rows - 1)) // rows, 0)
@@ -159,26 +159,18 @@ class Lists:
         """Return, for two numbers of each expert of the lane, what earlier ones have of it; and all of the second."""
         machine, warp = self.machine, self.machine.thread // WARP
         through = [list(itertools.accumulate(of_kind)) for of_kind in counts]
-        of_lanes = [_running_sum(machine, each[-1]) for each in through]
+        of_lanes = [running_sum(machine, each[-1]) for each in through]
         self.of_warps.store_words(of_lanes, warp, 0, where=machine.thread % WARP == WARP - 1)
         machine.barrier("block")
         of_warps = [self.of_warps.load_words(n, 0, count=2) for n in range(self.warps)]
         results = []
         for which, (each, of_lane) in enumerate(zip(through, of_lanes, strict=True)):
             before = [select(warp > n, total[which], 0) for n, total in enumerate(of_warps)]
-            begin = of_lane - each[-1] + fold_tree(lambda a, b: a + b, before)
+            begin = of_lane - each[-1] + fold_tree(add, before)
             results.append([begin, *(begin + earlier for earlier in each[:-1])])
-        return results[0], results[1], fold_tree(lambda a, b: a + b, [total[1] for total in of_warps])
+        return results[0], results[1], fold_tree(add, [total[1] for total in of_warps])
 
 
 def _padded(num_experts: int) -> int:
     """Return the numbers in a row: of experts, of padding, and one that is not used."""
     return -(-(num_experts + 2) // 4) * 4
-
-
-def _running_sum(machine: Machine, x: Value) -> Value:
-    """Return the sum of x over the lanes of a warp up to and including each lane."""
-    for distance in (1, 2, 4, 8, 16):
-        before = machine.shuffle_up(x, distance)
-        x = x + select(machine.thread % WARP >= distance, before, 0)
-    return x

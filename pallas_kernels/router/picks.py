@@ -43,22 +43,14 @@ class Picked:
     weights: Any  # f32 [M, k]; 0 on padding
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What a warp loads for a token before there are scores, which the loads would otherwise delay."""
-
-    real: Value
-    shifts: list[Value]  # the bias of the lane's experts; without a bias all picks of the token
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Token:
-    """A token that a warp picks for."""
+    """A token that a warp picks for, with what it loads before there are scores, which the loads would delay."""
 
     number: Value
     here: Condition  # whether it exists
-    known: Known
+    real: Value
+    shifts: list[Value]  # the bias of the lane's experts; without a bias all picks of the token
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,16 +93,15 @@ class Picker:
 
     def token(self, number: Value, here: Condition) -> Token:
         """Load what there is for a token, which exists if the condition holds."""
-        return Token(number=number, here=here, known=self._know(number, here))
-
-    def _know(self, token: Value, where: Condition) -> Known:
         inputs = self.inputs
-        real = inputs.real.load_bytes(token, count=1, where=where)
+        real = inputs.real.load_bytes(number, count=1, where=here)
         if inputs.table is not None:
-            row = inputs.ids.load_int(token, where=where).maximum(0).minimum(inputs.table.shape[0] - 1)
-            return Known(real=real, shifts=[inputs.table.load_int(row, n, where=where) for n in range(self.picks)])
-        fours = (inputs.bias.load_floats(x, count=self._together, where=there) for x, there in self._fours())
-        return Known(real=real, shifts=[shift for four in fours for shift in four])
+            row = inputs.ids.load_int(number, where=here).maximum(0).minimum(inputs.table.shape[0] - 1)
+            shifts = [inputs.table.load_int(row, n, where=here) for n in range(self.picks)]
+        else:
+            fours = (inputs.bias.load_floats(x, count=self._together, where=there) for x, there in self._fours())
+            shifts = [shift for four in fours for shift in four]
+        return Token(number=number, here=here, real=real, shifts=shifts)
 
     def _fours(self) -> Iterator[tuple[Value, Condition]]:
         """Yield the first of each few adjacent experts of this lane, and whether they exist."""
@@ -126,7 +117,7 @@ class Picker:
 
     def expert(self, token: Token, pick: Pick) -> Value:
         """Return the expert of a pick, the number of none on padding."""
-        return select(token.known.real != 0, pick.mine, self.experts)
+        return select(token.real != 0, pick.mine, self.experts)
 
     def store(self, token: Token, pick: Pick) -> None:
         """Store a token's picks and their weights, if it exists."""
@@ -134,7 +125,7 @@ class Picker:
         self.out.experts.store_int(self.expert(token, pick), token.number, pick.place, where=where)
         weight = select(self.has_pick, pick.score, 0.0)
         total = Team(machine, WARP).neighbours(add, weight, MAX_PICKS)
-        weight = select(token.known.real != 0, machine.divide(weight, total) * self.scale, 0.0)
+        weight = select(token.real != 0, machine.divide(weight, total) * self.scale, 0.0)
         self.out.weights.store_floats([weight], token.number, pick.place, where=where)
 
     @property
@@ -147,9 +138,9 @@ class Picker:
         found, places = [], []
         for token in tokens:
             mine = place = self.machine.constant(0, "i32")
-            for n, other in enumerate(token.known.shifts):
+            for n, other in enumerate(token.shifts):
                 mine = select(self.lane == n, other, mine)
-            for n, other in enumerate(token.known.shifts):
+            for n, other in enumerate(token.shifts):
                 place = place + self._one((other < mine) | ((other == mine) & (self.lane > n)))
             found.append((mine, place))
             places.append((token.number, mine, self.has_pick & token.here & (mine >= 0) & (mine < self.experts)))
@@ -177,7 +168,7 @@ class Picker:
             scores: list[Value] = []
             for (_, there), of_four in zip(fours, loaded[n * len(fours) : (n + 1) * len(fours)], strict=True):
                 for score in of_four:
-                    ranks.append(select(there, self._rank(score + token.known.shifts[len(ranks)]), _LEAST))
+                    ranks.append(select(there, self._rank(score + token.shifts[len(ranks)]), _LEAST))
                     scores.append(machine.bits(score))
             all_ranks.append(ranks)
             all_scores.append(scores)

@@ -14,6 +14,7 @@ from typing import Any
 
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.fragment import Fragment, product
+from pallas_kernels.language.lanes import add, fold
 from pallas_kernels.language.launch import SCRATCH_BYTES
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
@@ -120,7 +121,7 @@ def logits(
         parts = []
         for n in range(layout.owned):
             of_blocks = [received.load_floats(block, n, machine.thread, 0) for block in range(layout.cluster)]
-            parts.append([_in_order(values) for values in zip(*of_blocks, strict=True)])
+            parts.append([fold(add, values) for values in zip(*of_blocks, strict=True)])
     for n, values in enumerate(parts):
         number = (rank + n * layout.cluster) * _EIGHT + machine.thread % 4 * 2
         for i, value in enumerate(values):
@@ -155,10 +156,3 @@ def _copy(tile: TypedTile, array: Any, place: tuple[Value, Value], chunks: tuple
                     machine.copy_async(to, source, there)
 
     machine.loop(count, one, rolled=True)
-
-
-def _in_order(values: tuple[Value, ...]) -> Value:
-    total, *others = values
-    for value in others:
-        total = total + value
-    return total

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 
-from pallas_kernels.language.lanes import add, fold, maximum
+from pallas_kernels.language.lanes import add, fold, maximum, running_sum
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Condition, Value, negate, select
@@ -181,11 +181,3 @@ class KthLargest:
         more = fold(Value.minimum, [select(ends, self._largest, n) for ends, n in zip(is_above, through, strict=True)])
         less = machine.reduce_warp("max", less)
         return machine.reduce_warp("add", number), less, machine.reduce_warp("min", more) - less
-
-
-def running_sum(machine: Machine, x: Value) -> Value:
-    """Return the sum of x over the lanes of a warp up to and including each lane."""
-    for distance in (1, 2, 4, 8, 16):
-        before = machine.shuffle_up(x, distance)
-        x = x + select(machine.thread % WARP >= distance, before, 0)
-    return x

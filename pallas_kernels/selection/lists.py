@@ -9,9 +9,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+from pallas_kernels.language.lanes import running_sum
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.values import Condition, Value, select
-from pallas_kernels.selection.kth_largest import ordinal_of, running_sum
+from pallas_kernels.selection.kth_largest import ordinal_of
 from pallas_kernels.selection.memory import LISTED_BUNDLES, LISTED_SCORES, LOST, SCORE_BYTES, VECTOR_BYTES, Memory
 from pallas_kernels.selection.part import Candidate, Part
 

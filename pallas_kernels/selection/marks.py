@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 
+from pallas_kernels.language.lanes import running_sum
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Condition, Value, select
-from pallas_kernels.selection.kth_largest import running_sum
 
 _OF_ONE_WARP = 4  # up to so many vectors per lane, one warp counts alone, which saves a barrier over the block
 

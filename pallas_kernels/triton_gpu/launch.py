@@ -18,12 +18,11 @@ import zlib
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
 
-from pallas_kernels.trees import Structure
+from pallas_kernels.trees import Structure, uninitialised
 from pallas_kernels.triton_gpu import device, interpreter
 from pallas_kernels.triton_gpu.interpreter import Kernel
 from pallas_kernels.triton_gpu.operands import Constants, Operand
@@ -147,14 +146,8 @@ def _interpreted(
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         # Copies, because the interpreter writes through pointers, and arrays may be aligned to less than their dtype.
         copies = [np.array(array, order="C") for array in arrays]
-        made = [_poisoned(spec) for spec in results[num_changed:]]
+        made = [uninitialised(spec) for spec in results[num_changed:]]
         interpreter.run(kernel, config.grid, pointers, [*copies, *made], config.constants)
         return [*copies[len(copies) - num_changed :], *made]
 
     return list(jax.pure_callback(run, results, *given, vmap_method="sequential"))
-
-
-def _poisoned(spec: jax.ShapeDtypeStruct) -> np.ndarray:
-    dtype = np.dtype(spec.dtype)
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    return np.full(spec.shape, np.nan if is_float else np.iinfo(dtype).max, dtype)

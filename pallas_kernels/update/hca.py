@@ -28,7 +28,7 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import VECTOR, Channels, Condition, Index, Value, select
 from pallas_kernels.tuned import h200
 from pallas_kernels.update.batch import Block, Call, Jobs, Kept, NewTokens, Pair, Split
-from pallas_kernels.update.tail_update import Destination, TailUpdate
+from pallas_kernels.update.tail_update import TailUpdate
 
 EMPTY_GATE = -1e9  # gate of an empty slot: its weight is 0; finite, so that a softmax of empty slots alone is not NaN
 
@@ -235,9 +235,6 @@ class HCAUpdate[Tail](TailUpdate[Tail]):
         count = select(part == 0, machine.constant(split.parts - 1, "i32"), 0)
         return machine.loop(count, add_one, softmax)
 
-    def _finish(self, softmax: Softmax, to: Destination) -> None:
-        self.store.finish(softmax.pooled(self.row), to)
-
 
 class HCARingUpdate(HCAUpdate[RingTail[Buffer]]):
     """The update of a compressor with the ring tail."""
@@ -261,7 +258,7 @@ class HCARingUpdate(HCAUpdate[RingTail[Buffer]]):
         assert tokens.entry is not None
 
         def run(block: Block, row: Row, i: Value) -> None:
-            cls.of_block(block).write_tail_row(row, i)
+            cls.of_block(block)._write_row(row, i, was_read=False)
 
         return (Jobs(count=_num_tail_rows(call), dim=tokens.entry.norm.shape[0], run=run),)
 
@@ -283,7 +280,7 @@ class HCARingUpdate(HCAUpdate[RingTail[Buffer]]):
             to = self.store.prepare(unit, self._part == 0)
             softmax = self._pool(load, Softmax.empty(row))
             with self.machine.when(self._part == 0):
-                self._finish(softmax, to)
+                self.store.finish(softmax.pooled(row), to)
         if self.call.num_tokens > 1 and not self.call.keep_tails:
             self._write_read_rows(unit)
 
@@ -300,14 +297,8 @@ class HCARingUpdate(HCAUpdate[RingTail[Buffer]]):
 
             self.machine.loop(-(-_num_tail_rows(self.call) // parts), write)
 
-    def write_tail_row(self, row: Row, job: Value) -> None:
-        """Write the ``job``-th of the newest rows, unless the first entry may be reading it.
-
-        This is a job of one warp.
-        """
-        self._write_row(row, job, was_read=False)
-
     def _write_row(self, row: Row, i: Value, *, was_read: bool) -> None:
+        """Write the ``i``-th of the newest rows: of several tokens only if the first entry reads its place, or not."""
         request, width = self.request, _num_tail_rows(self.call)
         token = request.count - width + i
         at = (request.start + token) % self.call.ratio
@@ -399,4 +390,4 @@ class HCAOnlineUpdate(HCAUpdate[OnlineTail[Buffer]]):
                 for leaf, values in zip(leaves, (left.peak, left.total, left.weighted), strict=True):
                     row.store(leaf, values, *at, where=is_last)
             with machine.when(is_full):
-                self._finish(softmax, to)
+                self.store.finish(softmax.pooled(row), to)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys, KeyRows
-from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team, fold, maximum, quad_transposed
+from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team, fold, maximum, packed_bytes, quad_transposed
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
@@ -148,7 +148,7 @@ class IndexerQueries(Epilogue):
             codes = [low | (high << 16) for low, high in zip(codes[::2], codes[1::2], strict=True)]
         words = _quad_rows(machine, codes)
         out.codes.store_words(words, row, head * (DIM_OF_MANY // 2) + quarter * 16, where=where)
-        of_head = [_packed(scales[n : n + VECTOR]) for n in range(0, len(scales), VECTOR)]
+        of_head = [packed_bytes(scales[n : n + VECTOR]) for n in range(0, len(scales), VECTOR)]
         scale_bytes = DIM_OF_MANY // keys.per_scale
         assert out.scale is not None
         out.scale.store_words(of_head, row, head * scale_bytes, where=where & (quarter == 0))
@@ -173,11 +173,6 @@ def _hadamard(machine: TensorCores, pairs: list[list[Value]]) -> list[list[Value
                 pairs[low | distance] = [a - b for a, b in zip(first, second, strict=True)]
         distance *= 2
     return [[x * DIM_OF_MANY**-0.5 for x in pair] for pair in pairs]
-
-
-def _packed(bytes: list[Value]) -> Value:
-    """Return up to four bytes in a word, the first in its low bits."""
-    return fold(lambda a, b: a | b, [byte << 8 * i if i else byte for i, byte in enumerate(bytes)])
 
 
 def _quad_rows(machine: TensorCores, words: list[Value]) -> list[Value]:

@@ -15,6 +15,7 @@ import jax
 
 from pallas_kernels.activations import OperandRows, PlainRows
 from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.fragment import LeftOperand
 from pallas_kernels.language.lanes import Buffer, Shaped
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
@@ -24,7 +25,7 @@ from pallas_kernels.products.epilogues.faces import PADDING, TILE_PITCH, Finish,
 from pallas_kernels.products.few.layout import EIGHT_BYTES, Layout
 from pallas_kernels.products.few.split import EIGHT, Split
 from pallas_kernels.products.few.staging import StagedRows, StreamedRows
-from pallas_kernels.products.weights import TILE, Corner, Scales, StoredTile, as_operand, widen
+from pallas_kernels.products.weights import TILE, Corner, Scales, StoredTile, widen
 
 
 @jax.tree_util.register_dataclass
@@ -297,7 +298,8 @@ class Block:
     def operand(self, chunk: Value, half: int, words: list[list[Value]]) -> list[Value]:
         """Return half a chunk of the weight, which ``tile.load`` gave, as a left operand."""
         if self.scales is None or self.layout.weight.activations == "fp8":
-            return as_operand(words)
+            one, other = words
+            return LeftOperand.of_rows(one, other, "bf16" if self.scales is None else "e4m3").words
         return widen(self.machine, words, self.scales.of_half(chunk, half))
 
     def scaled_sum(

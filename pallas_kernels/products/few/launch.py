@@ -97,14 +97,18 @@ def layout_of_both(rows: RowsSpec, weight: WeightSpec, both: BothQueries, gpu: t
 
 def alone_in_a_block(layout: Layout, warpgroups: int) -> Layout:
     """Return the same product, with all parts of a tile in one block of so many warpgroups."""
-    parts, inputs = layout.split.all_parts, layout.weight.inputs
-    tiles = warpgroups // parts
+    parts = layout.split.all_parts
+    return _divided(layout, cluster=1, parts=parts, tiles=warpgroups // parts)
+
+
+def _divided(layout: Layout, *, cluster: int, parts: int, tiles: int) -> Layout:
+    """Return the same product with blocks of so many tiles and parts, which store x before they multiply."""
     split = Split(
-        cluster=1,
+        cluster=cluster,
         parts=parts,
         tiles=tiles,
         blocks=-(-layout.weight.outputs // (tiles * TILE)),
-        chunks=inputs // layout.inputs // parts,
+        chunks=layout.weight.inputs // layout.inputs // (cluster * parts),
     )
     return dataclasses.replace(layout, split=split, streams=False)
 
@@ -238,20 +242,7 @@ def fastest_pair(
 
 def pair_of(own: tuple[Layout, Layout], *, cluster: int, parts: int, tiles: int) -> tuple[Layout, Layout]:
     """Return the layouts of one launch of two products, whose blocks have so many tiles and parts."""
-    one, other = (
-        dataclasses.replace(
-            layout,
-            split=Split(
-                cluster=cluster,
-                parts=parts,
-                tiles=tiles,
-                blocks=-(-layout.weight.outputs // (tiles * TILE)),
-                chunks=layout.weight.inputs // layout.inputs // (cluster * parts),
-            ),
-            streams=False,
-        )
-        for layout in own
-    )
+    one, other = (_divided(layout, cluster=cluster, parts=parts, tiles=tiles) for layout in own)
     return one, dataclasses.replace(other, first_block=one.grid.blocks[0])
 
 

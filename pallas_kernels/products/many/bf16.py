@@ -121,10 +121,10 @@ def store_columns(turns: Turns, extras: Extras, out: Made, turn: Value, first: V
     machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
     lane = machine.thread % WARP
     output = place.output + warp_rows(machine)
-    rows, all_outputs = tiling.rows, tiling.weight.groups * tiling.outputs
+    rows, all_outputs = tiling.rows, tiling.weight.groups * tiling.weight.outputs
     is_whole = rows % tiling.tile_rows == 0
     # A warp's 16 outputs exist, or none of them does.
-    exists: Condition = True if tiling.outputs % tiling.tile_outputs == 0 else output < all_outputs
+    exists: Condition = True if tiling.weight.outputs % tiling.tile_outputs == 0 else output < all_outputs
     column = lane % 4 * 2 + turns.row(place) + first * 8
 
     def there(at: Value) -> Condition:

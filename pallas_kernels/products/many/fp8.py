@@ -12,7 +12,7 @@ import dataclasses
 import functools
 
 from pallas_kernels.language.barriers import Barrier
-from pallas_kernels.language.lanes import Buffer, fold
+from pallas_kernels.language.lanes import Buffer, packed_bytes
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
@@ -99,19 +99,14 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
                 ]
                 if part < parts - 1:  # beside these sums there are no registers for another product
                     machine.keep_order()
-            return added, _packed(following)
+            return added, packed_bytes(following)
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_outputs // 2)
         return machine.loop(tiling.chunks, one, (zeros, of_first))
 
     begun = tiling.epilogue.begin_many(machine, tiling.tile_shape, inputs.extras)
     store = functools.partial(_store, turns, inputs.extras, out, begun)
-    for_each_tile(turns, ring, arena, lambda chunk: _packed(scales_of(chunk)), sums_of, store)
-
-
-def _packed(bytes: list[Value]) -> Value:
-    """Return up to four bytes in a word, the first in its low bits."""
-    return fold(lambda a, b: a | b, [byte << 8 * i if i else byte for i, byte in enumerate(bytes)])
+    for_each_tile(turns, ring, arena, lambda chunk: packed_bytes(scales_of(chunk)), sums_of, store)
 
 
 def _store(

@@ -136,7 +136,7 @@ class Turns:
 
     def exists(self, place: Place) -> Value:
         """Return whether there is such a place. Past a block's last tile it may be any: nobody uses what is there."""
-        return place.output < self.tiling.weight.groups * self.tiling.outputs
+        return place.output < self.tiling.weight.groups * self.tiling.weight.outputs
 
     def row(self, place: Place) -> Value:
         """Return the first row of x of a tile."""

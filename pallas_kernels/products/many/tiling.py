@@ -41,16 +41,6 @@ class Tiling:
     stages: int = 4  # chunks in shared memory
 
     @property
-    def outputs(self) -> int:
-        """Of a group."""
-        return self.weight.outputs
-
-    @property
-    def inputs(self) -> int:
-        """Of a group."""
-        return self.weight.inputs
-
-    @property
     def is_rounded(self) -> bool:
         return self.weight.activations == "fp8"
 
@@ -72,7 +62,7 @@ class Tiling:
     @property
     def chunks(self) -> int:
         """Chunks of a tile that a block multiplies."""
-        return self.inputs // (self.chunk * self.parts)
+        return self.weight.inputs // (self.chunk * self.parts)
 
     @property
     def fours(self) -> int:
@@ -99,7 +89,7 @@ class Tiling:
 
     @property
     def _tiles_of_group(self) -> int:
-        return -(-self.outputs // (self.tile_outputs * self.neighbours))
+        return -(-self.weight.outputs // (self.tile_outputs * self.neighbours))
 
     @property
     def tiles(self) -> int:
@@ -142,7 +132,7 @@ class Tiling:
     @property
     def is_possible(self) -> bool:
         """Whether parts are whole chunks, blocks add up whole fours, and all clusters run at once."""
-        if self.inputs % (self.chunk * self.parts) or self.fours % self.parts:
+        if self.weight.inputs % (self.chunk * self.parts) or self.fours % self.parts:
             return False
         return self.parts == 1 or self.tiles <= self.room
 
@@ -158,7 +148,7 @@ class Tiling:
         output, group = of_outputs * outputs, of_outputs // self._tiles_of_group
         if self.neighbours > 1:
             output = rank * self.tile_outputs + output
-        return Place(number=number, of_outputs=of_outputs, output=output, x=group * self.inputs)
+        return Place(number=number, of_outputs=of_outputs, output=output, x=group * self.weight.inputs)
 
     def cost(self) -> float:
         """Return about how many cycles of a multiprocessor the product takes, by times of V4-Flash's shapes on an H200.
