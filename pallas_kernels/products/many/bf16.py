@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 
-from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores, Tile, product_row
-from pallas_kernels.language.values import Condition, Value, select
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
+from pallas_kernels.language.values import Condition, Index, Value, select
 from pallas_kernels.products.epilogues.faces import ColumnSums, Extras, Made
-from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile, warp_rows
+from pallas_kernels.products.many.tiles import ManyInputs, Turns, for_each_tile, take_pipeline, warp_rows
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
 
@@ -41,15 +40,13 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
         "u8",
     )
     turns = Turns.of(machine, tiling, inputs.needed)
-    assert isinstance(x.offset, int)
-    arena = x.offset
+    pipe = take_pipeline(turns)
 
-    def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
+    def copies(chunk: Value, stage: Index) -> tuple[TileCopy, TileCopy]:
         of_chunk = turns.chunk(chunk)
         to = x.copy(stage).offset, codes.address_of(stage, 0, 0)
-        barrier.fill(*turns.copies(inputs, of_chunk, turns.row(of_chunk[0]), to))
+        return turns.copies(inputs, of_chunk, turns.row(of_chunk[0]), to)
 
-    ring = Ring.take(turns, fill)
     block = tiling.weight.block
     assert block is not None
     row, first_row = product_row(machine) + machine.thread // WARPGROUP * 64, warp_rows(machine)
@@ -71,7 +68,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
 
     def load(chunk: Value) -> list[list[Value]]:
         """Wait for a chunk, and load its codes for a left operand, those of each half."""
-        start = codes.address_of(ring.wait(chunk), 0, 0) + at
+        start = codes.address_of(pipe.wait(chunk), 0, 0) + at
         places = [
             [
                 (start ^ unit * 16) + (further * CHUNK_CODES + place)
@@ -90,7 +87,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
             sums, held, loaded, scales = carry
             chunk = i + begin
             following = scales_of(chunk + 1)
-            tile, upcoming = x.copy(ring.stage(chunk)), loaded
+            tile, upcoming = x.copy(chunk % tiling.stages), loaded
             for half in range(_HALVES):
                 factor = factor_of(scales[half % scaled_halves])
                 words = [code_pair(machine, word, selector, factor) for word in loaded[half]]
@@ -102,7 +99,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
                 machine.hold(held)  # no register of an operand is used again before
                 held = words
                 if half == 0:
-                    ring.leave((chunk - 1).maximum(0), i > 0)
+                    pipe.release((chunk - 1).maximum(0), i > 0)
             return sums, held, upcoming, following
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
@@ -110,10 +107,11 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
         sums, held, _, following = machine.loop(tiling.chunks, one, (zeros, nothing, load(begin), of_first))
         sums = machine.wgmma_wait(sums)
         machine.hold(held)
-        ring.leave(begin + (tiling.chunks - 1))
+        pipe.release(begin + (tiling.chunks - 1))
         return sums, following
 
-    for_each_tile(turns, ring, arena, scales_of, sums_of, functools.partial(store_columns, turns, inputs.extras, out))
+    store = functools.partial(store_columns, turns, inputs.extras, out)
+    for_each_tile(turns, pipe, x, copies, scales_of, sums_of, store)
 
 
 def store_columns(turns: Turns, extras: Extras, out: Made, turn: Value, first: Value | int, sums: list[Value]) -> None:

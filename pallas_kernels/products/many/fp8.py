@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer, packed_bytes
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.language.values import Condition, Value
+from pallas_kernels.language.values import Condition, Index, Value
 from pallas_kernels.products.epilogues.faces import Begun, Extras, Made, RowSums
-from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
+from pallas_kernels.products.many.tiles import ManyInputs, Turns, for_each_tile, take_pipeline
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Place, Tiling
 from pallas_kernels.products.weights import scale_of
 
@@ -36,10 +35,9 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
         "f32",
     )
     turns = Turns.of(machine, tiling, inputs.needed, keeps=tiling.epilogue.keeps_needed)
-    assert isinstance(x.offset, int)
-    arena, parts = x.offset, tiling.tile_outputs // OUTPUTS
+    pipe, parts = take_pipeline(turns), tiling.tile_outputs // OUTPUTS
 
-    def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
+    def copies(chunk: Value, stage: Index) -> tuple[TileCopy, ...]:
         place, first = turns.chunk(chunk)
         row = turns.row(place)
         to = x.copy(stage).offset, codes.copy(stage).offset
@@ -54,9 +52,8 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
             row_bytes=tiling.tile_rows * 4,
             swizzle=0,
         )
-        barrier.fill(of_x, of_scales, of_weight)
+        return of_x, of_scales, of_weight
 
-    ring = Ring.take(turns, fill)
     block = tiling.weight.block
     assert block is not None
 
@@ -79,7 +76,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
             sums, scales = carry
             chunk = i + begin
             following = scales_of(chunk + 1)
-            stage = ring.wait(chunk)
+            stage = pipe.wait(chunk)
             tile = x.copy(stage)
             left = dataclasses.replace(tile, offset=warpgroup * (_ROWS * CHUNK_BYTES) + tile.offset).k_major()
             of_x = [x_scales.load_floats(stage, row + further, count=1)[0] for further in (0, 8)]
@@ -91,7 +88,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
                 factors = [scale * scale_of((scales >> 8 * part) & 0xFF) for scale in of_x]
                 product = machine.wgmma_wait(product)
                 if part == parts - 1:
-                    ring.leave(chunk)
+                    pipe.release(chunk)
                 before = sums[part * OUTPUTS // 2 : (part + 1) * OUTPUTS // 2]
                 added += [
                     machine.fma(value, factors[n // 2 % 2], total)
@@ -106,7 +103,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
 
     begun = tiling.epilogue.begin_many(machine, tiling.tile_shape, inputs.extras)
     store = functools.partial(_store, turns, inputs.extras, out, begun)
-    for_each_tile(turns, ring, arena, lambda chunk: packed_bytes(scales_of(chunk)), sums_of, store)
+    for_each_tile(turns, pipe, x, copies, lambda chunk: packed_bytes(scales_of(chunk)), sums_of, store)
 
 
 def _store(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer, Shaped
 from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import Role, TensorCores, TileCopy
-from pallas_kernels.language.values import VECTOR, Condition, Index, Value
+from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, TileCopy
+from pallas_kernels.language.values import VECTOR, Index, Value
 from pallas_kernels.needed import needed_first, past_last_needed
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, LANES, LOADERS, WARPGROUPS, Place, Tiling
 from pallas_kernels.products.problem import Needed
@@ -177,58 +178,6 @@ class Turns:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ring:
-    """The stages of a block: chunks of its tiles in shared memory, and who may read or overwrite them.
-
-    The chunks of all tiles of a block are numbered in the order in which they are multiplied. Chunk n is in stage n %
-    stages. A warp of its own starts the copies, each when both multiplying warpgroups have left the stage. So one of
-    these may be ahead of the other by nearly all stages, and can multiply while the other one stores.
-    """
-
-    machine: TensorCores
-    full: Barrier  # per stage: the chunk is there
-    free: Barrier  # per stage: nobody reads it any more
-    turns: Turns
-    fill: Callable[[Value, Value, Barrier], None]  # starts the copies of a chunk, by its number and its stage
-
-    @classmethod
-    def take(cls, turns: Turns, fill: Callable[[Value, Value, Barrier], None]) -> Ring:
-        """Take and initialise the barriers."""
-        machine, stages = turns.machine, turns.tiling.stages
-        full = Barrier.take(machine, 1, copies=stages)
-        free = Barrier.take(machine, LANES // WARP, copies=stages)
-        init_barriers(full, free)
-        return cls(machine=machine, full=full, free=free, turns=turns, fill=fill)
-
-    @property
-    def stages(self) -> int:
-        return self.turns.tiling.stages
-
-    def stage(self, chunk: Value) -> Value:
-        return chunk % self.stages
-
-    def load(self) -> None:
-        """Start the copies of all chunks, as one warp."""
-
-        def one(chunk: Value, _: None) -> None:
-            stage = self.stage(chunk)
-            self.free.copy(stage).wait((chunk // self.stages & 1) ^ 1)
-            self.fill(chunk, stage, self.full.copy(stage))
-
-        self.machine.loop(self.turns.total, one, None)
-
-    def wait(self, chunk: Value) -> Value:
-        """Wait for a chunk, and return its stage."""
-        stage = self.stage(chunk)
-        self.full.copy(stage).wait(chunk // self.stages & 1)
-        return stage
-
-    def leave(self, chunk: Value, where: Condition = True) -> None:
-        """Say that this warp no longer reads a chunk."""
-        self.free.copy(self.stage(chunk)).arrive(where)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exchange:
     """Adds the sums of all parts of the inputs, in their order. A block has a tile, whose sums it shares."""
 
@@ -273,27 +222,39 @@ class Exchange:
         self.left.arrive_in_cluster(self.tiling.parts)
 
 
+def take_pipeline(turns: Turns) -> Pipeline:
+    """Take and initialise the barriers of a block's stages, which both multiplying warpgroups release."""
+    return Pipeline.take(turns.machine, turns.tiling.stages, consumers=LANES // WARP)
+
+
 def for_each_tile[Scales](
     turns: Turns,
-    ring: Ring,
-    arena: int,
+    pipe: Pipeline,
+    x: Tile,
+    copies: Callable[[Value, Index], Sequence[TileCopy]],
     scales: Callable[[Value], Scales],
     sums: Callable[[Value, Scales], tuple[list[Value], Scales]],
     store: Callable[[Value, Value | int, list[Value]], None],
 ) -> None:
     """Compute and store the sums of each tile.
 
+    The chunks of all tiles of a block are numbered in the order in which they are multiplied. A warp of its own starts
+    the copies, each when both multiplying warpgroups have left the stage. So one of these may be ahead of the other by
+    nearly all stages, and can multiply while the other one stores.
+
     Args:
       turns: the block's tiles.
-      ring: the stages.
-      arena: where the stages begin in shared memory, which parts of the inputs use to add their sums.
+      pipe: the stages, of which chunk n is the n-th use.
+      x: tiles of x, a copy per stage. Parts of the inputs add their sums in this memory, from its begin on.
+      copies: makes the copies of a chunk, by its number and its stage.
       scales: loads those of the weight for a chunk, by its number.
       sums: computes those of a tile, by the number of its first chunk and that chunk's scales. It returns the scales of
         the next tile's first chunk too, so that no tile begins with a wait for them.
       store: stores fours of a turn's tile, the first of which has a number.
     """
     machine, tiling = turns.machine, turns.tiling
-    exchange = Exchange.take(machine, tiling, arena)
+    assert isinstance(x.offset, int), "nothing is selected yet"
+    exchange = Exchange.take(machine, tiling, x.offset)
 
     def one(turn: Value, of_first: Scales) -> Scales:
         of_tile, following = sums(turn * tiling.chunks, of_first)
@@ -307,12 +268,17 @@ def for_each_tile[Scales](
         else:
             machine.loop(turns.count, one, scales(start))
 
+    def fill(chunk: Value, _: None) -> None:
+        use = pipe.use(chunk)
+        use.acquire()
+        use.commit(*copies(chunk, use.stage))
+
     def load() -> None:
         with machine.when(machine.thread % WARPGROUP < WARP):
-            ring.load()
+            machine.loop(turns.total, fill)
             if exchange is not None:  # of the block's only tile
                 for chunk in range(max(0, tiling.chunks - tiling.stages), tiling.chunks):
-                    ring.wait(machine.constant(chunk, "i32"))
+                    pipe.wait(machine.constant(chunk, "i32"))
                 exchange.leave()
 
     machine.roles(

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 
-from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARPGROUP
-from pallas_kernels.language.tensor_cores import TensorCores, Tile
-from pallas_kernels.language.values import Value
+from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy
+from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.many.bf16 import store_columns
-from pallas_kernels.products.many.tiles import ManyInputs, Ring, Turns, for_each_tile
+from pallas_kernels.products.many.tiles import ManyInputs, Turns, for_each_tile, take_pipeline
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Tiling
 
 
@@ -26,31 +25,29 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
     x = Tile.take(machine, tiling.tile_rows, CHUNK_BYTES, copies=tiling.stages)
     weight = Tile.take(machine, OUTPUTS // WARPGROUPS, CHUNK_BYTES, copies=tiling.stages * WARPGROUPS)
     turns = Turns.of(machine, tiling, inputs.needed)
-    assert isinstance(x.offset, int)
-    arena = x.offset
+    pipe = take_pipeline(turns)
 
-    def fill(chunk: Value, stage: Value, barrier: Barrier) -> None:
+    def copies(chunk: Value, stage: Index) -> tuple[TileCopy, TileCopy]:
         of_chunk = turns.chunk(chunk)
         to = x.copy(stage).offset, weight.copy(stage * WARPGROUPS).offset
-        barrier.fill(*turns.copies(inputs, of_chunk, turns.row(of_chunk[0]), to))
+        return turns.copies(inputs, of_chunk, turns.row(of_chunk[0]), to)
 
-    ring = Ring.take(turns, fill)
     mine = machine.thread // WARPGROUP
 
     def sums_of(begin: Value, _: None) -> tuple[list[Value], None]:
         def one(i: Value, sums: list[Value]) -> list[Value]:
             chunk = i + begin
-            stage = ring.wait(chunk)
+            stage = pipe.wait(chunk)
             left, right = weight.copy(stage * WARPGROUPS + mine), x.copy(stage)
             sums = machine.wgmma(sums, left.k_major(), right.k_major(), columns=tiling.tile_rows, dtype="bf16")
             machine.wgmma_wait([], pending=1)
-            ring.leave((chunk - 1).maximum(0), i > 0)
+            pipe.release((chunk - 1).maximum(0), i > 0)
             return sums
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
         sums = machine.wgmma_wait(machine.loop(tiling.chunks, one, zeros))
-        ring.leave(begin + (tiling.chunks - 1))
+        pipe.release(begin + (tiling.chunks - 1))
         return sums, None
 
     store = functools.partial(store_columns, turns, inputs.extras, out)
-    for_each_tile(turns, ring, arena, lambda chunk: None, sums_of, store)
+    for_each_tile(turns, pipe, x, copies, lambda chunk: None, sums_of, store)
