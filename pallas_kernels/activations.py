@@ -27,7 +27,7 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -111,18 +111,11 @@ class ActivationRows(abc.ABC):
         raise TypeError(f"{type(self).__name__} are not rounded")
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlainRows[Array: Shaped](ActivationRows):
-    """Rows in order, or their buffer."""
+class FloatRows[Array: Shaped](ActivationRows):
+    """Rows whose numbers are floats, in some order."""
 
-    values: Array  # bf16 or f32 [..., width]
-
-    copied_bytes = 4  # adjacent words belong to different units of 16 bytes
-
-    @classmethod
-    def shapes(cls, *shape: int, dtype: DTypeLike = jnp.bfloat16) -> PlainRows[jax.ShapeDtypeStruct]:
-        return PlainRows(values=jax.ShapeDtypeStruct(shape, dtype))
+    values: Array  # [..., width]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,6 +124,18 @@ class PlainRows[Array: Shaped](ActivationRows):
     @property
     def dtype(self) -> np.dtype:
         return self.values.dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRows[Array: Shaped](FloatRows[Array]):
+    """Rows in order, bf16 or f32, or their buffer."""
+
+    copied_bytes = 4  # adjacent words belong to different units of 16 bytes
+
+    @classmethod
+    def shapes(cls, *shape: int, dtype: DTypeLike = jnp.bfloat16) -> PlainRows[jax.ShapeDtypeStruct]:
+        return PlainRows(values=jax.ShapeDtypeStruct(shape, dtype))
 
     def rounded(self: PlainRows[jax.Array], *, needed: jax.Array | None, simulate: bool) -> RoundedRows[jax.Array]:
         return round_rows(self.values, needed=needed, simulate=simulate)
@@ -241,38 +246,39 @@ class RoundedRows[Array: Shaped](ActivationRows):
             self.store_group(machine, pairs[n : n + GROUP // 8], row, (column + n * 8) // GROUP, where)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OperandRows[Array: Shaped](ActivationRows):
-    """Rows of activations in the order of a product's operand, or their buffer."""
-
-    values: Array  # bf16 [..., width]
+class QuarteredRows[Array: Shaped](FloatRows[Array]):
+    """Rows of bf16, of which each segment is four quarters: pair p of quarter q is stored as pair 4 p + q."""
 
     copied_bytes = UNIT
+    segment: ClassVar[int]  # numbers that change places with one another
 
     @classmethod
-    def shapes(cls, *shape: int) -> OperandRows[jax.ShapeDtypeStruct]:
-        if shape[-1] % SEGMENT:
-            raise ValueError(f"operand rows must have a multiple of {SEGMENT} numbers, got {shape[-1]}")
-        return OperandRows(values=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    def shapes(cls, *shape: int) -> Self:
+        if shape[-1] % cls.segment:
+            raise ValueError(f"{cls.__name__} must have a multiple of {cls.segment} numbers, got {shape[-1]}")
+        values: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        return cls(values=values)
 
     @classmethod
-    def of(cls, x: jax.Array) -> OperandRows[jax.Array]:
+    def of(cls, x: jax.Array) -> Self:
         """Return rows of bf16 [..., width] in this order. Raises ValueError as ``shapes`` does."""
-        shape = cls.shapes(*x.shape).shape
-        return OperandRows(values=x.reshape(-1, _QUARTERS, _PAIRS, 2).swapaxes(1, 2).reshape(shape))
+        shape, pairs = cls.shapes(*x.shape).shape, cls.segment // (2 * _QUARTERS)
+        values: Any = x.reshape(-1, _QUARTERS, pairs, 2).swapaxes(1, 2).reshape(shape)
+        return cls(values=values)
 
-    def in_order(self: OperandRows[jax.Array]) -> jax.Array:
+    def in_order(self: QuarteredRows[jax.Array]) -> jax.Array:
         """Return the rows bf16 [..., width] in the order that they had."""
-        return self.values.reshape(-1, _PAIRS, _QUARTERS, 2).swapaxes(1, 2).reshape(self.values.shape)
+        pairs = self.segment // (2 * _QUARTERS)
+        return self.values.reshape(-1, pairs, _QUARTERS, 2).swapaxes(1, 2).reshape(self.values.shape)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.values.dtype
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OperandRows[Array: Shaped](QuarteredRows[Array]):
+    """Rows of activations in the order of a product's operand, or their buffer."""
+
+    segment = SEGMENT
 
     @staticmethod
     def place(tile: Tile, line: Value, number: Value) -> Value:
@@ -323,40 +329,13 @@ class OperandRows[Array: Shaped](ActivationRows):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRows[Array: Shaped](ActivationRows):
+class ExpertRows[Array: Shaped](QuarteredRows[Array]):
     """Rows of activations in the order in which experts in FP4 are multiplied, or their buffer.
 
-    Of each 128 numbers of a row, four quarters of 16 pairs, pair p of quarter q is stored as pair 4 p + q: a lane holds
-    16 adjacent bytes of a weight's row, which are a quarter.
+    A lane holds 16 adjacent bytes of a weight's row, which are a quarter of a segment.
     """
 
-    values: Array  # bf16 [..., width]
-
-    copied_bytes = UNIT
-
-    @classmethod
-    def shapes(cls, *shape: int) -> ExpertRows[jax.ShapeDtypeStruct]:
-        if shape[-1] % EXPERT_SEGMENT:
-            raise ValueError(f"rows for experts must have a multiple of {EXPERT_SEGMENT} numbers, got {shape[-1]}")
-        return ExpertRows(values=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-
-    @classmethod
-    def of(cls, x: jax.Array) -> ExpertRows[jax.Array]:
-        """Return rows of bf16 [..., width] in this order. Raises ValueError as ``shapes`` does."""
-        shape = cls.shapes(*x.shape).shape
-        return ExpertRows(values=x.reshape(-1, _QUARTERS, 2 * _PAIRS, 2).swapaxes(1, 2).reshape(shape))
-
-    def in_order(self: ExpertRows[jax.Array]) -> jax.Array:
-        """Return the rows bf16 [..., width] in the order that they had."""
-        return self.values.reshape(-1, 2 * _PAIRS, _QUARTERS, 2).swapaxes(1, 2).reshape(self.values.shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.values.dtype
+    segment = EXPERT_SEGMENT
 
     @staticmethod
     def column(number: Value) -> Value:
