@@ -227,34 +227,6 @@ class Mailbox:
         return [[self.machine.from_bits(word) for word in words] for words in found]
 
 
-def load_either(
-    condition: Condition,
-    a: tuple[Buffer, Sequence[Index]],
-    b: tuple[Buffer, Sequence[Index]],
-    *,
-    where: Condition = True,
-    otherwise: float = 0.0,
-) -> Step:
-    """Load VECTOR floats of one array where the condition holds, else of another. One load if both have the same dtype.
-
-    Args:
-      condition: which of the arrays to load from.
-      a, b: an array and the indices in it. Indices of the array that a lane does not read may be out of bounds.
-      where, otherwise: as for ``Buffer.load_floats``.
-    """
-    if isinstance(condition, bool):
-        buffer, index = a if condition else b
-        return buffer.load_floats(*index, where=where, otherwise=otherwise)
-    (one, at_one), (other, at_other) = a, b
-    if one.dtype != other.dtype:
-        from_one = one.load_floats(*at_one, where=where & condition, otherwise=otherwise)
-        from_other = other.load_floats(*at_other, where=where & negate(condition), otherwise=otherwise)
-        return [select(condition, x, y) for x, y in zip(from_one, from_other, strict=True)]
-    address = select(condition, one.address_of(at_one), other.address_of(at_other))
-    either = dataclasses.replace(one, address=address, shape=(), constant=False)
-    return either.load_floats(where=where, otherwise=otherwise)
-
-
 class Divisor:
     """Divides several f32 by the same one, correctly rounded: one reciprocal, then three instructions for each.
 
@@ -449,18 +421,29 @@ class Row:
     ) -> Channels:
         """Load as ``load`` does, from one array where the condition holds and from another elsewhere.
 
-        ``a`` and ``b`` are each an array and its leading indices, and ``first`` is the first channel in either.
+        It is one load for each step if both have the same dtype.
+
+        Args:
+          condition: which of the arrays to load from.
+          a, b: each an array and its leading indices, which may be out of bounds in lanes that do not read it.
+          first: the first channel in either.
+          where, otherwise: as for ``load``.
         """
-        return [
-            load_either(
-                condition,
-                (a[0], (*a[1], channel + first[0])),
-                (b[0], (*b[1], channel + first[1])),
-                where=where & self.before(step, self.dim),
-                otherwise=otherwise,
-            )
-            for step, channel in enumerate(self.channel)
-        ]
+        (one, at_one), (other, at_other) = a, b
+        if isinstance(condition, bool):
+            buffer, lead, begin = (one, at_one, first[0]) if condition else (other, at_other, first[1])
+            return self.load(buffer, *lead, first=begin, where=where, otherwise=otherwise)
+        if one.dtype != other.dtype:
+            from_one = self.load(one, *at_one, first=first[0], where=where & condition, otherwise=otherwise)
+            but = where & negate(condition)
+            from_other = self.load(other, *at_other, first=first[1], where=but, otherwise=otherwise)
+            return self.map(lambda x, y: select(condition, x, y), from_one, from_other)
+        loaded = []
+        for step, channel in enumerate(self.channel):
+            at = one.address_of((*at_one, channel + first[0])), other.address_of((*at_other, channel + first[1]))
+            either = dataclasses.replace(one, address=select(condition, *at), shape=(), constant=False)
+            loaded.append(either.load_floats(where=where & self.before(step, self.dim), otherwise=otherwise))
+        return loaded
 
     def store(self, buffer: Buffer, values: Channels, *lead: Index, where: Condition = True) -> None:
         """Store to channels [0, dim) of the last axis at the leading indices."""

@@ -286,11 +286,7 @@ class TensorCores(Machine):
         """Run a different body on each role's warpgroups, in order. Ends when all have ended.
 
         Roles communicate through ``barriers.Barrier``. Together they must have all of the block's warpgroups. Values
-        made in a role cannot be used outside of it (TypeError).
-
-        Raises:
-          ValueError: the roles need more registers in total than a block has, so they would wait for registers for
-            ever.
+        made in a role cannot be used outside of it (TypeError). Raises what ``registers_at_launch`` raises.
         """
 
     @staticmethod
@@ -307,58 +303,38 @@ class TensorCores(Machine):
             raise ValueError(f"roles ask for {wanted} registers per lane in all, a launch has {warpgroups * at_launch}")
         return at_launch
 
-    # Barriers in shared memory, by address, from which ``barriers.Barrier`` is built.
+    # Barriers in shared memory, by their i32 byte offsets. Bodies use ``barriers.Barrier``, which says what these do.
     @abc.abstractmethod
     def init_barriers(self, counts: Sequence[tuple[int, int]]) -> None:
-        """Initialise barriers, given as (byte offset, warps that arrive per phase).
-
-        All lanes of the block call it, before any role. Bodies use ``barriers.init_barriers``.
-        """
+        """Do what ``barriers.init_barriers`` does, for (byte offset, warps that arrive per phase) of each."""
 
     @abc.abstractmethod
     def arrive(self, barrier: Value, where: Condition = True) -> None:
-        """Arrive at the barrier at an i32 byte offset, as all lanes of a warp together.
-
-        Bodies use ``Barrier.arrive``.
-        """
+        """Do what ``Barrier.arrive`` does."""
 
     @abc.abstractmethod
     def arrive_in_cluster(self, barrier: Value, blocks: int) -> None:
-        """Arrive at the barriers at an i32 byte offset in all ``blocks`` of the cluster, as all lanes of a warp.
-
-        Bodies use ``Barrier.arrive_in_cluster``.
-        """
+        """Do what ``Barrier.arrive_in_cluster`` does."""
 
     @abc.abstractmethod
     def expect(self, barrier: Value, size: Value) -> None:
-        """Arrive at the barrier at an i32 byte offset, which also waits for so many bytes (i32) that are sent to it.
-
-        Bodies use ``Barrier.expect``.
-        """
+        """Do what ``Barrier.expect`` does, for an i32 number of bytes."""
 
     @abc.abstractmethod
     def send_shared(
         self, address: Value, words: Sequence[Value], barrier: Value, where: Condition, *, rank: int
     ) -> None:
-        """Store one, two or four i32 words in the shared memory of another block, and count them at its barrier.
-
-        ``address`` and ``barrier`` are i32 byte offsets there. Bodies use ``Barrier.send_floats``.
-        """
+        """Do what ``Barrier.send_floats`` does, for i32 words and the byte offset where the first of them goes."""
 
     @abc.abstractmethod
     def fill(self, barrier: Value, copies: Sequence[TileCopy]) -> None:
-        """Start copies, and arrive at the barrier at an i32 byte offset, which also waits for the copies.
-
-        Bodies use ``Barrier.fill``.
-        """
+        """Do what ``Barrier.fill`` does."""
 
     @abc.abstractmethod
     def wait(self, barrier: Value, parity: Value, scope: Scope = "block") -> None:
-        """Wait until the phase of this parity (i32, 0 or 1) has ended, at an i32 byte offset.
+        """Do what ``Barrier.wait`` does, for an i32 parity.
 
         With the scope "cluster" this lane then sees what lanes of other blocks did before they arrived.
-
-        Bodies use ``Barrier.wait``.
         """
 
     # Products, started by all lanes of a warpgroup.

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.language.lanes import Buffer, Team, add, load_either, maximum
+from pallas_kernels.language.lanes import Buffer, Row, Team, add, maximum
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.values import VECTOR, Value, select
@@ -219,13 +219,10 @@ def test_load_either(where, condition, dtypes, simulate):
         lane = machine.thread
         first = condition if isinstance(condition, bool) else lane < 40
         index_a = lane % 40 if isinstance(condition, bool) else lane
-        got = load_either(
-            first,
-            (inputs[0], (index_a, 0)),
-            (inputs[1], (lane % 40, 0)),
-            where=(lane % 5) > 0 if where == "some" else True,
-        )
-        out.store_floats(got, lane, 0)
+        there = (lane % 5) > 0 if where == "some" else True
+        row = Row(Team(machine, 1), VECTOR)
+        got = row.load_either(first, (inputs[0], (index_a,)), (inputs[1], (lane % 40,)), where=there)
+        row.store(out, got, lane)
 
     got = run(body, [jnp.asarray(a), jnp.asarray(b)], spec((WARPGROUP, VECTOR), F32), simulate=simulate)
     lane = np.arange(WARPGROUP)

@@ -154,6 +154,12 @@ def _access(size: int) -> tuple[str, int]:
     return (f"u{8 * size}", 1) if size <= 4 else (f"v{size // 4}.u32", size // 4)
 
 
+def vector(first: int, count: int) -> str:
+    """Return ``count`` registers of an instruction, from number ``first`` on: in braces if there are several."""
+    registers = ", ".join(f"${first + i}" for i in range(count))
+    return f"{{{registers}}}" if count > 1 else registers
+
+
 class PTX(Machine):
     """Emits into the current MLIR insertion point, for one lane."""
 
@@ -395,14 +401,12 @@ class PTX(Machine):
         ptx_type, words = _access(size)
         # Fastest as measured on an H200: inputs are not allocated in L1, and state has the default policy.
         cache = (".nc.L1::no_allocate" if size == 16 else ".nc") if constant else ""
-        registers = [f"${i}" for i in range(words)]
-        target = registers[0] if words == 1 else "{" + ", ".join(registers) + "}"
-        read = f"ld.global{cache}.{ptx_type} {target}, [${words}];"
+        read = f"ld.global{cache}.{ptx_type} {vector(0, words)}, [${words}];"
         if where is True:
             return self._asm(read, ",".join(["=r"] * words + ["l"]), ("i32",) * words, address, effects=True)
         if where is False:
             return [self.constant(otherwise, "i32")] * words
-        first = " ".join(f"mov.b32 {register}, {otherwise};" for register in registers)
+        first = " ".join(f"mov.b32 ${i}, {otherwise};" for i in range(words))
         text = f"{{ .reg .pred p; setp.ne.s32 p, ${words + 1}, 0; {first} @p {read} }}"
         constraints = ",".join(["=&r"] * words + ["l", "r"])
         return self._asm(text, constraints, ("i32",) * words, address, self._flag(where), effects=True)
@@ -425,9 +429,7 @@ class PTX(Machine):
             return
         check_access(size, words)
         ptx_type, count = _access(size)
-        registers = [f"${1 + i}" for i in range(count)]
-        source = registers[0] if count == 1 else "{" + ", ".join(registers) + "}"
-        write = f"st.{space}.{ptx_type} [$0], {source};"
+        write = f"st.{space}.{ptx_type} [$0], {vector(1, count)};"
         constraints = [address_kind] + ["r"] * count
         if where is True:
             self._asm(write, ",".join(constraints), [], address, *words, effects=True)
@@ -439,9 +441,7 @@ class PTX(Machine):
     def load_shared(self, address: Value, size: int) -> list[Value]:
         check_access(size)
         ptx_type, words = _access(size)
-        registers = [f"${i}" for i in range(words)]
-        target = registers[0] if words == 1 else "{" + ", ".join(registers) + "}"
-        text = f"ld.shared.{ptx_type} {target}, [${words}];"
+        text = f"ld.shared.{ptx_type} {vector(0, words)}, [${words}];"
         constraints = ",".join(["=r"] * words + ["r"])
         return self._asm(text, constraints, ("i32",) * words, self._shared + address, effects=True)
 

@@ -12,7 +12,7 @@ from pallas_kernels import plugin
 from pallas_kernels.language.checks import check_copy, check_send, check_wgmma
 from pallas_kernels.language.kinds import Kind
 from pallas_kernels.language.machine import WARP, Scope
-from pallas_kernels.language.ptx.lanes import PTX
+from pallas_kernels.language.ptx.lanes import PTX, vector
 from pallas_kernels.language.tensor_cores import HALVES, DType, Operand, Role, TensorCores, TileCopy
 from pallas_kernels.language.values import Condition, Index, Value
 
@@ -170,10 +170,8 @@ class TensorCorePTX(PTX, TensorCores):
         count = len(words)
         remote, _ = self._shared_address(address, rank)
         remote_barrier, _ = self._shared_address(barrier, rank)
-        registers = ", ".join(f"${1 + i}" for i in range(count))
-        vector, source = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
-        send = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
-        text = f"@p {send}{vector}.b32 [$0], {source}, [${count + 1}];"
+        send = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{f'.v{count}' if count > 1 else ''}"
+        text = f"@p {send}.b32 [$0], {vector(1, count)}, [${count + 1}];"
         text = f"{{ .reg .pred p; setp.ne.s32 p, ${count + 2}, 0; {text} }}"
         flag = self._flag(where if isinstance(where, Value) else self.constant(True, "bool"))
         self._asm(text, ",".join(["r"] * (count + 3)), [], remote, *words, remote_barrier, flag, effects=True)
@@ -240,7 +238,6 @@ class TensorCorePTX(PTX, TensorCores):
         depth, operands = _FAMILY[dtype]
         shape = f"m64n{columns}{depth}.{'f16' if packed else 'f32'}.{operands}"
         held = 0 if start is None else count  # number of inputs that share registers with the results
-        result = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
         first = count + held  # number of the next operand in the text
         if isinstance(a, Operand):
             left, left_constraints = [self._descriptor(a)], ["r"]
@@ -254,14 +251,14 @@ class TensorCorePTX(PTX, TensorCores):
                 lines += self._step("a", f"${first}", a, step)
                 operand = "a"
             else:
-                operand = "{" + ", ".join(f"${first + 4 * step + i}" for i in range(4)) + "}"
+                operand = vector(first + 4 * step, 4)
             lines += self._step("b", right, b, step)
             lines.append(f"setp.ne.s32 more, {int(start is not None or step > 0)}, 0;")
             flags = "1, 1"
             if dtype in HALVES:
                 flags += f", {int(a.transposed)}" if isinstance(a, Operand) else ""
                 flags += f", {int(b.transposed)}"
-            lines.append(f"wgmma.mma_async.sync.aligned.{shape} {result}, {operand}, b, more, {flags};")
+            lines.append(f"wgmma.mma_async.sync.aligned.{shape} {vector(0, count)}, {operand}, b, more, {flags};")
         lines.append("wgmma.commit_group.sync.aligned; }")
         # Early clobber, because the results' registers are written while those of a and the descriptors are still read.
         constraints = ["=&r" if packed else "=&f"] * count + [str(i) for i in range(held)] + left_constraints + ["r"]

@@ -11,6 +11,7 @@ from jax._src.lib.mlir.dialects import gpu, nvvm  # pyright: ignore[reportPrivat
 from pallas_kernels.language.checks import check_product
 from pallas_kernels.language.kinds import Kind
 from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.ptx.lanes import vector
 from pallas_kernels.language.ptx.tensor_cores import TensorCorePTX
 from pallas_kernels.language.tensor_cores import DType, Operand
 from pallas_kernels.language.tensor_memory import ROWS, Accumulator, TensorMemory
@@ -63,7 +64,7 @@ class TensorMemoryPTX(TensorCorePTX, TensorMemory):
 
     def mma(self, into: Accumulator, a: Operand, b: Operand, *, accumulate: Condition, dtype: DType = "f16") -> None:
         check_product(a, b, into.columns, dtype)
-        sums = self.constant(int(accumulate), "i32") if isinstance(accumulate, bool) else self._flag(accumulate)
+        sums = self._where(accumulate)
         lines = [
             "{ .reg .b64 a, b; .reg .b32 shape, low; .reg .pred sums;",
             f"mov.b32 shape, {instruction_descriptor(a.transposed, b.transposed, into.columns, dtype)};",
@@ -100,9 +101,9 @@ class TensorMemoryPTX(TensorCorePTX, TensorMemory):
         assert columns & (columns - 1) == 0, "an instruction's columns are a power of two"
         lines = ["{ .reg .b32 place;"]
         for start in range(0, accumulator.columns, columns):
-            registers = ", ".join(f"${first + start // 2 + i}" for i in range(columns // 2))
+            registers = vector(first + start // 2, columns // 2)
             lines.append(f"add.s32 place, ${address}, {start};")
-            lines.append(instruction.format(shape=f"16x256b.x{columns // 8}.b32", registers=f"{{{registers}}}"))
+            lines.append(instruction.format(shape=f"16x256b.x{columns // 8}.b32", registers=registers))
         return "\n".join(lines)
 
     def _warp_place(self, accumulator: Accumulator) -> Value:
