@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import EllipsisType
 from typing import Any
 
@@ -85,6 +85,17 @@ def integer(name: str, value: Tree, least: int | None = None) -> int:
     if least is not None and number < least:
         raise ValueError(f"{name} must be {wanted}, got {number}")
     return number
+
+
+def integers(name: str, values: Tree, wanted: str, least: int | None = None) -> tuple[int, ...]:
+    """A static argument of several whole numbers, as ints.
+
+    Raises:
+      ValueError: it is no sequence, and the message says that it must be what is ``wanted``; or as ``integer``.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be {wanted}, got {values!r}")
+    return tuple(integer(f"{name}[{i}]", value, least) for i, value in enumerate(values))
 
 
 def known_size(size: object, otherwise: int) -> int:

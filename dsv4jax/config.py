@@ -11,11 +11,11 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from dsv4jax.checks import check_type, integer, real
+from dsv4jax.checks import check_type, integer, integers, real
 from dsv4jax.kinds import AttentionType
 
 type Json = Any  # a value that JSON holds: of a config.json, or of what is written beside arrays
@@ -196,9 +196,7 @@ def read_config(source: Mapping[str, Json] | str | os.PathLike[str]) -> Mapping[
 def _checked(name: str, kind: object, value: object) -> tuple[int, ...] | int | float:
     """A field's value as Python's own numbers. ValueError, naming the field, for what is none or not positive."""
     if name == "compress_ratios":
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError(f"compress_ratios must be integers, one per layer, got {value!r}")
-        return tuple(integer(f"compress_ratios[{i}]", ratio) for i, ratio in enumerate(value))
+        return integers(name, value, "integers, one per layer")
     number = integer(name, value) if kind == "int" else real(name, value)
     if not number > 0:
         raise ValueError(f"{name} must be positive, got {number}")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Self
 
-from dsv4jax.checks import integer, real
+from dsv4jax.checks import integer, integers, real
 from dsv4jax.config import DSV4Config, Json, read_config
 
 
@@ -30,9 +30,7 @@ class DSparkConfig:
         for name in ("block_size", "rank", "stages"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         object.__setattr__(self, "noise_token", integer("noise_token", self.noise_token, 0))
-        if isinstance(self.taps, str) or not isinstance(self.taps, Iterable):
-            raise ValueError(f"taps must be layer numbers, got {self.taps!r}")
-        taps = tuple(integer(f"taps[{i}]", layer, 0) for i, layer in enumerate(self.taps))
+        taps = integers("taps", self.taps, "layer numbers", 0)
         if not taps or list(taps) != sorted(set(taps)):
             raise ValueError(f"taps must be ascending layer numbers, at least one, got {taps}")
         object.__setattr__(self, "taps", taps)
@@ -71,10 +69,7 @@ class ModelConfig:
             if not 0 <= number < math.inf or (number == 0 and name != "swiglu_limit"):
                 raise ValueError(f"{name} must be positive, got {number}")
             object.__setattr__(self, name, number)
-        if isinstance(self.stop_tokens, str) or not isinstance(self.stop_tokens, Iterable):
-            raise ValueError(f"stop_tokens must be token ids, got {self.stop_tokens!r}")
-        stops = tuple(integer(f"stop_tokens[{i}]", token, 0) for i, token in enumerate(self.stop_tokens))
-        object.__setattr__(self, "stop_tokens", stops)
+        object.__setattr__(self, "stop_tokens", integers("stop_tokens", self.stop_tokens, "token ids", 0))
         if self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
         if self.num_hash_layers > self.num_layers:

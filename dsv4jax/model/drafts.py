@@ -61,7 +61,7 @@ def draft_forward(
     if not isinstance(drafts, DraftParams):
         raise ValueError("this model has no block for multi-token prediction: its checkpoint holds no MTP weights")
     axes = {"B": slots.shape[0], "T": next_ids.shape[1], "streams": cfg.num_streams, "hidden": cfg.hidden_size}
-    check_array("streams", streams, dict(axes), FLOATS)
+    check_array("streams", streams, axes, FLOATS)
 
     def specs() -> tuple[Any, Any]:
         of_cache = cache_specs(cache)

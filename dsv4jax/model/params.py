@@ -7,7 +7,7 @@ num_streams, E num_experts, I expert_width and V vocab_size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from dsv4jax.formats import e2m1_values
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.devices import Devices
 from dsv4jax.reprs import print_compactly
-from dsv4jax.weights.deltas import WeightWithDelta
+from dsv4jax.weights.deltas import WeightWithDelta, checked_base
 from dsv4jax.weights.params import AttentionParams
 from dsv4jax.weights.stored import (
     CODES,
@@ -246,8 +246,8 @@ def check_model(params: ModelParams) -> None:
         raise ValueError(f"params.blocks: expected {cfg.num_layers} layers, got {len(params.blocks)}")
     devices = params.devices.count
     table = {"vocabulary": cfg.vocab_size // devices, "hidden": cfg.hidden_size}
-    check_array("params.embedding", params.embedding, dict(table), FLOATS)
-    _check_wide("params.head", params.head, dict(table))
+    check_array("params.embedding", params.embedding, table, FLOATS)
+    _check_wide("params.head", params.head, table)
     _check_norm("params.final_norm", params.final_norm, cfg)
     _check_mix("params.final_mix", params.final_mix, cfg.num_streams, 1, cfg)
     for layer, block in enumerate(params.blocks):
@@ -284,7 +284,7 @@ def _check_dspark(name: str, drafts: DSparkParams, cfg: ModelConfig, devices: in
 
 def _check_block(name: str, block: Block, layer: int | None, cfg: ModelConfig, devices: int) -> None:
     hidden, wide = cfg.hidden_size, cfg.expert_width
-    experts: dict[str, int | None] = {"experts": cfg.num_experts}
+    experts = {"experts": cfg.num_experts}
     for sublayer in ("attention", "experts"):
         numbers = (2 + cfg.num_streams) * cfg.num_streams
         _check_mix(f"{name}.{sublayer}_mix", getattr(block, f"{sublayer}_mix"), numbers, 3, cfg)
@@ -295,9 +295,9 @@ def _check_block(name: str, block: Block, layer: int | None, cfg: ModelConfig, d
     _check_wide(f"{name}.router.gate", router.gate, experts | {"hidden": hidden})
     if router.table is not None:
         axes = {"vocabulary": cfg.vocab_size, "picks": cfg.experts_per_token}
-        check_array(f"{name}.router.table", router.table, dict(axes), jnp.int32)
+        check_array(f"{name}.router.table", router.table, axes, jnp.int32)
     if router.bias is not None:
-        check_array(f"{name}.router.bias", router.bias, dict(experts), FLOATS)
+        check_array(f"{name}.router.bias", router.bias, experts, FLOATS)
     of_device = cfg.num_experts // devices
     _check_experts(f"{name}.experts.gate_up", block.experts.gate_up, (of_device, 2 * wide, hidden))
     _check_experts(f"{name}.experts.down", block.experts.down, (of_device, hidden, wide))
@@ -315,18 +315,13 @@ def _check_mix(name: str, mix: StreamMix, numbers: int, scales: int, cfg: ModelC
     check_array(f"{name}.scale", mix.scale, {"scales": scales}, FLOATS)
 
 
-def _check_wide(name: str, weight: Weight, axes: dict[str, int | None]) -> None:
-    if isinstance(weight, WeightWithDelta):
-        weight.check(name, tuple(axes.values()))  # type: ignore[arg-type]
-        name, weight = f"{name}.base", weight.base
-    check_array(name, weight, axes, FLOATS)
+def _check_wide(name: str, weight: Weight, axes: Mapping[str, int]) -> None:
+    check_array(*checked_base(name, weight, tuple(axes.values())), axes, FLOATS)
 
 
 def _check_experts(name: str, weight: ExpertWeight, shape: tuple[int, int, int]) -> None:
     experts, rows, columns = shape
-    if isinstance(weight, WeightWithDelta):
-        weight.check(name, shape)
-        name, weight = f"{name}.base", weight.base
+    name, weight = checked_base(name, weight, shape)
     if not isinstance(weight, StoredExperts):
         check_array(name, weight, {"experts": experts, "out": rows, "in": columns}, FLOATS)
         return
@@ -336,7 +331,7 @@ def _check_experts(name: str, weight: ExpertWeight, shape: tuple[int, int, int])
     check_array(f"{name}.codes", weight.codes, {"experts": experts, "out": rows, "in": width}, (jnp.uint8, CODES))
     blocks = num_blocks((rows, columns), weight.block)
     axes = {"experts": experts, "rows": blocks[0], "columns": blocks[1]}
-    check_array(f"{name}.scales", weight.scales, dict(axes), (SCALES, jnp.float32))
+    check_array(f"{name}.scales", weight.scales, axes, (SCALES, jnp.float32))
     if weight.interleaved and (not weight.is_fp4 or width % INTERLEAVED_BYTES):
         unit = 2 * INTERLEAVED_BYTES
         raise ValueError(f"{name}: interleaved codes are FP4 with a multiple of {unit} inputs, got {weight.shape}")

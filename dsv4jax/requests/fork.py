@@ -44,10 +44,9 @@ def fork(cache: KVCache, source_slot: jax.Array, target_slots: jax.Array) -> tup
     check_cache("fork", cache)
     check_batch(target_slots=target_slots)
     check_array("source_slot", source_slot, {"B": target_slots.shape[0]} if jnp.ndim(source_slot) else {}, jnp.int32)
-    if is_spread(cache):
-        sources = jnp.broadcast_to(source_slot, target_slots.shape)
-        return on_shards(fork, cache, (sources, target_slots), 1)
     sources = jnp.broadcast_to(source_slot, target_slots.shape)
+    if is_spread(cache):
+        return on_shards(fork, cache, (sources, target_slots), 1)
     tables, ok, filling, own = fork_slots(cache.tables, sources, target_slots, cache.plan)
     targets = jnp.where(ok, target_slots, -1)
 

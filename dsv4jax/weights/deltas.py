@@ -142,6 +142,14 @@ def split_delta(weight: Tree) -> tuple[Tree, tuple[Delta, ...]]:
     return (weight.base, weight.deltas) if isinstance(weight, WeightWithDelta) else (weight, ())
 
 
+def checked_base(name: str, weight: Tree, shape: tuple[int, ...]) -> tuple[str, Tree]:
+    """Check the deltas of a weight of this shape, if there are any. Returns the name and the weight without them."""
+    if not isinstance(weight, WeightWithDelta):
+        return name, weight
+    weight.check(name, shape)
+    return f"{name}.base", weight.base
+
+
 def with_delta(weight: Tree, deltas: Sequence[Delta]) -> Tree:
     """Return a weight with deltas besides those that it has. Without any it stays what it is."""
     base, old = split_delta(weight)

@@ -21,7 +21,7 @@ from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.derivatives import refuse_derivative
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import axis_size, split_heads
-from dsv4jax.weights.deltas import WeightWithDelta
+from dsv4jax.weights.deltas import checked_base
 from dsv4jax.weights.stored import (
     BLOCK,
     CODES,
@@ -309,10 +309,9 @@ def _check_weights(name: str, weights: object, of_kinds: Mapping[AttentionType, 
         raise ValueError(f"{name}: expected the weights of a {kind.upper()} layer, got {given}")
     for (path, spec), leaf in zip(expected, leaves, strict=True):
         full = f"{name}{jax.tree_util.keystr(path)}"
-        if isinstance(leaf, WeightWithDelta) and len(spec.shape) == 2:
-            leaf.check(full, spec.shape)
-            full, leaf = f"{full}.base", leaf.base
-        if path[-1].name in (*_WEIGHTS, "q_b"):
+        if len(spec.shape) == 2:
+            full, leaf = checked_base(full, leaf, spec.shape)
+        if path[-1].name in _WEIGHTS:
             check_weight(full, leaf, spec.shape)
         else:
             check_array(full, leaf, {f"axis {i}": size for i, size in enumerate(spec.shape)}, FLOATS)

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from dsv4jax.checks import FLOATS, Tree, check_array
-from dsv4jax.weights.deltas import WeightWithDelta, has_delta, moved, of_rows, split_delta, with_delta
+from dsv4jax.weights.deltas import WeightWithDelta, checked_base, has_delta, moved, of_rows, split_delta, with_delta
 
 CODES, SCALES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
 BLOCK = (128, 128)  # rows and columns per scale in DeepSeek's checkpoints
@@ -231,9 +231,7 @@ def check_weight(name: str, weight: object, shape: tuple[int, ...]) -> None:
       AssertionError: (chex) a shape or dtype is wrong.
       ValueError: a stored weight's ``block`` or ``activations`` is none, or a delta is of other rows.
     """
-    if isinstance(weight, WeightWithDelta):
-        weight.check(name, shape)
-        name, weight = f"{name}.base", weight.base
+    name, weight = checked_base(name, weight, shape)
     if not isinstance(weight, StoredWeight):
         check_array(name, weight, _axes(shape), FLOATS)
         return

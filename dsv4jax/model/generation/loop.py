@@ -183,10 +183,8 @@ def look(loop: Loop, lengths: jax.Array, most: int) -> tuple[jax.Array, jax.Arra
     """
 
     def step(loop: Loop, lengths: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        places = lengths[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
-        texts = loop.texts
-        tokens = jnp.take_along_axis(texts.tokens, jnp.minimum(places, texts.tokens.shape[1] - 1), axis=1)
-        return tokens, texts.lengths, loop.unfinished, needs_seats(loop)
+        tokens = loop.texts.tokens_from(jnp.arange(lengths.size, dtype=jnp.int32), lengths, most)
+        return tokens, loop.texts.lengths, loop.unfinished, needs_seats(loop)
 
     return of_each_shard(step, loop, (lengths,), (OF_ROWS,), OF_ROWS)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.shards import DATA
-from dsv4jax.checks import integer
+from dsv4jax.checks import integers
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.generation.state import Texts
@@ -52,10 +52,8 @@ def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
 
 def read_stop_tokens(tokens: Sequence[int]) -> jax.Array:
     """Return stop tokens as int32 [any], the last ones -1, which is no token. ValueError if they are none."""
-    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
-        raise ValueError(f"stop_tokens must be token ids, got {tokens!r}")
-    stops = [integer(f"stop_tokens[{i}]", token, 0) for i, token in enumerate(tokens)]
-    return jnp.asarray(stops + [-1] * (STOPS - len(stops) % STOPS), jnp.int32)
+    stops = integers("stop_tokens", tokens, "token ids", 0)
+    return jnp.asarray([*stops, *[-1] * (STOPS - len(stops) % STOPS)], jnp.int32)
 
 
 def most_tokens(plan: CachePlan) -> int:
