@@ -17,6 +17,7 @@ from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.shards import OF_ROWS, cache_specs
 from dsv4jax.checks import FLOATS, check_array
 from dsv4jax.layer.backend import Backend, for_plan
+from dsv4jax.layer.call import RunOptions
 from dsv4jax.layer.dense import rms_norm
 from dsv4jax.layer.projections import linear
 from dsv4jax.model.forward_pass import attention
@@ -86,7 +87,7 @@ def _step(
     given = linear(token, drafts.token_proj, dtype, backend=backend).astype(jnp.float32)
     kept = linear(old, drafts.stream_proj, dtype, backend=backend).astype(jnp.float32)
 
-    way = Way(tokens=tokens, attend=attention(slots, num_new, backend), cfg=cfg, backend=backend)
+    way = Way(tokens=tokens, attend=attention(slots, num_new, RunOptions(backend=backend)), cfg=cfg, backend=backend)
     streams = (given[..., None, :] + kept).astype(dtype)
     ran = run_blocks((drafts.block,), drafts.final_mix, drafts.final_norm, streams, cache, way)
     return all_logits(ran.x, params.head, way), ran.streams, ran.cache

@@ -114,38 +114,8 @@ def forward(
         a function returns something of another form than it was given.
     """
     probe = ModelProbe.of(**looking)
-    *made, captured = _forward(params, ids, cache, slots, num_new, probe, logits=logits, backend=backend)
-    return (*made, captured) if "capture" in looking else tuple(made)
-
-
-@functools.partial(jax.jit, static_argnames=("logits", "backend"))
-def _forward(
-    params: ModelParams,
-    ids: jax.Array,
-    cache: KVCache,
-    slots: jax.Array,
-    num_new: jax.Array,
-    probe: ModelProbe,
-    *,
-    logits: Logits,
-    backend: Backend,
-) -> tuple[jax.Array | None, jax.Array, KVCache, Named]:
-    def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Tree:
-        ids, slots, num_new = rows
-        tokens = Tokens.of(params, ids, cache, slots, num_new, params.cfg.attention)
-        tokens = tokens if probe.looks else tokens.divided()
-        attend = attention(slots, num_new, backend, tokens.devices.token_axis)
-        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=for_plan(backend, cache.plan), probe=probe)
-        ran = run_model(params, cache, way)
-        of_drafts = tokens.devices.gather_chunk(_for_drafts(params, ran))
-        return read_logits(ran.x, params.head, logits, way), of_drafts, ran.cache, ran.captured(way)
-
-    def specs() -> tuple[Tree, Tree]:
-        of_cache = cache_specs(cache)
-        return (weight_specs(params), of_cache, OF_ROWS, CHOICES_SPEC), (OF_ROWS, OF_ROWS, of_cache, probe.specs)
-
-    run = run_on_devices(step, params.mesh, cache, ids.shape[0], specs)
-    return run(params, cache, (ids, slots, num_new), probe)
+    made, captured, _ = _forward(params, cache, (ids, slots, num_new), probe, logits=logits, backend=backend)
+    return (*made, captured) if "capture" in looking else made
 
 
 Staged = tuple[StagedLayer, ...]
@@ -200,53 +170,46 @@ def stage_forward(
       AssertionError, ValueError: as ``forward``.
     """
     probe = ModelProbe.of(**looking)
-    *made, captured = _stage_forward(params, ids, cache, slots, num_new, probe, backend=backend)
-    return (*made, captured) if "capture" in looking else tuple(made)
+    rows = ids, slots, num_new
+    made, captured, staged = _forward(params, cache, rows, probe, logits="all", backend=backend, is_draft=True)
+    return (*made, staged, captured) if "capture" in looking else (*made, staged)
 
 
-@functools.partial(jax.jit, static_argnames="backend")
-def _stage_forward(
+@functools.partial(jax.jit, static_argnames=("logits", "backend", "is_draft"))
+def _forward(
     params: ModelParams,
-    ids: jax.Array,
     cache: KVCache,
-    slots: jax.Array,
-    num_new: jax.Array,
+    rows: Rows,
     probe: ModelProbe,
     *,
+    logits: Logits,
     backend: Backend,
-) -> tuple[jax.Array, jax.Array, KVCache, Staged, Named]:
+    is_draft: bool = False,
+) -> tuple[tuple[jax.Array | None, jax.Array, KVCache], Named, Staged]:
+    """Return (what ``forward`` does, what was captured, what ``commit`` takes if the tokens are drafts)."""
     sizes = params.cfg.attention
 
     def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Tree:
         ids, slots, num_new = rows
         tokens = Tokens.of(params, ids, cache, slots, num_new, sizes)
+        tokens = tokens if probe.looks or is_draft else tokens.divided()
         staged: list[StagedLayer] = []
-        options = RunOptions(backend=backend, is_draft=True)
-
-        def attend(
-            weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int, probe: Probe
-        ) -> tuple[jax.Array, KVCache, Seen]:
-            kind, index = cache.locate(layer)
-            given = Given(x=x, slots=slots, num_new=num_new)
-            y, cache, draft, seen = run_layer(weights, given, cache, kind, index, options, probe)
-            assert draft is not None
-            staged.append(staged_layer(draft, layer))
-            return y, cache, seen
-
-        of_ops = for_plan(backend, cache.plan)
-        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=of_ops, probe=probe)
+        options = RunOptions(backend=backend, token_axis=tokens.devices.token_axis, is_draft=is_draft)
+        attend = attention(slots, num_new, options, staged)
+        way = Way(tokens=tokens, attend=attend, cfg=params.cfg, backend=for_plan(backend, cache.plan), probe=probe)
         ran = run_model(params, cache, way)
-        logits = all_logits(ran.x, params.head, way)
-        return logits, _for_drafts(params, ran), ran.cache, tuple(staged), ran.captured(way)
+        of_drafts = tokens.devices.gather_chunk(_for_drafts(params, ran))
+        made = read_logits(ran.x, params.head, logits, way), of_drafts, ran.cache
+        return made, ran.captured(way), tuple(staged)
 
     def specs() -> tuple[Tree, Tree]:
         of_cache = cache_specs(cache)
-        of_staged = tuple(staged_specs(sizes, layer) for layer in range(sizes.num_layers))
+        of_staged = tuple(staged_specs(sizes, layer) for layer in range(sizes.num_layers)) if is_draft else ()
         given = weight_specs(params), of_cache, OF_ROWS, CHOICES_SPEC
-        return given, (OF_ROWS, OF_ROWS, of_cache, of_staged, probe.specs)
+        return given, ((OF_ROWS, OF_ROWS, of_cache), probe.specs, of_staged)
 
-    run = run_on_devices(step, params.mesh, cache, ids.shape[0], specs)
-    return run(params, cache, (ids, slots, num_new), probe)
+    run = run_on_devices(step, params.mesh, cache, rows[0].shape[0], specs)
+    return run(params, cache, rows, probe)
 
 
 def _for_drafts(params: ModelParams, ran: Ran) -> jax.Array:
@@ -433,17 +396,23 @@ def _run_sequences(
     return all_logits(x, params.head, way), captured, found
 
 
-def attention(slots: jax.Array, num_new: jax.Array, backend: Backend, token_axis: str | None = None) -> Attend[KVCache]:
-    """Return how the layers of an ordinary pass attend: they store what is new."""
-    options = RunOptions(backend=backend, token_axis=token_axis)
+def attention(
+    slots: jax.Array, num_new: jax.Array, options: RunOptions, staged: list[StagedLayer] | None = None
+) -> Attend[KVCache]:
+    """Return how the layers of a pass over a cache attend: they store what is new.
+
+    Those of a pass on drafts leave that to ``commit``, and append what it takes to ``staged``.
+    """
 
     def attend(
         weights: AttentionParams, x: jax.Array, cache: KVCache, layer: int, probe: Probe
     ) -> tuple[jax.Array, KVCache, Seen]:
         kind, index = cache.locate(layer)
-        y, cache, _, seen = run_layer(
-            weights, Given(x=x, slots=slots, num_new=num_new), cache, kind, index, options, probe
-        )
+        given = Given(x=x, slots=slots, num_new=num_new)
+        y, cache, draft, seen = run_layer(weights, given, cache, kind, index, options, probe)
+        if draft is not None:
+            assert staged is not None
+            staged.append(staged_layer(draft, layer))
         return y, cache, seen
 
     return attend
