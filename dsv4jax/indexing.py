@@ -65,14 +65,28 @@ def from_start(index: jax.Array | int, size: int) -> jax.Array | int:
     return lax.select(index < 0, index + size, index)
 
 
-def read_slots[Tree](tree: Tree, index: jax.Array | int, slots: jax.Array) -> Tree:
-    """Read the slots of one layer from leaves [layers, requests, ...]: leaves [B, ...].
+def _places(tree: object, index: jax.Array | int, *rows: jax.Array) -> jax.Array:
+    """Return the indices of leaf[index, *rows] for all leaves: to index each of them would make the indices again."""
+    index = from_start(index, jax.tree.leaves(tree)[0].shape[0])
+    shape = jnp.broadcast_shapes(*(row.shape for row in rows))
+    return jnp.stack([jnp.broadcast_to(part, shape) for part in (index, *rows)], -1)
 
-    A slot out of range reads an arbitrary row in range.
+
+def read_slots[Tree](tree: Tree, index: jax.Array | int, slots: jax.Array, *row: jax.Array) -> Tree:
+    """Read leaf[index, slots, *row] of every leaf [layers, requests, ...]: leaves [B, ...].
+
+    A slot or row out of range reads an arbitrary one in range.
     """
-    layers, requests = jax.tree.leaves(tree)[0].shape[:2]
-    at = from_start(index, layers), from_start(slots, requests)
-    return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip", wrap_negative_indices=False), tree)
+    at = _places(tree, index, slots, *row)
+    axes = tuple(range(at.shape[-1]))
+
+    def read(leaf: jax.Array) -> jax.Array:
+        row = leaf.shape[len(axes) :]
+        offset = tuple(range(at.ndim - 1, at.ndim - 1 + len(row)))
+        numbers = lax.GatherDimensionNumbers(offset, collapsed_slice_dims=axes, start_index_map=axes)
+        return lax.gather(leaf, at, numbers, (1,) * len(axes) + row, mode="clip")
+
+    return jax.tree.map(read, tree)
 
 
 def take_tokens(tokens: jax.Array, at: jax.Array) -> jax.Array:
@@ -95,12 +109,12 @@ def put[Tree](
     tree: Tree, index: jax.Array | int, slots: jax.Array, valid: jax.Array, values: Tree, *row: jax.Array
 ) -> Tree:
     """Set leaf[index, slots, *row] = value where ``valid`` is True, for every leaf [layers, requests, ...]."""
-    layers, requests = jax.tree.leaves(tree)[0].shape[:2]
-    at = from_start(index, layers), unique_or_dropped(slots, valid, requests), *row
+    at = _places(tree, index, unique_or_dropped(slots, valid, jax.tree.leaves(tree)[0].shape[1]), *row)
+    axes = tuple(range(at.shape[-1]))
 
     def put_in(leaf: jax.Array, value: jax.Array) -> jax.Array:
-        value = value.astype(leaf.dtype)
-        return leaf.at[at].set(value, mode="drop", unique_indices=True, wrap_negative_indices=False)
+        numbers = lax.ScatterDimensionNumbers(tuple(range(at.ndim - 1, value.ndim)), axes, axes)
+        return lax.scatter(leaf, at, value.astype(leaf.dtype), numbers, unique_indices=True, mode="drop")
 
     return jax.tree.map(put_in, tree, values)
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from dsv4jax.derivatives import through_new_rows
 from dsv4jax.formats import KeyRows, KVRows
-from dsv4jax.indexing import from_start, quotient, remainder, unique_or_dropped
+from dsv4jax.indexing import put, quotient, read_slots, remainder
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 
@@ -64,19 +64,13 @@ def scatter_entries[Rows: (KVRows, KeyRows)](
 
     An entry whose block is not allocated is dropped.
     """
-    per_block, num_blocks = entries_per_block(store), jax.tree.leaves(store)[0].shape[1]
+    per_block = entries_per_block(store)
     k = jnp.arange(jax.tree.leaves(rows)[0].shape[1], dtype=jnp.int32)[None]
     entry = first[:, None] + k
     number, row = quotient(entry, per_block), remainder(entry, per_block)
     block = block_table.at[slots[:, None], number].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
     valid = (k < count[:, None]) & (slots[:, None] >= 0) & (block >= 0)
-    target = unique_or_dropped(block, valid, num_blocks)
-    at = from_start(index, jax.tree.leaves(store)[0].shape[0]), target, row
-
-    def put(leaf: jax.Array, value: jax.Array) -> jax.Array:
-        return leaf.at[at].set(value, mode="drop", unique_indices=True, wrap_negative_indices=False)
-
-    return jax.tree.map(put, store, rows)
+    return put(store, index, block, valid, rows, row)
 
 
 def find_entries(
@@ -100,8 +94,7 @@ def gather_entries[Rows: (KVRows, KeyRows)](
     values must be masked.
     """
     block, row = find_entries(store, block_table, slots, entry)
-    at = from_start(index, jax.tree.leaves(store)[0].shape[0]), jnp.maximum(block, 0), row
-    return jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip", wrap_negative_indices=False), store), block >= 0
+    return read_slots(store, index, block, row), block >= 0
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dsv4jax.checks import check_batch
 from dsv4jax.derivatives import through_new_rows
 from dsv4jax.formats import KVRows
-from dsv4jax.indexing import from_start, put_in_all_layers, take_tokens, unique_or_dropped
+from dsv4jax.indexing import put_in_all_layers, read_slots, take_tokens, unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, Tail, empty_tail
@@ -95,10 +95,7 @@ class SlidingWindow:
         """
         slots = self.slots[:, None]
         row = jnp.remainder(position, self.plan.cfg.sliding_window)  # a negative position is masked below
-        stored = self.state.window, self.state.pos
-        layers, requests = self.state.pos.shape[:2]
-        at = from_start(self.index, layers), from_start(slots, requests), row
-        rows, pos = jax.tree.map(lambda leaf: leaf.at[at].get(mode="clip", wrap_negative_indices=False), stored)
+        rows, pos = read_slots((self.state.window, self.state.pos), self.index, slots, row)
         held = pos == position
         if self.fresh is not None:
             number = position - self.start[:, None]
