@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -118,7 +119,8 @@ def _compile(
         around = _around_block if cfg.dspark is None else _around_stages
         programs.append(around.lower(key, cfg, dtype, stored, mesh=mesh))
     programs += [_attention.lower(key, sizes, kind, dtype, stored, mesh=mesh) for sizes, kind in kinds]
-    programs += [_around_attention.lower(key, cfg, by_id, dtype, stored, mesh=mesh) for by_id in ways]
+    programs.append(_around_attention.lower(key, cfg, dtype, stored, mesh=mesh))
+    programs += [_choice.lower(key, cfg, by_id, mesh=mesh) for by_id in ways]
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda program: program.compile(), programs))
 
@@ -155,31 +157,36 @@ def _block(
     """A layer; None means the draft block."""
     attention, rest = jax.random.split(key)
     sizes = cfg.draft_attention if layer is None else cfg.attention
+    around = _around_attention(rest, cfg, dtype, stored, mesh=mesh)
+    choice = _choice(rest, cfg, cfg.picks_by_id(layer), mesh=mesh)
     return Block(
         attention=with_f32(_attention(attention, sizes, layer_kind(sizes, layer or 0), dtype, stored, mesh=mesh)),
-        **_around_attention(rest, cfg, cfg.picks_by_id(layer), dtype, stored, mesh=mesh),
+        **around | {"router": dataclasses.replace(around["router"], **choice)},
     )
 
 
 _attention = _placed(random_params)
 
 
-# The layers that pick experts in the same way share a compiled program.
+# Apart from the rest of a layer, so that all layers share the program of that, which takes longest to compile.
 @_placed
-def _around_attention(key: jax.Array, cfg: ModelConfig, by_id: bool, dtype: DTypeLike, stored: Stored | None) -> Named:
-    keys = iter(jax.random.split(key, 16))
+def _choice(key: jax.Array, cfg: ModelConfig, by_id: bool) -> Named:
+    key = jax.random.split(key, 16)[0]
+    if not by_id:
+        return {"bias": 0.1 * jax.random.normal(key, (cfg.num_experts,))}
+    chances = jax.random.uniform(key, (cfg.vocab_size, cfg.num_experts))
+    return {"table": lax.top_k(chances, cfg.experts_per_token)[1]}  # distinct experts
+
+
+@_placed
+def _around_attention(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: Stored | None) -> Named:
+    keys = iter(jax.random.split(key, 16)[1:])  # the first is that of ``_choice``
     h, wide, experts = cfg.hidden_size, cfg.expert_width, cfg.num_experts
     numbers = (2 + cfg.num_streams) * cfg.num_streams
-    bias = table = None
-    if by_id:
-        chances = jax.random.uniform(next(keys), (cfg.vocab_size, experts))
-        table = lax.top_k(chances, cfg.experts_per_token)[1]  # distinct experts
-    else:
-        bias = 0.1 * jax.random.normal(next(keys), (experts,))
     return {
         "attention_mix": _mix(next(keys), numbers, 3, cfg),
         "attention_norm": _norm(next(keys), cfg, dtype),
-        "router": Router(gate=_wide(next(keys), (experts, h), dtype), bias=bias, table=table),
+        "router": Router(gate=_wide(next(keys), (experts, h), dtype), bias=None, table=None),
         "experts": Experts(
             gate_up=_experts(next(keys), (experts, 2 * wide, h), dtype, stored),
             down=_experts(next(keys), (experts, h, wide), dtype, stored),
