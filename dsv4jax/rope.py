@@ -44,7 +44,7 @@ def rope_frequencies(cfg: DSV4Config, kind: AttentionType) -> np.ndarray:
 
 def rope_angles(positions: jax.Array, freqs: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Return cosine and sine of every pair's angle, f32 [..., rope_dim / 2] each, at int32 positions [...]."""
-    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(freqs).reshape((1,) * positions.ndim + (-1,))
+    angle = positions[..., None].astype(jnp.float32) * freqs.reshape((1,) * positions.ndim + (-1,))
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -73,8 +73,7 @@ def apply_rope(x: jax.Array, positions: jax.Array, freqs: np.ndarray, *, inverse
     cos, sin = rope_angles(positions, freqs)
     if inverse:
         sin = -sin
-    pairs = x[..., -rope_dim:].reshape(*x.shape[:-1], rope_dim // 2, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
+    even, odd = x[..., -rope_dim::2], x[..., 1 - rope_dim :: 2]
     # The angles may have size 1 on x's head axis. They are broadcast explicitly, because implicit rank promotion is
     # off.
     cos, sin = jnp.broadcast_to(cos, even.shape), jnp.broadcast_to(sin, even.shape)

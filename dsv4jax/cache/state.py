@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dsv4jax.checks import check_batch
 from dsv4jax.derivatives import through_new_rows
 from dsv4jax.formats import KVRows
-from dsv4jax.indexing import put_in_all_layers, read_slots, take_tokens, unique_or_dropped
+from dsv4jax.indexing import put_in_all_layers, read_slots, remainder, take_tokens, unique_or_dropped
 from dsv4jax.kinds import AttentionType
 from dsv4jax.plan import CachePlan
 from dsv4jax.tails import CSATail, Tail, empty_tail
@@ -94,7 +94,7 @@ class SlidingWindow:
         Rows that do not exist are zero.
         """
         slots = self.slots[:, None]
-        row = jnp.remainder(position, self.plan.cfg.sliding_window)  # a negative position is masked below
+        row = remainder(position, self.plan.cfg.sliding_window)  # a negative position is masked below
         rows, pos = read_slots((self.state.window, self.state.pos), self.index, slots, row)
         held = pos == position
         if self.fresh is not None:

@@ -63,13 +63,12 @@ def is_asking(slots: jax.Array, num_new: jax.Array) -> jax.Array:
 
 def has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
     """Return whether another active row of the batch names the same slot, bool [B]."""
-    row = jnp.arange(slots.size, dtype=jnp.int32)
-    other = (row[:, None] != row[None]) & active[:, None] & active[None]
-    return jnp.any((slots[:, None] == slots[None]) & other, axis=1)
+    same = (slots[:, None] == slots[None]) & active[None]
+    return active & (jnp.sum(same, axis=1, dtype=jnp.int32) > 1)
 
 
 def _read(table: jax.Array, slots: jax.Array) -> jax.Array:
-    return table.at[slots].get(mode="clip")
+    return table.at[slots].get(mode="clip", wrap_negative_indices=False)
 
 
 def _put(table: jax.Array, slots: jax.Array, value: jax.Array) -> jax.Array:
@@ -184,7 +183,7 @@ def grow(tables: Tables, slots: jax.Array, num_new: jax.Array, plan: CachePlan) 
     new = (j >= held[:, None]) & (j < (held + missing)[:, None]) & ok
     from_top = before[:, None] + j - held[:, None]
     ids = tables.free_blocks.at[tables.num_free[0] - 1 - from_top].get(mode="clip")
-    rows = jnp.where(new, ids, tables.block_table.at[slots].get(mode="clip"))
+    rows = jnp.where(new, ids, _read(tables.block_table, slots))
     num_blocks = tables.block_refs.shape[0]
     refs = tables.block_refs.at[unique_or_dropped(ids, new, num_blocks)].set(1, mode="drop", unique_indices=True)
 

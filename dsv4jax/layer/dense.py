@@ -57,7 +57,7 @@ def hadamard(x: jax.Array) -> jax.Array:
     shape = x.shape
     half = 1
     while half < n:
-        pairs = x.reshape(*shape[:-1], n // (2 * half), 2, half)
-        x = jnp.concatenate([pairs[..., :1, :] + pairs[..., 1:, :], pairs[..., :1, :] - pairs[..., 1:, :]], -2)
+        first, second = jnp.split(x.reshape(*shape[:-1], n // (2 * half), 2, half), 2, -2)
+        x = jnp.concatenate([first + second, first - second], -2)
         half *= 2
     return x.reshape(shape) * n**-0.5

@@ -16,12 +16,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dsv4jax.checks import known_size
 from dsv4jax.derivatives import refuse_derivative, straight_through
 from dsv4jax.formats import fp8_tiles
-from dsv4jax.weights.stored import CODES, SCALES, StoredWeight, as_bytes, per_number
+from dsv4jax.weights.stored import CODES, SCALES, StoredWeight, as_bytes
 
 FEW = 64  # tokens for which no wide copy of a weight is made
 TILE = 1 << 18  # numbers of a weight that are widened at a time, in place of all
@@ -77,12 +78,12 @@ def _in_tiles(x: jax.Array, codes: jax.Array, scales: jax.Array, block: tuple[in
     def multiply(given: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         codes, scales, group = given
         values = lax.bitcast_convert_type(codes, CODES).astype(x.dtype)
-        values *= per_number(lax.bitcast_convert_type(scales, SCALES).astype(x.dtype), (1, block[1]), codes.shape)
+        values *= jnp.repeat(lax.bitcast_convert_type(scales, SCALES).astype(x.dtype), block[1], 1)[:, :width]
         part = x[:, 0] if groups == 1 else lax.dynamic_index_in_dim(x, group, 1, keepdims=False)
         return _dot(part, values, "mi,oi->mo")
 
     of_rows = jnp.repeat(scales, block[0], 0)[:rows]
-    group = jnp.arange(count, dtype=jnp.int32) // (of_group // tile)
+    group = np.arange(count, dtype=np.int32) // (of_group // tile)
     given = codes.reshape(count, tile, width), of_rows.reshape(count, tile, -1), group
     product = multiply(jax.tree.map(lambda leaf: leaf[0], given))[None] if count == 1 else lax.map(multiply, given)
     return jnp.moveaxis(product, 0, 1).reshape(x.shape[0], groups, of_group)

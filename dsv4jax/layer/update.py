@@ -249,6 +249,8 @@ def append_to_all_layers(call: LayerCall, kv: jax.Array, cache_update: CacheUpda
     return jax.tree.map(lambda leaf, stored: stored.reshape(leaf.shape), state, as_one)
 
 
+# Jitted because a layer asks twice where ``exact_entries`` does: it is traced once.
+@jax.jit
 def completed_entries(call: LayerCall, normed: Normed, tail: Tail) -> ExactEntries:
     """The entries that a call's tokens complete, from a tail as it was before the call."""
     (streams, norm), phase, num_new = normed, call.phase, call.batch.num_new

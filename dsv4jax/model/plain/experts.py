@@ -93,7 +93,7 @@ class _Tiles:
     @classmethod
     def of(cls, experts: jax.Array, num_experts: int, tile: int) -> _Tiles:
         """Sort pairs by their experts, int32 [N]. A pair whose expert is not below num_experts is in no tile."""
-        count = jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop")
+        count = jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop", wrap_negative_indices=False)
         return cls(
             pairs=jnp.argsort(experts, stable=True).astype(jnp.int32),
             first=jnp.cumsum(count) - count,
