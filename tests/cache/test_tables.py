@@ -277,7 +277,7 @@ def test_grants_of_no_rows_and_of_mapped_caches():
     cache, granted = d4.cache.prepare_rows(CACHE, none, none)
     assert granted.shape == (0,)
     cache, slots, _ = d4.admit(CACHE, BATCH)
-    several = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), cache)
+    several = jax.tree.map(lambda leaf: np.stack([leaf] * 2), cache)
     wanted = jnp.stack([ids(80, 80, 1), ids(1, 2, 3)])
     _, granted = jax.vmap(d4.cache.prepare_rows, in_axes=(0, None, 0))(several, slots, wanted)
     assert granted.tolist() == [[True, False, True], [True, True, True]]
@@ -319,10 +319,10 @@ def test_admit_counts_only_the_requests_asked_for():
 
 
 def test_admit_zero_requests_is_legal_and_more_than_there_are_slots_is_refused():
-    tables, slots, ok = admit_slots(init_tables(PLAN), 0)
+    tables, slots, ok = admit_jit(init_tables(PLAN), 0)
     assert ok
     assert slots.shape == (0,)
-    after, slots, ok = admit_slots(tables, REQUESTS + 1)
+    after, slots, ok = admit_jit(tables, REQUESTS + 1)
     assert not ok
     assert slots.tolist() == [-1] * (REQUESTS + 1)
     assert equal(after, tables)

@@ -106,7 +106,7 @@ def through_the_pieces(params, cache, layer, slots, num_new, x):
     key_streams = keys = None
     if kind == "csa":
         key_streams, keys = new(params.indexer.compressor, read_slots(state.indexer_tail, index, slots))
-        keys = hadamard(keys)
+        keys = jax.jit(hadamard)(keys)
     flushed = d4.pieces.NewEntries(
         entries=entries, keys=keys, block_table=tables.block_table, slots=slots, first=first, count=count
     )

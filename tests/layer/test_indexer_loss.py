@@ -113,10 +113,11 @@ def test_a_stored_indexer_learns_by_its_delta():
 
 def test_a_step_against_its_gradient_lowers_it_by_the_square():
     of_params, _ = grads("all")
-    square = sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(of_params))
+    rate = 1e-3 / sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(of_params))
     params = random_params()[CSA]
-    rate = 1e-3 / square
-    moved = jax.tree.map(lambda leaf, grad: leaf - rate * grad, params, of_params)
+    moved = jax.tree.map(
+        lambda leaf, grad: jax.device_put(np.asarray(leaf) - rate * np.asarray(grad)), params, of_params
+    )
     before, after = (
         float(jnp.mean(attention_with_indexer_loss(each, tokens()[None], CFG, CSA, over="all")[1]))
         for each in (params, moved)

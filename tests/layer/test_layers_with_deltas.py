@@ -55,15 +55,15 @@ def test_a_layer_is_that_of_the_merged_weights(layer):
 
 
 def test_deltas_are_cut_and_joined_with_their_weights():
-    params = with_random_deltas(random_params()[1])
-    assert_same(merge_deltas(d4.AttentionParams.join(params.split())), merge_deltas(params))
-    parts, merged = params.split(), merge_deltas(params).split()
+    params, merge = with_random_deltas(random_params()[1]), jax.jit(merge_deltas)
+    assert_same(merge(d4.AttentionParams.join(params.split())), merge(params))
+    parts, merged = params.split(), merge(params).split()
     assert {name for name, part in parts.items() if isinstance(part, WeightWithDelta)} == {
         *("q_a", "kv", "q_b", "o_a", "o_b", "indexer.q_b"),
         *("compressor.kv", "indexer.compressor.gate", "indexer.head_weights"),
     }
     # Cutting comes before or after adding; each number is rounded once in both.
-    assert_same(merge_deltas(parts), merged)
+    assert_same(merge(parts), merged)
 
 
 @pytest.mark.sweep(guard="test_a_layer_is_that_of_the_merged_weights")

@@ -27,7 +27,7 @@ LEAD, N, HIDDEN = (2, 3), CFG.num_streams, CFG.hidden_size
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
 def mix(is_head: bool = False) -> StreamMix:

@@ -47,7 +47,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_deltas_come_back_bit_for_bit(dtype, tmp_path):
     deltas, rest = partition(tuned("stored"), "deltas")
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), deltas)
+    params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf, dtype)), deltas)
     params = jax.tree.map(lambda a, b: b if a is None else a, params, rest, is_leaf=lambda node: node is None)
     save_deltas(params, tmp_path / "tuned")
     assert_same(load_deltas(model("stored"), tmp_path / "tuned"), params)
@@ -73,7 +73,7 @@ def test_names_and_shapes_are_those_of_peft(tmp_path):
     config, tensors = read(tmp_path / "tuned")
     assert (config["peft_type"], config["bias"], config["lora_alpha"]) == ("LORA", "none", 4.0)
     base: Any = model("f32").blocks[1]
-    merged: Any = merge_deltas(tuned("f32")).blocks[1]
+    merged: Any = jax.jit(merge_deltas)(tuned("f32").blocks[1])
     attention, rank = CFG.attention, 3
 
     def product(module: str, rank: int) -> np.ndarray:
