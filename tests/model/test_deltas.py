@@ -56,14 +56,16 @@ def model(weights: str, cfg: ModelConfig = CFG) -> ModelParams:
 @functools.cache
 def tuned(weights: str, cfg: ModelConfig = CFG) -> ModelParams:
     """A model whose deltas are not 0: a third of the size of the weights."""
-    scale, params = 0.3, with_deltas(model(weights, cfg), EVERY, jax.random.key(1), alpha=4.0)
-    deltas, rest = partition(params, "deltas")
+    scale, params = 0.3, model(weights, cfg)
+    shapes = jax.eval_shape(lambda: with_deltas(params, EVERY, jax.random.key(1), alpha=4.0))
+    deltas, rest = partition(shapes, "deltas")
     leaves, tree = jax.tree.flatten(deltas)
     rng = np.random.default_rng(2)  # NumPy's, for which nothing is compiled
     drawn = [
         jax.device_put(rng.standard_normal(leaf.shape, np.float32) * np.float32(scale * leaf.shape[-1] ** -0.5))
         for leaf in leaves
     ]
+    rest = jax.tree.unflatten(jax.tree.structure(rest), jax.tree.leaves(params))
     return combine(jax.tree.unflatten(tree, drawn), rest)
 
 

@@ -157,6 +157,6 @@ def test_what_is_not_served_is_named(tmp_path):
 def test_a_merged_model_is_saved_as_any_other(tmp_path):
     """Weights that were stored are wide in its file, as loading says; the others stay FP8 and FP4."""
     params = with_deltas(model("stored"), {"q_b": 3, "experts.down": 2}, jax.random.key(0))
-    merged = merge_deltas(params, widen=jnp.bfloat16)
+    merged = jax.jit(merge_deltas, static_argnames="widen")(params, widen=jnp.bfloat16)
     save_model(merged, tmp_path / "merged")
     assert_same(load_model(tmp_path / "merged"), merged)
