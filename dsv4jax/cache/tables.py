@@ -63,8 +63,9 @@ def is_asking(slots: jax.Array, num_new: jax.Array) -> jax.Array:
 
 def has_twin(slots: jax.Array, active: jax.Array) -> jax.Array:
     """Return whether another active row of the batch names the same slot, bool [B]."""
-    same = (slots[:, None] == slots[None]) & active[None]
-    return active & (jnp.sum(same, axis=1, dtype=jnp.int32) > 1)
+    row = jnp.arange(slots.size, dtype=jnp.int32)
+    other = (row[:, None] != row[None]) & active[:, None] & active[None]
+    return jnp.any((slots[:, None] == slots[None]) & other, axis=1)
 
 
 def _read(table: jax.Array, slots: jax.Array) -> jax.Array:
