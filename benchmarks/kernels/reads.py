@@ -150,7 +150,7 @@ def randomise(tree: Any) -> Any:
 def with_random_rows(cache: d4.KVCache) -> d4.KVCache:
     """Fill windows, at the positions that the slots' lengths imply, and all blocks with random rows."""
     n_win, last = cache.plan.cfg.sliding_window, cache.seq_lens[:, None] - 1
-    position = last - (last - jnp.arange(n_win, dtype=jnp.int32)) % n_win
+    position = last - (last - jnp.arange(n_win, dtype=jnp.int32)[None]) % n_win
     for kind in filter(cache.plan.layers, d4.AttentionType):
         stack = cache.stack(kind)
         pos = jnp.broadcast_to(position, stack.state.pos.shape)

@@ -159,34 +159,43 @@ def time_parts(bench: Bench, params: ModelParams) -> None:
                     print(f"        {sum(all_us):9.2f} us in {len(all_us):3} {kernel[:90]}")
 
 
+def loop_of(bench: Bench, cfg: ModelConfig, requests: int, drafts: int) -> Loop:
+    """The loop that generates, at work on texts of random tokens with so many drafts of each."""
+    caches, rng = caches_of(bench, cfg, requests, drafts), np.random.default_rng(5)
+    lengths = caches.model.seq_lens + 1
+    # Sampled drafts of a random model are hardly ever accepted, so that no text comes to its end.
+    tokens = jnp.asarray(rng.integers(0, cfg.vocab_size, (requests, bench.context + ROOM)), jnp.int32)
+    rows, limits = jnp.arange(requests, dtype=jnp.int32), jnp.full_like(lengths, bench.context + ROOM)
+    texts = Texts(tokens=tokens, lengths=lengths, limits=limits, numbers=rows + 0)
+    return dataclasses.replace(begin(caches, texts, cfg.vocab_size, drafts), slots=rows, text=rows + 0)
+
+
+def how_passes_draw() -> tuple[Drawing, jax.Array]:
+    """How the loop draws tokens, and how many passes it makes in a call."""
+    return Drawing(Sampling.of(1.0), jnp.asarray([-1], jnp.int32)), jnp.int32(PASSES)
+
+
+def lowered_passes(bench: Bench, params: ModelParams, requests: int, drafts: int) -> Any:
+    """Trace and lower such a loop."""
+    loop = jax.eval_shape(functools.partial(loop_of, bench, params.cfg, requests, drafts))
+    return run.lower(params, loop, *how_passes_draw())
+
+
 def time_passes(bench: Bench, params: ModelParams, numbers: tuple[int, ...]) -> None:
     """Time passes of the loop with so many drafts, beside those without any."""
-    vocabulary, rng = params.cfg.vocab_size, np.random.default_rng(5)
-
-    def loop_of(requests: int, drafts: int) -> Loop:
-        caches = caches_of(bench, params.cfg, requests, drafts)
-        lengths = caches.model.seq_lens + 1
-        # Sampled drafts of a random model are hardly ever accepted, so that no text comes to its end.
-        tokens = jnp.asarray(rng.integers(0, vocabulary, (requests, bench.context + ROOM)), jnp.int32)
-        rows, limits = jnp.arange(requests, dtype=jnp.int32), jnp.full_like(lengths, bench.context + ROOM)
-        texts = Texts(tokens=tokens, lengths=lengths, limits=limits, numbers=rows + 0)
-        return dataclasses.replace(begin(caches, texts, vocabulary, drafts), slots=rows, text=rows + 0)
-
-    drawing, passes = Drawing(Sampling.of(1.0), jnp.asarray([-1], jnp.int32)), jnp.int32(PASSES)
     cases, began = [(requests, drafts) for requests in bench.requests for drafts in numbers], time.perf_counter()
-    shapes = [jax.eval_shape(functools.partial(loop_of, *case)) for case in cases]
-    compiled = compile_all([run.lower(params, shape, drawing, passes) for shape in shapes])
+    compiled = compile_all([lowered_passes(bench, params, *case) for case in cases])
     programs = dict(zip(cases, compiled, strict=True))
     print(f"    loops traced and compiled in {time.perf_counter() - began:.0f} s", flush=True)
     for requests in bench.requests:
         plain = 0.0
         for drafts in numbers:
             program = programs[requests, drafts]
-            loop, samples = loop_of(requests, drafts), []
+            loop, samples = loop_of(bench, params.cfg, requests, drafts), []
             for _ in range(1 + ROUNDS):
                 jax.block_until_ready(loop)
                 began = time.perf_counter()
-                loop = jax.block_until_ready(program(params, loop, drawing, passes))
+                loop = jax.block_until_ready(program(params, loop, *how_passes_draw()))
                 samples.append((time.perf_counter() - began) / PASSES * 1e3)
             assert bool(loop.ok), "a request was refused"
             assert int(loop.passes) == PASSES * (1 + ROUNDS), "a text came to its end"
