@@ -22,7 +22,7 @@ from jax import lax
 from dsv4jax.checks import known_size
 from dsv4jax.derivatives import refuse_derivative, straight_through
 from dsv4jax.formats import fp8_tiles
-from dsv4jax.weights.stored import CODES, SCALES, StoredWeight, as_bytes
+from dsv4jax.weights.stored import CODES, SCALES, StoredWeight, as_bytes, per_number
 
 FEW = 64  # tokens for which no wide copy of a weight is made
 TILE = 1 << 18  # numbers of a weight that are widened at a time, in place of all
@@ -78,7 +78,7 @@ def _in_tiles(x: jax.Array, codes: jax.Array, scales: jax.Array, block: tuple[in
     def multiply(given: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         codes, scales, group = given
         values = lax.bitcast_convert_type(codes, CODES).astype(x.dtype)
-        values *= jnp.repeat(lax.bitcast_convert_type(scales, SCALES).astype(x.dtype), block[1], 1)[:, :width]
+        values *= per_number(lax.bitcast_convert_type(scales, SCALES).astype(x.dtype), (1, block[1]), codes.shape)
         part = x[:, 0] if groups == 1 else lax.dynamic_index_in_dim(x, group, 1, keepdims=False)
         return _dot(part, values, "mi,oi->mo")
 

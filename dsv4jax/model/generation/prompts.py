@@ -53,7 +53,7 @@ def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
 def read_stop_tokens(tokens: Sequence[int]) -> jax.Array:
     """Return stop tokens as int32 [any], the last ones -1, which is no token. ValueError if they are none."""
     stops = integers("stop_tokens", tokens, "token ids", 0)
-    return jnp.asarray([*stops, *[-1] * (STOPS - len(stops) % STOPS)], jnp.int32)
+    return jnp.asarray(stops + (-1,) * (STOPS - len(stops) % STOPS), jnp.int32)
 
 
 def most_tokens(plan: CachePlan) -> int:
