@@ -88,7 +88,7 @@ class Memory:
 
     keys: Tile  # [KEYS, HEAD_DIM]; copies: stages
     staging: Shared | None  # u8, from ``take_staging``; None if rows are only copied
-    of_keys: Shared  # f32 [STAGES, KEYS]: factors from ``KeyLoader.store``, or biases if rows are only copied
+    factors: Shared  # f32 [STAGES, KEYS], as of ``KeyLoader.store``
     pipe: Pipeline  # a stage is full when its keys are loaded, and free when all products with them are complete
 
 
@@ -209,7 +209,7 @@ def load_tiles(block: Block, form: AttendedFormat, loaders: int = 1) -> None:
 
     def step(i: Value, ahead: _Ahead) -> _Ahead:
         stage = i % STAGES
-        keys, factors = memory.keys.copy(stage), memory.of_keys[stage]
+        keys, factors = memory.keys.copy(stage), memory.factors[stage]
         use = memory.pipe.use_of(stage, block.uses(stage) + i // STAGES)
         use.acquire()
         if loader.loads_ahead:

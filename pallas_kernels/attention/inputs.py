@@ -63,16 +63,19 @@ class AttentionInputs[Array: Shaped]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WideRows[Array: Shaped]:
-    """The workspace: the rows of each request, first those of its window, then its entries."""
+    """The workspace: the rows of each request, first those of its window, then its entries.
+
+    A row is its f16 times its factor, as ``KeyLoader.store`` has them.
+    """
 
     rows: Array  # f16 [B * (n_win + F + entries), 512]
-    bias: Array  # f32 [B, n_win + F + entries], added to a row's logits: 0, -inf if there is no such row, or NaN
+    factors: Array  # f32 [B, n_win + F + entries]; negative if there is no such row, NaN if it is not finite
     of_window: int = dataclasses.field(metadata=dict(static=True))  # n_win + F
 
     @property
     def of_request(self) -> int:
         """Number of rows of a request."""
-        return self.bias.shape[1]
+        return self.factors.shape[1]
 
     @classmethod
     def of[Leaf: Shaped](cls, inputs: AttentionInputs[Leaf]) -> WideRows[jax.ShapeDtypeStruct]:
@@ -86,7 +89,7 @@ class WideRows[Array: Shaped]:
         shape = inputs.slots.shape[0], of_window + entries
         return WideRows(
             rows=jax.ShapeDtypeStruct((math.prod(shape), HEAD_DIM), jnp.float16),
-            bias=jax.ShapeDtypeStruct(shape, jnp.float32),
+            factors=jax.ShapeDtypeStruct(shape, jnp.float32),
             of_window=of_window,
         )
 

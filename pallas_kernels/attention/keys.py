@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import jax
 
 from pallas_kernels.attention.inputs import NOPE_DIM, AttentionInputs
-from pallas_kernels.formats import AttendedFormat, Quad
+from pallas_kernels.formats import AttendedFormat, Quad, SplitScale
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
@@ -127,6 +128,51 @@ def staging_bytes(loads: int = STAGED_LOADS, loaders: int = 1) -> int:
     return loads * loaders * WARPGROUP * _LOAD
 
 
+class RowQuad:
+    """Four lanes that convert a stored row to f16 together, in units of 16 bytes."""
+
+    def __init__(self, machine: TensorCores, form: AttendedFormat, lane: Value):
+        self.machine, self.form = machine, form
+        self.quad = Quad(machine, lane % Quad.LANES, NOPE_DIM)
+        self.loads = form.num_loads(self.quad)  # of NoPE bytes per row
+        # If a lane's NoPE bytes become two adjacent units of f16, its two RoPE units are adjacent too.
+        self._beside = form.itemsize == 1
+
+    def nope_at(self, address: Value, load: int) -> Value:
+        """Return where a lane's NoPE bytes of one load are, in a row whose NoPE bytes begin at an i64 address."""
+        return address + self.machine.widen(self.quad.quarter * _LOAD) + load * _LOAD * Quad.LANES
+
+    def load_rope(self, address: Value, there: Condition) -> list[Value]:
+        """Start to load a lane's share of the RoPE channels at an i64 address."""
+        first = address + self.machine.widen(self.quad.quarter * (_LOAD * 2 if self._beside else _LOAD))
+        step = _LOAD * (1 if self._beside else Quad.LANES)
+        return [word for i in range(2) for word in self.machine.load(first + i * step, _LOAD, there, constant=True)]
+
+    def rope(self, words: list[Value], inverse: Value | None) -> Iterator[tuple[Value, list[Value]]]:
+        """Yield the units that a lane's RoPE channels become, times the ``inverse`` of the row's factor."""
+        for i in range(2):
+            halves = [bf16_to_f16(self.machine, word, inverse) for word in words[4 * i : 4 * i + 4]]
+            yield from self._units(halves, self.loads + i)
+
+    def nope(self, words: list[Value], scale: SplitScale, load: int) -> Iterator[tuple[Value, list[Value]]]:
+        """Yield the units that the bytes of one load become."""
+        yield from self._units(self.form.to_f16(self.quad, words, scale, load), load)
+
+    def _units(self, halves: list[Value], load: int) -> Iterator[tuple[Value, list[Value]]]:
+        """Yield (which unit of the row, its words)."""
+        for part in range(len(halves) // 4):
+            yield self._unit(load, part), halves[4 * part : 4 * part + 4]
+
+    def _unit(self, load: int, part: int) -> Value:
+        """Return which 16-byte unit of the f16 row this part of a load becomes."""
+        quarter = self.quad.quarter
+        if self.form.itemsize == 2:
+            return quarter + load * Quad.LANES
+        if load < self.loads:
+            return quarter * 2 + (load * 2 * Quad.LANES + part)
+        return quarter * 2 + (self.loads * 2 * Quad.LANES + load - self.loads)
+
+
 class KeyLoader:
     """One or two warpgroups that load tiles of keys. Each lane takes part in two rows of a tile, or in one."""
 
@@ -142,13 +188,13 @@ class KeyLoader:
         """
         self.query, self.machine, self.form = query, query.machine, form
         self._lane = self.machine.thread % (loaders * WARPGROUP)
-        self._quad = Quad(self.machine, self._lane % Quad.LANES, NOPE_DIM)
+        self._quad = RowQuad(self.machine, form, self._lane)
         # Each quad takes one row of 8, or rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's
         # lanes, use each bank of shared memory once.
         per_lane = KEYS * Quad.LANES // (loaders * WARPGROUP)
         row = self._lane // WARP * (8 * per_lane) + self._lane % WARP // Quad.LANES
         self._rows = [row + 8 * n for n in range(per_lane)]
-        self._loads = form.num_loads(self._quad)  # loads of NoPE bytes per row
+        self._loads = self._quad.loads
         self._staging, room = staging, 0 if staging is None else staging.shape[0]
         self.loads_ahead = per_lane * self._loads <= room + _HELD_LOADS
         # For each of a lane's rows: its first place in the staging memory, and how many of its loads are staged.
@@ -247,25 +293,19 @@ class KeyLoader:
     def load(self, tile: Value, which: int, index: Value) -> StoredRow:
         """Start to load the first or second row of a tile. Rows without a key are zero."""
         query, machine, row = self.query, self.machine, self._rows[which]
-        there, quarter = index >= 0, self._quad.quarter
-        nope = self._address("nope", tile, row, index) + machine.widen(quarter * _LOAD)
+        there, nope = index >= 0, self._address("nope", tile, row, index)
         in_registers: list[Value] = []
         for i in range(self._loads):
-            address = nope + i * _LOAD * Quad.LANES
+            address = self._quad.nope_at(nope, i)
             if i < self._staged[which]:
                 assert self._staging is not None
                 machine.copy_async(self._staging.address_of(self._first[which] + i, self._lane, 0), address, there)
             else:
                 in_registers += machine.load(address, _LOAD, there, constant=True)
-        # If a lane's NoPE bytes become two adjacent units of f16, its two RoPE units are adjacent too.
-        beside = self.form.itemsize == 1
-        rope = self._address("rope", tile, row, index) + machine.widen(quarter * (_LOAD * 2 if beside else _LOAD))
-        words: list[Value] = []
-        for i in range(2):
-            words += machine.load(rope + i * _LOAD * (1 if beside else Quad.LANES), _LOAD, there, constant=True)
+        words = self._quad.load_rope(self._address("rope", tile, row, index), there)
         scales: list[Value] = []
         if query.inputs.window.scale is not None:
-            scales = self.form.load_scales(self._quad, self._address("scale", tile, row, index), there)
+            scales = self.form.load_scales(self._quad.quad, self._address("scale", tile, row, index), there)
         return StoredRow(in_registers, words, scales, index)
 
     def store(self, which: int, stored: StoredRow, keys: Tile, factors: Shared) -> None:
@@ -275,34 +315,23 @@ class KeyLoader:
         power of two is applied to the codes, because that is exact in f16. If there is no key, the factor is negative.
         """
         machine, row, staged = self.machine, self._rows[which], self._staged[which]
-        scale = self.form.split_scale(self._quad, stored.scales)
+        scale = self.form.split_scale(self._quad.quad, stored.scales)
         inverse = None if scale.factor is None else self._reciprocal(scale.factor)
+
+        def put(units: Iterator[tuple[Value, list[Value]]]) -> None:
+            for unit, words in units:
+                machine.store_shared(keys.unit(row, unit), words, 16, True)
+
         # What is in registers first, because that frees them.
-        for i in range(2):
-            words = stored.rope[4 * i : 4 * i + 4]
-            self._store_units([bf16_to_f16(machine, word, inverse) for word in words], keys, row, self._loads + i)
+        put(self._quad.rope(stored.rope, inverse))
         for i in range(staged, self._loads):
-            words = stored.nope[4 * (i - staged) : 4 * (i - staged) + 4]
-            self._store_units(self.form.to_f16(self._quad, words, scale, i), keys, row, i)
+            put(self._quad.nope(stored.nope[4 * (i - staged) : 4 * (i - staged) + 4], scale, i))
         # Issue a few loads at once, since no load from shared memory is moved before a store to it.
         for first in range(0, staged, _AT_ONCE):
             assert self._staging is not None
             several = range(first, min(first + _AT_ONCE, staged))
             waiting = [self._staging.load_words(self._first[which] + i, self._lane, 0, count=_LOAD) for i in several]
             for i, words in zip(several, waiting, strict=True):
-                self._store_units(self.form.to_f16(self._quad, words, scale, i), keys, row, i)
+                put(self._quad.nope(words, scale, i))
         factor = machine.constant(1.0, "f32") if scale.factor is None else scale.factor
-        factors.store_floats([select(stored.index >= 0, factor, -1.0)], row, where=self._quad.quarter == 0)
-
-    def _store_units(self, halves: list[Value], keys: Tile, row: Value, load: int) -> None:
-        for part in range(len(halves) // 4):
-            self.machine.store_shared(keys.unit(row, self._unit(load, part)), halves[4 * part : 4 * part + 4], 16, True)
-
-    def _unit(self, load: int, part: int) -> Value:
-        """Return which 16-byte unit of the f16 row this part of a load becomes."""
-        quarter = self._quad.quarter
-        if self.form.itemsize == 2:
-            return quarter + load * Quad.LANES
-        if load < self._loads:
-            return quarter * 2 + (load * 2 * Quad.LANES + part)
-        return quarter * 2 + (self._loads * 2 * Quad.LANES + load - self._loads)
+        factors.store_floats([select(stored.index >= 0, factor, -1.0)], row, where=self._quad.quad.quarter == 0)

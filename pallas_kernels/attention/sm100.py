@@ -125,7 +125,7 @@ class _Memory(Memory):
             keys=Tile.take(machine, KEYS, HEAD_DIM * 2, copies=STAGES),
             weights=Tile.take(machine, _PIECE, HEADS * 2, copies=_HELD),
             staging=take_staging(machine),
-            of_keys=Shared.take(machine, (STAGES, KEYS), "f32"),
+            factors=Shared.take(machine, (STAGES, KEYS), "f32"),
             stats=Shared.take(machine, (HEADS, 2), "f32"),
             pipe=Pipeline(
                 full=Barrier.take(machine, WARPS, copies=STAGES),
@@ -222,7 +222,7 @@ def _weigh(machine: TensorMemory, block: Block, memory: _Memory, form: AttendedF
         memory.scored.wait(i & 1)
         machine.fence_tensor("after")
         logits = Fragment(machine.load_tensor(_LOGITS))
-        factors = PerColumn.load(machine, KEYS, memory.of_keys, i % STAGES, 0)
+        factors = PerColumn.load(machine, KEYS, memory.factors, i % STAGES, 0)
         weights, softmax, carried, grew = _fold(machine, logits, softmax, factors, form)
         # The barrier of the logits also covers older products, so no product is writing to the output.
         any_grew = machine.reduce_warp("max", select(grew, machine.constant(1, "i32"), 0)) > 0

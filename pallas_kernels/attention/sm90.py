@@ -47,7 +47,6 @@ from pallas_kernels.attention.block import (
     CONSUMERS,
     HALF,
     HEADS,
-    LOGIT_SCALE,
     STAGES,
     WARPS,
     Before,
@@ -288,7 +287,7 @@ class HopperMemory(Memory):
             q=q,
             keys=keys,
             staging=None if is_wide else take_staging(machine, staged_loads, loaders),
-            of_keys=Shared.take(machine, (STAGES, KEYS), "f32"),
+            factors=Shared.take(machine, (STAGES, KEYS), "f32"),
             handover=Handover.take(machine),
             pipe=Pipeline(
                 full=Barrier.take(machine, WARPS if is_wide else loaders * WARPS, copies=parts),
@@ -409,7 +408,7 @@ class _Ahead:
     """What a lane knows about its rows of the next two tiles when it is about to copy the first of them."""
 
     numbers: list[Value]  # of the first tile
-    biases: list[Value]  # of the first tile
+    factors: list[Value]  # of the first tile
     later_numbers: list[Value]  # of the second tile
 
 
@@ -447,17 +446,15 @@ class _Copier:
             found.append(select(tile < query.window_tiles, select(there, known, -1), entry))
         return found
 
-    def load_biases(self, numbers: list[Value]) -> list[Value]:
-        """Load what is added to the logits of each key."""
-        bias, batch = self.wide.bias, self.query.batch
-        return [
-            bias.load_floats(batch, number, count=1, where=number >= 0, otherwise=-math.inf)[0] for number in numbers
-        ]
+    def load_factors(self, numbers: list[Value]) -> list[Value]:
+        """Load the factor of each key, which is negative if there is none."""
+        factors, batch = self.wide.factors, self.query.batch
+        return [factors.load_floats(batch, number, count=1, where=number >= 0, otherwise=-1.0)[0] for number in numbers]
 
-    def store_biases(self, biases: list[Value], to: Shared) -> None:
-        """Store what is added to the logits of a tile's keys to f32 [KEYS]."""
-        for row, bias in zip(self._rows, biases, strict=True):
-            to.store_floats([bias], row, where=self._unit == 0)
+    def store_factors(self, factors: list[Value], to: Shared) -> None:
+        """Store the factors of a tile's keys to f32 [KEYS]."""
+        for row, factor in zip(self._rows, factors, strict=True):
+            to.store_floats([factor], row, where=self._unit == 0)
 
     def copy(self, numbers: list[Value], keys: Tile, part: int) -> None:
         """Start to copy a part of the channels of each key. Rows of a tile without a key become zero."""
@@ -471,7 +468,7 @@ class _Copier:
 def copy_runs(block: Block, memory: HopperMemory) -> None:
     """Let the hardware copy the tiles of queries without picks, as one warpgroup.
 
-    A tile's rows lie one after the other. Those that are no keys of the query have biases of -inf.
+    A tile's rows lie one after the other. Those that are no keys of the query have negative factors.
     """
     machine, query = block.machine, block.query
     wide = query.inputs.wide
@@ -481,20 +478,20 @@ def copy_runs(block: Block, memory: HopperMemory) -> None:
 
     def step(i: Value, _: None) -> None:
         stage = i % STAGES
-        keys, bias = TypedTile(tile=memory.keys.copy(stage * _PIECES), dtype="f16"), memory.of_keys[stage]
+        keys, factors = TypedTile(tile=memory.keys.copy(stage * _PIECES), dtype="f16"), memory.factors[stage]
         in_window, place = i < query.window_tiles, i * KEYS
         entry = place - query.window_tiles * KEYS
         first = select(in_window, place + _oldest(query), entry + wide.of_window)
         count = select(in_window, query.window_keys - place, query.visible - entry)  # of keys from the first on
         end = select(in_window, machine.constant(wide.of_window, "i32"), wide.of_request)
         there = (row < count) & (first + row >= 0) & (first + row < end)
-        (found,) = wide.bias.load_floats(query.batch, first + row, count=1, where=there, otherwise=-math.inf)
+        (found,) = wide.factors.load_floats(query.batch, first + row, count=1, where=there, otherwise=-1.0)
         number, fills = block.uses(stage) + i // STAGES, lane < WARP
         for part in range(_PARTS):
             use = memory.pipe.use_of(stage * _PARTS + part, number)
             use.acquire()
-            if part == _PARTS - 1:  # both warpgroups have read the biases of the tile before
-                bias.store_floats([found], row, where=lane % (WARPGROUP // KEYS) == 0)
+            if part == _PARTS - 1:  # both warpgroups have read the factors of the tile before
+                factors.store_floats([found], row, where=lane % (WARPGROUP // KEYS) == 0)
             with machine.when(fills):
                 row_of_all = query.batch * wide.of_request + first.maximum(0)
                 pieces = range(part * _OF_PART, (part + 1) * _OF_PART)
@@ -506,29 +503,31 @@ def copy_runs(block: Block, memory: HopperMemory) -> None:
 
 def copy_picked(block: Block, memory: HopperMemory, stage: int) -> None:
     """Copy those of a query's tiles that have the same stage, as one warpgroup."""
-    machine, copier, bias = block.machine, _Copier(block.query), memory.of_keys[stage]
+    machine, copier, factors = block.machine, _Copier(block.query), memory.factors[stage]
     keys, used = memory.keys.copy(stage * _PIECES), block.before.seconds if stage else block.before.firsts
 
     def find(i: Index) -> list[Value]:
         return copier.find(machine.constant(stage, "i32") + i * STAGES)
 
     def step(i: Value, ahead: _Ahead) -> _Ahead:
-        numbers = [select(bias == 0.0, number, -1) for number, bias in zip(ahead.numbers, ahead.biases, strict=True)]
+        numbers = [
+            select(factor > 0.0, number, -1) for number, factor in zip(ahead.numbers, ahead.factors, strict=True)
+        ]
         for part in range(_PARTS):
             memory.use(stage, part, used + i).acquire()
-            if part == _PARTS - 1:  # both warpgroups have read the biases of the tile before
-                copier.store_biases(ahead.biases, bias)
+            if part == _PARTS - 1:  # both warpgroups have read the factors of the tile before
+                copier.store_factors(ahead.factors, factors)
             copier.copy(numbers, keys, part)
             machine.close_copies()
-        biases, later_numbers = copier.load_biases(ahead.later_numbers), find(i + 2)
+        of_later, later_numbers = copier.load_factors(ahead.later_numbers), find(i + 2)
         for part in range(_PARTS):
             machine.wait_copies(pending=_PARTS - 1 - part)
             machine.fence_shared()
             memory.use(stage, part, used + i).commit()
-        return _Ahead(numbers=ahead.later_numbers, biases=biases, later_numbers=later_numbers)
+        return _Ahead(numbers=ahead.later_numbers, factors=of_later, later_numbers=later_numbers)
 
     first, second = find(0), find(1)
-    ahead = _Ahead(numbers=first, biases=copier.load_biases(first), later_numbers=second)
+    ahead = _Ahead(numbers=first, factors=copier.load_factors(first), later_numbers=second)
     machine.loop((block.tiles + (STAGES - 1 - stage)) // STAGES, step, ahead)
 
 
@@ -608,16 +607,16 @@ class Multiplier(abc.ABC):
 
     def weighed(self, i: Value, peak: PerRow) -> _Weights:
         """Compute the weights of the warpgroup's own tile of a pair, relative to a peak or a higher one."""
-        logits, of_keys = self.logits(i)
+        logits, factors = self.logits(i)
         weights, softmax = weigh(self.machine, logits, raised(self.machine, peak, logits))
-        if not (self.memory.is_wide or self.form.scale_is_power_of_two):
-            weights = weights.map(lambda weight, factor: weight * factor, of_keys)
+        if not self.form.scale_is_power_of_two:
+            weights = weights.map(lambda weight, factor: weight * factor, factors)
         return _Weights(softmax, weights.operand("f16"))
 
     def logits(self, i: Value) -> tuple[Fragment, PerColumn]:
         """Compute the logits of the warpgroup's own tile of a pair, [HEADS, KEYS], in powers of two.
 
-        Also returns the factors of keys; of widened rows, which have none, what is added to their logits.
+        Also returns the factors of keys.
         """
         machine, values = self.machine, None
         for part in range(self.memory.parts):
@@ -625,12 +624,8 @@ class Multiplier(abc.ABC):
             query, keys = self.memory.query(part), self.memory.k_major(self.own, part)
             values = machine.wgmma(values, query, keys, columns=KEYS)
         assert values is not None
-        of_keys = PerColumn.load(machine, KEYS, self.memory.of_keys, self.own, 0)  # while the product runs
-        logits = Fragment(values).wait()
-        if not self.memory.is_wide:
-            return scale_logits(machine, logits, of_keys), of_keys
-        scale = machine.constant(LOGIT_SCALE, "f32")
-        return logits.map(lambda logit, bias: machine.fma(logit, scale, bias), of_keys), of_keys
+        factors = PerColumn.load(machine, KEYS, self.memory.factors, self.own, 0)  # while the product runs
+        return scale_logits(machine, Fragment(values).wait(), factors), factors
 
     def use(self, stage: int, i: Value, part: int) -> Use:
         """Return the use of a part of a stage by the tile of a pair."""
@@ -708,7 +703,8 @@ class Second(Multiplier):
     own = SECOND
 
     def pair(self, i: Value, sums: _Sums) -> _Sums:
-        own = self.weighed_if_there(i, sums) if self.memory.is_wide else None
+        peak = sums.softmax.peak
+        own = self.weighed_if_there(i, peak) if self.memory.is_wide else None
         self.wait_given(FIRST, i)
         given = self.found()
         if own is not None:
@@ -716,13 +712,17 @@ class Second(Multiplier):
         self.own_half(FIRST, i).wait()
         sums = self.added(i, sums, given, FIRST)
         if own is None:
-            own = self.weighed_if_there(i, sums)
+            own = self.weighed_if_there(i, peak)
             self.give(own)
         return self.machine.branch(self.has_second(i), lambda sums: self.added(i, sums, own, SECOND), sums)
 
-    def weighed_if_there(self, i: Value, sums: _Sums) -> _Weights:
-        """Return the weights of the pair's second tile. Without one they are 0, and nobody uses them."""
-        machine, peak = self.machine, sums.softmax.peak
+    def weighed_if_there(self, i: Value, peak: PerRow) -> _Weights:
+        """Return the weights of the pair's second tile. Without one they are 0, and nobody uses them.
+
+        They are relative to the peak from before the pair, or a higher one, whether the first tile is added by now or
+        not. So their bits do not depend on which tile was there first.
+        """
+        machine = self.machine
         nothing = LeftOperand([machine.constant(0, "i32")] * (KEYS // 4), "f16")
         none = _Weights(Softmax(peak, self.no_total), nothing)
         return machine.branch(self.has_second(i), lambda before: self.weighed(i, before.softmax.peak), none)

@@ -90,42 +90,65 @@ def test_sums_may_be_rescaled_for_every_growth(simulate, layout, entries, monkey
 @machines
 @pytest.mark.parametrize("kv_format", ATTENDED_FORMATS)
 @pytest.mark.parametrize("picked", first_of([False, True]))
-def test_widened_rows_are_the_decoded_ones(simulate, kv_format, picked):
-    """Bit for bit; rows that are not finite, as those that nobody has stored, are 0 and have a bias of NaN."""
+def test_widened_rows_are_those_of_tiles(simulate, kv_format, picked):
+    """Bit for bit; rows that are not finite, as those that nobody has stored, are 0 and have a factor of NaN."""
     case = Case(lengths=(150, 37, -1), tokens=2, entries="picked" if picked else "all", kv_format=kv_format)
     inputs, _ = make(case)
-    form, layer = xla.KV_FORMATS[kv_format], int(inputs.layer[0])
+    layer = int(inputs.layer[0])
     wide = jax.jit(lambda inputs: widen(inputs, ATTENDED_FORMATS[kv_format], simulate=simulate).wide)(inputs)
-    rows, bias = np.asarray(wide.rows).reshape(*wide.bias.shape, -1), np.asarray(wide.bias)
+    factors = np.asarray(wide.factors)
+    rows = np.asarray(wide.rows).reshape(*factors.shape, -1)
     of_window = case.n_win + case.tokens
     assert wide.of_window == of_window
     assert wide.of_request == of_window + inputs.block_table.shape[1] * case.per_block
 
-    def decoded(stored: Any) -> np.ndarray:
-        return np.asarray(form.decode(stored)).astype(np.float16)
-
     for b, length in enumerate(case.lengths[:2]):
         slot = int(inputs.slots[b])
-        window = decoded(jax.tree.map(lambda leaf, slot=slot: leaf[layer, slot], inputs.window))
-        fresh = decoded(jax.tree.map(lambda leaf, b=b: leaf[b], inputs.fresh))
+        window = in_tiles(kv_format, jax.tree.map(lambda leaf, slot=slot: leaf[layer, slot], inputs.window))
+        fresh = in_tiles(kv_format, jax.tree.map(lambda leaf, b=b: leaf[b], inputs.fresh))
         for n in range(of_window):
             position = length - case.n_win + n
-            row = fresh[n - case.n_win] if n >= case.n_win else window[position % case.n_win]
-            assert bias[b, n] == (0 if position >= 0 else -np.inf)
-            np.testing.assert_array_equal(rows[b, n], row if position >= 0 else np.zeros_like(row))
-        entries = decoded(jax.tree.map(lambda leaf: leaf[layer], inputs.entries))
+            of, at = (fresh, n - case.n_win) if n >= case.n_win else (window, position % case.n_win)
+            assert factors[b, n] == (of[1][at] if position >= 0 else -1)
+            np.testing.assert_array_equal(rows[b, n], of[0][at] if position >= 0 else np.zeros_like(rows[b, n]))
+        entries, of_entries = in_tiles(kv_format, jax.tree.map(lambda leaf: leaf[layer], inputs.entries))
         for n in range((length + case.tokens) // case.ratio):
             page = int(inputs.block_table[slot, n // case.per_block])
-            assert bias[b, of_window + n] == 0
+            assert factors[b, of_window + n] == of_entries[page, n % case.per_block]
             np.testing.assert_array_equal(rows[b, of_window + n], entries[page, n % case.per_block])
         blocks = np.repeat(np.asarray(inputs.block_table[slot]) >= 0, case.per_block)
         unstored = np.arange(len(blocks)) >= (length + case.tokens) // case.ratio
-        kinds = [~blocks, unstored]
-        np.testing.assert_array_equal(bias[b, of_window:], np.select(kinds, [-np.inf, np.nan], 0))
+        np.testing.assert_array_equal(factors[b, of_window:][~blocks], -1)
+        assert np.isnan(factors[b, of_window:][blocks & unstored]).all()
         np.testing.assert_array_equal(rows[b, of_window:][blocks & unstored], 0)
         if not picked:
             np.testing.assert_array_equal(rows[b, of_window:][~blocks], 0)
-    np.testing.assert_array_equal(bias[2], -np.inf)
+    np.testing.assert_array_equal(factors[2], -1)
+
+
+def in_tiles(kv_format: str, stored: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the f16 and the factors of stored rows: of a row with one f32 scale, the fraction is its factor."""
+    decoded = np.asarray(xla.KV_FORMATS[kv_format].decode(stored))
+    if ATTENDED_FORMATS[kv_format].scale_is_power_of_two:
+        return decoded.astype(np.float16), np.ones(decoded.shape[:-1], np.float32)
+    scale = np.asarray(stored.scale).reshape(decoded.shape[:-1]).view(np.int32)
+    power = (scale & 0x7F800000).view(np.float32)[..., None]
+    factor = (scale & 0x007FFFFF | 0x3F800000).view(np.float32)
+    nope = np.asarray(stored.nope).view(jnp.float8_e4m3fn).astype(np.float32) * power
+    rope = np.asarray(stored.rope).astype(np.float32) * (np.float32(1) / factor)[..., None]
+    return np.concatenate([nope, rope], -1).astype(np.float16), factor
+
+
+@machines
+@pytest.mark.parametrize("kv_format", ATTENDED_FORMATS)
+@pytest.mark.parametrize("entries", first_of(["picked", "all"]))
+def test_widening_does_not_change_a_bit(simulate, kv_format, entries, monkeypatch):
+    """Not even where most tiles raise the peak."""
+    monkeypatch.setattr(block, "GROWTH", 1.0)
+    case = Case(lengths=(300, 520, -1, 64), tokens=2, entries=entries, kv_format=kv_format)
+    inputs, _ = make(case)
+    outputs = [run(dataclasses.replace(case, layout=layout), inputs, simulate=simulate) for layout in (ONE_BLOCK, WIDE)]
+    np.testing.assert_array_equal(*outputs)
 
 
 def test_rows_are_widened_where_many_queries_read_them_and_there_is_memory():

@@ -417,12 +417,15 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
                 a = self._registers(group.a, block, lanes, group.dtype)
             for at in (of_b, *of_a):
                 self._shared.end(at.reshape(-1), UNIT, warps)
-            # In f64 the order of NumPy's sums, which depends on the shape, is no matter: one of bf16 is nearly exact.
+            # Step by step, so that a product in several groups has the bits of one. Within a step of f64 the order of
+            # NumPy's sums, which depends on the shape, is no matter: one of bf16 is nearly exact.
+            steps = a.shape[1] * a.itemsize // STEP_BYTES
             with np.errstate(all="ignore"):
-                product = (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
-            # Row: warp, value / 2 % 2, lane / 4. Column: value / 4, lane % 4, value % 2.
-            of_lanes = product.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
-            sums[:, block, lanes] += of_lanes.reshape(-1, WARPGROUP)
+                left, right = (x.astype(np.float64).reshape(x.shape[0], steps, -1).swapaxes(0, 1) for x in (a, b))
+                for product in (left @ right.swapaxes(1, 2)).astype(np.float32):
+                    # Row: warp, value / 2 % 2, lane / 4. Column: value / 4, lane % 4, value % 2.
+                    of_lanes = product.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+                    sums[:, block, lanes] += of_lanes.reshape(-1, WARPGROUP)
         if not isinstance(group.a, Operand) and group.made != self._made:
             group.unheld = np.zeros(self._shape, bool)
             for block, first, _ in group.units:
