@@ -32,7 +32,7 @@ trees        names for pytrees about which nothing is assumed, and arrays that n
 
 from pallas_kernels.activations import ExpertRows, OperandRows, RoundedRows
 from pallas_kernels.allocation import Asked, Grants, PageSizes, grant_tokens, unsupported_grants
-from pallas_kernels.attention.call import decode_attention, undivided_layout, unsupported_attention
+from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
 from pallas_kernels.gather import gather_request_rows, gather_rows
 from pallas_kernels.plugin import SlowKernelsWarning
@@ -138,7 +138,6 @@ __all__ = [
     "token_parts",
     "token_step",
     "top_k",
-    "undivided_layout",
     "unsupported",
     "unsupported_attention",
     "unsupported_grants",

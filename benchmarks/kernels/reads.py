@@ -26,7 +26,7 @@ from dsv4jax.cache.state import SlidingWindow
 from dsv4jax.formats import row_bytes
 from dsv4jax.layer import attention, indexer
 from dsv4jax.rope import packed_angles, rope_frequencies
-from pallas_kernels.attention import sm90, sm90_few
+from pallas_kernels.attention import sm90, sm90_few, sm90_spread
 from pallas_kernels.attention.block import HEADS
 from pallas_kernels.attention.inputs import NOPE_DIM
 from pallas_kernels.attention.keys import KEYS
@@ -392,6 +392,8 @@ def _layouts(case: Case) -> Iterator[dict[str, AttentionLayout]]:
             continue
         if queries * -(-case.heads // HEADS) * cluster <= 160 or cluster == 1:
             yield dict(layout=sm90.Layout(cluster=cluster))
+        if cluster == 8 and case.tokens == 1:
+            yield dict(layout=sm90_spread.Layout(tiles=tiles))
         for some in (8, 16, 32):
             few = sm90_few.Layout(heads=some, cluster=cluster, tiles=-(-tiles // cluster))
             at_once = case.heads % some == 0 and queries * case.heads // some * cluster <= 160

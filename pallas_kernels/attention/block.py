@@ -108,13 +108,38 @@ class Before:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    """The work of a block on one query, as seen by one of its roles."""
+class Rows:
+    """The heads of a query that are the rows of a block's products."""
 
     machine: TensorCores
-    memory: Memory
     query: Query
     first_head: Value
+
+    @property
+    def have_sinks(self) -> Condition:
+        """Whether the block's sums include the sinks."""
+        return True
+
+    def has_head(self, head: Value) -> Condition:
+        """Return whether a lane's row has a head, given its number: rows of a query's last block may have none."""
+        heads = self.query.inputs.sinks.shape[0]
+        return True if heads % HEADS == 0 else head < heads
+
+    def have_heads(self, head: Value) -> Condition:
+        """Return whether the rows of a warp's quads have heads, of which ``LEAST_HEADS`` all exist or none.
+
+        The whole warp branches alike, and is told so by an instruction: else ptxas keeps a second copy of each shuffle
+        for warps that are divided, and spills.
+        """
+        heads = self.query.inputs.sinks.shape[0]
+        return True if heads % HEADS == 0 else self.machine.reduce_warp("min", head) < heads
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block(Rows):
+    """The work of a block on one query, as seen by one of its roles."""
+
+    memory: Memory
     cluster: int
     rank: Value  # the block's number in its cluster
     tiles: Value  # number of tiles for this block, at least one, which may have no keys
@@ -144,19 +169,9 @@ class Block:
             before=before,
         )
 
-    def has_head(self, head: Value) -> Condition:
-        """Return whether a lane's row has a head, given its number: rows of a query's last block may have none."""
-        heads = self.query.inputs.sinks.shape[0]
-        return True if heads % HEADS == 0 else head < heads
-
-    def have_heads(self, head: Value) -> Condition:
-        """Return whether the rows of a warp's quads have heads, of which ``LEAST_HEADS`` all exist or none.
-
-        The whole warp branches alike, and is told so by an instruction: else ptxas keeps a second copy of each shuffle
-        for warps that are divided, and spills.
-        """
-        heads = self.query.inputs.sinks.shape[0]
-        return True if heads % HEADS == 0 else self.machine.reduce_warp("min", head) < heads
+    @property
+    def have_sinks(self) -> Condition:
+        return True if self.cluster == 1 else self.rank == 0
 
     @property
     def after(self) -> Before:
@@ -255,10 +270,10 @@ class Softmax:
     total: PerRow  # sum of the weights: this lane's part of it
 
     @classmethod
-    def of_sinks(cls, block: Block) -> Softmax:
+    def of_sinks(cls, block: Rows) -> Softmax:
         """Return the softmax before any key, which contains only the sinks.
 
-        In a cluster only one block includes them.
+        Of blocks that share a query's keys only one includes them.
         """
         machine, sinks = block.machine, block.query.inputs.sinks
         row = machine.hold(product_row(machine))  # for each query anew, because there are no registers to keep it in
@@ -270,9 +285,9 @@ class Softmax:
         logits = PerRow([load(block.first_head + row + n) for n in (0, 8)])
         logits = logits.map(lambda logit: logit.maximum(LOWEST))
         peak, counts = logits.map(whole), machine.thread % QUAD == 0
-        if block.cluster > 1:
-            peak = peak.map(lambda value: select(block.rank == 0, value, LOWEST))
-            counts = counts & (block.rank == 0)
+        if (included := block.have_sinks) is not True:
+            peak = peak.map(lambda value: select(included, value, LOWEST))
+            counts = counts & included
         return cls(peak, logits.map(lambda a, b: select(counts, machine.exp2(a - b), 0.0), peak))
 
     def times(self, factors: PerRow) -> Softmax:
@@ -308,10 +323,15 @@ def raised(machine: TensorCores, peak: PerRow, logits: Fragment) -> PerRow:
 
     def rise(peak: PerRow) -> PerRow:
         of_rows = tops.over_quad(maximum)
-        return of_rows.map(lambda top, old: select(top > old + GROWTH, whole(top), old), peak)
+        return of_rows.map(whole_if_raised, peak)
 
     one, other = tops.map(lambda top, old: top > old + GROWTH, peak).values
     return machine.branch_warp(one | other, rise, peak)
+
+
+def whole_if_raised(top: Value, peak: Value) -> Value:
+    """Return a head's peak after a tile whose largest logit is ``top``."""
+    return select(top > peak + GROWTH, whole(top), peak)
 
 
 def weigh(machine: TensorCores, logits: Fragment, peak: PerRow) -> tuple[Fragment, Softmax]:
@@ -341,7 +361,7 @@ def finish_output(block: Block, outputs: Outputs[Buffer], sums: Fragment, softma
         assert outputs.scratch is not None
         means = _merge_parts(block, outputs.scratch, sums, softmax)
         first = block.rank * (HALF // block.cluster)
-    _store(block, outputs.out, means, half, first)
+    store_output(block, outputs.out, means, half, first)
 
 
 def _merge_parts(block: Block, scratch: Scratch[Buffer], sums: Fragment, softmax: Softmax) -> Fragment:
@@ -380,8 +400,8 @@ def _merge_parts(block: Block, scratch: Scratch[Buffer], sums: Fragment, softmax
     return merged
 
 
-def _store(
-    block: Block, out: Buffer | RoundedRows[Buffer] | OperandRows[Buffer], means: Fragment, half: Value, first: Index
+def store_output(
+    block: Rows, out: Buffer | RoundedRows[Buffer] | OperandRows[Buffer], means: Fragment, half: Value, first: Index
 ) -> None:
     """Store the channels from ``first`` on of each warpgroup's half, with the inverse rope applied to RoPE channels.
 
@@ -434,7 +454,7 @@ class _Turn:
         return [select(self.where, new, old) for new, old in zip(turned, pair, strict=True)]
 
 
-def _turns(block: Block, columns: int, half: Value, first: Index) -> dict[int, _Turn]:
+def _turns(block: Rows, columns: int, half: Value, first: Index) -> dict[int, _Turn]:
     """Load the angles of all channels with rope, at once. Returns those of every eight columns by the first of them."""
     machine, query, angles = block.machine, block.query, block.query.inputs.angles
     turns: dict[int, _Turn] = {}

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.activations import OperandRows, RoundedRows, round_rows
-from pallas_kernels.attention import sm90, sm90_few, sm100
+from pallas_kernels.attention import sm90, sm90_few, sm90_spread, sm100
 from pallas_kernels.attention.block import HEADS, LEAST_HEADS
 from pallas_kernels.attention.inputs import NOPE_DIM, ROPE_DIM, AttentionInputs, check_inputs
 from pallas_kernels.attention.keys import KEYS
@@ -54,6 +54,7 @@ def decode_attention(
     dtype: DTypeLike = jnp.bfloat16,
     is_operand: bool = False,
     layout: AttentionLayout | None = None,
+    invariant: bool = False,
     simulate: bool = False,
 ) -> Tree:
     """Compute attention of each query over its own keys.
@@ -66,6 +67,7 @@ def decode_attention(
       is_operand: give operand rows, of bf16.
       layout: which kernel, and how it divides a query's work. None means the fastest on this device, from
         ``choose_layout``.
+      invariant: without a layout, whether the bits of a query's result must not depend on how many others there are.
       simulate: run in NumPy on the host, with checks, on any device.
 
     Returns:
@@ -99,7 +101,7 @@ def decode_attention(
         inputs = dataclasses.replace(inputs, block_table=None, visible=None)
     tiles = -(-inputs.pos.shape[2] // KEYS) - (-inputs.max_entries // KEYS)
     if layout is None:
-        layout = choose_layout(target.gpu_or_first(), batch * tokens, heads, tiles)
+        layout = choose_layout(target.gpu_or_first(), batch * tokens, heads, tiles, invariant=invariant)
         if layout == sm90.Layout() and worth_widening(inputs):
             layout = sm90.Layout(is_wide=True)
     layout.check(heads, tiles)
@@ -145,15 +147,7 @@ def attend(
     return outputs.out
 
 
-def undivided_layout() -> AttentionLayout:
-    """Return the layout for this device in which a query's keys all go to one block.
-
-    They are added in an order that depends neither on other queries nor on how many there are.
-    """
-    return sm100.Layout(cluster=1) if target.gpu_or_first() is target.BLACKWELL else sm90.Layout(cluster=1)
-
-
-def choose_layout(gpu: target.GPU, queries: int, heads: int, tiles: int) -> AttentionLayout:
+def choose_layout(gpu: target.GPU, queries: int, heads: int, tiles: int, *, invariant: bool = False) -> AttentionLayout:
     """Return the fastest layout: as many blocks as the GPU can run at once, each with at least one tile.
 
     Args:
@@ -161,9 +155,16 @@ def choose_layout(gpu: target.GPU, queries: int, heads: int, tiles: int) -> Atte
       queries: number of queries of all requests.
       heads: heads per query.
       tiles: the largest number of tiles of ``KEYS`` keys that a query may have.
+      invariant: whether the bits of a query's result must be those of any other number of queries. Then all its keys
+        are added in the order of one block.
     """
     at_once = sorted(gpu.clusters.items(), reverse=True)  # the largest clusters first
     blocks = queries * -(-heads // HEADS)
+    if invariant:
+        if gpu is target.BLACKWELL:
+            return sm100.Layout(cluster=1)
+        is_few = blocks <= h200.SPREAD_WAVES * gpu.clusters[sm90_spread.CLUSTER]
+        return sm90_spread.Layout(tiles=tiles) if is_few and tiles >= h200.SPREAD_TILES else sm90.Layout()
     cluster = next((size for size, most in at_once if blocks <= most and size <= tiles), 1)
     if gpu is target.BLACKWELL:
         return sm100.Layout(cluster=cluster)

@@ -16,6 +16,7 @@ from pallas_kernels.language.lanes import Buffer, Shaped
 from pallas_kernels.language.launch import Grid
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.tensor_memory import TensorMemory
+from pallas_kernels.trees import Tree
 
 CLUSTERS = (1, 2, 4, 8)  # blocks in a cluster, among which the channels of a head are divided
 
@@ -52,7 +53,7 @@ class Outputs[Array: Shaped]:
 
     # bf16 or f32 [B, T, H, 512], RoundedRows [B T, H 512] without clusters, or OperandRows [B T, H 512].
     out: Array | RoundedRows[Array] | OperandRows[Array]
-    scratch: Scratch[Array] | None  # None if there are no clusters
+    scratch: Tree  # what the layout asks for, through which blocks exchange parts; None if it asks for nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +104,8 @@ class AttentionLayout(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def scratch(self, queries: int, groups: int) -> Scratch[jax.ShapeDtypeStruct] | None:
-        """Return the scratch shapes for so many queries and groups of heads; None without clusters."""
+    def scratch(self, queries: int, groups: int) -> Tree:
+        """Return the shapes of device memory for so many queries and groups of heads; None without clusters."""
 
     @abc.abstractmethod
     def body(

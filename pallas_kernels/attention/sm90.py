@@ -607,25 +607,27 @@ class Multiplier(abc.ABC):
 
     def weighed(self, i: Value, peak: PerRow) -> _Weights:
         """Compute the weights of the warpgroup's own tile of a pair, relative to a peak or a higher one."""
-        logits, factors = self.logits(i)
+        logits = self.logits(i)
         weights, softmax = weigh(self.machine, logits, raised(self.machine, peak, logits))
         if not self.form.scale_is_power_of_two:
-            weights = weights.map(lambda weight, factor: weight * factor, factors)
+            # Loaded again, because there are no registers to keep them in.
+            weights = weights.map(lambda weight, factor: weight * factor, self.factors())
         return _Weights(softmax, weights.operand("f16"))
 
-    def logits(self, i: Value) -> tuple[Fragment, PerColumn]:
-        """Compute the logits of the warpgroup's own tile of a pair, [HEADS, KEYS], in powers of two.
-
-        Also returns the factors of keys.
-        """
+    def logits(self, i: Value) -> Fragment:
+        """Compute the logits of the warpgroup's own tile of a pair, [HEADS, KEYS], in powers of two."""
         machine, values = self.machine, None
         for part in range(self.memory.parts):
             self.use(self.own, i, part).wait()
             query, keys = self.memory.query(part), self.memory.k_major(self.own, part)
             values = machine.wgmma(values, query, keys, columns=KEYS)
         assert values is not None
-        factors = PerColumn.load(machine, KEYS, self.memory.factors, self.own, 0)  # while the product runs
-        return scale_logits(machine, Fragment(values).wait(), factors), factors
+        factors = self.factors()  # while the product runs
+        return scale_logits(machine, Fragment(values).wait(), factors)
+
+    def factors(self) -> PerColumn:
+        """Return the factors of the keys of the warpgroup's own tile."""
+        return PerColumn.load(self.machine, KEYS, self.memory.factors, self.own, 0)
 
     def use(self, stage: int, i: Value, part: int) -> Use:
         """Return the use of a part of a stage by the tile of a pair."""

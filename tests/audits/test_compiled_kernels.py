@@ -44,6 +44,7 @@ IN_BOTH = {
     "round_rows",
     "decode_attention",
     "widen_rows",
+    "attend_in_order",
     "attend_to_widened",
     "top_k",
     "router",

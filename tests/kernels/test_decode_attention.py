@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from dsv4jax import formats as xla
-from pallas_kernels.attention import block, call, sm90, sm90_few, sm100
+from pallas_kernels.attention import block, call, sm90, sm90_few, sm90_spread, sm100
 from pallas_kernels.attention.call import choose_layout
 from pallas_kernels.attention.inputs import AttentionInputs
+from pallas_kernels.attention.keys import KEYS
 from pallas_kernels.attention.layout import AttentionLayout
 from pallas_kernels.attention.wide import widen, worth_widening
 from pallas_kernels.formats import ATTENDED_FORMATS, Fp8TileRows
@@ -25,6 +26,7 @@ from tests.support.lane_kernels import mesh_of
 from tests.support.machines import MACHINES, requires_gpu
 
 WIDE = sm90.Layout(is_wide=True)
+FEW, SPREAD = sm90_few.Layout(heads=16, cluster=2, tiles=2), sm90_spread.Layout(tiles=3)
 machines = pytest.mark.parametrize("simulate", MACHINES)
 
 
@@ -147,8 +149,32 @@ def test_widening_does_not_change_a_bit(simulate, kv_format, entries, monkeypatc
     monkeypatch.setattr(block, "GROWTH", 1.0)
     case = Case(lengths=(300, 520, -1, 64), tokens=2, entries=entries, kv_format=kv_format)
     inputs, _ = make(case)
-    outputs = [run(dataclasses.replace(case, layout=layout), inputs, simulate=simulate) for layout in (ONE_BLOCK, WIDE)]
-    np.testing.assert_array_equal(*outputs)
+    one, other = (run(dataclasses.replace(case, layout=each), inputs, simulate=simulate) for each in (ONE_BLOCK, WIDE))
+    np.testing.assert_array_equal(one, other)
+
+
+@machines
+@pytest.mark.parametrize(
+    "case",
+    first_of(
+        [
+            pytest.param(Case(lengths=(300, 0, -1, 60), dtype=jnp.bfloat16), id="picked"),
+            pytest.param(Case(lengths=(4500, 520), entries="all", kv_format="fp8_tile64"), id="two rounds"),
+            pytest.param(Case(lengths=(300, 126, -1), tokens=3, heads=72, kv_format="bf16"), id="two groups of heads"),
+            pytest.param(Case(lengths=(200, 5), n_win=100, heads=8, entries=None, turned=False), id="window"),
+            pytest.param(Case(lengths=(9000,), entries="all", ratio=4), id="three rounds"),
+        ],
+        count=3,
+    ),
+)
+def test_a_cluster_gives_the_bits_of_one_block(simulate, case, monkeypatch):
+    monkeypatch.setattr(block, "GROWTH", 1.0)  # so that most tiles raise the peak
+    inputs, _ = make(case)
+    tiles = -(-case.n_win // KEYS) - (-inputs.max_entries // KEYS)
+    layouts = ONE_BLOCK, sm90_spread.Layout(tiles=tiles)
+    one, other = (run(dataclasses.replace(case, layout=each), inputs, simulate=simulate) for each in layouts)
+    assert np.isfinite(other).all()
+    np.testing.assert_array_equal(one, other)
 
 
 def test_rows_are_widened_where_many_queries_read_them_and_there_is_memory():
@@ -209,7 +235,7 @@ def test_formats(simulate, kv_format):
 
 
 @machines
-@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, sm90_few.Layout(heads=16, cluster=2, tiles=2)]))
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, FEW, SPREAD]))
 def test_a_format_needs_to_be_known_to_formats_alone(simulate, layout, monkeypatch):
     """One power-of-two scale for a whole row."""
     monkeypatch.setitem(xla.KV_FORMATS, "fp8_tile448", xla.Fp8TileRows(448))
@@ -311,7 +337,7 @@ def test_blocks_with_more_rows_than_a_query_has_heads(simulate, case):
 
 
 @machines
-@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, WIDE, sm90_few.Layout(heads=16, cluster=2, tiles=2)]))
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, WIDE, FEW, SPREAD]))
 def test_no_pick_and_no_table(simulate, layout):
     """Picks of -1, blocks that do not exist, and ring rows with other positions do not count as keys."""
     case = Case(lengths=(200, 200, 200), seed=3, layout=layout)
@@ -327,7 +353,7 @@ def test_no_pick_and_no_table(simulate, layout):
 
 
 @machines
-@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, WIDE, sm90_few.Layout(heads=16, cluster=4, tiles=1)]))
+@pytest.mark.parametrize("layout", first_of([ONE_BLOCK, WIDE, sm90_few.Layout(heads=16, cluster=4, tiles=1), SPREAD]))
 def test_nan_is_loud_and_stays_in_its_request(simulate, layout):
     case = Case(lengths=(150, 150), entries="all", layout=layout)
     inputs, _ = make(case)

@@ -69,6 +69,7 @@ CHUNKS = (1, 4096), (8, 128)
 DRAFT = 64, 4
 # Launches that Blackwell does not have.
 HOPPER_ONLY = {
+    "attend_in_order",
     "experts_gate_up",
     "experts_gate_up_and_shared",
     "experts_down",
@@ -193,6 +194,7 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         if options["kv_format"] in ATTENDED_FORMATS:
             for kind in (AttentionType.CSA, AttentionType.HCA):
                 yield from _attention_of_chunk(cache, kind, *CHUNKS[0])
+            yield _attention_in_order(cache, AttentionType.CSA)
     for shares in SHARES_OF_HEADS if cfg is MODELS["flash"] else ():
         share = split_heads(cfg, shares, "model")
         yield from _reads_of_few_heads(_cache(share, **DEFAULT))
@@ -218,6 +220,14 @@ def _attention(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) 
     attend: Any = functools.partial(pk.decode_attention, kv_format=plan.kv_format)
     name, args = f"decode_attention {kind} {plan.kv_format} [{batch}, {tokens}]", (_read(cache, kind, batch, tokens),)
     return Kernel(name=name, function=attend, args=args, rows=None, reads_only=True, has_scratch=True)
+
+
+def _attention_in_order(cache: d4.KVCache, kind: AttentionType) -> Kernel:
+    """Return attention of one query, in the order in which many are added."""
+    plan, inputs = cache.plan, _read(cache, kind, 1, 1)
+    attend: Any = functools.partial(pk.decode_attention, kv_format=plan.kv_format, invariant=True)
+    name = f"attend_in_order {kind} {plan.kv_format} [1, 1]"
+    return Kernel(name=name, function=attend, args=(inputs,), rows=None, reads_only=True, has_scratch=True)
 
 
 def _attention_of_chunk(cache: d4.KVCache, kind: AttentionType, batch: int, tokens: int) -> Iterator[Kernel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +100,7 @@ class DecodeAttentionKernels(Kernels):
     tile_bytes = 1 << 30
     forms: tuple[RowForm, ...] = ("plain", "rounded", "operand")
     query_dtype = jnp.float16
-
-    @property
-    def division(self) -> Named:
-        """How the kernel is told to divide a query among blocks; as is fastest for the batch if empty."""
-        return {}
+    invariant: ClassVar[bool] = False  # whether no other query may change the order in which a query's keys are added
 
     def token_bytes(self, plan: CachePlan, kind: AttentionType) -> int:
         """Queries in f16, and the result in bf16."""
@@ -142,7 +139,7 @@ class DecodeAttentionKernels(Kernels):
     ) -> Rows:
         inputs = self.without_derivative(DECODE_ATTENTION, inputs)
         given = _reads(inputs, freqs)
-        options = _form_options(form, dtype) | self.options | self.division
+        options = _form_options(form, dtype) | self.options | ({"invariant": True} if self.invariant else {})
         options["kv_format"] = inputs.window.plan.kv_format
         if inputs.block is None:
             return self.kernels.decode_attention(dataclasses.replace(given, needed=of_chunk(needed)), **options)
@@ -157,14 +154,12 @@ class InvariantScoresKernels(IndexerScoresKernels):
 
 
 class InvariantAttentionKernels(DecodeAttentionKernels):
-    """The same with all keys of a query in one block, so that no other query changes the order of its sums."""
+    """The same with all keys of a query in the order of one block, so that no other query changes it."""
+
+    invariant = True
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         return super().unserved(plan, kind) or unchecked_order()
-
-    @property
-    def division(self) -> Named:
-        return {"layout": pk.undivided_layout()}
 
 
 def _reads(inputs: AttentionInputs, freqs: np.ndarray) -> pk.AttentionInputs[jax.Array]:

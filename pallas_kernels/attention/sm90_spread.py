@@ -1,0 +1,339 @@
+"""Decode attention on Hopper for few queries with the bits of one block of ``sm90``, whose work a cluster does.
+
+A block of ``sm90`` adds the keys of a query tile by tile, so one query takes it as long as its tiles do. Here eight
+blocks share both halves of that work, and each sum keeps its order:
+
+    keys, logits and weights of a tile       a warpgroup each, of the two that a block has
+    output, over all tiles in their order    a block each 64 channels
+
+In between, blocks exchange through device memory what all of them need. For every sixteen tiles, a round:
+
+    keys of the own tile in f16, logits; give keys and the largest logit of each head
+    meet
+    peaks that the tiles before leave; give weights relative to them
+    take the own channels of all keys
+    meet
+    take weights, and add the weighted keys to the own channels
+
+The peak that a tile's weights are relative to follows from the largest logits of the tiles before (``sm90``), and the
+totals of its weights are added lane by lane, those of even and of odd tiles apart, as two warpgroups of ``sm90`` do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.block import HEADS, Rows, Softmax, scale_logits, store_output, weigh, whole_if_raised
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
+from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
+from pallas_kernels.attention.layout import AttentionLayout, Outputs
+from pallas_kernels.formats import AttendedFormat
+from pallas_kernels.language.barriers import Barrier, init_barriers
+from pallas_kernels.language.fragment import Fragment, LeftOperand, PerColumn, PerRow
+from pallas_kernels.language.lanes import Buffer, Shaped, add, maximum
+from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.shared import Shared
+from pallas_kernels.language.target import GPU, HOPPER
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, UNIT, Operand, TensorCores, Tile
+from pallas_kernels.language.tiles import TypedTile
+from pallas_kernels.language.values import Condition, Index, Value
+
+CLUSTER = 8
+_WARPGROUPS = 2  # of a block, with a tile each
+_TILES = CLUSTER * _WARPGROUPS  # of a round
+_CHANNELS = HEAD_DIM // CLUSTER  # of a block's output
+_UNITS = ATOM_BYTES // UNIT  # of a key's channels that a block has
+_WORDS, _WORDS_AT_ONCE = KEYS // 4, 4  # of two weights that a lane has of a tile
+_AHEAD = 4  # tiles whose weights are loaded before they are needed
+_AT_ONCE = 16  # units of keys that a lane loads at once
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange[Array: Shaped]:
+    """Device memory, which stays in L2, for what the blocks of a cluster exchange in two rounds at once.
+
+    The lead is [queries, groups of heads, rounds, tiles].
+    """
+
+    keys: Array  # f16 [..., blocks, KEYS, channels]
+    tops: Array  # f32 [..., HEADS], the largest logits
+    weights: Array  # i32 [..., loads, lanes, 4], words of two f16
+    totals: Array  # f32 [..., lanes, 2], of the weights that a lane has of its two heads
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(AttentionLayout):
+    """The layout for few queries whose bits are those of ``sm90``."""
+
+    heads: int = dataclasses.field(default=HEADS, init=False)
+    cluster: int = dataclasses.field(default=CLUSTER, init=False)
+    tiles: int  # the largest number of a query
+
+    gpu: ClassVar[GPU] = HOPPER
+    reduces: ClassVar[bool] = False
+
+    @property
+    def warpgroups(self) -> int:
+        return _WARPGROUPS
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = (HEADS + _WARPGROUPS * KEYS) * HEAD_DIM * 2
+        return tiles + (_WARPGROUPS * KEYS + _TILES * HEADS) * 4 + 1024 + 8
+
+    @property
+    def rounds(self) -> int:
+        """The most rounds of a query."""
+        return -(-self.tiles // _TILES)
+
+    def arguments(self, inputs: AttentionInputs[jax.Array]) -> AttentionInputs[jax.Array]:
+        """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
+        return dataclasses.replace(inputs, q=inputs.q.astype(jnp.float16).reshape(-1, HEAD_DIM))
+
+    def scratch(self, queries: int, groups: int) -> Exchange[jax.ShapeDtypeStruct]:
+        lead = queries, groups, min(self.rounds, 2), _TILES
+        loads = _WORDS // _WORDS_AT_ONCE
+        return Exchange(
+            keys=jax.ShapeDtypeStruct((*lead, CLUSTER, KEYS, _CHANNELS), jnp.float16),
+            tops=jax.ShapeDtypeStruct((*lead, HEADS), jnp.float32),
+            weights=jax.ShapeDtypeStruct((*lead, loads, WARPGROUP, _WORDS_AT_ONCE), jnp.int32),
+            totals=jax.ShapeDtypeStruct((*lead, WARPGROUP, 2), jnp.float32),
+        )
+
+    def body(
+        self, machine: TensorCores, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
+    ) -> None:
+        _Block(machine, inputs, self, form, outputs.scratch).run(outputs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """What the first warpgroup holds between tiles."""
+
+    output: Fragment  # [HEADS, channels] sums of all tiles so far
+    peak: PerRow
+    of_pair: PerRow  # the peak before the last pair of tiles
+    totals: list[PerRow]  # of even tiles with the sink, and of odd ones
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """What a lane has loaded of a tile's weights."""
+
+    operand: LeftOperand
+    total: PerRow
+
+
+class _Block:
+    """A block's share of a query, and its shared memory."""
+
+    def __init__(
+        self,
+        machine: TensorCores,
+        inputs: AttentionInputs[Buffer],
+        layout: Layout,
+        form: AttendedFormat,
+        exchange: Exchange[Buffer],
+    ):
+        self.machine, self.layout, self.form, self.exchange = machine, layout, form, exchange
+        self.query = Query.of(machine, inputs, machine.block(0))
+        self.rows = Rows(machine=machine, query=self.query, first_head=machine.block(1) * HEADS)
+        self.tiles = self.query.tiles.maximum(1)  # as of a block of ``sm90``
+        self.warpgroup, self.lane = machine.thread // WARPGROUP, machine.thread % WARPGROUP
+        self.q = TypedTile.take(machine, HEADS, _CHANNELS, "f16", copies=CLUSTER)
+        self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=_WARPGROUPS)
+        self.channels = dataclasses.replace(self.keys, row_bytes=ATOM_BYTES)  # in the same place: of all tiles
+        self.factors = Shared.take(machine, (_WARPGROUPS, KEYS), "f32")
+        self.tops = Shared.take(machine, (_TILES, HEADS), "f32")
+        self.loaded_q = Barrier.take(machine, 1)
+
+    def run(self, outputs: Outputs[Buffer]) -> None:
+        machine = self.machine
+        init_barriers(self.loaded_q)
+        with machine.when(machine.thread < WARP):
+            row, parts = self.query.number * self.query.inputs.sinks.shape[0] + self.rows.first_head, range(CLUSTER)
+            q = self.query.inputs.q
+            self.loaded_q.fill(*(self.q[part].copy_from(q, row, part * _CHANNELS) for part in parts))
+        softmax, none = Softmax.of_sinks(self.rows), PerRow([machine.constant(0.0, "f32")] * 2)
+        output = Fragment.zeros(machine, _CHANNELS)
+        sums = _Sums(output, softmax.peak, softmax.peak, [softmax.total, none])
+        if self.layout.rounds == 1:
+            sums, _ = self._round(machine.constant(0, "i32"), (sums, sums.peak))
+        else:
+            sums, _ = machine.loop((self.tiles + (_TILES - 1)) // _TILES, self._round, (sums, sums.peak))
+        even, odd = (total.over_quad(add) for total in sums.totals)
+        means = sums.output.scale_rows(even.map(lambda a, b: machine.reciprocal(a + b), odd))
+        with machine.when(machine.thread < WARPGROUP):
+            halves = CLUSTER // 2
+            store_output(self.rows, outputs.out, means, machine.rank // halves, machine.rank % halves * _CHANNELS)
+
+    def _round(self, i: Value, state: tuple[_Sums, PerRow]) -> tuple[_Sums, PerRow]:
+        """Add the i-th sixteen tiles. The peak before them all lanes know, also those that add nothing."""
+        sums, peak = state
+        machine, own, place = self.machine, self.warpgroup * CLUSTER + self.machine.rank, self._place(i)
+        logits, factors = self._logits(i * _TILES + own, (*place, own))
+        machine.barrier("cluster")
+        self._take_tops(place)
+        machine.barrier("block")
+        self._weigh(logits, factors, self._raised(self._after_pairs(peak, own // 2), own), (*place, own))
+        self._take_channels(place, self.tiles - i * _TILES)
+        machine.fence_shared()
+        machine.barrier("cluster")
+        sums = machine.branch(machine.thread < WARPGROUP, lambda sums: self._added(i, sums), sums)
+        if self.layout.rounds > 1:
+            peak = self._after_pairs(peak, _TILES // 2)
+            machine.barrier("block")  # the next keys and logits take the place of those
+        return sums, peak
+
+    def _place(self, i: Value) -> tuple[Index, ...]:
+        """Return where the tiles of a round are in the exchange. A block that stores there knows that of the round
+        before the last one nobody reads any more: all have met since."""
+        return self.query.number, self.machine.block(1), 0 if self.layout.rounds == 1 else i & 1
+
+    # A warpgroup's own tile.
+    def _logits(self, tile: Value, place: tuple[Index, ...]) -> tuple[Fragment, PerColumn]:
+        """Load a tile's keys, and compute its logits. Gives the keys, and the largest logits.
+
+        Also returns the factors of keys.
+        """
+        machine = self.machine
+        loader, keys, factors = KeyLoader(self.query, self.form), self.keys.copy(self.warpgroup), self.factors
+        numbers = loader.find(tile)
+        indices = loader.resolve(tile, numbers, loader.look_up(tile, numbers))
+        for which, row in enumerate([loader.load(tile, which, index) for which, index in enumerate(indices)]):
+            loader.store(which, row, keys, factors[self.warpgroup])
+        machine.fence_shared()
+        machine.barrier("warpgroup")
+        self.loaded_q.wait(0)
+        values = machine.wgmma(None, self._query(), keys.k_major(), columns=KEYS)
+        self._give_keys(keys, place, tile < self.tiles)
+        of_keys = PerColumn.load(machine, KEYS, factors, self.warpgroup, 0)
+        logits = scale_logits(machine, Fragment(values).wait(), of_keys)
+        logits.over_rows(maximum).store(self.exchange.tops, *place, 0)
+        return logits, of_keys
+
+    def _query(self) -> Operand:
+        """Return the heads of the query, [HEADS, HEAD_DIM]."""
+        part = self.q.tile.k_major()
+        return dataclasses.replace(
+            part, steps=tuple(n * self.q.tile.size + step for n in range(CLUSTER) for step in part.steps)
+        )
+
+    def _give_keys(self, keys: Tile, place: tuple[Index, ...], where: Condition) -> None:
+        """Store a tile's keys, the channels of each block together."""
+        unit, first = self.lane % _UNITS, self.lane // _UNITS
+        for block in range(CLUSTER):
+            for row in range(0, KEYS, WARPGROUP // _UNITS):
+                words = self.machine.load_shared(keys.unit(first + row, unit + block * _UNITS), UNIT)
+                to = *place, block, first + row, unit * (UNIT // 2)
+                self.exchange.keys.store_words(words, *to, where=where)
+
+    def _weigh(self, logits: Fragment, factors: PerColumn, peak: PerRow, place: tuple[Index, ...]) -> None:
+        """Give a tile's weights relative to a peak, and their totals."""
+        machine = self.machine
+        weights, softmax = weigh(machine, logits, peak)
+        if not self.form.scale_is_power_of_two:
+            weights = weights.map(lambda weight, factor: weight * factor, factors)
+        words = weights.operand("f16").words
+        for n in range(0, _WORDS, _WORDS_AT_ONCE):
+            at = *place, n // _WORDS_AT_ONCE, self.lane, 0
+            self.exchange.weights.store_words(words[n : n + _WORDS_AT_ONCE], *at)
+        self.exchange.totals.store_floats(softmax.total.values, *place, self.lane, 0)
+
+    def _after_pairs(self, peak: PerRow, pairs: Index) -> PerRow:
+        """Return the peak after so many pairs of a round's tiles, given the one before."""
+
+        def after(n: Value, peak: PerRow) -> PerRow:
+            one, other = (self._raised(peak, n * 2 + which) for which in range(2))
+            return one.map(lambda a, b: a.maximum(b), other)
+
+        return self.machine.loop(pairs, after, peak, rolled=True)
+
+    def _raised(self, peak: PerRow, tile: Index) -> PerRow:
+        """Return the peak that the weights of a tile are relative to, given the one before its pair."""
+        return PerRow.load(self.machine, self.tops, tile, 0).map(whole_if_raised, peak)
+
+    # What the others have given.
+    def _take_tops(self, place: tuple[Index, ...]) -> None:
+        """Load the largest logits of all tiles. Those of tiles without keys are -inf."""
+        each = _TILES * HEADS // (_WARPGROUPS * WARPGROUP)
+        tile, head = self.machine.thread // (HEADS // each), self.machine.thread % (HEADS // each) * each
+        self.tops.store_floats(self.exchange.tops.load_floats(*place, tile, head, count=each), tile, head)
+
+    def _take_channels(self, place: tuple[Index, ...], tiles: Value) -> None:
+        """Load this block's channels of all keys."""
+        machine, lanes = self.machine, _WARPGROUPS * WARPGROUP
+        unit, first = machine.thread % _UNITS, machine.thread // _UNITS
+        pieces = [(tile, first + row) for tile in range(_TILES) for row in range(0, KEYS, lanes // _UNITS)]
+        for begin in range(0, len(pieces), _AT_ONCE):
+            some = pieces[begin : begin + _AT_ONCE]
+            loaded = [
+                self.exchange.keys.load_words(
+                    *place, tile, machine.rank, row, unit * (UNIT // 2), count=UNIT // 2, where=tiles > tile
+                )
+                for tile, row in some
+            ]
+            for (tile, row), words in zip(some, loaded, strict=True):
+                machine.store_shared(self.channels.copy(tile).unit(row, unit), words, UNIT, True)
+
+    def _take_weights(self, place: tuple[Index, ...], tile: Index, where: Condition) -> _Given:
+        words: list[Value] = []
+        for n in range(_WORDS // _WORDS_AT_ONCE):
+            at = *place, tile, n, self.lane, 0
+            words += self.exchange.weights.load_words(*at, count=_WORDS_AT_ONCE, where=where)
+        total = self.exchange.totals.load_floats(*place, tile, self.lane, 0, count=2, where=where)
+        return _Given(LeftOperand(words, "f16"), PerRow(total))
+
+    # The output.
+    def _added(self, i: Value, sums: _Sums) -> _Sums:
+        """Add the tiles of a round, as one warpgroup."""
+        machine, place, tiles = self.machine, self._place(i), (self.tiles - i * _TILES).minimum(_TILES)
+
+        def some(n: Value, state: tuple[_Sums, list[_Given]]) -> tuple[_Sums, list[_Given]]:
+            sums, ahead = state[0], list(state[1])
+            for which in range(_AHEAD):
+                tile, given = n * _AHEAD + which, ahead[which]
+                sums = machine.branch(
+                    tile < tiles,
+                    lambda sums, tile=tile, which=which, given=given: self._with_tile(sums, tile, which % 2, given),
+                    sums,
+                )
+                ahead[which] = self._take_weights(place, tile + _AHEAD, tile + _AHEAD < tiles)
+            return sums, ahead
+
+        first = [self._take_weights(place, which, tiles > which) for which in range(_AHEAD)]
+        sums, _ = machine.loop((tiles + (_AHEAD - 1)) // _AHEAD, some, (sums, first), rolled=True)
+        return sums
+
+    def _with_tile(self, sums: _Sums, tile: Value, which: int, given: _Given) -> _Sums:
+        """Add the weighted keys of a tile, the first or second one of its pair."""
+        machine = self.machine
+        of_pair = sums.of_pair if which else sums.peak
+        own = self._raised(of_pair, tile)
+        peak = sums.peak.map(lambda a, b: a.maximum(b), own)
+
+        def rescale(state: tuple[Fragment, list[PerRow], _Given]) -> tuple[Fragment, list[PerRow], _Given]:
+            output, totals, given = state
+            before, relative = (old.map(lambda a, b: machine.exp2(a - b), peak) for old in (sums.peak, own))
+            factors = relative.map(lambda factor: machine.to_f16(factor, factor))
+            operand = given.operand.map(machine.multiply_f16, factors)
+            return (
+                output.scale_rows(before),
+                [total.map(lambda a, b: a * b, before) for total in totals],
+                _Given(operand, given.total.map(lambda a, b: a * b, relative)),
+            )
+
+        one, other = sums.peak.map(lambda a, b: a != b, own).values
+        output, totals, given = machine.branch_warp(one | other, rescale, (sums.output, sums.totals, given))
+        keys = self.channels.copy(tile).transposed(0)
+        values = machine.wgmma(output.values, given.operand.words, keys, columns=_CHANNELS)
+        output = Fragment(values).wait(given.operand)
+        added = totals[which].map(lambda a, b: a + b, given.total)
+        return _Sums(output, peak, of_pair, [totals[0], added] if which else [added, totals[1]])
