@@ -361,7 +361,7 @@ def finish_output(block: Block, outputs: Outputs[Buffer], sums: Fragment, softma
         assert outputs.scratch is not None
         means = _merge_parts(block, outputs.scratch, sums, softmax)
         first = block.rank * (HALF // block.cluster)
-    store_output(block, outputs.out, means, half, first)
+    store_output(block, outputs.out, means, half, first, turns_of(block, means.columns, half, first))
 
 
 def _merge_parts(block: Block, scratch: Scratch[Buffer], sums: Fragment, softmax: Softmax) -> Fragment:
@@ -401,9 +401,16 @@ def _merge_parts(block: Block, scratch: Scratch[Buffer], sums: Fragment, softmax
 
 
 def store_output(
-    block: Rows, out: Buffer | RoundedRows[Buffer] | OperandRows[Buffer], means: Fragment, half: Value, first: Index
+    block: Rows,
+    out: Buffer | RoundedRows[Buffer] | OperandRows[Buffer],
+    means: Fragment,
+    half: Value,
+    first: Index,
+    turns: dict[int, Turn],
 ) -> None:
     """Store the channels from ``first`` on of each warpgroup's half, with the inverse rope applied to RoPE channels.
+
+    ``turns`` are those of ``turns_of`` for these channels.
 
     The lanes of a quad have two adjacent channels each of every eight. In bf16 they are less than a sector of device
     memory, so quads exchange them first: of 32 channels, each lane stores eight. Operand rows have an order in which
@@ -413,7 +420,6 @@ def store_output(
     thread = machine.hold(machine.thread)  # no places are known before, as there are no registers to keep them in
     lane, warp = thread % WARP, thread // WARP
     head = block.first_head + warp % 4 * 16 + lane // QUAD
-    turns = _turns(block, means.columns, half, first)
     together = min({RoundedRows: GROUP, OperandRows: SEGMENT}.get(type(out), _STORED), means.columns)
     have_heads = [block.have_heads(head + 8 * i) for i in range(2)]
     for start, part in zip(range(0, means.columns, together), means.parts(together), strict=True):
@@ -440,7 +446,7 @@ def store_output(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Turn:
+class Turn:
     """An angle by which a lane's pairs of channels are turned back, where they have a rope."""
 
     where: Value
@@ -454,10 +460,10 @@ class _Turn:
         return [select(self.where, new, old) for new, old in zip(turned, pair, strict=True)]
 
 
-def _turns(block: Rows, columns: int, half: Value, first: Index) -> dict[int, _Turn]:
+def turns_of(block: Rows, columns: int, half: Value, first: Index) -> dict[int, Turn]:
     """Load the angles of all channels with rope, at once. Returns those of every eight columns by the first of them."""
     machine, query, angles = block.machine, block.query, block.query.inputs.angles
-    turns: dict[int, _Turn] = {}
+    turns: dict[int, Turn] = {}
     if angles is None:
         return turns
     for column in range(max(0, _TURNED_FROM + columns - HALF), columns, 8):
@@ -468,5 +474,5 @@ def _turns(block: Rows, columns: int, half: Value, first: Index) -> dict[int, _T
             angles.load_floats(query.batch, query.token, pair + part, count=1, where=where)
             for part in (0, ROPE_DIM // 2)
         )
-        turns[column] = _Turn(where, *(value for (value,) in parts))
+        turns[column] = Turn(where, *(value for (value,) in parts))
     return turns

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -308,8 +308,17 @@ class KeyLoader:
             scales = self.form.load_scales(self._quad.quad, self._address("scale", tile, row, index), there)
         return StoredRow(in_registers, words, scales, index)
 
-    def store(self, which: int, stored: StoredRow, keys: Tile, factors: Shared) -> None:
+    def store(
+        self,
+        which: int,
+        stored: StoredRow,
+        keys: Tile,
+        factors: Shared,
+        also: Callable[[Value, Value, list[Value]], None] | None = None,
+    ) -> None:
         """Write a loaded row as f16 into a tile of keys, and its factor into f32 [KEYS].
+
+        ``also`` is called with each 16-byte unit that is written: its row, its number in the row, and its words.
 
         The row is the stored f16 times its factor, which is the fraction of its scale, in [1, 2). Only the scale's
         power of two is applied to the codes, because that is exact in f16. If there is no key, the factor is negative.
@@ -321,6 +330,8 @@ class KeyLoader:
         def put(units: Iterator[tuple[Value, list[Value]]]) -> None:
             for unit, words in units:
                 machine.store_shared(keys.unit(row, unit), words, 16, True)
+                if also is not None:
+                    also(row, unit, words)
 
         # What is in registers first, because that frees them.
         put(self._quad.rope(stored.rope, inverse))

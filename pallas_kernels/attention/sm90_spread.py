@@ -8,10 +8,9 @@ blocks share both halves of that work, and each sum keeps its order:
 
 In between, blocks exchange through device memory what all of them need. For every sixteen tiles, a round:
 
-    keys of the own tile in f16, logits; give keys and the largest logit of each head
+    give the keys of the own tile in f16, and the largest logit of each head
     meet
-    peaks that the tiles before leave; give weights relative to them
-    take the own channels of all keys
+    take the own channels of all keys; give weights relative to the peak that the tiles before leave
     meet
     take weights, and add the weighted keys to the own channels
 
@@ -27,7 +26,16 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.block import HEADS, Rows, Softmax, scale_logits, store_output, weigh, whole_if_raised
+from pallas_kernels.attention.block import (
+    HEADS,
+    Rows,
+    Softmax,
+    scale_logits,
+    store_output,
+    turns_of,
+    weigh,
+    whole_if_raised,
+)
 from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
 from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
 from pallas_kernels.attention.layout import AttentionLayout, Outputs
@@ -49,7 +57,6 @@ _CHANNELS = HEAD_DIM // CLUSTER  # of a block's output
 _UNITS = ATOM_BYTES // UNIT  # of a key's channels that a block has
 _WORDS, _WORDS_AT_ONCE = KEYS // 4, 4  # of two weights that a lane has of a tile
 _AHEAD = 4  # tiles whose weights are loaded before they are needed
-_AT_ONCE = 16  # units of keys that a lane loads at once
 
 
 @jax.tree_util.register_dataclass
@@ -117,9 +124,17 @@ class _Sums:
     """What the first warpgroup holds between tiles."""
 
     output: Fragment  # [HEADS, channels] sums of all tiles so far
-    peak: PerRow
-    of_pair: PerRow  # the peak before the last pair of tiles
     totals: list[PerRow]  # of even tiles with the sink, and of odd ones
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Peaks:
+    """The peaks that matter to a tile."""
+
+    before: PerRow  # of the sums
+    of_pair: PerRow  # of the sums before the tile's pair
+    own: PerRow  # that its weights are relative to
 
 
 @jax.tree_util.register_dataclass
@@ -161,32 +176,37 @@ class _Block:
             row, parts = self.query.number * self.query.inputs.sinks.shape[0] + self.rows.first_head, range(CLUSTER)
             q = self.query.inputs.q
             self.loaded_q.fill(*(self.q[part].copy_from(q, row, part * _CHANNELS) for part in parts))
+        half, first = machine.rank // (CLUSTER // 2), machine.rank % (CLUSTER // 2) * _CHANNELS
+        turns = turns_of(self.rows, _CHANNELS, half, first)  # before anything is waited for
         softmax, none = Softmax.of_sinks(self.rows), PerRow([machine.constant(0.0, "f32")] * 2)
-        output = Fragment.zeros(machine, _CHANNELS)
-        sums = _Sums(output, softmax.peak, softmax.peak, [softmax.total, none])
+        state = _Sums(Fragment.zeros(machine, _CHANNELS), [softmax.total, none]), softmax.peak
         if self.layout.rounds == 1:
-            sums, _ = self._round(machine.constant(0, "i32"), (sums, sums.peak))
+            sums, _ = self._round(machine.constant(0, "i32"), state)
         else:
-            sums, _ = machine.loop((self.tiles + (_TILES - 1)) // _TILES, self._round, (sums, sums.peak))
+            sums, _ = machine.loop((self.tiles + (_TILES - 1)) // _TILES, self._round, state)
         even, odd = (total.over_quad(add) for total in sums.totals)
         means = sums.output.scale_rows(even.map(lambda a, b: machine.reciprocal(a + b), odd))
         with machine.when(machine.thread < WARPGROUP):
-            halves = CLUSTER // 2
-            store_output(self.rows, outputs.out, means, machine.rank // halves, machine.rank % halves * _CHANNELS)
+            store_output(self.rows, outputs.out, means, half, first, turns)
 
     def _round(self, i: Value, state: tuple[_Sums, PerRow]) -> tuple[_Sums, PerRow]:
-        """Add the i-th sixteen tiles. The peak before them all lanes know, also those that add nothing."""
+        """Add the i-th sixteen tiles, given the sums and the peak before them."""
         sums, peak = state
         machine, own, place = self.machine, self.warpgroup * CLUSTER + self.machine.rank, self._place(i)
+        tiles = self.tiles - i * _TILES
         logits, factors = self._logits(i * _TILES + own, (*place, own))
         machine.barrier("cluster")
+        early = self._load_channels(place, range(CLUSTER), tiles)
         self._take_tops(place)
         machine.barrier("block")
         self._weigh(logits, factors, self._raised(self._after_pairs(peak, own // 2), own), (*place, own))
-        self._take_channels(place, self.tiles - i * _TILES)
+        self._store_channels(range(CLUSTER), early)
+        self._store_channels(range(CLUSTER, _TILES), self._load_channels(place, range(CLUSTER, _TILES), tiles))
         machine.fence_shared()
         machine.barrier("cluster")
-        sums = machine.branch(machine.thread < WARPGROUP, lambda sums: self._added(i, sums), sums)
+        sums = machine.branch(
+            machine.thread < WARPGROUP, lambda sums: self._added(place, tiles.minimum(_TILES), sums, peak), sums
+        )
         if self.layout.rounds > 1:
             peak = self._after_pairs(peak, _TILES // 2)
             machine.barrier("block")  # the next keys and logits take the place of those
@@ -207,13 +227,18 @@ class _Block:
         loader, keys, factors = KeyLoader(self.query, self.form), self.keys.copy(self.warpgroup), self.factors
         numbers = loader.find(tile)
         indices = loader.resolve(tile, numbers, loader.look_up(tile, numbers))
+        exists = tile < self.tiles
+
+        def give(row: Value, unit: Value, words: list[Value]) -> None:
+            to = *place, unit // _UNITS, row, unit % _UNITS * (UNIT // 2)
+            self.exchange.keys.store_words(words, *to, where=exists)
+
         for which, row in enumerate([loader.load(tile, which, index) for which, index in enumerate(indices)]):
-            loader.store(which, row, keys, factors[self.warpgroup])
+            loader.store(which, row, keys, factors[self.warpgroup], also=give)
         machine.fence_shared()
         machine.barrier("warpgroup")
         self.loaded_q.wait(0)
         values = machine.wgmma(None, self._query(), keys.k_major(), columns=KEYS)
-        self._give_keys(keys, place, tile < self.tiles)
         of_keys = PerColumn.load(machine, KEYS, factors, self.warpgroup, 0)
         logits = scale_logits(machine, Fragment(values).wait(), of_keys)
         logits.over_rows(maximum).store(self.exchange.tops, *place, 0)
@@ -225,15 +250,6 @@ class _Block:
         return dataclasses.replace(
             part, steps=tuple(n * self.q.tile.size + step for n in range(CLUSTER) for step in part.steps)
         )
-
-    def _give_keys(self, keys: Tile, place: tuple[Index, ...], where: Condition) -> None:
-        """Store a tile's keys, the channels of each block together."""
-        unit, first = self.lane % _UNITS, self.lane // _UNITS
-        for block in range(CLUSTER):
-            for row in range(0, KEYS, WARPGROUP // _UNITS):
-                words = self.machine.load_shared(keys.unit(first + row, unit + block * _UNITS), UNIT)
-                to = *place, block, first + row, unit * (UNIT // 2)
-                self.exchange.keys.store_words(words, *to, where=where)
 
     def _weigh(self, logits: Fragment, factors: PerColumn, peak: PerRow, place: tuple[Index, ...]) -> None:
         """Give a tile's weights relative to a peak, and their totals."""
@@ -267,21 +283,24 @@ class _Block:
         tile, head = self.machine.thread // (HEADS // each), self.machine.thread % (HEADS // each) * each
         self.tops.store_floats(self.exchange.tops.load_floats(*place, tile, head, count=each), tile, head)
 
-    def _take_channels(self, place: tuple[Index, ...], tiles: Value) -> None:
-        """Load this block's channels of all keys."""
-        machine, lanes = self.machine, _WARPGROUPS * WARPGROUP
-        unit, first = machine.thread % _UNITS, machine.thread // _UNITS
-        pieces = [(tile, first + row) for tile in range(_TILES) for row in range(0, KEYS, lanes // _UNITS)]
-        for begin in range(0, len(pieces), _AT_ONCE):
-            some = pieces[begin : begin + _AT_ONCE]
-            loaded = [
-                self.exchange.keys.load_words(
-                    *place, tile, machine.rank, row, unit * (UNIT // 2), count=UNIT // 2, where=tiles > tile
-                )
-                for tile, row in some
-            ]
-            for (tile, row), words in zip(some, loaded, strict=True):
-                machine.store_shared(self.channels.copy(tile).unit(row, unit), words, UNIT, True)
+    def _pieces(self, tiles: range) -> list[tuple[int, Value]]:
+        """Return (tile, row) of each unit that a lane loads of some tiles' keys."""
+        rows = range(0, KEYS, _WARPGROUPS * WARPGROUP // _UNITS)
+        return [(tile, self.machine.thread // _UNITS + row) for tile in tiles for row in rows]
+
+    def _load_channels(self, place: tuple[Index, ...], some: range, tiles: Value) -> list[list[Value]]:
+        """Load this block's channels of the keys of some of a round's tiles."""
+        at = self.machine.thread % _UNITS * (UNIT // 2)
+        return [
+            self.exchange.keys.load_words(*place, n, self.machine.rank, row, at, count=UNIT // 2, where=tiles > n)
+            for n, row in self._pieces(some)
+        ]
+
+    def _store_channels(self, some: range, loaded: list[list[Value]]) -> None:
+        """Store what ``_load_channels`` has loaded, where the products read it."""
+        unit = self.machine.thread % _UNITS
+        for (tile, row), words in zip(self._pieces(some), loaded, strict=True):
+            self.machine.store_shared(self.channels.copy(tile).unit(row, unit), words, UNIT, True)
 
     def _take_weights(self, place: tuple[Index, ...], tile: Index, where: Condition) -> _Given:
         words: list[Value] = []
@@ -292,48 +311,47 @@ class _Block:
         return _Given(LeftOperand(words, "f16"), PerRow(total))
 
     # The output.
-    def _added(self, i: Value, sums: _Sums) -> _Sums:
-        """Add the tiles of a round, as one warpgroup."""
-        machine, place, tiles = self.machine, self._place(i), (self.tiles - i * _TILES).minimum(_TILES)
+    def _added(self, place: tuple[Index, ...], tiles: Value, sums: _Sums, peak: PerRow) -> _Sums:
+        """Add the tiles of a round, as one warpgroup, given the peak before them."""
+        machine = self.machine
 
-        def some(n: Value, state: tuple[_Sums, list[_Given]]) -> tuple[_Sums, list[_Given]]:
-            sums, ahead = state[0], list(state[1])
+        def some(n: Value, state: tuple[_Sums, _Peaks, list[_Given]]) -> tuple[_Sums, _Peaks, list[_Given]]:
+            sums, peaks, ahead = state[0], state[1], list(state[2])
             for which in range(_AHEAD):
                 tile, given = n * _AHEAD + which, ahead[which]
-                sums = machine.branch(
+                sums, peaks = machine.branch(
                     tile < tiles,
-                    lambda sums, tile=tile, which=which, given=given: self._with_tile(sums, tile, which % 2, given),
-                    sums,
+                    lambda state, tile=tile, which=which, given=given: self._with_tile(*state, tile, which % 2, given),
+                    (sums, peaks),
                 )
                 ahead[which] = self._take_weights(place, tile + _AHEAD, tile + _AHEAD < tiles)
-            return sums, ahead
+            return sums, peaks, ahead
 
         first = [self._take_weights(place, which, tiles > which) for which in range(_AHEAD)]
-        sums, _ = machine.loop((tiles + (_AHEAD - 1)) // _AHEAD, some, (sums, first), rolled=True)
+        peaks = _Peaks(before=peak, of_pair=peak, own=self._raised(peak, 0))
+        sums, *_ = machine.loop((tiles + (_AHEAD - 1)) // _AHEAD, some, (sums, peaks, first), rolled=True)
         return sums
 
-    def _with_tile(self, sums: _Sums, tile: Value, which: int, given: _Given) -> _Sums:
+    def _with_tile(self, sums: _Sums, peaks: _Peaks, tile: Value, which: int, given: _Given) -> tuple[_Sums, _Peaks]:
         """Add the weighted keys of a tile, the first or second one of its pair."""
         machine = self.machine
-        of_pair = sums.of_pair if which else sums.peak
-        own = self._raised(of_pair, tile)
-        peak = sums.peak.map(lambda a, b: a.maximum(b), own)
+        after = peaks.before.map(lambda a, b: a.maximum(b), peaks.own)
 
-        def rescale(state: tuple[Fragment, list[PerRow], _Given]) -> tuple[Fragment, list[PerRow], _Given]:
-            output, totals, given = state
-            before, relative = (old.map(lambda a, b: machine.exp2(a - b), peak) for old in (sums.peak, own))
+        def rescale(state: tuple[_Sums, _Given]) -> tuple[_Sums, _Given]:
+            sums, given = state
+            before, relative = (old.map(lambda a, b: machine.exp2(a - b), after) for old in (peaks.before, peaks.own))
             factors = relative.map(lambda factor: machine.to_f16(factor, factor))
+            totals = [total.map(lambda a, b: a * b, before) for total in sums.totals]
             operand = given.operand.map(machine.multiply_f16, factors)
-            return (
-                output.scale_rows(before),
-                [total.map(lambda a, b: a * b, before) for total in totals],
-                _Given(operand, given.total.map(lambda a, b: a * b, relative)),
-            )
+            total = given.total.map(lambda a, b: a * b, relative)
+            return _Sums(sums.output.scale_rows(before), totals), _Given(operand, total)
 
-        one, other = sums.peak.map(lambda a, b: a != b, own).values
-        output, totals, given = machine.branch_warp(one | other, rescale, (sums.output, sums.totals, given))
-        keys = self.channels.copy(tile).transposed(0)
-        values = machine.wgmma(output.values, given.operand.words, keys, columns=_CHANNELS)
-        output = Fragment(values).wait(given.operand)
-        added = totals[which].map(lambda a, b: a + b, given.total)
-        return _Sums(output, peak, of_pair, [totals[0], added] if which else [added, totals[1]])
+        one, other = peaks.before.map(lambda a, b: a != b, peaks.own).values
+        sums, given = machine.branch_warp(one | other, rescale, (sums, given))
+        keys, totals = self.channels.copy(tile).transposed(0), list(sums.totals)
+        values = machine.wgmma(sums.output.values, given.operand.words, keys, columns=_CHANNELS)
+        # While the product runs.
+        totals[which] = totals[which].map(lambda a, b: a + b, given.total)
+        of_pair = peaks.of_pair if which == 0 else after
+        following = _Peaks(before=after, of_pair=of_pair, own=self._raised(of_pair, (tile + 1).minimum(_TILES - 1)))
+        return _Sums(Fragment(values).wait(given.operand), totals), following
