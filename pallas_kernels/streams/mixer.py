@@ -328,14 +328,16 @@ class Mixer:
                 machine.close_copies()
         self._widen_weight(weight, loaded)
 
-        def multiply(tile: Value, buffer: Value, routed: Routed | None) -> Routed | None:
+        def multiply(first: Value, n: Value, buffer: Value, routed: Routed | None) -> Routed | None:
+            """Make and multiply tile n of a turn. Return what is loaded of the next one: zeros after the last."""
             assert stages is not None
+            tile = first + n
             stage = tile % _STAGES
             machine.wait_copies(pending=_STAGES - 2)
             machine.barrier("warp")  # lanes copy gains for each other
             given = functools.partial(stages.given, stage, self.ended is not None, routed)
             self._put_tile(rows[stage], tile, buffer, given)
-            following = self._load_routed(tile + 1)
+            following = self._load_routed(tile + 1, where=n + 1 < layout.tiles)
             self._meet()  # after which nothing reads the tile before
             self._start(stages, tile + (_STAGES - 1))
             machine.close_copies()
@@ -351,7 +353,7 @@ class Mixer:
             else:
                 first, buffer = i * layout.tiles, i % layout.sums[0]
                 routed = self._load_routed(first)
-                machine.loop(layout.tiles, lambda n, routed: multiply(first + n, buffer, routed), routed, rolled=True)
+                machine.loop(layout.tiles, lambda n, routed: multiply(first, n, buffer, routed), routed, rolled=True)
 
         def turn(i: Value, _: None) -> None:
             first, buffer = i * layout.turn, i % layout.sums[0]
@@ -488,11 +490,12 @@ class Mixer:
             with machine.when(unit <= STREAMS):
                 machine.copy_async(stages.gains.address_of(stage, row, unit, 0), source, exists)
 
-    def _load_routed(self, tile: Value) -> Routed | None:
-        """Load what routed experts give a tile, if they do: the lane's columns of each pick."""
+    def _load_routed(self, tile: Value, where: Condition = True) -> Routed | None:
+        """Load what routed experts give a tile, if they do: the lane's columns of each pick. Zeros if not ``where``."""
         if (ended := self.ended) is None or ended.routed is None:
             return None
         devices, (token, column, exists) = ended.routed.shape[0], self._place_of(tile)
+        exists &= where
         experts = [ended.experts.load_int(token, pick, where=exists) for pick in range(ended.experts.shape[1])]
         rows = []
         for pick, expert in enumerate(experts):
