@@ -109,8 +109,9 @@ def parts_of(bench: Bench, params: ModelParams, requests: int) -> Parts:
     def store(params: ModelParams, fed: Fed, cache: d4.KVCache) -> d4.KVCache:
         return drafter(params).store(params, fed, cache, None)
 
-    def block(params: ModelParams, fed: Fed, cache: d4.KVCache) -> jax.Array:
-        return dspark.run_block(params, fed.following[:, 0], cache, fed.slots, fed.count > 0).x
+    def block(params: ModelParams, fed: Fed, cache: d4.KVCache) -> tuple[jax.Array, jax.Array]:
+        rows = dspark.run_block(params, fed.following[:, 0], cache, fed.slots, fed.count > 0)
+        return rows.x, rows.normed
 
     def drawn(kind: DSparkParams, base: jax.Array, x: jax.Array, token: jax.Array, sampling: Sampling) -> Any:
         made = []

@@ -41,7 +41,6 @@ from dsv4jax.layer.update import append_to_all_layers
 from dsv4jax.model.inside.blocks import Tokens, Way, first_streams, run_blocks
 from dsv4jax.model.ops import HEAD
 from dsv4jax.model.params import DSparkParams, ModelParams
-from dsv4jax.model.plain.hyper_connections import collapse
 from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.params import AttentionParams
 
@@ -93,6 +92,7 @@ class BlockRows:
     """What a run of the block gives for each of its rows."""
 
     x: jax.Array  # [B, block, h] the sum of a row's streams
+    normed: jax.Array  # [B, block, h] x after the final norm
     streams: jax.Array  # [B, block, num_streams, h] after each stage: [stages, ...]
 
 
@@ -130,7 +130,7 @@ def run_block(
     way = Way(tokens=tokens, attend=_Attention(batch=batch, backend=backend), cfg=params.cfg, backend=backend)
     streams = first_streams(params, tokens)
     ran = run_blocks(drafts.blocks, drafts.final_mix, drafts.final_norm, streams, cache, way)
-    return BlockRows(x=collapse(ran.streams, drafts.final_mix, params.cfg), streams=jnp.stack(ran.after))
+    return BlockRows(x=ran.mixed, normed=ran.x, streams=jnp.stack(ran.after))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +165,12 @@ class _Attention:
         return stages.output.finish(params, rows, ending), cache, {}
 
 
-def base_logits(params: ModelParams, x: jax.Array, backend: Backend = None) -> jax.Array:
-    """Return the logits of rows x [B, m, h] of the block but for the tokens before them: f32 [B, m, V]."""
-    drafts, cfg = _drafts(params), params.cfg
-    normed = rms_norm(x, drafts.final_norm, cfg.norm_eps).astype(x.dtype)
-    devices, op = params.devices, HEAD.of(backend, cfg, params.head, x.dtype)
+def base_logits(params: ModelParams, normed: jax.Array, backend: Backend = None) -> jax.Array:
+    """Return the logits of rows of the block but for the tokens before them: f32 [B, m, V].
+
+    ``normed`` [B, m, h] is what ``run_block`` gives of these rows after the final norm.
+    """
+    devices, op = params.devices, HEAD.of(backend, params.cfg, params.head, normed.dtype)
     return devices.gather_logits(op.logits(devices.gather_inputs(normed), params.head))
 
 

@@ -391,7 +391,7 @@ def _run_sequences(
         found.append(of_layer)
         seen.append(seen_there)
     taps = way.taps(len(seen))
-    x = taps.tap("head", head_input(streams, params.final_mix, params.final_norm, params.cfg))
+    x = taps.tap("head", head_input(streams, params.final_mix, params.final_norm, params.cfg).x)
     captured = probe.captured([*seen, taps.seen], params.cfg, 0)
     return all_logits(x, params.head, way), captured, found
 

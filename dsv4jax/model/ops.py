@@ -101,6 +101,15 @@ class Mixing:
         return Gains(post=self.post, carry=self.carry)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeadInput:
+    """The sum of the streams at a model's end, in their dtype."""
+
+    mixed: jax.Array  # [..., h] before the norm
+    x: jax.Array  # [..., h] after it, which the head takes
+
+
 SublayerOutput = jax.Array | ExpertOutputs  # of attention [..., h], or of experts
 
 
@@ -182,8 +191,8 @@ class HyperConnectionsOp(ModelOp, Protocol):
 
     def end(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return (streams with the last sublayer's output y, x of the head). Both are 0 on padding whose input is 0.
+    ) -> tuple[jax.Array, HeadInput]:
+        """Return (streams with the last sublayer's output y, input of the head). All are 0 on padding whose input is 0.
 
         ``mix`` and ``norm`` are those of the model's end.
         """

@@ -6,7 +6,7 @@
     carry' = Sinkhorn's algorithm on softmax(...) + eps
     x = norm(sum_j pre_j S'_j), the sum rounded to bf16         the input of the sublayer that follows
 
-Before the first sublayer, S' is S. Before the head there are numbers for ``pre`` alone.
+Before the first sublayer, S' is S. Before the head there are numbers for ``pre`` alone, and the sum is given as well.
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ def mix_streams(
     numbers = _check(streams, weights, ended)
     layout = Layout.of(max(tokens, 1), hidden, numbers, target.multiprocessors())
     has_gains = numbers == SUBLAYER
+    row = jax.ShapeDtypeStruct((tokens, hidden), streams.dtype)
     out = MixedStreams(
         streams=None if ended is None else jax.ShapeDtypeStruct(streams.shape, streams.dtype),
-        x=jax.ShapeDtypeStruct((tokens, hidden), streams.dtype),
+        mixed=None if has_gains else row,
+        x=row,
         post=jax.ShapeDtypeStruct((tokens, STREAMS), jnp.float32) if has_gains else None,
         carry=jax.ShapeDtypeStruct((tokens, STREAMS, STREAMS), jnp.float32) if has_gains else None,
     )

@@ -85,6 +85,7 @@ class MixedStreams:
     """What is between two sublayers. None stands for what was not asked for."""
 
     streams: Any  # bf16 [M, n, h] with the output of the sublayer that is over, or None if none is
+    mixed: Any  # bf16 [M, h], x before its norm, or None before a sublayer
     x: Any  # bf16 [M, h], the input of what follows, after its norm
     post: Any  # f32 [M, n] as in ``EndedSublayer``, or None before the head
     carry: Any  # f32 [M, n, n] the same
@@ -736,6 +737,8 @@ class Mixer:
         total = fold(add, shared.squares.load_floats(n % 2, mixer, 0))
         inverse_rms = machine.inverse_sqrt(total * (1 / layout.hidden) + self.rules.norm_eps)
         for words, (column, there) in zip(mixed, columns, strict=True):
+            if self.out.mixed is not None:
+                self.out.mixed.store_words(words, token, column, where=exists & there)
             norm = shared.constants.norm_of(select(there, column, 0))
             values = [value * weight * inverse_rms for value, weight in zip(_floats(words), norm, strict=True)]
             self.out.x.store_words(_words(values), token, column, where=exists & there)

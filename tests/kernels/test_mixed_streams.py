@@ -130,7 +130,7 @@ def reference(streams: np.ndarray, weights: pk.StreamWeights) -> dict[str, np.nd
     n = STREAMS
     pre = sigmoid(numbers[:, :n] * scale[0] + base[:n]) + RULES.eps
     x = bf16(np.einsum("tj,tjd->td", pre, streams))
-    found = {"x": x * norm / np.sqrt((x**2).mean(-1, keepdims=True) + RULES.norm_eps)}
+    found = {"mixed": x, "x": x * norm / np.sqrt((x**2).mean(-1, keepdims=True) + RULES.norm_eps)}
     if len(base) > n:
         found["post"] = 2 * sigmoid(numbers[:, n : 2 * n] * scale[1] + base[n : 2 * n])
         matrix = (numbers[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
@@ -154,6 +154,7 @@ CASES = {
     "the first sublayer": Case(tokens=3, hidden=320, ended="none"),
     "the head": Case(tokens=3, hidden=256, ended="experts", is_head=True),
     "a head alone": Case(tokens=19, hidden=128, ended="none", is_head=True),
+    "a head of many": Case(tokens=70, hidden=1088, ended="experts", is_head=True, padding=(1, 69)),
     "padding": Case(tokens=35, hidden=256, padding=(0, 3, 34)),
 }
 
@@ -176,10 +177,14 @@ def test_streams_gains_and_input(name, simulate):
         assert (new == bf16(exact)).mean() > 0.999
     want = reference(new, weights)
     assert (found.post is None) == (found.carry is None) == case.is_head
-    for key in want.keys() - {"x"}:
+    assert (found.mixed is not None) == case.is_head
+    for key in want.keys() - {"mixed", "x"}:
         # Logits are sums in f32, some 1e-6 off; so are their smooth functions. Sinkhorn keeps relative errors small.
         np.testing.assert_allclose(getattr(found, key)[real], want[key], rtol=2e-5, atol=1e-7)
-    # A sum rounded to the other of two neighbours, which are up to 2^-7 apart, and half of that by another rounding.
+    if case.is_head:  # a sum rounded to the other of two neighbours, which are up to 2^-7 apart
+        np.testing.assert_allclose(found.mixed[real], want["mixed"], rtol=2.0**-7, atol=1e-6)
+        assert (found.mixed[real] == want["mixed"]).mean() > 0.98
+    # x is off by as much as the sum, and by half of that through another rounding.
     np.testing.assert_allclose(found.x[real], want["x"], rtol=3 * 2.0**-8, atol=1e-6)
     assert (found.x[real] == bf16(want["x"])).mean() > 0.98
 

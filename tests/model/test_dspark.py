@@ -108,7 +108,7 @@ def drafted(cache: d4.KVCache, token: jax.Array, number: int):
     params, slots = model_d(), jnp.zeros(1, jnp.int32)
     assert isinstance(params.drafts, DSparkParams)
     rows = dspark.run_block(params, token[None], cache, slots, jnp.ones(1, bool))
-    base = dspark.base_logits(params, rows.x)
+    base = dspark.base_logits(params, rows.normed)
     made, before = [], token[None]
     for i in range(number):
         logits, confidence = dspark.token_head(params.drafts, base[:, i], rows.x[:, i], before)
@@ -151,8 +151,9 @@ def test_rows_that_are_left_out_do_not_matter():
     newest = jnp.asarray([wanted["ids"][t + 1], 3, 7], jnp.int32)
     rows = dspark.run_block(model_d(), newest, cache, slots, jnp.asarray([True, True, False]))
     alone = dspark.run_block(model_d(), newest[:1], after(t + 1, 128), jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
-    np.testing.assert_allclose(rows.x[0], alone.x[0], rtol=0, atol=CLOSE)
-    assert np.isfinite(rows.x).all()
+    for found, expected in ((rows.x, alone.x), (rows.normed, alone.normed)):
+        np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=CLOSE)
+        assert np.isfinite(found).all()
 
 
 # ---- texts

@@ -88,7 +88,7 @@ def check_alike(found: Any, want: Any) -> None:
 def test_padding_whose_input_is_0_ends_as_0(backend):
     y, streams = jnp.zeros_like(OUTPUT), jnp.zeros_like(STREAMS)
     found = HYPER_CONNECTIONS[backend].end(y, streams, GAINS, mix(is_head=True), NORM, CFG)
-    assert not any(np.any(np.asarray(leaf, np.float32)) for leaf in found)
+    assert not any(np.any(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(found))
 
 
 def test_no_tokens():

@@ -183,11 +183,11 @@ class _DSpark:
         cache, active = self.store(params, fed, cache, backend), fed.count > 0
         last = jnp.maximum(fed.count - 1, 0)[:, None]
         token = jnp.take_along_axis(fed.following, last, 1)[:, 0]
-        x = dspark.run_block(params, token, cache, fed.slots, active, backend).x[:, :number]
-        base = dspark.base_logits(params, x, backend)
+        rows = dspark.run_block(params, token, cache, fed.slots, active, backend)
+        base = dspark.base_logits(params, rows.normed[:, :number], backend)
         made: list[tuple[jax.Array, Chances, jax.Array]] = []
         for i in range(number):  # at most a block's rows
-            logits, confidence = dspark.token_head(params.drafts, base[:, i], x[:, i], token)
+            logits, confidence = dspark.token_head(params.drafts, base[:, i], rows.x[:, i], token)
             token, chances = draw(logits, i)
             made.append((token, chances, jax.nn.sigmoid(confidence)))
         tokens, chances, confidence = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *made)

@@ -43,6 +43,7 @@ from dsv4jax.model.ops import (
     ExpertOutputs,
     ExpertsOp,
     Gains,
+    HeadInput,
     HyperConnectionsOp,
     Picks,
     RouterOp,
@@ -187,16 +188,16 @@ class Way[Cache]:
 
     def end(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, head: Sublayer, ended: Taps
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return (streams with the last sublayer's output y, x of the head)."""
+    ) -> tuple[jax.Array, HeadInput]:
+        """Return (streams with the last sublayer's output y, input of the head)."""
         if ended.patched("streams"):
             streams = ended.tap("streams", _mix_out(y, streams, gains))
-            x = head_input(streams, head.mix, head.norm, self.cfg)
+            of_head = head_input(streams, head.mix, head.norm, self.cfg)
         else:
             op = self._connections(head.mix, streams)
-            streams, x = _end(y, streams, gains, head.mix, head.norm, op=op, cfg=self.cfg)
+            streams, of_head = _end(y, streams, gains, head.mix, head.norm, op=op, cfg=self.cfg)
             ended.tap("streams", streams)
-        return streams, head.taps.tap("head", x)
+        return streams, dataclasses.replace(of_head, x=head.taps.tap("head", of_head.x))
 
     def experts(self, x: jax.Array, block: Block, taps: Taps) -> SublayerOutput:
         """Return what a layer's experts make of x."""
@@ -270,7 +271,7 @@ def _end(
     *,
     op: HyperConnectionsOp,
     cfg: ModelConfig,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, HeadInput]:
     return op.end(y, streams, gains, mix, norm, cfg)
 
 
@@ -324,6 +325,7 @@ class Ran:
     """What layers have made."""
 
     after: list[jax.Array]  # streams [B, T, num_streams, hidden] after each layer, of this device's own tokens
+    mixed: jax.Array  # [B, T, hidden] the sum of the last ones before the head's norm, of the same tokens
     x: jax.Array  # [B, T, hidden] of the head, of all tokens
     cache: KVCache
     seen: list[Seen]  # what was captured of each layer, and of the head
@@ -357,7 +359,9 @@ def run_blocks(
     """Run layers, of which the last is followed by a head with this mix and norm, on streams."""
     taps = [way.taps(layer) for layer in range(len(blocks) + 1)]
     x, gains = way.begin(streams, Sublayer.attention(blocks[0], taps[0]))
+    head = Sublayer(name="head", mix=final_mix, norm=final_norm, taps=taps[-1])
     after: list[jax.Array] = []
+    of_head: HeadInput | None = None
     for layer, block in enumerate(blocks):
         own, following = taps[layer], taps[layer + 1]
         y, cache = way.attention(x, cache, block, layer, own)
@@ -367,11 +371,11 @@ def run_blocks(
             into = Sublayer.attention(blocks[layer + 1], following)
             streams, x, gains = way.between(y, streams, gains, into, own)
         else:
-            head = Sublayer(name="head", mix=final_mix, norm=final_norm, taps=following)
-            streams, x = way.end(y, streams, gains, head, own)
+            streams, of_head = way.end(y, streams, gains, head, own)
         after.append(streams)
-    x = way.tokens.devices.gather_chunk(x)
-    return Ran(after=after, x=x, cache=cache, seen=[each.seen for each in taps])
+    assert of_head is not None
+    x = way.tokens.devices.gather_chunk(of_head.x)
+    return Ran(after=after, mixed=of_head.mixed, x=x, cache=cache, seen=[each.seen for each in taps])
 
 
 def first_streams(params: ModelParams, tokens: Tokens) -> jax.Array:

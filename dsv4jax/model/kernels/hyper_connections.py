@@ -11,7 +11,7 @@ import pallas_kernels as pk
 from dsv4jax.layer.kernels.base import register, register_invariant
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.kernels.base import ModelKernels
-from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, SublayerOutput
+from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, HeadInput, SublayerOutput
 from dsv4jax.model.params import StreamMix
 
 
@@ -25,21 +25,22 @@ class HyperConnectionsKernels(ModelKernels):
 
     def begin(self, streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, Gains]:
         _, x, gains = self._mixed(streams, None, mix, norm, cfg)
-        assert gains is not None
+        assert isinstance(gains, Gains)
         return x, gains
 
     def between(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
     ) -> tuple[jax.Array, jax.Array, Gains]:
         streams, x, following = self._mixed(streams, (y, gains), mix, norm, cfg)
-        assert following is not None
+        assert isinstance(following, Gains)
         return streams, x, following
 
     def end(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
-    ) -> tuple[jax.Array, jax.Array]:
-        streams, x, _ = self._mixed(streams, (y, gains), mix, norm, cfg)
-        return streams, x
+    ) -> tuple[jax.Array, HeadInput]:
+        streams, x, mixed = self._mixed(streams, (y, gains), mix, norm, cfg)
+        assert isinstance(mixed, jax.Array)
+        return streams, HeadInput(mixed=mixed, x=x)
 
     def _mixed(
         self,
@@ -48,8 +49,11 @@ class HyperConnectionsKernels(ModelKernels):
         mix: StreamMix,
         norm: jax.Array,
         cfg: ModelConfig,
-    ) -> tuple[jax.Array, jax.Array, Gains | None]:
-        """Return (streams, x, gains); gains are None before the head, and streams stay where nothing has ended."""
+    ) -> tuple[jax.Array, jax.Array, Gains | jax.Array]:
+        """Return (streams, x, gains), or x before its norm in place of gains before the head.
+
+        Streams stay where nothing has ended.
+        """
         streams, ended, mix, norm = self.without_derivative(HYPER_CONNECTIONS, (streams, ended, mix, norm))
         *lead, count, hidden = streams.shape
         found = self.kernels.mix_streams(
@@ -64,11 +68,11 @@ class HyperConnectionsKernels(ModelKernels):
             rules=pk.MixRules(rounds=cfg.sinkhorn_iterations, eps=cfg.hyper_eps, norm_eps=cfg.norm_eps),
             **self.options,
         )
-        gains = None
-        if found.post is not None:
-            gains = Gains(post=found.post.reshape(*lead, count), carry=found.carry.reshape(*lead, count, count))
         new = streams if ended is None else found.streams.reshape(streams.shape)
-        return new, found.x.reshape(*lead, hidden), gains
+        x = found.x.reshape(*lead, hidden)
+        if found.mixed is not None:
+            return new, x, found.mixed.reshape(x.shape)
+        return new, x, Gains(post=found.post.reshape(*lead, count), carry=found.carry.reshape(*lead, count, count))
 
 
 def _ended(y: SublayerOutput, gains: Gains) -> pk.EndedSublayer:

@@ -19,7 +19,7 @@ from jax import lax
 from dsv4jax.layer.backend import XLA, Anywhere
 from dsv4jax.layer.dense import rms_norm, wide_product
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, Mixing, SublayerOutput
+from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains, HeadInput, Mixing, SublayerOutput
 from dsv4jax.model.params import StreamMix
 
 
@@ -38,7 +38,7 @@ class XLAHyperConnections(Anywhere):
 
     def end(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, HeadInput]:
         streams = mix_out(y, streams, gains)
         return streams, head_input(streams, mix, norm, cfg)
 
@@ -69,22 +69,15 @@ def mix_out(y: SublayerOutput, streams: jax.Array, gains: Gains) -> jax.Array:
     return (given + kept).astype(streams.dtype)
 
 
-def head_input(streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Return the sum of streams [..., n, hidden] that the head takes, after its norm [hidden]: [..., hidden]."""
-    return _normed(collapse(streams, mix, cfg), norm, cfg)
+def head_input(streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelConfig) -> HeadInput:
+    """Return the sum of streams [..., n, hidden] that the head takes, before its norm [hidden] and after it.
 
-
-def collapse(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:
-    """Return the sum of the streams, in their dtype [..., hidden], that the final norm takes.
-
-    Args:
-      streams: [..., n, hidden].
-      mix: with the weights of n numbers per token.
-      cfg: the model's sizes.
+    ``mix`` has the weights of n numbers per token.
     """
     numbers = _numbers(streams, mix, cfg)
     weights = jax.nn.sigmoid(numbers * mix.scale.astype(jnp.float32)[0] + _like(mix.base, numbers)) + cfg.hyper_eps
-    return _sum(streams, weights)
+    total = _sum(streams, weights)
+    return HeadInput(mixed=total, x=_normed(total, norm, cfg))
 
 
 def _numbers(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:

@@ -17,7 +17,17 @@ from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.invariant.products import ROWS
 from dsv4jax.layer.tiles import map_rows
 from dsv4jax.model.config import ModelConfig
-from dsv4jax.model.ops import EXPERTS, HEAD, HYPER_CONNECTIONS, ROUTER, ExpertOutputs, Gains, Picks, SublayerOutput
+from dsv4jax.model.ops import (
+    EXPERTS,
+    HEAD,
+    HYPER_CONNECTIONS,
+    ROUTER,
+    ExpertOutputs,
+    Gains,
+    HeadInput,
+    Picks,
+    SublayerOutput,
+)
 from dsv4jax.model.params import Experts, Router, StreamMix
 from dsv4jax.model.plain.experts import XLAExperts, routed_in_tiles
 from dsv4jax.model.plain.head import XLAHead
@@ -71,8 +81,8 @@ class InvariantHyperConnections(XLAHyperConnections):
 
     def end(
         self, y: SublayerOutput, streams: jax.Array, gains: Gains, mix: StreamMix, norm: jax.Array, cfg: ModelConfig
-    ) -> tuple[jax.Array, jax.Array]:
-        def call(y: SublayerOutput, streams: jax.Array, gains: Gains) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, HeadInput]:
+        def call(y: SublayerOutput, streams: jax.Array, gains: Gains) -> tuple[jax.Array, HeadInput]:
             return XLAHyperConnections().end(y, streams, gains, mix, norm, cfg)
 
         return _in_tiles(call, y, streams, gains)
