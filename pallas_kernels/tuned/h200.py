@@ -15,7 +15,7 @@ import dataclasses
 FEW_HEADS = {8: 1, 16: 1, 32: 2}
 # Queries that must have the bits of one block have its work spread over a cluster: up to so many waves of clusters, and
 # from so many tiles on that a query may have.
-SPREAD_WAVES, SPREAD_TILES = 2, 4
+SPREAD_WAVES, SPREAD_TILES = 1, 4
 # ``python -m benchmarks.layer prefill`` times chunks whose rows are widened before.
 READS_TO_WIDEN = 32  # of each row: so many conversions take longer than one conversion, a store and so many loads
 MOST_WIDE_BYTES = 256 << 20  # of a workspace
