@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -115,6 +115,14 @@ class StoredRow:
     index: Value  # index of the row in its array, -1 = no key
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StoredPart:
+    """What a lane of a quad holds of 64 channels of a row that are being loaded."""
+
+    loaded: list[list[Value]]  # words of each load
+    scales: list[Value]
+
+
 def take_staging(machine: TensorCores, loads: int = STAGED_LOADS, loaders: int = 1) -> Shared:
     """Allocate shared memory for the stored NoPE bytes of a tile: u8 [loads, lanes, 16].
 
@@ -158,6 +166,33 @@ class RowQuad:
         """Yield the units that the bytes of one load become."""
         yield from self._units(self.form.to_f16(self.quad, words, scale, load), load)
 
+    def load_part(self, nope: Value, rope: Value, part: Value, there: Condition) -> list[list[Value]]:
+        """Start to load a lane's share of the part-th 64 channels of a row, in two loads."""
+        first = self.nope_at(nope, 0) + self.machine.widen(part * (64 * self.form.itemsize))
+        of_rope = rope + self.machine.widen(self.quad.quarter * (_LOAD * 2 if self._beside else _LOAD))
+        is_rope = part == NOPE_DIM // 64
+        first, step = select(is_rope, of_rope, first), _LOAD if self._beside else _LOAD * Quad.LANES
+        second = there & is_rope if self._beside else there
+        return [
+            self.machine.load(first + step * n, _LOAD, where, constant=True) for n, where in enumerate((there, second))
+        ]
+
+    def part(
+        self, loaded: list[list[Value]], scale: SplitScale, part: Value, inverse: Value | None
+    ) -> Iterator[tuple[Value, list[Value]]]:
+        """Yield the units of a part that its two loads become, as ``nope`` and ``rope`` do those of the whole row."""
+        machine, powers = self.machine, scale.powers[:1]
+        for n in range(1, NOPE_DIM // 64 if powers else 0):
+            if scale.powers[n] is not powers[0]:
+                powers = [select(part == n, scale.powers[n], powers[0])]
+        one, count = SplitScale(powers, scale.factor), 1 if self._beside else 2
+        nope = [half for words in loaded[:count] for half in self.form.to_f16(self.quad, words, one, 0)]
+        rope = [bf16_to_f16(machine, word, inverse) for words in loaded for word in words]
+        halves = [select(part == NOPE_DIM // 64, a, b) for a, b in zip(rope, nope, strict=True)]
+        for n in range(2):
+            unit = self.quad.quarter * 2 + n if self._beside else self.quad.quarter + n * Quad.LANES
+            yield unit, halves[4 * n : 4 * n + 4]
+
     def _units(self, halves: list[Value], load: int) -> Iterator[tuple[Value, list[Value]]]:
         """Yield (which unit of the row, its words)."""
         for part in range(len(halves) // 4):
@@ -173,38 +208,12 @@ class RowQuad:
         return quarter * 2 + (self.loads * 2 * Quad.LANES + load - self.loads)
 
 
-class KeyLoader:
-    """One or two warpgroups that load tiles of keys. Each lane takes part in two rows of a tile, or in one."""
+class KeyFinder:
+    """Finds where the keys of a query are stored. Each lane looks for the same rows of any tile."""
 
-    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None, loaders: int = 1):
-        """Prepare to load.
+    def __init__(self, query: Query, rows: Sequence[Value]):
+        self.query, self.machine, self.rows = query, query.machine, rows
 
-        Args:
-          query: the block's query.
-          form: the format of all rows.
-          staging: memory from ``take_staging`` for NoPE bytes that are being loaded. What does not fit stays in
-            registers; with None that is all of them.
-          loaders: number of warpgroups.
-        """
-        self.query, self.machine, self.form = query, query.machine, form
-        self._lane = self.machine.thread % (loaders * WARPGROUP)
-        self._quad = RowQuad(self.machine, form, self._lane)
-        # Each quad takes one row of 8, or rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's
-        # lanes, use each bank of shared memory once.
-        per_lane = KEYS * Quad.LANES // (loaders * WARPGROUP)
-        row = self._lane // WARP * (8 * per_lane) + self._lane % WARP // Quad.LANES
-        self._rows = [row + 8 * n for n in range(per_lane)]
-        self._loads = self._quad.loads
-        self._staging, room = staging, 0 if staging is None else staging.shape[0]
-        self.loads_ahead = per_lane * self._loads <= room + _HELD_LOADS
-        # For each of a lane's rows: its first place in the staging memory, and how many of its loads are staged.
-        self._first = [n * self._loads if self.loads_ahead else 0 for n in range(per_lane)]
-        self._staged = [min(self._loads, room - first) for first in self._first]
-        # Of a factor in [1, 2), so that both give the same bits. The kernel for few queries must be free of calls; the
-        # loaders of the others, which multiply nothing, need fewer registers with one.
-        self._reciprocal = self.machine.normal_reciprocal if staging is None else self.machine.reciprocal
-
-    # Where a key is.
     def _is_window(self, tile: Value) -> Value:
         return tile < self.query.window_tiles
 
@@ -212,7 +221,7 @@ class KeyLoader:
         """Return the number of each row's key, -1 = none."""
         query, found = self.query, []
         in_window = self._is_window(tile)
-        for row in self._rows:
+        for row in self.rows:
             place = tile * KEYS + row
             entry = place - query.window_tiles * KEYS
             if query.inputs.entries is None:
@@ -271,7 +280,38 @@ class KeyLoader:
             found.append(index)
         return found
 
-    # Its bytes.
+
+class KeyLoader(KeyFinder):
+    """One or two warpgroups that load tiles of keys. Each lane takes part in two rows of a tile, or in one."""
+
+    def __init__(self, query: Query, form: AttendedFormat, staging: Shared | None = None, loaders: int = 1):
+        """Prepare to load.
+
+        Args:
+          query: the block's query.
+          form: the format of all rows.
+          staging: memory from ``take_staging`` for NoPE bytes that are being loaded. What does not fit stays in
+            registers; with None that is all of them.
+          loaders: number of warpgroups.
+        """
+        machine = query.machine
+        self.form, self._lane = form, machine.thread % (loaders * WARPGROUP)
+        self._quad = RowQuad(machine, form, self._lane)
+        # Each quad takes one row of 8, or rows r and r + 8 of 16. With this, two rows, stored by a quarter of a warp's
+        # lanes, use each bank of shared memory once.
+        per_lane = KEYS * Quad.LANES // (loaders * WARPGROUP)
+        row = self._lane // WARP * (8 * per_lane) + self._lane % WARP // Quad.LANES
+        super().__init__(query, [row + 8 * n for n in range(per_lane)])
+        self._loads = self._quad.loads
+        self._staging, room = staging, 0 if staging is None else staging.shape[0]
+        self.loads_ahead = per_lane * self._loads <= room + _HELD_LOADS
+        # For each of a lane's rows: its first place in the staging memory, and how many of its loads are staged.
+        self._first = [n * self._loads if self.loads_ahead else 0 for n in range(per_lane)]
+        self._staged = [min(self._loads, room - first) for first in self._first]
+        # Of a factor in [1, 2), so that both give the same bits. The kernel for few queries must be free of calls; the
+        # loaders of the others, which multiply nothing, need fewer registers with one.
+        self._reciprocal = self.machine.normal_reciprocal if staging is None else self.machine.reciprocal
+
     def _is_fresh(self, tile: Value, row: Value) -> Condition:
         """Return whether a window row is one of the new tokens' rows."""
         if self.query.inputs.fresh is None:
@@ -292,7 +332,7 @@ class KeyLoader:
 
     def load(self, tile: Value, which: int, index: Value) -> StoredRow:
         """Start to load the first or second row of a tile. Rows without a key are zero."""
-        query, machine, row = self.query, self.machine, self._rows[which]
+        query, machine, row = self.query, self.machine, self.rows[which]
         there, nope = index >= 0, self._address("nope", tile, row, index)
         in_registers: list[Value] = []
         for i in range(self._loads):
@@ -308,30 +348,19 @@ class KeyLoader:
             scales = self.form.load_scales(self._quad.quad, self._address("scale", tile, row, index), there)
         return StoredRow(in_registers, words, scales, index)
 
-    def store(
-        self,
-        which: int,
-        stored: StoredRow,
-        keys: Tile,
-        factors: Shared,
-        also: Callable[[Value, Value, list[Value]], None] | None = None,
-    ) -> None:
+    def store(self, which: int, stored: StoredRow, keys: Tile, factors: Shared) -> None:
         """Write a loaded row as f16 into a tile of keys, and its factor into f32 [KEYS].
-
-        ``also`` is called with each 16-byte unit that is written: its row, its number in the row, and its words.
 
         The row is the stored f16 times its factor, which is the fraction of its scale, in [1, 2). Only the scale's
         power of two is applied to the codes, because that is exact in f16. If there is no key, the factor is negative.
         """
-        machine, row, staged = self.machine, self._rows[which], self._staged[which]
+        machine, row, staged = self.machine, self.rows[which], self._staged[which]
         scale = self.form.split_scale(self._quad.quad, stored.scales)
         inverse = None if scale.factor is None else self._reciprocal(scale.factor)
 
         def put(units: Iterator[tuple[Value, list[Value]]]) -> None:
             for unit, words in units:
                 machine.store_shared(keys.unit(row, unit), words, 16, True)
-                if also is not None:
-                    also(row, unit, words)
 
         # What is in registers first, because that frees them.
         put(self._quad.rope(stored.rope, inverse))
@@ -346,3 +375,20 @@ class KeyLoader:
                 put(self._quad.nope(words, scale, i))
         factor = machine.constant(1.0, "f32") if scale.factor is None else scale.factor
         factors.store_floats([select(stored.index >= 0, factor, -1.0)], row, where=self._quad.quad.quarter == 0)
+
+    # A part of it, for blocks that share a query's channels.
+    def load_part(self, tile: Value, which: int, index: Value, part: Value) -> StoredPart:
+        """Start to load the part-th 64 channels of the first or second row of a tile. Without a key they are zero."""
+        row, there = self.rows[which], index >= 0
+        nope, rope = (self._address(name, tile, row, index) for name in ("nope", "rope"))
+        scales: list[Value] = []
+        if self.query.inputs.window.scale is not None:
+            scales = self.form.load_scales(self._quad.quad, self._address("scale", tile, row, index), there)
+        return StoredPart(self._quad.load_part(nope, rope, part, there), scales)
+
+    def store_part(self, which: int, stored: StoredPart, part: Value, keys: Tile) -> None:
+        """Write a part of a row into a tile of 64 channels, as ``store`` writes the whole row."""
+        scale = self.form.split_scale(self._quad.quad, stored.scales)
+        inverse = None if scale.factor is None else self._reciprocal(scale.factor)
+        for unit, words in self._quad.part(stored.loaded, scale, part, inverse):
+            self.machine.store_shared(keys.unit(self.rows[which], unit), words, 16, True)

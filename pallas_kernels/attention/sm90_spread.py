@@ -37,7 +37,7 @@ from pallas_kernels.attention.block import (
     whole_if_raised,
 )
 from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
-from pallas_kernels.attention.keys import KEYS, KeyLoader, Query
+from pallas_kernels.attention.keys import KEYS, KeyFinder, KeyLoader, Query, StoredPart
 from pallas_kernels.attention.layout import AttentionLayout, Outputs
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
@@ -48,7 +48,7 @@ from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.language.tensor_cores import ATOM_BYTES, UNIT, Operand, TensorCores, Tile
 from pallas_kernels.language.tiles import TypedTile
-from pallas_kernels.language.values import Condition, Index, Value
+from pallas_kernels.language.values import VECTOR, Condition, Index, Value
 
 CLUSTER = 8
 _WARPGROUPS = 2  # of a block, with a tile each
@@ -67,7 +67,6 @@ class Exchange[Array: Shaped]:
     The lead is [queries, groups of heads, rounds, tiles].
     """
 
-    keys: Array  # f16 [..., blocks, KEYS, channels]
     tops: Array  # f32 [..., HEADS], the largest logits
     weights: Array  # i32 [..., loads, lanes, 4], words of two f16
     totals: Array  # f32 [..., lanes, 2], of the weights that a lane has of its two heads
@@ -91,7 +90,7 @@ class Layout(AttentionLayout):
     @property
     def shared_bytes(self) -> int:
         tiles = (HEADS + _WARPGROUPS * KEYS) * HEAD_DIM * 2
-        return tiles + (_WARPGROUPS * KEYS + _TILES * HEADS) * 4 + 1024 + 8
+        return tiles + (_WARPGROUPS * KEYS + _TILES * (KEYS + HEADS)) * 4 + 1024 + 8
 
     @property
     def rounds(self) -> int:
@@ -106,7 +105,6 @@ class Layout(AttentionLayout):
         lead = queries, groups, min(self.rounds, 2), _TILES
         loads = _WORDS // _WORDS_AT_ONCE
         return Exchange(
-            keys=jax.ShapeDtypeStruct((*lead, CLUSTER, KEYS, _CHANNELS), jnp.float16),
             tops=jax.ShapeDtypeStruct((*lead, HEADS), jnp.float32),
             weights=jax.ShapeDtypeStruct((*lead, loads, WARPGROUP, _WORDS_AT_ONCE), jnp.int32),
             totals=jax.ShapeDtypeStruct((*lead, WARPGROUP, 2), jnp.float32),
@@ -165,6 +163,7 @@ class _Block:
         self.q = TypedTile.take(machine, HEADS, _CHANNELS, "f16", copies=CLUSTER)
         self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=_WARPGROUPS)
         self.channels = dataclasses.replace(self.keys, row_bytes=ATOM_BYTES)  # in the same place: of all tiles
+        self.indices = Shared.take(machine, (_TILES, KEYS), "i32")  # of the keys' rows
         self.factors = Shared.take(machine, (_WARPGROUPS, KEYS), "f32")
         self.tops = Shared.take(machine, (_TILES, HEADS), "f32")
         self.loaded_q = Barrier.take(machine, 1)
@@ -193,20 +192,24 @@ class _Block:
         """Add the i-th sixteen tiles, given the sums and the peak before them."""
         sums, peak = state
         machine, own, place = self.machine, self.warpgroup * CLUSTER + self.machine.rank, self._place(i)
-        tiles = self.tiles - i * _TILES
-        logits, factors = self._logits(i * _TILES + own, (*place, own))
+        tiles = (self.tiles - i * _TILES).minimum(_TILES)
+        self._find_keys(i * _TILES)
+        machine.barrier("block")
+        values, factors = self._multiply(i * _TILES + own, own)
+        early = self._load_channels(i * _TILES, range(CLUSTER))
+        logits = scale_logits(machine, Fragment(values).wait(), factors)
+        logits.over_rows(maximum).store(self.exchange.tops, *place, own, 0)
         machine.barrier("cluster")
-        early = self._load_channels(place, range(CLUSTER), tiles)
-        self._take_tops(place)
+        tops = self._take_tops(place)
+        self._store_channels(range(CLUSTER), early)
+        late = self._load_channels(i * _TILES, range(CLUSTER, _TILES))
+        self._keep_tops(tops)
         machine.barrier("block")
         self._weigh(logits, factors, self._raised(self._after_pairs(peak, own // 2), own), (*place, own))
-        self._store_channels(range(CLUSTER), early)
-        self._store_channels(range(CLUSTER, _TILES), self._load_channels(place, range(CLUSTER, _TILES), tiles))
+        self._store_channels(range(CLUSTER, _TILES), late)
         machine.fence_shared()
         machine.barrier("cluster")
-        sums = machine.branch(
-            machine.thread < WARPGROUP, lambda sums: self._added(place, tiles.minimum(_TILES), sums, peak), sums
-        )
+        sums = machine.branch(machine.thread < WARPGROUP, lambda sums: self._added(place, tiles, sums, peak), sums)
         if self.layout.rounds > 1:
             peak = self._after_pairs(peak, _TILES // 2)
             machine.barrier("block")  # the next keys and logits take the place of those
@@ -217,32 +220,34 @@ class _Block:
         before the last one nobody reads any more: all have met since."""
         return self.query.number, self.machine.block(1), 0 if self.layout.rounds == 1 else i & 1
 
+    def _find_keys(self, first: Value) -> None:
+        """Find where the keys of a round are, whose first tile has this number. Each lane finds some of them."""
+        row, of_lane = self.machine.thread % KEYS, self.machine.thread // KEYS
+        places = [of_lane + n for n in range(0, _TILES, _WARPGROUPS * WARPGROUP // KEYS)]
+        finder, tiles = KeyFinder(self.query, [row]), [first + place for place in places]
+        # Step by step for all tiles, so that their loads run at the same time.
+        numbers = [finder.find(tile) for tile in tiles]
+        looked_up = [finder.look_up(tile, number) for tile, number in zip(tiles, numbers, strict=True)]
+        for place, tile, number, known in zip(places, tiles, numbers, looked_up, strict=True):
+            self.indices.store_words(finder.resolve(tile, number, known), place, row)
+
     # A warpgroup's own tile.
-    def _logits(self, tile: Value, place: tuple[Index, ...]) -> tuple[Fragment, PerColumn]:
-        """Load a tile's keys, and compute its logits. Gives the keys, and the largest logits.
-
-        Also returns the factors of keys.
-        """
-        machine = self.machine
-        loader, keys, factors = KeyLoader(self.query, self.form), self.keys.copy(self.warpgroup), self.factors
-        numbers = loader.find(tile)
-        indices = loader.resolve(tile, numbers, loader.look_up(tile, numbers))
-        exists = tile < self.tiles
-
-        def give(row: Value, unit: Value, words: list[Value]) -> None:
-            to = *place, unit // _UNITS, row, unit % _UNITS * (UNIT // 2)
-            self.exchange.keys.store_words(words, *to, where=exists)
-
-        for which, row in enumerate([loader.load(tile, which, index) for which, index in enumerate(indices)]):
-            loader.store(which, row, keys, factors[self.warpgroup], also=give)
+    def _multiply(self, tile: Value, own: Value) -> tuple[list[Value], PerColumn]:
+        """Load a tile's keys, and start the product that makes its logits. Also returns the factors of keys."""
+        machine, loader = self.machine, KeyLoader(self.query, self.form)
+        keys, factors = self.keys.copy(self.warpgroup), self.factors
+        rows = [loader.load(tile, n, self._index(own, row)) for n, row in enumerate(loader.rows)]
+        for which, row in enumerate(rows):
+            loader.store(which, row, keys, factors[self.warpgroup])
         machine.fence_shared()
         machine.barrier("warpgroup")
         self.loaded_q.wait(0)
         values = machine.wgmma(None, self._query(), keys.k_major(), columns=KEYS)
-        of_keys = PerColumn.load(machine, KEYS, factors, self.warpgroup, 0)
-        logits = scale_logits(machine, Fragment(values).wait(), of_keys)
-        logits.over_rows(maximum).store(self.exchange.tops, *place, 0)
-        return logits, of_keys
+        return values, PerColumn.load(machine, KEYS, factors, self.warpgroup, 0)
+
+    def _index(self, place: Index, row: Value) -> Value:
+        """Return the index of a key's row, given its tile's place in the round."""
+        return self.indices.load_words(place, row, count=1)[0]
 
     def _query(self) -> Operand:
         """Return the heads of the query, [HEADS, HEAD_DIM]."""
@@ -276,31 +281,32 @@ class _Block:
         """Return the peak that the weights of a tile are relative to, given the one before its pair."""
         return PerRow.load(self.machine, self.tops, tile, 0).map(whole_if_raised, peak)
 
-    # What the others have given.
-    def _take_tops(self, place: tuple[Index, ...]) -> None:
-        """Load the largest logits of all tiles. Those of tiles without keys are -inf."""
-        each = _TILES * HEADS // (_WARPGROUPS * WARPGROUP)
-        tile, head = self.machine.thread // (HEADS // each), self.machine.thread % (HEADS // each) * each
-        self.tops.store_floats(self.exchange.tops.load_floats(*place, tile, head, count=each), tile, head)
+    # What all blocks need.
+    def _take_tops(self, place: tuple[Index, ...]) -> list[Value]:
+        """Load some of the largest logits of all tiles. Those of tiles without keys are -inf."""
+        return self.exchange.tops.load_floats(*place, *self._some_heads)
 
-    def _pieces(self, tiles: range) -> list[tuple[int, Value]]:
-        """Return (tile, row) of each unit that a lane loads of some tiles' keys."""
-        rows = range(0, KEYS, _WARPGROUPS * WARPGROUP // _UNITS)
-        return [(tile, self.machine.thread // _UNITS + row) for tile in tiles for row in rows]
+    def _keep_tops(self, tops: list[Value]) -> None:
+        """Store what ``_take_tops`` has loaded, for all lanes of the block."""
+        self.tops.store_floats(tops, *self._some_heads)
 
-    def _load_channels(self, place: tuple[Index, ...], some: range, tiles: Value) -> list[list[Value]]:
+    @property
+    def _some_heads(self) -> tuple[Value, Value]:
+        """The tile, and the first of four heads of it, whose largest logits a lane takes."""
+        lanes = HEADS // VECTOR
+        return self.machine.thread // lanes, self.machine.thread % lanes * VECTOR
+
+    def _load_channels(self, first: Value, some: range) -> list[StoredPart]:
         """Load this block's channels of the keys of some of a round's tiles."""
-        at = self.machine.thread % _UNITS * (UNIT // 2)
-        return [
-            self.exchange.keys.load_words(*place, n, self.machine.rank, row, at, count=UNIT // 2, where=tiles > n)
-            for n, row in self._pieces(some)
-        ]
+        loader = KeyLoader(self.query, self.form, loaders=_WARPGROUPS)
+        (row,) = loader.rows
+        return [loader.load_part(first + n, 0, self._index(n, row), self.machine.rank) for n in some]
 
-    def _store_channels(self, some: range, loaded: list[list[Value]]) -> None:
+    def _store_channels(self, some: range, loaded: list[StoredPart]) -> None:
         """Store what ``_load_channels`` has loaded, where the products read it."""
-        unit = self.machine.thread % _UNITS
-        for (tile, row), words in zip(self._pieces(some), loaded, strict=True):
-            self.machine.store_shared(self.channels.copy(tile).unit(row, unit), words, UNIT, True)
+        loader = KeyLoader(self.query, self.form, loaders=_WARPGROUPS)
+        for tile, part in zip(some, loaded, strict=True):
+            loader.store_part(0, part, self.machine.rank, self.channels.copy(tile))
 
     def _take_weights(self, place: tuple[Index, ...], tile: Index, where: Condition) -> _Given:
         words: list[Value] = []
