@@ -3,16 +3,17 @@
 A block of ``sm90`` adds the keys of a query tile by tile, so one query takes it as long as its tiles do. Here eight
 blocks share both halves of that work, and each sum keeps its order:
 
-    keys, logits and weights of a tile       a warpgroup each, of the two that a block has
-    output, over all tiles in their order    a block each 64 channels
+    logits and weights of a tile               a warpgroup each, of the two that a block has
+    64 channels of the output, over all tiles  a block each
 
-In between, blocks exchange through device memory what all of them need. For every sixteen tiles, a round:
+A block reads all channels of its own tiles' keys, and its own channels of all keys. Logits and weights go through
+device memory. For every sixteen tiles, a round:
 
-    give the keys of the own tile in f16, and the largest logit of each head
+    compute logits; give the largest one of each head
     meet
-    take the own channels of all keys; give weights relative to the peak that the tiles before leave
+    give weights, relative to the peak that the tiles before leave
     meet
-    take weights, and add the weighted keys to the own channels
+    take all weights, and add the weighted keys to the own channels
 
 The peak that a tile's weights are relative to follows from the largest logits of the tiles before (``sm90``), and the
 totals of its weights are added lane by lane, those of even and of odd tiles apart, as two warpgroups of ``sm90`` do.
@@ -62,9 +63,9 @@ _AHEAD = 4  # tiles whose weights are loaded before they are needed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange[Array: Shaped]:
-    """Device memory, which stays in L2, for what the blocks of a cluster exchange in two rounds at once.
+    """Device memory, which stays in L2, for what the blocks of a cluster exchange.
 
-    The lead is [queries, groups of heads, rounds, tiles].
+    The lead is [queries, groups of heads, 1 or 2 rounds, tiles].
     """
 
     tops: Array  # f32 [..., HEADS], the largest logits
@@ -96,6 +97,11 @@ class Layout(AttentionLayout):
     def rounds(self) -> int:
         """The most rounds of a query."""
         return -(-self.tiles // _TILES)
+
+    def check(self, heads: int, tiles: int) -> None:
+        if tiles > self.tiles:
+            raise ValueError(f"{self} does not serve queries of {tiles} tiles")
+        AttentionLayout.check(self, heads, tiles)  # super() fails: slots=True makes a new class
 
     def arguments(self, inputs: AttentionInputs[jax.Array]) -> AttentionInputs[jax.Array]:
         """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
@@ -196,6 +202,7 @@ class _Block:
         self._find_keys(i * _TILES)
         machine.barrier("block")
         values, factors = self._multiply(i * _TILES + own, own)
+        # Half of the own channels is under way while the product runs and all meet, and the rest while weights are made.
         early = self._load_channels(i * _TILES, range(CLUSTER))
         logits = scale_logits(machine, Fragment(values).wait(), factors)
         logits.over_rows(maximum).store(self.exchange.tops, *place, own, 0)
@@ -210,14 +217,14 @@ class _Block:
         machine.fence_shared()
         machine.barrier("cluster")
         sums = machine.branch(machine.thread < WARPGROUP, lambda sums: self._added(place, tiles, sums, peak), sums)
-        if self.layout.rounds > 1:
-            peak = self._after_pairs(peak, _TILES // 2)
-            machine.barrier("block")  # the next keys and logits take the place of those
-        return sums, peak
+        # The next keys take the place of these after the next barrier of the block.
+        return sums, peak if self.layout.rounds == 1 else self._after_pairs(peak, _TILES // 2)
 
     def _place(self, i: Value) -> tuple[Index, ...]:
-        """Return where the tiles of a round are in the exchange. A block that stores there knows that of the round
-        before the last one nobody reads any more: all have met since."""
+        """Return where the tiles of a round are in the exchange.
+
+        What was there before is of two rounds ago. Nobody reads that any more, as all blocks have met since.
+        """
         return self.query.number, self.machine.block(1), 0 if self.layout.rounds == 1 else i & 1
 
     def _find_keys(self, first: Value) -> None:

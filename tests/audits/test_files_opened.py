@@ -14,6 +14,7 @@ LIMIT = 10
 KERNELS = (
     "attention.sm90",
     "attention.sm90_few",
+    "attention.sm90_spread",
     "attention.sm100",
     "attention.wide",
     "scores.sm90",

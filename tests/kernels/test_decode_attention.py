@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 from typing import Any, cast
 
@@ -365,6 +367,30 @@ def test_nan_is_loud_and_stays_in_its_request(simulate, layout):
     assert np.isnan(found[1]).all()
 
 
+def test_few_queries_of_an_invariant_cache_are_spread_over_clusters():
+    def chosen(queries: int, heads: int = 64, tiles: int = 10, gpu: GPU = HOPPER) -> AttentionLayout:
+        return choose_layout(gpu, queries, heads, tiles, invariant=True)
+
+    spread, most = sm90_spread.Layout(tiles=10), HOPPER.clusters[8]
+    assert chosen(1) == chosen(most) == chosen(1, heads=8) == chosen(most // 2, heads=128) == spread
+    assert chosen(most + 1) == chosen(4096) == chosen(most // 2 + 1, heads=128) == ONE_BLOCK
+    assert chosen(1, tiles=130) == sm90_spread.Layout(tiles=130)
+    assert chosen(1, tiles=2) == ONE_BLOCK  # of a window alone
+    assert chosen(1, gpu=BLACKWELL) == chosen(4096, gpu=BLACKWELL) == sm100.Layout()
+
+
+@machines
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_an_invariant_call_gives_the_bits_of_one_block(simulate, tokens):
+    """One query is spread over a cluster, and the rows of 70 are widened."""
+    case = Case(lengths=(900,), tokens=tokens, entries="all", ratio=16, per_block=8)
+    inputs, _ = make(case)
+    attend = functools.partial(call.decode_attention, kv_format=case.kv_format, dtype=case.dtype, simulate=simulate)
+    with jax.sharding.use_abstract_mesh(mesh_of(HOPPER.capability, "NVIDIA")) if simulate else contextlib.nullcontext():
+        found = jax.jit(functools.partial(attend, invariant=True))(inputs)
+    np.testing.assert_array_equal(found, run(case, inputs, simulate=simulate))
+
+
 def test_one_query_shares_among_blocks_what_fits():
     def clusters(gpu: GPU, heads: int, tiles: int, *queries: int) -> list[int]:
         return [choose_layout(gpu, n, heads, tiles).cluster for n in queries]
@@ -419,6 +445,7 @@ def test_rows_of_another_format_are_refused(stored, read):
         (dict(layout=sm90_few.Layout(heads=16, cluster=2, tiles=1)), "does not serve queries of 3 tiles"),
         (dict(layout=sm90_few.Layout(heads=24, cluster=2, tiles=2)), "does not share 64 heads"),
         (dict(layout=sm90.Layout(cluster=3)), "does not share 512 channels"),
+        (dict(layout=sm90_spread.Layout(tiles=2)), "does not serve queries of 3 tiles"),
         (dict(layout=sm90.Layout(cluster=2, is_wide=True)), "a cluster has 1 block"),
     ],
 )

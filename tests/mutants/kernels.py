@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels.attention import sm90, sm90_few, sm100
+from pallas_kernels.attention import sm90, sm90_few, sm90_spread, sm100
 from pallas_kernels.language import launch
 from pallas_kernels.language.simulator import barriers
 from pallas_kernels.language.simulator.memory import SimulationError
@@ -102,6 +102,9 @@ KERNELS: dict[str, Run] = {
     "attention to widened picks": _attention(lengths=(130,), tokens=2, layout=_WIDE),
     "attention to widened rows": _attention(lengths=(300,), tokens=2, entries="all", layout=_WIDE),
     "attention for few queries": _attention(lengths=(300,), layout=sm90_few.Layout(heads=64, cluster=2, tiles=2)),
+    "attention spread over a cluster": _attention(
+        lengths=(1000,), entries="all", ratio=1, layout=sm90_spread.Layout(tiles=18)
+    ),
     "attention on Blackwell": _attention(lengths=(140,), layout=sm100.Layout()),
     "scores in turn": _scores(1, tuning=scores_sm90.Tuning(warpgroups=2, stages=2, blocks=1)),
     "scores overlapped": _scores(2, tuning=scores_sm90.Tuning(warpgroups=2, overlapped=True, blocks=1)),

@@ -51,6 +51,7 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "attention to widened picks": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened rows": (*FILLED, LateStore, NoBarrier, NoHold),
     "attention for few queries": (*STORED, FewerProducts),
+    "attention spread over a cluster": (*STORED, WrongParity, NoWait, FewerProducts, NoHold),
     "attention on Blackwell": (WrongParity, NoWait, CommitAtOnce, LateStore, NoFence, FewerCopies),
     "scores in turn": (*STORED, FewerProducts),
     "scores overlapped": (*STORED, LateWait, FewerProducts, NoHold),
