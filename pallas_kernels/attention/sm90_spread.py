@@ -202,7 +202,7 @@ class _Block:
         self._find_keys(i * _TILES)
         machine.barrier("block")
         values, factors = self._multiply(i * _TILES + own, own)
-        # Half of the own channels is under way while the product runs and all meet, and the rest while weights are made.
+        # Half of the own channels is under way while the product runs, and the other half while weights are made.
         early = self._load_channels(i * _TILES, range(CLUSTER))
         logits = scale_logits(machine, Fragment(values).wait(), factors)
         logits.over_rows(maximum).store(self.exchange.tops, *place, own, 0)

@@ -95,15 +95,9 @@ FAULTS = {
 # registers: 640 lanes have 96 each, and this one needs them all.
 SPILLS_WHERE_IGNORED = {("flash indexer_scores mxfp4 [64, 1]", "sm_90a"): [8, 4, 4]}
 
-# Bytes of stack and spills of attention whose blocks compute several queries, one after the other: a few numbers that
-# are used once a query, as how many tiles the next one has. None is touched in the loop over tiles.
-KNOWN_SPILLS = {
-    **{
-        (f"flash decode_attention csa fp8_row [256, 1]{of_heads}", "sm_90a"): [16, 16, 12]
-        for of_heads in ("", " of 8 heads", " of 16 heads", " of 32 heads")
-    },
-    ("flash decode_attention hca fp8_row [256, 1]", "sm_90a"): [16, 20, 16],
-}
+# Bytes of stack and spills of attention whose blocks compute several queries, one after the other: a number that is used
+# once a query. It is not touched in the loop over tiles.
+KNOWN_SPILLS = {("pro decode_attention csa fp8_row [9, 4]", "sm_90a"): [8, 4, 4]}
 
 # A report where the CUDA plugin ignores register counts: faults that are known there, and what must not go with them.
 IGNORED = SOUND | {"setmaxnreg ignored": True, "products serialized": True, "stack and spills": [288, 716, 464]}
@@ -124,8 +118,9 @@ FAULTS_WHERE_IGNORED = {
 
 
 # Launches whose products wait for each other where register counts are ignored: the code is relocatable there, and the
-# reciprocals of norms and of scales are calls in it. At most 64 rows are multiplied, whose products take little time.
-CALLS = ("flash product_of_queries", "pro product_of_queries")
+# reciprocals of norms, of scales and of sums of weights are calls in it. At most 64 rows are multiplied, whose products
+# take little time.
+CALLS = tuple(f"{model} {name}" for model in ("flash", "pro") for name in ("product_of_queries", "attend_in_order"))
 
 
 def check(name: str, found: dict[str, Any], architecture: str, *, ignored: bool = False) -> None:
