@@ -95,8 +95,8 @@ FAULTS = {
 # registers: 640 lanes have 96 each, and this one needs them all.
 SPILLS_WHERE_IGNORED = {("flash indexer_scores mxfp4 [64, 1]", "sm_90a"): [8, 4, 4]}
 
-# Bytes of stack and spills of attention whose blocks compute several queries, one after the other: a number that is used
-# once a query. It is not touched in the loop over tiles.
+# Bytes of stack and spills of attention whose blocks compute several queries, one after the other: a number that is
+# used once a query. It is not touched in the loop over tiles.
 KNOWN_SPILLS = {("pro decode_attention csa fp8_row [9, 4]", "sm_90a"): [8, 4, 4]}
 
 # A report where the CUDA plugin ignores register counts: faults that are known there, and what must not go with them.

@@ -162,9 +162,9 @@ def test_widening_does_not_change_a_bit(simulate, kv_format, entries, monkeypatc
         [
             pytest.param(Case(lengths=(300, 0, -1, 60), dtype=jnp.bfloat16), id="picked"),
             pytest.param(Case(lengths=(4500, 520), entries="all", kv_format="fp8_tile64"), id="two rounds"),
-            pytest.param(Case(lengths=(300, 126, -1), tokens=3, heads=72, kv_format="bf16"), id="two groups of heads"),
             pytest.param(Case(lengths=(200, 5), n_win=100, heads=8, entries=None, turned=False), id="window"),
-            pytest.param(Case(lengths=(9000,), entries="all", ratio=4), id="three rounds"),
+            pytest.param(Case(lengths=(300, 126, -1), tokens=3, heads=72, kv_format="bf16"), id="two groups of heads"),
+            pytest.param(Case(lengths=(9000,), entries="all"), id="three rounds"),
         ],
         count=3,
     ),
@@ -213,8 +213,9 @@ def test_rows_are_widened_where_many_queries_read_them_and_there_is_memory():
     assert not is_widened(8, 16, 131072, 128, None)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(("tokens", "is_widened"), [(70, True), (20, False)])
-def test_a_chunk_is_widened_without_being_asked_to(tokens, is_widened, monkeypatch):
+def test_a_chunk_is_widened_without_being_asked_to(tokens, is_widened, invariant, monkeypatch):
     seen = []
 
     def noted(inputs: Any, form: Any, *, simulate: bool) -> AttentionInputs:
@@ -225,7 +226,8 @@ def test_a_chunk_is_widened_without_being_asked_to(tokens, is_widened, monkeypat
     case = Case(lengths=(900,), tokens=tokens, entries="all", ratio=128, per_block=1, layout=None)
     inputs, _ = make(case)
     with jax.sharding.use_abstract_mesh(mesh_of(HOPPER.capability, "NVIDIA")):
-        out = jax.eval_shape(lambda inputs: call.decode_attention(inputs, kv_format="fp8_row", simulate=True), inputs)
+        attend = functools.partial(call.decode_attention, kv_format="fp8_row", invariant=invariant, simulate=True)
+        out = jax.eval_shape(attend, inputs)
     assert out.shape == inputs.q.shape
     assert bool(seen) == is_widened
 
@@ -380,10 +382,8 @@ def test_few_queries_of_an_invariant_cache_are_spread_over_clusters():
 
 
 @machines
-@pytest.mark.parametrize("tokens", [1, 70])
-def test_an_invariant_call_gives_the_bits_of_one_block(simulate, tokens):
-    """One query is spread over a cluster, and the rows of 70 are widened."""
-    case = Case(lengths=(900,), tokens=tokens, entries="all", ratio=16, per_block=8)
+def test_an_invariant_call_gives_the_bits_of_one_block(simulate):
+    case = Case(lengths=(300,))
     inputs, _ = make(case)
     attend = functools.partial(call.decode_attention, kv_format=case.kv_format, dtype=case.dtype, simulate=simulate)
     with jax.sharding.use_abstract_mesh(mesh_of(HOPPER.capability, "NVIDIA")) if simulate else contextlib.nullcontext():
