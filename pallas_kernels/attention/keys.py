@@ -32,6 +32,8 @@ from pallas_kernels.language.values import Condition, Value, select
 from pallas_kernels.rows import bf16_to_f16
 
 KEYS = 64  # keys per tile
+_PART = 64  # channels of a part of a row, which have one scale; those with rope are the last part
+_ROPE = NOPE_DIM // _PART  # the number of that one
 _LOAD = Quad.LOAD_BYTES
 STAGED_LOADS = 14  # loads that a lane with two rows stages: both rows if a row takes 7 loads, one if it takes 14
 _HELD_LOADS = 3  # loads of staged rows that a lane may hold in registers, where there is no room to stage all
@@ -117,7 +119,7 @@ class StoredRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StoredPart:
-    """What a lane of a quad holds of 64 channels of a row that are being loaded."""
+    """What a lane of a quad holds of a part of a row that is being loaded."""
 
     loaded: list[list[Value]]  # words of each load
     scales: list[Value]
@@ -152,9 +154,13 @@ class RowQuad:
 
     def load_rope(self, address: Value, there: Condition) -> list[Value]:
         """Start to load a lane's share of the RoPE channels at an i64 address."""
-        first = address + self.machine.widen(self.quad.quarter * (_LOAD * 2 if self._beside else _LOAD))
-        step = _LOAD * (1 if self._beside else Quad.LANES)
+        first, step = self._rope_at(address)
         return [word for i in range(2) for word in self.machine.load(first + i * step, _LOAD, there, constant=True)]
+
+    def _rope_at(self, address: Value) -> tuple[Value, int]:
+        """Return where the first of a lane's two loads of RoPE channels is, and how far the second one is from it."""
+        first = address + self.machine.widen(self.quad.quarter * (_LOAD * 2 if self._beside else _LOAD))
+        return first, _LOAD * (1 if self._beside else Quad.LANES)
 
     def rope(self, words: list[Value], inverse: Value | None) -> Iterator[tuple[Value, list[Value]]]:
         """Yield the units that a lane's RoPE channels become, times the ``inverse`` of the row's factor."""
@@ -167,12 +173,10 @@ class RowQuad:
         yield from self._units(self.form.to_f16(self.quad, words, scale, load), load)
 
     def load_part(self, nope: Value, rope: Value, part: Value, there: Condition) -> list[list[Value]]:
-        """Start to load a lane's share of the part-th 64 channels of a row, in two loads."""
-        first = self.nope_at(nope, 0) + self.machine.widen(part * (64 * self.form.itemsize))
-        of_rope = rope + self.machine.widen(self.quad.quarter * (_LOAD * 2 if self._beside else _LOAD))
-        is_rope = part == NOPE_DIM // 64
-        first, step = select(is_rope, of_rope, first), _LOAD if self._beside else _LOAD * Quad.LANES
-        second = there & is_rope if self._beside else there
+        """Start to load a lane's share of a part of a row, in two loads, of which an E4M3 part needs one."""
+        of_nope = self.nope_at(nope, 0) + self.machine.widen(part * (_PART * self.form.itemsize))
+        is_rope, (of_rope, step) = part == _ROPE, self._rope_at(rope)
+        first, second = select(is_rope, of_rope, of_nope), there & is_rope if self._beside else there
         return [
             self.machine.load(first + step * n, _LOAD, where, constant=True) for n, where in enumerate((there, second))
         ]
@@ -182,13 +186,13 @@ class RowQuad:
     ) -> Iterator[tuple[Value, list[Value]]]:
         """Yield the units of a part that its two loads become, as ``nope`` and ``rope`` do those of the whole row."""
         machine, powers = self.machine, scale.powers[:1]
-        for n in range(1, NOPE_DIM // 64 if powers else 0):
+        for n in range(1, _ROPE if powers else 0):
             if scale.powers[n] is not powers[0]:
                 powers = [select(part == n, scale.powers[n], powers[0])]
         one, count = SplitScale(powers, scale.factor), 1 if self._beside else 2
         nope = [half for words in loaded[:count] for half in self.form.to_f16(self.quad, words, one, 0)]
         rope = [bf16_to_f16(machine, word, inverse) for words in loaded for word in words]
-        halves = [select(part == NOPE_DIM // 64, a, b) for a, b in zip(rope, nope, strict=True)]
+        halves = [select(part == _ROPE, a, b) for a, b in zip(rope, nope, strict=True)]
         for n in range(2):
             unit = self.quad.quarter * 2 + n if self._beside else self.quad.quarter + n * Quad.LANES
             yield unit, halves[4 * n : 4 * n + 4]
@@ -378,7 +382,7 @@ class KeyLoader(KeyFinder):
 
     # A part of it, for blocks that share a query's channels.
     def load_part(self, tile: Value, which: int, index: Value, part: Value) -> StoredPart:
-        """Start to load the part-th 64 channels of the first or second row of a tile. Without a key they are zero."""
+        """Start to load a part of the first or second row of a tile. Without a key it is zero."""
         row, there = self.rows[which], index >= 0
         nope, rope = (self._address(name, tile, row, index) for name in ("nope", "rope"))
         scales: list[Value] = []
@@ -387,7 +391,7 @@ class KeyLoader(KeyFinder):
         return StoredPart(self._quad.load_part(nope, rope, part, there), scales)
 
     def store_part(self, which: int, stored: StoredPart, part: Value, keys: Tile) -> None:
-        """Write a part of a row into a tile of 64 channels, as ``store`` writes the whole row."""
+        """Write a part of a row into a tile of as many channels, as ``store`` writes the whole row."""
         scale = self.form.split_scale(self._quad.quad, stored.scales)
         inverse = None if scale.factor is None else self._reciprocal(scale.factor)
         for unit, words in self._quad.part(stored.loaded, scale, part, inverse):

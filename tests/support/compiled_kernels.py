@@ -194,7 +194,7 @@ def _reads(cfg: d4.DSV4Config) -> Iterator[Kernel]:
         if options["kv_format"] in ATTENDED_FORMATS:
             for kind in (AttentionType.CSA, AttentionType.HCA):
                 yield from _attention_of_chunk(cache, kind, *CHUNKS[0])
-            yield _attention_in_order(cache, AttentionType.CSA)
+                yield _attention_in_order(cache, kind)
     for shares in SHARES_OF_HEADS if cfg is MODELS["flash"] else ():
         share = split_heads(cfg, shares, "model")
         yield from _reads_of_few_heads(_cache(share, **DEFAULT))
