@@ -163,8 +163,8 @@ def choose_layout(gpu: target.GPU, queries: int, heads: int, tiles: int, *, inva
     if invariant:
         if gpu is target.BLACKWELL:
             return sm100.Layout(cluster=1)
-        is_few = blocks <= h200.SPREAD_WAVES * gpu.clusters[sm90_spread.CLUSTER]
-        return sm90_spread.Layout(tiles=tiles) if is_few and tiles >= h200.SPREAD_TILES else sm90.Layout()
+        run_at_once = blocks <= gpu.clusters[sm90_spread.CLUSTER]
+        return sm90_spread.Layout(tiles=tiles) if run_at_once and tiles >= h200.SPREAD_TILES else sm90.Layout()
     cluster = next((size for size, most in at_once if blocks <= most and size <= tiles), 1)
     if gpu is target.BLACKWELL:
         return sm100.Layout(cluster=cluster)

@@ -13,9 +13,8 @@ import dataclasses
 # has a warpgroup per tile; with fewer, this kernel was slower than the one for many queries. Timed for queries
 # of 64 and of 128 heads.
 FEW_HEADS = {8: 1, 16: 1, 32: 2}
-# Queries that must have the bits of one block have its work spread over a cluster: up to so many waves of clusters, and
-# from so many tiles on that a query may have.
-SPREAD_WAVES, SPREAD_TILES = 1, 4
+# Tiles that a query may have from which on its work is spread over a cluster, if it must have the bits of one block.
+SPREAD_TILES = 4
 # ``python -m benchmarks.layer prefill`` times chunks whose rows are widened before.
 READS_TO_WIDEN = 32  # of each row: so many conversions take longer than one conversion, a store and so many loads
 MOST_WIDE_BYTES = 256 << 20  # of a workspace
