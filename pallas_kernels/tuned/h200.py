@@ -14,7 +14,8 @@ import dataclasses
 # of 64 and of 128 heads.
 FEW_HEADS = {8: 1, 16: 1, 32: 2}
 # Tiles that a query may have from which on its work is spread over a cluster, if it must have the bits of one block.
-SPREAD_TILES = 4
+# With fewer it was not timed.
+SPREAD_TILES = 6
 # ``python -m benchmarks.layer prefill`` times chunks whose rows are widened before.
 READS_TO_WIDEN = 32  # of each row: so many conversions take longer than one conversion, a store and so many loads
 MOST_WIDE_BYTES = 256 << 20  # of a workspace

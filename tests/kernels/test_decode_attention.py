@@ -383,8 +383,9 @@ def test_few_queries_of_an_invariant_cache_are_spread_over_clusters():
 
 @machines
 def test_an_invariant_call_gives_the_bits_of_one_block(simulate):
-    case = Case(lengths=(300,))
+    case = Case(lengths=(300,), top_k=256)
     inputs, _ = make(case)
+    assert choose_layout(HOPPER, 1, case.heads, 6, invariant=True) == sm90_spread.Layout(tiles=6)  # as is chosen here
     attend = functools.partial(call.decode_attention, kv_format=case.kv_format, dtype=case.dtype, simulate=simulate)
     with jax.sharding.use_abstract_mesh(mesh_of(HOPPER.capability, "NVIDIA")) if simulate else contextlib.nullcontext():
         found = jax.jit(functools.partial(attend, invariant=True))(inputs)
