@@ -60,6 +60,11 @@ class AttentionInputs[Array: Shaped]:
         return self.block_table.shape[1] * self.entries.nope.shape[2]
 
 
+def with_flat_queries(inputs: AttentionInputs[jax.Array]) -> AttentionInputs[jax.Array]:
+    """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
+    return dataclasses.replace(inputs, q=inputs.q.astype(jnp.float16).reshape(-1, HEAD_DIM))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WideRows[Array: Shaped]:

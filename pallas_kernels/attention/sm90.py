@@ -41,7 +41,6 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.attention.block import (
     CONSUMERS,
@@ -60,7 +59,7 @@ from pallas_kernels.attention.block import (
     scale_logits,
     weigh,
 )
-from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, QueryOrder
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, QueryOrder, with_flat_queries
 from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
 from pallas_kernels.formats import AttendedFormat
@@ -113,8 +112,7 @@ class Layout(BlockLayout):
             raise ValueError(f"{self}: with rows that are widened before, a cluster has 1 block")
 
     def arguments(self, inputs: AttentionInputs[jax.Array]) -> AttentionInputs[jax.Array]:
-        """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
-        return dataclasses.replace(inputs, q=inputs.q.astype(jnp.float16).reshape(-1, HEAD_DIM))
+        return with_flat_queries(inputs)
 
     def order(self, inputs: AttentionInputs[jax.Array]) -> QueryOrder[jax.Array] | None:
         queries = math.prod(inputs.positions.shape)

@@ -37,7 +37,7 @@ from pallas_kernels.attention.block import (
     weigh,
     whole_if_raised,
 )
-from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs
+from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, with_flat_queries
 from pallas_kernels.attention.keys import KEYS, KeyFinder, KeyLoader, Query, StoredPart
 from pallas_kernels.attention.layout import AttentionLayout, Outputs
 from pallas_kernels.formats import AttendedFormat
@@ -104,8 +104,7 @@ class Layout(AttentionLayout):
         AttentionLayout.check(self, heads, tiles)  # super() fails: slots=True makes a new class
 
     def arguments(self, inputs: AttentionInputs[jax.Array]) -> AttentionInputs[jax.Array]:
-        """Return queries as f16 [B * T * H, 512], because the hardware copies parts of arrays with two axes."""
-        return dataclasses.replace(inputs, q=inputs.q.astype(jnp.float16).reshape(-1, HEAD_DIM))
+        return with_flat_queries(inputs)
 
     def scratch(self, queries: int, groups: int) -> Exchange[jax.ShapeDtypeStruct]:
         lead = queries, groups, min(self.rounds, 2), _TILES
