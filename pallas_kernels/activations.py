@@ -281,6 +281,12 @@ class OperandRows[Array: Shaped](QuarteredRows[Array]):
     segment = SEGMENT
 
     @staticmethod
+    def number(column: Value) -> Value:
+        """Return which number of a row is stored as number ``column``."""
+        pair = column % SEGMENT // 2
+        return column // SEGMENT * SEGMENT + pair % _QUARTERS * _QUARTER + pair // _QUARTERS * 2 + column % 2
+
+    @staticmethod
     def place(tile: Tile, line: Value, number: Value) -> Value:
         """Return where a unit of 16 bytes of a row's chunk belongs in a tile."""
         return tile.unit(line, number)

@@ -3,7 +3,8 @@
 The sums of few rows do not depend on how many there are. For many rows there is another kernel on Hopper, which adds in
 another order. Its order depends on the number of rows only where blocks share the inputs of a tile
 (``many.tiling``), as they do for a few hundred rows. A plan that is ``invariant`` has the kernel of few rows for any
-number of them; and what it makes of sums is decided by the weights alone.
+number of them, or that of many where its tiles have the order of few; and what it makes of sums is decided by the
+weights alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pallas_kernels.language.target import GPU
 from pallas_kernels.products.epilogues.attention import AttentionQueries
 from pallas_kernels.products.epilogues.both import BothQueries
 from pallas_kernels.products.epilogues.indexer import IndexerQueries
-from pallas_kernels.products.epilogues.store import Store
+from pallas_kernels.products.epilogues.store import AddTo, Store
 from pallas_kernels.products.experts.beside import Beside, beside
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
@@ -33,7 +34,7 @@ from pallas_kernels.products.few.launch import (
     layout_of_heads,
 )
 from pallas_kernels.products.many.launch import Many
-from pallas_kernels.products.many.tiling import OUTPUTS, fastest_tiling, tiling_of_heads
+from pallas_kernels.products.many.tiling import OUTPUTS, fastest_tiling, fastest_tiling_in_order, tiling_of_heads
 from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, SCALE_INPUTS, SCALE_ROWS, TILE
 from pallas_kernels.tuned.h200 import THRESHOLDS, Thresholds
@@ -43,7 +44,14 @@ _HEADS = AttentionQueries, IndexerQueries
 _WIDE_QUERIES = Unsupported(kind="no kernel", reason="queries are made in products with FP8 weights")
 _BOTH_DIM = 128  # outputs of the indexer's heads that have tiles beside those of attention
 _ANY = 1 << 62  # rows, or numbers of a weight
-_INVARIANT = Thresholds(few_rows=_ANY, few_rounded_rows=_ANY, many_rows=_ANY, small_weight=_ANY, medium_weight=_ANY)
+_INVARIANT = Thresholds(
+    few_rows=_ANY,
+    few_rounded_rows=_ANY,
+    many_operand_rows=THRESHOLDS.many_operand_rows,
+    many_rows=_ANY,
+    small_weight=_ANY,
+    medium_weight=_ANY,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +192,12 @@ def _single(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupporte
     made, is_rounded = epilogue, isinstance(epilogue, Store) and epilogue.kind is RoundedRows
     in_bf16 = Store(dtype=jnp.bfloat16) if is_rounded else epilogue
     if rows <= limits.few(weight.activations) or only_few is not None:
-        kernel: Few | Many = Few(layout=fastest_layout(problem.rows, weight, in_bf16, gpu))
+        layout = fastest_layout(problem.rows, weight, in_bf16, gpu)
+        kernel: Few | Many = Few(layout=layout)
+        is_many = problem.rows.kind is OperandRows and rows >= limits.many_operand_rows and only_few is None
+        if is_many and isinstance(epilogue, Store | AddTo):
+            tiling = fastest_tiling_in_order(rows, weight, in_bf16, gpu, layout.split.all_parts)
+            kernel = Many(tiling=tiling, which=problem.needed)
     else:
         tiling = fastest_tiling(rows, weight, in_bf16, gpu)
         if is_rounded and tiling.is_rounded and tiling.parts == 1:

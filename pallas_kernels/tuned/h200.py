@@ -55,6 +55,7 @@ class Thresholds:
 
     few_rows: int = 128  # up to which the kernel of few rows is the fastest
     few_rounded_rows: int = 64  # the same where rows are rounded to FP8, if there is another kernel
+    many_operand_rows: int = 1024  # from which products in the order of few rows have the kernel of many
     many_rows: int = 1024  # from which products with a wide weight have a kernel that leaves out padding
     # Numbers of a wide weight up to which its kernel is faster than XLA: for one row, and for 2 to 128, where XLA takes
     # two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.

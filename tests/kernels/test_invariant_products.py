@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+import pallas_kernels.products.plan as plans
 from dsv4jax.formats import INDEXER_FORMATS
 from pallas_kernels.activations import OperandRows
 from pallas_kernels.language import target
 from pallas_kernels.language.target import BLACKWELL, HOPPER
+from pallas_kernels.products.few.launch import Few
+from pallas_kernels.products.many.launch import Many
+from tests.support import product_cases
 from tests.support.cases import first_of
 from tests.support.machines import HOPPER_MACHINES
 from tests.support.product_cases import Product, random_angles
@@ -142,6 +146,36 @@ def test_the_comparison_sees_sums_in_another_order():
     assert differing(CASES[0], simulate=True, invariant=False)
 
 
+# Several parts, of one tile or of two that a block computes one after the other; groups, whose operand rows are stored
+# as such; one part; scales of few outputs and inputs.
+OF_MANY = [
+    one(pk.AddTo(), outputs=128, inputs=1024, takes_operand=True),
+    one(pk.Store(kind=OperandRows), outputs=128, inputs=512, groups=2, takes_operand=True),
+    one(pk.Store(), outputs=256, inputs=1024, takes_operand=True, gpu=FOR_ATTENTION),
+    one(pk.Store(dtype=jnp.bfloat16), outputs=128, inputs=128, takes_operand=True),
+    one(pk.Store(kind=OperandRows), outputs=128, inputs=768, block=(16, 32), takes_operand=True),
+]
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+@pytest.mark.parametrize("case", first_of(OF_MANY, count=2), ids=str)
+def test_the_kernel_of_many_rows_has_the_sums_of_that_of_few(case, simulate, monkeypatch):
+    monkeypatch.setattr(plans, "_INVARIANT", dataclasses.replace(plans._INVARIANT, many_operand_rows=65))
+    assert isinstance(case.plan(64).kernel, Few)
+    assert isinstance(case.plan(65).kernel, Many)
+    assert not differing(case, simulate=simulate)
+
+
+@pytest.mark.simulated
+def test_the_kernel_of_many_rows_has_other_sums_with_other_parts():
+    case = Product(rows=70, outputs=128, inputs=512)
+    two, four = (
+        dataclasses.replace(case, many=product_cases.Many(own_parts=parts)).run(OperandRows.of(case.x), simulate=True)
+        for parts in (2, 4)
+    )
+    assert two.tobytes() != four.tobytes()
+
+
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
 def test_parts_are_added_in_the_same_order_wherever_they_are(simulate):
     """In blocks of a cluster, in warpgroups of a block, or one after the other; for all rows at once or for some."""
@@ -180,4 +214,10 @@ def test_whether_there_is_a_plan_does_not_depend_on_the_rows(case, gpu):
     found = [dataclasses.replace(case, gpu=gpu).plan(rows) for rows in (1, 8, 64, 65, 128, 129, 4096) if rows <= most]
     assert len({type(plan) for plan in found}) == 1
     if isinstance(found[0], pk.Plan):
-        assert len({(plan.kernel.layout.split.all_parts, type(plan.kernel)) for plan in found}) == 1
+        assert len({parts_of(plan) for plan in found}) == 1
+
+
+def parts_of(plan: pk.Plan) -> int:
+    """The parts of the inputs whose sums are added."""
+    kernel: Any = plan.kernel
+    return kernel.tiling.own_parts if isinstance(kernel, Many) else kernel.layout.split.all_parts

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels.activations import RoundedRows
+from pallas_kernels.activations import OperandRows, PlainRows, RoundedRows
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.products.many import tiles as many
@@ -33,9 +33,11 @@ class Some:
     ranges: tuple[tuple[int, int], ...]
     epilogue: pk.Epilogue = dataclasses.field(default_factory=pk.Store)
     which: pk.Needed = pk.Needed.MASK
+    takes_operand: bool = False
 
     def __str__(self) -> str:
-        return f"{self.which.value} {self.ranges}, {type(self.epilogue).__name__}: {self.product}"
+        made = f"{type(self.epilogue).__name__}{' of operand rows' if self.takes_operand else ''}"
+        return f"{self.which.value} {self.ranges}, {made}: {self.product}"
 
     @property
     def needed(self) -> np.ndarray:
@@ -44,12 +46,16 @@ class Some:
             needed[first:past] = True
         return needed
 
+    def problem(self, which: pk.Needed) -> pk.Problem:
+        return self.product.problem(self.epilogue, OperandRows if self.takes_operand else PlainRows, which)
+
     def run(self, which: pk.Needed, *extras: jax.Array, simulate: bool) -> list[np.ndarray]:
         """Return the arrays of the result, with an axis of rows in front."""
         case, rows = self.product, self.product.rows
-        problem = case.problem(self.epilogue, needed=which)
+        x, problem = OperandRows.of(case.x) if self.takes_operand else case.x, self.problem(which)
         given = {pk.Needed.ALL: (), pk.Needed.MASK: (self.needed,), pk.Needed.PREFIX: (self.needed[None],)}[which]
-        found = case.made(case.plan(problem), case.x, *extras, *given, simulate=simulate)
+        found = case.made(case.plan(problem), x, *extras, *given, simulate=simulate)
+        found = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, found)
         return [np.asarray(leaf if leaf.shape[0] == rows else leaf.T[:rows]) for leaf in jax.tree.leaves(found)]
 
 
@@ -76,6 +82,12 @@ SOME = [
     ),
     Some(product=Product(rows=700, outputs=128, inputs=128, groups=2, many=many_of(2, 64)), ranges=((0, 700),)),
     Some(product=Product(rows=520, outputs=128, inputs=128, many=many_of(3)), ranges=()),
+    Some(
+        product=Product(rows=520, outputs=128, inputs=256, many=dataclasses.replace(many_of(), own_parts=2)),
+        ranges=((0, 1), (257, 300), (513, 514)),
+        epilogue=pk.Store(kind=OperandRows),
+        takes_operand=True,
+    ),
     Some(product=Product(rows=520, outputs=128, inputs=256, many=many_of(8)), ranges=((130, 131),)),
     Some(
         product=Product(rows=600, outputs=256, inputs=256, activations="fp8", many=many_of()),
@@ -93,7 +105,7 @@ SOME = [
 
 def check_some(case: Some, *extras: jax.Array, simulate: bool) -> None:
     """Needed rows are the same bits, and tiles without any are left out. ``extras`` are those of the epilogue."""
-    kernel = case.product.plan(case.product.problem(case.epilogue)).kernel
+    kernel = case.product.plan(case.problem(pk.Needed.ALL)).kernel
     assert isinstance(kernel, ManyLaunch)
     needed, size = case.needed, kernel.tiling.tile_rows
     given = jnp.asarray(needed[None] if case.which is pk.Needed.PREFIX else needed)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import pallas_kernels as pk
+from pallas_kernels.activations import OperandRows
 from pallas_kernels.attention import sm90, sm90_few, sm90_spread, sm100
 from pallas_kernels.language import launch
 from pallas_kernels.language.simulator import barriers
@@ -52,6 +53,11 @@ def _product(**sizes: Any) -> Run:
     return functools.partial(Product(**sizes).run, simulate=True, **gpu)
 
 
+def _operand_product(**sizes: Any) -> Run:
+    case = Product(**sizes)
+    return functools.partial(case.run, OperandRows.of(case.x), simulate=True)
+
+
 def _leaves(run: Callable[[], Any]) -> Run:
     return lambda: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(run())])
 
@@ -73,6 +79,9 @@ _GATE_UP, _DOWN = Experts(hidden=1536, width=128, **_EXPERTS), Experts(hidden=25
 _GATE_UP_FP8, _DOWN_FP8 = (dataclasses.replace(case, **_FP8) for case in (_GATE_UP, _DOWN))
 KERNELS: dict[str, Run] = {
     "products of many rows, bf16": _product(rows=72, outputs=128, inputs=512, many=Many(parts=1, stages=3)),
+    "products of many rows, own parts": _operand_product(
+        rows=72, outputs=128, inputs=512, many=Many(own_parts=2, stages=3, tile_rows=72)
+    ),
     "products of many rows, shared tiles": _product(
         rows=72, outputs=128, inputs=768, many=Many(parts=2, stages=3, tile_rows=80)
     ),

@@ -28,6 +28,7 @@ FEW = *STORED, FewerProducts, FewerCopies, NoHold
 IN_TENSOR_MEMORY = *STORED, WrongParity, NoWait, CommitAtOnce
 FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "products of many rows, bf16": (*FILLED, NoHold),
+    "products of many rows, own parts": (*FILLED, NoHold),
     "products of many rows, shared tiles": (*FILLED, NoHold, LateStore, NoBarrier),
     "products of many rows, FP8": FILLED,
     "products of many rows, wide": FILLED,
@@ -60,6 +61,7 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
 FIRST = next(iter(KERNELS))
 # Of each kernel's bodies and loops one case is in make check, and these others in sweeps.
 VARIANTS = {
+    "products of many rows, own parts",
     "products of many rows, shared tiles",
     "products of many rows, wide",
     "products of many rows, queries",

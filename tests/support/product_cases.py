@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels.activations import ActivationRows, PlainRows
+from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.few.launch import Few, fastest_layout
 from pallas_kernels.products.few.split import Split
 from pallas_kernels.products.many import launch
-from pallas_kernels.products.many.tiling import Tiling, fastest_tiling, tiling_of_heads
+from pallas_kernels.products.many.tiling import Tiling, fastest_tiling, fastest_tiling_in_order, tiling_of_heads
 from pallas_kernels.products.weights import TILE
 
 GROUP = 128  # inputs that share a scale where activations are rounded
@@ -28,6 +28,7 @@ class Many:
     """What of the fastest tiling of a product of many rows is replaced; 0 keeps it."""
 
     parts: int = 0
+    own_parts: int = 0
     tile_rows: int = 0
     tile_outputs: int = 0
     stages: int = 0
@@ -39,7 +40,10 @@ class Many:
             clusters = gpu.clusters | {2: -(-count // 2)}
             gpu = dataclasses.replace(gpu, multiprocessors=count, clusters=clusters)
         makes_heads = isinstance(made, pk.AttentionQueries | pk.IndexerQueries)
-        found = (tiling_of_heads if makes_heads else fastest_tiling)(rows, weight, made, gpu)
+        if problem.rows.kind is OperandRows:
+            found = fastest_tiling_in_order(rows, weight, made, gpu, self.own_parts or 1)
+        else:
+            found = (tiling_of_heads if makes_heads else fastest_tiling)(rows, weight, made, gpu)
         given = dict(parts=self.parts, tile_rows=self.tile_rows, tile_outputs=self.tile_outputs, stages=self.stages)
         found = dataclasses.replace(found, **{name: value for name, value in given.items() if value})
         return found if self.stages else found.with_most_stages()

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import functools
 
+from pallas_kernels.activations import OperandRows
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.language.values import Condition, Index, Value, select
+from pallas_kernels.language.values import Condition, Index, Value
 from pallas_kernels.products.epilogues.faces import ColumnSums, Extras, Made
+from pallas_kernels.products.many.codes import CHUNK_CODES, HALVES, OperandOrder, PlainOrder
 from pallas_kernels.products.many.tiles import ManyInputs, Turns, for_each_tile, take_pipeline, warp_rows
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
-from pallas_kernels.products.weights import SPREAD, code_pair, factor_of
+from pallas_kernels.products.weights import factor_of
 
-CHUNK_CODES = CHUNK_BYTES // 2
 _OPERAND_WORDS = 8  # of half a chunk
-_HALVES, _HALF_INPUTS = 2, 32
-_STEPS = 2  # of a product with half a chunk: 16 inputs each
-_UNITS = 4  # 16 codes each, of an output's part of a chunk; they are swizzled by pairs of outputs
 
 # From chunk to chunk: sums, registers of the last product, and codes and scales that are loaded.
 type _Carry = tuple[list[Value], list[Value], list[list[Value]], list[Value]]
@@ -49,52 +47,44 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
 
     block = tiling.weight.block
     assert block is not None
-    row, first_row = product_row(machine) + machine.thread // WARPGROUP * 64, warp_rows(machine)
-    # Adjacent lanes load the same word, of which each has two codes.
-    lane = machine.thread % 4
-    at = row * CHUNK_CODES + row // 2 % _UNITS * 16 + lane // 2 * 4
-    selector = select(lane % 2 == 0, machine.constant(SPREAD[0], "i32"), SPREAD[1])
-    scaled_halves = 1 if block[1] % (_HALVES * _HALF_INPUTS) == 0 else _HALVES
+    row = product_row(machine) + machine.thread // WARPGROUP * 64
+    outputs = row, row + 8
+    if isinstance(out, OperandRows):  # then outputs are computed in the order in which they are stored
+        assert tiling.kind is OperandRows, "products that take rows in order store such rows"
+        outputs = OperandRows.number(row), OperandRows.number(row + 8)
+    order = (OperandOrder if tiling.kind is OperandRows else PlainOrder).of(machine, outputs)
+    of_scales = order.scale_inputs(block[1])
 
     def scales_of(chunk: Value) -> list[Value]:
-        """Load the bytes of a chunk's scales for this warp's 16 outputs."""
+        """Load the bytes of a chunk's scales for this lane's outputs."""
         assert inputs.scales is not None
         place, first = turns.chunk(chunk)
-        of_row, there = (place.output + first_row) // block[0], turns.exists(place)
+        of_row, there = (place.output + outputs[0]) // block[0], turns.exists(place)
         return [
-            inputs.scales.load_bytes(of_row, (first + half * _HALF_INPUTS) // block[1], count=1, where=there)
-            for half in range(scaled_halves)
+            inputs.scales.load_bytes(of_row, (first + further) // block[1], count=1, where=there)
+            for further in of_scales
         ]
 
     def load(chunk: Value) -> list[list[Value]]:
-        """Wait for a chunk, and load its codes for a left operand, those of each half."""
-        start = codes.address_of(pipe.wait(chunk), 0, 0) + at
-        places = [
-            [
-                (start ^ unit * 16) + (further * CHUNK_CODES + place)
-                for unit in range(half * _STEPS, (half + 1) * _STEPS)
-                for place in (0, 8)
-                for further in (0, 8)  # outputs
-            ]
-            for half in range(_HALVES)
-        ]
-        return [[machine.load_shared(place, 4)[0] for place in of_half] for of_half in places]
+        """Wait for a chunk, and load this lane's codes."""
+        return order.load(codes.address_of(pipe.wait(chunk), 0, 0))
+
+    chunks = tiling.chunks // tiling.own_parts
 
     # Codes are loaded a chunk ahead, because a load takes long beside products, which read shared memory too. While
     # half a chunk is multiplied, the next half is widened, that of the next chunk too.
-    def sums_of(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
+    def of_part(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
         def one(i: Value, carry: _Carry) -> _Carry:
             sums, held, loaded, scales = carry
             chunk = i + begin
             following = scales_of(chunk + 1)
             tile, upcoming = x.copy(chunk % tiling.stages), loaded
-            for half in range(_HALVES):
-                factor = factor_of(scales[half % scaled_halves])
-                words = [code_pair(machine, word, selector, factor) for word in loaded[half]]
+            for half in range(HALVES):
+                words = order.operand(loaded, half, factor_of(scales[half % len(scales)]))
                 right = tile.k_major(half * 64, 64)
                 sums = machine.wgmma(sums, words, right, columns=tiling.tile_rows, dtype="bf16")
                 if half == 0:
-                    upcoming = load((i + 1).minimum(tiling.chunks - 1) + begin)
+                    upcoming = load((i + 1).minimum(chunks - 1) + begin)
                 machine.wgmma_wait([], pending=1)
                 machine.hold(held)  # no register of an operand is used again before
                 held = words
@@ -104,11 +94,25 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
         nothing = [machine.constant(0, "i32")] * _OPERAND_WORDS
-        sums, held, _, following = machine.loop(tiling.chunks, one, (zeros, nothing, load(begin), of_first))
+        sums, held, _, following = machine.loop(chunks, one, (zeros, nothing, load(begin), of_first))
         sums = machine.wgmma_wait(sums)
         machine.hold(held)
-        pipe.release(begin + (tiling.chunks - 1))
+        pipe.release(begin + (chunks - 1))
         return sums, following
+
+    def sums_of(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
+        if tiling.own_parts == 1:
+            return of_part(begin, of_first)
+
+        def add(part: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
+            total, scales = carry
+            sums, scales = of_part(part * chunks + begin, scales)
+            return [a + b for a, b in zip(total, sums, strict=True)], scales
+
+        # -0, because with it added the first part stays as it is.
+        return machine.loop(
+            tiling.own_parts, add, ([machine.constant(-0.0, "f32")] * (tiling.tile_rows // 2), of_first)
+        )
 
     store = functools.partial(store_columns, turns, inputs.extras, out)
     for_each_tile(turns, pipe, x, copies, scales_of, sums_of, store)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import jax
 
-from pallas_kernels.activations import ActivationRows, PlainRows
+from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows
 from pallas_kernels.language.launch import launch
 from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.many import bf16, fp8, wide
@@ -44,7 +44,7 @@ class Many:
             rounded = x.rounded(needed=needed, simulate=simulate)
             values, of_x = rounded.codes, rounded.scales
         else:
-            assert isinstance(x, PlainRows)
+            assert isinstance(x, PlainRows | OperandRows)
             values, of_x = x.values, None
         onto = extras.get("onto")
         inputs = ManyInputs(

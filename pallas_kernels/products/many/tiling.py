@@ -3,13 +3,16 @@
 A block has two warpgroups that multiply and one that loads, and computes tile after tile. Where there are fewer tiles
 than multiprocessors, the blocks of a cluster share a tile: each multiplies a part of the inputs, and their sums are
 added in the order of the parts. Where outputs are heads, the blocks of a cluster have the adjacent tiles of a head.
+Where sums must have the order of a product of few rows, a block has all of that one's parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
+from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.target import GPU
@@ -23,6 +26,7 @@ CHUNK_BYTES = 128  # of a row of x: what is in shared memory of it together
 OUTPUTS = 128  # of a tile, at least
 _SCALED_ROWS = 128  # rows of x in a tile where they are rounded to FP8: the instruction's 64 for each warpgroup
 _MOST_ROWS, _FEW_ROWS = (256, 192, 128), 64  # of a tile where rows are bf16: an instruction has at most 256 columns
+_MOST_ROWS_OF_PARTS = 192, 128  # of a tile whose totals are in registers, too
 _ALIGNMENT = 1024
 _LEAST_STAGES, _MOST_STAGES = 3, 6
 
@@ -38,7 +42,9 @@ class Tiling:
     tile_rows: int
     tile_outputs: int
     parts: int = 1  # blocks that share a tile
+    own_parts: int = 1  # that a block multiplies one after the other, and adds their sums
     stages: int = 4  # chunks in shared memory
+    kind: type[ActivationRows] = PlainRows  # of x, before it is rounded
 
     @property
     def is_rounded(self) -> bool:
@@ -132,7 +138,7 @@ class Tiling:
     @property
     def is_possible(self) -> bool:
         """Whether parts are whole chunks, blocks add up whole fours, and all clusters run at once."""
-        if self.weight.inputs % (self.chunk * self.parts) or self.fours % self.parts:
+        if self.weight.inputs % (self.chunk * self.parts * self.own_parts) or self.fours % self.parts:
             return False
         return self.parts == 1 or self.tiles <= self.room
 
@@ -210,12 +216,35 @@ def fastest_tiling(rows: int, weight: WeightSpec, epilogue: Epilogue, gpu: GPU) 
             counts |= set(range(min(counts), max(counts)))
         elif rows <= 2 * _FEW_ROWS:  # then one tile of all rows may give too few blocks
             counts.add(-(-rows // _FEW_ROWS))
-        # Some have more rows than they need, so that parts of a cluster can share their sums.
-        sizes = {-(-rows // (atom * count)) * atom for count in counts for atom in (8, 16, 32, 64)}
-        alone = [
-            Tiling(gpu=gpu, weight=weight, epilogue=epilogue, rows=rows, tile_rows=size, tile_outputs=OUTPUTS)
-            for size in sorted(sizes)
-        ]
+        of_all = Tiling(gpu=gpu, weight=weight, epilogue=epilogue, rows=rows, tile_rows=rows, tile_outputs=OUTPUTS)
+        alone = _tilings(of_all, counts)
     in_parts = [dataclasses.replace(tiling, parts=parts) for tiling in alone for parts in sorted(gpu.clusters)]
-    found = [tiling.with_most_stages() for tiling in (*alone, *in_parts) if tiling.is_possible]
-    return min(found, key=Tiling.cost)
+    return _cheapest([*alone, *in_parts])
+
+
+@functools.cache
+def fastest_tiling_in_order(rows: int, weight: WeightSpec, epilogue: Epilogue, gpu: GPU, parts: int) -> Tiling:
+    """Return the tiling of operand rows whose sums have the order of a product of few rows with so many parts."""
+    of_all = Tiling(
+        gpu=gpu,
+        weight=weight,
+        epilogue=epilogue,
+        rows=rows,
+        tile_rows=rows,
+        tile_outputs=OUTPUTS,
+        own_parts=parts,
+        kind=OperandRows,
+    )
+    least, *_, most = (-(-rows // size) for size in (_MOST_ROWS if parts == 1 else _MOST_ROWS_OF_PARTS))
+    return _cheapest(_tilings(of_all, range(least, most + 1)))
+
+
+def _tilings(of_all: Tiling, counts: Iterable[int]) -> list[Tiling]:
+    """Return the tilings with so many tiles of rows, those of few rows first."""
+    # Some have more rows than they need, so that parts of a cluster can share their sums.
+    sizes = {-(-of_all.rows // (atom * count)) * atom for count in counts for atom in (8, 16, 32, 64)}
+    return [dataclasses.replace(of_all, tile_rows=size) for size in sorted(sizes)]
+
+
+def _cheapest(tilings: list[Tiling]) -> Tiling:
+    return min((tiling.with_most_stages() for tiling in tilings if tiling.is_possible), key=Tiling.cost)
