@@ -4,9 +4,9 @@ A block of ``sm90`` adds the keys of a query tile by tile, so one query takes it
 blocks share both halves of that work, and each sum keeps its order:
 
     logits and weights of a tile               a warpgroup each, of the two that a block has
-    64 channels of the output, over all tiles  a block each
+    32 channels of the output, over all tiles  a warpgroup each
 
-A block reads all channels of its own tiles' keys, and its own channels of all keys. Logits and weights go through
+A block reads all channels of its own tiles' keys, and its own 64 channels of all keys. Logits and weights go through
 device memory. For every sixteen tiles, a round:
 
     compute logits; give the largest one of each head
@@ -14,6 +14,9 @@ device memory. For every sixteen tiles, a round:
     give weights, relative to the peak that the tiles before leave
     meet
     take all weights, and add the weighted keys to the own channels
+
+Each lane does most of this once, so that every instruction counts. Loads of tiles that no query of the launch has are
+left out: with those of all sixteen a query of ten tiles takes 13.8 us and not 12.9 (H200).
 
 The peak that a tile's weights are relative to follows from the largest logits of the tiles before (``sm90``), and the
 totals of its weights are added lane by lane, those of even and of odd tiles apart, as two warpgroups of ``sm90`` do.
@@ -47,7 +50,7 @@ from pallas_kernels.language.lanes import Buffer, Shaped, add, maximum
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
-from pallas_kernels.language.tensor_cores import ATOM_BYTES, UNIT, Operand, TensorCores, Tile
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, Operand, TensorCores, Tile
 from pallas_kernels.language.tiles import TypedTile
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value
 
@@ -55,9 +58,10 @@ CLUSTER = 8
 _WARPGROUPS = 2  # of a block, with a tile each
 _TILES = CLUSTER * _WARPGROUPS  # of a round
 _CHANNELS = HEAD_DIM // CLUSTER  # of a block's output
-_UNITS = ATOM_BYTES // UNIT  # of a key's channels that a block has
+_ADDED = _CHANNELS // _WARPGROUPS  # of a warpgroup's output
 _WORDS, _WORDS_AT_ONCE = KEYS // 4, 4  # of two weights that a lane has of a tile
-_AHEAD = 4  # tiles whose weights are loaded before they are needed
+_EARLY = 10  # tiles whose channels are under way while logits are computed
+_AHEAD = 2  # tiles whose weights are loaded before they are needed
 
 
 @jax.tree_util.register_dataclass
@@ -124,7 +128,7 @@ class Layout(AttentionLayout):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
-    """What the first warpgroup holds between tiles."""
+    """What a warpgroup holds between tiles."""
 
     output: Fragment  # [HEADS, channels] sums of all tiles so far
     totals: list[PerRow]  # of even tiles with the sink, and of odd ones
@@ -164,6 +168,7 @@ class _Block:
         self.query = Query.of(machine, inputs, machine.block(0))
         self.rows = Rows(machine=machine, query=self.query, first_head=machine.block(1) * HEADS)
         self.tiles = self.query.tiles.maximum(1)  # as of a block of ``sm90``
+        self.most = min(layout.tiles, _TILES)  # of a round
         self.warpgroup, self.lane = machine.thread // WARPGROUP, machine.thread % WARPGROUP
         self.q = TypedTile.take(machine, HEADS, _CHANNELS, "f16", copies=CLUSTER)
         self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=_WARPGROUPS)
@@ -181,17 +186,17 @@ class _Block:
             q = self.query.inputs.q
             self.loaded_q.fill(*(self.q[part].copy_from(q, row, part * _CHANNELS) for part in parts))
         half, first = machine.rank // (CLUSTER // 2), machine.rank % (CLUSTER // 2) * _CHANNELS
-        turns = turns_of(self.rows, _CHANNELS, half, first)  # before anything is waited for
+        first = self.warpgroup * _ADDED + first
+        turns = turns_of(self.rows, _ADDED, half, first)  # before anything is waited for
         softmax, none = Softmax.of_sinks(self.rows), PerRow([machine.constant(0.0, "f32")] * 2)
-        state = _Sums(Fragment.zeros(machine, _CHANNELS), [softmax.total, none]), softmax.peak
+        state = _Sums(Fragment.zeros(machine, _ADDED), [softmax.total, none]), softmax.peak
         if self.layout.rounds == 1:
             sums, _ = self._round(machine.constant(0, "i32"), state)
         else:
             sums, _ = machine.loop((self.tiles + (_TILES - 1)) // _TILES, self._round, state)
         even, odd = (total.over_quad(add) for total in sums.totals)
         means = sums.output.scale_rows(even.map(lambda a, b: machine.reciprocal(a + b), odd))
-        with machine.when(machine.thread < WARPGROUP):
-            store_output(self.rows, outputs.out, means, half, first, turns)
+        store_output(self.rows, outputs.out, means, half, first, turns)
 
     def _round(self, i: Value, state: tuple[_Sums, PerRow]) -> tuple[_Sums, PerRow]:
         """Add the i-th sixteen tiles, given the sums and the peak before them."""
@@ -201,21 +206,21 @@ class _Block:
         self._find_keys(i * _TILES)
         machine.barrier("block")
         values, factors = self._multiply(i * _TILES + own, own)
-        # Half of the own channels is under way while the product runs, and the other half while weights are made.
-        early = self._load_channels(i * _TILES, range(CLUSTER))
+        # Most of the own channels are under way while the product runs, and the others while weights are made.
+        early = self._load_channels(i * _TILES, range(min(_EARLY, self.most)))
         logits = scale_logits(machine, Fragment(values).wait(), factors)
         logits.over_rows(maximum).store(self.exchange.tops, *place, own, 0)
         machine.barrier("cluster")
         tops = self._take_tops(place)
-        self._store_channels(range(CLUSTER), early)
-        late = self._load_channels(i * _TILES, range(CLUSTER, _TILES))
+        self._store_channels(range(len(early)), early)
+        late = self._load_channels(i * _TILES, range(len(early), self.most))
         self._keep_tops(tops)
         machine.barrier("block")
         self._weigh(logits, factors, self._raised(self._after_pairs(peak, own // 2), own), (*place, own))
-        self._store_channels(range(CLUSTER, _TILES), late)
+        self._store_channels(range(len(early), self.most), late)
         machine.fence_shared()
         machine.barrier("cluster")
-        sums = machine.branch(machine.thread < WARPGROUP, lambda sums: self._added(place, tiles, sums, peak), sums)
+        sums = self._added(place, tiles, sums, peak)
         # The next keys take the place of these after the next barrier of the block.
         return sums, peak if self.layout.rounds == 1 else self._after_pairs(peak, _TILES // 2)
 
@@ -228,14 +233,18 @@ class _Block:
 
     def _find_keys(self, first: Value) -> None:
         """Find where the keys of a round are, whose first tile has this number. Each lane finds some of them."""
-        row, of_lane = self.machine.thread % KEYS, self.machine.thread // KEYS
-        places = [of_lane + n for n in range(0, _TILES, _WARPGROUPS * WARPGROUP // KEYS)]
-        finder, tiles = KeyFinder(self.query, [row]), [first + place for place in places]
+        machine, at_once = self.machine, _WARPGROUPS * WARPGROUP // KEYS
+        row, of_lane = machine.thread % KEYS, machine.thread // KEYS
+        places = [of_lane + n for n in range(0, _TILES, at_once)]
+        some = -(-self.most // at_once)
+        finder, tiles = KeyFinder(self.query, [row]), [first + place for place in places[:some]]
         # Step by step for all tiles, so that their loads run at the same time.
         numbers = [finder.find(tile) for tile in tiles]
         looked_up = [finder.look_up(tile, number) for tile, number in zip(tiles, numbers, strict=True)]
-        for place, tile, number, known in zip(places, tiles, numbers, looked_up, strict=True):
-            self.indices.store_words(finder.resolve(tile, number, known), place, row)
+        found = [finder.resolve(*each) for each in zip(tiles, numbers, looked_up, strict=True)]
+        nothing = [[machine.constant(-1, "i32")]] * (len(places) - some)  # for tiles that no query has
+        for place, index in zip(places, found + nothing, strict=True):
+            self.indices.store_words(index, place, row)
 
     # A warpgroup's own tile.
     def _multiply(self, tile: Value, own: Value) -> tuple[list[Value], PerColumn]:
@@ -324,7 +333,7 @@ class _Block:
 
     # The output.
     def _added(self, place: tuple[Index, ...], tiles: Value, sums: _Sums, peak: PerRow) -> _Sums:
-        """Add the tiles of a round, as one warpgroup, given the peak before them."""
+        """Add the tiles of a round to a warpgroup's channels, given the peak before them."""
         machine = self.machine
 
         def some(n: Value, state: tuple[_Sums, _Peaks, list[_Given]]) -> tuple[_Sums, _Peaks, list[_Given]]:
@@ -360,8 +369,8 @@ class _Block:
 
         one, other = peaks.before.map(lambda a, b: a != b, peaks.own).values
         sums, given = machine.branch_warp(one | other, rescale, (sums, given))
-        keys, totals = self.channels.copy(tile).transposed(0), list(sums.totals)
-        values = machine.wgmma(sums.output.values, given.operand.words, keys, columns=_CHANNELS)
+        keys, totals = self.channels.copy(tile).transposed(self.warpgroup * (_ADDED * 2)), list(sums.totals)
+        values = machine.wgmma(sums.output.values, given.operand.words, keys, columns=_ADDED)
         # While the product runs.
         totals[which] = totals[which].map(lambda a, b: a + b, given.total)
         of_pair = peaks.of_pair if which == 0 else after

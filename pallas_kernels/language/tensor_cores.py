@@ -126,22 +126,22 @@ class Tile:
         )
         return Operand(address=self._address(0), steps=steps, leading=0, stride=self._row_of_atoms, transposed=False)
 
-    def transposed(self, first: int) -> Operand:
+    def transposed(self, first: Index) -> Operand:
         """Return an operand with all rows, a multiple of 16, as K.
 
-        Its columns are 16-bit floats, and begin at byte ``first`` of each row, a multiple of 128.
+        Its columns are 16-bit floats, and begin at byte ``first`` of each row: a multiple of 128, or for a product with
+        at most 32 columns of 64.
         """
-        steps = tuple(row // ATOM_ROWS * self._row_of_atoms for row in range(0, self.rows, 16))
         atom = ATOM_ROWS * ATOM_BYTES
         return Operand(
-            address=self._address(first * ATOM_ROWS),
-            steps=steps,
+            address=self._address(first // ATOM_BYTES * atom + first % ATOM_BYTES),
+            steps=tuple(row // ATOM_ROWS * self._row_of_atoms for row in range(0, self.rows, 16)),
             leading=atom,
             stride=self._row_of_atoms,
             transposed=True,
         )
 
-    def _address(self, at: int) -> Value:
+    def _address(self, at: Index) -> Value:
         known = self.offset + at
         return known if isinstance(known, Value) else self.machine.constant(known, "i32")
 

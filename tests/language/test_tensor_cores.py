@@ -14,7 +14,7 @@ from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.simulator.lanes import SimulationError
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, product_row
-from pallas_kernels.language.values import Value
+from pallas_kernels.language.values import Index, Value
 from tests.support.lane_kernels import elementwise, run
 from tests.support.machines import HOPPER_MACHINES
 
@@ -33,7 +33,7 @@ def fill(machine: TensorCores, tile: Tile, source: Any, lanes: int) -> None:
         machine.store_shared(tile.unit(n // units, n % units), words, 16, where=there)
 
 
-def store_product(machine: TensorCores, out: Any, values: list[Value], first: int = 0) -> None:
+def store_product(machine: TensorCores, out: Any, values: list[Value], first: Index = 0) -> None:
     """Store a product's values to out[:, first:]."""
     row, column = product_row(machine), machine.thread % 4 * 2 + first
     for i in range(0, len(values), 2):
@@ -88,6 +88,33 @@ def test_rows_by_columns(simulate, columns):
     a, b = rng.integers(-8, 9, (64, 64)).astype(np.float16), rng.integers(-8, 9, (64, columns)).astype(np.float16)
     found = product(a, b, transposed=True, times=3, simulate=simulate)
     np.testing.assert_array_equal(found, 3 * (a.astype(np.float32) @ b.astype(np.float32)))
+
+
+@pytest.mark.parametrize("simulate", HOPPER_MACHINES)
+def test_rows_by_columns_of_half_an_atom(simulate):
+    """Each half by a warpgroup."""
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(-8, 9, (64, 64)).astype(np.float16) for _ in range(2))
+
+    def body(machine: TensorCores, inputs: Any, out: Any) -> None:
+        left, right = (Tile.take(machine, 64, 128) for _ in inputs)
+        fill(machine, left, inputs[0], 256)
+        fill(machine, right, inputs[1], 256)
+        machine.fence_shared()
+        machine.barrier("block")
+        half = machine.thread // 128
+        found = machine.wgmma(None, left.k_major(), right.transposed(half * 64), columns=32)
+        store_product(machine, out, machine.wgmma_wait(found), half * 32)
+
+    found = run(
+        body,
+        (jnp.asarray(a), jnp.asarray(b)),
+        SPEC((64, 64), jnp.float32),
+        warpgroups=2,
+        shared_bytes=tile_bytes((64, 128), (64, 128)),
+        simulate=simulate,
+    )
+    np.testing.assert_array_equal(found, a.astype(np.float32) @ b.astype(np.float32))
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
