@@ -1,7 +1,9 @@
 """Products, roles and barriers, on both machines."""
 
+import contextlib
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -234,6 +236,14 @@ def test_the_simulator_notices_what_is_missing(missing):
     except (SimulationError, jax.errors.JaxRuntimeError):
         return
     assert not np.array_equal(found, expected), "a missing wait must not go unnoticed"
+
+
+@pytest.mark.parametrize("missing", ["fenced", "full", "free"])
+def test_no_thread_of_a_role_outlives_its_launch(missing):
+    before = set(threading.enumerate())
+    with contextlib.suppress(SimulationError, jax.errors.JaxRuntimeError):
+        run_pipeline(True, 7, **{missing: False})
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.daemon]
 
 
 def relay(machine: TensorCores, x: Any, out: Any, *, meets=True) -> None:

@@ -50,6 +50,10 @@ class _LaneCopy:
     dtype: int
 
 
+class _Ended(BaseException):
+    """Ends the thread of a warpgroup whose launch has failed."""
+
+
 class _Turn:
     """A warpgroup in its role. It runs in a thread of its own, but only one of these threads runs at a time."""
 
@@ -59,15 +63,15 @@ class _Turn:
         self.unheld: list[_Group] = []  # that were waited for, with operands in registers that were not held since
         self.copies: list[list[_LaneCopy]] = [[]]  # groups of copies that are running
         self.ready: Callable[[], bool] = lambda: True
-        self.done, self.error = False, None
+        self.done, self.error, self._is_ended = False, None, False
         self._go, self._back = threading.Lock(), threading.Lock()  # held until it may run; until it has stopped
         self._go.acquire()
         self._back.acquire()
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
 
     def _run(self, body: Callable[[], None]) -> None:
-        self._go.acquire()
         try:
+            self._wait()
             body()
         except BaseException as error:  # passed to the thread that runs the roles
             self.error = error
@@ -86,7 +90,20 @@ class _Turn:
     def give_way(self, ready: Callable[[], bool]) -> None:
         self.ready = ready
         self._back.release()
-        self._go.acquire()
+        self._wait()
+
+    def _wait(self) -> None:
+        if not self._is_ended:
+            self._go.acquire()
+        if self._is_ended:
+            raise _Ended
+
+    def end(self) -> None:
+        """End the role where it has given way, if it has not ended."""
+        if self._thread.is_alive():
+            self._is_ended = True
+            self._go.release()
+            self._thread.join()
 
 
 @dataclasses.dataclass(eq=False)
@@ -285,6 +302,15 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         if first != self._threads:
             raise SimulationError(f"roles for {first} of {self._threads} lanes")
         before, self._in_roles = self._turn, True
+        try:
+            self._take_turns(turns)
+        finally:
+            for turn in turns:
+                turn.end()
+        self._mask, self.region, self._turn, self._in_roles = outer, self._around_roles, before, False
+
+    def _take_turns(self, turns: list[_Turn]) -> None:
+        """Let warpgroups run one after the other, until all have ended."""
         while going := [turn for turn in turns if not turn.done]:
             while self._random.integers(2) and self._go_on():
                 pass
@@ -298,7 +324,6 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
             self._turn.take()
             if self._turn.done:
                 self._check_turn(self._turn)
-        self._mask, self.region, self._turn, self._in_roles = outer, self._around_roles, before, False
 
     def _give_way(self, ready: Callable[[], bool]) -> None:
         if self._in_roles:
