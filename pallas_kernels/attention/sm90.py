@@ -62,6 +62,7 @@ from pallas_kernels.attention.block import (
 from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, QueryOrder, with_flat_queries
 from pallas_kernels.attention.keys import KEYS, Query, take_staging
 from pallas_kernels.attention.layout import Outputs
+from pallas_kernels.attention.query_tile import QueryTile, part_of
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language import target
 from pallas_kernels.language.barriers import Barrier, init_barriers
@@ -136,10 +137,14 @@ class Layout(BlockLayout):
         self, machine: TensorCores, inputs: AttentionInputs[Buffer], outputs: Outputs[Buffer], *, form: AttendedFormat
     ) -> None:
         memory = HopperMemory.take(machine, is_wide=self.is_wide, staged_loads=self.staged_loads, loaders=self.loaders)
-        init_barriers(memory.pipe.full, memory.pipe.free, memory.loaded_q, memory.handover.given)
+        init_barriers(memory.pipe.full, memory.pipe.free, memory.query.loaded, memory.handover.given)
         queries, heads = math.prod(inputs.positions.shape), inputs.sinks.shape[0]
         at_once = self._at_once(queries, self.groups(heads))
         turns = Turns(machine=machine, order=inputs.order, queries=queries, at_once=at_once)
+
+        def load_query(number: Value) -> None:
+            with machine.when(machine.thread % WARPGROUP < WARP):
+                memory.query.load(inputs, number)
 
         def for_each_query(work: Callable[[Block, LoadNext | None], None]) -> None:
             if queries == at_once:
@@ -153,7 +158,7 @@ class Layout(BlockLayout):
 
                 def load_next() -> None:
                     with machine.when(turn.has_following):
-                        memory.load_query(inputs, turn.following)
+                        load_query(turn.following)
 
                 # Loaded while this query is computed, so that the next one need not wait.
                 of_next = Query.of(machine, inputs, turn.following).tiles.maximum(1)
@@ -169,7 +174,7 @@ class Layout(BlockLayout):
         def multiply(multiplier: type[Multiplier]) -> None:
             if multiplier is First:
                 with machine.when(turns.has_any):
-                    memory.load_query(inputs, turns.begin()[0])
+                    load_query(turns.begin()[0])
             for_each_query(lambda block, load_next: multiplier(block, memory, form).run(outputs, load_next))
 
         def loader(load: Callable[[Block], None], warpgroups: int = 1) -> Role:
@@ -254,10 +259,6 @@ class Turns:
 
 
 # Shared memory.
-_Q_CHANNELS = 64  # of a row of the query that one copy takes
-_Q_PARTS = HEAD_DIM // _Q_CHANNELS
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HopperMemory(Memory):
     """Shared memory of a block. Tiles come first, because they must be aligned.
@@ -267,14 +268,13 @@ class HopperMemory(Memory):
     """
 
     is_wide: bool
-    q: TypedTile  # f16 [HEADS, 64 channels]; copies: the parts of a query's channels
-    loaded_q: Barrier
+    query: QueryTile
     handover: Handover
 
     @classmethod
     def take(cls, machine: TensorCores, *, is_wide: bool, staged_loads: int, loaders: int) -> HopperMemory:
         """Allocate the memory, for a number of loading warpgroups and of loads that each of their lanes stages."""
-        q = TypedTile.take(machine, HEADS, _Q_CHANNELS, "f16", copies=_Q_PARTS)
+        pieces = QueryTile.take_pieces(machine)
         if is_wide:
             keys = Tile.take(machine, KEYS, ATOM_BYTES, copies=STAGES * _PIECES)
         else:
@@ -282,7 +282,6 @@ class HopperMemory(Memory):
         parts = STAGES * (_PARTS if is_wide else 1)
         return cls(
             is_wide=is_wide,
-            q=q,
             keys=keys,
             staging=None if is_wide else take_staging(machine, staged_loads, loaders),
             factors=Shared.take(machine, (STAGES, KEYS), "f32"),
@@ -291,7 +290,7 @@ class HopperMemory(Memory):
                 full=Barrier.take(machine, WARPS if is_wide else loaders * WARPS, copies=parts),
                 free=Barrier.take(machine, WARPS if is_wide else CONSUMERS * WARPS, copies=parts),
             ),
-            loaded_q=Barrier.take(machine, 1),
+            query=QueryTile(pieces=pieces, loaded=Barrier.take(machine, 1)),
         )
 
     @property
@@ -314,35 +313,13 @@ class HopperMemory(Memory):
 
     def k_major(self, stage: int, part: int) -> Operand:
         """Return a part of a tile's channels as K."""
-        return self._part_of(self.keys.copy(stage * self.pieces), self.pieces, part)
+        return part_of(self.keys.copy(stage * self.pieces), self.pieces, part, self.parts)
 
     def columns(self, stage: int, first: int) -> Operand:
         """Return a tile's channels from ``first`` on as columns, with its keys as K."""
         piece, byte = divmod(first * 2, self.keys.row_bytes)
         found = self.keys.copy(stage * self.pieces + piece).transposed(byte)
         return dataclasses.replace(found, leading=self.keys.size) if self.pieces > 1 else found
-
-    def load_query(self, inputs: AttentionInputs[Buffer], number: Value) -> None:
-        """Start to load the heads of a query, as a warpgroup together.
-
-        Rows past its last head are those of the queries that follow, of any bits, or zeros past the last query. No
-        head's result depends on them.
-        """
-        machine, heads = self.loaded_q.machine, inputs.sinks.shape[0]
-        with machine.when(machine.thread % WARPGROUP < WARP):
-            row = number * heads + machine.block(1) * HEADS
-            parts = range(_Q_PARTS)
-            self.loaded_q.fill(*(self.q[part].copy_from(inputs.q, row, part * _Q_CHANNELS) for part in parts))
-
-    def query(self, part: int) -> Operand:
-        """Return the heads of the query, [HEADS, channels], with the channels of a part of a tile."""
-        return self._part_of(self.q.tile, _Q_PARTS, part)
-
-    def _part_of(self, piece: Tile, pieces: int, part: int) -> Operand:
-        """Return a part of the channels as K, where adjacent pieces have some channels each."""
-        first, count = piece.k_major(), pieces // self.parts
-        each = range(part * count, (part + 1) * count)
-        return dataclasses.replace(first, steps=tuple(n * piece.size + step for n in each for step in first.steps))
 
 
 # What one multiplying warpgroup gives the other.
@@ -569,7 +546,7 @@ class Multiplier(abc.ABC):
     def run(self, outputs: Outputs[Buffer], load_next: LoadNext | None) -> None:
         """Compute and store the output of the block's query."""
         machine, tiles = self.machine, self.block.tiles
-        self.memory.loaded_q.wait(self.before.queries & 1)
+        self.memory.query.loaded.wait(self.before.queries & 1)
         softmax = Softmax.of_sinks(self.block)
         if self.own != FIRST:  # sinks count once
             softmax = Softmax(softmax.peak, self.no_total)
@@ -617,7 +594,8 @@ class Multiplier(abc.ABC):
         machine, values = self.machine, None
         for part in range(self.memory.parts):
             self.use(self.own, i, part).wait()
-            query, keys = self.memory.query(part), self.memory.k_major(self.own, part)
+            query = self.memory.query.k_major(part, self.memory.parts)
+            keys = self.memory.k_major(self.own, part)
             values = machine.wgmma(values, query, keys, columns=KEYS)
         assert values is not None
         factors = self.factors()  # while the product runs

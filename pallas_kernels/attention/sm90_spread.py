@@ -43,6 +43,7 @@ from pallas_kernels.attention.block import (
 from pallas_kernels.attention.inputs import HEAD_DIM, AttentionInputs, with_flat_queries
 from pallas_kernels.attention.keys import KEYS, KeyFinder, KeyLoader, Query, StoredPart
 from pallas_kernels.attention.layout import AttentionLayout, Outputs
+from pallas_kernels.attention.query_tile import QueryTile
 from pallas_kernels.formats import AttendedFormat
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.fragment import Fragment, LeftOperand, PerColumn, PerRow
@@ -50,8 +51,7 @@ from pallas_kernels.language.lanes import Buffer, Shaped, add, maximum
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.target import GPU, HOPPER
-from pallas_kernels.language.tensor_cores import ATOM_BYTES, Operand, TensorCores, Tile
-from pallas_kernels.language.tiles import TypedTile
+from pallas_kernels.language.tensor_cores import ATOM_BYTES, TensorCores, Tile
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value
 
 CLUSTER = 8
@@ -170,21 +170,20 @@ class _Block:
         self.tiles = self.query.tiles.maximum(1)  # as of a block of ``sm90``
         self.most = min(layout.tiles, _TILES)  # of a round
         self.warpgroup, self.lane = machine.thread // WARPGROUP, machine.thread % WARPGROUP
-        self.q = TypedTile.take(machine, HEADS, _CHANNELS, "f16", copies=CLUSTER)
+        self.loader = KeyLoader(self.query, form, loaders=_WARPGROUPS)  # of the block's channels
+        pieces = QueryTile.take_pieces(machine)
         self.keys = Tile.take(machine, KEYS, HEAD_DIM * 2, copies=_WARPGROUPS)
         self.channels = dataclasses.replace(self.keys, row_bytes=ATOM_BYTES)  # in the same place: of all tiles
         self.indices = Shared.take(machine, (_TILES, KEYS), "i32")  # of the keys' rows
         self.factors = Shared.take(machine, (_WARPGROUPS, KEYS), "f32")
         self.tops = Shared.take(machine, (_TILES, HEADS), "f32")
-        self.loaded_q = Barrier.take(machine, 1)
+        self.heads = QueryTile(pieces=pieces, loaded=Barrier.take(machine, 1))
 
     def run(self, outputs: Outputs[Buffer]) -> None:
         machine = self.machine
-        init_barriers(self.loaded_q)
+        init_barriers(self.heads.loaded)
         with machine.when(machine.thread < WARP):
-            row, parts = self.query.number * self.query.inputs.sinks.shape[0] + self.rows.first_head, range(CLUSTER)
-            q = self.query.inputs.q
-            self.loaded_q.fill(*(self.q[part].copy_from(q, row, part * _CHANNELS) for part in parts))
+            self.heads.load(self.query.inputs, self.query.number)
         half, first = machine.rank // (CLUSTER // 2), machine.rank % (CLUSTER // 2) * _CHANNELS
         first = self.warpgroup * _ADDED + first
         turns = turns_of(self.rows, _ADDED, half, first)  # before anything is waited for
@@ -256,20 +255,13 @@ class _Block:
             loader.store(which, row, keys, factors[self.warpgroup])
         machine.fence_shared()
         machine.barrier("warpgroup")
-        self.loaded_q.wait(0)
-        values = machine.wgmma(None, self._query(), keys.k_major(), columns=KEYS)
+        self.heads.loaded.wait(0)
+        values = machine.wgmma(None, self.heads.k_major(), keys.k_major(), columns=KEYS)
         return values, PerColumn.load(machine, KEYS, factors, self.warpgroup, 0)
 
     def _index(self, place: Index, row: Value) -> Value:
         """Return the index of a key's row, given its tile's place in the round."""
         return self.indices.load_words(place, row, count=1)[0]
-
-    def _query(self) -> Operand:
-        """Return the heads of the query, [HEADS, HEAD_DIM]."""
-        part = self.q.tile.k_major()
-        return dataclasses.replace(
-            part, steps=tuple(n * self.q.tile.size + step for n in range(CLUSTER) for step in part.steps)
-        )
 
     def _weigh(self, logits: Fragment, factors: PerColumn, peak: PerRow, place: tuple[Index, ...]) -> None:
         """Give a tile's weights relative to a peak, and their totals."""
@@ -313,15 +305,13 @@ class _Block:
 
     def _load_channels(self, first: Value, some: range) -> list[StoredPart]:
         """Load this block's channels of the keys of some of a round's tiles."""
-        loader = KeyLoader(self.query, self.form, loaders=_WARPGROUPS)
-        (row,) = loader.rows
-        return [loader.load_part(first + n, 0, self._index(n, row), self.machine.rank) for n in some]
+        (row,) = self.loader.rows
+        return [self.loader.load_part(first + n, 0, self._index(n, row), self.machine.rank) for n in some]
 
     def _store_channels(self, some: range, loaded: list[StoredPart]) -> None:
         """Store what ``_load_channels`` has loaded, where the products read it."""
-        loader = KeyLoader(self.query, self.form, loaders=_WARPGROUPS)
         for tile, part in zip(some, loaded, strict=True):
-            loader.store_part(0, part, self.machine.rank, self.channels.copy(tile))
+            self.loader.store_part(0, part, self.machine.rank, self.channels.copy(tile))
 
     def _take_weights(self, place: tuple[Index, ...], tile: Index, where: Condition) -> _Given:
         words: list[Value] = []

@@ -12,13 +12,13 @@ import functools
 
 from pallas_kernels.activations import OperandRows
 from pallas_kernels.language.lanes import Buffer
-from pallas_kernels.language.machine import WARP, WARPGROUP
+from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy, product_row
-from pallas_kernels.language.values import Condition, Index, Value
-from pallas_kernels.products.epilogues.faces import ColumnSums, Extras, Made
+from pallas_kernels.language.values import Index, Value
+from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.many.codes import CHUNK_CODES, HALVES, OperandOrder, PlainOrder
-from pallas_kernels.products.many.tiles import ManyInputs, Turns, for_each_tile, take_pipeline, warp_rows
+from pallas_kernels.products.many.tiles import ManyInputs, Turns, for_each_tile, store_columns, take_pipeline
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, Tiling
 from pallas_kernels.products.weights import factor_of
 
@@ -116,21 +116,3 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
 
     store = functools.partial(store_columns, turns, inputs.extras, out)
     for_each_tile(turns, pipe, x, copies, scales_of, sums_of, store)
-
-
-def store_columns(turns: Turns, extras: Extras, out: Made, turn: Value, first: Value | int, sums: list[Value]) -> None:
-    """Give the epilogue fours [outputs, rows of x], the first of which is number ``first`` of the tile."""
-    machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
-    lane = machine.thread % WARP
-    output = place.output + warp_rows(machine)
-    rows, all_outputs = tiling.rows, tiling.weight.groups * tiling.weight.outputs
-    is_whole = rows % tiling.tile_rows == 0
-    # A warp's 16 outputs exist, or none of them does.
-    exists: Condition = True if tiling.weight.outputs % tiling.tile_outputs == 0 else output < all_outputs
-    column = lane % 4 * 2 + turns.row(place) + first * 8
-
-    def there(at: Value) -> Condition:
-        return exists if is_whole else exists & (at < rows)
-
-    columns = ColumnSums(machine=machine, output=output, column=column, there=there, sums=sums)
-    tiling.epilogue.many_columns(columns, extras, out)

@@ -1,4 +1,4 @@
-"""What products of many rows share on Hopper: a block's turns, its stages, its roles, and adding sums of a cluster.
+"""What products of many rows share on Hopper: a block's turns, stages and roles, and what becomes of its sums.
 
 The chunks of a batch are padded to the longest one, and a prompt's last chunk to the length of the others. Tiles whose
 rows are all padding are not computed (``needed_tiles``), and blocks divide the others among them.
@@ -19,8 +19,9 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.pipeline import Pipeline
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import Role, TensorCores, Tile, TileCopy
-from pallas_kernels.language.values import VECTOR, Index, Value
+from pallas_kernels.language.values import VECTOR, Condition, Index, Value
 from pallas_kernels.needed import needed_first, past_last_needed
+from pallas_kernels.products.epilogues.faces import ColumnSums, Extras, Made
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, LANES, LOADERS, WARPGROUPS, Place, Tiling
 from pallas_kernels.products.problem import Needed
 
@@ -290,3 +291,21 @@ def for_each_tile[Scales](
 def warp_rows(machine: TensorCores) -> Value:
     """Return the first of the 16 rows of a product that a warp has, with the block's warpgroups one after the other."""
     return machine.thread // WARPGROUP * 64 + machine.thread % WARPGROUP // 32 * 16
+
+
+def store_columns(turns: Turns, extras: Extras, out: Made, turn: Value, first: Value | int, sums: list[Value]) -> None:
+    """Give the epilogue fours [outputs, rows of x], the first of which is number ``first`` of the tile."""
+    machine, tiling, place = turns.machine, turns.tiling, turns.place(turn)
+    lane = machine.thread % WARP
+    output = place.output + warp_rows(machine)
+    rows, all_outputs = tiling.rows, tiling.weight.groups * tiling.weight.outputs
+    is_whole = rows % tiling.tile_rows == 0
+    # A warp's 16 outputs exist, or none of them does.
+    exists: Condition = True if tiling.weight.outputs % tiling.tile_outputs == 0 else output < all_outputs
+    column = lane % 4 * 2 + turns.row(place) + first * 8
+
+    def there(at: Value) -> Condition:
+        return exists if is_whole else exists & (at < rows)
+
+    columns = ColumnSums(machine=machine, output=output, column=column, there=there, sums=sums)
+    tiling.epilogue.many_columns(columns, extras, out)

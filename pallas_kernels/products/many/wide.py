@@ -15,8 +15,7 @@ from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.tensor_cores import TensorCores, Tile, TileCopy
 from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.epilogues.faces import Made
-from pallas_kernels.products.many.bf16 import store_columns
-from pallas_kernels.products.many.tiles import ManyInputs, Turns, for_each_tile, take_pipeline
+from pallas_kernels.products.many.tiles import ManyInputs, Turns, for_each_tile, store_columns, take_pipeline
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, OUTPUTS, WARPGROUPS, Tiling
 
 
