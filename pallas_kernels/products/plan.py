@@ -44,13 +44,8 @@ _HEADS = AttentionQueries, IndexerQueries
 _WIDE_QUERIES = Unsupported(kind="no kernel", reason="queries are made in products with FP8 weights")
 _BOTH_DIM = 128  # outputs of the indexer's heads that have tiles beside those of attention
 _ANY = 1 << 62  # rows, or numbers of a weight
-_INVARIANT = Thresholds(
-    few_rows=_ANY,
-    few_rounded_rows=_ANY,
-    many_operand_rows=THRESHOLDS.many_operand_rows,
-    many_rows=_ANY,
-    small_weight=_ANY,
-    medium_weight=_ANY,
+_INVARIANT = dataclasses.replace(
+    THRESHOLDS, few_rows=_ANY, few_rounded_rows=_ANY, many_rows=_ANY, small_weight=_ANY, medium_weight=_ANY
 )
 
 

@@ -1,7 +1,9 @@
 """What a layer gives a request and stores of it is the same bit for bit in any batch, if the cache asks for that."""
 
+import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
+import pallas_kernels.products.plan as plans
 from dsv4jax.layer import tiles
 from dsv4jax.layer.backend import backends
 from dsv4jax.layer.invariant import products
@@ -142,8 +145,15 @@ def test_the_check_sees_an_update_whose_order_depends_on_the_call(monkeypatch):
 
 @pytest.mark.sweep(guard="test_a_row_has_the_same_bits_in_any_call")
 @pytest.mark.simulated
-def test_all_kernels_of_a_layer_at_once():
-    """With heads as those of V4: queries are made in a launch of their products, of any number of rows."""
+def test_all_kernels_of_a_layer_at_once(monkeypatch):
+    """With heads as those of V4: queries are made in a launch of their products, of any number of rows.
+
+    The 90 rows of chunks are as many as those of longer ones to the products that end a layer.
+    """
+    many = dataclasses.replace(plans._INVARIANT, many_operand_rows=65)
+    monkeypatch.setattr(plans, "_INVARIANT", many)
+    tilings = mock.Mock(wraps=plans.fastest_tiling_in_order)
+    monkeypatch.setattr(plans, "fastest_tiling_in_order", tilings)
     cfg = d4.DSV4Config.tiny(
         hidden_size=128,
         q_lora_rank=128,
@@ -151,7 +161,7 @@ def test_all_kernels_of_a_layer_at_once():
         head_dim=512,
         rope_dim=64,
         o_groups=2,
-        o_lora_rank=64,
+        o_lora_rank=128,
         indexer_heads=64,
         indexer_head_dim=128,
         compress_ratios=(4,),
@@ -165,6 +175,7 @@ def test_all_kernels_of_a_layer_at_once():
         Pass(rows=((1, 1), (0, 2)), width=3, is_draft=True),
     ]
     assert not different_bits(feed(run, plan, inputs, together, 1)[0], single[0])
+    assert {call.args[0] for call in tilings.call_args_list} == {90}
 
 
 @pytest.mark.parametrize("tail", [HCARingUpdate, HCAOnlineUpdate])
