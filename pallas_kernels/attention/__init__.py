@@ -7,6 +7,7 @@ sm90_spread  the same with the bits of ``sm90``
 sm100        the kernel for Blackwell
 block        what the kernels for many queries share: loading tiles, a running softmax, the last steps of the output
 wide         rows that are widened once for all queries of a call with many tokens
+query_tile   a query's heads in shared memory, as the hardware copies them
 keys         the keys of a query: where they are stored, and how they become tiles
 layout       how the work on a query is divided among blocks
 inputs       the arrays of a call
