@@ -215,6 +215,11 @@ def test_whether_there_is_a_plan_does_not_depend_on_the_rows(case, gpu):
     assert len({type(plan) for plan in found}) == 1
     if isinstance(found[0], pk.Plan):
         assert len({parts_of(plan) for plan in found}) == 1
+        by_rows = {plan.problem.rows.count: type(plan.kernel) for plan in found}
+        longest = by_rows.pop(4096, None)
+        assert len(set(by_rows.values())) == 1
+        is_many = gpu is HOPPER and case.takes_operand and isinstance(case.made[0], pk.Store | pk.AddTo)
+        assert longest in (None, Many if is_many else by_rows[1])
 
 
 def parts_of(plan: pk.Plan) -> int:

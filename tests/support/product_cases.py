@@ -44,8 +44,8 @@ class Many:
             found = fastest_tiling_in_order(rows, weight, made, gpu, self.own_parts or 1)
         else:
             found = (tiling_of_heads if makes_heads else fastest_tiling)(rows, weight, made, gpu)
-        given = dict(parts=self.parts, tile_rows=self.tile_rows, tile_outputs=self.tile_outputs, stages=self.stages)
-        found = dataclasses.replace(found, **{name: value for name, value in given.items() if value})
+        names = "parts", "own_parts", "tile_rows", "tile_outputs", "stages"
+        found = dataclasses.replace(found, **{name: value for name in names if (value := getattr(self, name))})
         return found if self.stages else found.with_most_stages()
 
     def __str__(self) -> str:

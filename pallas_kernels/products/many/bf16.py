@@ -59,6 +59,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
         """Load the bytes of a chunk's scales for this lane's outputs."""
         assert inputs.scales is not None
         place, first = turns.chunk(chunk)
+        # The second output is among the 16 of the first one, which share scales.
         of_row, there = (place.output + outputs[0]) // block[0], turns.exists(place)
         return [
             inputs.scales.load_bytes(of_row, (first + further) // block[1], count=1, where=there)
