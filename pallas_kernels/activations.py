@@ -13,7 +13,7 @@ Rounding to FP8 is
 themselves, from what they hold after their own products (``round_group``). Both give the same bytes.
 
 A product's lane holds 16 adjacent bytes of a weight's row, so that its right operand needs pairs of numbers in another
-order than they have in x (``products.few.staging``). Of each 64 numbers of a row, four quarters of eight pairs,
+order than they have in x (``products.few.order``). Of each 64 numbers of a row, four quarters of eight pairs,
 
     pair p of quarter q      is stored as pair 4 p + q.
 
@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.language.lanes import Buffer, Shaped, Team, fold, maximum, quad_transposed, swapped
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP
-from pallas_kernels.language.tensor_cores import UNIT, TensorCores, Tile
+from pallas_kernels.language.tensor_cores import UNIT, TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Index, Step, Value
 from pallas_kernels.rows import from_bf16, from_ue8m0, power_of_two_scale
 
@@ -53,7 +53,6 @@ _TEAMS = WARPGROUP // _TEAM  # of a block, each with a row
 _GROUPS_AT_ONCE = 4  # groups of a row that a team loads together
 _QUAD = 4  # lanes that share a row of a product
 _STORED_TOGETHER = 8  # places for which a lane computes words before it stores any
-_HALVES = 2  # of a chunk of a row
 _QUARTERS, _PAIRS = 4, 8
 _QUARTER = 2 * _PAIRS
 _HALF_SEGMENT = SEGMENT // 2
@@ -90,8 +89,6 @@ def store_words(rows: Buffer, places: Iterable[Words]) -> None:
 
 class ActivationRows(abc.ABC):
     """What products know of a class of rows. Instances hold arrays, what describes them, or their buffers."""
-
-    copied_bytes: ClassVar[int]  # that a lane copies to a tile at once
 
     @classmethod
     @abc.abstractmethod
@@ -131,30 +128,12 @@ class FloatRows[Array: Shaped](ActivationRows):
 class PlainRows[Array: Shaped](FloatRows[Array]):
     """Rows in order, bf16 or f32, or their buffer."""
 
-    copied_bytes = 4  # adjacent words belong to different units of 16 bytes
-
     @classmethod
     def shapes(cls, *shape: int, dtype: DTypeLike = jnp.bfloat16) -> PlainRows[jax.ShapeDtypeStruct]:
         return PlainRows(values=jax.ShapeDtypeStruct(shape, dtype))
 
     def rounded(self: PlainRows[jax.Array], *, needed: jax.Array | None, simulate: bool) -> RoundedRows[jax.Array]:
         return round_rows(self.values, needed=needed, simulate=simulate)
-
-    @staticmethod
-    def place(tile: Tile, line: Value, number: Value) -> Value:
-        """Return where a word of a row's chunk belongs in a tile in which lanes find it beside the weight."""
-        # It is in one half of the chunk. There, each lane of a quad holds several adjacent words of the weight.
-        per_half = tile.row_bytes // 4 // _HALVES
-        of_lane = per_half // _QUAD
-        half, lane, j = number // per_half, number % per_half // of_lane, number % of_lane
-        return tile.unit(line, half * of_lane + j) + lane * 4
-
-    @staticmethod
-    def put(tile: Tile, line: Value, unit: Value, words: list[Value], where: Condition) -> None:
-        """Store the words of a row's chunk that are as many to a unit, where ``place`` says. Codes are words, too."""
-        for e, word in enumerate(words):
-            place = PlainRows.place(tile, line, unit * len(words) + e)
-            tile.machine.store_shared(place, [word], 4, where)
 
     @staticmethod
     def sources(unit: Value, count: int) -> list[tuple[Value, int]]:
@@ -250,7 +229,6 @@ class RoundedRows[Array: Shaped](ActivationRows):
 class QuarteredRows[Array: Shaped](FloatRows[Array]):
     """Rows of bf16, of which each segment is four quarters: pair p of quarter q is stored as pair 4 p + q."""
 
-    copied_bytes = UNIT
     segment: ClassVar[int]  # numbers that change places with one another
 
     @classmethod
@@ -285,16 +263,6 @@ class OperandRows[Array: Shaped](QuarteredRows[Array]):
         """Return which number of a row is stored as number ``column``."""
         pair = column % SEGMENT // 2
         return column // SEGMENT * SEGMENT + pair % _QUARTERS * _QUARTER + pair // _QUARTERS * 2 + column % 2
-
-    @staticmethod
-    def place(tile: Tile, line: Value, number: Value) -> Value:
-        """Return where a unit of 16 bytes of a row's chunk belongs in a tile."""
-        return tile.unit(line, number)
-
-    @staticmethod
-    def put(tile: Tile, line: Value, unit: Value, words: list[Value], where: Condition) -> None:
-        """Store a unit of a row's chunk."""
-        tile.machine.store_shared(tile.unit(line, unit), words, UNIT, where)
 
     @staticmethod
     def sources(unit: Value, count: int) -> list[tuple[Value, int]]:

@@ -189,7 +189,8 @@ def _single(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupporte
     if rows <= limits.few(weight.activations) or only_few is not None:
         layout = fastest_layout(problem.rows, weight, in_bf16, gpu)
         kernel: Few | Many = Few(layout=layout)
-        is_many = problem.rows.kind is OperandRows and rows >= limits.many_operand_rows and only_few is None
+        is_in_order = weight.block is None or problem.rows.kind is OperandRows
+        is_many = is_in_order and rows >= limits.many_rows_in_order and only_few is None
         if is_many and isinstance(epilogue, Store | AddTo):
             tiling = fastest_tiling_in_order(rows, weight, in_bf16, gpu, layout.split.all_parts)
             kernel = Many(tiling=tiling, which=problem.needed)

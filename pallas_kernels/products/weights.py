@@ -1,10 +1,11 @@
 """A warpgroup's tile of a weight: copying it to shared memory ahead of time, and making left operands of products.
 
-A tile is processed in chunks of 128 bytes of each row, in two halves. Of each half a lane reads 16 adjacent bytes of
-rows r and r + 8 (``product_row``), from 16 c on, with c its place in its quad. They are what it contributes to several
-steps of a product. A warp reads just what it copied itself, so that no warp waits for another one. Eight lanes copy a
-row of a chunk, and so ask for whole lines of memory. If each lane copied what it reads, it would be twice as many
-requests, which take turns with all other accesses of shared memory.
+A tile is processed in chunks of 128 bytes of each row, in two halves. Of each half a lane reads 16 bytes of rows r and
+r + 8 (``product_row``), which are what it contributes to several steps of a product. Of codes they are adjacent ones,
+from 16 c on, with c its place in its quad: so they have one scale. Of bf16 they are the words that it has of an operand
+whose inputs are in order. A warp reads just what it copied itself, so that no warp waits for another one. Eight lanes
+copy a row of a chunk, and so ask for whole lines of memory. If each lane copied what it reads, it would be twice as
+many requests, which take turns with all other accesses of shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_ROWS = 128  # in a block where there are more rows of x
 CHUNK_BYTES, HALVES = 128, 2
 QUAD = 4
 _ROWS = TILE // (WARPGROUP // WARP)  # of a warp
-_UNIT = 16  # bytes of one access
+_UNIT, _WORD = 16, 4  # bytes of one access
 _UNITS = CHUNK_BYTES // _UNIT
 STAGE_BYTES = TILE * CHUNK_BYTES  # a chunk of a tile
 OPERAND_WORDS = 16  # of half a chunk that is widened, as a left operand; of a weight of bf16 half as many
@@ -117,14 +118,14 @@ class Scales:
 class StoredTile:
     """A warp's rows of 64 outputs of a weight, and their room in shared memory for some chunks.
 
-    Units of 16 bytes of odd rows change places with those of the other half, because adjacent rows that are read
-    together are then in other banks.
+    Units of 16 bytes change places within a row, so that what lanes of other rows read together is in other banks.
     """
 
     machine: TensorCores
     weight: Buffer  # a view in bytes that begins at what this lane copies first
     row_bytes: int
     room: Shared  # u8 [stages, rows, bytes of a chunk]
+    is_wide: bool  # whether the weight is bf16
     there: Condition
 
     @classmethod
@@ -138,7 +139,7 @@ class StoredTile:
         row_bytes = weight.shape[1] * size
         shape = row_bytes // CHUNK_BYTES, CHUNK_BYTES
         view = dataclasses.replace(weight, address=address, shape=shape, dtype=jnp.dtype(jnp.uint8))
-        return cls(machine, view, row_bytes, room, there)
+        return cls(machine, view, row_bytes, room, size > 1, there)
 
     @staticmethod
     def take_rooms(machine: TensorCores, warpgroups: int, stages: int) -> Shared:
@@ -153,19 +154,22 @@ class StoredTile:
         row, unit = self.machine.thread % WARP // _UNITS, self.machine.thread % _UNITS
         for first in range(0, _ROWS, WARP // _UNITS):
             source = self.weight.address_of((chunk, first * self.row_bytes))
-            to = self.room.address_of(stage, row + first, _swapped(unit, row) * _UNIT)
+            to = self.room.address_of(stage, row + first, self._swapped(unit, row, first) * _UNIT)
             self.machine.copy_async(to, source, where & self.there)
 
     def load(self, stage: Index, half: int) -> list[list[Value]]:
         """Return this lane's bytes of both rows, four words each."""
-        row, unit = self.machine.thread % WARP // QUAD, self.machine.thread % QUAD + half * QUAD
-        at = _swapped(unit, row) * _UNIT
-        return [self.room.load_words(stage, row + further, at, count=_UNIT) for further in (0, _ROWS // 2)]
+        row, lane = self.machine.thread % WARP // QUAD, self.machine.thread % QUAD
+        rows = row, row + _ROWS // 2
+        if not self.is_wide:
+            at = self._swapped(lane + half * QUAD, row) * _UNIT
+            return [self.room.load_words(stage, row, at, count=_UNIT) for row in rows]
+        places = [self._swapped(half * QUAD + n, row) * _UNIT + lane * _WORD for n in range(QUAD)]
+        return [[self.room.load_words(stage, row, at, count=_WORD)[0] for at in places] for row in rows]
 
-
-def _swapped(unit: Value, row: Value) -> Value:
-    """Return where a unit of a row is."""
-    return unit ^ row % 2 * QUAD
+    def _swapped(self, unit: Index, row: Value, further: int = 0) -> Value:
+        """Return where a unit of a row is, or of the row ``further`` down, a multiple of 4."""
+        return unit ^ ((row + further) % (_ROWS // 2) if self.is_wide else row % 2 * QUAD)
 
 
 def widen(machine: TensorCores, codes: list[list[Value]], factor: Value) -> list[Value]:

@@ -45,7 +45,7 @@ COLUMN_BYTES, WIDENING_COLUMNS, MEETINGS = 96, 48, 2.75
 # them after the others.
 MORE_CLUSTERS = {8: 1}
 STAGES_OF_STREAMED = {1: 4, 2: 4, 3: 3, 4: 3, 5: 3}  # by the warpgroups of a block, with 64 rows
-STREAMED_ROWS, STREAMED_OPERAND_ROWS = 64, 32  # from which on x is copied chunk by chunk
+STREAMED_ROWS, STREAMED_ROWS_AS_GIVEN = 64, 32  # from which on x is copied chunk by chunk
 COLUMNS_TO_LOAD_AT_ONCE = 32  # from which on both halves of a chunk's codes are
 
 
@@ -55,7 +55,7 @@ class Thresholds:
 
     few_rows: int = 128  # up to which the kernel of few rows is the fastest
     few_rounded_rows: int = 64  # the same where rows are rounded to FP8, if there is another kernel
-    many_operand_rows: int = 1024  # from which products in the order of few rows have the kernel of many
+    many_rows_in_order: int = 1024  # from which products in the order of few rows have the kernel of many
     many_rows: int = 1024  # from which products with a wide weight have a kernel that leaves out padding
     # Numbers of a wide weight up to which its kernel is faster than XLA: for one row, and for 2 to 128, where XLA takes
     # two launches. The latter was measured with the compressors of CSA, 4096 -> 2624.

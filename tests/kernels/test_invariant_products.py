@@ -147,31 +147,34 @@ def test_the_comparison_sees_sums_in_another_order():
 
 
 # Several parts, of one tile or of two that a block computes one after the other; groups, whose operand rows are stored
-# as such; one part; scales of few outputs and inputs.
+# as such; wide weights, the second of which fills its last tile by half; one part; scales of few outputs and inputs.
 OF_MANY = [
     one(pk.AddTo(), outputs=128, inputs=1024, takes_operand=True),
     one(pk.Store(kind=OperandRows), outputs=128, inputs=512, groups=2, takes_operand=True),
     one(pk.Store(), outputs=256, inputs=1024, takes_operand=True, gpu=FOR_ATTENTION),
+    one(pk.Store(), outputs=256, inputs=512, block=None),
+    one(pk.Store(dtype=jnp.bfloat16), outputs=192, inputs=1024, block=None),
     one(pk.Store(dtype=jnp.bfloat16), outputs=128, inputs=128, takes_operand=True),
     one(pk.Store(kind=OperandRows), outputs=128, inputs=768, block=(16, 32), takes_operand=True),
 ]
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)
-@pytest.mark.parametrize("case", first_of(OF_MANY, count=2), ids=str)
+@pytest.mark.parametrize("case", first_of(OF_MANY, count=4), ids=str)
 def test_the_kernel_of_many_rows_has_the_sums_of_that_of_few(case, simulate, monkeypatch):
-    monkeypatch.setattr(plans, "_INVARIANT", dataclasses.replace(plans._INVARIANT, many_operand_rows=65))
+    monkeypatch.setattr(plans, "_INVARIANT", dataclasses.replace(plans._INVARIANT, many_rows_in_order=65))
     assert isinstance(case.plan(64).kernel, Few)
     assert isinstance(case.plan(65).kernel, Many)
     assert not differing(case, simulate=simulate)
 
 
 @pytest.mark.simulated
-def test_the_kernel_of_many_rows_has_other_sums_with_other_parts():
-    case = Product(rows=70, outputs=128, inputs=512)
+@pytest.mark.parametrize("block", [(128, 128), None])
+def test_the_kernel_of_many_rows_has_other_sums_with_other_parts(block):
+    case = Product(rows=70, outputs=128, inputs=512, block=block)
+    x = case.x if block is None else OperandRows.of(case.x)
     two, four = (
-        dataclasses.replace(case, many=product_cases.Many(own_parts=parts)).run(OperandRows.of(case.x), simulate=True)
-        for parts in (2, 4)
+        dataclasses.replace(case, many=product_cases.Many(own_parts=parts)).run(x, simulate=True) for parts in (2, 4)
     )
     assert two.tobytes() != four.tobytes()
 
@@ -202,8 +205,8 @@ def test_a_pair_divides_its_products_as_two_launches_do(outputs):
     for rows in (1, 17, 64):
         for layout, product in zip(pair.plan(rows).kernel.layouts, (wide, stored), strict=True):
             for count in (1, 64, 65, 4096):
-                alone = Case(products=(product,), made=(pk.Store(),)).plan(count).kernel.layout
-                assert layout.split.all_parts == alone.split.all_parts
+                alone = Case(products=(product,), made=(pk.Store(),)).plan(count)
+                assert layout.split.all_parts == parts_of(alone)
     assert isinstance(pair.plan(65), pk.Unsupported)
 
 
@@ -218,7 +221,8 @@ def test_whether_there_is_a_plan_does_not_depend_on_the_rows(case, gpu):
         by_rows = {plan.problem.rows.count: type(plan.kernel) for plan in found}
         longest = by_rows.pop(4096, None)
         assert len(set(by_rows.values())) == 1
-        is_many = gpu is HOPPER and case.takes_operand and isinstance(case.made[0], pk.Store | pk.AddTo)
+        is_stored = isinstance(case.made[0], pk.Store | pk.AddTo)
+        is_many = gpu is HOPPER and is_stored and (case.takes_operand or case.products[0].block is None)
         assert longest in (None, Many if is_many else by_rows[1])
 
 

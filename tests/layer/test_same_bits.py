@@ -150,7 +150,7 @@ def test_all_kernels_of_a_layer_at_once(monkeypatch):
 
     The 90 rows of chunks are as many as those of longer ones to the products that end a layer.
     """
-    many = dataclasses.replace(plans._INVARIANT, many_operand_rows=65)
+    many = dataclasses.replace(plans._INVARIANT, many_rows_in_order=65)
     monkeypatch.setattr(plans, "_INVARIANT", many)
     tilings = mock.Mock(wraps=plans.fastest_tiling_in_order)
     monkeypatch.setattr(plans, "fastest_tiling_in_order", tilings)

@@ -87,6 +87,9 @@ KERNELS: dict[str, Run] = {
     ),
     "products of many rows, FP8": _product(rows=65, outputs=128, inputs=640, many=Many(parts=1, stages=3), **_FP8),
     "products of many rows, wide": _product(rows=72, outputs=128, inputs=512, block=None, many=Many(parts=1, stages=3)),
+    "products of many rows, wide, own parts": _product(
+        rows=72, outputs=128, inputs=512, block=None, many=Many(own_parts=2, stages=3, tile_rows=72)
+    ),
     "products of many rows, queries": lambda: _QUERIES.run(simulate=True)[0],
     "products of few rows": _product(rows=13, outputs=64, inputs=2560, parts=(1, 1)),
     "products of few rows, in segments": _product(rows=64, outputs=64, inputs=2560, parts=(1, 1)),

@@ -40,7 +40,7 @@ class Many:
             clusters = gpu.clusters | {2: -(-count // 2)}
             gpu = dataclasses.replace(gpu, multiprocessors=count, clusters=clusters)
         makes_heads = isinstance(made, pk.AttentionQueries | pk.IndexerQueries)
-        if problem.rows.kind is OperandRows:
+        if problem.rows.kind is OperandRows or (weight.block is None and self.own_parts):
             found = fastest_tiling_in_order(rows, weight, made, gpu, self.own_parts or 1)
         else:
             found = (tiling_of_heads if makes_heads else fastest_tiling)(rows, weight, made, gpu)

@@ -21,6 +21,7 @@ from pallas_kernels.products.epilogues.store import Store
 from pallas_kernels.products.few import sm90, sm100
 from pallas_kernels.products.few.block import FewInputs
 from pallas_kernels.products.few.layout import Layout
+from pallas_kernels.products.few.order import order_of
 from pallas_kernels.products.few.split import Division, Split, columns_of
 from pallas_kernels.products.problem import Epilogue, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import CHUNK_BYTES, MOST_ROWS, ROWS, TILE
@@ -47,14 +48,14 @@ def fastest_layout(rows: RowsSpec, weight: WeightSpec, epilogue: Epilogue, gpu: 
         columns=columns,
         inputs=division.inputs,
         operand_bytes=kernel.OPERAND_BYTES,
-        kind=rows.kind,
+        order=order_of(rows, weight),
     )
     return layout.streamed(kernel.STREAMED_WARPGROUPS)
 
 
 def _division(rows: RowsSpec, weight: WeightSpec, gpu: target.GPU, epilogue: Epilogue) -> Division:
     inputs = CHUNK_BYTES if weight.block is not None else CHUNK_BYTES // 2
-    room = _KERNELS[gpu.architecture].ROOM[rows.kind]
+    room = _KERNELS[gpu.architecture].ROOM[order_of(rows, weight)]
     return Division(weight=weight, inputs=inputs, rows=rows.count, room=room, gpu=gpu, most_parts=epilogue.most_parts)
 
 
@@ -84,7 +85,7 @@ def layout_of_both(rows: RowsSpec, weight: WeightSpec, both: BothQueries, gpu: t
     alone = layout_of_heads(rows, weight, both.attention, gpu)
     if isinstance(alone, Unsupported):
         return alone
-    most = sm90.ROOM[rows.kind].most_warpgroups(ROWS)
+    most = sm90.ROOM[order_of(rows, weight)].most_warpgroups(ROWS)
     if both.tiles > most:
         reason = f"blocks have at most {most} tiles, both need {both.tiles}"
         return Unsupported(kind="no kernel", reason=reason)
@@ -228,7 +229,7 @@ def fastest_pair(
     if parts != second.split.all_parts or weights[0].groups > 1 or weights[1].groups > 1:
         return slower
     sizes = [size for size in h200.CLUSTER_BYTES if parts % size == 0 and (size == 1 or size in gpu.clusters)]
-    most = sm90.ROOM[rows.kind].most_warpgroups(ROWS)
+    most = min(sm90.ROOM[layout.order].most_warpgroups(ROWS) for layout in own)
     best, least = None, sum(_cost((one,)) for one in own) + h200.LAUNCH_BYTES
     for cluster, tiles in itertools.product(sizes, range(1, most + 1)):
         of_block = parts // cluster

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.values import VECTOR
 from pallas_kernels.products.epilogues.faces import TILE_PITCH
+from pallas_kernels.products.few.order import AsGiven, ByLanes, Order
 from pallas_kernels.products.few.split import EIGHT, Split
 from pallas_kernels.products.few.staging import StagedRows
 from pallas_kernels.products.problem import Epilogue, WeightSpec
@@ -18,10 +18,7 @@ from pallas_kernels.tuned import h200
 
 _MOST_STAGES = 4  # of a tile's chunks that are in shared memory: with more, x waits for the memory behind them
 # Rows from which on x is copied chunk by chunk.
-_STREAMED_FROM: dict[type[ActivationRows], int] = {
-    PlainRows: h200.STREAMED_ROWS,
-    OperandRows: h200.STREAMED_OPERAND_ROWS,
-}
+_STREAMED_FROM: dict[type[Order], int] = {ByLanes: h200.STREAMED_ROWS, AsGiven: h200.STREAMED_ROWS_AS_GIVEN}
 _LEAST_STAGES = 3
 EIGHT_BYTES = WARPGROUP * VECTOR * 4  # of a warpgroup's sums of eight columns
 _ALIGNMENT = 1024  # of the tiles of x
@@ -42,7 +39,7 @@ class Layout:
     operand_bytes: int = 0  # shared memory of a warpgroup for widened weights
     streams: bool = False  # whether x is copied chunk by chunk, beside the weight; only where a block has one part
     first_block: int = 0  # of a launch that the product begins with, along the grid's first axis
-    kind: type[ActivationRows] = PlainRows  # of x
+    order: type[Order] = ByLanes  # of rows of x
 
     @property
     def cluster(self) -> int:
@@ -96,7 +93,8 @@ class Layout:
     def should_stream(self, most_warpgroups: int) -> bool:
         """Return whether x should be copied chunk by chunk, which so many warpgroups can do.
 
-        As measured on an H200 this is faster with 64 rows, with 32 operand rows, and where not all of x fits.
+        As measured on an H200 this is faster with 64 rows, with 32 that are copied as they are, and where not all of x
+        fits.
         """
         split = self.split
         if self.weight.activations != "bf16" or split.parts > 1 or split.warpgroups > most_warpgroups:
@@ -105,7 +103,7 @@ class Layout:
             return True
         other = dataclasses.replace(self, streams=True)
         fits = other.grid.shared_bytes + SCRATCH_BYTES <= self.gpu.shared_bytes
-        return (self.columns >= _STREAMED_FROM[self.kind] or self.segment < split.of_warpgroup) and fits
+        return (self.columns >= _STREAMED_FROM[self.order] or self.segment < split.of_warpgroup) and fits
 
     def streamed(self, most_warpgroups: int) -> Layout:
         """Return the same with x as it ``should_stream``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.activations import OperandRows, PlainRows
 from pallas_kernels.language.barriers import Barrier, init_barriers
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP
@@ -13,12 +12,13 @@ from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
 from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.few.block import Block, FewInputs
 from pallas_kernels.products.few.layout import Layout
+from pallas_kernels.products.few.order import AsGiven, ByLanes
 from pallas_kernels.products.few.split import Room
 from pallas_kernels.products.weights import CHUNK_BYTES, HALVES, QUAD, ROWS, TILE
 
 _COPIES = 2  # of the operand: one is multiplied while the other is written
 OPERAND_BYTES = _COPIES * TILE * CHUNK_BYTES + _COPIES * 8 + 1024  # shared memory of a warpgroup for it
-ROOM = dict.fromkeys((PlainRows, OperandRows), Room(warpgroups={ROWS // 2: 4}))
+ROOM = dict.fromkeys((ByLanes, AsGiven), Room(warpgroups={ROWS // 2: 4}))
 STREAMED_WARPGROUPS = 0  # no block copies x chunk by chunk: sums in tensor memory are waited for in another way
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pallas_kernels.activations import ActivationRows, OperandRows, PlainRows
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.few.block import Block, FewInputs
 from pallas_kernels.products.few.layout import Layout
+from pallas_kernels.products.few.order import AsGiven, ByLanes, Order
 from pallas_kernels.products.few.split import Room
 from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
 from pallas_kernels.tuned import h200
 
 OPERAND_BYTES = 0  # shared memory of a warpgroup for its left operand
-ROOM: dict[type[ActivationRows], Room] = {
-    PlainRows: Room(warpgroups={32: 5, 64: 3, 128: 2}),
-    OperandRows: Room(warpgroups={32: 5, 64: 4, 128: 2}),  # whose places are fewer
+ROOM: dict[type[Order], Room] = {
+    ByLanes: Room(warpgroups={32: 5, 64: 3, 128: 2}),
+    AsGiven: Room(warpgroups={32: 5, 64: 4, 128: 2}),  # whose places are fewer
 }
 STREAMED_WARPGROUPS = 5  # the most of a block that copies x chunk by chunk, for which there are registers
 

@@ -1,12 +1,8 @@
 """Rows of x in shared memory, as the right operand of products, in the order in which lanes hold the weight.
 
-A lane holds 16 adjacent bytes of each half of a chunk (``weights``). They enter the steps of a product 8 bytes of the
-operand at a time: 4 in the first half of the step's inputs and 4 in the second. So the inputs of a step are not
-adjacent ones, and rows of x are stored in that order. Operand rows have it already.
-
 A block stores several chunks of x before it multiplies (``StagedRows``), or copies chunk by chunk beside the weight
-(``StreamedRows``): operand rows 16 bytes at a time, and others in words of 4 bytes, because adjacent ones belong to
-different units of 16. A warp writes each of its words to another bank of shared memory.
+(``StreamedRows``), as many bytes at a time as that ``Order`` says. A warp writes each of its words to another bank of
+shared memory.
 
 Where products round x to E4M3, those of few rows do it while they store it here. Those of many rows, which read x again
 for each tile of outputs, take rows that were rounded before.
@@ -21,6 +17,7 @@ from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores, Tile
 from pallas_kernels.language.values import Condition, Index, Value
+from pallas_kernels.products.few.order import Order
 
 _ROWS = 8  # after which a tile's units are permuted in the same way again
 _MOST_LANES = 512  # that copy chunk by chunk
@@ -46,6 +43,7 @@ class StagedRows:
 
     machine: TensorCores
     x: PlainRows | OperandRows  # bf16 [M, inputs of all groups]
+    order: type[Order]
     tiles: Tile  # a copy per chunk
     scales: Shared | None  # f32 [chunks, columns], of rows that are rounded to FP8
     columns: int  # rows of x, a multiple of 8
@@ -63,6 +61,7 @@ class StagedRows:
         x: PlainRows | OperandRows,
         at: tuple[Value, Value],
         *,
+        order: type[Order],
         tile: tuple[int, int],
         segment: int,
         parts: tuple[int, int],
@@ -78,6 +77,7 @@ class StagedRows:
         return cls(
             machine=machine,
             x=x,
+            order=order,
             tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=count * segment),
             scales=Shared.take(machine, (count * segment, columns), "f32") if is_rounded else None,
             columns=columns,
@@ -120,7 +120,7 @@ class StagedRows:
                 loaded.append(self.x.values.load_words(line, at, count=LOADED, where=where))
             for place, words in zip(places, loaded, strict=True):
                 codes = words if self.scales is None else self._rounded(words, self.scales[place.chunk], place)
-                self.x.put(self.tiles.copy(place.chunk), place.line, place.unit, codes, place.inside)
+                self.order.put(self.tiles.copy(place.chunk), place.line, place.unit, codes, place.inside)
 
         self.machine.loop(rounds, some)
         self.machine.fence_shared()
@@ -169,13 +169,14 @@ class StreamedRows:
         rows: PlainRows | OperandRows,
         at: tuple[Value, Value],
         *,
+        order: type[Order],
         tile: tuple[int, int],
         slots: int,
         warpgroups: int,
     ) -> StreamedRows:
         """Take shared memory for ``slots`` chunks. Arguments are as for ``StagedRows``."""
         columns, inputs = tile
-        x, size = rows.values, rows.copied_bytes
+        x, size = rows.values, order.copied_bytes
         tiles = Tile.take(machine, columns, inputs * x.dtype.itemsize, copies=slots)
         of_row = tiles.row_bytes // size  # lanes that copy a row
         lanes = 1 << min(warpgroups * WARPGROUP, _MOST_LANES).bit_length() - 1
@@ -194,7 +195,7 @@ class StreamedRows:
             total=x.shape[0],
             row=at[0] + line,
             address=x.address_of((at[0] + line, at[1])) + machine.widen(number * size),
-            to=tuple(rows.place(tiles, line, number) for line in lines),
+            to=tuple(order.place(tiles, line, number) for line in lines),
         )
 
     def copy(self, chunk: Index, slot: Index, where: Value | bool) -> None:

@@ -70,11 +70,9 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
         """Wait for a chunk, and load this lane's codes."""
         return order.load(codes.address_of(pipe.wait(chunk), 0, 0))
 
-    chunks = tiling.chunks // tiling.own_parts
-
     # Codes are loaded a chunk ahead, because a load takes long beside products, which read shared memory too. While
     # half a chunk is multiplied, the next half is widened, that of the next chunk too.
-    def of_part(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
+    def sums_of(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
         def one(i: Value, carry: _Carry) -> _Carry:
             sums, held, loaded, scales = carry
             chunk = i + begin
@@ -85,7 +83,7 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
                 right = tile.k_major(half * 64, 64)
                 sums = machine.wgmma(sums, words, right, columns=tiling.tile_rows, dtype="bf16")
                 if half == 0:
-                    upcoming = load((i + 1).minimum(chunks - 1) + begin)
+                    upcoming = load((i + 1).minimum(tiling.of_part - 1) + begin)
                 machine.wgmma_wait([], pending=1)
                 machine.hold(held)  # no register of an operand is used again before
                 held = words
@@ -95,25 +93,11 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
         nothing = [machine.constant(0, "i32")] * _OPERAND_WORDS
-        sums, held, _, following = machine.loop(chunks, one, (zeros, nothing, load(begin), of_first))
+        sums, held, _, following = machine.loop(tiling.of_part, one, (zeros, nothing, load(begin), of_first))
         sums = machine.wgmma_wait(sums)
         machine.hold(held)
-        pipe.release(begin + (chunks - 1))
+        pipe.release(begin + (tiling.of_part - 1))
         return sums, following
-
-    def sums_of(begin: Value, of_first: list[Value]) -> tuple[list[Value], list[Value]]:
-        if tiling.own_parts == 1:
-            return of_part(begin, of_first)
-
-        def add(part: Value, carry: tuple[list[Value], list[Value]]) -> tuple[list[Value], list[Value]]:
-            total, scales = carry
-            sums, scales = of_part(part * chunks + begin, scales)
-            return [a + b for a, b in zip(total, sums, strict=True)], scales
-
-        # -0, because with it added the first part stays as it is.
-        return machine.loop(
-            tiling.own_parts, add, ([machine.constant(-0.0, "f32")] * (tiling.tile_rows // 2), of_first)
-        )
 
     store = functools.partial(store_columns, turns, inputs.extras, out)
     for_each_tile(turns, pipe, x, copies, scales_of, sums_of, store)

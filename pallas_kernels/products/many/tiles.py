@@ -249,16 +249,28 @@ def for_each_tile[Scales](
       x: tiles of x, a copy per stage. Parts of the inputs add their sums in this memory, from its begin on.
       copies: makes the copies of a chunk, by its number and its stage.
       scales: loads those of the weight for a chunk, by its number.
-      sums: computes those of a tile, by the number of its first chunk and that chunk's scales. It returns the scales of
-        the next tile's first chunk too, so that no tile begins with a wait for them.
+      sums: computes those of a part of a tile, by the number of its first chunk and that chunk's scales. It returns the
+        scales of the next part's first chunk too, so that no part begins with a wait for them.
       store: stores fours of a turn's tile, the first of which has a number.
     """
     machine, tiling = turns.machine, turns.tiling
     assert isinstance(x.offset, int), "nothing is selected yet"
     exchange = Exchange.take(machine, tiling, x.offset)
 
+    def all_sums(begin: Value, of_first: Scales) -> tuple[list[Value], Scales]:
+        if tiling.own_parts == 1:
+            return sums(begin, of_first)
+
+        def add(part: Value, state: tuple[list[Value], Scales]) -> tuple[list[Value], Scales]:
+            of_part, following = sums(part * tiling.of_part + begin, state[1])
+            return [a + b for a, b in zip(state[0], of_part, strict=True)], following
+
+        # -0, because with it added the first part stays as it is.
+        nothing = [machine.constant(-0.0, "f32")] * (tiling.fours * VECTOR)
+        return machine.loop(tiling.own_parts, add, (nothing, of_first))
+
     def one(turn: Value, of_first: Scales) -> Scales:
-        of_tile, following = sums(turn * tiling.chunks, of_first)
+        of_tile, following = all_sums(turn * tiling.chunks, of_first)
         store(turn, *(exchange.add(of_tile) if exchange else (0, of_tile)))
         return following
 

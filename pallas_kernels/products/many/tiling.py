@@ -71,6 +71,11 @@ class Tiling:
         return self.weight.inputs // (self.chunk * self.parts)
 
     @property
+    def of_part(self) -> int:
+        """Chunks of them whose sums are added up before they are added to those of other parts."""
+        return self.chunks // self.own_parts
+
+    @property
     def fours(self) -> int:
         """Groups of four sums that a lane has: for each eight columns of its products, two rows and two columns."""
         return (self.tile_outputs if self.is_rounded else self.tile_rows) // 8
@@ -224,7 +229,10 @@ def fastest_tiling(rows: int, weight: WeightSpec, epilogue: Epilogue, gpu: GPU) 
 
 @functools.cache
 def fastest_tiling_in_order(rows: int, weight: WeightSpec, epilogue: Epilogue, gpu: GPU, parts: int) -> Tiling:
-    """Return the tiling of operand rows whose sums have the order of a product of few rows with so many parts."""
+    """Return the tiling whose sums have the order of a product of few rows with so many parts.
+
+    Rows are operand rows, or, where the weight is wide, in order.
+    """
     of_all = Tiling(
         gpu=gpu,
         weight=weight,
@@ -233,7 +241,7 @@ def fastest_tiling_in_order(rows: int, weight: WeightSpec, epilogue: Epilogue, g
         tile_rows=rows,
         tile_outputs=OUTPUTS,
         own_parts=parts,
-        kind=OperandRows,
+        kind=PlainRows if weight.block is None else OperandRows,
     )
     least, *_, most = (-(-rows // size) for size in (_MOST_ROWS if parts == 1 else _MOST_ROWS_OF_PARTS))
     return _cheapest(_tilings(of_all, range(least, most + 1)))

@@ -2,8 +2,8 @@
 
     sums [outputs, rows of x] = weight [outputs, inputs] x^T
 
-Tensor cores read both operands from shared memory. XLA's product takes a sixth less time, but multiplies all rows: this
-kernel is for batches with padding.
+Tensor cores read both operands from shared memory. XLA's product takes a sixth less time, but multiplies all rows, and
+adds them in an order of its own: this kernel is for batches with padding, and for sums in the order of few rows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def body(machine: TensorCores, inputs: ManyInputs[Buffer], out: Made, *, tiling:
             return sums
 
         zeros = [machine.constant(0.0, "f32")] * (tiling.tile_rows // 2)
-        sums = machine.wgmma_wait(machine.loop(tiling.chunks, one, zeros))
-        pipe.release(begin + (tiling.chunks - 1))
+        sums = machine.wgmma_wait(machine.loop(tiling.of_part, one, zeros))
+        pipe.release(begin + (tiling.of_part - 1))
         return sums, None
 
     store = functools.partial(store_columns, turns, inputs.extras, out)
