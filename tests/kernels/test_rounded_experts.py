@@ -10,7 +10,7 @@ import pytest
 import pallas_kernels as pk
 from dsv4jax.formats import fp8_rounded
 from pallas_kernels.activations import PlainRows
-from pallas_kernels.products.experts.rounding import round_expert_rows
+from pallas_kernels.products.experts.rounding import RoundedExpertRows, round_expert_rows
 from tests.support.expert_cases import Experts
 from tests.support.machines import MACHINES
 
@@ -31,6 +31,19 @@ def test_rows_are_rounded_and_permuted_as_documented(is_plain: bool, simulate: b
     in_order = codes.reshape(19, 11, 8, 4, 4).swapaxes(2, 3).reshape(19, 11, GROUP)  # word w of quarter q was 4 w + q
     values = in_order * np.asarray(found.scales)[:, :19].T[..., None]
     np.testing.assert_array_equal(values.reshape(x.shape), np.asarray(fp8_rounded(jnp.asarray(x), GROUP), np.float32))
+
+
+def test_taken_rows_have_their_codes_and_scales():
+    rng, numbers = np.random.default_rng(1), np.array([4, 0, 4, 3] * 50, np.int32)
+    rows = RoundedExpertRows(
+        codes=jnp.asarray(rng.integers(0, 256, (5, 256), np.uint8)),
+        scales=jnp.asarray(rng.standard_normal((2, 128)), jnp.float32),
+    )
+    found = rows.taken(jnp.asarray(numbers))
+    np.testing.assert_array_equal(found.codes, np.asarray(rows.codes)[numbers])
+    np.testing.assert_array_equal(found.scales[:, :200], np.asarray(rows.scales)[:, numbers])
+    shapes = RoundedExpertRows.shapes(200, 256)
+    assert (found.codes.shape, found.scales.shape) == (shapes.codes.shape, shapes.scales.shape)
 
 
 def one_weight(places: list[list[tuple[int, int, int]]], at: list[int], simulate: bool) -> np.ndarray:

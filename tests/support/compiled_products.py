@@ -123,7 +123,9 @@ def _products_with_experts(cfg: ModelConfig, tokens: int, activations: str) -> I
         plan = pk.plan(problem, HOPPER)
         assert isinstance(plan, pk.Plan)
         assert isinstance(plan.kernel, OfExperts)
-        rounded = RoundedExpertRows.shapes(made.x_rows, weight.inputs)
+        rounded = RoundedExpertRows.shapes(
+            made.routing.pairs if plan.kernel.layout.sorts else made.x_rows, weight.inputs
+        )
         codes, scales = (Spec((leaf.shape[0] * leaf.shape[1], leaf.shape[2]), jnp.uint8) for leaf in weight.arrays)
         inputs = ExpertInputs(x=rounded.codes, x_scales=rounded.scales, codes=codes, scales=scales, **problem.extras)
         yield Kernel(name=title, function=plan.kernel.launch_product, args=(inputs,), rows=None, reads_only=True)

@@ -41,15 +41,17 @@ class Routing:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the first product takes rows that were sorted, which is faster in large tiles.
+        """Whether the first product multiplies rows that were sorted, which is faster in large tiles."""
+        return self.rows > _GATHERED_ROWS
 
-        Rows that are rounded are not: there are fewer of them before, and the kernel copies them like that as fast.
-        """
-        return self.activations == "bf16" and self.rows > _GATHERED_ROWS
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether it is given rows of tokens, also where it sorts them itself, when they have been rounded."""
+        return not self.is_sorted or self.activations == "fp8"
 
     def rows_of(self, x: jax.Array, pairs: jax.Array) -> jax.Array | ExpertRows:
         """Return rows bf16 [tokens, h] as the first product takes them; ``pairs`` are those of ``RoutedTiles``."""
-        return ExpertRows(values=ExpertRows.of(x).values[pairs // self.picks]) if self.is_sorted else x
+        return x if self.takes_tokens else ExpertRows(values=ExpertRows.of(x).values[pairs // self.picks])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +100,7 @@ class ExpertEpilogue(Epilogue):
 
     @property
     @abc.abstractmethod
-    def gathers(self) -> bool:
+    def takes_tokens(self) -> bool:
         """Whether rows of x are tokens. Otherwise they are the sorted pairs."""
 
     @property
@@ -148,12 +150,12 @@ class Gated(ExpertEpilogue):
         return made
 
     @property
-    def gathers(self) -> bool:
-        return not self.routing.is_sorted
+    def takes_tokens(self) -> bool:
+        return self.routing.takes_tokens
 
     @property
     def x_rows(self) -> int:
-        return self.routing.pairs if self.routing.is_sorted else self.routing.tokens
+        return self.routing.tokens if self.routing.takes_tokens else self.routing.pairs
 
     def target(self, place: Value, pair: Value) -> Value:
         return place
@@ -188,7 +190,7 @@ class OfPicks(ExpertEpilogue):
         return made.reshape(self.routing.tokens, self.routing.picks, -1)
 
     @property
-    def gathers(self) -> bool:
+    def takes_tokens(self) -> bool:
         return False
 
     @property

@@ -41,6 +41,8 @@ class OfExperts:
         (codes, scales), rows, x_scales = weight, x.values, None
         if self.layout.is_rounded:
             in_fp8 = round_expert_rows(x, simulate=simulate)
+            if self.layout.sorts:
+                in_fp8 = in_fp8.taken(extras["pairs"] // self.layout.epilogue.routing.picks)
             rows, x_scales = in_fp8.codes, in_fp8.scales
         return sm90.ExpertInputs(
             x=rows,

@@ -104,7 +104,12 @@ class Layout:
     @property
     def gathers(self) -> bool:
         """Whether rows of a tile are anywhere in x. Otherwise they are adjacent."""
-        return self.epilogue.gathers
+        return self.epilogue.takes_tokens and not self.sorts
+
+    @property
+    def sorts(self) -> bool:
+        """Whether rows of tokens become those of sorted pairs when they have been rounded."""
+        return self.epilogue.takes_tokens and self.epilogue.routing.is_sorted
 
     @property
     def copies_itself(self) -> bool:
@@ -193,7 +198,7 @@ def _power(number: int) -> int:
 
 def kind_of(epilogue: ExpertEpilogue) -> type[ActivationRows]:
     """Return in which class a product takes rows of x."""
-    return PlainRows if epilogue.gathers else ExpertRows
+    return PlainRows if epilogue.takes_tokens else ExpertRows
 
 
 def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> Layout:

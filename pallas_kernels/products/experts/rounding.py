@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.activations import GROUP, PADDED, ExpertRows, PlainRows, rounded
 from pallas_kernels.language.lanes import Buffer
@@ -38,6 +39,14 @@ class RoundedExpertRows:
             codes=jax.ShapeDtypeStruct((rows, width), jnp.uint8),
             scales=jax.ShapeDtypeStruct((width // GROUP, -(-rows // PADDED) * PADDED), jnp.float32),
         )
+
+    def taken(self, numbers: jax.Array) -> RoundedExpertRows:
+        """Return the rows with these numbers, int32 [P]. Codes are taken in words, as XLA moves bytes one by one."""
+        (rows, width), count = self.codes.shape, numbers.shape[0]
+        words = lax.bitcast_convert_type(self.codes.reshape(rows, -1, 4), jnp.uint32)[numbers]
+        codes = lax.bitcast_convert_type(words, jnp.uint8).reshape(count, width)
+        scales = jnp.pad(self.scales[:, numbers], ((0, 0), (0, -count % PADDED)))
+        return RoundedExpertRows(codes=codes, scales=scales)
 
 
 def round_expert_rows(rows: PlainRows | ExpertRows, *, simulate: bool) -> RoundedExpertRows:
