@@ -16,13 +16,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import jax
 import numpy as np
 
 from dsv4jax.cache.cache import KVCache, check_cache
@@ -31,49 +27,9 @@ from dsv4jax.cache.shards import on_host
 from dsv4jax.cache.tables import Tables
 from dsv4jax.checks import Tree, check_concrete, check_type, integer
 from dsv4jax.plan import CachePlan
+from dsv4jax.requests.prefix import Prefix, PrefixReport, Tokens, hashes_of, read_tokens
+from dsv4jax.requests.prefix_files import SavedPrefixes
 from dsv4jax.requests.prefix_slots import Seen, blocks_of, exchange, first_cache, go_on, look, released
-
-type Tokens = Sequence[int] | np.ndarray | jax.Array
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """The beginning of a prompt, and the slot of the request that holds it."""
-
-    slot: int  # among those of all shards
-    tokens: np.ndarray = dataclasses.field(repr=False)  # int32 [length], whole blocks; cannot be written to
-    hashes: tuple[int, ...] = dataclasses.field(repr=False)  # of each beginning in whole blocks, the whole one last
-
-    @property
-    def length(self) -> int:
-        return self.tokens.size
-
-    def is_begin_of(self, tokens: np.ndarray) -> bool:
-        return np.array_equal(self.tokens, tokens[: self.length])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefixReport:
-    """What the prefixes of a store hold, the least recently used one first. ``print`` shows it as a table."""
-
-    prefixes: tuple[Prefix, ...]
-    is_used: tuple[bool, ...]  # whether a request outside of the store reads the prefix's last block
-    capacity: int  # of all shards
-    state_bytes: int  # of their slots
-    blocks: int  # that prefixes read, each counted once
-    own_blocks: int  # of these, that nothing else reads: so many come free if all prefixes go
-    block_bytes: int  # of a block
-
-    def __str__(self) -> str:
-        lines = [
-            f"prefixes: {len(self.prefixes)} of {self.capacity}, {self.state_bytes:,} B of state, "
-            f"{self.blocks:,} blocks of {self.block_bytes:,} B, {self.own_blocks:,} of them read by nothing else",
-            "",
-            f"{'slot':>4}{'length':>12}{'in use':>10}",
-        ]
-        for prefix, used in zip(self.prefixes, self.is_used, strict=True):
-            lines.append(f"{prefix.slot:>4}{prefix.length:>12,}{'yes' if used else 'no':>10}")
-        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -135,8 +91,8 @@ class PrefixStore:
         Raises:
           ValueError: tokens are none, or there is no such shard.
         """
-        read, shards = _read("find", tokens), self._shards_of("find", shard)
-        for key in reversed(_hashes(read[:-1], self.plan.cfg.block_tokens)):
+        read, shards = read_tokens("find", tokens), self._shards_of("find", shard)
+        for key in reversed(hashes_of(read[:-1], self.plan.cfg.block_tokens)):
             for one in shards:
                 found = self.index.get((one, key))
                 if found is not None and found.is_begin_of(read):
@@ -150,8 +106,8 @@ class PrefixStore:
         these prompts or from a prefix of the store.
         """
         block = self.plan.cfg.block_tokens
-        read = [_read(f"cuts: prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
-        chains = [_hashes(tokens, block) for tokens in read]
+        read = [read_tokens(f"cuts: prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+        chains = [hashes_of(tokens, block) for tokens in read]
         known = [prefix.hashes for prefix in self.prefixes]
         shared = collections.Counter(key for chain in (*chains, *known) for key in chain)
         found = []
@@ -199,11 +155,8 @@ class PrefixStore:
         Raises:
           FileExistsError: there is something at ``path``.
         """
-        sizes = np.array([[prefix.slot, prefix.length] for prefix in self.prefixes], np.int64).reshape(-1, 2)
-        tokens = np.concatenate([np.zeros(0, np.int32), *(prefix.tokens for prefix in self.prefixes)])
-        with Path(path).open("xb") as file:
-            policy = np.array([self.capacity, self.every or 0, self.shards])
-            np.savez_compressed(file, sizes=sizes, tokens=tokens, policy=policy)
+        prefixes = tuple((prefix.slot, prefix.tokens) for prefix in self.prefixes)
+        SavedPrefixes(capacity=self.capacity, every=self.every, shards=self.shards, prefixes=prefixes).write(path)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], plan: CachePlan) -> PrefixStore:
@@ -213,16 +166,46 @@ class PrefixStore:
           FileNotFoundError: ``path`` does not exist.
           ValueError: it is no such file, is damaged, or does not fit the plan.
         """
-        try:
-            with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                sizes, tokens, policy = file["sizes"], file["tokens"], file["policy"].tolist()
-        except (KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{path} is no file of a PrefixStore, or a damaged one: {error}") from error
-        capacity, every, *shards = policy  # older files have no shards
-        store = cls(plan, capacity, every or None, shards=max(shards, default=1))
-        for (slot, _), read in zip(sizes.tolist(), np.split(tokens, np.cumsum(sizes[:, 1])), strict=False):
-            store = store.noting(slot, read)
+        saved = SavedPrefixes.read(path)
+        store = cls(plan, saved.capacity, saved.every, shards=saved.shards)
+        for slot, tokens in saved.prefixes:
+            store = store.noting(slot, tokens)
         return store
+
+    @classmethod
+    def restore_beside[Cache](cls, path: str | os.PathLike[str], cache: Cache) -> tuple[PrefixStore, Cache]:
+        """Read what ``save`` wrote, for the cache that was saved with it and may have other shards now.
+
+        A prefix is its slot's, and so belongs to the shard that has the slot now. A shard keeps its share of all that
+        could be kept, or as many as it gets. Of those that it gets twice the one that was used last stays, and the
+        others are released. The cache is donated.
+
+        Raises:
+          FileNotFoundError: ``path`` does not exist.
+          ValueError: as ``restore``; a shard gets so many prefixes that no slot is left for requests, or the cache does
+            not hold one of them. The cache is then unchanged, and not donated.
+        """
+        saved, first = SavedPrefixes.read(path), first_cache(cache)
+        check_cache("restore_beside", first)
+        check_concrete("restore_beside", first, "the index is on the host, so call it on a cache that has come back")
+        tables: Tables = on_host(first.tables)
+        for slot, tokens in saved.prefixes:
+            is_held = slot < tables.admitted.size and tables.admitted[slot] and tables.seq_lens[slot] == tokens.size
+            if not is_held:
+                raise ValueError(
+                    f"restore_beside: slot {slot} of this cache does not hold the {tokens.size} tokens of {path}"
+                )
+        shards = tables.num_free.size
+        of_shard = collections.Counter(slot // (tables.admitted.size // shards) for slot, _ in saved.prefixes)
+        capacity = max([-(-saved.capacity * saved.shards // shards), *of_shard.values()])
+        store, leaving = cls(first.plan, capacity, saved.every, shards=shards), list[Prefix]()
+        for slot, tokens in saved.prefixes:  # the least recently used one first
+            prefix = store._prefix("restore_beside", slot, tokens)
+            if (twin := store.index.get(store._key(prefix))) is not None:
+                leaving.append(twin)
+            store = store._with(prefix)
+        store._look("restore_beside", cache, None)
+        return store, released(cache, store._slots_of(leaving))
 
     # ---- with the cache ----------------------------------------------------------------------------------------------
 
@@ -348,7 +331,7 @@ class PrefixStore:
                 found.append(f"{where}, but it holds no request")
             elif tables.seq_lens[prefix.slot] != prefix.length:
                 found.append(f"{where}, but it holds {tables.seq_lens[prefix.slot]} tokens")
-            if key != self._key(prefix) or prefix.hashes != _hashes(prefix.tokens, self.plan.cfg.block_tokens):
+            if key != self._key(prefix) or prefix.hashes != hashes_of(prefix.tokens, self.plan.cfg.block_tokens):
                 found.append(f"{where}, under a hash that is not that of its tokens")
         return found
 
@@ -409,11 +392,11 @@ class PrefixStore:
         return self._of({k: v for k, v in self.index.items() if k != key} | {key: prefix})
 
     def _prefix(self, name: str, slot: int, tokens: Tokens) -> Prefix:
-        read, block = _read(name, tokens), self.plan.cfg.block_tokens
+        read, block = read_tokens(name, tokens), self.plan.cfg.block_tokens
         if not read.size or read.size % block:
             raise ValueError(f"{name}: a prefix is whole blocks of {block} tokens, got {read.size} tokens")
         read.flags.writeable = False
-        return Prefix(slot=integer("slot", slot), tokens=read, hashes=_hashes(read, block))
+        return Prefix(slot=integer("slot", slot), tokens=read, hashes=hashes_of(read, block))
 
     def _slots_of(self, prefixes: Sequence[Prefix]) -> np.ndarray:
         """The slots of some prefixes, int32 [capacity of all shards]; -1 = none."""
@@ -476,23 +459,3 @@ class PrefixStore:
         count = len(prefixes)
         used, shares = (tuple(map(bool, flags[:count])) for flags in (found.is_used, found.shares))
         return dataclasses.replace(found, is_used=used, shares=shares)
-
-
-def _read(name: str, tokens: Tokens) -> np.ndarray:
-    """Return tokens as a new array int32 [n]."""
-    read = np.asarray(tokens)
-    if read.ndim != 1 or (read.size and read.dtype.kind not in "iu"):
-        raise ValueError(f"{name}: tokens must be integers [n], got {read.dtype.name}{list(read.shape)}")
-    return np.array(read, np.int32)
-
-
-def _hashes(tokens: np.ndarray, block: int) -> tuple[int, ...]:
-    """Return the hash of each beginning of tokens in whole blocks: of the one before it, and of the block."""
-
-    def chained() -> Iterator[int]:
-        last = 0
-        for first in range(0, tokens.size - block + 1, block):
-            last = hash((last, tokens[first : first + block].tobytes()))
-            yield last
-
-    return tuple(chained())

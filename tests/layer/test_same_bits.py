@@ -148,7 +148,7 @@ def test_the_check_sees_an_update_whose_order_depends_on_the_call(monkeypatch):
 def test_all_kernels_of_a_layer_at_once(monkeypatch):
     """With heads as those of V4: queries are made in a launch of their products, of any number of rows.
 
-    The 90 rows of chunks are as many as those of longer ones to the products that end a layer.
+    The 90 rows of chunks are as many as those of longer ones to the compressors, and to the products that end a layer.
     """
     many = dataclasses.replace(plans._INVARIANT, many_rows_in_order=65)
     monkeypatch.setattr(plans, "_INVARIANT", many)
@@ -176,6 +176,7 @@ def test_all_kernels_of_a_layer_at_once(monkeypatch):
     ]
     assert not different_bits(feed(run, plan, inputs, together, 1)[0], single[0])
     assert {call.args[0] for call in tilings.call_args_list} == {90}
+    assert {call.args[1].block is None for call in tilings.call_args_list} == {True, False}  # compressors, and o_b
 
 
 @pytest.mark.parametrize("tail", [HCARingUpdate, HCAOnlineUpdate])

@@ -210,7 +210,12 @@ def test_prefixes_over_a_mesh_are_saved_and_restored_with_the_caches(tmp_path):
     assert found.verify(restored.model) == []
     with pytest.raises(ValueError, match=r"prefixes are of .* with shards=1, the caches of .* with shards=2"):
         Generator(model_over((2, 2)), caches=restored, prefixes=dataclasses.replace(found, shards=1))
-    other = Generator(model_over((2, 2)), caches=restored, prefixes=found)
-    again = other.generate([DOCUMENTS[0] + SHORT[2]], NEW, stop_tokens=())
-    check(again, [DOCUMENTS[0] + SHORT[2]])
-    assert again.stored == len(SHORT[2]) - 1
+    fewer = restore_caches(tmp_path / "caches", mesh=model_over((1, 2)).mesh)
+    for mesh, (store, held) in {
+        (2, 2): (found, restored),
+        (1, 2): PrefixStore.restore_beside(tmp_path / "prefixes.npz", fewer),
+    }.items():
+        other = Generator(model_over(mesh), caches=held, prefixes=store)
+        again = other.generate([DOCUMENTS[0] + SHORT[2]], NEW, stop_tokens=())
+        check(again, [DOCUMENTS[0] + SHORT[2]])
+        assert again.stored == len(SHORT[2]) - 1

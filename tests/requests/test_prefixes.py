@@ -68,7 +68,7 @@ def test_whoever_goes_on_from_a_prefix_gives_the_outputs_of_one_that_does_not():
 
 
 def test_a_collision_of_hashes_is_not_a_hit(monkeypatch):
-    monkeypatch.setattr(prefixes, "_hashes", lambda tokens, block: (7,) * (len(tokens) // block))
+    monkeypatch.setattr(prefixes, "hashes_of", lambda tokens, block: (7,) * (len(tokens) // block))
     store, cache = empty()
     cache, slot = admit(cache)
     cache = feed(cache, slot, blocks(0))

@@ -12,6 +12,7 @@ import pytest
 import dsv4jax as d4
 from dsv4jax.cache.shards import automatic
 from dsv4jax.requests import PrefixStore, prefix_slots
+from dsv4jax.requests.dividing import over_mesh
 from tests.support.cases import first_of
 from tests.support.driver import assert_same, ids
 from tests.support.prefix_cases import BLOCK, CAPACITY, PLAN, SLOTS, admit, blocks, chunk, empty
@@ -182,6 +183,90 @@ def test_each_shard_is_what_it_is_alone(shape, tmp_path):
     assert ok
     assert cache.tables.num_free.tolist() == [PLAN.num_blocks] * twins.count
     assert store.verify(cache) == []
+
+
+@pytest.mark.parametrize(("before", "after"), first_of([(4, 2), (2, 1), (4, 1), (3, 1)]))
+def test_a_store_goes_with_its_cache_to_fewer_shards(before, after, tmp_path):
+    rng, twins, each = np.random.default_rng(before), Twins((before, 1)), SLOTS * before // after
+
+    def by_shard():
+        return {(one.slot // each, one.tokens.tobytes()): one.slot for one in twins.store.prefixes}
+
+    turn = 0
+    while turn < 60 or len(by_shard()) == len(twins.store.prefixes):  # until a shard will get a prefix twice
+        twins.turn(rng)
+        turn += 1
+    for shard, slot in list(twins.prompts):
+        twins.released(shard, slot)
+    twins.store.save(tmp_path / "store")
+    old, cache = twins.store.prefixes, over_mesh(as_numpy(twins.cache), mesh_of(after))
+    admitted = np.asarray(cache.tables.admitted)
+    store, cache = PrefixStore.restore_beside(tmp_path / "store", cache)
+    assert (store.shards, store.capacity, store.plan) == (after, CAPACITY * before // after, twins.plan)
+    assert store.verify(cache) == []
+    # Of equal ones on a shard that which was used last is left.
+    left = set(by_shard().values())
+    assert [one.slot for one in store.prefixes] == [one.slot for one in old if one.slot in left]
+    gone = {one.slot for one in old} - left
+    assert set(np.flatnonzero(admitted & ~np.asarray(cache.tables.admitted))) == gone
+    # A request goes on from each prefix.
+    for prefix in store.prefixes:
+        shard = prefix.slot // each
+        cache, slots, ok = d4.admit(cache, after, jnp.arange(after) == shard)
+        assert ok[shard]
+        store, cache, held = store.start(cache, shard * each + int(slots[shard]), [*prefix.tokens, 0])
+        assert held == prefix.length
+    assert store.verify(cache) == []
+
+
+def test_a_store_goes_with_its_cache_to_more_shards(tmp_path):
+    store, cache = empty()
+    for letter in range(4):  # in slots 1, 2, 3 and 4
+        tokens = blocks(letter)
+        cache, slot = admit(cache)
+        _, cache, ok = chunk(cache, slot, tokens)
+        assert ok
+        if letter:
+            store = store.adopt(cache, slot, tokens)
+    store.save(tmp_path / "store")
+    store, cache = PrefixStore.restore_beside(tmp_path / "store", over_mesh(as_numpy(cache), mesh_of(2)))
+    assert (store.shards, store.capacity) == (2, 2)  # two of three slots are a prefix's on the first shard
+    assert [(one.slot, one.tokens.tolist()) for one in store.prefixes] == [(n, blocks(n).tolist()) for n in (1, 2, 3)]
+    assert store.verify(cache) == []
+    assert store.find([*blocks(3), 0], 0) is None
+    found = store.find([*blocks(3), 0], 1)
+    assert found is not None
+    assert found.slot == 3
+
+
+def test_a_store_is_refused_beside_a_cache_without_its_prefixes(tmp_path):
+    store, cache = empty()
+    cache, slot = admit(cache)
+    _, cache, _ = chunk(cache, slot, blocks(0))
+    store.adopt(cache, slot, blocks(0)).save(tmp_path / "store")
+    _, other, _ = chunk(jax.tree.map(jnp.copy, cache), slot, blocks(1))
+    for wrong in (d4.release(jax.tree.map(jnp.copy, cache), ids(slot)), other):
+        with pytest.raises(ValueError, match=f"slot {slot} of this cache does not hold the 16 tokens of"):
+            PrefixStore.restore_beside(tmp_path / "store", wrong)
+        assert not wrong.tables.admitted.is_deleted()
+    # All six slots of one shard would be prefixes'.
+    crowded = PrefixStore(PLAN, 5)
+    for letter in range(1, 4):
+        cache, slot = admit(cache)
+        _, cache, _ = chunk(cache, slot, blocks(letter))
+        crowded = crowded.adopt(cache, slot, blocks(letter))
+    cache = d4.release(cache, ids(0))
+    cache, slot = admit(cache)
+    _, cache, _ = chunk(cache, slot, blocks(4))
+    crowded.adopt(cache, slot, blocks(4)).save(tmp_path / "crowded")
+    divided = over_mesh(as_numpy(cache), mesh_of(2))
+    with pytest.raises(ValueError, match=r"capacity must be in \[1, 2\], got 3: .* slots of its shard"):
+        PrefixStore.restore_beside(tmp_path / "crowded", divided)
+    assert not divided.tables.admitted.is_deleted()
+
+
+def mesh_of(shards):
+    return jax.make_mesh((shards, 1), ("data", "model"), devices=jax.devices("cpu")[:shards])
 
 
 def test_a_file_without_a_number_of_shards_is_of_one(tmp_path):
