@@ -46,7 +46,7 @@ class Routing:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether it is given rows of tokens, also where it sorts them itself, when they have been rounded."""
+        """Whether it is given rows of tokens. Of these it sorts for large tiles what it has rounded to FP8."""
         return not self.is_sorted or self.activations == "fp8"
 
     def rows_of(self, x: jax.Array, pairs: jax.Array) -> jax.Array | ExpertRows:
