@@ -13,7 +13,7 @@ Rounding to FP8 is
 themselves, from what they hold after their own products (``round_group``). Both give the same bytes.
 
 A product's lane holds 16 adjacent bytes of a weight's row, so that its right operand needs pairs of numbers in another
-order than they have in x (``products.few.order``). Of each 64 numbers of a row, four quarters of eight pairs,
+order than they have in x (``products.few.staging``). Of each 64 numbers of a row, four quarters of eight pairs,
 
     pair p of quarter q      is stored as pair 4 p + q.
 

@@ -11,7 +11,7 @@ many requests, which take turns with all other accesses of shared memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 
@@ -200,3 +200,25 @@ def factor_of(byte: Value) -> Value:
 def scale_of(byte: Value) -> Value:
     """Return a scale as f32."""
     return byte.machine.from_bits(byte.minimum(2 * _BIAS) << 23)
+
+
+def add_in_turns[Carry](
+    machine: TensorCores,
+    parts: int,
+    of_part: Callable[[Index, Carry], tuple[list[Value], Carry]],
+    sums: int,
+    carry: Carry,
+) -> tuple[list[Value], Carry]:
+    """Return the sums of parts of the inputs, which a warpgroup computes in turns, in their order; and the last carry.
+
+    ``of_part(number, carry)`` returns so many sums of a part, and the next carry.
+    """
+    if parts == 1:
+        return of_part(0, carry)
+
+    def add(number: Value, state: tuple[list[Value], Carry]) -> tuple[list[Value], Carry]:
+        found, carry = of_part(number, state[1])
+        return [a + b for a, b in zip(state[0], found, strict=True)], carry
+
+    # -0, because with it added the first part stays as it is.
+    return machine.loop(parts, add, ([machine.constant(-0.0, "f32")] * sums, carry))

@@ -6,6 +6,5 @@ sm100    the kernel on Blackwell
 block    what these two share: a block's place in the product, its memory, its chunks, and its last steps
 split    how a product is divided over the blocks of a launch
 layout   the shared memory of a block
-staging  rows of x in shared memory
-order    in which order they are there
+staging  rows of x in shared memory, in the order in which lanes hold the weight
 """

@@ -21,8 +21,8 @@ from pallas_kernels.products.epilogues.store import Store
 from pallas_kernels.products.few import sm90, sm100
 from pallas_kernels.products.few.block import FewInputs
 from pallas_kernels.products.few.layout import Layout
-from pallas_kernels.products.few.order import order_of
 from pallas_kernels.products.few.split import Division, Split, columns_of
+from pallas_kernels.products.few.staging import order_of
 from pallas_kernels.products.problem import Epilogue, RowsSpec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import CHUNK_BYTES, MOST_ROWS, ROWS, TILE
 from pallas_kernels.tuned import h200

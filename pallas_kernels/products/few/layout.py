@@ -9,9 +9,8 @@ from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.target import GPU
 from pallas_kernels.language.values import VECTOR
 from pallas_kernels.products.epilogues.faces import TILE_PITCH
-from pallas_kernels.products.few.order import AsGiven, ByLanes, Order
 from pallas_kernels.products.few.split import EIGHT, Split
-from pallas_kernels.products.few.staging import StagedRows
+from pallas_kernels.products.few.staging import AsGiven, ByLanes, Order, RowTile, StagedRows
 from pallas_kernels.products.problem import Epilogue, WeightSpec
 from pallas_kernels.products.weights import ROWS, STAGE_BYTES, TILE, Scales
 from pallas_kernels.tuned import h200
@@ -40,6 +39,10 @@ class Layout:
     streams: bool = False  # whether x is copied chunk by chunk, beside the weight; only where a block has one part
     first_block: int = 0  # of a launch that the product begins with, along the grid's first axis
     order: type[Order] = ByLanes  # of rows of x
+
+    @property
+    def tile(self) -> RowTile:
+        return RowTile(columns=self.columns, inputs=self.inputs, order=self.order)
 
     @property
     def cluster(self) -> int:

@@ -12,8 +12,8 @@ from pallas_kernels.language.tensor_memory import Accumulator, TensorMemory
 from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.few.block import Block, FewInputs
 from pallas_kernels.products.few.layout import Layout
-from pallas_kernels.products.few.order import AsGiven, ByLanes
 from pallas_kernels.products.few.split import Room
+from pallas_kernels.products.few.staging import AsGiven, ByLanes
 from pallas_kernels.products.weights import CHUNK_BYTES, HALVES, QUAD, ROWS, TILE
 
 _COPIES = 2  # of the operand: one is multiplied while the other is written

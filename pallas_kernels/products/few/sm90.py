@@ -10,9 +10,9 @@ from pallas_kernels.language.values import Index, Value
 from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.few.block import Block, FewInputs
 from pallas_kernels.products.few.layout import Layout
-from pallas_kernels.products.few.order import AsGiven, ByLanes, Order
 from pallas_kernels.products.few.split import Room
-from pallas_kernels.products.weights import HALVES, OPERAND_WORDS
+from pallas_kernels.products.few.staging import AsGiven, ByLanes, Order
+from pallas_kernels.products.weights import HALVES, OPERAND_WORDS, add_in_turns
 from pallas_kernels.tuned import h200
 
 OPERAND_BYTES = 0  # shared memory of a warpgroup for its left operand
@@ -108,18 +108,11 @@ def _streamed(machine: TensorCores, block: Block) -> list[Value]:
                 block.advance(chunk)
         return sums, held
 
-    def turn(number: Index) -> list[Value]:
+    def turn(number: Index, _: None) -> tuple[list[Value], None]:
         sums, held = block.stream(number, step, (_zeros(machine, layout), nothing))
         sums = machine.wgmma_wait(sums)
         machine.hold(held)
-        return sums
+        return sums, None
 
     block.begin()
-    if layout.split.turns == 1:
-        return turn(0)
-
-    def add(number: Value, total: list[Value]) -> list[Value]:
-        return [a + b for a, b in zip(total, turn(number), strict=True)]
-
-    # -0, because with it added the first part stays as it is.
-    return machine.loop(layout.split.turns, add, [machine.constant(-0.0, "f32")] * (layout.columns // 2))
+    return add_in_turns(machine, layout.split.turns, turn, layout.columns // 2, None)[0]

@@ -1,5 +1,10 @@
 """Rows of x in shared memory, as the right operand of products, in the order in which lanes hold the weight.
 
+A lane holds 16 adjacent codes of each half of a chunk (``weights``). They enter the steps of a product 8 bytes of the
+operand at a time: 4 in the first half of the step's inputs and 4 in the second. So the inputs of a step are not
+adjacent ones, and rows of x are stored in that order (``ByLanes``). Operand rows have it already. A weight without
+scales needs no widening, and lanes hold it in the order of its inputs (``AsGiven``).
+
 A block stores several chunks of x before it multiplies (``StagedRows``), or copies chunk by chunk beside the weight
 (``StreamedRows``), as many bytes at a time as that ``Order`` says. A warp writes each of its words to another bank of
 shared memory.
@@ -10,21 +15,90 @@ for each tile of outputs, take rows that were rounded before.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+from typing import ClassVar
 
 from pallas_kernels.activations import OperandRows, PlainRows, rounded
 from pallas_kernels.language.machine import WARPGROUP
 from pallas_kernels.language.shared import Shared
-from pallas_kernels.language.tensor_cores import TensorCores, Tile
+from pallas_kernels.language.tensor_cores import UNIT, TensorCores, Tile
 from pallas_kernels.language.values import Condition, Index, Value
-from pallas_kernels.products.few.order import Order
+from pallas_kernels.products.problem import RowsSpec, WeightSpec
+from pallas_kernels.products.weights import HALVES, QUAD
 
 _ROWS = 8  # after which a tile's units are permuted in the same way again
 _MOST_LANES = 512  # that copy chunk by chunk
 LOADED = 8  # bf16 that a lane loads at once
+_WORD = 4  # bytes
 # Loads that are in flight together: of a block, and of a lane; of that, the share where rounding takes registers too.
 # Beside the sums there are fewer registers for them in blocks of many lanes.
 _AT_ONCE, _MOST_AT_ONCE, _SHARE_OF_ROUNDED, _BESIDE_SUMS = 8192, 16, 4, 4
+
+
+class Order(abc.ABC):
+    """An order of the numbers of a chunk of a row."""
+
+    copied_bytes: ClassVar[int]  # that a lane copies to a tile at once
+
+    @staticmethod
+    @abc.abstractmethod
+    def place(tile: Tile, line: Value, number: Value) -> Value:
+        """Return where a tile has the ``number``-th ``copied_bytes`` of a row's chunk."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def put(tile: Tile, line: Value, unit: Value, words: list[Value], where: Condition) -> None:
+        """Store adjacent words of a row's chunk, by the number of such a unit. They may be of codes."""
+
+
+class AsGiven(Order):
+    """The order that the row has."""
+
+    copied_bytes = UNIT
+
+    @staticmethod
+    def place(tile: Tile, line: Value, number: Value) -> Value:
+        return tile.unit(line, number)
+
+    @staticmethod
+    def put(tile: Tile, line: Value, unit: Value, words: list[Value], where: Condition) -> None:
+        assert len(words) * _WORD == UNIT
+        tile.machine.store_shared(tile.unit(line, unit), words, UNIT, where)
+
+
+class ByLanes(Order):
+    """The order for rows that have their own one, beside codes of which lanes hold 16 adjacent ones."""
+
+    copied_bytes = _WORD  # adjacent words belong to different units of 16 bytes
+
+    @staticmethod
+    def place(tile: Tile, line: Value, number: Value) -> Value:
+        # It is in one half of the chunk. There, each lane of a quad holds several adjacent words of the weight.
+        per_half = tile.row_bytes // _WORD // HALVES
+        of_lane = per_half // QUAD
+        half, lane, j = number // per_half, number % per_half // of_lane, number % of_lane
+        return tile.unit(line, half * of_lane + j) + lane * _WORD
+
+    @staticmethod
+    def put(tile: Tile, line: Value, unit: Value, words: list[Value], where: Condition) -> None:
+        for e, word in enumerate(words):
+            place = ByLanes.place(tile, line, unit * len(words) + e)
+            tile.machine.store_shared(place, [word], _WORD, where)
+
+
+def order_of(rows: RowsSpec, weight: WeightSpec) -> type[Order]:
+    """Return the order of rows beside a weight."""
+    return AsGiven if rows.kind is OperandRows or weight.block is None else ByLanes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowTile:
+    """What a block has of a chunk: [columns, inputs]."""
+
+    columns: int  # rows of x, a multiple of 8
+    inputs: int  # of the chunk
+    order: type[Order]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +135,7 @@ class StagedRows:
         x: PlainRows | OperandRows,
         at: tuple[Value, Value],
         *,
-        order: type[Order],
-        tile: tuple[int, int],
+        tile: RowTile,
         segment: int,
         parts: tuple[int, int],
         warpgroups: int,
@@ -70,14 +143,13 @@ class StagedRows:
     ) -> StagedRows:
         """Take shared memory for ``segment`` chunks of each part of a block's inputs.
 
-        ``at`` is the first row and the first input, ``tile`` the rows and the inputs of a chunk, and ``parts`` how many
-        there are, and the chunks of each.
+        ``at`` is the first row and the first input, and ``parts`` how many there are, and the chunks of each.
         """
-        (columns, inputs), is_rounded, (count, chunks) = tile, rounding == "fp8", parts
+        columns, inputs, is_rounded, (count, chunks) = tile.columns, tile.inputs, rounding == "fp8", parts
         return cls(
             machine=machine,
             x=x,
-            order=order,
+            order=tile.order,
             tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=count * segment),
             scales=Shared.take(machine, (count * segment, columns), "f32") if is_rounded else None,
             columns=columns,
@@ -169,15 +241,13 @@ class StreamedRows:
         rows: PlainRows | OperandRows,
         at: tuple[Value, Value],
         *,
-        order: type[Order],
-        tile: tuple[int, int],
+        tile: RowTile,
         slots: int,
         warpgroups: int,
     ) -> StreamedRows:
         """Take shared memory for ``slots`` chunks. Arguments are as for ``StagedRows``."""
-        columns, inputs = tile
-        x, size = rows.values, order.copied_bytes
-        tiles = Tile.take(machine, columns, inputs * x.dtype.itemsize, copies=slots)
+        x, columns, size = rows.values, tile.columns, tile.order.copied_bytes
+        tiles = Tile.take(machine, columns, tile.inputs * x.dtype.itemsize, copies=slots)
         of_row = tiles.row_bytes // size  # lanes that copy a row
         lanes = 1 << min(warpgroups * WARPGROUP, _MOST_LANES).bit_length() - 1
         while columns % (lanes // of_row):
@@ -195,7 +265,7 @@ class StreamedRows:
             total=x.shape[0],
             row=at[0] + line,
             address=x.address_of((at[0] + line, at[1])) + machine.widen(number * size),
-            to=tuple(order.place(tiles, line, number) for line in lines),
+            to=tuple(tile.order.place(tiles, line, number) for line in lines),
         )
 
     def copy(self, chunk: Index, slot: Index, where: Value | bool) -> None:

@@ -24,6 +24,7 @@ from pallas_kernels.needed import needed_first, past_last_needed
 from pallas_kernels.products.epilogues.faces import ColumnSums, Extras, Made
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, LANES, LOADERS, WARPGROUPS, Place, Tiling
 from pallas_kernels.products.problem import Needed
+from pallas_kernels.products.weights import add_in_turns
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
 _HEADER = 2  # numbers before the tiles, in what ``needed_tiles`` returns
@@ -257,20 +258,11 @@ def for_each_tile[Scales](
     assert isinstance(x.offset, int), "nothing is selected yet"
     exchange = Exchange.take(machine, tiling, x.offset)
 
-    def all_sums(begin: Value, of_first: Scales) -> tuple[list[Value], Scales]:
-        if tiling.own_parts == 1:
-            return sums(begin, of_first)
-
-        def add(part: Value, state: tuple[list[Value], Scales]) -> tuple[list[Value], Scales]:
-            of_part, following = sums(part * tiling.of_part + begin, state[1])
-            return [a + b for a, b in zip(state[0], of_part, strict=True)], following
-
-        # -0, because with it added the first part stays as it is.
-        nothing = [machine.constant(-0.0, "f32")] * (tiling.fours * VECTOR)
-        return machine.loop(tiling.own_parts, add, (nothing, of_first))
-
     def one(turn: Value, of_first: Scales) -> Scales:
-        of_tile, following = all_sums(turn * tiling.chunks, of_first)
+        def of_part(part: Index, scales: Scales) -> tuple[list[Value], Scales]:
+            return sums(turn * tiling.chunks + part * tiling.of_part, scales)
+
+        of_tile, following = add_in_turns(machine, tiling.own_parts, of_part, tiling.fours * VECTOR, of_first)
         store(turn, *(exchange.add(of_tile) if exchange else (0, of_tile)))
         return following
 
