@@ -190,8 +190,8 @@ class PrefixStore:
         check_concrete("restore_beside", first, "the index is on the host, so call it on a cache that has come back")
         tables: Tables = on_host(first.tables)
         for slot, tokens in saved.prefixes:
-            is_held = slot < tables.admitted.size and tables.admitted[slot] and tables.seq_lens[slot] == tokens.size
-            if not is_held:
+            exists = 0 <= slot < tables.admitted.size
+            if not exists or not tables.admitted[slot] or tables.seq_lens[slot] != tokens.size:
                 raise ValueError(
                     f"restore_beside: slot {slot} of this cache does not hold the {tokens.size} tokens of {path}"
                 )

@@ -1,5 +1,7 @@
 """A warpgroup's tile of a weight: copying it to shared memory ahead of time, and making left operands of products.
 
+Parts of its inputs that a warpgroup multiplies in turns are added in one order, by kernels of few and of many rows.
+
 A tile is processed in chunks of 128 bytes of each row, in two halves. Of each half a lane reads 16 bytes of rows r and
 r + 8 (``product_row``), which are what it contributes to several steps of a product. Of codes they are adjacent ones,
 from 16 c on, with c its place in its quad: so they have one scale. Of bf16 they are the words that it has of an operand

@@ -117,11 +117,9 @@ class StagedRows:
 
     machine: TensorCores
     x: PlainRows | OperandRows  # bf16 [M, inputs of all groups]
-    order: type[Order]
+    of_chunk: RowTile
     tiles: Tile  # a copy per chunk
     scales: Shared | None  # f32 [chunks, columns], of rows that are rounded to FP8
-    columns: int  # rows of x, a multiple of 8
-    inputs: int  # of a chunk
     parts: int  # of the block's inputs
     part_inputs: int
     lanes: int  # of the block
@@ -149,11 +147,9 @@ class StagedRows:
         return cls(
             machine=machine,
             x=x,
-            order=tile.order,
+            of_chunk=tile,
             tiles=Tile.take(machine, columns, inputs if is_rounded else 2 * inputs, copies=count * segment),
             scales=Shared.take(machine, (count * segment, columns), "f32") if is_rounded else None,
-            columns=columns,
-            inputs=inputs,
             parts=count,
             part_inputs=chunks * inputs,
             lanes=warpgroups * WARPGROUP,
@@ -170,7 +166,7 @@ class StagedRows:
 
         To be followed by a barrier of the block.
         """
-        total = self.parts * chunks * self.columns * (self.inputs // LOADED)
+        total = self.parts * chunks * self.of_chunk.columns * (self.of_chunk.inputs // LOADED)
         at_once = min(_AT_ONCE // self.lanes, _MOST_AT_ONCE)
         if self.scales is not None:
             at_once //= _SHARE_OF_ROUNDED
@@ -187,29 +183,29 @@ class StagedRows:
             for place in places:
                 line = place.line + self.row
                 part, chunk = place.chunk // chunks, place.chunk % chunks
-                at = self.first + part * self.part_inputs + (chunk + start) * self.inputs + place.unit * LOADED
+                at = self.first + part * self.part_inputs + (chunk + start) * self.of_chunk.inputs + place.unit * LOADED
                 where = place.inside & (line < self.x.shape[0])
                 loaded.append(self.x.values.load_words(line, at, count=LOADED, where=where))
             for place, words in zip(places, loaded, strict=True):
                 codes = words if self.scales is None else self._rounded(words, self.scales[place.chunk], place)
-                self.order.put(self.tiles.copy(place.chunk), place.line, place.unit, codes, place.inside)
+                self.of_chunk.order.put(self.tiles.copy(place.chunk), place.line, place.unit, codes, place.inside)
 
         self.machine.loop(rounds, some)
         self.machine.fence_shared()
 
     def _place(self, n: Value, inside: Condition) -> _Place:
         """Return what load number n of the block loads."""
-        units = self.inputs // LOADED
+        units = self.of_chunk.inputs // LOADED
         # Adjacent lanes that load adjacent parts of a row. Rounding needs a whole chunk of the row in them. Otherwise
         # they are eight, because then all words that a warp stores are in different banks of shared memory.
         together = 8 if self.scales is None else units
-        part = n // (together * self.columns)
+        part = n // (together * self.of_chunk.columns)
         unit = n % together + part % (units // together) * together
-        return _Place(n // together % self.columns, unit, part // (units // together), inside)
+        return _Place(n // together % self.of_chunk.columns, unit, part // (units // together), inside)
 
     def _rounded(self, words: list[Value], scales: Shared, place: _Place) -> list[Value]:
         """Round to E4M3 with a scale per row and chunk, which is stored."""
-        codes, scale = rounded(self.machine, self.inputs // LOADED, words)
+        codes, scale = rounded(self.machine, self.of_chunk.inputs // LOADED, words)
         scales.store_floats([scale], place.line, where=place.inside & (place.unit == 0))
         return codes
 
