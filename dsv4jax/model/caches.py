@@ -131,6 +131,7 @@ def init_caches(
     Raises:
       ValueError: as ``plan_cache``, there are too many drafts, or requests or blocks do not divide.
     """
+    check_type("cfg", cfg, ModelConfig)
     drafts = integer("drafts", drafts, least=0)
     if cfg.dspark is not None and drafts > cfg.dspark.block_size:
         rows = cfg.dspark.block_size

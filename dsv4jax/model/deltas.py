@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dsv4jax.cache.shards import placed
-from dsv4jax.checks import FLOATS, Tree, check_dtype, integer, real
+from dsv4jax.checks import FLOATS, Tree, check_dtype, check_type, integer, real
 from dsv4jax.config import layer_kind
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.devices import place_of
@@ -137,6 +137,8 @@ def with_deltas(
     Raises:
       ValueError: no weight has that name, a rank is not positive, or a weight has a delta already.
     """
+    check_type("params", params, ModelParams)
+    check_type("ranks", ranks, Mapping)
     check_dtype("dtype", dtype, FLOATS)
     given: dict[Target, Delta] = {}
     for number, (target, rank) in enumerate(ranks_of(params.cfg, ranks).items()):

@@ -91,7 +91,8 @@ def forward(
 
     Args:
       params: the model's weights.
-      ids: int32 [B, T]. What is past a row's num_new is ignored. An id outside the vocabulary gives NaN.
+      ids: int32 [B, T]. What is past a row's num_new is ignored. An id outside the vocabulary gives its row NaN, also
+        for tokens before it in the same call, whose products with what they do not see are 0 times NaN.
       cache: a cache for ``params.cfg.attention``.
       slots: int32 [B], distinct; -1 = padding row.
       num_new: int32 [B], tokens of each row that are real. A row that ``prepare_forward`` did not grant so many, or
@@ -279,8 +280,9 @@ def forward_sequences(
 
     Args:
       params: the model's weights.
-      ids: int32 [B, T]. What is past a row's length is ignored. An id outside the vocabulary gives NaN.
-      lengths: int32 [B], tokens of each sequence that are real; None = all T.
+      ids: int32 [B, T]. What is past a row's length is ignored. An id outside the vocabulary gives its row NaN, also
+        for tokens before it.
+      lengths: int32 [B], tokens of each sequence that are real, of which there are at most T; None = all T.
       kv_format, indexer_format: how a cache would round what it stores; see ``dsv4jax.attention``.
       looking: ``capture``, ``intervene`` and ``choices``, as for ``forward``; but "entries", "picks", "attention" and
         "choices" are of passes over a cache alone.
@@ -290,7 +292,7 @@ def forward_sequences(
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: an unknown format or name, or a derivative by weights that are stored as FP8 or FP4.
+      ValueError: an unknown format or name, T = 0, or a derivative by weights that are stored as FP8 or FP4.
     """
     probe = ModelProbe.of(**looking, has_cache=False)
     logits, captured = _forward_sequences(params, ids, lengths, probe, kv_format, indexer_format)
@@ -366,6 +368,8 @@ def _run_sequences(
     """
     check_model(params)
     check_array("ids", ids, {"B": None, "T": None}, jnp.int32)
+    if not ids.shape[1]:
+        raise ValueError(f"ids: expected at least one token of each sequence, got shape {ids.shape}")
     if lengths is None:
         lengths = jnp.full(ids.shape[:1], ids.shape[1], jnp.int32)
     check_array("lengths", lengths, {"B": ids.shape[0]}, jnp.int32)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from dsv4jax.checks import Named, Tree
+from dsv4jax.checks import Named, Tree, check_type
 from dsv4jax.config import layer_kind
 from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK
@@ -65,6 +65,7 @@ def random_model(
       ValueError: an option is unknown, a size does not divide into blocks of FP4, or as ``load_model`` for the mesh and
         ``host_experts``.
     """
+    check_type("cfg", cfg, ModelConfig)
     check_host_experts(host_experts, cfg, mesh)
     mesh = None if mesh is None else model_mesh(mesh, cfg)
     stored = Stored.choose(weights, activations)

@@ -240,7 +240,9 @@ def check_model(params: ModelParams) -> None:
     check_type("params", params, ModelParams)
     cfg = params.cfg
     stored = (node for node in jax.tree.leaves(params, is_leaf=is_any_stored) if is_any_stored(node))
-    if params.embedding is None or any(node.codes is None for node in stored):
+    routers = (block.router for block in params.blocks)
+    is_part = params.embedding is None or any(node.codes is None for node in stored)
+    if is_part or any(router.table is None and router.bias is None for router in routers):
         raise ValueError("params: one of the two trees of a partition: give combine(trainable, rest)")
     if len(params.blocks) != cfg.num_layers:
         raise ValueError(f"params.blocks: expected {cfg.num_layers} layers, got {len(params.blocks)}")

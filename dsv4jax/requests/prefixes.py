@@ -64,7 +64,8 @@ class PrefixStore:
         sizes = self.plan.max_requests, self.plan.num_blocks
         if any(size % integer("shards", self.shards, 1) for size in sizes):
             raise ValueError(f"max_requests and num_blocks, {sizes}, must be divisible by shards={self.shards}")
-        if not 1 <= integer("capacity", self.capacity) < (slots := self._slots):
+        slots = self._slots
+        if not 1 <= integer("capacity", self.capacity) < slots:
             raise ValueError(
                 f"capacity must be in [1, {slots - 1}], got {self.capacity}: each prefix takes one of {slots} slots"
                 f"{' of its shard' * (self.shards > 1)}, and a request needs one too"

@@ -23,7 +23,7 @@ from dsv4jax.cache.create import abstract_cache
 from dsv4jax.cache.shards import DATA, OF_ROWS, check_rows, is_spread, on_shards
 from dsv4jax.cache.stack import LayerStack, Stacks
 from dsv4jax.cache.tables import Tables, admit_slots, advance_lengths, blocks_for, grow
-from dsv4jax.checks import check_batch, check_concrete, check_one_shard
+from dsv4jax.checks import check_batch, check_concrete, check_one_shard, check_type
 from dsv4jax.config import DSV4Config
 from dsv4jax.indexing import put_in_all_layers, unique_or_dropped
 from dsv4jax.kinds import AttentionType
@@ -152,6 +152,7 @@ def insert(cache: KVCache, snapshot: Snapshot) -> tuple[KVCache, jax.Array, jax.
       AssertionError: (chex) a leaf of the snapshot has another shape or dtype.
     """
     check_cache("insert", cache)
+    check_type("snapshot", snapshot, Snapshot)
     plan, lengths = cache.plan, snapshot.seq_lens
     if found := differing_fields(snapshot, plan, LAYOUT):
         raise ValueError("insert: snapshot and cache differ in " + "; ".join(found))

@@ -17,6 +17,7 @@ from dsv4jax.model import (
     Snapshots,
     forward,
     init_caches,
+    random_model,
     restore_caches,
     save_caches,
 )
@@ -201,3 +202,14 @@ def test_rows_for_drafts_that_only_one_has_are_named():
     only = dataclasses.replace(snapshots, drafts=None)
     with pytest.raises(ValueError, match="the caches have rows for drafts, and the snapshots do not"):
         init_caches(SPARK, 6, 256, DRAFTS, **FULL).insert(only)
+
+
+def test_arguments_of_another_kind_are_named():
+    attention: Any = SPARK.attention
+    with pytest.raises(ValueError, match="cfg: expected a ModelConfig, got DSV4Config"):
+        init_caches(attention, 6, 256)
+    with pytest.raises(ValueError, match="cfg: expected a ModelConfig, got DSV4Config"):
+        random_model(attention, jax.random.key(0))
+    both: Any = filled(SPARK).extract(SLOTS)
+    with pytest.raises(ValueError, match=r"snapshot: expected a Snapshot, got Snapshots: give it \.model or \.drafts"):
+        d4.insert(init_caches(SPARK, 6, 256, **FULL).model, both)

@@ -47,6 +47,8 @@ def test_whole_sequences_are_checked():
         forward_sequences(model_a(), ids(1, 2, 3))
     with pytest.raises(AssertionError, match=r"lengths: expected int32 \[B=1\], got int32\[2\]"):
         forward_sequences(model_a(), ids(1, 2, 3)[None], ids(1, 2))
+    with pytest.raises(ValueError, match=r"ids: expected at least one token of each sequence, got shape \(2, 0\)"):
+        forward_sequences(model_a(), jnp.zeros((2, 0), jnp.int32))
 
 
 @pytest.mark.slow

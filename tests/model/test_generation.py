@@ -1,5 +1,6 @@
 """Texts from the compiled loop: the recorded ones, whatever the batch, the drafts, the queue and the blocks."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any, cast
@@ -333,6 +334,7 @@ def test_one_program_serves_any_prompts():
         (dict(prompts=[[[1], [2, 3]]]), r"prompts\[0\] must be token ids"),
         (dict(sampling=0.7), r"sampling must be a Sampling, such as Sampling.of\(temperature=0.7\), got 0.7"),
         (dict(stop_tokens=5), "stop_tokens must be token ids, got 5"),
+        (dict(stop_tokens=[1, 256, 2**40]), r"stop_tokens must be token ids in \[0, .*, got \[256, 1099511627776\]"),
         (
             dict(caches=lambda: caches(SMALL, 1, 0).model),
             "caches must be Caches, .* got KVCache: make both by init_caches",
@@ -347,6 +349,19 @@ def test_bad_arguments_are_named(options, message):
     given["caches"] = given["caches"]()
     with pytest.raises(ValueError, match=message):
         generate(small_model(), **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_logits_that_are_nan_are_no_tokens(drafts):
+    """Token 5 makes everything after it NaN: the second prompt has it, and the first one does not."""
+    params = small_model()
+    broken = dataclasses.replace(params, embedding=params.embedding.at[5].set(jnp.nan))
+    chat = Generator(broken, caches=caches(SMALL, 2, drafts), drafts=drafts)
+    with pytest.raises(FloatingPointError, match=r"logits for new token 0 of prompts\[1\] have NaN"):
+        chat.generate([PROMPTS[0], PROMPTS[4]], 1)
+    with pytest.raises(FloatingPointError, match=r"logits for new token 0 of prompts\[0\] have NaN"):
+        list(chat.stream(PROMPTS[4], 4))
 
 
 def test_arguments_in_another_order_are_named():

@@ -120,6 +120,9 @@ def test_what_is_no_partition_is_refused():
         with pytest.raises(ValueError, match=r"one of the two trees of a partition: give combine\(trainable, rest\)"):
             forward_sequences(half, tokens()[None])
         assert "None" in repr(half)
+    for half in partition(as_f32(widened(params))):  # whose tables of picks alone are not to be trained
+        with pytest.raises(ValueError, match=r"one of the two trees of a partition: give combine\(trainable, rest\)"):
+            forward_sequences(half, tokens()[None])
 
 
 @functools.cache

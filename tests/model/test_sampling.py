@@ -1,5 +1,6 @@
 """Tokens are drawn with the probabilities that they must have, with drafts as without."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -151,6 +152,39 @@ def test_probabilities_of_some_tokens_are_those_of_all(temperature, top_p):
 def test_without_temperature_the_first_of_the_largest_logits_is_drawn():
     logits = jnp.asarray([[1.0, 3.0, 3.0, 2.0], [jnp.inf, 0.0, 0.0, 0.0], [-5.0, -6.0, -7.0, -5.0]])
     assert draw_of(Sampling.of(), logits, keys(10, 3)).tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.5)])
+def test_nothing_is_drawn_from_nan(temperature, top_p):
+    """Nor is a draft that was; and no draft is judged by NaN. Rows beside it are drawn as ever."""
+    good = np.asarray([0.0, 2.0, -9.0, 1.0, 9.0, 3.0], np.float32)
+    logits = np.stack([np.where(np.arange(VOCABULARY) == 2, np.nan, good), np.full(VOCABULARY, np.nan), good])
+    sampling, some_keys = Sampling.of(temperature, top_p), keys(12, 3)
+    drawn = np.asarray(draw_of(sampling, jnp.asarray(logits), some_keys))
+    assert drawn[:2].tolist() == [-1, -1]
+    assert drawn[2] == draw_of(sampling, jnp.asarray(np.stack([good] * 3)), some_keys)[2] >= 0
+    found = chances_of(sampling, jnp.asarray(logits))
+    drafts = np.asarray(jax.jit(Chances.draw)(found, some_keys))
+    assert ((drafts >= 0) & (drafts < VOCABULARY)).all()
+
+    wanted = chances_of(sampling, jnp.asarray(logits)[:, None].repeat(2, 1))
+    guessed = chances_of(sampling, jnp.asarray(good)[None, None].repeat(3, 0))
+    accepted, following = judged(wanted, guessed, jnp.full((3, 1), 4, jnp.int32), jnp.ones(3, jnp.int32), some_keys)
+    assert accepted.tolist() == [0, 0, 1]
+    assert following[:2].tolist() == [-1, -1]
+    assert following[2] >= 0
+    unsure = chances_of(sampling, jnp.asarray(logits)[:, None])
+    wanted = chances_of(sampling, jnp.asarray(good)[None, None].repeat(3, 0).repeat(2, 1))
+    _, following = judged(wanted, unsure, jnp.full((3, 1), 4, jnp.int32), jnp.ones(3, jnp.int32), some_keys)
+    assert (np.asarray(following) >= 0).all()
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-46])
+def test_a_top_p_of_no_size_keeps_the_likeliest(top_p):
+    """Traced, it is not checked; and f32 has no number as small as that."""
+    sampling = dataclasses.replace(Sampling.of(1.0), top_p=jnp.float32(top_p))
+    logits = jnp.asarray([[0.5, -1.0, 2.0, 0.0, 3.0, 1.0]] * 9, jnp.float32)
+    assert draw_of(sampling, logits, keys(13, 9)).tolist() == [4] * 9
 
 
 def test_temperature_divides_logits():

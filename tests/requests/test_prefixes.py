@@ -223,6 +223,7 @@ def test_bad_use_is_refused_by_name_with_the_cache_unchanged():
         "start: the store is of CachePlan": lambda: elsewhere.start(cache, fresh, blocks(0)),
         "start: expected a KVCache": lambda: store.start(cache.tables, fresh, blocks(0)),
         "capacity must be in [1, 5], got 6": lambda: PrefixStore(PLAN, 6),
+        "capacity must be in [1, 5], got 0": lambda: PrefixStore(PLAN, 0),
         "every must be at least 1 block, got 0": lambda: PrefixStore(PLAN, 1, every=0),
         "start reads values on the host": lambda: jax.jit(lambda cache: store.start(cache, 0, [1])[1])(cache),
     }.items():

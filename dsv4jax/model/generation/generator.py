@@ -119,7 +119,7 @@ class Generator:
           rows: texts to work on at a time, rounded up to a power of two on each shard of requests.
           context: tokens that each of them can hold, rounded up to a power of two of at least ``CONTEXT``.
           drafts: tokens to guess per pass with the model's own draft block. They change the speed, not the
-            distribution; at temperature 0 not even the tokens.
+            distribution; at temperature 0 not even the tokens, if caches are invariant.
           caches: caches to use, which are donated, in place of some of these sizes. They are empty, but for the
             prefixes of a store that is given.
           prefixes: the most beginnings of prompts to keep on each shard of requests, each in a slot beside those of
@@ -207,7 +207,7 @@ class Generator:
           sampling, stop_tokens: as for ``generate``.
 
         Raises:
-          ValueError: as ``generate``.
+          ValueError, FloatingPointError: as ``generate``.
           RuntimeError: an earlier stream is not over when the first token is asked for.
         """
         texts = read_prompts([prompt], self._params.cfg.vocab_size)
@@ -232,7 +232,7 @@ class Generator:
         token, which is never stored. All prompts are then stored from their beginnings, whatever the caches hold.
 
         Raises:
-          ValueError: as the function.
+          ValueError, FloatingPointError: as the function.
           RuntimeError: a stream is not over.
         """
         texts = read_prompts(prompts, self._params.cfg.vocab_size)
@@ -262,7 +262,8 @@ class Generator:
             sampling = Sampling.of()
         elif not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
-        stops = read_stop_tokens(self._params.cfg.stop_tokens if stop_tokens is None else stop_tokens)
+        cfg = self._params.cfg
+        stops = read_stop_tokens(cfg.stop_tokens if stop_tokens is None else stop_tokens, cfg.vocab_size)
         drawing = placed(Drawing(sampling, stops), self._params.mesh)
         return self._run(prompts, max_new, drawing, passes, records)
 
@@ -293,6 +294,7 @@ class Generator:
                 lengths = after
                 seconds += time.perf_counter() - began
                 new = [tokens[place, : counts[place]].tolist() for place in places]
+                _check_drawn(made, new)
                 for one, more in zip(made, new, strict=True):
                     one += more
                 yield new
@@ -388,7 +390,8 @@ def generate(
       max_new: the most tokens to add to each.
       sampling: how tokens are drawn; the likeliest if None.
       drafts: tokens to guess per pass with the model's own draft block, fewer than ``max_new``. They change the speed,
-        not the distribution; at temperature 0 not even the tokens.
+        not the distribution; at temperature 0 not even the tokens, if caches are invariant. Otherwise logits of several
+        tokens at once are rounded in another way, and tokens that are nearly as likely may change places.
       stop_tokens: tokens that complete a text; the model's if None.
       caches: empty caches to use, which are donated; of a row for each prompt, up to ``ROWS``, if None.
       on_progress: called with the new tokens of each prompt so far, every few passes.
@@ -396,6 +399,7 @@ def generate(
     Raises:
       ValueError: a prompt is empty or holds an id outside the vocabulary, the caches are not empty or could not hold
         one of the texts alone, or drafts are asked for that the model or the caches cannot make.
+      FloatingPointError: logits have NaN, so that there is no next token.
     """
     check_type("params", params, ModelParams)
     max_new, drafts = integer("max_new", max_new, 1), integer("drafts", drafts, 0)
@@ -412,6 +416,14 @@ def _first_texts(rounds: Rounds) -> collections.abc.Generator[int]:
     with contextlib.closing(rounds):  # at once, when the stream is closed
         for new in rounds:
             yield from new[0]
+
+
+def _check_drawn(made: list[list[int]], new: list[list[int]]) -> None:
+    """Refuse tokens that were drawn from NaN."""
+    for i, (before, tokens) in enumerate(zip(made, new, strict=True)):
+        if -1 in tokens:
+            number = len(before) + tokens.index(-1)
+            raise FloatingPointError(f"the logits for new token {number} of prompts[{i}] have NaN: look at the weights")
 
 
 def _choices(loop: Loop, places: list[int], shards: int) -> list[Choices]:

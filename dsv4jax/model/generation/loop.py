@@ -59,7 +59,7 @@ class _Way:
 _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 
 
-@functools.partial(jax.jit, static_argnames=("chunk", "backend"), donate_argnames="loop", compiler_options=_NO_GRAPHS)
+@functools.partial(jax.jit, static_argnames="chunk", donate_argnames="loop", compiler_options=_NO_GRAPHS)
 def store(
     params: ModelParams,
     loop: Loop,
@@ -68,7 +68,6 @@ def store(
     until: jax.Array | np.int32 = EVERYTHING,
     *,
     chunk: int,
-    backend: Backend = None,
 ) -> Loop:
     """Store up to ``chunk`` tokens of the text of each of some rows, of which more than the last one is not stored.
 
@@ -81,11 +80,10 @@ def store(
       rows: int32 [any], distinct; -1 = none. Over a mesh, as many for each shard, one after another.
       until: int32 [] or [rows], tokens of each text at which to stop.
       chunk: tokens of each.
-      backend: as for ``forward``.
     """
 
     def step(loop: Loop, params: ModelParams, drawing: Drawing, rows: jax.Array, until: jax.Array) -> Loop:
-        return _store(_Way(params=params, drawing=drawing, backend=backend), loop, rows, until, chunk)
+        return _store(_Way(params=params, drawing=drawing, backend=None), loop, rows, until, chunk)
 
     given = params, drawing, rows, jnp.broadcast_to(until, rows.shape)
     return of_each_shard(step, loop, given, (weight_specs(params), EVERYWHERE, OF_ROWS, OF_ROWS))
@@ -124,15 +122,8 @@ def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int)
     )
 
 
-@functools.partial(jax.jit, static_argnames="backend", donate_argnames="loop")
-def run(
-    params: ModelParams,
-    loop: Loop,
-    drawing: Drawing,
-    passes: jax.Array,
-    *,
-    backend: Backend = None,
-) -> Loop:
+@functools.partial(jax.jit, donate_argnames="loop")
+def run(params: ModelParams, loop: Loop, drawing: Drawing, passes: jax.Array) -> Loop:
     """Continue the texts that have rows, until all are complete, so many passes are over, or texts need seats.
 
     Their prompts must be stored.
@@ -142,11 +133,10 @@ def run(
       loop: from ``begin``, or from an earlier call. It is donated.
       drawing: how tokens are drawn, and where texts end.
       passes: int32 []. Unless it is 0, one is made in any case, so that calls in turn with ``seat`` come to an end.
-      backend: as for ``forward``.
     """
 
     def step(loop: Loop, params: ModelParams, drawing: Drawing, passes: jax.Array) -> Loop:
-        ops = for_plan(backend, loop.caches.model.plan)
+        ops = for_plan(None, loop.caches.model.plan)
         return _run(_Way(params=params, drawing=drawing, backend=ops), loop, passes)
 
     return of_each_shard(step, loop, (params, drawing, passes), (weight_specs(params), EVERYWHERE, EVERYWHERE))

@@ -50,9 +50,11 @@ def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
     return read
 
 
-def read_stop_tokens(tokens: Sequence[int]) -> jax.Array:
-    """Return stop tokens as int32 [any], the last ones -1, which is no token. ValueError if they are none."""
+def read_stop_tokens(tokens: Sequence[int], vocab_size: int) -> jax.Array:
+    """Return stop tokens as int32 [any], the last ones -1, as is drawn from NaN. ValueError if they are none."""
     stops = integers("stop_tokens", tokens, "token ids", 0)
+    if too_large := [stop for stop in stops if stop >= vocab_size]:
+        raise ValueError(f"stop_tokens must be token ids in [0, {vocab_size}), got {too_large}")
     return jnp.asarray(stops + (-1,) * (STOPS - len(stops) % STOPS), jnp.int32)
 
 

@@ -58,11 +58,11 @@ class Sampling:
             least=least,
             peak=peak,
             total=total,
-            likeliest=jnp.argmax(logits, -1).astype(jnp.int32),
+            likeliest=_first_largest(logits),
         )
 
     def draw(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
-        """Draw a token int32 [B] with the probabilities of logits f32 [B, V], with one key per row.
+        """Draw a token int32 [B] with the probabilities of logits f32 [B, V], with one key per row; -1 if one is NaN.
 
         The largest of all logits after temperature, each with a Gumbel number of its own added, is a token with its
         probability. Nothing is added up over the vocabulary, and at temperature 0 the same maximum is of logits alone.
@@ -92,7 +92,8 @@ class Sampling:
             is_above = bits[..., None] >= tried[..., None, :]
             reach = jnp.sum(jnp.where(is_above, probabilities[..., None], 0.0), -2) >= self.top_p
             least += jnp.maximum(jnp.sum(reach, -1, dtype=jnp.int32) - 1, 0) << shift
-        return jnp.min(jnp.where(bits >= least[..., None], logits, jnp.inf), -1)
+        found = jnp.min(jnp.where(bits >= least[..., None], logits, jnp.inf), -1)
+        return jnp.minimum(found, jnp.max(logits, -1))  # a top_p that is 0 keeps the likeliest, too
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +109,7 @@ class Chances:
     least: jax.Array  # f32 [...] of the logits that are kept; lower ones have no probability
     peak: jax.Array  # f32 [...] the largest
     total: jax.Array  # f32 [...] sum of exp((logit - peak) / temperature) over those that are kept
-    likeliest: jax.Array  # int32 [...] the first token of the largest logits
+    likeliest: jax.Array  # int32 [...] the first token of the largest logits; -1 if one is NaN
 
     def of(self, tokens: jax.Array) -> jax.Array:
         """Return the probabilities of a token int32 [...] each, f32 [...]."""
@@ -131,8 +132,11 @@ class Chances:
         return jax.tree.map(one, self)
 
     def draw(self, keys: jax.Array) -> jax.Array:
-        """Draw a token int32 [B] each, where there are [B, V], with one key per row."""
-        return _largest(self.logits, self.least, self.temperature[..., None], keys)
+        """Draw a token int32 [B] each, where there are [B, V], with one key per row; any if a logit is NaN.
+
+        Such a draft is not accepted: its probability is NaN.
+        """
+        return jnp.maximum(_largest(self.logits, self.least, self.temperature[..., None], keys), 0)
 
     def _probability(self, logit: jax.Array, token: jax.Array) -> jax.Array:
         chance = jnp.exp(_warm(logit - self.peak, self.temperature)) / self.total
@@ -146,8 +150,14 @@ def _warm(logits: jax.Array, temperature: jax.Array) -> jax.Array:
 
 def _largest(logits: jax.Array, least: jax.Array, temperature: jax.Array, keys: jax.Array) -> jax.Array:
     noisy = _warm(logits, temperature) + _gumbel(logits.shape[-1], keys)
-    noisy = jnp.where(logits >= least[..., None], noisy, -jnp.inf)
-    return jnp.argmax(jnp.where(temperature == 0, logits, noisy), -1).astype(jnp.int32)
+    noisy = jnp.where(logits < least[..., None], -jnp.inf, noisy)  # NaN stays
+    return _first_largest(jnp.where(temperature == 0, logits, noisy))
+
+
+def _first_largest(values: jax.Array) -> jax.Array:
+    """Return the first place of the largest of values f32 [..., V], int32 [...]; -1 if one is NaN, or all are -inf."""
+    found = jnp.argmax(values, -1).astype(jnp.int32)  # of a NaN, if there is one
+    return jnp.where(jnp.take_along_axis(values, found[..., None], -1)[..., 0] > -jnp.inf, found, -1)
 
 
 def _gumbel(count: int, keys: jax.Array) -> jax.Array:
@@ -173,7 +183,7 @@ def accept(
       keys: a random key per row [B].
 
     Returns:
-      (number of drafts that are accepted int32 [B]; the token after them int32 [B]).
+      (number of drafts that are accepted int32 [B]; the token after them int32 [B], -1 if a logit for it is NaN).
     """
     most = drafts.shape[1]
     uniform_keys, draw_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
@@ -191,4 +201,4 @@ def accept(
         usable = was_refused[:, None] & (total > 0)
         instead = jnp.where(usable, left / jnp.where(usable, total, 1.0), instead)
     noisy = jnp.log(instead) + _gumbel(instead.shape[-1], draw_keys)
-    return accepted, jnp.argmax(noisy, -1).astype(jnp.int32)
+    return accepted, _first_largest(noisy)

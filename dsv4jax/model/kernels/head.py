@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
 
 import jax
 from jax.typing import DTypeLike
 
 from dsv4jax.checks import Tree
-from dsv4jax.layer.kernels.base import OfFamily, register, register_invariant, unchecked_order
+from dsv4jax.layer.kernels.base import OfFamily, register, register_invariant
 from dsv4jax.layer.kernels.products import InvariantProjectionsKernels, ProjectionsKernels
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.ops import HEAD
@@ -18,24 +18,14 @@ from dsv4jax.weights.stored import Weight
 class HeadKernels(OfFamily):
     """The product as ``pk.plan`` says: XLA is faster with a wide head as large as that of V4."""
 
-    products: ClassVar[type[ProjectionsKernels]] = ProjectionsKernels
-
     def unsupported(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
         del cfg, weights, dtype
-        return self.family.missing() or self.family.unsupported()
+        return self.family.missing() or self.family.unsupported() or self.unchecked_order()
 
     def logits(self, x: jax.Array, head: Weight) -> jax.Array:
-        return self.products(self.family).linear(x, head)
-
-
-class InvariantHeadKernels(HeadKernels):
-    """The same with the kernel of few rows."""
-
-    products = InvariantProjectionsKernels
-
-    def unsupported(self, cfg: ModelConfig, weights: Tree, dtype: DTypeLike) -> str | None:
-        return super().unsupported(cfg, weights, dtype) or unchecked_order()
+        products = InvariantProjectionsKernels if self.invariant else ProjectionsKernels
+        return products(self.family).linear(x, head)
 
 
 register(HEAD, HeadKernels)
-register_invariant(HEAD, InvariantHeadKernels)
+register_invariant(HEAD, functools.partial(HeadKernels, invariant=True))
