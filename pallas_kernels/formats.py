@@ -65,6 +65,15 @@ class KeyRows[Array: Shaped](Protocol):
     def scale(self) -> Array | None: ...  # [..., scales]; None if the format has no scale
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RowPlace:
+    """Where a row is stored, and which lanes load or store there."""
+
+    rows: KVRows[Buffer]
+    lead: tuple[Index, ...]  # indices of the leading axes
+    where: Condition
+
+
 class KVFormat(abc.ABC):
     """A format of key rows. RoPE channels are floats in every format; formats differ in NoPE channels and scales."""
 
@@ -104,7 +113,7 @@ class KVFormat(abc.ABC):
           amax: f32, the row's largest NoPE magnitude, if it is already known.
         """
         nope_dim = rows.nope.shape[-1]
-        divisors = self._store_scale(row, values, rows, lead, where, amax)
+        divisors = self._store_scale(row, values, RowPlace(rows, lead, where), amax)
         for step, channels in enumerate(values):
             is_nope, channel = row.before(step, nope_dim), row.channel[step]
             if is_nope is not False:
@@ -120,14 +129,14 @@ class KVFormat(abc.ABC):
         Lanes where ``where`` is False get 0.
         """
         nope_dim = rows.nope.shape[-1]
-        row_scale = self._load_row_scale(rows, lead, where)
+        row_scale = self._load_row_scale(RowPlace(rows, lead, where))
         decoded = []
         for step, channel in enumerate(row.channel):
             is_nope = row.before(step, nope_dim)
             is_rope = negate(is_nope) & row.before(step, row.dim)
             values = [row.machine.constant(0, "f32")] * VECTOR
             if is_nope is not False:
-                values = self._load_nope(rows, (*lead, channel), where & is_nope, row_scale)
+                values = self._load_nope(RowPlace(rows, lead, where & is_nope), channel, row_scale)
             if is_rope is not False:
                 rope = rows.rope.load_floats(*lead, channel - nope_dim, where=where & is_rope)
                 values = [select(is_nope, a, b) for a, b in zip(values, rope, strict=True)]
@@ -135,30 +144,20 @@ class KVFormat(abc.ABC):
         return decoded
 
     @abc.abstractmethod
-    def _store_scale(
-        self,
-        row: Row,
-        values: Channels,
-        rows: KVRows[Buffer],
-        lead: tuple[Index, ...],
-        where: Condition,
-        amax: Value | None,
-    ) -> list[Divisor]:
+    def _store_scale(self, row: Row, values: Channels, place: RowPlace, amax: Value | None) -> list[Divisor]:
         """Store the scales. Returns the divisor of each step's NoPE channels; an empty list if they are not divided."""
 
     @abc.abstractmethod
     def _store_nope(self, values: Step, nope: Buffer, *index: Index, where: Condition) -> None:
         """Store one step's NoPE channels, which are already divided by their scale."""
 
-    def _load_row_scale(self, rows: KVRows[Buffer], lead: tuple[Index, ...], where: Condition) -> Value | None:
+    def _load_row_scale(self, place: RowPlace) -> Value | None:
         """Load the scale of a whole row; None if the format has no such scale."""
         return None
 
     @abc.abstractmethod
-    def _load_nope(
-        self, rows: KVRows[Buffer], index: tuple[Index, ...], where: Condition, row_scale: Value | None
-    ) -> Step:
-        """Load one step's NoPE channels and multiply them by their scale. ``index`` ends with the first channel."""
+    def _load_nope(self, place: RowPlace, channel: Value, row_scale: Value | None) -> Step:
+        """Load one step's NoPE channels, from ``channel`` on, and multiply them by their scale."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -217,24 +216,14 @@ class PlainRows(KVFormat):
     def num_scales(self, nope_dim: int) -> int:
         return 0
 
-    def _store_scale(
-        self,
-        row: Row,
-        values: Channels,
-        rows: KVRows[Buffer],
-        lead: tuple[Index, ...],
-        where: Condition,
-        amax: Value | None,
-    ) -> list[Divisor]:
+    def _store_scale(self, row: Row, values: Channels, place: RowPlace, amax: Value | None) -> list[Divisor]:
         return []
 
     def _store_nope(self, values: Step, nope: Buffer, *index: Index, where: Condition) -> None:
         nope.store_floats(values, *index, where=where)
 
-    def _load_nope(
-        self, rows: KVRows[Buffer], index: tuple[Index, ...], where: Condition, row_scale: Value | None
-    ) -> Step:
-        return rows.nope.load_floats(*index, where=where)
+    def _load_nope(self, place: RowPlace, channel: Value, row_scale: Value | None) -> Step:
+        return place.rows.nope.load_floats(*place.lead, channel, where=place.where)
 
 
 class Bf16Rows(PlainRows, AttendedFormat):
@@ -267,33 +256,23 @@ class Fp8Rows(E4M3Rows):
     def num_scales(self, nope_dim: int) -> int:
         return 1
 
-    def _store_scale(
-        self,
-        row: Row,
-        values: Channels,
-        rows: KVRows[Buffer],
-        lead: tuple[Index, ...],
-        where: Condition,
-        amax: Value | None,
-    ) -> list[Divisor]:
-        assert rows.scale is not None
+    def _store_scale(self, row: Row, values: Channels, place: RowPlace, amax: Value | None) -> list[Divisor]:
+        assert place.rows.scale is not None
         if amax is None:
-            (bits,) = row.team.reduce((maximum, amax_bits(row, values, rows.nope.shape[-1])))
+            (bits,) = row.team.reduce((maximum, amax_bits(row, values, place.rows.nope.shape[-1])))
             amax = row.machine.from_bits(bits)
         scale = amax.maximum(MIN_AMAX) * float(np.float32(1 / E4M3_MAX))
         divisor = Divisor(scale)
-        rows.scale.store_floats([scale], *lead, where=where & (row.team.lane == 0))
+        place.rows.scale.store_floats([scale], *place.lead, where=place.where & (row.team.lane == 0))
         return [divisor] * row.steps
 
-    def _load_row_scale(self, rows: KVRows[Buffer], lead: tuple[Index, ...], where: Condition) -> Value | None:
-        assert rows.scale is not None
-        return rows.scale.load_floats(*lead, count=1, where=where)[0]
+    def _load_row_scale(self, place: RowPlace) -> Value | None:
+        assert place.rows.scale is not None
+        return place.rows.scale.load_floats(*place.lead, count=1, where=place.where)[0]
 
-    def _load_nope(
-        self, rows: KVRows[Buffer], index: tuple[Index, ...], where: Condition, row_scale: Value | None
-    ) -> Step:
+    def _load_nope(self, place: RowPlace, channel: Value, row_scale: Value | None) -> Step:
         assert row_scale is not None
-        codes = rows.nope.load_bytes(*index, where=where)
+        codes = place.rows.nope.load_bytes(*place.lead, channel, where=place.where)
         return [value * row_scale for value in codes.machine.from_e4m3(codes)]
 
     def load_scales(self, quad: Quad, address: Value, where: Condition) -> list[Value]:
@@ -320,15 +299,8 @@ class Fp8TileRows(E4M3Rows):
             return f"the NoPE dim must be divisible by {self.tile}, got {nope_dim}"
         return super().unsupported(nope_dim, rope_dim)
 
-    def _store_scale(
-        self,
-        row: Row,
-        values: Channels,
-        rows: KVRows[Buffer],
-        lead: tuple[Index, ...],
-        where: Condition,
-        amax: Value | None,
-    ) -> list[Divisor]:
+    def _store_scale(self, row: Row, values: Channels, place: RowPlace, amax: Value | None) -> list[Divisor]:
+        rows, lead = place.rows, place.lead
         assert rows.scale is not None
         floor, divisors = int(np.float32(MIN_AMAX).view(np.int32)), []
         for step, channels in enumerate(values):
@@ -338,16 +310,14 @@ class Fp8TileRows(E4M3Rows):
             divisors.append(Divisor(from_ue8m0(byte)))
             is_nope = row.before(step, rows.nope.shape[-1])
             if is_nope is not False:
-                first = where & is_nope & (row.channel[step] % self.tile == 0)
+                first = place.where & is_nope & (row.channel[step] % self.tile == 0)
                 rows.scale.store_bytes(byte, *lead, row.channel[step] // self.tile, count=1, where=first)
         return divisors
 
-    def _load_nope(
-        self, rows: KVRows[Buffer], index: tuple[Index, ...], where: Condition, row_scale: Value | None
-    ) -> Step:
+    def _load_nope(self, place: RowPlace, channel: Value, row_scale: Value | None) -> Step:
+        rows, lead, where = place.rows, place.lead, place.where
         assert rows.scale is not None
-        *lead, channel = index
-        codes = rows.nope.load_bytes(*index, where=where)
+        codes = rows.nope.load_bytes(*lead, channel, where=where)
         scale = from_ue8m0(rows.scale.load_bytes(*lead, channel // self.tile, count=1, where=where))
         return [value * scale for value in codes.machine.from_e4m3(codes)]
 

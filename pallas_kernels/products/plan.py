@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.activations import OperandRows, PlainRows, RoundedRows
 from pallas_kernels.language import target
 from pallas_kernels.language.target import GPU
-from pallas_kernels.products.epilogues.attention import AttentionQueries
+from pallas_kernels.products.epilogues.attention import AttentionQueries, Heads
 from pallas_kernels.products.epilogues.both import BothQueries
 from pallas_kernels.products.epilogues.indexer import IndexerQueries
 from pallas_kernels.products.epilogues.store import AddTo, Store
@@ -40,7 +40,6 @@ from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, SCALE_INPUTS, SCA
 from pallas_kernels.tuned.h200 import THRESHOLDS, Thresholds
 
 ACTIVATIONS = ("bf16", "fp8")
-_HEADS = AttentionQueries, IndexerQueries
 _WIDE_QUERIES = Unsupported(kind="no kernel", reason="queries are made in products with FP8 weights")
 _BOTH_DIM = 128  # outputs of the indexer's heads that have tiles beside those of attention
 _ANY = 1 << 62  # rows, or numbers of a weight
@@ -181,7 +180,7 @@ def _single(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupporte
     (weight,), (epilogue,), rows = problem.weights, problem.epilogues, problem.rows.count
     if (reason := epilogue.unsupported(_together(problem.rows, weight, limits), weight)) is not None:
         return reason
-    if isinstance(epilogue, _HEADS):
+    if isinstance(epilogue, Heads):
         return _queries(problem, epilogue, gpu, limits)
     only_few = _not_of_many(weight, gpu)
     made, is_rounded = epilogue, isinstance(epilogue, Store) and epilogue.kind is RoundedRows
@@ -193,12 +192,12 @@ def _single(problem: Problem, gpu: GPU, limits: Thresholds) -> Plan | Unsupporte
         is_many = is_in_order and rows >= limits.many_rows_in_order and only_few is None
         if is_many and isinstance(epilogue, Store | AddTo):
             tiling = fastest_tiling_in_order(rows, weight, in_bf16, gpu, layout.split.all_parts)
-            kernel = Many(tiling=tiling, which=problem.needed)
+            kernel = Many(tiling=tiling)
     else:
         tiling = fastest_tiling(rows, weight, in_bf16, gpu)
         if is_rounded and tiling.is_rounded and tiling.parts == 1:
             tiling, is_rounded = dataclasses.replace(tiling, epilogue=made), False
-        kernel = Many(tiling=tiling, which=problem.needed)
+        kernel = Many(tiling=tiling)
     found = Plan(problem=problem, gpu=gpu, kernel=kernel, rounds=is_rounded)
     reason = _faster_without(problem, only_few, limits)
     return found if reason is None else Unsupported(kind="slower", reason=reason, plan=found)
@@ -236,7 +235,7 @@ def _queries(problem: Problem, epilogue: Epilogue, gpu: GPU, limits: Thresholds)
         if weight.activations != "fp8":
             reason = f"queries of more than {few} rows are made in products with activations='fp8'"
             return Unsupported(kind="no kernel", reason=reason)
-        kernel = Many(tiling=tiling_of_heads(rows.count, weight, epilogue, gpu), which=problem.needed)
+        kernel = Many(tiling=tiling_of_heads(rows.count, weight, epilogue, gpu))
         return Plan(problem=problem, gpu=gpu, kernel=kernel)
     layout = layout_of_heads(rows, weight, epilogue, gpu)
     if isinstance(layout, Unsupported):

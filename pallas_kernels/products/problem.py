@@ -136,9 +136,10 @@ class Epilogue(abc.ABC):
     name: ClassVar[str] = "product"  # of the kernel of few rows, in profiles
     name_of_many: ClassVar[str] = "product_of_many"
 
-    @abc.abstractmethod
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
         """Return the arrays that it takes beside the sums, by name."""
+        del rows, outputs
+        return {}
 
     @abc.abstractmethod
     def state(self, rows: int, outputs: int) -> Made:
@@ -148,9 +149,10 @@ class Epilogue(abc.ABC):
         """Return the same of that of many rows."""
         return self.state(rows, outputs)
 
-    @abc.abstractmethod
     def finished(self, made: Made, rows: int) -> Made:
         """Return what a kernel stored as the result: a class of rows, or arrays [M, ...]."""
+        del rows
+        return made.values if isinstance(made, PlainRows) else made
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
         """Return why no kernel makes this of the sums of so many rows, or None."""

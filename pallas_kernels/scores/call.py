@@ -25,7 +25,7 @@ from pallas_kernels.scores.share import TILE_ENTRIES, count_tiles
 from pallas_kernels.scores.tuning import Tuning
 
 KERNELS: dict[target.Architecture, type[Tuning]] = {"sm90": sm90.Tuning, "sm100": sm100.Tuning}
-MAX_TOKENS = 8  # tokens per launch, whose queries are held in shared memory
+MAX_TOKENS = 8  # tokens of a row, whose queries are held in shared memory
 
 
 def unsupported_scores(*, key_format: str, heads: int, key_dim: int, entries_per_block: int) -> str | None:
@@ -79,10 +79,11 @@ def indexer_scores(
         raise ValueError(f"architecture must be one of {tuple(KERNELS)}, got {architecture!r}")
     if tuning is not None and not isinstance(tuning, KERNELS[architecture]):
         raise ValueError(f"tuning must be one for the {architecture} kernel, got {tuning}")
-    starts = range(0, inputs.visible.shape[1], MAX_TOKENS)
-    groups = [inputs.of_tokens(first, first + MAX_TOKENS) for first in starts]
-    parts = [_launch(group, fp4, tuning, KERNELS[architecture], simulate) for group in groups]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
+    batch, tokens = inputs.visible.shape
+    if tokens > MAX_TOKENS:
+        inputs = inputs.in_rows_of(MAX_TOKENS)
+    scores = _launch(inputs, fp4, tuning, KERNELS[architecture], simulate)
+    return scores.reshape(batch, -1, scores.shape[-1])[:, :tokens]
 
 
 def _launch(

@@ -34,11 +34,18 @@ class ScoreInputs[Array: Shaped]:
     visible: Array  # int32 [B, T] number of entries that each query sees
     tiles: Array | None = None  # from ``share.count_tiles``; None: the kernel counts them itself
 
-    def of_tokens(self: ScoreInputs[jax.Array], first: int, end: int) -> ScoreInputs[jax.Array]:
-        """Return the inputs with only the queries of tokens first .. end - 1."""
-        queries = jax.tree.map(lambda leaf: leaf[:, first:end], self.queries)
-        weights, visible = self.weights[:, first:end], self.visible[:, first:end]
-        return dataclasses.replace(self, queries=queries, weights=weights, visible=visible)
+    def in_rows_of(self: ScoreInputs[jax.Array], count: int) -> ScoreInputs[jax.Array]:
+        """Return the inputs with more rows of ``count`` tokens each, in order. Those that are added see nothing."""
+        batch, tokens = self.visible.shape
+        rows = -(-tokens // count)
+
+        def divided(x: jax.Array) -> jax.Array:
+            padding = [(0, 0), (0, rows * count - tokens)] + [(0, 0)] * (x.ndim - 2)
+            return jnp.pad(x, padding).reshape(batch * rows, count, *x.shape[2:])
+
+        queries, weights, visible = jax.tree.map(divided, (self.queries, self.weights, self.visible))
+        slots = jnp.repeat(self.slots, rows)
+        return dataclasses.replace(self, queries=queries, weights=weights, visible=visible, slots=slots)
 
 
 def check_inputs(inputs: ScoreInputs[jax.Array], fp4: type[Fp4]) -> None:

@@ -89,22 +89,11 @@ def append_chunk[Layers: Stack[jax.Array]](
 
     The arguments are those of ``cache_step``. With ``keep_tails`` entries are written but the tails are not changed.
     """
-    batch, num_tokens = _sizes(tokens)
-    window, tail = stack.state.window, stack.state.tail
-    reason = unsupported_rows(kv_format, key_format, window.nope.shape[-1], window.rope.shape[-1])
-    if reason is not None:
-        raise ValueError(reason)
-    call = Call(
-        requests=batch,
-        num_tokens=num_tokens,
-        ratio=ratio or 0,
-        kv_format=KV_FORMATS[kv_format],
-        key_format=KEY_FORMATS[key_format],
-        eps=eps,
-        keep_tails=keep_tails,
-        in_order=tokens.in_order,
+    batch, num_tokens = sizes = _sizes(tokens)
+    call = checked_call(
+        stack, tokens, sizes, kv_format=kv_format, key_format=key_format, ratio=ratio, eps=eps, keep_tails=keep_tails
     )
-    check_tokens(stack, tokens, call)
+    tail = stack.state.tail
     update = None
     if tokens.entry is not None:
         if ratio is None or tail is None:
@@ -203,6 +192,36 @@ def unsupported_rows(kv_format: str, key_format: str, nope_dim: int, rope_dim: i
     if nope_dim + rope_dim > MAX_HEAD_DIM:
         return f"head_dim must be at most {MAX_HEAD_DIM}, got {nope_dim + rope_dim}"
     return None
+
+
+def checked_call(
+    stack: Stack[jax.Array],
+    tokens: NewTokens[jax.Array],
+    sizes: tuple[int, int],
+    *,
+    kv_format: str,
+    key_format: str,
+    ratio: int | None,
+    eps: float,
+    keep_tails: bool = False,
+) -> Call:
+    """Return what is known about an update of B requests with T tokens each, after checks of formats and tokens."""
+    window = stack.state.window
+    reason = unsupported_rows(kv_format, key_format, window.nope.shape[-1], window.rope.shape[-1])
+    if reason is not None:
+        raise ValueError(reason)
+    call = Call(
+        requests=sizes[0],
+        num_tokens=sizes[1],
+        ratio=ratio or 0,
+        kv_format=KV_FORMATS[kv_format],
+        key_format=KEY_FORMATS[key_format],
+        eps=eps,
+        keep_tails=keep_tails,
+        in_order=tokens.in_order,
+    )
+    check_tokens(stack, tokens, call)
+    return call
 
 
 def _sizes(tokens: NewTokens[jax.Array]) -> tuple[int, int]:

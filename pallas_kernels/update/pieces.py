@@ -8,7 +8,6 @@ reset_hca        empties the tail where a group is complete
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import chex
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
-from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team
+from pallas_kernels.language.lanes import Buffer, Row, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.update.batch import NewEntries, NewTokens, Pool, Request, Stack
@@ -102,16 +101,6 @@ def flush_entries[Entries: Pool[jax.Array]](
     return launch(body, name=name, grid=grid, inputs=new, state=pool, simulate=simulate)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Groups[Array: Shaped]:
-    """Which requests have completed a group."""
-
-    complete: Array  # int32 [B], 0 or 1
-    layer: Array  # int32 [1]
-    slots: Array  # int32 [B], -1 = no-op
-
-
 def rotate_csa[Tail](
     tails: list[Tail], layer: jax.Array, slots: jax.Array, complete: jax.Array, *, simulate: bool = False
 ) -> list[Tail]:
@@ -126,7 +115,7 @@ def rotate_csa[Tail](
     Returns:
       The updated tails.
     """
-    return _reset("rotate_csa", tails, _Groups(layer=layer, slots=slots, complete=complete), simulate)
+    return _reset("rotate_csa", tails, (complete, layer, slots), simulate)
 
 
 def reset_hca[Tail](
@@ -141,21 +130,27 @@ def reset_hca[Tail](
     Returns:
       The updated tail.
     """
-    return _reset("reset_hca", [tail], _Groups(layer=layer, slots=slots, complete=complete), simulate)[0]
+    return _reset("reset_hca", [tail], (complete, layer, slots), simulate)[0]
 
 
-def _reset[Tail](name: str, tails: list[Tail], groups: _Groups[jax.Array], simulate: bool) -> list[Tail]:
-    """Launch one warpgroup per request and row of the largest tail, which calls ``TailUpdate.reset`` for that row."""
+def _reset[Tail](
+    name: str, tails: list[Tail], groups: tuple[jax.Array, jax.Array, jax.Array], simulate: bool
+) -> list[Tail]:
+    """Launch one warpgroup per request and row of the largest tail, which calls ``TailUpdate.reset`` for that row.
+
+    ``groups`` says which requests have completed a group: ``complete``, ``layer`` and ``slots`` of ``rotate_csa``.
+    """
     updates = [update_of(tail) for tail in tails]
 
-    def body(machine: Machine, groups: _Groups[Buffer], tails: list[object]) -> None:
-        slot, complete = (leaf.load_int(machine.block(0)) for leaf in (groups.slots, groups.complete))
-        lead, j = (groups.layer.load_int(0), slot), machine.block(1)
+    def body(machine: Machine, groups: tuple[Buffer, Buffer, Buffer], tails: list[object]) -> None:
+        of_complete, layer, of_slots = groups
+        slot, complete = (leaf.load_int(machine.block(0)) for leaf in (of_slots, of_complete))
+        lead, j = (layer.load_int(0), slot), machine.block(1)
         for update, tail in zip(updates, tails, strict=True):
             _, requests, *_, dim = getattr(tail, update.leaves[0]).shape
             row = Row(Team(machine, WARPGROUP), dim)
             update.reset(row, tail, lead, j, (slot >= 0) & (slot < requests) & (complete == 1))
 
     rows = max(math.prod(leaf.shape[2:-1]) for leaf in jax.tree.leaves(tails))
-    grid = groups.slots.shape[0], rows
+    grid = groups[2].shape[0], rows
     return launch(body, name=name, grid=grid, inputs=groups, state=tails, simulate=simulate)

@@ -17,7 +17,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
 from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team
 from pallas_kernels.language.launch import launch
 from pallas_kernels.language.machine import WARP, Machine
@@ -33,8 +32,8 @@ from pallas_kernels.token_parts import (
     store_latent,
     window_row,
 )
-from pallas_kernels.update.batch import Block, Call, NewTokens, Stack
-from pallas_kernels.update.call import check_compressors, check_tokens, unsupported_rows, update_of
+from pallas_kernels.update.batch import Block, NewTokens, Stack
+from pallas_kernels.update.call import check_compressors, checked_call, update_of
 from pallas_kernels.update.tail_update import TailUpdate
 
 
@@ -90,23 +89,12 @@ def token_step[Layers: Stack[jax.Array]](
     kv_format = rounding.kv_format
     if kv_format is None:
         raise ValueError("rounding.kv_format must be the format of the window, got None")
-    reason = unsupported_rows(kv_format, key_format, window.nope.shape[-1], window.rope.shape[-1])
-    if reason is not None:
-        raise ValueError(reason)
+    batch = len(products.positions)
+    call = checked_call(
+        stack, tokens, (batch, 1), kv_format=kv_format, key_format=key_format, ratio=ratio, eps=rounding.eps
+    )
     check_products(products, rounding, window)
     chex.assert_shape(products.kv_norm, (window.nope.shape[-1] + window.rope.shape[-1],))
-    batch = len(products.positions)
-    call = Call(
-        requests=batch,
-        num_tokens=1,
-        ratio=ratio or 0,
-        kv_format=KV_FORMATS[kv_format],
-        key_format=KEY_FORMATS[key_format],
-        eps=rounding.eps,
-        keep_tails=False,
-        in_order=tokens.in_order,
-    )
-    check_tokens(stack, tokens, call)
     if update is not None:
         check_compressors(stack, tokens, call, update)
     units = [_store_latent, _store_window_row]

@@ -109,7 +109,7 @@ def check_some(case: Some, *extras: jax.Array, simulate: bool) -> None:
     assert isinstance(kernel, ManyLaunch)
     needed, size = case.needed, kernel.tiling.tile_rows
     given = jnp.asarray(needed[None] if case.which is pk.Needed.PREFIX else needed)
-    assert needed_tiles(given, case.which, size, kernel.tiling.output_tiles) is not None
+    assert needed_tiles(given, size, kernel.tiling.output_tiles) is not None
     of_tile = np.add.reduceat(needed, np.arange(0, needed.size, size)) > 0
     if case.which is pk.Needed.PREFIX:  # then those before the last needed one are computed, too
         of_tile = np.maximum.accumulate(of_tile[::-1])[::-1]
@@ -139,7 +139,7 @@ def test_tiles_are_divided_exactly(tiles, tiles_of_outputs, keeps, simulate):
     for count in sorted({1, 2, tiles // 2, tiles - 1, tiles}):
         needed = np.zeros(tiles, bool)
         needed[rng.choice(tiles, count, replace=False)] = True
-        array = needed_tiles(jnp.asarray(needed), pk.Needed.MASK, 1, tiles_of_outputs)
+        array = needed_tiles(jnp.asarray(needed), 1, tiles_of_outputs)
         assert array is not None
         multiples = rng.integers(1, tiles_of_outputs + 1, 40) * count
         numbers = np.concatenate([multiples - 1, np.minimum(multiples, tiles_of_outputs * count - 1), [0]])
@@ -162,7 +162,7 @@ def test_tiles_are_divided_exactly(tiles, tiles_of_outputs, keeps, simulate):
 
 def test_few_tiles_and_too_many_to_divide_are_all_computed():
     def is_used(tiles: int, tiles_of_outputs: int) -> bool:
-        return needed_tiles(jnp.ones(tiles * 8, bool), pk.Needed.MASK, 8, tiles_of_outputs) is not None
+        return needed_tiles(jnp.ones(tiles * 8, bool), 8, tiles_of_outputs) is not None
 
     assert not is_used(many._LEAST_TILES - 1, 1)
     assert is_used(many._LEAST_TILES, 1)

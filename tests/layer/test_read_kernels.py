@@ -17,13 +17,13 @@ from dsv4jax.indexing import Batch
 from dsv4jax.layer import indexer
 from dsv4jax.layer.backend import Backend
 from dsv4jax.layer.call import LayerCall
-from dsv4jax.layer.kernels import reads
 from dsv4jax.layer.ops import DECODE_ATTENTION, TOP_K, AttentionInputs
 from dsv4jax.layer.reference import reference_layer
 from dsv4jax.layer.stages.compose import Stages
 from dsv4jax.plan import split_heads
 from dsv4jax.rope import rope_frequencies
 from pallas_kernels.language.target import GPUS
+from pallas_kernels.scores.call import MAX_TOKENS
 from tests.support import driver
 from tests.support.cases import first_of
 from tests.support.driver import DEFAULT, TRAINED, even_split, ids, moved_values, random_params, random_split, sequence
@@ -165,7 +165,7 @@ def test_a_chunk_in_tiles_of_queries_is_one_chunk(monkeypatch):
     ],
 )
 def test_picks_are_the_largest_scores_by_kernel_or_not_in_any_mix(size, backend):
-    tokens = reads.SCORED_TOGETHER + 1
+    tokens = MAX_TOKENS + 1
     cache, slots, num_new, _ = given(size, tokens, TRAINED)
     cache, ok = d4.prepare_forward(cache, slots, num_new)
     assert ok

@@ -15,8 +15,9 @@ import pallas_kernels.products.plan as plans
 from dsv4jax.layer import tiles
 from dsv4jax.layer.backend import backends
 from dsv4jax.layer.invariant import products
-from dsv4jax.layer.kernels.cache import InvariantCacheUpdateKernels
-from dsv4jax.layer.ops import choose_backends
+from dsv4jax.layer.kernels.base import ON_SIMULATOR
+from dsv4jax.layer.kernels.cache import CacheUpdateKernels
+from dsv4jax.layer.ops import CACHE_UPDATE, choose_backends
 from pallas_kernels.formats import KEY_FORMATS, KV_FORMATS
 from pallas_kernels.language import target
 from pallas_kernels.update.batch import Call
@@ -136,7 +137,7 @@ def test_kernels_of_products_and_of_the_update(options):
 @pytest.mark.simulated
 def test_the_check_sees_an_update_whose_order_depends_on_the_call(monkeypatch):
     """The tokens of a chunk are then added four at a time to the running softmax of an entry."""
-    monkeypatch.setattr(InvariantCacheUpdateKernels, "in_order", False)
+    monkeypatch.setitem(CACHE_UPDATE._invariant, SIMULATED, CacheUpdateKernels(ON_SIMULATOR))
     jax.clear_caches()  # of layers that were traced before
     found = of_kernels(TRAINED)
     jax.clear_caches()

@@ -311,7 +311,5 @@ def _needed(tiling: Tiling) -> Any:
     """Return which tiles of rows are needed, where a chunk's product leaves out those of padding."""
     if tiling.parts > 1:
         return None
-    find = functools.partial(
-        needed_tiles, which=pk.Needed.MASK, tile_rows=tiling.tile_rows, tiles_of_outputs=tiling.output_tiles
-    )
+    find = functools.partial(needed_tiles, tile_rows=tiling.tile_rows, tiles_of_outputs=tiling.output_tiles)
     return jax.eval_shape(find, Spec((tiling.rows,), jnp.bool_))

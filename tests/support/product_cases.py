@@ -102,7 +102,7 @@ class Product:
         problem = self.problem() if problem is None else problem
         if self.many is not None:
             tiling = self.many.tiling(problem, gpu)
-            return pk.Plan(problem=problem, gpu=gpu, kernel=launch.Many(tiling=tiling, which=problem.needed))
+            return pk.Plan(problem=problem, gpu=gpu, kernel=launch.Many(tiling=tiling))
         if self.parts is None:
             return any_plan(problem, gpu)
         (made,), (cluster, parts) = problem.epilogues, self.parts

@@ -46,6 +46,7 @@ class OfFamily(abc.ABC):
     """What calls the kernels of one op, of one family."""
 
     family: Family
+    invariant: bool = False  # whether no other row may change the order of a row's sums
 
     @property
     def kernels(self) -> Tree:
@@ -65,6 +66,13 @@ class OfFamily(abc.ABC):
             tree,
         )
 
+    def unchecked_order(self) -> str | None:
+        """Return why kernels do not promise the order of sums on the device that is compiled for, if they must."""
+        gpu = target.gpu_or_first()
+        if not self.invariant or gpu is target.HOPPER:
+            return None
+        return f"the order of sums was not checked for kernels of {gpu.architecture}"
+
 
 class Kernels(OfFamily):
     """The kernels of one op of a layer, of one family."""
@@ -73,17 +81,11 @@ class Kernels(OfFamily):
         reason = self.family.missing()
         if reason is None and plan is not None:
             reason = self.unserved(plan, kind)
-        return self.family.unsupported() if reason is None else reason
+        return reason or self.family.unsupported() or self.unchecked_order()
 
     @abc.abstractmethod
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         """Return why no kernel serves a plan's formats and sizes, or None if one does."""
-
-
-def unchecked_order() -> str | None:
-    """Return why kernels do not promise the order of their sums on the device that is compiled for, or None."""
-    gpu = target.gpu_or_first()
-    return None if gpu is target.HOPPER else f"the order of sums was not checked for kernels of {gpu.architecture}"
 
 
 def of_chunk(needed: jax.Array | None) -> jax.Array | None:

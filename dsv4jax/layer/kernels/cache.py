@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from dsv4jax.checks import Tree
 from dsv4jax.indexing import Batch
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.call import LayerCall, Normed, TokenRows
-from dsv4jax.layer.kernels.base import Kernels, layer_number, register, register_invariant, unchecked_order
+from dsv4jax.layer.kernels.base import Kernels, layer_number, register, register_invariant
 from dsv4jax.layer.ops import CACHE_UPDATE, GATHER_ROWS, NewEntries
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles, rope_frequencies
@@ -27,8 +26,6 @@ from dsv4jax.tails import num_touched_blocks
 
 class CacheUpdateKernels(Kernels):
     """The kernels of ``pallas_kernels.update``."""
-
-    in_order: ClassVar[bool] = False  # whether entries are pooled in an order that calls and batches do not change
 
     def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
         cfg = plan.cfg
@@ -120,17 +117,8 @@ class CacheUpdateKernels(Kernels):
             entry=entry,
             key=key,
             rope=rope,
-            in_order=self.in_order,
+            in_order=self.invariant,
         )
-
-
-class InvariantCacheUpdateKernels(CacheUpdateKernels):
-    """The same, with the tokens of an entry added in an order that neither calls nor the batch change."""
-
-    in_order = True
-
-    def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
-        return super().unsupported(plan, kind) or unchecked_order()
 
 
 def _streams(given: Normed | None) -> pk.Streams | None:
@@ -161,5 +149,5 @@ class GatherRowsKernels(Kernels):
 
 
 register(CACHE_UPDATE, CacheUpdateKernels)
-register_invariant(CACHE_UPDATE, InvariantCacheUpdateKernels)
+register_invariant(CACHE_UPDATE, functools.partial(CacheUpdateKernels, invariant=True))
 register(GATHER_ROWS, GatherRowsKernels)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from dsv4jax.layer.call import LayerCall, Normed, TokenRows
 from dsv4jax.layer.dense import swiglu
 from dsv4jax.layer.indexer import head_factor
 from dsv4jax.layer.invariant.products import ROWS, InvariantProjections
-from dsv4jax.layer.kernels.base import Kernels, of_chunk, register, register_invariant, unchecked_order
+from dsv4jax.layer.kernels.base import Kernels, of_chunk, register, register_invariant
 from dsv4jax.layer.ops import PROJECTIONS, InputProducts, Projections, RowForm, Rows, TokenParts
 from dsv4jax.layer.tiles import map_rows
 from dsv4jax.plan import CachePlan
@@ -36,8 +36,6 @@ class ProjectionsKernels(Kernels):
 
     XLA computes what has no kernel, or is faster without: where ``pk.plan`` says so.
     """
-
-    invariant: ClassVar[bool] = False  # whether plans are
 
     @property
     def otherwise(self) -> Projections:
@@ -192,13 +190,11 @@ class ProjectionsKernels(Kernels):
         return _FORMS.get(pk.rows_taken(problem, invariant=self.invariant).kind, "plain")
 
 
+@dataclasses.dataclass(frozen=True)
 class InvariantProjectionsKernels(ProjectionsKernels):
     """The same with plans that are invariant, and in tiles what XLA computes."""
 
-    invariant = True
-
-    def unsupported(self, plan: CachePlan | None, kind: AttentionType) -> str | None:
-        return super().unsupported(plan, kind) or unchecked_order()
+    invariant: bool = True
 
     @property
     def otherwise(self) -> Projections:

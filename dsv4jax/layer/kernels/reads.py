@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from dsv4jax.checks import Named
 from dsv4jax.formats import KeyRows, KVRows
 from dsv4jax.indexing import unique_or_dropped
 from dsv4jax.kinds import AttentionType
-from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register, register_invariant, unchecked_order
+from dsv4jax.layer.kernels.base import Kernels, layer_number, of_chunk, register, register_invariant
 from dsv4jax.layer.ops import (
     DECODE_ATTENTION,
     INDEXER_SCORES,
@@ -28,8 +29,6 @@ from dsv4jax.layer.ops import (
 from dsv4jax.plan import CachePlan
 from dsv4jax.rope import packed_angles
 from dsv4jax.weights.stored import CODES
-
-SCORED_TOGETHER = 8  # tokens of a request for which a key is read once: the number whose queries fit in shared memory
 
 
 class IndexerScoresKernels(Kernels):
@@ -55,28 +54,18 @@ class IndexerScoresKernels(Kernels):
     def scores(
         self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
     ) -> jax.Array:
-        """Score all entries. A chunk of many tokens is passed to the kernel as more rows with fewer tokens each."""
-        assert isinstance(queries, KeyRows), "a kernel scores formats that round queries"
         weights, layer = self.without_derivative(INDEXER_SCORES, (weights, layer))
-        (batch, tokens), together = visible.shape, min(visible.shape[1], SCORED_TOGETHER)
-        groups = -(-tokens // together)
-
-        def grouped(x: jax.Array) -> jax.Array:
-            padding = [(0, 0), (0, groups * together - tokens)] + [(0, 0)] * (x.ndim - 2)
-            return jnp.pad(x, padding).reshape(batch * groups, together, *x.shape[2:])
-
         assert layer.pool.indexer_keys is not None
         inputs = pk.ScoreInputs(
-            queries=jax.tree.map(grouped, queries),
-            weights=grouped(weights),
+            queries=cast(Any, queries),  # an array where keys are floats, which the kernels in Triton serve, too
+            weights=weights,
             keys=layer.pool.indexer_keys,
             layer=layer_number(layer.index),
             block_table=layer.block_table,
-            slots=jnp.repeat(layer.slots, groups),
-            visible=grouped(visible),
+            slots=layer.slots,
+            visible=visible,
         )
-        scores = self.kernels.indexer_scores(inputs, key_format=layer.plan.indexer_format, **self.options)
-        return scores.reshape(batch, groups * together, layer.max_entries)[:, :tokens]
+        return self.kernels.indexer_scores(inputs, key_format=layer.plan.indexer_format, **self.options)
 
 
 class TopKKernels(Kernels):
@@ -100,7 +89,6 @@ class DecodeAttentionKernels(Kernels):
     tile_bytes = 1 << 30
     forms: tuple[RowForm, ...] = ("plain", "rounded", "operand")
     query_dtype = jnp.float16
-    invariant: ClassVar[bool] = False  # whether no other query may change the order in which a query's keys are added
 
     def token_bytes(self, plan: CachePlan, kind: AttentionType) -> int:
         """Queries in f16, and the result in bf16."""
@@ -144,22 +132,6 @@ class DecodeAttentionKernels(Kernels):
         if inputs.block is None:
             return self.kernels.decode_attention(dataclasses.replace(given, needed=of_chunk(needed)), **options)
         return self.kernels.decode_attention(_of_block(given, inputs.block), **options)
-
-
-class InvariantScoresKernels(IndexerScoresKernels):
-    """The same: a score is added up in one tile, in an order that does not depend on which tokens share it."""
-
-    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        return super().unserved(plan, kind) or unchecked_order()
-
-
-class InvariantAttentionKernels(DecodeAttentionKernels):
-    """The same with all keys of a query in the order of one block, so that no other query changes it."""
-
-    invariant = True
-
-    def unserved(self, plan: CachePlan, kind: AttentionType) -> str | None:
-        return super().unserved(plan, kind) or unchecked_order()
 
 
 def _reads(inputs: AttentionInputs, freqs: np.ndarray) -> pk.AttentionInputs[jax.Array]:
@@ -211,6 +183,7 @@ def _form_options(form: RowForm, dtype: DTypeLike) -> Named:
 register(INDEXER_SCORES, IndexerScoresKernels)
 register(TOP_K, TopKKernels)
 register(DECODE_ATTENTION, DecodeAttentionKernels)
-register_invariant(INDEXER_SCORES, InvariantScoresKernels)
+# A score is added up in one tile, in an order that does not depend on which tokens share it.
+register_invariant(INDEXER_SCORES, functools.partial(IndexerScoresKernels, invariant=True))
 register_invariant(TOP_K, TopKKernels)  # nothing is added up
-register_invariant(DECODE_ATTENTION, InvariantAttentionKernels)
+register_invariant(DECODE_ATTENTION, functools.partial(DecodeAttentionKernels, invariant=True))

@@ -10,18 +10,15 @@ import importlib.util
 import os
 import warnings
 from types import ModuleType
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels as pk
-from dsv4jax.cache.pool import PooledLayer
 from dsv4jax.cache.state import StateCache
 from dsv4jax.formats import KeyRows
 from dsv4jax.layer.backend import TRITON, XLA
-from dsv4jax.layer.kernels.base import Family, layer_number
+from dsv4jax.layer.kernels.base import Family
 from dsv4jax.layer.kernels.cache import CacheUpdateKernels, GatherRowsKernels
 from dsv4jax.layer.kernels.reads import DecodeAttentionKernels, IndexerScoresKernels, TopKKernels
 from dsv4jax.layer.ops import CACHE_UPDATE, DECODE_ATTENTION, GATHER_ROWS, INDEXER_SCORES, TOP_K
@@ -118,22 +115,6 @@ class TritonIndexerScores(IndexerScoresKernels):
     ) -> jax.Array | KeyRows:
         product = self.without_derivative(INDEXER_SCORES, product)
         return INDEXER_SCORES[XLA].queries(product, positions, freqs, plan)
-
-    def scores(
-        self, queries: jax.Array | KeyRows, weights: jax.Array, layer: PooledLayer, visible: jax.Array
-    ) -> jax.Array:
-        weights, layer = self.without_derivative(INDEXER_SCORES, (weights, layer))
-        assert layer.pool.indexer_keys is not None
-        inputs = pk.ScoreInputs(
-            queries=cast(Any, queries),  # an array where keys are floats, which the kernels in Triton serve, too
-            weights=weights,
-            keys=layer.pool.indexer_keys,
-            layer=layer_number(layer.index),
-            block_table=layer.block_table,
-            slots=layer.slots,
-            visible=visible,
-        )
-        return self.kernels.indexer_scores(inputs, key_format=layer.plan.indexer_format)
 
 
 class TritonDecodeAttention(DecodeAttentionKernels):

@@ -15,6 +15,7 @@ kernel wait for each other. With few rows these take little time. The kernel was
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import ClassVar
 
@@ -37,6 +38,7 @@ from pallas_kernels.products.epilogues.faces import (
     LastSteps,
     Line,
     Lines,
+    Made,
     RowSums,
     TileShape,
 )
@@ -52,21 +54,35 @@ _CONVERTING = 32  # lanes that hold a head's row where a product is converted th
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionQueries(Epilogue):
-    """Heads of 512 that are normed, rotated, and stored as f16 [M, heads, 512]."""
+class Heads(Epilogue):
+    """Outputs that are heads, of which the last channels are rotated."""
 
-    eps: float  # of the norm
     rope_dim: int  # channels that are rotated, the last ones of each head
-    head_dim: int = HEAD_DIM
 
     name: ClassVar[str] = "product_of_queries"
-    name_of_many: ClassVar[str] = "product_of_queries"
-    blocks: ClassVar[int] = HALVES
     keeps_rows: ClassVar[bool] = False
 
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
         """Cosines and then sines of the angles by which the last channels of each head are rotated."""
         return {"angles": Spec((rows, self.rope_dim), jnp.float32)}
+
+    def few(self, block: BlockSums, extras: Extras, out: Made) -> LastSteps:
+        return block.with_lines(self.begin(block.machine, block.lines, extras["angles"], out))
+
+    @abc.abstractmethod
+    def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Made) -> Finish:
+        """Load angles, so that they are there when the queries are made."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionQueries(Heads):
+    """Heads of 512 that are normed, rotated, and stored as f16 [M, heads, 512]."""
+
+    eps: float  # of the norm
+    head_dim: int = HEAD_DIM
+
+    name_of_many: ClassVar[str] = "product_of_queries"
+    blocks: ClassVar[int] = HALVES
 
     def state(self, rows: int, outputs: int) -> Spec:
         return Spec((rows, outputs), jnp.float16)
@@ -95,11 +111,7 @@ class AttentionQueries(Epilogue):
     def sent_bytes(self, lines: int) -> int:
         return HALVES * lines * 4
 
-    def few(self, block: BlockSums, extras: Extras, out: Buffer) -> LastSteps:
-        return block.with_lines(self.begin(block.machine, block.lines, extras["angles"], out))
-
     def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: Buffer) -> Finish:
-        """Load angles, so that they are there when the queries are made."""
         squares = Shared.take(machine, (HALVES, lines.count), "f32")
         row = Row(Team(machine, WARP), self.head_dim // HALVES)
         mine = list(lines.each(WARP))

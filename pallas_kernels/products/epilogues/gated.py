@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.values import VECTOR, Value
 from pallas_kernels.products.epilogues.faces import TILE_PITCH, BlockSums, Extras, LastSteps
-from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
+from pallas_kernels.products.problem import Epilogue, Unsupported, WeightSpec
 from pallas_kernels.products.weights import ROWS, TILE
 from pallas_kernels.rows import swiglu, through_bf16
 
@@ -32,14 +32,8 @@ class SwiGLU(Epilogue):
     # So that a block has two tiles with all of their inputs where the product runs beside that of experts.
     most_parts: ClassVar[int | None] = 2
 
-    def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
-        return {}
-
     def state(self, rows: int, outputs: int) -> Any:
         return self.kind.shapes(rows, outputs // 2)
-
-    def finished(self, made: Any, rows: int) -> Any:
-        return made.values if isinstance(made, PlainRows) else made
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
         if rows > ROWS or weight.groups != 1:

@@ -13,16 +13,15 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.formats import KEY_FORMATS, Fp4Keys, KeyRows
 from pallas_kernels.language.lanes import Buffer, Row, Shaped, Team, fold, maximum, packed_bytes, quad_transposed
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
-from pallas_kernels.products.epilogues.attention import Converted, Head, PairAngles, launch_conversion
-from pallas_kernels.products.epilogues.faces import BlockSums, Extras, Finish, LastSteps, Lines, RowSums
-from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
+from pallas_kernels.products.epilogues.attention import Converted, Head, Heads, PairAngles, launch_conversion
+from pallas_kernels.products.epilogues.faces import Extras, Finish, Lines, RowSums
+from pallas_kernels.products.problem import Spec, Unsupported, WeightSpec
 from pallas_kernels.products.weights import ROWS, TILE
 from pallas_kernels.rows import hadamard, load_angles, magnitude, rope
 from pallas_kernels.trees import Tree
@@ -34,16 +33,13 @@ _QUAD, _EIGHT = 4, 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexerQueries(Epilogue):
+class IndexerQueries(Heads):
     """Heads that are rotated, transformed, and rounded in the format of the indexer's keys."""
 
     key_format: str  # a 4-bit one
     key_row: KeyRows[Spec] | KeyRows[jax.Array]  # an encoded row, or what describes one
-    rope_dim: int  # channels that are rotated, the last ones of each head
 
-    name: ClassVar[str] = "product_of_queries"
     name_of_many: ClassVar[str] = "product_of_indexer_queries"
-    keeps_rows: ClassVar[bool] = False
 
     @property
     def dim(self) -> int:
@@ -53,10 +49,6 @@ class IndexerQueries(Epilogue):
     @property
     def keys(self) -> Fp4Keys:
         return _fp4(self.key_format)
-
-    def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
-        """Cosines and then sines of the angles by which the last channels of each head are rotated."""
-        return {"angles": Spec((rows, self.rope_dim), jnp.float32)}
 
     def state(self, rows: int, outputs: int) -> KeyRows[Spec]:
         heads = rows * (outputs // self.dim)
@@ -91,11 +83,7 @@ class IndexerQueries(Epilogue):
     def tiles(self) -> int:
         return self.dim // TILE
 
-    def few(self, block: BlockSums, extras: Extras, out: KeyRows[Buffer]) -> LastSteps:
-        return block.with_lines(self.begin(block.machine, block.lines, extras["angles"], out))
-
     def begin(self, machine: TensorCores, lines: Lines, table: Buffer, out: KeyRows[Buffer]) -> Finish:
-        """Load angles, so that they are there when the queries are made."""
         row, mine = Row(Team(machine, _LANES), self.dim), list(lines.each(_LANES))
         angles = [load_angles(row, table, line.row, where=line.there) for line in mine]
         heads = out.codes.shape[0] // lines.rows

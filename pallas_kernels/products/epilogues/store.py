@@ -38,9 +38,6 @@ _ROWS = 64  # the most whose kernel writes operand rows, or adds the sums of a w
 class _Sums(Epilogue):
     """The sums of a product, before they are stored as rows."""
 
-    def finished(self, made: Made, rows: int) -> Made:
-        return made.values if isinstance(made, PlainRows) else made
-
     def few(self, block: BlockSums, extras: Extras, out: Made) -> LastSteps:
         """A warpgroup gathers its outputs in shared memory, so that they are stored in whole lines."""
         machine = block.machine
@@ -98,9 +95,6 @@ class Store(_Sums):
 
     dtype: DTypeLike = jnp.float32  # of plain rows
     kind: type[ActivationRows] = PlainRows
-
-    def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
-        return {}
 
     def state(self, rows: int, outputs: int) -> ActivationRows:
         if self.kind is PlainRows:

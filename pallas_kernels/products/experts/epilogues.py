@@ -104,9 +104,9 @@ class ExpertEpilogue(Epilogue):
         """Whether rows of x are tokens. Otherwise they are the sorted pairs."""
 
     @property
-    @abc.abstractmethod
     def x_rows(self) -> int:
         """Rows of x."""
+        return self.routing.tokens if self.takes_tokens else self.routing.pairs
 
     @abc.abstractmethod
     def target(self, place: Value, pair: Value) -> Value:
@@ -146,16 +146,9 @@ class Gated(ExpertEpilogue):
     def state(self, rows: int, outputs: int) -> Any:
         return ExpertRows.shapes(self.routing.pairs, outputs // 2)
 
-    def finished(self, made: Any, rows: int) -> ExpertRows:
-        return made
-
     @property
     def takes_tokens(self) -> bool:
         return self.routing.takes_tokens
-
-    @property
-    def x_rows(self) -> int:
-        return self.routing.tokens if self.routing.takes_tokens else self.routing.pairs
 
     def target(self, place: Value, pair: Value) -> Value:
         return place
@@ -192,10 +185,6 @@ class OfPicks(ExpertEpilogue):
     @property
     def takes_tokens(self) -> bool:
         return False
-
-    @property
-    def x_rows(self) -> int:
-        return self.routing.pairs
 
     def target(self, place: Value, pair: Value) -> Value:
         return pair

@@ -27,10 +27,10 @@ import jax
 
 from pallas_kernels.language.lanes import fold
 from pallas_kernels.language.machine import WARP
-from pallas_kernels.language.tensor_cores import Role, TensorCores
+from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Index, Value, select
 from pallas_kernels.products.experts.layout import BOX, BOXES, GATHERERS, PART, SCALE_INPUTS, Layout
-from pallas_kernels.products.experts.sm90 import REGISTERS, Block, ExpertInputs
+from pallas_kernels.products.experts.sm90 import Block, ExpertInputs
 
 _QUAD, _EIGHT = 4, 8
 _UNIT = 16  # bytes
@@ -65,12 +65,7 @@ _Tables = list[list[Value]]  # of each output: the eight magnitudes times 2^(s -
 
 def body(machine: TensorCores, inputs: ExpertInputs, out: Any, *, layout: Layout) -> None:
     """Compute a block's units."""
-    block = RoundedBlock.take(machine, inputs, layout)
-    multiplying, loading = REGISTERS[layout.warpgroups]
-    machine.roles(
-        Role(warpgroups=layout.warpgroups, registers=multiplying, body=lambda: _multiply(block, out)),
-        Role(warpgroups=1, registers=loading, body=block.load),
-    )
+    RoundedBlock.take(machine, inputs, layout).run(out)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,6 +109,66 @@ class RoundedBlock(Block):
                 at = scales.address_of((chunk * layout.halves + half, source))
                 machine.copy_async(self.x_scales.address_of(stage, half * layout.rows + row), at, source >= 0, size=4)
 
+    def multiply(self, out: Any) -> None:
+        """Multiply all units of the block."""
+        machine, layout, pipe = self.machine, self.layout, self.pipe
+        mine = self.lane(machine.thread)
+
+        def codes_of(stage: Index, half: int, part: int) -> list[list[Value]]:
+            """Load a part's codes of a half of a chunk, of each box."""
+            start = self.codes.address_of(stage, 0, 0, 0) + (mine.at ^ half * 64 if half else mine.at)
+            starts = [start + (box * BOX + part * _PART_ROWS) * layout.row_bytes for box in range(BOXES)]
+            return [machine.load_shared(each, _UNIT) for each in starts]
+
+        def scales_of(number: Value, half: int, part: int) -> list[Value]:
+            slot = number // layout.scaled_chunks % layout.scale_slots
+            byte = number % layout.scaled_chunks * (layout.inputs // SCALE_INPUTS) + mine.place + half * _QUAD
+            return [self.scales.load_int(slot, box, mine.row + part * _PART_ROWS, byte) for box in range(BOXES)]
+
+        def times(a: Value, b: Value) -> Value:
+            return a * b
+
+        def one(unit: Value, _: None) -> None:
+            def of_chunk(chunk: Value, parts: list[_Part]) -> list[_Part]:
+                number = unit * layout.chunks + chunk
+                stage, parts = pipe.wait(number), list(parts)
+
+                def operand(half: int, n: int) -> list[Value]:
+                    """Make the left operand of a half of a chunk, after the part's exponents followed its scales."""
+                    codes = codes_of(stage, half, n)
+                    parts[n], tables = _fit(machine, parts[n], scales_of(number, half, n), codes)
+                    return _operand(machine, codes, tables)
+
+                turns = [(half, n) for half in range(layout.halves) for n in range(layout.parts)]
+                words = operand(*turns[0])
+                for (half, n), following in itertools.zip_longest(turns, turns[1:]):
+                    x, next_words = self.x.copy(stage * layout.halves + half), None
+                    product = machine.wgmma(None, words, x.k_major(), columns=layout.rows, dtype="e4m3")
+                    # Another part's exponents may change while this part's product is running. Its operand is held so
+                    # that it is made meanwhile.
+                    if following is not None and following[1] != n:
+                        next_words = machine.hold(operand(*following))
+                    product = machine.wgmma_wait(product)
+                    machine.hold(words)
+                    sums = _added(self, stage, half * layout.rows, product, parts[n].sums)
+                    parts[n] = dataclasses.replace(parts[n], sums=sums)
+                    if following is not None:
+                        words = operand(*following) if next_words is None else next_words
+                pipe.release(number)
+                return parts
+
+            zero, none = machine.constant(0.0, "f32"), machine.constant(_NONE, "i32")
+            nothing = _Part([zero] * (layout.rows // 2), [none] * BOXES)
+            parts = machine.loop(layout.chunks, of_chunk, [nothing] * layout.parts)
+            scaled = []
+            for part in parts:
+                factors = [_power_of(machine, exponent) for exponent in part.exponents]
+                scaled.append([fold(times, [x, *factors[n // 2 % BOXES]]) for n, x in enumerate(part.sums)])
+            # Beside the sums there are no registers to keep what only this needs.
+            self.store(unit, self.lane(machine.hold(machine.thread)), scaled, out)
+
+        machine.loop(self.work().units, one)
+
 
 def widen(machine: TensorCores, word: Value, table: list[Value]) -> list[Value]:
     """Return eight codes of FP4 as two words of four bytes of a table, with their signs."""
@@ -123,67 +178,6 @@ def widen(machine: TensorCores, word: Value, table: list[Value]) -> list[Value]:
         sign = machine.permute_bytes(low, word, signs) & _SIGN_BITS
         words.append(machine.permute_bytes(table[0], table[1], selector) | sign)
     return words
-
-
-def _multiply(block: Block, out: Any) -> None:
-    """Multiply all units of the block."""
-    machine, layout, pipe = block.machine, block.layout, block.pipe
-    mine = block.lane(machine.thread)
-
-    def codes_of(stage: Index, half: int, part: int) -> list[list[Value]]:
-        """Load a part's codes of a half of a chunk, of each box."""
-        start = block.codes.address_of(stage, 0, 0, 0) + (mine.at ^ half * 64 if half else mine.at)
-        starts = [start + (box * BOX + part * _PART_ROWS) * layout.row_bytes for box in range(BOXES)]
-        return [machine.load_shared(each, _UNIT) for each in starts]
-
-    def scales_of(number: Value, half: int, part: int) -> list[Value]:
-        slot = number // layout.scaled_chunks % layout.scale_slots
-        byte = number % layout.scaled_chunks * (layout.inputs // SCALE_INPUTS) + mine.place + half * _QUAD
-        return [block.scales.load_int(slot, box, mine.row + part * _PART_ROWS, byte) for box in range(BOXES)]
-
-    def multiply(a: Value, b: Value) -> Value:
-        return a * b
-
-    def one(unit: Value, _: None) -> None:
-        def of_chunk(chunk: Value, parts: list[_Part]) -> list[_Part]:
-            number = unit * layout.chunks + chunk
-            stage, parts = pipe.wait(number), list(parts)
-
-            def operand(half: int, n: int) -> list[Value]:
-                """Make the left operand of a half of a chunk, after the part's exponents have followed its scales."""
-                codes = codes_of(stage, half, n)
-                parts[n], tables = _fit(machine, parts[n], scales_of(number, half, n), codes)
-                return _operand(machine, codes, tables)
-
-            turns = [(half, n) for half in range(layout.halves) for n in range(layout.parts)]
-            words = operand(*turns[0])
-            for (half, n), following in itertools.zip_longest(turns, turns[1:]):
-                x, next_words = block.x.copy(stage * layout.halves + half), None
-                product = machine.wgmma(None, words, x.k_major(), columns=layout.rows, dtype="e4m3")
-                # Another part's exponents may change while this part's product is running. Its operand is held so that
-                # it is made meanwhile.
-                if following is not None and following[1] != n:
-                    next_words = machine.hold(operand(*following))
-                product = machine.wgmma_wait(product)
-                machine.hold(words)
-                sums = _added(block, stage, half * layout.rows, product, parts[n].sums)
-                parts[n] = dataclasses.replace(parts[n], sums=sums)
-                if following is not None:
-                    words = operand(*following) if next_words is None else next_words
-            pipe.release(number)
-            return parts
-
-        zero, none = machine.constant(0.0, "f32"), machine.constant(_NONE, "i32")
-        nothing = _Part([zero] * (layout.rows // 2), [none] * BOXES)
-        parts = machine.loop(layout.chunks, of_chunk, [nothing] * layout.parts)
-        scaled = []
-        for part in parts:
-            factors = [_power_of(machine, exponent) for exponent in part.exponents]
-            scaled.append([fold(multiply, [x, *factors[n // 2 % BOXES]]) for n, x in enumerate(part.sums)])
-        # Beside the sums there are no registers to keep what only this needs.
-        block.store(unit, block.lane(machine.hold(machine.thread)), scaled, out)
-
-    machine.loop(block.work().units, one)
 
 
 def _operand(machine: TensorCores, codes: list[list[Value]], tables: _Tables) -> list[Value]:

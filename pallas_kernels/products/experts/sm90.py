@@ -6,8 +6,9 @@ A lane holds 16 adjacent bytes of each output's half of a chunk, which have the 
 product 4 numbers at a time: two in the first half of the step's inputs and two in the second. So rows of x are stored
 in that order: of each 128 numbers, four quarters of 16 pairs, pair p of quarter q is pair 4 p + q.
 
-One warpgroup loads. One of its warps starts the copies of the weights. Others copy the rows of x, which are anywhere,
-pair by pair, and leave in a table what is known of them. The other warpgroups multiply.
+One warpgroup loads. One of its warps starts the copies of the weights, and of rows of x that lie one after another.
+Others copy rows of x that are anywhere, pair by pair, and leave in a table what is known of them. The other warpgroups
+multiply.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ class _Entry:
     first: Value  # its first place among the sorted pairs
     count: Value
 
+    @classmethod
+    def load(cls, inputs: ExpertInputs, tile: Value) -> _Entry:
+        """Load a tile's entry, if there is such a tile."""
+        return cls(*(inputs.tiles.load_int(tile, n, where=tile < inputs.tiles.shape[0]) for n in range(3)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Work:
@@ -90,7 +96,7 @@ class _Work:
     def of(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> _Work:
         """Load it."""
         total, tile = inputs.count.load_int(0) * layout.units, machine.block(0) // layout.units
-        first = _Entry(*(inputs.tiles.load_int(tile, n, where=tile < inputs.tiles.shape[0]) for n in range(3)))
+        first = _Entry.load(inputs, tile)
         return cls((total + (layout.blocks - 1) - machine.block(0)) // layout.blocks, first)
 
 
@@ -107,12 +113,7 @@ class Lane:
 
 def body(machine: TensorCores, inputs: ExpertInputs, out: Buffer, *, layout: Layout) -> None:
     """Compute a block's units."""
-    block = Block.take(machine, inputs, layout)
-    multiplying, loading = REGISTERS[layout.warpgroups]
-    machine.roles(
-        Role(warpgroups=layout.warpgroups, registers=multiplying, body=lambda: block.multiply(out)),
-        Role(warpgroups=1, registers=loading, body=block.load),
-    )
+    Block.take(machine, inputs, layout).run(out)
 
 
 def widen(machine: TensorCores, words: list[Value], factor: Value, *, interleaved: bool) -> list[Value]:
@@ -207,15 +208,21 @@ class Block:
             early=early,
         )
 
+    def run(self, out: Buffer) -> None:
+        """Compute the block's units."""
+        multiplying, loading = REGISTERS[self.layout.warpgroups]
+        self.machine.roles(
+            Role(warpgroups=self.layout.warpgroups, registers=multiplying, body=lambda: self.multiply(out)),
+            Role(warpgroups=1, registers=loading, body=self.load),
+        )
+
     def work(self) -> _Work:
         """Return the units of the block. A role asks once."""
         return _Work.of(self.machine, self.inputs, self.layout) if self.early is None else self.early
 
     def entry(self, unit: Value) -> _Entry:
         """Load which rows and which expert a unit has, if there is such a unit."""
-        tile, tiles = self.place(unit)[0], self.inputs.tiles
-        there = tile < tiles.shape[0]
-        return _Entry(*(tiles.load_int(tile, n, where=there) for n in range(3)))
+        return _Entry.load(self.inputs, self.place(unit)[0])
 
     def place(self, unit: Value) -> tuple[Value, Value]:
         """Return the number of a unit's tile, and its number among those of the tile."""

@@ -14,7 +14,6 @@ from pallas_kernels.products.epilogues.faces import Made
 from pallas_kernels.products.many import bf16, fp8, wide
 from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
 from pallas_kernels.products.many.tiling import Tiling
-from pallas_kernels.products.problem import Needed
 
 _KERNELS: dict[str, ModuleType] = {"bf16": bf16, "fp8": fp8}  # by the activations of FP8 weights
 
@@ -24,7 +23,6 @@ class Many:
     """A launch of one product, after a launch that rounds x where the weight asks for it."""
 
     tiling: Tiling
-    which: Needed = Needed.ALL
 
     def launch(
         self,
@@ -39,7 +37,7 @@ class Many:
         tiling, ((weight, *scales),) = self.tiling, weights
         tiles = None
         if needed is not None and tiling.parts == 1:
-            tiles = needed_tiles(needed, self.which, tiling.tile_rows, tiling.output_tiles)
+            tiles = needed_tiles(needed, tiling.tile_rows, tiling.output_tiles)
         if tiling.is_rounded:
             rounded = x.rounded(needed=needed, simulate=simulate)
             values, of_x = rounded.codes, rounded.scales

@@ -23,7 +23,6 @@ from pallas_kernels.language.values import VECTOR, Condition, Index, Value
 from pallas_kernels.needed import needed_first, past_last_needed
 from pallas_kernels.products.epilogues.faces import ColumnSums, Extras, Made
 from pallas_kernels.products.many.tiling import CHUNK_BYTES, LANES, LOADERS, WARPGROUPS, Place, Tiling
-from pallas_kernels.products.problem import Needed
 from pallas_kernels.products.weights import add_in_turns
 
 _MULTIPLIERS, _LOADERS = 240, 24  # registers per lane
@@ -45,12 +44,11 @@ class ManyInputs[Array: Shaped]:
     needed: Array | None = None  # what ``needed_tiles`` returns
 
 
-def needed_tiles(needed: jax.Array, which: Needed, tile_rows: int, tiles_of_outputs: int) -> jax.Array | None:
+def needed_tiles(needed: jax.Array, tile_rows: int, tiles_of_outputs: int) -> jax.Array | None:
     """Return which tiles of rows are needed, as ``NeededTiles`` reads them.
 
     Args:
-      needed: the rows, bool.
-      which: whether all rows up to the last needed one are, or those alone that ``needed`` says.
+      needed: what ``Needed.spec`` describes.
       tile_rows: rows of a tile.
       tiles_of_outputs: tiles that each tile of rows has.
 
@@ -62,7 +60,7 @@ def needed_tiles(needed: jax.Array, which: Needed, tile_rows: int, tiles_of_outp
     divides = tiles_of_outputs < 1 << 32 - _SHIFT and tiles_of_outputs * tiles**2 < 1 << _SHIFT
     if tiles < _LEAST_TILES or not divides:
         return None
-    if which is Needed.PREFIX:
+    if needed.ndim == 2:  # ``Needed.PREFIX``: all rows up to the last one
         count, numbers = -(-past_last_needed(needed)[0] // tile_rows), jnp.arange(tiles, dtype=jnp.int32)
     else:
         is_needed = jnp.pad(needed, (0, tiles * tile_rows - needed.size)).reshape(tiles, tile_rows).any(axis=1)
