@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _heard():
             run(args)
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
+    except (ValueError, RuntimeError, FileNotFoundError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -161,7 +161,8 @@ def run(args: argparse.Namespace) -> None:
     """Do what the command's arguments say.
 
     Raises:
-      ValueError, RuntimeError, FileNotFoundError: as ``load_model`` and ``Generator``; or a prompt cannot be read.
+      ValueError, RuntimeError, FileNotFoundError, FloatingPointError: as ``load_model`` and ``Generator``; or a prompt
+        cannot be read.
     """
     cfg = ModelConfig.from_hf(args.checkpoint)
     needs_text = any(given.text is not None for given in args.prompts)

@@ -296,6 +296,7 @@ def plan_cache(
     if not 1 <= real("headroom", headroom) < math.inf:
         raise ValueError(f"headroom must be finite and at least 1, got {headroom}")
     check_dtype("tail_dtype", tail_dtype, TAIL_DTYPES)
+    check_type("invariant", invariant, bool)
     if num_blocks is None:
         # A cache without compressed layers needs no blocks. One unused block keeps every table non-empty.
         num_blocks = max(1, compute_block_budget(cfg, max_context, max_requests, headroom))

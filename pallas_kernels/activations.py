@@ -2,7 +2,7 @@
 
 PlainRows     bf16 or f32, in order; outside of kernels they are an array
 RoundedRows   E4M3, with a scale for each 128 of a row
-OperandRows   bf16 in the order in which products of few rows with FP8 weights take them
+OperandRows   bf16 in the order in which products with FP8 weights take them that are widened
 ExpertRows    bf16 in the order in which products with experts stored in FP4 take them
 
 Rounding to FP8 is

@@ -17,7 +17,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.language.lanes import Buffer, Shaped, add, fold
+from pallas_kernels.language.lanes import Buffer, Shaped, add, fold, running_sum
 from pallas_kernels.language.launch import MAX_WARPGROUPS, Grid, launch
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine
 from pallas_kernels.language.shared import Shared
@@ -154,10 +154,7 @@ class _Grant:
         number, lane, warp = machine.thread, machine.thread % WARP, machine.thread // WARP
         num_free = tables.num_free.load_int(0)
         row = _Row.load(machine, self.asked, tables, self.sizes)
-        up_to = row.missing  # by this row and those before it in its warp
-        for distance in (1, 2, 4, 8, 16):
-            lower = machine.shuffle_up(up_to, distance)
-            up_to = up_to + select(lane >= distance, lower, 0)
+        up_to = running_sum(machine, row.missing)  # by this row and those before it in its warp
         refused = machine.reduce_warp("max", select(row.refused, machine.constant(1, "i32"), 0))
         self.totals.store_int(up_to, warp, where=lane == WARP - 1)
         self.refused.store_int(refused, warp, where=lane == 0)

@@ -55,7 +55,7 @@ def attention(
       x: f32 or bf16 [B, T, hidden], already input-normed; what is past a row's length is ignored, NaN included.
       cfg: the model's sizes.
       layer: static number of the layer in the model.
-      lengths: int32 [B], tokens of each sequence that are real; None = all T.
+      lengths: int32 [B], tokens of each sequence that are real, of which there are at most T; None = all T.
       kv_format, indexer_format: how a cache would round rows and entries, and indexer keys, as for ``plan_cache``.
         "f32" rounds nothing. Derivatives go straight through the rounding.
       picks: int32, int16 or int8 [B, T, K], the entries that each token reads in place of those that the indexer would

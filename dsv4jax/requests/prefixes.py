@@ -146,7 +146,9 @@ class PrefixStore:
           ValueError: one of them is not in the store.
         """
         for prefix in prefixes:
-            self._check_held("without", prefix)
+            if self.index.get(self._key(prefix)) is not prefix:
+                held = f"{prefix} of {prefix.length} tokens is not in the store: it gave way or was dropped"
+                raise ValueError(f"without: {held}")
         gone = {self._key(prefix) for prefix in prefixes}
         return self._of({key: prefix for key, prefix in self.index.items() if key not in gone})
 
@@ -403,12 +405,6 @@ class PrefixStore:
         """The slots of some prefixes, int32 [capacity of all shards]; -1 = none."""
         slots = [prefix.slot for prefix in prefixes]
         return np.asarray(slots + [-1] * (self.capacity * self.shards - len(slots)), np.int32)
-
-    def _check_held(self, name: str, prefix: Prefix) -> None:
-        if self.index.get(self._key(prefix)) is not prefix:
-            raise ValueError(
-                f"{name}: {prefix} of {prefix.length} tokens is not in the store: it gave way or was dropped"
-            )
 
     def _check_unkept(self, name: str, slot: int) -> None:
         if any(prefix.slot == slot for prefix in self.prefixes):

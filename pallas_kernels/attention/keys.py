@@ -381,18 +381,18 @@ class KeyLoader(KeyFinder):
         factors.store_floats([select(stored.index >= 0, factor, -1.0)], row, where=self._quad.quad.quarter == 0)
 
     # A part of it, for blocks that share a query's channels.
-    def load_part(self, tile: Value, which: int, index: Value, part: Value) -> StoredPart:
-        """Start to load a part of the first or second row of a tile. Without a key it is zero."""
-        row, there = self.rows[which], index >= 0
+    def load_part(self, tile: Value, index: Value, part: Value) -> StoredPart:
+        """Start to load a part of the one row of a tile that a lane takes part in. Without a key it is zero."""
+        (row,), there = self.rows, index >= 0
         nope, rope = (self._address(name, tile, row, index) for name in ("nope", "rope"))
         scales: list[Value] = []
         if self.query.inputs.window.scale is not None:
             scales = self.form.load_scales(self._quad.quad, self._address("scale", tile, row, index), there)
         return StoredPart(self._quad.load_part(nope, rope, part, there), scales)
 
-    def store_part(self, which: int, stored: StoredPart, part: Value, keys: Tile) -> None:
+    def store_part(self, stored: StoredPart, part: Value, keys: Tile) -> None:
         """Write a part of a row into a tile of as many channels, as ``store`` writes the whole row."""
         scale = self.form.split_scale(self._quad.quad, stored.scales)
         inverse = None if scale.factor is None else self._reciprocal(scale.factor)
         for unit, words in self._quad.part(stored.loaded, scale, part, inverse):
-            self.machine.store_shared(keys.unit(self.rows[which], unit), words, 16, True)
+            self.machine.store_shared(keys.unit(self.rows[0], unit), words, 16, True)

@@ -100,7 +100,7 @@ class AttentionLayout(abc.ABC):
         return inputs
 
     def order(self, inputs: AttentionInputs[jax.Array]) -> QueryOrder[jax.Array] | None:
-        """Return a ``sm90.QueryOrder`` of ``inputs.needed``, or None if the kernel computes all queries."""
+        """Return a ``QueryOrder`` of ``inputs.needed``, or None if the kernel computes all queries."""
         return None
 
     @abc.abstractmethod

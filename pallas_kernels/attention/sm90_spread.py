@@ -306,12 +306,12 @@ class _Block:
     def _load_channels(self, first: Value, some: range) -> list[StoredPart]:
         """Load this block's channels of the keys of some of a round's tiles."""
         (row,) = self.loader.rows
-        return [self.loader.load_part(first + n, 0, self._index(n, row), self.machine.rank) for n in some]
+        return [self.loader.load_part(first + n, self._index(n, row), self.machine.rank) for n in some]
 
     def _store_channels(self, some: range, loaded: list[StoredPart]) -> None:
         """Store what ``_load_channels`` has loaded, where the products read it."""
         for tile, part in zip(some, loaded, strict=True):
-            self.loader.store_part(0, part, self.machine.rank, self.channels.copy(tile))
+            self.loader.store_part(part, self.machine.rank, self.channels.copy(tile))
 
     def _take_weights(self, place: tuple[Index, ...], tile: Index, where: Condition) -> _Given:
         words: list[Value] = []

@@ -24,8 +24,8 @@ from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Condition, Index, Value
 
 TILE = 64  # outputs of a warpgroup
-ROWS = 64  # the most rows of x in a block that multiplies such tiles, and of a product of few rows
-MOST_ROWS = 128  # in a block where there are more rows of x
+ROWS = 64  # the most rows of x in a block that makes something of whole lines of its sums
+MOST_ROWS = 128  # in any block of the kernel of few rows
 CHUNK_BYTES, HALVES = 128, 2
 QUAD = 4
 _ROWS = TILE // (WARPGROUP // WARP)  # of a warp

@@ -197,8 +197,10 @@ def test_temperature_divides_logits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
-        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+        ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
+        ({"temperature": float("inf")}, "temperature must be at least 0 and finite, got inf"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
     ],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from dsv4jax.checks import real
 
 _BITS, _DIGIT = 30, 5  # of a probability, and of it that one pass over the vocabulary finds
 
@@ -28,13 +31,15 @@ class Sampling:
         """Make it of Python numbers.
 
         Raises:
-          ValueError: the temperature is negative, top_p is not in (0, 1], or least_confidence is not in [0, 1].
+          ValueError: the temperature is negative or infinite, top_p is not in (0, 1], or least_confidence is not in
+            [0, 1].
         """
-        if not temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        temperature, top_p = real("temperature", temperature), real("top_p", top_p)
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-        if not 0 <= least_confidence <= 1:
+        if not 0 <= real("least_confidence", least_confidence) <= 1:
             raise ValueError(f"least_confidence must be in [0, 1], got {least_confidence}")
         return cls(
             temperature=jnp.float32(temperature),

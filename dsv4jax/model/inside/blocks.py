@@ -119,7 +119,7 @@ class Tokens:
 class Sublayer:
     """A sublayer that is about to run."""
 
-    name: str  # "attention" or "experts"
+    name: str  # "attention", "experts" or "head"
     mix: StreamMix
     norm: jax.Array
     taps: Taps  # of its layer

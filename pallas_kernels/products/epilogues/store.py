@@ -29,10 +29,10 @@ from pallas_kernels.products.epilogues.faces import (
     RowSums,
 )
 from pallas_kernels.products.problem import Epilogue, Spec, Unsupported, WeightSpec
+from pallas_kernels.products.weights import MOST_ROWS, ROWS
 from pallas_kernels.rows import from_bf16, through_bf16
 
 _TOGETHER = 8  # places for which a lane loads together what it adds to
-_ROWS = 64  # the most whose kernel writes operand rows, or adds the sums of a wide weight
 
 
 class _Sums(Epilogue):
@@ -106,7 +106,7 @@ class Store(_Sums):
         return self.kind is not PlainRows or jnp.dtype(self.dtype).itemsize < 4
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
-        if self.kind is OperandRows and rows > _ROWS:
+        if self.kind is OperandRows and rows > ROWS:
             return Unsupported(kind="no kernel", reason=f"operand rows are made of few rows, got {rows}")
         if self.kind is PlainRows and jnp.dtype(self.dtype) not in (jnp.float32, jnp.bfloat16):
             return Unsupported(kind="no kernel", reason=f"sums are stored as f32 or bf16, got {jnp.dtype(self.dtype)}")
@@ -132,8 +132,8 @@ class AddTo(_Sums):
         return PlainRows.shapes(rows, outputs)
 
     def unsupported(self, rows: int, weight: WeightSpec) -> Unsupported | None:
-        if rows > 2 * _ROWS and weight.block is None:
-            reason = f"the sums of more than {2 * _ROWS} rows are added by products with FP8 weights, got {rows}"
+        if rows > MOST_ROWS and weight.block is None:
+            reason = f"the sums of more than {MOST_ROWS} rows are added by products with FP8 weights, got {rows}"
             return Unsupported(kind="no kernel", reason=reason)
         return None
 

@@ -1,4 +1,4 @@
-"""Products of few rows, up to 64 in a block, and of more in the same order, on Hopper and on Blackwell.
+"""Products of few rows, up to 128 in a block, and of more in the same order, on Hopper and on Blackwell.
 
 launch   which layout a product gets, and its launch
 sm90     the kernel on Hopper

@@ -248,7 +248,7 @@ def pair_of(own: tuple[Layout, Layout], *, cluster: int, parts: int, tiles: int)
 
 
 def _cost(layouts: tuple[Layout, ...]) -> int:
-    """What a launch of these takes, as the bytes that one multiprocessor reads; as in ``layout.fastest_split``."""
+    """What a launch of these takes, as the bytes that one multiprocessor reads; as ``Division`` counts one product."""
     gpu, blocks = layouts[0].gpu, sum(one.grid.blocks[0] * one.grid.cluster for one in layouts)
     waves = -(-blocks // gpu.multiprocessors)
     read = (one.split.parts * one.split.chunks * (one.split.tiles * TILE + one.columns) for one in layouts)
