@@ -358,10 +358,12 @@ def test_logits_that_are_nan_are_no_tokens(drafts):
     params = small_model()
     broken = dataclasses.replace(params, embedding=params.embedding.at[5].set(jnp.nan))
     chat = Generator(broken, caches=caches(SMALL, 2, drafts), drafts=drafts)
+    first = chat.generate(PROMPTS[:1], 1).tokens
     with pytest.raises(FloatingPointError, match=r"logits for new token 0 of prompts\[1\] have NaN"):
         chat.generate([PROMPTS[0], PROMPTS[4]], 1)
     with pytest.raises(FloatingPointError, match=r"logits for new token 0 of prompts\[0\] have NaN"):
         list(chat.stream(PROMPTS[4], 4))
+    assert chat.generate(PROMPTS[:1], 1).tokens == first
 
 
 def test_arguments_in_another_order_are_named():
