@@ -34,7 +34,7 @@ class SavedPrefixes:
         try:
             with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 sizes, tokens, policy = file["sizes"], file["tokens"], file["policy"].tolist()
-        except (KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except (IsADirectoryError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"{path} is no file of a PrefixStore, or a damaged one: {error}") from error
         capacity, every, *shards = policy  # older files have no shards
         prefixes = zip(sizes[:, 0].tolist(), np.split(tokens, np.cumsum(sizes[:, 1])), strict=False)

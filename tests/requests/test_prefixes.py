@@ -266,3 +266,5 @@ def test_what_is_saved_comes_back(tmp_path):
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(ValueError, match="is no file of a PrefixStore, or a damaged one"):
             PrefixStore.restore(tmp_path / "damaged", PLAN)
+    with pytest.raises(ValueError, match="is no file of a PrefixStore"):
+        PrefixStore.restore(tmp_path, PLAN)  # a folder, as a cache is saved
