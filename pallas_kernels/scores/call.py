@@ -80,10 +80,10 @@ def indexer_scores(
     if tuning is not None and not isinstance(tuning, KERNELS[architecture]):
         raise ValueError(f"tuning must be one for the {architecture} kernel, got {tuning}")
     batch, tokens = inputs.visible.shape
-    if tokens > MAX_TOKENS:
-        inputs = inputs.in_rows_of(MAX_TOKENS)
-    scores = _launch(inputs, fp4, tuning, KERNELS[architecture], simulate)
-    return scores.reshape(batch, -1, scores.shape[-1])[:, :tokens]
+    if tokens <= MAX_TOKENS:
+        return _launch(inputs, fp4, tuning, KERNELS[architecture], simulate)
+    scores = _launch(inputs.in_rows_of(MAX_TOKENS), fp4, tuning, KERNELS[architecture], simulate)
+    return scores.reshape(batch, -(-tokens // MAX_TOKENS) * MAX_TOKENS, scores.shape[2])[:, :tokens]
 
 
 def _launch(
