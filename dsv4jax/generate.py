@@ -178,8 +178,8 @@ def run(args: argparse.Namespace) -> None:
         params = load_model(args.checkpoint, *form, on_progress=on_progress, **places)
         jax.block_until_ready(params)
     print("Compiling, which takes minutes for a large model", file=sys.stderr)
-    stops = () if args.ignore_eos else params.cfg.stop_tokens
-    printer = Printer(text, stops, sys.stderr if args.json else sys.stdout)
+    stops = () if args.ignore_eos else None  # the model's
+    printer = Printer(text, cfg.stop_tokens if stops is None else stops, sys.stderr if args.json else sys.stdout)
     generator = Generator(params, drafts=args.drafts, caches=caches)
     if len(prompts) == 1:
         for token in generator.stream(prompts[0], args.max_new, sampling, stops):

@@ -262,8 +262,7 @@ class Generator:
             sampling = Sampling.of()
         elif not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
-        cfg = self._params.cfg
-        stops = read_stop_tokens(cfg.stop_tokens if stop_tokens is None else stop_tokens, cfg.vocab_size)
+        stops = read_stop_tokens(stop_tokens, self._params.cfg)
         drawing = placed(Drawing(sampling, stops), self._params.mesh)
         return self._run(prompts, max_new, drawing, passes, records)
 

@@ -50,11 +50,15 @@ def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
     return read
 
 
-def read_stop_tokens(tokens: Sequence[int], vocab_size: int) -> jax.Array:
-    """Return stop tokens as int32 [any], the last ones -1, as is drawn from NaN. ValueError if they are none."""
-    stops = integers("stop_tokens", tokens, "token ids", 0)
-    if too_large := [stop for stop in stops if stop >= vocab_size]:
-        raise ValueError(f"stop_tokens must be token ids in [0, {vocab_size}), got {too_large}")
+def read_stop_tokens(tokens: Sequence[int] | None, cfg: ModelConfig) -> jax.Array:
+    """Return stop tokens, None for the model's own, as int32 [any]. The last ones are -1, as is drawn from NaN.
+
+    Raises:
+      ValueError: they are no tokens of the vocabulary. The model's own may be of a larger one.
+    """
+    stops = cfg.stop_tokens if tokens is None else integers("stop_tokens", tokens, "token ids", 0)
+    if tokens is not None and (too_large := [stop for stop in stops if stop >= cfg.vocab_size]):
+        raise ValueError(f"stop_tokens must be token ids in [0, {cfg.vocab_size}), got {too_large}")
     return jnp.asarray(stops + (-1,) * (STOPS - len(stops) % STOPS), jnp.int32)
 
 
