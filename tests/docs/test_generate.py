@@ -197,7 +197,7 @@ def test_options_reach_the_loop(asked, capsys):
     options = ["--max-new", "9", "--temperature", "0.5", "--top-p", "0.25", "--drafts", "3", "--kv-format", "bf16"]
     assert command.main([str(MODEL), "--ids", "5,17,3", "--ids", " 2 ", *options]) == 0
     assert asked["prompts"] == [[5, 17, 3], [2]]
-    assert (asked["max_new"], asked["drafts"], asked["stop_tokens"]) == (9, 3, (1,))
+    assert (asked["max_new"], asked["drafts"], asked["stop_tokens"]) == (9, 3, None), "the model's own stop tokens"
     assert (float(asked["sampling"].temperature), float(asked["sampling"].top_p)) == (0.5, 0.25)
     assert asked["params"].embedding.dtype == jnp.bfloat16, "weights as in the file, unless asked otherwise"
     plan = asked["caches"].model.plan
