@@ -138,7 +138,6 @@ def with_deltas(
       ValueError: no weight has that name, a rank is not positive, or a weight has a delta already.
     """
     check_type("params", params, ModelParams)
-    check_type("ranks", ranks, Mapping)
     check_dtype("dtype", dtype, FLOATS)
     given: dict[Target, Delta] = {}
     for number, (target, rank) in enumerate(ranks_of(params.cfg, ranks).items()):
@@ -157,6 +156,7 @@ def ranks_of(cfg: ModelConfig, ranks: Mapping[str, int]) -> dict[Target, int]:
 
     Raises ValueError where a name stands for none, or two for the same, or a rank is not positive.
     """
+    check_type("ranks", ranks, Mapping)
     found: dict[Target, int] = {}
     for name, rank in ranks.items():
         rank = integer(f"ranks[{name!r}]", rank, 1)

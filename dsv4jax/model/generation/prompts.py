@@ -51,7 +51,9 @@ def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
 
 
 def read_stop_tokens(tokens: Sequence[int] | None, cfg: ModelConfig) -> jax.Array:
-    """Return stop tokens, None for the model's own, as int32 [any]. The last ones are -1, as is drawn from NaN.
+    """Return stop tokens, None for the model's own, as int32 [any].
+
+    The last ones are -1, which is drawn from NaN: such a text ends there.
 
     Raises:
       ValueError: they are no tokens of the vocabulary. The model's own may be of a larger one.

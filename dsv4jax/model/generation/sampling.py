@@ -139,7 +139,7 @@ class Chances:
     def draw(self, keys: jax.Array) -> jax.Array:
         """Draw a token int32 [B] each, where there are [B, V], with one key per row; any if a logit is NaN.
 
-        Such a draft is not accepted: its probability is NaN.
+        Such a draft has the probability NaN and is not accepted, or at temperature 0 only if it is the model's own.
         """
         return jnp.maximum(_largest(self.logits, self.least, self.temperature[..., None], keys), 0)
 
