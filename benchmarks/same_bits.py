@@ -23,6 +23,7 @@ LENGTHS = 151, 60, 5, 130, 33  # tokens of each request
 SHAPES = (5, 128), (64, 40), (256, 9)  # of batches: the most rows, and tokens of a row
 CONTEXT = 512  # tokens, more than a request and a draft after it
 OF_MODEL = (5, 128), (64, 40), (256, 3)  # whose logits take more memory
+PARTS = "layers", "model"
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8_tile64, mxfp4, online": {"kv_format": "fp8_tile64", "indexer_format": "mxfp4", "hca_tail": "online"},
     "defaults": {},
@@ -57,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4, help="times that all requests are fed in each size of batch")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default all")
     options = parser.parse_args()
     bench = Bench(rounds=options.rounds, is_tiny=options.tiny)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
@@ -66,20 +68,22 @@ def main() -> None:
     lengths, rng = [n // (8 if options.tiny else 1) or 1 for n in LENGTHS], np.random.default_rng(1)
 
     x = [np.asarray(jnp.asarray(rng.standard_normal((n, attention.hidden_size)), jnp.bfloat16)) for n in lengths]
-    of_layers = [
-        d4.init_attention_params(jax.random.key(layer), attention, layer, jnp.bfloat16, weights="stored")
-        for layer in range(3)
-    ]
-    for name, formats in FORMATS.items():
-        plan = bench.plan(attention, invariant=True, **formats)
-        bench.report(f"three layers, {name}", run_layers(of_layers), plan, x, SHAPES)
-
-    ids = [rng.integers(0, cfg.vocab_size, n, np.int32) for n in lengths]
-    params = random_model(cfg, jax.random.key(0), drafts=0)
-    for invariant in (True, False):
-        plan = bench.plan(attention, invariant=invariant)
-        name = "a model of three layers" + ("" if invariant else ", not invariant")
-        bench.report(name, run_model(params), plan, ids, OF_MODEL)
+    parts = options.part or PARTS
+    if "layers" in parts:
+        of_layers = [
+            d4.init_attention_params(jax.random.key(layer), attention, layer, jnp.bfloat16, weights="stored")
+            for layer in range(3)
+        ]
+        for name, formats in FORMATS.items():
+            plan = bench.plan(attention, invariant=True, **formats)
+            bench.report(f"three layers, {name}", run_layers(of_layers), plan, x, SHAPES)
+    if "model" in parts:
+        ids = [rng.integers(0, cfg.vocab_size, n, np.int32) for n in lengths]
+        params = random_model(cfg, jax.random.key(0), drafts=0)
+        for invariant in (True, False):
+            plan = bench.plan(attention, invariant=invariant)
+            name = "a model of three layers" + ("" if invariant else ", not invariant")
+            bench.report(name, run_model(params), plan, ids, OF_MODEL)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
@@ -104,10 +105,17 @@ def known_size(size: object, otherwise: int) -> int:
 
 
 def real(name: str, value: object) -> float:
-    """A static argument as a float. ValueError where it is no real number, naming the argument."""
-    if not isinstance(value, numbers.Real):
+    """A static argument as a float: Python's, NumPy's, or an array [] of one.
+
+    Raises:
+      ValueError: it is no real number, or is traced; the message names the argument.
+    """
+    if isinstance(value, Tracer):
+        raise ValueError(f"{name} must be a number that is known when the call is traced, got a traced value: {value}")
+    number = value.item() if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0 else value
+    if not isinstance(number, numbers.Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    return float(number)
 
 
 def check_dtype(name: str, dtype: DTypeLike, known: tuple[DTypeLike, ...]) -> None:

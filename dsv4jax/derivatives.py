@@ -27,7 +27,9 @@ def straight_through(rounded: jax.Array, exact: jax.Array) -> jax.Array:
 
 @straight_through.defjvp
 def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return primals[0], tangents[1]
+    # Itself again, not its first argument: a second derivative differentiates this rule, and would take that for a
+    # constant.
+    return straight_through(*primals), tangents[1]
 
 
 def through_new_rows(values: jax.Array, exact: jax.Array, number: jax.Array, count: jax.Array | int) -> jax.Array:
@@ -58,6 +60,11 @@ def refuse_derivative[T](message: str, tree: T) -> T:
 def _(message: str, primals: tuple[Tree], tangents: tuple[Tree]) -> Tree:
     del primals, tangents
     raise ValueError(message)
+
+
+def refuse_of_invariant[T](tree: T) -> T:
+    """The tree as it is, where it belongs to a cache that is invariant: such a program has no reverse mode."""
+    return refuse_derivative("a cache with invariant=True has no derivative: take it over one without", tree)
 
 
 def carries_derivative(row: object) -> bool:

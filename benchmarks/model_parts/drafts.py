@@ -32,8 +32,8 @@ from benchmarks.model_parts.whole import CONTEXT, LAYERS, ROOM, ROUNDS, Bench, e
 from benchmarks.speculate import compile_all
 from dsv4jax.model import Caches, DSparkConfig, ModelConfig, ModelParams, Sampling, dspark, init_caches, random_model
 from dsv4jax.model.generation.drafting import Fed, drafter
-from dsv4jax.model.generation.loop import Drawing, run
-from dsv4jax.model.generation.sampling import Chances, accept
+from dsv4jax.model.generation.loop import run
+from dsv4jax.model.generation.sampling import Chances, accept, of_texts
 from dsv4jax.model.generation.state import Loop, Texts, begin
 from dsv4jax.model.params import DSparkParams
 
@@ -167,13 +167,13 @@ def loop_of(bench: Bench, cfg: ModelConfig, requests: int, drafts: int) -> Loop:
     # Sampled drafts of a random model are hardly ever accepted, so that no text comes to its end.
     tokens = jnp.asarray(rng.integers(0, cfg.vocab_size, (requests, bench.context + ROOM)), jnp.int32)
     rows, limits = jnp.arange(requests, dtype=jnp.int32), jnp.full_like(lengths, bench.context + ROOM)
-    texts = Texts(tokens=tokens, lengths=lengths, limits=limits, numbers=rows + 0)
+    texts = Texts.of(tokens, lengths, limits, of_texts(Sampling.of(1.0), rows))
     return dataclasses.replace(begin(caches, texts, cfg.vocab_size, drafts), slots=rows, text=rows + 0)
 
 
-def ways_of_passes() -> tuple[Drawing, jax.Array]:
-    """How the loop draws tokens, and how many passes it makes in a call."""
-    return Drawing(Sampling.of(1.0), jnp.asarray([-1], jnp.int32)), jnp.int32(PASSES)
+def ways_of_passes() -> tuple[jax.Array, jax.Array]:
+    """The stop tokens, and how many passes the loop makes in a call."""
+    return jnp.asarray([-1], jnp.int32), jnp.int32(PASSES)
 
 
 def lowered_passes(bench: Bench, params: ModelParams, requests: int, drafts: int) -> Any:

@@ -47,13 +47,18 @@ class Bench:
     requests: tuple[int, ...]
     context: int
     out: Path | None
+    invariant: bool = False  # caches of layers and steps
 
     def note(self, case: str, text: str, **fields: Any) -> None:
         print(f"{case:44} {text}", flush=True)
         record(self.out, case=case, **fields)
 
+    def case(self, name: str, requests: int) -> str:
+        return f"{name} B{requests} {self.context}" + (", invariant" if self.invariant else "")
+
     def plan(self, cfg: ModelConfig, requests: int) -> d4.CachePlan:
-        caches = jax.eval_shape(lambda: init_caches(cfg, requests, self.context + ROOM, headroom=1.0))
+        options = {"headroom": 1.0, "invariant": self.invariant}
+        caches = jax.eval_shape(lambda: init_caches(cfg, requests, self.context + ROOM, **options))
         return caches.model.plan
 
 
@@ -95,7 +100,7 @@ def step(
 def batch(requests: int) -> tuple[jax.Array, jax.Array]:
     """Tokens and slots."""
     rng = np.random.default_rng(1)
-    return jnp.asarray(rng.integers(0, 1000, (requests, 1)), jnp.int32), jnp.arange(requests, dtype=jnp.int32)
+    return jnp.asarray(rng.integers(0, 100, (requests, 1)), jnp.int32), jnp.arange(requests, dtype=jnp.int32)
 
 
 def time_layers(bench: Bench, made: ModelParams) -> None:
@@ -118,7 +123,7 @@ def time_layers(bench: Bench, made: ModelParams) -> None:
             (few, one), (many, two) = found[kind, requests, 1], found[kind, requests, 2]
             times = Times.of([b - a for a, b in zip(few, many, strict=True)], len(two) - len(one))
             text = f"{times.median:9.1f} us [{times.low:.1f}, {times.high:.1f}] in {times.kernels:g} launches"
-            bench.note(f"layer {kind} B{requests} {bench.context}", text, us=dataclasses.asdict(times))
+            bench.note(bench.case(f"layer {kind}", requests), text, us=dataclasses.asdict(times))
             for name, us in sorted(added(one, two).items(), key=lambda item: -item[1])[:16]:
                 print(f"        {us:9.2f} us {name[:100]}")
 
@@ -168,7 +173,7 @@ def time_steps(bench: Bench, params: ModelParams) -> dict[int, float]:
         times = Times.of(samples[1:])  # the first includes what is done once
         found[requests] = times.median
         text = f"{times.median:9.3f} ms of wall [{times.low:.3f}, {times.high:.3f}]"
-        case = f"step of {params.cfg.num_layers} layers B{requests} {bench.context}"
+        case = bench.case(f"step of {params.cfg.num_layers} layers", requests)
         bench.note(case, text, ms_of_wall=dataclasses.asdict(times))
         del cache
     return found
@@ -194,12 +199,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default all")
     parser.add_argument("--requests", default="1,64")
     parser.add_argument("--activations", choices=LAYER_ACTIVATIONS, default="fp8", help="of the prompt")
+    parser.add_argument("--invariant", action="store_true", help="caches that are invariant, of layers and steps")
     options = parser.parse_args(arguments)
     cfg = model_of(options)
     first = first_layers(cfg, LAYERS)
     requests = (1, 2) if options.tiny else tuple(map(int, options.requests.split(",")))
-    bench = Bench(cfg=cfg, requests=requests, context=512 if options.tiny else CONTEXT, out=options.out)
-    parts = options.part or PARTS
+    context = 512 if options.tiny else CONTEXT
+    bench = Bench(cfg=cfg, requests=requests, context=context, invariant=options.invariant, out=options.out)
+    parts = options.part or PARTS[: 2 if options.invariant else None]
     began = time.perf_counter()
     made = jax.block_until_ready(random_model(first, jax.random.key(0), drafts=0))
     size, seconds = d4.cache.tree_bytes(made), time.perf_counter() - began

@@ -80,7 +80,6 @@ def empty_cache(plan: CachePlan) -> KVCache:
     return KVCache(**stacks, tables=init_tables(plan), plan=plan)
 
 
-@functools.partial(jax.jit, static_argnames="n")
 def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCache, jax.Array, jax.Array]:
     """Take slots for new requests and empty them in all layers.
 
@@ -98,10 +97,14 @@ def admit(cache: KVCache, n: int, where: jax.Array | None = None) -> tuple[KVCac
       ValueError: n is no integer, or negative.
     """
     check_cache("admit", cache)
-    n = integer("n", n, least=0)
+    return _admit(cache, integer("n", n, least=0), where)
+
+
+@functools.partial(jax.jit, static_argnames="n")
+def _admit(cache: KVCache, n: int, where: jax.Array | None) -> tuple[KVCache, jax.Array, jax.Array]:
     if is_spread(cache):
         asked = jnp.ones(n, jnp.bool) if where is None else where
-        return on_shards(lambda cache, where: admit(cache, where.shape[0], where), cache, (asked,), 2)
+        return on_shards(lambda cache, where: _admit(cache, where.shape[0], where), cache, (asked,), 2)
     tables, slots, ok = admit_slots(cache.tables, n, where)
 
     def emptied(kind: AttentionType, stack: LayerStack) -> LayerStack:

@@ -11,6 +11,7 @@ from jax import lax
 
 from dsv4jax.cache.allocation import allocate
 from dsv4jax.cache.cache import KVCache, check_cache
+from dsv4jax.cache.shards import is_spread, on_shards
 from dsv4jax.cache.tables import Needs, has_twin, is_admitted
 from dsv4jax.checks import check_batch, check_one_shard
 from dsv4jax.reprs import compact, values_of
@@ -35,7 +36,7 @@ class Grants:
 
     refusal: jax.Array  # int32 [B] a ``Refusal``; 0 if the row is granted its tokens
     missing_blocks: jax.Array  # int32 [B] blocks that the row must be given; 0 where it is refused for another reason
-    free_blocks: jax.Array  # int32 [] blocks that are free before the call
+    free_blocks: jax.Array  # int32 [] blocks that are free before the call; of a cache with a mesh int32 [shards]
 
     def __repr__(self) -> str:
         arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -48,8 +49,9 @@ class Grants:
 
     @property
     def ok(self) -> jax.Array:
-        """Whether no row is refused, so that ``prepare_forward`` would grant the whole batch. bool []."""
-        return jnp.all(self.refusal <= Refusal.PADDING)
+        """Whether no row is refused, so that ``prepare_forward`` would grant the whole batch. bool [], or [shards]."""
+        rows = self.refusal.reshape(*self.free_blocks.shape, -1)
+        return jnp.all(rows <= Refusal.PADDING, axis=-1)
 
 
 @jax.jit
@@ -61,6 +63,8 @@ def explain_forward(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> Gra
     """
     check_cache("explain_forward", cache)
     check_batch(slots=slots, num_new=num_new)
+    if is_spread(cache):
+        return on_shards(lambda cache, *rows: (cache, explain_forward(cache, *rows)), cache, (slots, num_new), 1)[1]
     tables = cache.tables
     check_one_shard(tables.num_free, "explain_forward")
     needs = Needs.of(tables, slots, num_new, cache.plan)
@@ -93,6 +97,9 @@ def prepare_rows(cache: KVCache, slots: jax.Array, num_new: jax.Array) -> tuple[
       ``explain_forward`` of the same arguments says why.
     """
     check_cache("prepare_rows", cache)
+    check_batch(slots=slots, num_new=num_new)
+    if is_spread(cache):
+        return on_shards(prepare_rows, cache, (slots, num_new), 1)
     granted = explain_forward(cache, slots, num_new).granted
     tables, _ = allocate(cache.tables, slots, jnp.where(granted, num_new, 0), cache.plan)
     return dataclasses.replace(cache, tables=tables), granted

@@ -69,7 +69,8 @@ def on_shards(
       call: function(cache, *rows) -> (cache, *others), or the cache alone if there are no others.
       cache: one that ``is_spread``.
       rows: arrays whose first axis is the rows of a batch, a share of which is each shard's.
-      others: number of other results: of rows, or a number for each shard, which becomes [shards].
+      others: number of other results, arrays or trees of them: of rows, or a number for each shard, which becomes
+        [shards].
       specs: of the rows, where they are trees of other arrays.
 
     Raises:
@@ -80,7 +81,7 @@ def on_shards(
 
     def of_shard(cache: Tree, *rows: Tree) -> Tree:
         made = call(cache, *rows)
-        return (made[0], *map(jnp.atleast_1d, made[1:])) if others else made
+        return (made[0], *jax.tree.map(jnp.atleast_1d, made[1:])) if others else made
 
     of_cache = cache_specs(cache)
     out_specs = (of_cache, *[OF_ROWS] * others) if others else of_cache

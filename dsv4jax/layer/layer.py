@@ -24,13 +24,12 @@ from jax import lax
 from jax.core import Tracer
 
 from dsv4jax.cache.cache import KVCache, check_cache
-from dsv4jax.checks import check_array, integer
-from dsv4jax.derivatives import refuse_derivative
+from dsv4jax.checks import integer
+from dsv4jax.derivatives import refuse_of_invariant
 from dsv4jax.kinds import AttentionType
 from dsv4jax.layer.attention import attention_inputs
 from dsv4jax.layer.backend import Backend, OpBackends, check_name
 from dsv4jax.layer.call import Draft, Given, LayerCall, RunOptions
-from dsv4jax.layer.indexer import PICKS
 from dsv4jax.layer.ops import Rows, choose_backends, choose_for_any_batch
 from dsv4jax.layer.stages.compose import Stages
 from dsv4jax.layer.stages.entries import tap_entries
@@ -179,11 +178,8 @@ def run_layer(
     index = jnp.asarray(index, jnp.int32)
     params = frozen_where_stored(params)
     if plan.invariant:
-        message = "a cache with invariant=True has no derivative: take it over one without"
-        params, given = refuse_derivative(message, (params, given))
-    if probe.entries is not None:
-        axes = {"B": x.shape[0], "T": x.shape[1], "K": None}
-        check_array("chosen entries", probe.entries, axes, PICKS)
+        params, given = refuse_of_invariant((params, given))
+    probe.check_entries(x)
     return _run_layer(params, given, cache, index, probe, kind=kind, options=options)
 
 

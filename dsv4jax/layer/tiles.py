@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4jax.checks import Tree
+from dsv4jax.derivatives import refuse_of_invariant
 
 
 def map_tokens[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs, size: int) -> Tree:
@@ -68,7 +69,7 @@ def each[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs) -> Tree:
 
     XLA merges operations, and adds in another order for that. So barriers keep the function apart from where its row is
     taken from and put to, which depends on the number of rows; and another hides that number, as XLA would dissolve a
-    loop of one turn. With that there is no derivative in reverse mode.
+    loop of one turn. With that there is no derivative in reverse mode, and asking for one in any is a ValueError.
 
     Args:
       function: makes a tree of arrays of a tree like ``inputs`` without the first axes.
@@ -85,7 +86,10 @@ def each[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs) -> Tree:
         made = apart(function, jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), inputs))
         return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, i, 0), out, made)
 
-    return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(count)), turn, out)
+    out = lax.fori_loop(0, lax.optimization_barrier(jnp.int32(count)), turn, out)
+    # Of what is made, because the function may close over weights that have a tangent, too. One by one, so that JAX
+    # removes those that nobody uses, as it does without.
+    return jax.tree.map(refuse_of_invariant, out)
 
 
 def map_rows[Inputs](function: Callable[[Inputs], Tree], inputs: Inputs, size: int, axes: int = 1) -> Tree:

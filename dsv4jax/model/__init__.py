@@ -50,6 +50,7 @@ from dsv4jax.model.generation.generator import Generated, Generator, generate
 from dsv4jax.model.generation.sampling import Sampling
 from dsv4jax.model.initial import random_model
 from dsv4jax.model.inside.choices import Choices
+from dsv4jax.model.inside.lens import logit_lens
 from dsv4jax.model.inside.weights import attention_weights
 from dsv4jax.model.memory import MemoryPlan, StepMemory, TrainingStep, plan_memory
 from dsv4jax.model.ops import Mixing, Picks
@@ -89,6 +90,7 @@ __all__ = [
     "inspect_forward",
     "load_deltas",
     "load_model",
+    "logit_lens",
     "merge_deltas",
     "partition",
     "plan_memory",

@@ -188,7 +188,7 @@ def save_caches(path: str | os.PathLike[str], value: Caches | Snapshots) -> None
     if not isinstance(value, Caches | Snapshots):
         raise ValueError(f"save_caches: expected Caches or Snapshots, got {type(value).__name__}")
     with new_folder(path, _FOLDERS) as partial:
-        partial.mkdir()
+        partial.mkdir(parents=True)
         for name in _FOLDERS:
             if (one := getattr(value, name)) is not None:
                 save(partial / name, one)

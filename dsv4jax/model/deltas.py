@@ -135,10 +135,14 @@ def with_deltas(
       dtype: of the factors, f32 or bf16.
 
     Raises:
-      ValueError: no weight has that name, a rank is not positive, or a weight has a delta already.
+      ValueError: no weight has that name, a rank is not positive, the key is none, or a weight has a delta already.
     """
     check_type("params", params, ModelParams)
     check_dtype("dtype", dtype, FLOATS)
+    try:
+        jax.eval_shape(lambda key: jax.random.fold_in(key, 0), key)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"key must be a random key, such as jax.random.key(0), got {key!r}") from error
     given: dict[Target, Delta] = {}
     for number, (target, rank) in enumerate(ranks_of(params.cfg, ranks).items()):
         *lead, rows, inputs = target.shape

@@ -21,7 +21,7 @@ from dsv4jax.layer.call import RunOptions
 from dsv4jax.layer.dense import rms_norm
 from dsv4jax.layer.projections import linear
 from dsv4jax.model.forward_pass import attention
-from dsv4jax.model.inside.blocks import Tokens, Way, all_logits, embedded, run_blocks
+from dsv4jax.model.inside.blocks import Tokens, Way, all_logits, check_pass, embedded, run_blocks
 from dsv4jax.model.inside.devices import run_on_devices, weight_specs
 from dsv4jax.model.params import DraftParams, ModelParams
 
@@ -58,6 +58,7 @@ def draft_forward(
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
       ValueError: the model has no such block, the cache is for something else, or the backend is unknown.
     """
+    check_pass(params, "next_ids", next_ids, slots, num_new)
     cfg, drafts = params.cfg, params.drafts
     if not isinstance(drafts, DraftParams):
         raise ValueError("this model has no block for multi-token prediction: its checkpoint holds no MTP weights")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.shards import OF_ROWS, cache_specs
-from dsv4jax.checks import Named, Tree, check_array
+from dsv4jax.checks import Named, Tree, check_array, check_type
 from dsv4jax.config import layer_schedule
 from dsv4jax.layer.backend import XLA, Backend, for_plan
 from dsv4jax.layer.call import Given, RunOptions
@@ -31,6 +31,7 @@ from dsv4jax.model.inside.blocks import (
     Tokens,
     Way,
     all_logits,
+    check_pass,
     first_streams,
     read_logits,
     run_model,
@@ -114,6 +115,8 @@ def forward(
       ValueError: the cache is for another model, there are no tokens, ``logits``, the backend or a name is unknown, or
         a function returns something of another form than it was given.
     """
+    if logits not in ("last", "all", "none"):
+        raise ValueError(f"logits must be 'last', 'all' or 'none', got {logits!r}")
     probe = ModelProbe.of(**looking)
     made, captured, _ = _forward(params, cache, (ids, slots, num_new), probe, logits=logits, backend=backend)
     return (*made, captured) if "capture" in looking else made
@@ -168,7 +171,7 @@ def stage_forward(
       With ``capture``, what it names is the fifth.
 
     Raises:
-      AssertionError, ValueError: as ``forward``.
+      AssertionError, ValueError: as ``forward``; or there are no rows.
     """
     probe = ModelProbe.of(**looking)
     rows = ids, slots, num_new
@@ -188,6 +191,7 @@ def _forward(
     is_draft: bool = False,
 ) -> tuple[tuple[jax.Array | None, jax.Array, KVCache], Named, Staged]:
     """Return (what ``forward`` does, what was captured, what ``commit`` takes if the tokens are drafts)."""
+    check_pass(params, "ids", *rows)
     sizes = params.cfg.attention
 
     def step(params: ModelParams, cache: KVCache, rows: Rows, probe: ModelProbe) -> Tree:
@@ -283,7 +287,8 @@ def forward_sequences(
       ids: int32 [B, T]. What is past a row's length is ignored. An id outside the vocabulary gives its row NaN, also
         for tokens before it.
       lengths: int32 [B], tokens of each sequence that are real, of which there are at most T; None = all T.
-      kv_format, indexer_format: how a cache would round what it stores; see ``dsv4jax.attention``.
+      kv_format, indexer_format: how a cache would round what it stores; see ``dsv4jax.attention``. Unless told, nothing
+        is rounded: ``init_caches`` and ``Generator`` make caches of other formats.
       looking: ``capture``, ``intervene`` and ``choices``, as for ``forward``; but "entries", "picks", "attention" and
         "choices" are of passes over a cache alone.
 
@@ -342,6 +347,7 @@ def forward_with_indexer_loss(
     Raises:
       AssertionError, ValueError: as ``forward_sequences``; or the model has no CSA layer, or ``over`` is unknown.
     """
+    check_type("params", params, ModelParams)
     cfg = params.cfg.attention
     if not any(spec.attn.is_indexed for spec in layer_schedule(cfg)):
         raise ValueError("the model has no CSA layer, and so no indexer")

@@ -62,8 +62,8 @@ def random_model(
       host_experts: as for ``load_model``.
 
     Raises:
-      ValueError: an option is unknown, a size does not divide into blocks of FP4, or as ``load_model`` for the mesh and
-        ``host_experts``.
+      ValueError: an option is unknown, the key is none, a size does not divide into blocks of FP4, or as ``load_model``
+        for the mesh and ``host_experts``.
     """
     check_type("cfg", cfg, ModelConfig)
     check_host_experts(host_experts, cfg, mesh)
@@ -73,7 +73,10 @@ def random_model(
         sizes = f"hidden_size={cfg.hidden_size} and expert_width={cfg.expert_width}"
         raise ValueError(f"{sizes} must be divisible by {FP4_BLOCK[1]}, the block of FP4 weights")
     dtype = jnp.dtype(jnp.float32 if weights == "f32" else jnp.bfloat16)
-    outer, draft_key, *layers = jax.random.split(key, 2 + cfg.num_layers)
+    try:
+        outer, draft_key, *layers = jax.random.split(key, 2 + cfg.num_layers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"key must be a random key, such as jax.random.key(0), got {key!r}") from error
     if not isinstance(key, Tracer):
         _compile(outer, cfg, dtype, stored, mesh, with_drafts=bool(drafts))
     return ModelParams(
@@ -139,16 +142,16 @@ def _outer(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike) -> Named:
 
 
 def _norm(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike) -> jax.Array:
-    return (1 + 0.1 * jax.random.normal(key, (cfg.hidden_size,))).astype(dtype)
+    return (1 + 0.1 * jax.random.normal(key, (cfg.hidden_size,), jnp.float32)).astype(dtype)
 
 
 def _mix(key: jax.Array, numbers: int, scales: int, cfg: ModelConfig) -> StreamMix:
     weight, base, scale = jax.random.split(key, 3)
     width = cfg.num_streams * cfg.hidden_size
     return StreamMix(
-        weight=jax.random.normal(weight, (numbers, width)) * width**-0.5,
-        base=0.5 * jax.random.normal(base, (numbers,)),
-        scale=1 + 0.1 * jax.random.normal(scale, (scales,)),
+        weight=jax.random.normal(weight, (numbers, width), jnp.float32) * width**-0.5,
+        base=0.5 * jax.random.normal(base, (numbers,), jnp.float32),
+        scale=1 + 0.1 * jax.random.normal(scale, (scales,), jnp.float32),
     )
 
 
@@ -174,8 +177,8 @@ _attention = _placed(random_params)
 def _choice(key: jax.Array, cfg: ModelConfig, by_id: bool) -> Named:
     key = jax.random.split(key, 16)[0]
     if not by_id:
-        return {"bias": 0.1 * jax.random.normal(key, (cfg.num_experts,))}
-    chances = jax.random.uniform(key, (cfg.vocab_size, cfg.num_experts))
+        return {"bias": 0.1 * jax.random.normal(key, (cfg.num_experts,), jnp.float32)}
+    chances = jax.random.uniform(key, (cfg.vocab_size, cfg.num_experts), jnp.float32)
     return {"table": lax.top_k(chances, cfg.experts_per_token)[1]}  # distinct experts
 
 
@@ -247,7 +250,7 @@ def _around_stages(key: jax.Array, cfg: ModelConfig, dtype: DTypeLike, stored: S
 
 
 def _wide(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    return (jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(dtype)
+    return (jax.random.normal(key, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
 
 
 def _linear(key: jax.Array, shape: tuple[int, int], dtype: DTypeLike, stored: Stored | None) -> Weight:

@@ -52,10 +52,16 @@ class PrefixReport:
 
 
 def read_tokens(name: str, tokens: Tokens) -> np.ndarray:
-    """Return tokens as a new array int32 [n]."""
-    read = np.asarray(tokens)
+    """Return tokens as a new array int32 [n]. ValueError for what is none, naming the call."""
+    try:
+        read = np.asarray(tokens)
+    except ValueError as error:  # rows of several lengths
+        raise ValueError(f"{name}: tokens must be integers [n], got {tokens!r}") from error
     if read.ndim != 1 or (read.size and read.dtype.kind not in "iu"):
         raise ValueError(f"{name}: tokens must be integers [n], got {read.dtype.name}{list(read.shape)}")
+    for token in (read.min(), read.max()) if read.size else ():
+        if not 0 <= token < 1 << 31:
+            raise ValueError(f"{name}: tokens must be in [0, {1 << 31}), got {token}")
     return np.array(read, np.int32)
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+# What reading a file raises that is no archive of arrays, a damaged one, or one of other arrays.
+_OTHERS = (IsADirectoryError, LookupError, EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPrefixes:
@@ -33,9 +36,9 @@ class SavedPrefixes:
         """Read a file. Raises FileNotFoundError, or ValueError if it is none that ``write`` made."""
         try:
             with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                sizes, tokens, policy = file["sizes"], file["tokens"], file["policy"].tolist()
-        except (IsADirectoryError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{path} is no file of a PrefixStore, or a damaged one: {error}") from error
-        capacity, every, *shards = policy  # older files have no shards
-        prefixes = zip(sizes[:, 0].tolist(), np.split(tokens, np.cumsum(sizes[:, 1])), strict=False)
+                sizes, tokens = file["sizes"], file["tokens"]
+                capacity, every, *shards = file["policy"].tolist()  # older files have no shards
+            prefixes = zip(sizes[:, 0].tolist(), np.split(tokens, np.cumsum(sizes[:, 1])), strict=False)
+        except _OTHERS as error:
+            raise ValueError(f"{path} is no file of a PrefixStore, or a damaged one") from error
         return cls(capacity=capacity, every=every or None, shards=max(shards, default=1), prefixes=tuple(prefixes))

@@ -170,9 +170,13 @@ class PrefixStore:
           ValueError: it is no such file, is damaged, or does not fit the plan.
         """
         saved = SavedPrefixes.read(path)
-        store = cls(plan, saved.capacity, saved.every, shards=saved.shards)
-        for slot, tokens in saved.prefixes:
-            store = store.noting(slot, tokens)
+        check_type("plan", plan, CachePlan)
+        try:
+            store = cls(plan, saved.capacity, saved.every, shards=saved.shards)
+            for slot, tokens in saved.prefixes:
+                store = store.noting(slot, tokens)
+        except ValueError as error:
+            raise ValueError(f"restore: {path} does not fit the plan: {error}") from error
         return store
 
     @classmethod

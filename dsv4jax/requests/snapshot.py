@@ -77,7 +77,10 @@ def extract(cache: KVCache, slots: Sequence[int] | np.ndarray | jax.Array) -> Sn
     check_cache("extract", cache)
     check_one_shard(cache.tables.num_free, "extract", on_host=True)
     check_concrete("extract", cache, "lengths decide shapes, so call it on a cache that has come back")
-    rows = np.asarray(slots)
+    try:
+        rows = np.asarray(slots)
+    except ValueError as error:  # rows of several lengths
+        raise ValueError(f"extract: slots must be integers [n] with n >= 1, got {slots!r}") from error
     if rows.ndim != 1 or not rows.size or not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"extract: slots must be integers [n] with n >= 1, got {rows.dtype.name}{list(rows.shape)}")
     admitted, seq_lens = (np.asarray(table) for table in (cache.tables.admitted, cache.tables.seq_lens))

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.cache.shards import OF_ROWS, is_spread, on_shards
 from dsv4jax.cache.tables import advance_lengths, granted_tokens, is_admitted, withdraw_grants
-from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.checks import FLOATS, check_array, check_batch, check_type
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.indexing import Batch
 from dsv4jax.layer.backend import Backend
@@ -109,7 +109,8 @@ def stage(
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-      ValueError: the layer or backend is unknown, the weights belong to another kind of layer, or x has no tokens.
+      ValueError: the layer or backend is unknown, the weights belong to another kind of layer, or x has no rows or
+        tokens.
     """
     check_cache("stage", cache)
     kind, index = cache.locate(layer)
@@ -147,6 +148,10 @@ def commit(
         not stage; or the backend is unknown.
     """
     check_cache("commit", cache)
+    if not isinstance(staged, Sequence):
+        raise ValueError(f"staged must be what stage returned for every layer, in a list, got {type(staged).__name__}")
+    for i, one in enumerate(staged):
+        check_type(f"staged[{i}]", one, StagedLayer)
     if is_spread(cache):
         specs = [staged_specs(cache.plan.cfg, one.layer) for one in staged], OF_ROWS
         of_shard = functools.partial(commit, backend=backend)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import dsv4jax as d4
 from dsv4jax.cache.sharding import shard_plan
+from dsv4jax.cache.shards import automatic
 from dsv4jax.weights.params import param_shapes
 from pallas_kernels.language import target
 from tests.support.compile_for_gpu import report_of
@@ -344,6 +345,7 @@ def test_a_cache_of_several_shards_is_refused_outside_of_shard_map():
     for call in (
         lambda: d4.admit(cache, 1),
         lambda: d4.prepare_forward(cache, slots, slots),
+        lambda: d4.cache.prepare_rows(cache, slots, slots),
         lambda: d4.attention_layer(random_params()[0], jnp.zeros((2, 1, CFG.hidden_size)), cache, 0, slots, slots),
         lambda: d4.advance(cache, slots, slots),
         lambda: d4.acquire(cache, 0, slots, slots),
@@ -352,6 +354,27 @@ def test_a_cache_of_several_shards_is_refused_outside_of_shard_map():
     ):
         with pytest.raises(ValueError, match=r"this cache has 4 shards .*: use it inside jax.shard_map"):
             call()
+
+
+def test_a_cache_with_a_mesh_grants_rows_on_each_shard():
+    mesh = automatic(jax.make_mesh((2, 1), ("data", "model"), devices=DEVICES[:2]))
+    cache = d4.init_cache(plan_of(max_requests=2 * ROWS, num_blocks=2 * 6), mesh)
+    cache, slots, _ = d4.admit(dataclasses.replace(cache, mesh=mesh), 2 * ROWS)
+    slots, num_new = np.asarray(slots), np.array([80, 80, 80, 1], np.int32)  # blocks: 5, 5, 5 and 0 of 6 on each shard
+    grants = d4.cache.explain_forward(cache, slots, num_new)
+    after, granted = d4.cache.prepare_rows(cache, slots, num_new)
+    _, ok = d4.prepare_forward(cache, slots, num_new)
+    assert (ok.tolist(), granted.tolist()) == ([False, True], [True, False, True, True])
+    assert grants.ok.tolist() == ok.tolist()
+    assert grants.free_blocks.tolist() == [6, 6]
+    for shard in range(2):
+        alone, rows = d4.sharding.shard_of(cache, shard), slice(shard * ROWS, (shard + 1) * ROWS)
+        wanted = d4.cache.explain_forward(alone, slots[rows], num_new[rows])
+        assert_same(grants.refusal[rows], wanted.refusal)
+        assert_same(grants.missing_blocks[rows], wanted.missing_blocks)
+        assert_same(d4.sharding.shard_of(after, shard), d4.cache.prepare_rows(alone, slots[rows], num_new[rows])[0])
+    with pytest.raises(ValueError, match="a batch of 1 rows does not divide by the 2 shards"):
+        d4.cache.prepare_rows(cache, slots[:1], num_new[:1])
 
 
 def test_a_mesh_of_the_default_devices_kind_means_that_device():

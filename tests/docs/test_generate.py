@@ -139,7 +139,9 @@ def asked(monkeypatch) -> dict:
             prompts = [prompt.tolist() for prompt in prompts]
             given.update(prompts=prompts, max_new=max_new, sampling=sampling, stop_tokens=stop_tokens)
             tokens = [[7, 8] for _ in prompts]
-            self.result = Generated(tokens=tokens, passes=2, stored=0, drafted=8, accepted=2, seconds=0.5)
+            counts = {"passes": 2, "stored": 0, "drafted": 8, "accepted": 2, "seconds": 0.5}
+            log_probs = [[-0.5, -0.25] for _ in prompts]
+            self.result = Generated(tokens=tokens, log_probs=log_probs, sampled_log_probs=log_probs, **counts)
             return self.result
 
         def stream(self, prompt, *options):

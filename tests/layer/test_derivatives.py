@@ -20,6 +20,7 @@ from dsv4jax.rope import apply_rope, rope_frequencies
 from dsv4jax.weights.params import param_shapes
 from tests.support.cases import first_of
 from tests.support.driver import CFG, DEFAULT, F32, TRAINED, ids, random_params, sequence, small_plan
+from tests.support.second_derivatives import assert_symmetric, relative_error, round_plainly, with_second
 
 BF16: dict[str, Any] = dict(kv_format="bf16", indexer_format="bf16", hca_tail="online")
 LENGTH = 60  # 15 entries of CSA, of which the indexer picks 12; 3 of HCA; windows hold 16
@@ -151,6 +152,27 @@ def test_forward_mode_agrees_with_reverse_mode():
     np.testing.assert_allclose(found, sum(terms), rtol=0, atol=SAME * float(sum(jnp.abs(term) for term in terms)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "options"), first_of([(0, TRAINED), (1, TRAINED), (2, F32)]))
+def test_second_derivatives_go_straight_through_rounding(layer, options, monkeypatch):
+    """As the reference's do, which rounds without ``straight_through``."""
+    round_plainly(monkeypatch)
+    start, along, other = admitted(options), *(jnp.asarray(sequence(seed, LENGTH, CFG.hidden_size)) for seed in (5, 6))
+
+    def loss(x):
+        return weighted(jnp.sin(in_calls(random_params()[layer], x, layer, start, (LENGTH,))[0]))
+
+    def reference(x):
+        formats = options["kv_format"], options["indexer_format"]
+        return weighted(jnp.sin(reference_layer(random_params()[layer], x, CFG, layer, *formats).out))
+
+    found = with_second(loss)
+    (_, second), (_, of_other) = found(tokens(), along), found(tokens(), other)
+    _, wanted = jax.jvp(jax.grad(reference), (tokens(),), (along,))
+    assert relative_error(second, wanted) < SAME
+    assert_symmetric(along, second, other, of_other)
+
+
 # ---- from one call to the next --------------------------------------------------------------------------------------
 
 SPLIT = (30, 29, 1)  # blocks begin in one call and end in another; the last call is a decode step that ends one
@@ -212,6 +234,22 @@ def test_the_derivative_of_rounded_keys_is_that_of_the_keys(indexer_format):
     if keys.rounds_queries:
         with pytest.raises(ValueError, match="a derivative cannot pass through rows that are encoded as bytes"):
             jax.grad(lambda x: jnp.sum(keys.decode(keys.encode(x))))(x)
+
+
+ROUNDINGS: dict[str, tuple[int, Any]] = {
+    **{f"rows, {name}": (136, functools.partial(rounded, rows=rows, rope_dim=8)) for name, rows in KV_FORMATS.items()},
+    **{f"keys, {name}": (128, functools.partial(rounded_keys, keys=keys)) for name, keys in INDEXER_FORMATS.items()},
+}
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_the_second_derivative_of_what_is_rounded_is_the_formulas_at_the_rounded_value(name):
+    """Of x sin(r), where r is x rounded and dr/dx = 1: 2 cos(r) - x sin(r), up to f32's rounding of terms up to 4."""
+    dim, form = ROUNDINGS[name]
+    x, along = (jnp.asarray(sequence(seed, 3, dim)) for seed in (1, 2))
+    _, found = with_second(lambda x: jnp.sum(x * jnp.sin(form(x))))(x, along)
+    r = jit(form)(x)
+    np.testing.assert_allclose(found, (2 * jnp.cos(r) - x * jnp.sin(r)) * along, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [F32, DEFAULT], ids=["f32", "fp8_row"])

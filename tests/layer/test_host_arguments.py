@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dsv4jax as d4
+from dsv4jax.checks import real
 from tests.support.driver import CFG, LAYERS, assert_same, ids, random_params, sequence, small_plan
 
 BATCH, TOKENS = 2, 3
@@ -75,6 +76,26 @@ def test_layer_numbers_of_numpy_are_kept_as_ints():
     _, _, staged = d4.stage(random_params()[1], inputs(), cache, numpy.uint8(1), slots, counts())
     assert type(staged.layer) is int
     assert type(d4.porting.build_schema(CFG, numpy.int32(2)).layer_idx) is int
+
+
+def test_a_number_of_requests_may_be_any_whole_number_that_is_known():
+    cache = d4.init_cache(small_plan())
+    wanted = d4.admit(cache, BATCH)
+    for number in (jnp.int32(BATCH), numpy.int64(BATCH), numpy.array(BATCH)):
+        assert_same(d4.admit(cache, any_type(number)), wanted)
+    with pytest.raises(ValueError, match="n must be an integer of at least 0 that is known when the call is traced"):
+        jax.jit(lambda n: d4.admit(cache, n))(BATCH)
+
+
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.bfloat16, np.float32, np.asarray], ids=lambda kind: kind.__name__)
+def test_a_real_number_may_be_one_of_any_kind_that_is_known(kind):
+    found = real("top_p", kind(0.5))
+    assert type(found) is float
+    assert found == 0.5
+    with pytest.raises(ValueError, match=r"top_p must be a number, got .*\[0\.5"):
+        real("top_p", jnp.asarray([kind(0.5)]))
+    with pytest.raises(ValueError, match="top_p must be a number that is known when the call is traced"):
+        jax.jit(lambda value: real("top_p", value))(kind(0.5))
 
 
 # ---- an error names its argument ------------------------------------------------------------------------------------

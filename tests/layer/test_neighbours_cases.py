@@ -307,7 +307,8 @@ def test_case_8_a_pool_of_more_than_two_to_the_31_elements():
         plan = d4.plan_cache(
             cfg, max_requests=1, max_context=256, kv_format="fp8_tile64", indexer_format="mxfp4", num_blocks=num_blocks
         )
-        cache, slots, _ = d4.admit(d4.init_cache(plan), 1)
+        admitted: Any = d4.admit(d4.init_cache(plan), 1)
+        cache, slots, _ = admitted
         # The free list is a stack: the last block is taken first; block 0 shall be the second.
         free = cache.tables.free_blocks.at[num_blocks - 2].set(0).at[0].set(num_blocks - 2)
         cache = dataclasses.replace(cache, tables=dataclasses.replace(cache.tables, free_blocks=free))

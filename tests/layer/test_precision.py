@@ -1,5 +1,7 @@
 """Checks which precision each computation uses."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +76,8 @@ def test_ring_and_online_tails_agree():
         plan = d4.plan_cache(
             recording.cfg, max_requests=1, max_context=512, kv_format="f32", indexer_format="f32", hca_tail=tail
         )
-        cache, slots, _ = d4.admit(d4.init_cache(plan), 1)
+        admitted: Any = d4.admit(d4.init_cache(plan), 1)
+        cache, slots, _ = admitted
         outputs[tail], cache = feed({0: recording.params}, [recording.x], cache, slots, [even_split(400, 50)])
         outputs[tail].append(
             d4.pieces.gather_all_compressed(

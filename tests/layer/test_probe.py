@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def call(params, x, cache, slots, num_new, probe, *, layer):
     return y, cache, d4.advance(after, slots, num_new), seen
 
 
-def run(layer, probe, *, splits=(FIRST, LENGTH - FIRST), formats=F32):
+def run(layer, probe, *, splits=(FIRST, LENGTH - FIRST), formats=F32) -> Any:
     """Run a layer, with the probe in the last call. Returns (y, the cache before that call and after it, seen).
 
     The last split is the longest: calls before it have padding, so that they are one program.
@@ -135,6 +136,24 @@ def test_weights_of_keys_equal_those_by_hand(layer, formats):
             )
         np.testing.assert_allclose(dense, shares[at], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(found.sink[0, i], sinks[at], rtol=0, atol=TOLERANCE)
+
+
+def test_weights_are_nan_where_the_cache_is_not_that_before_the_call_and_for_tokens_that_are_none_of_it():
+    x, count, params = jnp.asarray(inputs()[None, :3]), ids(2), random_params()[0]
+    empty, slots, _ = d4.admit(d4.init_cache(small_plan()), 1)
+    before, _ = d4.prepare_forward(empty, slots, count)
+    _, after = d4.attention_layer(params, x, before, 0, slots, count, backend="xla")
+    asked, nan = ids(0, 1, 2, -1, 3, -2)[None], np.nan  # the third is padding, the fourth none
+    wanted = {
+        "before": (before, [1, 1, 0, 0, nan, nan]),
+        "after": (after, [nan, nan, 0, 0, nan, nan]),
+        "counted": (d4.advance(after, slots, count), [nan, nan, 0, 0, nan, nan]),
+        "not granted": (empty, [nan, nan, 0, 0, nan, nan]),
+    }
+    for name, (cache, totals) in wanted.items():
+        found = attention_weights(params, x, cache, 0, slots, count, asked)
+        total = np.asarray(found.window).sum(-1) + np.asarray(found.sink)
+        np.testing.assert_allclose(total[0], np.asarray(totals)[:, None] + np.zeros(4), atol=TOLERANCE, err_msg=name)
 
 
 @each_layer

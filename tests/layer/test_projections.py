@@ -21,6 +21,7 @@ from tests.support.cases import first_of
 from tests.support.driver import assert_same
 from tests.support.in_place import memory_of
 from tests.support.machines import no_gpu, simulated
+from tests.support.second_derivatives import SAME, relative_error, with_second
 from tests.support.stored import random_stored, values_of
 
 # Sizes with several tiles of rows and several blocks; whole and partial blocks; groups within blocks of rows.
@@ -210,6 +211,18 @@ def test_the_derivative_by_x_is_that_of_the_exact_product(tokens, activations):
     scale = np.einsum("mgo,goi->mgi", np.abs(by_y), np.abs(wide))
     assert np.all(np.abs(back - np.einsum("mgo,goi->mgi", by_y, wide)) <= F32_SUMS * scale)
     assert_close(jax.jvp(product, (x,), (direction,))[1], exact(np.asarray(direction), weight, 4))
+
+
+def test_the_second_derivative_by_x_is_that_of_a_linear_function_at_the_rounded_product():
+    """Of the sum of sin(y) by_y, where y is the product of x rounded to FP8, and dy the exact one."""
+    weight = random_stored(6, (512, WIDTH), activations="fp8")
+    x, direction = (jnp.asarray(inputs(seed, 3, 4, WIDTH, "float32")) for seed in (0, 1))
+    by_y = np.random.default_rng(2).standard_normal((3, 4, 128), np.float32)
+    product = jax.jit(lambda x: d4.linear(x, weight, groups=4))
+    _, second = with_second(lambda x: jnp.sum(jnp.sin(product(x)) * by_y))(x, direction)
+    along, _ = exact(np.asarray(direction), weight, 4)
+    of_y = -np.sin(np.asarray(product(x), np.float64)) * by_y * along
+    assert relative_error(second, np.einsum("mgo,goi->mgi", of_y, values_of(weight).reshape(4, 128, WIDTH))) < SAME
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,13 @@ from dsv4jax.weights.stored import is_stored
 from tests.support.cases import first_of
 from tests.support.driver import CFG, DEFAULT, F32, LAYERS, TRAINED, feed, ids, random_params, small_plan
 from tests.support.driver import sequence as tokens_of
+from tests.support.second_derivatives import (
+    assert_symmetric,
+    check_second_derivative,
+    relative_error,
+    round_plainly,
+    with_second,
+)
 
 LENGTH = 77  # 19 entries of CSA, of which the indexer picks 12; 4 of HCA; windows hold 16, and tiles of 16 leave 3 over
 # f32 sums in another order; values of rms 0.4 agree to a few 1e-7.
@@ -95,6 +102,28 @@ def test_gradients_are_those_of_the_reference(layer, options):
             assert not a.any(), name
         else:
             assert np.linalg.norm(a - b) < SAME * np.linalg.norm(b), name
+
+
+@pytest.mark.parametrize("layer", first_of(LAYERS, count=1, slow=2))
+def test_second_derivatives_are_differences_of_the_gradient_and_symmetric(layer):
+    """24 tokens have entries of both kinds, all of which are read: nothing jumps from one pick to another."""
+    params = random_params()[layer]
+    check_second_derivative(lambda x: weighted(jnp.sin(d4.attention(params, x[None], CFG, layer))), tokens(24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "options"), first_of([(1, TRAINED), (2, DEFAULT), (0, TRAINED)]))
+def test_second_derivatives_go_straight_through_rounding(layer, options, monkeypatch):
+    """As the reference's do, which rounds without ``straight_through``; it picks on the host."""
+    round_plainly(monkeypatch)
+    params, formats, along = random_params()[layer], formats_of(options), jnp.asarray(tokens_of(5, 60, CFG.hidden_size))
+    found = with_second(lambda x: weighted(jnp.sin(d4.attention(params, x[None], CFG, layer, **formats))))
+    _, second = found(tokens(60), along)
+    gradient = jax.grad(lambda x: weighted(jnp.sin(reference_layer(params, x, CFG, layer, **formats).out)))
+    _, wanted = jax.jvp(gradient, (tokens(60),), (along,))
+    assert relative_error(second, wanted) < SAME
+    other = jnp.asarray(tokens_of(6, 60, CFG.hidden_size))
+    assert_symmetric(along, second, other, found(tokens(60), other)[1])
 
 
 def test_padding_reaches_no_derivative():

@@ -170,6 +170,8 @@ def test_a_model_without_drafts_is_stored_alone(tmp_path):
     save_caches(tmp_path / "caches", caches)
     assert_equal(restore_caches(tmp_path / "caches"), caches)
     assert [entry.name for entry in tmp_path.iterdir()] == ["caches"]
+    save_caches(tmp_path / "new" / "caches", caches)  # the folder around it is made, as by ``save``
+    assert_equal(restore_caches(tmp_path / "new" / "caches"), caches)
     unlike: Any = caches.model
     with pytest.raises(ValueError, match="save_caches: expected Caches or Snapshots, got KVCache"):
         save_caches(tmp_path / "cache", unlike)
@@ -210,6 +212,9 @@ def test_arguments_of_another_kind_are_named():
         init_caches(attention, 6, 256)
     with pytest.raises(ValueError, match="cfg: expected a ModelConfig, got DSV4Config"):
         random_model(attention, jax.random.key(0))
+    key: Any = 0
+    with pytest.raises(ValueError, match=r"key must be a random key, such as jax\.random\.key\(0\), got 0"):
+        random_model(SPARK, key)
     both: Any = filled(SPARK).extract(SLOTS)
     with pytest.raises(ValueError, match=r"snapshot: expected a Snapshot, got Snapshots: give it \.model or \.drafts"):
         d4.insert(init_caches(SPARK, 6, 256, **FULL).model, both)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import dsv4jax as d4
 from dsv4jax.layer.reference import reference_layer
-from dsv4jax.model import Choices, forward, forward_sequences, init_caches, stage_forward
+from dsv4jax.model import Choices, forward, forward_sequences, init_caches, logit_lens, stage_forward
 from dsv4jax.model.inside.captures import NAMES
 from tests.support.cases import first_of
 from tests.support.driver import even_split, random_split
@@ -79,6 +80,16 @@ def test_captured_quantities_equal_the_recorded_ones():
         close(seen["outputs"][:, number, 0][:, at], of_inside[f"{name}_out"])
         close(seen["mixing"].post[:, number, 0][:, at], of_inside[f"{name}_post"])
         close(seen["mixing"].carry[:, number, 0][:, at], of_inside[f"{name}_comb"])
+
+
+@pytest.mark.slow
+def test_the_lens_of_the_last_layer_shows_the_logits():
+    (logits, seen), params = whole(), model_a()
+    of_layers = np.asarray(logit_lens(params, jnp.asarray(seen["streams"][:, :, ::17])))
+    close(of_layers[-1], logits[:, ::17])
+    assert (np.abs(of_layers[:-1] - logits[:, ::17]).max((1, 2, 3)) > 0.1).all()
+    with pytest.raises(AssertionError, match=r"streams: expected .* \[..., n=4, hidden=64\], got float32\[1, 64, 4\]"):
+        logit_lens(params, jnp.zeros((1, 64, 4)))
 
 
 @pytest.mark.slow
@@ -323,13 +334,29 @@ def test_what_is_not_named_leaves_nothing_in_the_program():
     assert lowered(capture=NAMES).count("dot_general") == plain.count("dot_general")
 
 
+@dataclasses.dataclass
+class Unhashable:
+    """A function with state that compares equal to another: such a dataclass has no hash."""
+
+    factor: float = 2.0
+
+    def __call__(self, value, layer):
+        return value * self.factor
+
+
 @pytest.mark.parametrize(
     ("looking", "message"),
     [
         (dict(capture=("stream",)), "capture: 'stream' is none of streams, mixing, inputs,"),
         (dict(capture=("streams.attention",)), "capture: 'streams.attention' is none of"),
         (dict(capture="streams"), r"capture must be names, such as \('streams',\), got 'streams'"),
+        (dict(capture=3), r"capture must be names, such as \('streams',\), got 3"),
+        (dict(capture=(3,)), "a name in capture: expected a str, got int"),
+        (dict(intervene=[("streams", max)]), "intervene: expected a Mapping, got list"),
         (dict(intervene={"choices": lambda value, layer: value}), "choices are given as choices="),
+        (dict(intervene={"streams": [max]}), r"intervene\['streams'\] must be a function of .*, got list"),
+        (dict(intervene={"streams": np.ones(3)}), r"intervene\['streams'\] must be a function of .*, got ndarray"),
+        (dict(intervene={"streams": Unhashable()}), r"intervene\['streams'\] must be hashable, .*; Unhashable is not"),
         (dict(intervene={"streams": lambda value, layer: value[0]}), r"intervene\['streams'\], of layer 0: expected"),
         (dict(choices=3), "choices must be Choices, got int"),
     ],
@@ -353,3 +380,10 @@ def test_choices_of_another_pass_are_named_and_training_has_no_cache_to_look_at(
         forward_sequences(params, ids(0)[None], capture=("picks",))
     with pytest.raises(ValueError, match="intervene: 'entries' is of a pass over a cache, such as forward"):
         forward_sequences(params, ids(0)[None], intervene={"entries": lambda value, layer: value})
+
+
+def test_an_argument_that_a_pass_does_not_have_is_named():
+    misspelt: Any = dict(captures=("streams",))
+    message = "unexpected keyword argument 'captures': beside its own arguments a pass takes capture, intervene and"
+    with pytest.raises(TypeError, match=message):
+        forward_sequences(small_model(), ids(0)[None], **misspelt)

@@ -234,10 +234,12 @@ def test_what_cannot_be_is_named():
     attention = dataclasses.replace(small.blocks[0].attention, q_b=wrong)
     block = dataclasses.replace(small.blocks[0], attention=attention)
     swapped: Any = {"q_b": 2}, params
+    no_key: Any = 0
     bad: list[tuple[Any, type[Exception], str]] = [
         (lambda: with_deltas(params, {"q": 2}, key), ValueError, "no weight of this model is named 'q'; known are"),
         (lambda: with_deltas(swapped[0], swapped[1], key), ValueError, "params: expected a ModelParams, got dict"),
         (lambda: with_deltas(params, swapped[1], key), ValueError, "ranks: expected a Mapping, got ModelParams"),
+        (lambda: with_deltas(params, {"q_b": 2}, no_key), ValueError, r"key must be a random key, .* got 0"),
         (lambda: with_deltas(params, {"q_b": 0}, key), ValueError, r"ranks\['q_b'\] must be an integer of at least 1"),
         (lambda: with_deltas(params, {"experts": 1, "experts.down": 2}, key), ValueError, "stands for 'experts.down'"),
         (

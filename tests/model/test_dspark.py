@@ -27,6 +27,7 @@ from dsv4jax.model import (
 )
 from dsv4jax.model.generation import drafting, loop, seats
 from dsv4jax.model.generation.drafting import Drafts
+from dsv4jax.model.generation.sampling import of_texts
 from dsv4jax.model.generation.state import Texts, begin
 from dsv4jax.model.params import DSparkParams
 from tests.model.test_sampling import check_counts
@@ -202,14 +203,14 @@ def test_texts_depend_neither_on_drafts_nor_on_the_chunks_of_their_prompts():
         for row, length in zip(tokens, lengths, strict=True):
             row[:length] = ids[:length]
         limits = np.where(lengths > 0, lengths + new, 0).astype(np.int32)
-        of_texts = map(jnp.asarray, (tokens, lengths, limits, np.arange(lengths.size, dtype=np.int32)))
-        given = Texts(**dict(zip(("tokens", "lengths", "limits", "numbers"), of_texts, strict=True)))
+        sampling = of_texts(Sampling.of(), jnp.arange(lengths.size, dtype=jnp.int32))
+        given = Texts.of(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits), sampling)
         both = init_caches(params.cfg, 6, 512, drafts, **FULL)
         looped = seats.seat(begin(both, given, params.cfg.vocab_size, drafts))
-        drawing = loop.Drawing(Sampling.of(), jnp.asarray([-1]))
+        stops = jnp.asarray([-1])
         for _ in range(0, lengths.max() - 1, chunk):
-            looped = loop.store(params, looped, drawing, jnp.arange(6), chunk=chunk)
-        looped = loop.run(params, looped, drawing, jnp.int32(new))
+            looped = loop.store(params, looped, stops, jnp.arange(6), chunk=chunk)
+        looped = loop.run(params, looped, stops, jnp.int32(new))
         assert bool(looped.ok)
         assert not bool(looped.unfinished)
         assert bool(looped.accepted) == bool(drafts)
@@ -236,8 +237,8 @@ def test_the_first_draft_below_the_limit_ends_what_is_judged():
     confidence = jnp.asarray([[0.9, 0.4, 0.8], [0.2, 0.9, 0.9], [0.9, 0.9, 0.9], [0.9, 0.9, 0.9]])
     made = jnp.asarray([True, True, True, False])
     drafts = dataclasses.replace(Drafts.none(4, 3, 1), confidence=confidence, made=made)
-    assert drafts.judged(0.5).tolist() == [1, 0, 3, 0]
-    assert drafts.judged(0.0).tolist() == [3, 3, 3, 0]
+    assert drafts.judged(jnp.full(4, 0.5)).tolist() == [1, 0, 3, 0]
+    assert drafts.judged(jnp.zeros(4)).tolist() == [3, 3, 3, 0]
 
 
 SPARK = dataclasses.replace(SMALL, dspark=DSparkConfig(block_size=3, noise_token=5, taps=(0, 1), rank=4, stages=2))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4jax.layer import stored_products
 from dsv4jax.model import ModelConfig, Picks
 from dsv4jax.model.ops import EXPERTS
 from dsv4jax.model.params import Experts, StoredExperts, check_model
@@ -17,6 +18,14 @@ from dsv4jax.model.plain import experts as module
 from dsv4jax.model.plain.experts import mixed
 from tests.support.cases import first_of
 from tests.support.models import drawn_model, relative_rms
+from tests.support.second_derivatives import (
+    SAME,
+    assert_symmetric,
+    check_second_derivative,
+    plainly_through,
+    relative_error,
+    with_second,
+)
 
 CFG = ModelConfig.tiny(num_experts=8, experts_per_token=3)
 
@@ -222,6 +231,36 @@ def test_derivatives_by_x_go_through_stored_weights_and_those_by_the_weights_are
     assert relative_rms(np.asarray(found), np.asarray(wanted)) < (1e-5 if activations == "bf16" else 0.1)
     with pytest.raises(ValueError, match="experts that are stored as FP8 or FP4 have no derivative"):
         jax.grad(total, 1, allow_int=True)(x, experts)
+
+
+@pytest.mark.parametrize(
+    ("weights", "at_once"), first_of([("stored", 2), ("f32", 2), ("f32", 64), ("stored", 64)], slow=1)
+)
+def test_second_derivatives_by_x_are_differences_of_the_gradient_and_symmetric(monkeypatch, weights, at_once):
+    """In one go, and in a loop. Without the limit of SwiGLU, at which a derivative jumps."""
+    monkeypatch.setattr(module, "WIDE", at_once * 3 * CFG.expert_width * CFG.hidden_size)
+    rng, cfg = np.random.default_rng(9), dataclasses.replace(CFG, swiglu_limit=0.0)
+    experts, picks = experts_of(weights), random_picks(rng, 4)
+    x = jnp.asarray(rng.standard_normal((4, CFG.hidden_size)), jnp.float32)
+    check_second_derivative(lambda x: jnp.sum(jnp.sin(mix_experts(x, picks, experts, cfg))), x)
+
+
+@pytest.mark.slow
+def test_second_derivatives_by_x_go_straight_through_the_rounding_of_inputs(monkeypatch):
+    """As those of the same experts that round without ``straight_through``, but for its last bit."""
+    rng, experts = np.random.default_rng(10), experts_of("stored", activations="fp8")
+    picks = random_picks(rng, 4)
+    x, along, other = (jnp.asarray(rng.standard_normal((4, CFG.hidden_size)), jnp.float32) for _ in range(3))
+
+    def second() -> Any:
+        return with_second(lambda x: jnp.sum(jnp.sin(mix(x, picks, experts))))
+
+    found = second()
+    (_, of_along), (_, of_other) = found(x, along), found(x, other)
+    monkeypatch.setattr(module, "straight_through", plainly_through)
+    monkeypatch.setattr(stored_products, "straight_through", plainly_through)
+    assert relative_error(of_along, second()(x, along)[1]) < SAME
+    assert_symmetric(along, of_along, other, of_other)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

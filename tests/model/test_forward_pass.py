@@ -1,16 +1,27 @@
 """The model gives the recorded logits, streams and picks, however a sequence is split into calls."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dsv4jax as d4
-from dsv4jax.model import draft_forward, forward, forward_sequences, init_caches, load_model
+from dsv4jax.model import draft_forward, forward, forward_sequences, init_caches, load_model, stage_forward
 from tests.support.cases import first_of
-from tests.support.driver import even_split, random_split
-from tests.support.models import FULL, MODEL_Q, model_a, recorded, relative_rms, run_whole, small_model
+from tests.support.driver import assert_same, even_split, random_split
+from tests.support.models import (
+    FULL,
+    MODEL_Q,
+    SMALL,
+    drawn_model,
+    model_a,
+    recorded,
+    relative_rms,
+    run_whole,
+    small_model,
+)
 
 # f32 sums in another order: two programs differ by 1.7e-5 on logits of rms 1.9 and on streams up to 15.
 TOLERANCE = 5e-5
@@ -114,6 +125,31 @@ def test_bad_arguments_are_named():
     streams = jnp.zeros((1, 1, 4, 64))
     with pytest.raises(ValueError, match="the cache was planned for"):
         draft_forward(params, streams, ids(0)[None], cache, one, one)
+
+    listed: Any = [[0]]
+    run: Any
+    for run in (forward, stage_forward):
+        with pytest.raises(AssertionError, match=r"ids: expected int32 \[B=1, T\], got list"):
+            run(params, listed, cache, one, one)
+        with pytest.raises(ValueError, match="params: expected a ModelParams, got KVCache"):
+            run(cache, ids(0)[None], params, one, one)
+    with pytest.raises(AssertionError, match=r"next_ids: expected int32 \[B=1, T\], got list"):
+        draft_forward(params, streams, listed, cache, one, one)
+    which: Any = ["last"]
+    with pytest.raises(ValueError, match=r"logits must be 'last', 'all' or 'none', got \['last'\]"):
+        forward(params, ids(0)[None], cache, one, one, which)
+
+
+def test_a_batch_without_rows_gives_logits_of_none():
+    params = drawn_model(SMALL, 0, "f32", drafts=0)
+    cache, none = init_caches(SMALL, 1, 64, **FULL).model, jnp.zeros(0, jnp.int32)
+    logits, _, after = forward(params, none[:, None], cache, none, none)
+    assert logits is not None
+    assert logits.shape == (0, SMALL.vocab_size)
+    assert_same(after, cache)
+    assert forward_sequences(params, none[:, None]).shape == (0, 1, SMALL.vocab_size)
+    with pytest.raises(ValueError, match=r"a draft must have rows and tokens, got x of shape \(0, 1, 64\)"):
+        stage_forward(params, none[:, None], cache, none, none)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,14 @@ from dsv4jax.model import (
     Sampling,
     draft_forward,
     forward,
+    forward_sequences,
     generate,
     init_caches,
+    random_model,
 )
 from dsv4jax.model.generation import generator as generator_module
 from dsv4jax.model.generation.loop import run
-from dsv4jax.model.generation.prompts import caches_for, read_prompts
+from dsv4jax.model.generation.prompts import Asked, caches_for, queued, read_prompts, read_stop_tokens
 from tests.model.test_sampling import check_counts
 from tests.support.cases import first_of
 from tests.support.models import FULL, SMALL, model_a, pair_chances, recorded, small_model
@@ -103,6 +105,73 @@ def test_what_is_sampled_depends_on_the_text_and_its_place_in_the_queue_alone():
     assert sample(PROMPTS[:2]) == first[:2]  # other neighbours
 
 
+SAMPLINGS = [
+    Sampling.of(1.0, 0.9, 3),
+    Sampling.of(),
+    Sampling.of(0.5, 1.0, 4),
+    Sampling.of(1.0, 0.9, 3),
+    Sampling.of(2),
+]
+
+
+@pytest.mark.parametrize("drafts", first_of([0, 2]))
+def test_prompts_with_samplings_and_numbers_of_tokens_of_their_own(drafts):
+    """Each draws what it would alone; a text's log-probabilities are those of a pass over all of it."""
+    one, counts = generator(2, drafts), [12, 9, 5, 12, 3]
+    found = one.generate(PROMPTS, counts, SAMPLINGS, stop_tokens=())
+    assert [len(tokens) for tokens in found.tokens] == counts
+    for i, (prompt, count, sampling) in enumerate(zip(PROMPTS, counts, SAMPLINGS, strict=True)):
+        alone = one.generate([prompt], count, sampling, stop_tokens=())
+        assert alone.tokens == [found.tokens[i]]
+        logits = of_whole(jnp.asarray([(prompt + found.tokens[i] + [0] * 99)[:60]]))[0, len(prompt) - 1 :][:count]
+        for log_probs, of_all in (
+            (found.log_probs[i], jax.nn.log_softmax(logits)),
+            (found.sampled_log_probs[i], jnp.log(sampling.probabilities(logits))),
+        ):
+            expected = np.asarray(of_all)[np.arange(count), found.tokens[i]]
+            np.testing.assert_allclose(log_probs, expected, atol=1e-4)  # f32, summed in another order
+
+
+@jax.jit
+def of_whole(ids: jax.Array) -> jax.Array:
+    return forward_sequences(small_model(), ids)
+
+
+def test_queues_and_stop_tokens_of_usual_numbers_have_one_size():
+    """Each size is a program of its own."""
+    sizes = set()
+    for count in (1, 31, 32):
+        asked = Asked([np.asarray([1])] * count, [1] * count, [Sampling.of()])
+        sizes.add(queued(asked, [list(range(count))], 8)[0].lengths.shape)
+    assert len(sizes) == 1
+    assert len({read_stop_tokens(list(range(count)), SMALL).shape for count in range(6)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new": [1, 2]}, "max_new must be one for all prompts, or one for each of 5, got 2"),
+        ({"max_new": [1, 2, 3, 4, 0]}, r"max_new\[4\] must be an integer of at least 1, got 0"),
+        ({"sampling": [Sampling.of()] * 6}, "sampling must be one for all prompts, or one for each of 5, got 6"),
+        ({"sampling": [Sampling.of()] * 4 + [0.5]}, r"sampling\[4\] must be a Sampling, such as .*, got 0.5"),
+    ],
+)
+def test_what_is_not_for_each_prompt_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        generator(2, 0).generate(PROMPTS, **({"max_new": 2} | options))
+
+
+def test_fields_of_a_sampling_that_would_compile_anew_are_named():
+    for field, value, message in (
+        ("temperature", 0.5, r"sampling.temperature: expected float32 \[\], got float"),
+        ("top_p", jnp.ones(2), r"sampling.top_p: expected float32 \[\], got float32\[2\]"),
+        ("key", jax.random.PRNGKey(0), r"sampling.key: expected \[\] of jax.random.key, got uint32\[2\]"),
+    ):
+        sampling = dataclasses.replace(Sampling.of(1.0), **{field: value})
+        with pytest.raises(AssertionError, match=message):
+            generator(2, 0).generate(PROMPTS, 2, sampling)
+
+
 def test_an_array_of_prompts_has_a_prompt_per_row():
     for given in (np.asarray([[1, 2], [3, 4]]), jnp.asarray([[1, 2], [3, 4]]), [jnp.asarray([1, 2]), (3, 4)]):
         assert [prompt.tolist() for prompt in read_prompts(given, 6)] == [[1, 2], [3, 4]]
@@ -113,6 +182,22 @@ def test_caches_in_place_of_a_cache_are_named():
     one = jnp.asarray([0], jnp.int32)
     with pytest.raises(ValueError, match=r"a model's forward pass: expected a KVCache, got Caches: give it \.model"):
         forward(small_model(), one[None], both, one, one)
+
+
+@pytest.mark.slow
+def test_64_bits_change_nothing():
+    """Sums of integers and random numbers have 64 bits then, unless they are told not to."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found = generator(2, 2).generate(PROMPTS, 12, SAMPLINGS, stop_tokens=())
+        ids = jnp.asarray([PROMPTS[2]], jnp.int32)
+        wide = jax.grad(lambda params: forward_sequences(params, ids).sum(), allow_int=True)(small_model())
+        made = random_model(SMALL, jax.random.key(0), weights="f32")
+    assert found.tokens == generator(2, 2).generate(PROMPTS, 12, SAMPLINGS, stop_tokens=()).tokens
+    assert {leaf.dtype for leaf in jax.tree.leaves((wide, made))} <= {
+        jnp.dtype(jnp.float32),
+        jnp.dtype(jnp.int32),
+        jax.dtypes.float0,
+    }
 
 
 @pytest.mark.slow

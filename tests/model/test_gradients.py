@@ -1,6 +1,7 @@
 """Gradients of a whole model against finite differences in float64, of a form of its own."""
 
 import collections
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4jax.model import ModelParams, StoredExperts, combine, forward_sequences, partition
+from dsv4jax.model import Choices, ModelParams, StoredExperts, combine, forward_sequences, partition
 from dsv4jax.weights import StoredWeight
 from tests.model.test_deltas import CFG, model, tokens, tuned
 from tests.model.test_partition import cross_entropy
 from tests.support.cases import first_of
 from tests.support.float64_model import cross_entropy64, logits64, widened64
-from tests.support.models import drawn_model
+from tests.support.models import SMALL, drawn_model
+from tests.support.second_derivatives import check_second_derivative
 
 # Of a derivative along a random direction. f32 sums in another order, through three layers; 1e-4 was seen at most.
 SAME = 1e-3
@@ -80,6 +82,22 @@ def test_every_derivative_is_the_finite_difference_in_float64(name):
     no_derivative = (".bias", "key_pool", "index_q_b", *(f"compress.deltas[{number}]" for number in (2, 3, 4)))
     assert all(any(name in full for name in no_derivative) for full in is_zero), is_zero
     assert len(is_zero) >= 4
+
+
+@pytest.mark.slow
+def test_second_derivatives_by_the_embedding_are_differences_of_the_gradient_and_symmetric():
+    """With experts that are chosen beforehand, all entries read, and no limit of SwiGLU: nothing jumps."""
+    cfg = dataclasses.replace(SMALL, swiglu_limit=0.0)
+    params, rng = drawn_model(cfg, 1, "f32"), np.random.default_rng(5)
+    ids = jnp.asarray(rng.integers(0, cfg.vocab_size, (2, 24)), jnp.int32)
+    experts = rng.random((cfg.num_layers, *ids.shape, cfg.num_experts)).argsort(-1)[..., : cfg.experts_per_token]
+    choices = Choices(experts=jnp.asarray(experts, jnp.int8), entries=None)
+
+    def loss(embedding: jax.Array) -> jax.Array:
+        logits = forward_sequences(dataclasses.replace(params, embedding=embedding), ids, choices=choices)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
+
+    check_second_derivative(loss, params.embedding)
 
 
 @pytest.mark.sweep(guard="test_they_are_those_that_were_recorded")

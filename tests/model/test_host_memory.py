@@ -1,5 +1,7 @@
 """Experts in the host's memory: the same tokens, and only what is picked is copied."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,11 @@ import pytest
 
 from dsv4jax.layer.backend import XLA
 from dsv4jax.model import Generator, ModelConfig, ModelParams, generate, init_caches, load_model, random_model
-from dsv4jax.model.inside.host_memory import FEW, fetched, is_on_host, placed
+from dsv4jax.model.inside.host_memory import FEW, bound_like, fetched, is_on_host, placed
 from dsv4jax.model.ops import EXPERTS, Picks
 from dsv4jax.model.plain.experts import mixed
 from tests.support.cases import first_of
-from tests.support.models import FULL, MODEL_A, MODEL_Q, drawn_model, recorded
+from tests.support.models import FULL, MODEL_A, MODEL_Q, drawn_model, recorded, small_model
 
 CFG = ModelConfig.tiny()
 
@@ -92,6 +94,21 @@ def test_models_are_made_and_loaded_with_experts_on_the_host():
     assert places(moved) == [layer < 1 for layer in range(CFG.num_layers)]
     jax.tree.map(np.testing.assert_array_equal, made, moved)
     assert places(load_model(MODEL_Q, host_experts=1))[:2] == [True, False]
+
+
+def test_weights_of_numpy_are_bound_to_no_device():
+    params, count = drawn_model(CFG, 0, drafts=0), jnp.int32(1)
+    of_numpy = jax.tree.map(np.asarray, params)
+    assert bound_like(of_numpy, count) is count
+    moved = dataclasses.replace(of_numpy, blocks=(placed(params.blocks[0], on_host=True), *of_numpy.blocks[1:]))
+    assert bound_like(moved, count).committed
+
+
+@pytest.mark.slow
+def test_weights_of_numpy_make_the_texts_of_the_same_weights_on_a_device():
+    of_numpy = jax.tree.map(np.asarray, small_model())
+    found, wanted = (Generator(each, context=64).generate([[1]], 2).tokens for each in (of_numpy, small_model()))
+    assert found == wanted
 
 
 @pytest.mark.parametrize(

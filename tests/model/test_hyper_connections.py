@@ -17,6 +17,7 @@ from dsv4jax.model.ops import HYPER_CONNECTIONS, ExpertOutputs, Gains
 from dsv4jax.model.params import StreamMix
 from dsv4jax.model.plain.invariant import InvariantHyperConnections
 from tests.support.machines import requires_gpu, simulated
+from tests.support.second_derivatives import check_second_derivative
 
 BACKENDS = [
     pytest.param("pallas_simulated", id="simulated", marks=simulated),
@@ -105,6 +106,20 @@ def test_what_the_kernel_does_not_serve():
     narrow = ModelConfig.tiny(attention=d4.DSV4Config.tiny(hidden_size=96))
     with pytest.raises(ValueError, match=r"cannot serve hyper_connections: hidden must be a multiple of 64, .* got 96"):
         HYPER_CONNECTIONS.choose("pallas_simulated", narrow, mix(), jnp.bfloat16)
+
+
+@pytest.mark.slow
+def test_second_derivatives_are_differences_of_the_gradient_and_symmetric():
+    """Of the streams before and after a sublayer and the sum for the head, in f32, by streams and through y."""
+    op, cfg = HYPER_CONNECTIONS["xla"], CFG
+
+    def loss(streams: jax.Array) -> jax.Array:
+        x, gains = op.begin(streams, mix(), NORM, cfg)
+        streams, x, gains = op.between(jnp.sin(x), streams, gains, mix(), NORM, cfg)
+        streams, found = op.end(jnp.sin(x), streams, gains, mix(is_head=True), NORM, cfg)
+        return jnp.sum(jnp.sin(streams)) + jnp.sum(jnp.sin(found.x))
+
+    check_second_derivative(loss, normal(4, 1, 2, N, HIDDEN, dtype=jnp.float32))
 
 
 def test_the_kernel_has_no_derivative():

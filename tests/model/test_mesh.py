@@ -29,7 +29,7 @@ from dsv4jax.model import (
     stage_forward,
 )
 from dsv4jax.model.inside import blocks
-from dsv4jax.model.inside.devices import SHARE, Devices, weight_specs
+from dsv4jax.model.inside.devices import SHARE, Devices, run_on_devices, weight_specs
 from dsv4jax.model.ops import EXPERTS, ExpertOutputs, Picks
 from dsv4jax.model.params import StoredExperts
 from dsv4jax.model.plain.experts import mixed
@@ -128,6 +128,9 @@ def test_what_does_not_divide_is_refused_before_anything_is_placed():
         random_model(SMALL, jax.random.key(0), mesh=mesh_of((2, 2)))
     with pytest.raises(ValueError, match="max_requests=3 must be divisible by the 2 shards of mesh axis 'data'"):
         init_caches(CFG, 3, 64, mesh=mesh_of((2, 2)))
+    cache: Any = caches((2, 2)).model
+    with pytest.raises(ValueError, match="a batch of 0 rows has nothing to divide over a mesh"):
+        run_on_devices(lambda: None, cache.mesh, cache, 0, lambda: ((), ()))
     rows = jax.make_mesh((2,), ("rows",), devices=jax.devices("cpu")[:2])
     with pytest.raises(ValueError, match='mesh must have the axes "data" and "model"'):
         random_model(CFG, jax.random.key(0), mesh=rows)

@@ -1,8 +1,10 @@
 """Logits, drawn tokens and stored bytes of a whole model do not depend on the batch, bit for bit, if the caches ask."""
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -57,9 +59,11 @@ def test_kernels_around_attention():
 PROMPTS = [[1, 2, 3], [5, 0, 2, 1, 4, 3, 3, 1] * 5, [4]]
 
 
-def texts(prompts: list[list[int]], rows: int, drafts: int, temperature: float) -> list[list[int]]:
-    made = Generator(small_model(), rows, drafts=drafts, invariant=True)
-    return made.generate(prompts, 24, Sampling.of(temperature, 0.8, seed=3), stop_tokens=()).tokens
+def texts(prompts: list[list[int]], rows: int, drafts: int, temperature: float) -> list[Any]:
+    """Tokens and log-probabilities of each."""
+    generator = Generator(small_model(), rows, drafts=drafts, invariant=True)
+    made = generator.generate(prompts, 24, Sampling.of(temperature, 0.8, seed=3), stop_tokens=())
+    return list(zip(made.tokens, made.log_probs, made.sampled_log_probs, strict=True))
 
 
 @pytest.mark.sweep(guard="test_a_request_gets_the_same_logits_in_any_batch")
@@ -74,6 +78,33 @@ def test_the_caches_of_drafts_are_invariant_as_well():
         both = init_caches(small_model().cfg, 1, 16, 1, invariant=invariant)
         assert both.drafts is not None
         assert both.model.plan.invariant == both.drafts.plan.invariant == invariant
+
+
+@pytest.mark.parametrize("enters", ["streams", "head", "experts", "linear"])
+def test_a_derivative_is_refused_wherever_its_tangent_enters(enters):
+    """After the last attention, too, where loops whose length is hidden have no reverse mode."""
+    params, last = small_model(), small_model().blocks[-1]
+    given, slots, _ = init_caches(params.cfg, 1, 16, invariant=True).admit(1)
+    cache, _ = d4.prepare_forward(given.model, slots, ids(3))
+
+    def run(params: Any = params, **looking: Any) -> Any:
+        return forward(params, ids(1, 2, 3)[None], cache, slots, ids(3), **looking)
+
+    def of_experts(down: jax.Array) -> Any:
+        block = dataclasses.replace(last, experts=dataclasses.replace(last.experts, down=down))
+        changed = dataclasses.replace(params, blocks=(*params.blocks[:-1], block))
+        return run(changed, capture=("outputs.experts",))[3]["outputs.experts"]
+
+    calls: dict[str, Any] = {
+        "streams": (lambda x: run(intervene={"streams": lambda value, layer: value + x})[0], jnp.zeros(())),
+        "head": (lambda head: run(dataclasses.replace(params, head=head))[0], params.head),
+        "experts": (of_experts, last.experts.down),
+        "linear": (lambda x: d4.linear(x, params.head, backend=d4.OpBackends(invariant=True)), jnp.ones((1, 64))),
+    }
+    call, at = calls[enters]
+    for differentiate in (jax.grad(lambda x: jnp.sum(call(x))), lambda x: jax.jvp(call, (x,), (x,))):
+        with pytest.raises(ValueError, match="a cache with invariant=True has no derivative"):
+            jax.eval_shape(differentiate, at)
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_without_temperature_the_first_of_the_largest_logits_is_drawn():
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.5)])
 def test_nothing_is_drawn_from_nan(temperature, top_p):
-    """Nor is a draft that was; and no draft is judged by NaN. Rows beside it are drawn as ever."""
+    """No draft is judged by NaN. Rows beside it are drawn as ever."""
     good = np.asarray([0.0, 2.0, -9.0, 1.0, 9.0, 3.0], np.float32)
     logits = np.stack([np.where(np.arange(VOCABULARY) == 2, np.nan, good), np.full(VOCABULARY, np.nan), good])
     sampling, some_keys = Sampling.of(temperature, top_p), keys(12, 3)
@@ -164,8 +164,7 @@ def test_nothing_is_drawn_from_nan(temperature, top_p):
     assert drawn[:2].tolist() == [-1, -1]
     assert drawn[2] == draw_of(sampling, jnp.asarray(np.stack([good] * 3)), some_keys)[2] >= 0
     found = chances_of(sampling, jnp.asarray(logits))
-    drafts = np.asarray(jax.jit(Chances.draw)(found, some_keys))
-    assert ((drafts >= 0) & (drafts < VOCABULARY)).all()
+    np.testing.assert_array_equal(jax.jit(Chances.draw)(found, some_keys), drawn)
 
     wanted = chances_of(sampling, jnp.asarray(logits)[:, None].repeat(2, 1))
     guessed = chances_of(sampling, jnp.asarray(good)[None, None].repeat(3, 0))
@@ -194,6 +193,53 @@ def test_temperature_divides_logits():
     assert probabilities_of(Sampling.of(0.0), logits).tolist() == [0, 0, 0, 0, 1, 0]
 
 
+WAYS = [(0.0, 1.0, 3), (1.0, 1.0, 3), (0.7, 0.8, 5), (2.0, 0.3, 7), (0.0, 0.5, 3)]  # temperature, top-p, seed
+
+
+def test_rows_may_draw_each_in_its_own_way():
+    rng = np.random.default_rng(14)
+    logits = jnp.asarray(rng.standard_normal((len(WAYS), 3, VOCABULARY)), jnp.float32)
+    rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(Sampling.of(*way) for way in WAYS))
+    some_keys = keys(15, len(WAYS))
+    found, drawn = chances_of(rows, logits), draw_of(rows, logits[:, 0], some_keys)
+    for i, way in enumerate(WAYS):
+        one, alone = slice(i, i + 1), Sampling.of(*way)
+        for row, expected in zip(jax.tree.leaves(found), jax.tree.leaves(chances_of(alone, logits[one])), strict=True):
+            np.testing.assert_array_equal(row[one], expected)
+        assert drawn[one].tolist() == draw_of(alone, logits[one, 0], some_keys[one]).tolist()
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "seed"), WAYS)
+def test_log_probabilities_are_those_of_the_model_and_of_the_draw(temperature, top_p, seed):
+    rng = np.random.default_rng(seed)
+    logits = jnp.asarray(np.round(rng.standard_normal((5, 3, VOCABULARY)) * 4) / 4, jnp.bfloat16)  # with ties
+    sampling, tokens = Sampling.of(temperature, top_p), jnp.asarray(rng.integers(0, VOCABULARY, (5, 3)), jnp.int32)
+    found = jax.jit(Chances.log_probs)(chances_of(sampling, logits), tokens)
+    for of_tokens, of_all in (
+        (found.model, jax.nn.log_softmax(logits.astype(jnp.float32))),
+        (found.sampled, jnp.log(probabilities_of(sampling, logits))),  # -inf where nothing is drawn
+    ):
+        expected = np.take_along_axis(np.asarray(of_all), np.asarray(tokens)[..., None], -1)[..., 0]
+        np.testing.assert_allclose(of_tokens, expected, rtol=1e-5, atol=1e-6)  # f32
+
+
+def test_seeds_of_64_bits_differ():
+    seeds = 0, 7, 7 + (1 << 32), 7 + (1 << 40), (1 << 32) - 1, (1 << 64) - 1
+    found = {tuple(jax.random.key_data(Sampling.of(seed=seed).key).tolist()) for seed in seeds}
+    assert len(found) == len(seeds)
+    assert jax.random.key_data(Sampling.of(seed=7).key).tolist() == jax.random.key_data(jax.random.key(7)).tolist()
+
+
+def test_logits_and_keys_of_another_kind_are_named():
+    sampling, logits = Sampling.of(1.0), jnp.zeros((4, VOCABULARY))
+    with pytest.raises(AssertionError, match=r"keys: expected \[4\] of jax.random.key, got key<fry>\[\]"):
+        sampling.draw(logits, jax.random.key(0))
+    with pytest.raises(AssertionError, match=r"keys: expected \[4\] of jax.random.key, got uint32\[4, 2\]"):
+        sampling.draw(logits, jnp.zeros((4, 2), jnp.uint32))
+    with pytest.raises(AssertionError, match=r"logits: expected float32 or bfloat16 \[..., V\], got int32\[4, 6\]"):
+        sampling.probabilities(logits.astype(jnp.int32))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -203,6 +249,9 @@ def test_temperature_divides_logits():
         ({"temperature": "1"}, "temperature must be a number, got '1'"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"seed": 1 << 64}, r"seed must be in \[0, 2\*\*64\), got 18446744073709551616"),
+        ({"seed": 1.5}, "seed must be an integer of at least 0, got 1.5"),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -142,6 +142,24 @@ def test_what_is_not_served_is_named(tmp_path):
         write(tmp_path / case, config | more, tensors | other)
         with pytest.raises(ValueError, match=message):
             load_deltas(model("f32"), tmp_path / case)
+    write(tmp_path / "null", config | {"lora_alpha": None}, tensors)
+    with pytest.raises(ValueError, match=r"the alpha of model\.layers\.0\..* must be a number, got None"):
+        load_deltas(model("f32"), tmp_path / "null")
+    without_alpha = {key: value for key, value in config.items() if key != "lora_alpha"}
+    unread = {
+        "lacks": (json.dumps(without_alpha), r"lacks.adapter_config\.json lacks 'lora_alpha'"),
+        "list": ("[]", r"cannot read .*adapter_config\.json: expected a JSON object, got \[\]"),
+        "broken": ('{"r": ', r"cannot read .*adapter_config\.json: Expecting value"),
+    }
+    for case, (text, message) in unread.items():
+        write(tmp_path / case, {}, tensors)
+        (tmp_path / case / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_deltas(model("f32"), tmp_path / case)
+    for call in (load_deltas, save_deltas):
+        swapped: Any = tmp_path / "ours", params
+        with pytest.raises(ValueError, match=r"params: expected a ModelParams, got .*Path"):
+            call(*swapped)
     write(tmp_path / "half", config, {name: tensors[name]})
     with pytest.raises(ValueError, match=r"q_b_proj' has 'lora_A\.weight' alone"):
         load_deltas(model("f32"), tmp_path / "half")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -233,6 +234,23 @@ def test_bad_use_is_refused_by_name_with_the_cache_unchanged():
     assert "it holds no request" in " ".join(store.verify(released))
 
 
+def test_tokens_that_are_no_ids_are_refused_by_name():
+    """As int32, the first of them would be those of a prefix."""
+    store = PrefixStore(PLAN, CAPACITY).noting(0, blocks(0))
+    assert store.find(blocks(0, 1)) is not None
+    wrong: Any = (
+        (blocks(0, 1) + (1 << 32), r"tokens must be in \[0, 2147483648\), got 42949\d+"),
+        ([*blocks(0), -1], r"tokens must be in \[0, 2147483648\), got -1"),
+        ([*blocks(0), 1 << 31], r"tokens must be in \[0, 2147483648\), got 2147483648"),
+        ([[1], [1, 2]], r"tokens must be integers \[n\], got \[\[1\], \[1, 2\]\]"),
+    )
+    for tokens, said in wrong:
+        with pytest.raises(ValueError, match=f"^find: {said}$"):
+            store.find(tokens)
+        with pytest.raises(ValueError, match=rf"^cuts: prompts\[1\]: {said}$"):
+            store.cuts([blocks(0), tokens])
+
+
 @pytest.mark.slow
 def test_what_gave_way_is_refused_by_name():
     store, cache = empty(capacity=1)
@@ -268,3 +286,19 @@ def test_what_is_saved_comes_back(tmp_path):
             PrefixStore.restore(tmp_path / "damaged", PLAN)
     with pytest.raises(ValueError, match="is no file of a PrefixStore"):
         PrefixStore.restore(tmp_path, PLAN)  # a folder, as a cache is saved
+
+
+def test_a_file_that_no_store_wrote_or_of_another_plan_is_refused_by_its_path(tmp_path):
+    arrays: Any = dict(sizes=np.zeros((0, 2), np.int64), tokens=np.zeros(0, np.int32), policy=np.array([3, 0, 1]))
+    (tmp_path / "a.txt").write_text("no archive")
+    np.save(tmp_path / "a.npy", arrays["sizes"])
+    np.savez(tmp_path / "sizes.npz", **arrays | {"sizes": np.arange(3)})
+    np.savez(tmp_path / "policy.npz", **arrays | {"policy": np.arange(1)})
+    for name in ("a.txt", "a.npy", "sizes.npz", "policy.npz"):
+        with pytest.raises(ValueError, match=f"^{tmp_path / name} is no file of a PrefixStore, or a damaged one$"):
+            PrefixStore.restore(tmp_path / name, PLAN)
+    path = tmp_path / "store"
+    PrefixStore(PLAN, CAPACITY).noting(5, blocks(0)).save(path)
+    for slots, said in ((CAPACITY, "capacity must be in"), (5, "noting: slot 5 is out of range, the plan has 5")):
+        with pytest.raises(ValueError, match=f"^restore: {path} does not fit the plan: {said}"):
+            PrefixStore.restore(path, dataclasses.replace(PLAN, max_requests=slots))

@@ -277,6 +277,7 @@ def test_a_snapshot_of_another_shape_is_refused():
         ([], r"slots must be integers \[n\] with n >= 1, got float64\[0\]"),
         ([[0]], r"got int64\[1, 1\]"),
         ([0.0], r"got float64\[1\]"),
+        ([[0], [1, 2]], r"slots must be integers \[n\] with n >= 1, got \[\[0\], \[1, 2\]\]"),
     ],
 )
 def test_slots_that_cannot_be_extracted(slots, message):

@@ -16,6 +16,7 @@ from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.compressor import project_tokens
 from dsv4jax.layer.ops import CACHE_UPDATE
 from dsv4jax.layer.update import store
+from dsv4jax.requests.speculate import StagedLayer
 from tests.support import kernel_cases
 from tests.support.cases import first_of
 from tests.support.driver import (
@@ -197,6 +198,19 @@ def test_a_draft_that_is_not_committed_shows_nowhere(name):
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_commit_refuses_what_is_no_list_of_staged_layers():
+    cache, one = d4.init_cache(small_plan()), ids(0)
+    layer = StagedLayer(kv=jnp.zeros((1, 1, 1)), entry=None, key=None, slots=one, start=one, num_new=one, layer=0)
+    for staged, message in (
+        (None, "staged must be what stage returned for every layer, in a list, got NoneType"),
+        (layer, "staged must be what stage returned for every layer, in a list, got StagedLayer"),
+        ([layer, one], r"staged\[1\]: expected a StagedLayer, got .*Tracer"),
+    ):
+        wrong: Any = staged
+        with pytest.raises(ValueError, match=message):
+            d4.commit(cache, wrong, one)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4jax.model import ModelConfig, Sampling, init_caches, random_model
-from dsv4jax.model.generation.loop import Drawing, run, store
+from dsv4jax.model.generation.loop import run, store
+from dsv4jax.model.generation.sampling import of_texts
 from dsv4jax.model.generation.state import Texts, begin
 from tests.support.in_place import LARGE, Spec
 
@@ -20,22 +21,16 @@ def programs(drafts: int):
     def state():
         caches = init_caches(CFG, ROWS, LONGEST, drafts, num_blocks=LARGE)
         row = jnp.zeros(6, jnp.int32)
-        texts = Texts(tokens=jnp.zeros((6, LONGEST), jnp.int32), lengths=row, limits=row, numbers=row)
+        texts = Texts.of(jnp.zeros((6, LONGEST), jnp.int32), row, row, of_texts(Sampling.of(1.0, 0.9), row))
         return begin(caches, texts, CFG.vocab_size, drafts)
-
-    def drawing(stop_tokens):
-        return Drawing(Sampling.of(1.0, 0.9), stop_tokens)
-
-    def loop(params, state, stop_tokens, passes):
-        return run(params, state, drawing(stop_tokens), passes)
 
     def prompts(params, state, stop_tokens, rows):
         # The options of ``store`` are for a program of its own.
-        return inspect.unwrap(store)(params, state, drawing(stop_tokens), rows, chunk=16)
+        return inspect.unwrap(store)(params, state, stop_tokens, rows, chunk=16)
 
     params = jax.eval_shape(lambda: random_model(CFG, jax.random.key(0), weights="bf16"))
     given = params, jax.eval_shape(state), Spec((4,), jnp.int32)
     return {
-        "loop": (loop, (*given, Spec((), jnp.int32)), 1),
+        "loop": (run, (*given, Spec((), jnp.int32)), 1),
         "prompts": (prompts, (*given, Spec((1,), jnp.int32)), 1),
     }

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dsv4jax.checks import Tree
+from dsv4jax.checks import Tree, check_array
+from dsv4jax.layer.indexer import PICKS
 
 Patch = Callable[[Tree, int], Tree]  # (value, number of the layer) -> what the pass goes on with
 Seen = dict[str, Tree]  # what was captured in a layer, by site
@@ -29,6 +30,11 @@ class Probe:
     layer: int | None = dataclasses.field(default=None, metadata={"static": True})
     experts: jax.Array | None = None  # int [B, T, k] to use in place of choosing, -1 = none
     entries: jax.Array | None = None  # int [B, T, K] the same, of entries that queries read
+
+    def check_entries(self, x: jax.Array) -> None:
+        """Require that entries, if any are chosen, are of the tokens of x [B, T, hidden]. AssertionError otherwise."""
+        if self.entries is not None:
+            check_array("chosen entries", self.entries, {"B": x.shape[0], "T": x.shape[1], "K": None}, PICKS)
 
     def within(self, *names: str) -> Probe:
         """Return the part that concerns the sites of these names, and nothing that was chosen."""

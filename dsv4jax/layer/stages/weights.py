@@ -14,6 +14,7 @@ from jax import lax
 
 from dsv4jax.cache.cache import KVCache, check_cache
 from dsv4jax.checks import FLOATS, check_array, check_batch
+from dsv4jax.indexing import read_slots
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.call import LayerCall
 from dsv4jax.layer.indexer import PICKS
@@ -57,10 +58,15 @@ def attention_weights(
 
     Args:
       params, x, cache, layer, slots, num_new: as ``attention_layer`` was given them. The cache is that before the call.
-      queries: int32 [B, Q], numbers of tokens among those of x; -1 = none. On the way one query takes up to 2 MB, at
-        V4's sizes.
+      queries: int32 [B, Q], numbers of tokens among those of x; -1 = none, as is one past its row's num_new. On the way
+        one query takes up to 2 MB, at V4's sizes.
       picks: int [B, T, K], the entries that the tokens of x read, -1 = none, if the indexer did not choose them. CSA
         only.
+
+    Returns:
+      The weights, 0 for a query that is none. They are NaN for a number of no token of x, and for all tokens of a row
+      if the cache is not that before the call: the row has no grant of its tokens there, or its window in this layer
+      holds them already.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
@@ -82,6 +88,10 @@ def attention_weights(
     _, call = LayerCall.begin(cache, kind, number, slots, num_new, x.shape[1])
     taken = stages.intake.take(params, x, call, is_draft=True)
     is_query = (queries >= 0) & (queries < call.batch.num_new[:, None])
+    is_token = (queries >= 0) & (queries < num_new[:, None]) & (slots >= 0)[:, None]
+    stored = read_slots(call.stack.state.pos, call.index, call.batch.slots)
+    is_before = jnp.all(stored < call.batch.start[:, None], axis=1, keepdims=True)
+    unknown = (queries < -1) | (queries >= x.shape[1]) | (is_token & ~(is_query & is_before))
 
     def chosen(leaf: jax.Array) -> jax.Array:
         at = jnp.clip(queries, 0, x.shape[1] - 1)
@@ -112,6 +122,7 @@ def attention_weights(
     sink = jnp.broadcast_to(params.sinks.astype(jnp.float32)[None, None], q.shape[:3])[..., None]
     shares = jax.nn.softmax(jnp.concatenate([*logits, sink], axis=-1), axis=-1)
     shares = jnp.where(is_query[..., None, None], shares, 0.0)
+    shares = jnp.where(unknown[..., None, None], jnp.nan, shares)
     window, of_entries, of_sink = jnp.split(shares, [n_win, shares.shape[-1] - 1], axis=-1)
     return AttentionWeights(
         window=window,

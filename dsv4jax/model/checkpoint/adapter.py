@@ -25,8 +25,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.checks import check_concrete
-from dsv4jax.config import Json
+from dsv4jax.checks import check_concrete, check_type, real
+from dsv4jax.config import Json, read_config
 from dsv4jax.model.checkpoint.save import new_folder
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.deltas import Target, add_deltas, deltas_of, targets_of
@@ -59,6 +59,7 @@ def save_deltas(params: ModelParams, path: str | os.PathLike[str]) -> None:
       FileExistsError: the folder exists and is not empty, or another save was killed; nothing is overwritten.
       ValueError: the model has no deltas, or they are traced.
     """
+    check_type("params", params, ModelParams)
     deltas = deltas_of(params)
     if not deltas:
         raise ValueError("params have no low-rank deltas: with_deltas adds them")
@@ -83,11 +84,15 @@ def load_deltas(params: ModelParams, path: str | os.PathLike[str]) -> ModelParam
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a tensor is of no weight of this model, lacks the other one, or has a shape that does not fit, or the
-        configuration asks for more than low-rank deltas; the message names it. Or a weight has a delta already.
+        configuration cannot be read, lacks ``lora_alpha``, or asks for more than low-rank deltas; the message names it.
+        Or a weight has a delta already.
       AssertionError: (chex) the tensors are neither f32 nor bf16.
     """
+    check_type("params", params, ModelParams)
     folder = Path(path)
-    config = json.loads((folder / CONFIG).read_text())
+    config = read_config(folder / CONFIG)
+    if "lora_alpha" not in config:
+        raise ValueError(f"{folder / CONFIG} lacks 'lora_alpha'")
     for key, known in _ABSENT.items():
         if config.get(key, known[0]) not in known:
             raise ValueError(f"{folder / CONFIG} has {key}={config[key]!r}, which is not served")
@@ -135,7 +140,8 @@ def _delta(target: Target, down: np.ndarray, up: np.ndarray, config: Mapping[str
         down = down.reshape(*experts, -1, inputs)
         up = np.moveaxis(up.reshape(rows, -1, *experts), -1, 0)
     rank = down.shape[-2]
-    alpha = float(_of_pattern(config.get("alpha_pattern") or {}, target, config["lora_alpha"]))
+    found = _of_pattern(config.get("alpha_pattern") or {}, target, config["lora_alpha"])
+    alpha = real(f"{CONFIG}: the alpha of {target.full_module}", found)
     if config.get("use_rslora"):
         alpha *= rank**0.5
     return Delta(down=jnp.asarray(down), up=jnp.asarray(up), first=target.first, alpha=alpha)

@@ -434,6 +434,6 @@ def _put(buffer: ExpertWeight, part: ExpertWeight, expert: jax.Array, side: jax.
     """Write a weight of one expert into the array of all."""
 
     def put(leaf: jax.Array, rows: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(leaf, rows, (expert, side * rows.shape[1], 0))
+        return lax.dynamic_update_slice(leaf, rows, (expert, side * rows.shape[1], jnp.int32(0)))
 
     return jax.tree.map(put, buffer, part)

@@ -42,13 +42,21 @@ class Drafts:
             made=jnp.zeros(rows, jnp.bool),
         )
 
-    def judged(self, least: jax.Array | float) -> jax.Array:
-        """Return how many drafts of each row come before the first whose confidence is below ``least``, int32 [B].
+    def judged(self, least: jax.Array) -> jax.Array:
+        """Return, int32 [B], how many drafts come before a row's first whose confidence is below ``least`` f32 [B].
 
         Whether a draft counts depends on the tokens before it alone, so that what is accepted keeps its distribution.
         """
-        good = (self.confidence >= least) & self.made[:, None]
-        return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1)
+        good = (self.confidence >= least[:, None]) & self.made[:, None]
+        return jnp.sum(jnp.cumprod(good, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+
+
+def of_places[T](tree: T, texts: Sequence[int], first: Sequence[int], most: int) -> T:
+    """Return the elements [n, at least most] of arrays [texts, longest] for some texts from place ``first`` on."""
+    # Of a power of two of places, so that a few programs serve any counts.
+    number = np.arange(1 << most.bit_length(), dtype=np.int32)[None]
+    text, places = np.asarray(texts, np.int32)[:, None], np.asarray(first, np.int32)[:, None] + number
+    return jax.tree.map(lambda leaf: leaf.at[text, places].get(mode="clip"), tree)
 
 
 class JudgedDraft(NamedTuple):
@@ -85,11 +93,7 @@ class Judged:
 
     def of(self, texts: Sequence[int], first: Sequence[int], counts: Sequence[int]) -> list[list[JudgedDraft | None]]:
         """Return, on the host, the drafts for so many places of some texts from place ``first`` on."""
-        # Of a power of two of places, so that a few programs serve any counts.
-        number = np.arange(1 << max(counts).bit_length(), dtype=np.int32)[None]
-        text, places = np.asarray(texts, np.int32)[:, None], np.asarray(first, np.int32)[:, None] + number
-        confidence, accepted = (leaf.at[text, places].get(mode="clip") for leaf in (self.confidence, self.accepted))
-        confidence, accepted = on_host((confidence, accepted))
+        confidence, accepted = on_host(of_places((self.confidence, self.accepted), texts, first, max(counts)))
         return [
             [None if np.isnan(c) else JudgedDraft(float(c), bool(a)) for c, a in zip(*row, strict=True)]
             for row in ((confidence[i, :count], accepted[i, :count]) for i, count in enumerate(counts))

@@ -22,13 +22,14 @@ from dsv4jax.cache.cache import KVCache
 from dsv4jax.cache.shards import DATA, on_host, placed
 from dsv4jax.checks import check_type, integer
 from dsv4jax.model.caches import Caches, empty_caches
-from dsv4jax.model.generation.drafting import JudgedDraft
+from dsv4jax.model.generation.drafting import JudgedDraft, of_places
 from dsv4jax.model.generation.held import Held, Shards, going_on
-from dsv4jax.model.generation.loop import Drawing, look, run, store
+from dsv4jax.model.generation.loop import look, run, store
 from dsv4jax.model.generation.prefill import Prefill
 from dsv4jax.model.generation.prefixes import PrefixedPrompts
 from dsv4jax.model.generation.prompts import (
     CONTEXT,
+    Asked,
     Prompt,
     Prompts,
     caches_for,
@@ -37,7 +38,9 @@ from dsv4jax.model.generation.prompts import (
     most_tokens,
     power_of_two,
     queued,
+    read_counts,
     read_prompts,
+    read_samplings,
     read_stop_tokens,
 )
 from dsv4jax.model.generation.sampling import Sampling
@@ -67,6 +70,8 @@ class Generated:
     drafted: int  # drafts that the model judged
     accepted: int  # drafts that became part of a text
     seconds: float  # without compilation
+    log_probs: list[list[float]]  # of each new token by the model: at temperature 1, and of the whole vocabulary
+    sampled_log_probs: list[list[float]]  # with which each was drawn, after temperature and top-p; 0 at temperature 0
     # Of each new token, the draft that was judged in its place, or None; None of all if no drafts are made.
     drafts: list[list[JudgedDraft | None]] | None = None
     choices: list[Choices] | None = None  # of each text but for its last token [.., 1, tokens - 1, ..], if asked for
@@ -156,7 +161,9 @@ class Generator:
         # Chunks of ``store``, and None for ``run``; with whether they record choices.
         self._compiled: set[tuple[int | None, bool]] = set()
         self._is_busy = False
-        self.result = Generated(tokens=[], passes=0, stored=0, drafted=0, accepted=0, seconds=0.0)
+        self.result = Generated(
+            tokens=[], passes=0, stored=0, drafted=0, accepted=0, seconds=0.0, log_probs=[], sampled_log_probs=[]
+        )
 
     @property
     def rows(self) -> int:
@@ -219,8 +226,8 @@ class Generator:
     def generate(
         self,
         prompts: Prompts,
-        max_new: int,
-        sampling: Sampling | None = None,
+        max_new: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling] | None = None,
         stop_tokens: Sequence[int] | None = None,
         on_progress: Callable[[list[list[int]]], None] | None = None,
         *,
@@ -249,31 +256,27 @@ class Generator:
     def _rounds(
         self,
         prompts: list[np.ndarray],
-        max_new: int,
-        sampling: Sampling | None,
+        max_new: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling] | None,
         stop_tokens: Sequence[int] | None,
         passes: int,
         records: bool = False,
     ) -> Rounds:
         """Check the arguments of a call; then, so many passes at a time, yield the new tokens of each prompt."""
-        max_new = integer("max_new", max_new, 1)
-        check_room(prompts, max_new, self._shards.plan)
-        if sampling is None:
-            sampling = Sampling.of()
-        elif not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling must be a Sampling, such as Sampling.of(temperature=0.7), got {sampling!r}")
-        stops = read_stop_tokens(stop_tokens, self._params.cfg)
-        drawing = placed(Drawing(sampling, stops), self._params.mesh)
-        return self._run(prompts, max_new, drawing, passes, records)
+        asked = Asked(prompts, read_counts(max_new, prompts), read_samplings(sampling, prompts))
+        check_room(asked, self._shards.plan)
+        stops = placed(read_stop_tokens(stop_tokens, self._params.cfg), self._params.mesh)
+        return self._run(asked, stops, passes, records)
 
-    def _run(self, prompts: list[np.ndarray], max_new: int, drawing: Drawing, passes: int, records: bool) -> Rounds:
+    def _run(self, asked: Asked, stops: jax.Array, passes: int, records: bool) -> Rounds:
         self._check_idle()
+        prompts = asked.prompts
         made: list[list[int]] = [[] for _ in prompts]
-        (loop, places), seconds = self._begin(prompts, max_new, records), 0.0
+        (loop, places), seconds = self._begin(asked, records), 0.0
         self._is_busy = True
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
-            prefill = Prefill(self._params, self._shards, drawing)
+            prefill = Prefill(self._params, self._shards, stops)
             turns = placed(jnp.int32(passes), self._params.mesh)
             self._compile(loop, [prompt.size for prompt in prompts], prefill, turns)
             prefixed = PrefixedPrompts.of(self.prefixes, prompts, places) if self.prefixes and not records else None
@@ -286,7 +289,7 @@ class Generator:
                     loop, has_stored = prefill.store_all(loop)
                     draws = has_stored and loop.drafts is None
                 if not draws:  # else those tokens are looked at first: a stream has them at once
-                    loop = run(self._params, loop, drawing, turns)
+                    loop = run(self._params, loop, stops, turns)
                 tokens, after, *flags = look(loop, lengths, passes * (self.drafts + 1))
                 tokens, counts, *flags = on_host((tokens, after - lengths, *flags))
                 goes_on, needs_seats = map(np.any, flags)
@@ -314,12 +317,12 @@ class Generator:
             if (chunk, records) not in self._compiled
         ]
         if (None, records) not in self._compiled:
-            lowered.append(run.lower(self._params, loop, prefill.drawing, turns))
+            lowered.append(run.lower(self._params, loop, prefill.stop_tokens, turns))
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= {(program, records) for program in (None, *chunks)}
 
-    def _begin(self, prompts: list[np.ndarray], max_new: int, records: bool) -> tuple[Loop, list[int]]:
+    def _begin(self, asked: Asked, records: bool) -> tuple[Loop, list[int]]:
         """Return the state of the loop in which prompts wait, or go on from what the cache holds of them.
 
         The second result is the place of each prompt in its queue. If the loop records choices none go on, because
@@ -327,14 +330,14 @@ class Generator:
         """
         caches, self._caches = self._caches or empty_caches(*self._plans, self._params.mesh), None  # the loop's now
         held, self._held = self._held, ()
+        prompts, lengths = asked.prompts, asked.lengths
         shards, known = self._shards, {} if records else going_on(held, prompts)
-        lengths = [prompt.size + max_new for prompt in prompts]
         store = None if records else self.prefixes
         queues = shards.queues(prompts, known, caches, lengths, store)
         others = tuple(one for one in held if one not in known.values())
         staying = shards.staying(others, caches, queues, lengths)
         caches = shards.released(caches, set(others) - set(staying))
-        texts, places = queued(prompts, queues, max_new, self.context)
+        texts, places = queued(asked, queues, self.context)
         cfg, room = self._params.cfg, None
         if records:
             longest = power_of_two(max(map(len, queues)))
@@ -359,6 +362,9 @@ class Generator:
         # The tokens are read again: what an interrupted call made may not all have been seen.
         self._held = self._shards.held_after(loop, self._held, places)
         passes, stored, drafted, accepted = on_host((loop.passes, loop.stored, loop.drafted, loop.accepted))
+        first, counts = [prompt.size for prompt in prompts], list(map(len, made))
+        log_probs = on_host(of_places(loop.texts.log_probs, places, first, max(counts)))
+        of_model, sampled = ([row[:n].tolist() for row, n in zip(leaf, counts, strict=True)] for leaf in log_probs)
         self.result = Generated(
             tokens=made,
             passes=int(np.max(passes)),
@@ -366,7 +372,9 @@ class Generator:
             drafted=int(np.sum(drafted)),
             accepted=int(np.sum(accepted)),
             seconds=seconds,
-            drafts=loop.judged and loop.judged.of(places, [prompt.size for prompt in prompts], list(map(len, made))),
+            log_probs=of_model,
+            sampled_log_probs=sampled,
+            drafts=loop.judged and loop.judged.of(places, first, counts),
             choices=None if loop.choices is None else _choices(loop, places, self._shards.count),
         )
 
@@ -374,8 +382,8 @@ class Generator:
 def generate(
     params: ModelParams,
     prompts: Prompts,
-    max_new: int,
-    sampling: Sampling | None = None,
+    max_new: int | Sequence[int],
+    sampling: Sampling | Sequence[Sampling] | None = None,
     drafts: int = 0,
     stop_tokens: Sequence[int] | None = None,
     caches: Caches | None = None,
@@ -386,8 +394,9 @@ def generate(
     Args:
       params: the model's weights.
       prompts: token ids, at least one per prompt; or int [prompts, n].
-      max_new: the most tokens to add to each.
-      sampling: how tokens are drawn; the likeliest if None.
+      max_new: the most tokens to add to each, or to all.
+      sampling: how tokens are drawn, one for each prompt or for all; the likeliest if None. With one for all, what a
+        prompt draws depends on its number in the call; with its own, it draws what it would alone.
       drafts: tokens to guess per pass with the model's own draft block, fewer than ``max_new``. They change the speed,
         not the distribution; at temperature 0 not even the tokens, if caches are invariant. Otherwise logits of several
         tokens at once are rounded in another way, and tokens that are nearly as likely may change places.
@@ -401,12 +410,12 @@ def generate(
       FloatingPointError: logits have NaN, so that there is no next token.
     """
     check_type("params", params, ModelParams)
-    max_new, drafts = integer("max_new", max_new, 1), integer("drafts", drafts, 0)
-    texts = read_prompts(prompts, params.cfg.vocab_size)
-    if drafts >= max_new:
-        raise ValueError(f"drafts={drafts} are more than can be used: of max_new={max_new} tokens, {max_new - 1}")
+    texts, drafts = read_prompts(prompts, params.cfg.vocab_size), integer("drafts", drafts, 0)
+    most = max(read_counts(max_new, texts))
+    if drafts >= most:
+        raise ValueError(f"drafts={drafts} are more than can be used: of max_new={most} tokens, {most - 1}")
     if caches is None:
-        caches = caches_for(params.cfg, texts, max_new, drafts, mesh=params.mesh)
+        caches = caches_for(params.cfg, texts, most, drafts, mesh=params.mesh)
     generator = Generator(params, drafts=drafts, caches=caches)
     return generator.generate(texts, max_new, sampling, stop_tokens, on_progress)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,12 @@ from jax import lax
 
 from dsv4jax.cache.cache import KVCache, advance, prepare_forward
 from dsv4jax.cache.shards import EVERYWHERE, OF_ROWS
-from dsv4jax.checks import Tree
+from dsv4jax.checks import Named, Tree
 from dsv4jax.layer.backend import Backend, for_plan
 from dsv4jax.layer.tiles import map_rows
 from dsv4jax.model.forward_pass import forward, stage_forward
 from dsv4jax.model.generation.drafting import Drafts, Fed, drafter
-from dsv4jax.model.generation.sampling import Chances, Sampling, accept
+from dsv4jax.model.generation.sampling import Chances, LogProbs, Sampling, accept
 from dsv4jax.model.generation.seats import needs_seats
 from dsv4jax.model.generation.state import Loop, Texts, of_each_shard
 from dsv4jax.model.inside.choices import Choices
@@ -38,19 +37,12 @@ from dsv4jax.requests.speculate import commit
 EVERYTHING = np.int32(1 << 30)  # tokens: more than a text has
 
 
-class Drawing(NamedTuple):
-    """How tokens are drawn, and which of them complete a text."""
-
-    sampling: Sampling
-    stop_tokens: jax.Array  # int32 [any]; -1 is none
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
     """What stays the same in all passes."""
 
     params: ModelParams
-    drawing: Drawing
+    stop_tokens: jax.Array  # int32 [any]; -1 is none
     backend: Backend
 
 
@@ -63,7 +55,7 @@ _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 def store(
     params: ModelParams,
     loop: Loop,
-    drawing: Drawing,
+    stop_tokens: jax.Array,
     rows: jax.Array,
     until: jax.Array | np.int32 = EVERYTHING,
     *,
@@ -76,16 +68,16 @@ def store(
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
-      drawing: as for ``run``.
+      stop_tokens: as for ``run``.
       rows: int32 [any], distinct; -1 = none. Over a mesh, as many for each shard, one after another.
       until: int32 [] or [rows], tokens of each text at which to stop.
       chunk: tokens of each.
     """
 
-    def step(loop: Loop, params: ModelParams, drawing: Drawing, rows: jax.Array, until: jax.Array) -> Loop:
-        return _store(_Way(params=params, drawing=drawing, backend=None), loop, rows, until, chunk)
+    def step(loop: Loop, params: ModelParams, stops: jax.Array, rows: jax.Array, until: jax.Array) -> Loop:
+        return _store(_Way(params=params, stop_tokens=stops, backend=None), loop, rows, until, chunk)
 
-    given = params, drawing, rows, jnp.broadcast_to(until, rows.shape)
+    given = params, stop_tokens, rows, jnp.broadcast_to(until, rows.shape)
     return of_each_shard(step, loop, given, (weight_specs(params), EVERYWHERE, OF_ROWS, OF_ROWS))
 
 
@@ -104,7 +96,7 @@ def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int)
     )
     choices, texts = _recorded(loop, text, stored, num_new, captured), loop.texts
     if logits is not None:
-        texts = _extended(texts, text, *_draw(way, loop, _keys(way, texts, text)[0], logits, drawn))
+        texts = _extended(texts, text, *_draw(way, loop, _samplings(texts, text)[0], logits, drawn))
     caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
     if caches.drafts is not None:
         following = texts.tokens_from(text, stored + 1, chunk)
@@ -117,13 +109,13 @@ def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int)
         texts=texts,
         choices=choices,
         passes=loop.passes + jnp.max(drawn),
-        stored=loop.stored + jnp.sum(num_new - drawn),
+        stored=loop.stored + jnp.sum(num_new - drawn, dtype=jnp.int32),
         ok=loop.ok & ok,
     )
 
 
 @functools.partial(jax.jit, donate_argnames="loop")
-def run(params: ModelParams, loop: Loop, drawing: Drawing, passes: jax.Array) -> Loop:
+def run(params: ModelParams, loop: Loop, stop_tokens: jax.Array, passes: jax.Array) -> Loop:
     """Continue the texts that have rows, until all are complete, so many passes are over, or texts need seats.
 
     Their prompts must be stored.
@@ -131,15 +123,15 @@ def run(params: ModelParams, loop: Loop, drawing: Drawing, passes: jax.Array) ->
     Args:
       params: the model's weights.
       loop: from ``begin``, or from an earlier call. It is donated.
-      drawing: how tokens are drawn, and where texts end.
+      stop_tokens: int32 [any], tokens that complete a text; -1 is none.
       passes: int32 []. Unless it is 0, one is made in any case, so that calls in turn with ``seat`` come to an end.
     """
 
-    def step(loop: Loop, params: ModelParams, drawing: Drawing, passes: jax.Array) -> Loop:
+    def step(loop: Loop, params: ModelParams, stops: jax.Array, passes: jax.Array) -> Loop:
         ops = for_plan(None, loop.caches.model.plan)
-        return _run(_Way(params=params, drawing=drawing, backend=ops), loop, passes)
+        return _run(_Way(params=params, stop_tokens=stops, backend=ops), loop, passes)
 
-    return of_each_shard(step, loop, (params, drawing, passes), (weight_specs(params), EVERYWHERE, EVERYWHERE))
+    return of_each_shard(step, loop, (params, stop_tokens, passes), (weight_specs(params), EVERYWHERE, EVERYWHERE))
 
 
 def _run(way: _Way, loop: Loop, passes: jax.Array) -> Loop:
@@ -186,9 +178,9 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
     """
     text = loop.text
     active = loop.ok & loop.at_work
-    judge_keys, guess_keys = _keys(way, loop.texts, text)
+    sampling, of_drafts = _samplings(loop.texts, text)
 
-    made, cache, ok = (_sample if loop.drafts is None else _judge)(way, loop, active, judge_keys)
+    made, cache, ok = (_sample if loop.drafts is None else _judge)(way, loop, active, sampling)
     caches, drafts, judged = dataclasses.replace(loop.caches, model=cache), loop.drafts, loop.judged
     if drafts is not None:
         assert judged is not None
@@ -196,28 +188,28 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
         # The first one that is not accepted is the last one that the text tells of.
         settled = jnp.minimum(made.judged, made.count)
         judged = judged.noted(drafts, text, loop.texts.lengths[text], settled, made.accepted)
-        drafts, cache = _guess(way, drafts, made, caches.drafts, loop.slots, guess_keys)
+        drafts, cache = _guess(way, drafts, made, caches.drafts, loop.slots, of_drafts)
         caches = dataclasses.replace(caches, drafts=cache)
     return dataclasses.replace(
         loop,
         caches=caches,
-        texts=_extended(loop.texts, text, made.tokens, made.count, made.stopped),
+        texts=_extended(loop.texts, text, made.tokens, made.log_probs, made.count, made.stopped),
         drafts=drafts,
         judged=judged,
         choices=_recorded(loop, text, loop.texts.lengths[text] - 1, made.count, made.captured),
         passes=loop.passes + 1,
-        drafted=loop.drafted + jnp.sum(made.judged),
-        accepted=loop.accepted + jnp.sum(made.accepted),
+        drafted=loop.drafted + jnp.sum(made.judged, dtype=jnp.int32),
+        accepted=loop.accepted + jnp.sum(made.accepted, dtype=jnp.int32),
         ok=loop.ok & ok,
     )
 
 
-def _keys(way: _Way, texts: Texts, text: jax.Array) -> jax.Array:
-    """Return random keys [2, B]: those by which texts int32 [B] draw their next tokens, and those of their drafts."""
-    keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(way.drawing.sampling.key, n), p))(
-        texts.numbers[text], texts.lengths[text]
-    )
-    return jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+def _samplings(texts: Texts, text: jax.Array) -> tuple[Sampling, Sampling]:
+    """Return how texts int32 [B] draw their next tokens, and their drafts: with keys of their next places [B]."""
+    sampling = jax.tree.map(lambda leaf: leaf[text], texts.sampling)
+    both = jax.vmap(jax.random.split)(jax.vmap(jax.random.fold_in)(sampling.key, texts.lengths[text]))
+    judging, guessing = (dataclasses.replace(sampling, key=both[:, i]) for i in range(2))
+    return judging, guessing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,38 +217,48 @@ class _Made:
     """What a pass made of each row's text."""
 
     tokens: jax.Array  # int32 [B, m + 1] drafts that were accepted, and the token after them
+    log_probs: LogProbs  # [B, m + 1] of these tokens
     count: jax.Array  # int32 [B] how many of them are new tokens; 0 for rows that were not fed
     stopped: jax.Array  # bool [B] whether the last one of them is a stop token
     judged: jax.Array  # int32 [B] drafts that the model has judged
     accepted: jax.Array  # int32 [B] how many of them are new tokens, the first ones
     seen: jax.Array  # [B, m + 1, ...] what drafts are made of, of the tokens that were fed
-    captured: list[dict[str, Any]]  # of the same tokens, if anything was
+    captured: list[Named]  # of the same tokens, if anything was
 
 
 Outcome = tuple[_Made, KVCache, jax.Array]  # the last two are the model's cache, and whether it had room
 
 
-def _sample(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome:
+def _sample(way: _Way, loop: Loop, active: jax.Array, sampling: Sampling) -> Outcome:
     """Feed each row's last token, and draw the next one."""
     cache, ok = prepare_forward(loop.caches.model, loop.slots, active.astype(jnp.int32))
-    num_new = jnp.where(ok & active, 1, 0)
+    num_new = (ok & active).astype(jnp.int32)
     looking, given = _looking(loop), loop.last_tokens
     logits, seen, cache, *captured = forward(
         way.params, given, cache, loop.slots, num_new, backend=way.backend, **looking
     )
     assert logits is not None
-    tokens, count, stopped = _draw(way, loop, keys, logits, num_new)
+    tokens, log_probs, count, stopped = _draw(way, loop, sampling, logits, num_new)
     none = jnp.zeros_like(num_new)
-    made = _Made(tokens=tokens, count=count, stopped=stopped, judged=none, accepted=none, seen=seen, captured=captured)
+    made = _Made(
+        tokens=tokens,
+        log_probs=log_probs,
+        count=count,
+        stopped=stopped,
+        judged=none,
+        accepted=none,
+        seen=seen,
+        captured=captured,
+    )
     return made, advance(cache, loop.slots, num_new), ok
 
 
-def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome:
+def _judge(way: _Way, loop: Loop, active: jax.Array, sampling: Sampling) -> Outcome:
     """Feed each row's last token and its drafts, accept some, and draw the token after them."""
     drafts, slots, texts = loop.drafts, loop.slots, loop.texts
     assert drafts is not None
     room = texts.limits[loop.text] - texts.lengths[loop.text] - 1  # beside the token after the drafts
-    judged = jnp.where(active, jnp.clip(room, 0, drafts.judged(way.drawing.sampling.least_confidence)), 0)
+    judged = jnp.where(active, jnp.clip(room, 0, drafts.judged(sampling.least_confidence)), 0)
     cache, ok = prepare_forward(loop.caches.model, slots, jnp.where(active, 1 + judged, 0))
     fed = ok & active
     judged = jnp.where(fed, judged, 0)
@@ -267,55 +269,69 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, keys: jax.Array) -> Outcome
     )
 
     def judge(
-        logits: jax.Array, guessed: Chances, tokens: jax.Array, judged: jax.Array, keys: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return accept(way.drawing.sampling.chances(logits), guessed, tokens, judged, keys)
+        sampling: Sampling, logits: jax.Array, guessed: Chances, tokens: jax.Array, judged: jax.Array
+    ) -> tuple[jax.Array, jax.Array, LogProbs]:
+        wanted = sampling.chances(logits)
+        accepted, following = accept(wanted, guessed, tokens, judged, sampling.key)
+        tokens = jnp.pad(tokens, ((0, 0), (0, 1))).at[jnp.arange(len(following)), accepted].set(following)
+        return accepted, tokens, wanted.log_probs(tokens)
 
-    accepted, following = _by_row(loop, judge, keys, logits, drafts.chances, drafts.tokens, judged)
-    tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
-    tokens = tokens.at[jnp.arange(len(slots)), accepted].set(following)
-    count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.drawing.stop_tokens)
+    accepted, tokens, log_probs = _by_row(loop, judge, sampling, logits, drafts.chances, drafts.tokens, judged)
+    count, stopped = _until_stop(tokens, jnp.where(fed, accepted + 1, 0), way.stop_tokens)
     # None past a stop token: the text may go on from it.
     cache, committed = commit(cache, staged, count, backend=way.backend)
     count = jnp.where(committed, count, 0)
     accepted = jnp.minimum(accepted, count)
     made = _Made(
-        tokens=tokens, count=count, stopped=stopped, judged=judged, accepted=accepted, seen=seen, captured=captured
+        tokens=tokens,
+        log_probs=log_probs,
+        count=count,
+        stopped=stopped,
+        judged=judged,
+        accepted=accepted,
+        seen=seen,
+        captured=captured,
     )
     return made, cache, ok & committed
 
 
 def _draw(
-    way: _Way, loop: Loop, keys: jax.Array, logits: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    way: _Way, loop: Loop, sampling: Sampling, logits: jax.Array, count: jax.Array
+) -> tuple[jax.Array, LogProbs, jax.Array, jax.Array]:
     """Draw a token after each row of which ``count`` int32 [B] is 1; it is 0 for others.
 
-    Returns (tokens int32 [B, 1]; count; whether the token completes its text bool [B]).
+    Returns (tokens int32 [B, 1]; their log-probabilities; count; whether the token completes its text bool [B]).
     """
-    tokens = _by_row(loop, way.drawing.sampling.draw, keys, logits)[:, None]
-    return tokens, *_until_stop(tokens, count, way.drawing.stop_tokens)
+
+    def draw(sampling: Sampling, logits: jax.Array) -> tuple[jax.Array, LogProbs]:
+        chances = sampling.chances(logits)
+        tokens = chances.draw(sampling.key)
+        return tokens, chances.log_probs(tokens)
+
+    tokens, log_probs = jax.tree.map(lambda leaf: leaf[:, None], _by_row(loop, draw, sampling, logits))
+    return tokens, log_probs, *_until_stop(tokens, count, way.stop_tokens)
 
 
-def _by_row(loop: Loop, function: Callable[..., Tree], keys: jax.Array, *given: Tree) -> Tree:
-    """Apply a function to arrays [B, ...] and random keys [B]: to each row alone if the caches are invariant."""
+def _by_row(loop: Loop, function: Callable[..., Tree], sampling: Sampling, *given: Tree) -> Tree:
+    """Apply a function to samplings [B] and arrays [B, ...]: to each row alone if the caches are invariant."""
     if not loop.caches.model.plan.invariant:
-        return function(*given, keys)
+        return function(sampling, *given)
+    kind = jax.random.key_impl(sampling.key)
 
-    def of_row(row: tuple[jax.Array, Tree]) -> Tree:
-        key, given = row
-        return function(*given, jax.random.wrap_key_data(key, impl=jax.random.key_impl(keys)))
+    def of_row(row: tuple[Sampling, Tree]) -> Tree:
+        sampling, given = row
+        return function(dataclasses.replace(sampling, key=jax.random.wrap_key_data(sampling.key, impl=kind)), *given)
 
-    return map_rows(of_row, (jax.random.key_data(keys), given), 1)
+    numbers = dataclasses.replace(sampling, key=jax.random.key_data(sampling.key))
+    return map_rows(of_row, (numbers, given), 1)
 
 
-def _looking(loop: Loop) -> dict[str, Any]:
+def _looking(loop: Loop) -> Named:
     """What the passes of a loop capture."""
     return {} if loop.choices is None else {"capture": ("choices",)}
 
 
-def _recorded(
-    loop: Loop, text: jax.Array, first: jax.Array, count: jax.Array, captured: list[dict[str, Any]]
-) -> Choices | None:
+def _recorded(loop: Loop, text: jax.Array, first: jax.Array, count: jax.Array, captured: list[Named]) -> Choices | None:
     """Note the choices for ``count`` tokens of texts from place ``first`` on, all int32 [B]."""
     if loop.choices is None:
         return None
@@ -337,7 +353,9 @@ def _until_stop(tokens: jax.Array, count: jax.Array, stop_tokens: jax.Array) -> 
     return jnp.where(stopped, jnp.argmax(is_stop, 1).astype(jnp.int32) + 1, count), stopped
 
 
-def _extended(texts: Texts, text: jax.Array, tokens: jax.Array, count: jax.Array, stopped: jax.Array) -> Texts:
+def _extended(
+    texts: Texts, text: jax.Array, tokens: jax.Array, log_probs: LogProbs, count: jax.Array, stopped: jax.Array
+) -> Texts:
     """Append the first ``count`` int32 [B] of new tokens int32 [B, n] to texts int32 [B].
 
     ``stopped`` bool [B] says whether the last of them completes the text.
@@ -348,22 +366,30 @@ def _extended(texts: Texts, text: jax.Array, tokens: jax.Array, count: jax.Array
     before = texts.lengths[text]
     length = before + count
     grown = jnp.where(count > 0, text, nowhere)
-    return Texts(
-        numbers=texts.numbers,
-        tokens=texts.tokens.at[row, before[:, None] + number].set(tokens, mode="drop"),
+    at = row, before[:, None] + number
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[at].set(new, mode="drop")
+
+    return dataclasses.replace(
+        texts,
+        tokens=put(texts.tokens, tokens),
+        log_probs=jax.tree.map(put, texts.log_probs, log_probs),
         lengths=texts.lengths.at[grown].set(length, mode="drop"),
         limits=texts.limits.at[jnp.where(stopped, grown, nowhere)].set(length, mode="drop"),
     )
 
 
 def _guess(
-    way: _Way, drafts: Drafts, made: _Made, cache: KVCache, slots: jax.Array, keys: jax.Array
+    way: _Way, drafts: Drafts, made: _Made, cache: KVCache, slots: jax.Array, sampling: Sampling
 ) -> tuple[Drafts, KVCache]:
     """Store what drafts need of the new tokens, and guess at what follows each text."""
 
     def draw_one(logits: jax.Array, i: jax.Array | int) -> tuple[jax.Array, Chances]:
-        chances = way.drawing.sampling.chances(logits)
-        return chances.draw(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)), chances
+        chances = sampling.chances(logits)
+        tokens = chances.draw(jax.vmap(jax.random.fold_in, in_axes=(0, None))(sampling.key, i))
+        # A draft from NaN has the probability NaN: it is accepted at temperature 0 alone, if it is the model's own.
+        return jnp.maximum(tokens, 0), chances
 
     fed = Fed(seen=made.seen, following=made.tokens, slots=slots, count=made.count)
     return drafter(way.params).guess(way.params, fed, cache, drafts.tokens.shape[1], draw_one, way.backend)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv4jax.cache.shards import OF_ROWS, on_host, placed
 from dsv4jax.model.generation.held import Shards
-from dsv4jax.model.generation.loop import EVERYTHING, Drawing, pending, store
+from dsv4jax.model.generation.loop import EVERYTHING, pending, store
 from dsv4jax.model.generation.state import Loop
 from dsv4jax.model.params import ModelParams
 
@@ -26,7 +26,7 @@ class Prefill:
 
     params: ModelParams
     shards: Shards
-    drawing: Drawing
+    stop_tokens: jax.Array  # int32 [any]
 
     def store_all(self, loop: Loop) -> tuple[Loop, bool]:
         """Store what all rows lack. Returns the loop, which is donated, and whether they lacked anything."""
@@ -53,11 +53,11 @@ class Prefill:
 
     def given(
         self, rows: Sequence[int] | np.ndarray, until: np.ndarray | None = None
-    ) -> tuple[Drawing, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return what ``store`` takes besides, for rows of all shards."""
         until = np.full(len(rows), EVERYTHING) if until is None else until
         each = (placed(jnp.asarray(one, jnp.int32), self.params.mesh, OF_ROWS) for one in (rows, until))
-        return self.drawing, *each
+        return self.stop_tokens, *each
 
     def passes(self, lacking: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
         """Return the passes that store so many tokens of the rows of each shard.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,17 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4jax.cache.shards import DATA
-from dsv4jax.checks import integers
+from dsv4jax.cache.shards import DATA, on_host
+from dsv4jax.checks import check_array, integer, integers
 from dsv4jax.model.caches import Caches, init_caches
 from dsv4jax.model.config import ModelConfig
+from dsv4jax.model.generation.sampling import Sampling, check_keys, of_texts
 from dsv4jax.model.generation.state import Texts
 from dsv4jax.plan import CachePlan
 
 # The least sizes, so that most calls share a compiled program.
 CONTEXT = 1024  # tokens of context
 TEXTS = 32  # in the queue
-STOPS = 4  # stop tokens, in multiples of it
+STOPS = 16  # stop tokens, in multiples of it
 ROWS = 16  # texts that ``generate`` works on at a time, unless caches are given
 
 type Prompt = Sequence[int] | jax.Array | np.ndarray
@@ -69,14 +71,63 @@ def most_tokens(plan: CachePlan) -> int:
     return min(plan.max_context, plan.num_blocks * plan.cfg.block_tokens) if plan.min_ratio else plan.max_context
 
 
-def check_room(prompts: list[np.ndarray], max_new: int, plan: CachePlan) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What a call asks for."""
+
+    prompts: list[np.ndarray]  # int64 [n] each
+    counts: list[int]  # the most tokens to add to each
+    samplings: list[Sampling]  # how each draws, or one for all
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text when it is complete, if no stop token completes it."""
+        return [prompt.size + count for prompt, count in zip(self.prompts, self.counts, strict=True)]
+
+
+def check_room(asked: Asked, plan: CachePlan) -> None:
     """Refuse what could never be completed, however long it waits."""
-    longest = max(range(len(prompts)), key=lambda i: prompts[i].size)
-    size, most = prompts[longest].size + max_new, most_tokens(plan)
-    if size > most:
-        what = f"prompts[{longest}] of {size - max_new} tokens and max_new={max_new} are a text of {size} tokens"
+    size, longest = max((size, -i) for i, size in enumerate(asked.lengths))
+    if size > (most := most_tokens(plan)):
+        count = asked.counts[-longest]
+        what = f"prompts[{-longest}] of {size - count} tokens and max_new={count} are a text of {size} tokens"
         sizes = f"max_context={plan.max_context}, num_blocks={plan.num_blocks} of {plan.cfg.block_tokens} tokens"
         raise ValueError(f"{what}, and the caches have room for {most} ({sizes})")
+
+
+def read_counts(max_new: int | Sequence[int], prompts: list[np.ndarray]) -> list[int]:
+    """Return the most tokens to add to each prompt, for one number or one for each."""
+    if not np.ndim(max_new):
+        return [integer("max_new", max_new, 1)] * len(prompts)
+    counts = list(integers("max_new", max_new, "a number of tokens, or one for each prompt", 1))
+    _check_one_each("max_new", counts, prompts)
+    return counts
+
+
+def read_samplings(given: Sampling | Sequence[Sampling] | None, prompts: list[np.ndarray]) -> list[Sampling]:
+    """Return how all prompts draw, or how each does."""
+    if given is None:
+        return [Sampling.of()]
+    samplings = list(given) if isinstance(given, Sequence) else [given]
+    if isinstance(given, Sequence):
+        _check_one_each("sampling", samplings, prompts)
+    for i, one in enumerate(samplings):
+        name = f"sampling[{i}]" if isinstance(given, Sequence) else "sampling"
+        if not isinstance(one, Sampling):
+            raise ValueError(f"{name} must be a Sampling, such as Sampling.of(temperature=0.7), got {one!r}")
+        for field in ("temperature", "top_p", "least_confidence"):
+            check_array(f"{name}.{field}", getattr(one, field), {}, jnp.float32)
+        check_keys(f"{name}.key", one.key, ())
+        if one.key.dtype != samplings[0].key.dtype:
+            raise ValueError(
+                f"{name}.key is of {one.key.dtype.name}, and that of the first of {samplings[0].key.dtype.name}"
+            )
+    return samplings
+
+
+def _check_one_each(name: str, given: Sequence[object], prompts: list[np.ndarray]) -> None:
+    if len(given) != len(prompts):
+        raise ValueError(f"{name} must be one for all prompts, or one for each of {len(prompts)}, got {len(given)}")
 
 
 def caches_for(
@@ -99,19 +150,30 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def queued(prompts: list[np.ndarray], queues: list[list[int]], max_new: int, longest: int) -> tuple[Texts, list[int]]:
+def queued(asked: Asked, queues: list[list[int]], longest: int) -> tuple[Texts, list[int]]:
     """The prompts as texts, in a queue for each shard, and at least one of each that is empty.
 
     Returns (the texts, the place of each prompt among all of them).
     """
-    size = power_of_two(max(*map(len, queues), TEXTS - 1) + 1)
+    size = power_of_two(max(*map(len, queues), TEXTS)) + 1
     texts = size * len(queues)
     places = {i: shard * size + turn for shard, queue in enumerate(queues) for turn, i in enumerate(queue)}
-    tokens, (lengths, numbers) = np.zeros((texts, longest), np.int32), np.zeros((2, texts), np.int32)
+    tokens, (lengths, limits, numbers) = np.zeros((texts, longest), np.int32), np.zeros((3, texts), np.int32)
     for i, place in places.items():
-        lengths[place], numbers[place] = prompts[i].size, i
-        tokens[place, : prompts[i].size] = prompts[i]
-    limits = np.where(lengths > 0, lengths + max_new, 0)
-    arrays = {"tokens": tokens, "lengths": lengths, "limits": limits, "numbers": numbers}
-    queue = Texts(**{name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()})
-    return queue, [places[i] for i in range(len(prompts))]
+        prompt = asked.prompts[i]
+        lengths[place], limits[place], numbers[place] = prompt.size, asked.lengths[i], i
+        tokens[place, : prompt.size] = prompt
+    sampling = _sampling_of_texts(asked.samplings, numbers)
+    queue = Texts.of(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits), sampling)
+    return queue, [places[i] for i in range(len(places))]
+
+
+def _sampling_of_texts(samplings: list[Sampling], numbers: np.ndarray) -> Sampling:
+    """How texts draw, by numbers of their prompts: as all do, or as the prompt would that is the only one of a call."""
+    if len(samplings) == 1:
+        return of_texts(samplings[0], jnp.asarray(numbers))
+    kind = jax.random.key_impl(samplings[0].key)
+    plain = [dataclasses.replace(one, key=jax.random.key_data(one.key)) for one in samplings]
+    stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)[numbers]), *on_host(plain))
+    keys = jax.random.wrap_key_data(stacked.key, impl=kind)
+    return of_texts(dataclasses.replace(stacked, key=keys), jnp.zeros_like(numbers))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from dsv4jax.checks import real
+from dsv4jax.checks import FLOATS, check_array, integer, real
 
 _BITS, _DIGIT = 30, 5  # of a probability, and of it that one pass over the vocabulary finds
 
@@ -17,22 +19,25 @@ _BITS, _DIGIT = 30, 5  # of a probability, and of it that one pass over the voca
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. All fields may be traced, so that one program serves any values."""
+    """How tokens are drawn: all rows alike, or each in its own way.
 
-    temperature: jax.Array  # f32 []; 0 takes the likeliest token
-    top_p: jax.Array  # f32 [], in (0, 1]; the likeliest tokens that together have this probability are drawn from
-    key: jax.Array  # a random key
-    # f32 [], in [0, 1]. The first draft that the model's block trusts less is not judged, nor are those after it. It
+    All fields may be traced, so that one program serves any values. They are [], or all are [B] of B rows.
+    """
+
+    temperature: jax.Array  # f32; 0 takes the likeliest token
+    top_p: jax.Array  # f32, in (0, 1]; the likeliest tokens that together have this probability are drawn from
+    key: jax.Array  # a random key; ``draw`` has keys of its own
+    # f32, in [0, 1]. The first draft that the model's block trusts less is not judged, nor are those after it. It
     # changes the speed, not the distribution. Blocks for multi-token prediction trust all of theirs.
     least_confidence: jax.Array
 
     @classmethod
     def of(cls, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, least_confidence: float = 0.0) -> Sampling:
-        """Make it of Python numbers.
+        """Make it of numbers; the seed may have 64 bits.
 
         Raises:
-          ValueError: the temperature is negative or infinite, top_p is not in (0, 1], or least_confidence is not in
-            [0, 1].
+          ValueError: the temperature is negative or infinite, top_p is not in (0, 1], the seed is not in [0, 2**64), or
+            least_confidence is not in [0, 1].
         """
         temperature, top_p = real("temperature", temperature), real("top_p", top_p)
         if not 0 <= temperature < math.inf:
@@ -41,10 +46,14 @@ class Sampling:
             raise ValueError(f"top_p must be in (0, 1], got {top_p}")
         if not 0 <= real("least_confidence", least_confidence) <= 1:
             raise ValueError(f"least_confidence must be in [0, 1], got {least_confidence}")
+        if integer("seed", seed, 0) >= 1 << 64:
+            raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+        high, low = divmod(int(seed), 1 << 32)
+        key = jax.random.key(np.uint32(low))
         return cls(
             temperature=jnp.float32(temperature),
             top_p=jnp.float32(top_p),
-            key=jax.random.key(seed),
+            key=jax.random.fold_in(key, np.uint32(high)) if high else key,
             least_confidence=jnp.float32(least_confidence),
         )
 
@@ -52,53 +61,82 @@ class Sampling:
         """Return the probabilities of tokens f32 [..., V]: at temperature 0, 1 for the first of the largest logits."""
         return self.chances(logits).all()
 
+    @jax.jit
     def chances(self, logits: jax.Array) -> Chances:
-        """Return the same of logits f32 [..., V], not written out."""
-        least, peak = self._least_kept(logits), jnp.max(logits, -1)
-        warm = _warm(logits - peak[..., None], self.temperature)
-        total = jnp.sum(jnp.where(logits >= least[..., None], jnp.exp(warm), 0.0), -1)
+        """Return the same of logits [..., V], or [B, ..., V] where rows differ, not written out."""
+        check_array("logits", logits, {"...": ..., "V": None}, FLOATS)
+        logits = logits.astype(jnp.float32)
+        temperature, top_p = (_for_rows(leaf, logits.shape[:-1]) for leaf in (self.temperature, self.top_p))
+        peak, least = jnp.max(logits, -1), _least_kept(logits, temperature, top_p)
+        cold = logits - peak[..., None]
+        warm = _warm(cold, temperature[..., None])
         return Chances(
             logits=logits,
-            temperature=jnp.broadcast_to(self.temperature, peak.shape),
+            temperature=temperature,
             least=least,
             peak=peak,
-            total=total,
+            total=jnp.sum(jnp.where(logits >= least[..., None], jnp.exp(warm), 0.0), -1),
+            whole=jnp.sum(jnp.exp(cold), -1),
             likeliest=_first_largest(logits),
         )
 
+    @jax.jit
     def draw(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
-        """Draw a token int32 [B] with the probabilities of logits f32 [B, V], with one key per row; -1 if one is NaN.
+        """Draw a token int32 [B] with the probabilities of logits [B, V], with one key per row; -1 if one is NaN.
 
         The largest of all logits after temperature, each with a Gumbel number of its own added, is a token with its
         probability. Nothing is added up over the vocabulary, and at temperature 0 the same maximum is of logits alone.
         """
-        return _largest(logits, self._least_kept(logits), self.temperature, keys)
+        check_array("logits", logits, {"B": None, "V": None}, FLOATS)
+        check_keys("keys", keys, logits.shape[:1])
+        return self.chances(logits).draw(keys)
 
-    def _least_kept(self, logits: jax.Array) -> jax.Array:
-        """Return the least of logits f32 [..., V] that is kept, f32 [...]; -inf if all are.
 
-        Kept are the likeliest tokens that have ``top_p`` together: those beside which all likelier ones have less than
-        that. They are looked for only where it may matter, since that takes longer than all else.
-        """
-        lowest = jnp.full(logits.shape[:-1], -jnp.inf)
-        return lax.cond((self.top_p < 1) & (self.temperature > 0), self._find_least, lambda _: lowest, logits)
+@jax.jit
+def of_texts(sampling: Sampling, numbers: jax.Array) -> Sampling:
+    """Return how texts draw, [texts], each with a key of its own by its number int32 [texts]."""
+    key = jax.vmap(jax.random.fold_in)(jnp.broadcast_to(sampling.key, numbers.shape), numbers)
+    return dataclasses.replace(jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, numbers.shape), sampling), key=key)
 
-    def _find_least(self, logits: jax.Array) -> jax.Array:
-        """Find the least probability as a floating-point number, digit by digit.
 
-        It is the largest such that all that are not below it have ``top_p``.
-        """
-        probabilities = jax.nn.softmax(_warm(logits, self.temperature))
-        bits = lax.bitcast_convert_type(probabilities, jnp.int32)  # in the order of the numbers, as none is negative
-        least = jnp.zeros(logits.shape[:-1], jnp.int32)
-        for shift in range(_BITS - _DIGIT, -1, -_DIGIT):
-            digits = lax.broadcasted_iota(jnp.int32, (*least.shape, 1 << _DIGIT), least.ndim)
-            tried = least[..., None] + (digits << shift)
-            is_above = bits[..., None] >= tried[..., None, :]
-            reach = jnp.sum(jnp.where(is_above, probabilities[..., None], 0.0), -2) >= self.top_p
-            least += jnp.maximum(jnp.sum(reach, -1, dtype=jnp.int32) - 1, 0) << shift
-        found = jnp.min(jnp.where(bits >= least[..., None], logits, jnp.inf), -1)
-        return jnp.minimum(found, jnp.max(logits, -1))  # a top_p that is 0 keeps the likeliest, too
+def check_keys(name: str, keys: jax.Array, shape: tuple[int, ...]) -> None:
+    """Require random keys. AssertionError otherwise, for those of ``jax.random.PRNGKey`` too."""
+    is_key = hasattr(keys, "dtype") and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
+    if not is_key or keys.shape != shape:
+        found = f"{keys.dtype.name}{list(keys.shape)}" if hasattr(keys, "dtype") else type(keys).__name__
+        raise AssertionError(f"{name}: expected {list(shape)} of jax.random.key, got {found}")
+
+
+def _least_kept(logits: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Return the least of logits f32 [..., V] that is kept, f32 [...]; -inf if all are.
+
+    Kept are the likeliest tokens that have ``top_p`` together: those beside which all likelier ones have less than
+    that. They are looked for only where it may matter, since that takes longer than all else.
+    """
+    matters = (top_p < 1) & (temperature > 0)
+
+    def find(_: None) -> jax.Array:
+        return jnp.where(matters, _find_least(logits, temperature, top_p), -jnp.inf)
+
+    return lax.cond(jnp.any(matters), find, lambda _: jnp.full_like(temperature, -jnp.inf), None)
+
+
+def _find_least(logits: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Find the least probability as a floating-point number, digit by digit.
+
+    It is the largest such that all that are not below it have ``top_p``.
+    """
+    probabilities = jax.nn.softmax(_warm(logits, temperature[..., None]))
+    bits = lax.bitcast_convert_type(probabilities, jnp.int32)  # in the order of the numbers, as none is negative
+    least = jnp.zeros(logits.shape[:-1], jnp.int32)
+    for shift in range(_BITS - _DIGIT, -1, -_DIGIT):
+        digits = lax.broadcasted_iota(jnp.int32, (*least.shape, 1 << _DIGIT), least.ndim)
+        tried = least[..., None] + (digits << shift)
+        is_above = bits[..., None] >= tried[..., None, :]
+        reach = jnp.sum(jnp.where(is_above, probabilities[..., None], 0.0), -2) >= top_p[..., None]
+        least += jnp.maximum(jnp.sum(reach, -1, dtype=jnp.int32) - 1, 0) << shift
+    found = jnp.min(jnp.where(bits >= least[..., None], logits, jnp.inf), -1)
+    return jnp.minimum(found, jnp.max(logits, -1))  # a top_p that is 0 keeps the likeliest, too
 
 
 @jax.tree_util.register_dataclass
@@ -114,11 +152,23 @@ class Chances:
     least: jax.Array  # f32 [...] of the logits that are kept; lower ones have no probability
     peak: jax.Array  # f32 [...] the largest
     total: jax.Array  # f32 [...] sum of exp((logit - peak) / temperature) over those that are kept
+    whole: jax.Array  # f32 [...] sum of exp(logit - peak) over all of them
     likeliest: jax.Array  # int32 [...] the first token of the largest logits; -1 if one is NaN
 
     def of(self, tokens: jax.Array) -> jax.Array:
         """Return the probabilities of a token int32 [...] each, f32 [...]."""
-        return self._probability(jnp.take_along_axis(self.logits, tokens[..., None], -1)[..., 0], tokens)
+        return self._probability(self._logits_of(tokens), tokens)
+
+    def log_probs(self, tokens: jax.Array) -> LogProbs:
+        """Return the log-probabilities of a token int32 [...] each."""
+        logit = self._logits_of(tokens)
+        cold = logit - self.peak
+        warm = jnp.where(logit >= self.least, _warm(cold, self.temperature) - jnp.log(self.total), -jnp.inf)
+        greedy = jnp.where(tokens == self.likeliest, 0.0, -jnp.inf)
+        return LogProbs(model=cold - jnp.log(self.whole), sampled=jnp.where(self.temperature == 0, greedy, warm))
+
+    def _logits_of(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(self.logits, tokens[..., None], -1)[..., 0]
 
     def all(self) -> jax.Array:
         """Return the probabilities of all tokens, f32 [..., V]."""
@@ -137,11 +187,10 @@ class Chances:
         return jax.tree.map(one, self)
 
     def draw(self, keys: jax.Array) -> jax.Array:
-        """Draw a token int32 [B] each, where there are [B, V], with one key per row; any if a logit is NaN.
-
-        Such a draft has the probability NaN and is not accepted, or at temperature 0 only if it is the model's own.
-        """
-        return jnp.maximum(_largest(self.logits, self.least, self.temperature[..., None], keys), 0)
+        """Draw a token int32 [B] each, where there are [B, V], with one key per row; -1 if a logit is NaN."""
+        noisy = _warm(self.logits, self.temperature[..., None]) + _gumbel(self.logits.shape[-1], keys)
+        noisy = jnp.where(self.logits < self.least[..., None], -jnp.inf, noisy)  # NaN stays
+        return _first_largest(jnp.where(self.temperature[..., None] == 0, self.logits, noisy))
 
     def _probability(self, logit: jax.Array, token: jax.Array) -> jax.Array:
         chance = jnp.exp(_warm(logit - self.peak, self.temperature)) / self.total
@@ -149,14 +198,20 @@ class Chances:
         return jnp.where(self.temperature == 0, (token == self.likeliest).astype(jnp.float32), drawn)
 
 
+class LogProbs(NamedTuple):
+    """Log-probabilities of tokens."""
+
+    model: jax.Array  # f32 [...] the model's own: at temperature 1, and of all tokens
+    sampled: jax.Array  # f32 [...] with which they are drawn, after temperature and top-p; 0 at temperature 0
+
+
+def _for_rows(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Give a number [] or [B] of rows their shape [B, ...]."""
+    return jnp.broadcast_to(leaf.reshape(*leaf.shape, *(1,) * (len(shape) - leaf.ndim)), shape)
+
+
 def _warm(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     return logits / jnp.where(temperature == 0, 1.0, temperature)
-
-
-def _largest(logits: jax.Array, least: jax.Array, temperature: jax.Array, keys: jax.Array) -> jax.Array:
-    noisy = _warm(logits, temperature) + _gumbel(logits.shape[-1], keys)
-    noisy = jnp.where(logits < least[..., None], -jnp.inf, noisy)  # NaN stays
-    return _first_largest(jnp.where(temperature == 0, logits, noisy))
 
 
 def _first_largest(values: jax.Array) -> jax.Array:
@@ -192,10 +247,10 @@ def accept(
     """
     most = drafts.shape[1]
     uniform_keys, draw_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
-    chance = jax.vmap(lambda key: jax.random.uniform(key, (most,)))(uniform_keys)
+    chance = jax.vmap(lambda key: jax.random.uniform(key, (most,), jnp.float32))(uniform_keys)
     p, q = wanted.of(jnp.pad(drafts, ((0, 0), (0, 1))))[:, :most], guessed.of(drafts)
     good = (chance * q < p) & (jnp.arange(most)[None] < num_drafts[:, None])
-    accepted = jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1)
+    accepted = jnp.sum(jnp.cumprod(good, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
     instead = wanted.row(accepted).all()
     if most:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dsv4jax.cache.shards import OF_ROWS, cache_specs, is_inside, over_mesh
+from dsv4jax.checks import Named, Tree
 from dsv4jax.model.caches import Caches
 from dsv4jax.model.generation.drafting import Drafts, Judged
+from dsv4jax.model.generation.sampling import LogProbs, Sampling
 from dsv4jax.model.inside.captures import CHOICES_SPEC
 from dsv4jax.model.inside.choices import Choices
 
@@ -29,7 +30,15 @@ class Texts:
     tokens: jax.Array  # int32 [texts, longest] each prompt, then what was generated; the rest is not read
     lengths: jax.Array  # int32 [texts] tokens so far
     limits: jax.Array  # int32 [texts] tokens at which a text is complete, at most longest; a stop token lowers it
-    numbers: jax.Array  # int32 [texts] number of each among those of all shards, by which it draws
+    sampling: Sampling  # [texts] how each draws; what it draws at a place depends on its key and the place alone
+    log_probs: LogProbs  # [texts, longest] of the tokens that were generated
+
+    @classmethod
+    def of(cls, tokens: jax.Array, lengths: jax.Array, limits: jax.Array, sampling: Sampling) -> Texts:
+        """Texts of which nothing was generated yet."""
+        nothing = jnp.zeros(tokens.shape, jnp.float32)
+        log_probs = LogProbs(model=nothing, sampled=nothing + 0)  # two buffers, as both are donated
+        return cls(tokens=tokens, lengths=lengths, limits=limits, sampling=sampling, log_probs=log_probs)
 
     @property
     def complete(self) -> jax.Array:
@@ -93,7 +102,7 @@ COUNTS = ("passes", "stored", "drafted", "accepted", "ok")  # fields of one numb
 
 
 def of_each_shard[R](
-    step: Callable[..., R], loop: Loop, given: tuple[Any, ...] = (), specs: tuple[Any, ...] = (), made: Any = None
+    step: Callable[..., R], loop: Loop, given: tuple[Tree, ...] = (), specs: tuple[Tree, ...] = (), made: Tree = None
 ) -> R:
     """Run step(loop, *given) on each shard of the caches' mesh, or on one device as it is.
 
@@ -108,7 +117,7 @@ def of_each_shard[R](
     if mesh is None or is_inside(mesh):
         return step(loop, *given)
 
-    def of_shard(loop: Loop, *given: Any) -> R:
+    def of_shard(loop: Loop, *given: Tree) -> R:
         loop = dataclasses.replace(loop, **{name: getattr(loop, name)[0] for name in COUNTS})
         return jax.tree.map(jnp.atleast_1d, step(loop, *given))
 
@@ -118,7 +127,7 @@ def of_each_shard[R](
 
 def loop_specs(loop: Loop) -> Loop:
     """The specs of a loop's leaves, as a prefix of its tree."""
-    fields: dict[str, Any] = {field.name: OF_ROWS for field in dataclasses.fields(loop)}
+    fields: Named = {field.name: OF_ROWS for field in dataclasses.fields(loop)}
     fields["caches"] = Caches(
         model=cache_specs(loop.caches.model),
         drafts=None if loop.caches.drafts is None else cache_specs(loop.caches.drafts),
@@ -142,7 +151,7 @@ def begin(
     """
     rows = caches.model.plan.max_requests if rows is None else rows
     shards = caches.model.tables.num_free.shape[0]
-    numbers: dict[str, Any] = {name: jnp.int32(0) for name in COUNTS} | {"ok": jnp.asarray(True)}
+    numbers: Named = {name: jnp.int32(0) for name in COUNTS} | {"ok": jnp.asarray(True)}
     if caches.model.mesh is not None:
         numbers = {name: jnp.full(shards, number) for name, number in numbers.items()}
     drafts = Drafts.none(rows, num_drafts, vocab_size) if num_drafts else None

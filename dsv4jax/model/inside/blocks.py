@@ -93,18 +93,11 @@ class Tokens:
         num_new: jax.Array,
         cfg: DSV4Config,
     ) -> Tokens:
-        """Check the arguments of a forward pass over the layers of ``cfg``.
+        """Return those of a forward pass over the layers of ``cfg``, whose arguments ``check_pass`` has seen.
 
         Raises:
-          AssertionError: (chex) an argument's rank, shape or dtype is wrong.
-          ValueError: the cache is for attention layers of other sizes, the weights are for another model, or there are
-            no tokens.
+          ValueError: the cache is for attention layers of other sizes.
         """
-        check_model(params)
-        check_batch(slots=slots, num_new=num_new)
-        check_array("ids", ids, {"B": slots.shape[0], "T": None}, jnp.int32)
-        if ids.shape[1] == 0:
-            raise ValueError("ids has no tokens: give num_new = 0 for rows that have none")
         check_cache("a model's forward pass", cache)
         if cache.plan.invariant and params.mesh is not None:
             raise ValueError("a cache with invariant=True is for a model on one device")
@@ -113,6 +106,20 @@ class Tokens:
         _, batch = granted_batch(cache, slots, num_new, ids.shape[1])
         real = jnp.arange(ids.shape[1])[None] < batch.num_new[:, None]
         return cls(ids=ids, real=real, count=batch.num_new, devices=params.devices)
+
+
+def check_pass(params: ModelParams, name: str, ids: jax.Array, slots: jax.Array, num_new: jax.Array) -> None:
+    """Check the weights and rows of a forward pass, whose ids have a name.
+
+    Raises:
+      AssertionError: (chex) an argument's rank, shape or dtype is wrong.
+      ValueError: the weights are for another model, or there are no tokens.
+    """
+    check_model(params)
+    check_batch(slots=slots, num_new=num_new)
+    check_array(name, ids, {"B": slots.shape[0], "T": None}, jnp.int32)
+    if ids.shape[1] == 0:
+        raise ValueError(f"{name} has no tokens: give num_new = 0 for rows that have none")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,8 +416,6 @@ def read_logits(x: jax.Array, head: Weight, which: Logits, way: Way) -> jax.Arra
         return None
     if which == "all":
         return all_logits(x, head, way)
-    if which != "last":
-        raise ValueError(f"logits must be 'last', 'all' or 'none', got {which!r}")
     count = way.tokens.count
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where(count[:, None] > 0, way.logits(last, head), 0.0)

@@ -22,7 +22,7 @@ And of the whole pass, captured only, and of the head as if it were one more lay
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Required, TypedDict
 
 import jax
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dsv4jax.cache.shards import DATA
-from dsv4jax.checks import Named, Tree
+from dsv4jax.checks import Named, Tree, check_type
 from dsv4jax.config import layer_schedule
 from dsv4jax.layer.stages.probe import Patch, Probe, Seen
 from dsv4jax.model.config import ModelConfig
@@ -72,21 +72,32 @@ class ModelProbe:
         choices: Choices | None = None,
         *,
         has_cache: bool = True,
+        **unknown: object,
     ) -> ModelProbe:
         """Check the arguments of a pass.
 
         Raises:
-          ValueError: a name is unknown, or names what a pass without a cache does not have.
+          TypeError: there is no such argument.
+          ValueError: a name is unknown, or names what a pass without a cache does not have; or a patch is no function,
+            or none that can be a static argument.
         """
-        if isinstance(capture, str):
-            raise ValueError(f"capture must be names, such as ({capture!r},), got {capture!r}")
-        intervene = intervene or {}
+        if unknown:
+            known = "beside its own arguments a pass takes capture, intervene and choices"
+            raise TypeError(f"unexpected keyword argument {next(iter(unknown))!r}: {known}")
+        if isinstance(capture, str) or not isinstance(capture, Iterable):
+            example = capture if isinstance(capture, str) else "streams"
+            raise ValueError(f"capture must be names, such as ({example!r},), got {capture!r}")
+        capture = tuple(capture)
+        intervene = {} if intervene is None else intervene
+        check_type("intervene", intervene, Mapping)
         for argument, names in (("capture", capture), ("intervene", intervene)):
             for name in names:
                 _check_name(argument, name, has_cache=has_cache)
+        for name, patch in intervene.items():
+            _check_patch(name, patch)
         if choices is not None and not isinstance(choices, Choices):
             raise ValueError(f"choices must be Choices, got {type(choices).__name__}")
-        return cls(captures=tuple(capture), patches=tuple(intervene.items()), choices=choices)
+        return cls(captures=capture, patches=tuple(intervene.items()), choices=choices)
 
     @property
     def looks(self) -> bool:
@@ -124,6 +135,7 @@ CHOICES_SPEC = P(None, DATA)  # of what a probe is given
 
 
 def _check_name(argument: str, name: str, *, has_cache: bool) -> None:
+    check_type(f"a name in {argument}", name, str)
     family, _, sublayer = name.partition(".")
     if family not in NAMES or (sublayer and (family not in TWICE or sublayer not in SUBLAYERS)):
         raise ValueError(f"{argument}: {name!r} is none of {', '.join(NAMES)}; nor is it such as 'inputs.attention'")
@@ -131,6 +143,17 @@ def _check_name(argument: str, name: str, *, has_cache: bool) -> None:
         raise ValueError("intervene: choices are given as choices=, or patched as 'experts' and 'picks'")
     if not has_cache and name in (*IN_ATTENTION, "choices"):
         raise ValueError(f"{argument}: {name!r} is of a pass over a cache, such as forward")
+
+
+def _check_patch(name: str, patch: object) -> None:
+    found = type(patch).__name__
+    if not callable(patch):
+        raise ValueError(f"intervene[{name!r}] must be a function of (value, layer), got {found}")
+    try:
+        hash(patch)
+    except TypeError:
+        static = "because it is a static argument of the pass"
+        raise ValueError(f"intervene[{name!r}] must be hashable, {static}; {found} is not") from None
 
 
 def _stacked(name: str, seen: Sequence[Seen], cfg: ModelConfig, max_entries: int) -> Tree:

@@ -84,12 +84,15 @@ def run_on_devices[**A, R](
     what it takes and of what it returns.
 
     Raises:
-      ValueError: weights and cache do not lie over the same mesh, or rows do not divide by its shards of requests.
+      ValueError: weights and cache do not lie over the same mesh, or rows do not divide by its shards of requests, or
+        there are none.
     """
     check_meshes(mesh, cache)
     if mesh is None or is_inside(mesh):
         return step
     check_rows(rows, mesh)
+    if rows == 0:
+        raise ValueError("a batch of 0 rows has nothing to divide over a mesh: give each shard a row of slot -1")
     return over_mesh(mesh, step, *specs())
 
 

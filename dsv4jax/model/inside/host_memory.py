@@ -61,9 +61,11 @@ def is_on_host(array: jax.Array) -> bool:
 def bound_like[T](params: ModelParams, tree: T) -> T:
     """Return arrays bound to the device that weights are bound to, as those in the host's memory are.
 
-    What is computed with such weights is bound. So programs that take it again would be compiled twice.
+    What is computed with such weights is bound. So programs that take it again would be compiled twice. Weights may be
+    NumPy's arrays, which are bound to nothing.
     """
-    devices = next((leaf.devices() for leaf in jax.tree.leaves(params) if leaf.committed), set())
+    leaves = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    devices = next((leaf.devices() for leaf in leaves if leaf.committed), set())
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
 

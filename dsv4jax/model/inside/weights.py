@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 
 from dsv4jax.cache.cache import KVCache
-from dsv4jax.checks import Tree
+from dsv4jax.checks import Tree, check_type
 from dsv4jax.layer.stages.weights import AttentionWeights
 from dsv4jax.layer.stages.weights import attention_weights as of_layer
 from dsv4jax.model.params import ModelParams
@@ -30,16 +30,22 @@ def attention_weights(
     Args:
       params: the model's weights.
       captured: of the pass, by ``forward``, with "inputs" or "inputs.attention"; and "picks" if it is a CSA layer.
-      cache: as ``forward`` was given it.
+      cache: as ``forward`` was given it, not as it came back.
       layer: static number of the layer.
       slots, num_new: as ``forward`` was given them.
-      queries: int32 [B, Q], numbers of tokens among the new ones; -1 = none. On the way a query takes up to 2 MB, at
-        V4's sizes.
+      queries: int32 [B, Q], numbers of tokens among the new ones; -1 = none, as is one past its row's num_new. On the
+        way a query takes up to 2 MB, at V4's sizes.
+
+    Returns:
+      The weights, 0 for a query that is none. They are NaN for a number that is of no token of the pass, and for all
+      tokens of a row if the cache is not that before the pass: the row has no grant of its tokens there, or its window
+      in this layer holds them already.
 
     Raises:
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
       ValueError: something was not captured, or there is no such layer.
     """
+    check_type("params", params, ModelParams)
     kind, index = cache.locate(layer)
     if "inputs.attention" in captured:
         x = captured["inputs.attention"][layer]

@@ -82,7 +82,8 @@ def head_input(streams: jax.Array, mix: StreamMix, norm: jax.Array, cfg: ModelCo
 
 def _numbers(streams: jax.Array, mix: StreamMix, cfg: ModelConfig) -> jax.Array:
     """The numbers that mixing weights are made of, f32 [..., rows of mix.weight]. One rms is over all streams."""
-    flat = streams.reshape(*streams.shape[:-2], -1).astype(jnp.float32)
+    *lead, count, hidden = streams.shape
+    flat = streams.reshape(*lead, count * hidden).astype(jnp.float32)
     inverse_rms = lax.rsqrt(jnp.mean(flat * flat, -1, keepdims=True) + cfg.norm_eps)
     return wide_product(flat, mix.weight.astype(jnp.float32)) * inverse_rms
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dsv4jax.derivatives import refuse_of_invariant
 from dsv4jax.layer.backend import XLA
 from dsv4jax.layer.invariant.products import ROWS
 from dsv4jax.layer.tiles import map_rows
@@ -61,7 +62,7 @@ class InvariantExperts(XLAExperts):
     """Experts in tiles of as many tokens, whatever the number of all."""
 
     def routed(self, x: jax.Array, picks: Picks, experts: Experts, cfg: ModelConfig) -> jax.Array:
-        return routed_in_tiles(x, picks, experts, cfg, rows=ROWS)
+        return refuse_of_invariant(routed_in_tiles(x, picks, experts, cfg, rows=ROWS))
 
 
 class InvariantHyperConnections(XLAHyperConnections):
