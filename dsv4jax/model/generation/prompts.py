@@ -87,10 +87,11 @@ class Asked:
 
 def check_room(asked: Asked, plan: CachePlan) -> None:
     """Refuse what could never be completed, however long it waits."""
-    size, longest = max((size, -i) for i, size in enumerate(asked.lengths))
-    if size > (most := most_tokens(plan)):
-        count = asked.counts[-longest]
-        what = f"prompts[{-longest}] of {size - count} tokens and max_new={count} are a text of {size} tokens"
+    lengths = asked.lengths
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    size, count, most = lengths[longest], asked.counts[longest], most_tokens(plan)
+    if size > most:
+        what = f"prompts[{longest}] of {size - count} tokens and max_new={count} are a text of {size} tokens"
         sizes = f"max_context={plan.max_context}, num_blocks={plan.num_blocks} of {plan.cfg.block_tokens} tokens"
         raise ValueError(f"{what}, and the caches have room for {most} ({sizes})")
 
@@ -105,7 +106,7 @@ def read_counts(max_new: int | Sequence[int], prompts: list[np.ndarray]) -> list
 
 
 def read_samplings(given: Sampling | Sequence[Sampling] | None, prompts: list[np.ndarray]) -> list[Sampling]:
-    """Return how all prompts draw, or how each does."""
+    """Return how all prompts draw, or how each does: one, or as many as prompts."""
     if given is None:
         return [Sampling.of()]
     samplings = list(given) if isinstance(given, Sequence) else [given]
@@ -159,10 +160,9 @@ def queued(asked: Asked, queues: list[list[int]], longest: int) -> tuple[Texts, 
     texts = size * len(queues)
     places = {i: shard * size + turn for shard, queue in enumerate(queues) for turn, i in enumerate(queue)}
     tokens, (lengths, limits, numbers) = np.zeros((texts, longest), np.int32), np.zeros((3, texts), np.int32)
-    for i, place in places.items():
-        prompt = asked.prompts[i]
-        lengths[place], limits[place], numbers[place] = prompt.size, asked.lengths[i], i
-        tokens[place, : prompt.size] = prompt
+    for i, (prompt, limit) in enumerate(zip(asked.prompts, asked.lengths, strict=True)):
+        lengths[places[i]], limits[places[i]], numbers[places[i]] = prompt.size, limit, i
+        tokens[places[i], : prompt.size] = prompt
     sampling = _sampling_of_texts(asked.samplings, numbers)
     queue = Texts.of(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits), sampling)
     return queue, [places[i] for i in range(len(places))]
