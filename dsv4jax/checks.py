@@ -118,6 +118,14 @@ def real(name: str, value: object) -> float:
     return float(number)
 
 
+def check_key(key: Tree) -> None:
+    """Require a random key. ValueError otherwise."""
+    try:
+        jax.eval_shape(lambda key: jax.random.fold_in(key, 0), key)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"key must be a random key, such as jax.random.key(0), got {key!r}") from error
+
+
 def check_dtype(name: str, dtype: DTypeLike, known: tuple[DTypeLike, ...]) -> None:
     """Require one of some dtypes. ValueError otherwise, for what is no dtype too."""
     names = [jnp.dtype(one).name for one in known]

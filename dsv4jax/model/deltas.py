@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dsv4jax.cache.shards import placed
-from dsv4jax.checks import FLOATS, Tree, check_dtype, check_type, integer, real
+from dsv4jax.checks import FLOATS, Tree, check_dtype, check_key, check_type, integer, real
 from dsv4jax.config import layer_kind
 from dsv4jax.model.config import ModelConfig
 from dsv4jax.model.inside.devices import place_of
@@ -139,10 +139,7 @@ def with_deltas(
     """
     check_type("params", params, ModelParams)
     check_dtype("dtype", dtype, FLOATS)
-    try:
-        jax.eval_shape(lambda key: jax.random.fold_in(key, 0), key)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"key must be a random key, such as jax.random.key(0), got {key!r}") from error
+    check_key(key)
     given: dict[Target, Delta] = {}
     for number, (target, rank) in enumerate(ranks_of(params.cfg, ranks).items()):
         *lead, rows, inputs = target.shape

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from dsv4jax.checks import Named, Tree, check_type
+from dsv4jax.checks import Named, Tree, check_key, check_type
 from dsv4jax.config import layer_kind
 from dsv4jax.formats import E2M1_VALUES
 from dsv4jax.model.checkpoint.tensors import FP4_BLOCK
@@ -73,10 +73,8 @@ def random_model(
         sizes = f"hidden_size={cfg.hidden_size} and expert_width={cfg.expert_width}"
         raise ValueError(f"{sizes} must be divisible by {FP4_BLOCK[1]}, the block of FP4 weights")
     dtype = jnp.dtype(jnp.float32 if weights == "f32" else jnp.bfloat16)
-    try:
-        outer, draft_key, *layers = jax.random.split(key, 2 + cfg.num_layers)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"key must be a random key, such as jax.random.key(0), got {key!r}") from error
+    check_key(key)
+    outer, draft_key, *layers = jax.random.split(key, 2 + cfg.num_layers)
     if not isinstance(key, Tracer):
         _compile(outer, cfg, dtype, stored, mesh, with_drafts=bool(drafts))
     return ModelParams(

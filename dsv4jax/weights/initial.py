@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from dsv4jax.checks import FLOATS, Named, check_dtype
+from dsv4jax.checks import FLOATS, Named, check_dtype, check_key
 from dsv4jax.config import DSV4Config, layer_kind
 from dsv4jax.kinds import AttentionType
 from dsv4jax.weights.params import ALWAYS_F32, QUANTISED, AttentionParams, named_shapes
@@ -45,9 +45,11 @@ def init_attention_params(
       block: for stored weights, rows and columns per scale; 128 x 128 if None.
 
     Raises:
-      ValueError: the model has no such layer, dtype is neither float32 nor bfloat16, or an option is unknown.
+      ValueError: the model has no such layer, dtype is neither float32 nor bfloat16, an option is unknown, or key is
+        none.
     """
     check_dtype("dtype", dtype, FLOATS)
+    check_key(key)
     stored, named = Stored.choose(weights, activations, block), dtype_of(weights)
     params = random_params(key, cfg, layer_kind(cfg, layer), jnp.dtype(dtype) if named is None else named, stored)
     return params if named is None else with_f32(params)

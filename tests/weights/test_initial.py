@@ -71,6 +71,12 @@ def test_layers_of_a_kind_share_a_program():
     assert program._cache_size() == before + 1
 
 
+def test_what_is_no_key_is_named():
+    no_key: Any = 0
+    with pytest.raises(ValueError, match=r"key must be a random key, such as jax\.random\.key\(0\), got 0"):
+        d4.init_attention_params(no_key, d4.DSV4Config.tiny(), 0)
+
+
 def test_no_wider_copy_of_stored_weights_is_drawn():
     kind, dtype = d4.AttentionType.SWA, jnp.dtype(jnp.bfloat16)
 
