@@ -68,15 +68,13 @@ class Sampling:
         logits = logits.astype(jnp.float32)
         temperature, top_p = (_for_rows(leaf, logits.shape[:-1]) for leaf in (self.temperature, self.top_p))
         peak, least = jnp.max(logits, -1), _least_kept(logits, temperature, top_p)
-        cold = logits - peak[..., None]
-        warm = _warm(cold, temperature[..., None])
+        warm = _warm(logits - peak[..., None], temperature[..., None])
         return Chances(
             logits=logits,
             temperature=temperature,
             least=least,
             peak=peak,
             total=jnp.sum(jnp.where(logits >= least[..., None], jnp.exp(warm), 0.0), -1),
-            whole=jnp.sum(jnp.exp(cold), -1),
             likeliest=_first_largest(logits),
         )
 
@@ -152,7 +150,6 @@ class Chances:
     least: jax.Array  # f32 [...] of the logits that are kept; lower ones have no probability
     peak: jax.Array  # f32 [...] the largest
     total: jax.Array  # f32 [...] sum of exp((logit - peak) / temperature) over those that are kept
-    whole: jax.Array  # f32 [...] sum of exp(logit - peak) over all of them
     likeliest: jax.Array  # int32 [...] the first token of the largest logits; -1 if one is NaN
 
     def of(self, tokens: jax.Array) -> jax.Array:
@@ -165,7 +162,8 @@ class Chances:
         cold = logit - self.peak
         warm = jnp.where(logit >= self.least, _warm(cold, self.temperature) - jnp.log(self.total), -jnp.inf)
         greedy = jnp.where(tokens == self.likeliest, 0.0, -jnp.inf)
-        return LogProbs(model=cold - jnp.log(self.whole), sampled=jnp.where(self.temperature == 0, greedy, warm))
+        whole = jnp.sum(jnp.exp(self.logits - self.peak[..., None]), -1)
+        return LogProbs(model=cold - jnp.log(whole), sampled=jnp.where(self.temperature == 0, greedy, warm))
 
     def _logits_of(self, tokens: jax.Array) -> jax.Array:
         return jnp.take_along_axis(self.logits, tokens[..., None], -1)[..., 0]
