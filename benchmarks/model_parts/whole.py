@@ -97,10 +97,10 @@ def step(
     return jnp.argmax(logits, -1).astype(jnp.int32)[:, None], d4.advance(cache, slots, count), ok
 
 
-def batch(requests: int) -> tuple[jax.Array, jax.Array]:
+def batch(cfg: ModelConfig, requests: int) -> tuple[jax.Array, jax.Array]:
     """Tokens and slots."""
-    rng = np.random.default_rng(1)
-    return jnp.asarray(rng.integers(0, 100, (requests, 1)), jnp.int32), jnp.arange(requests, dtype=jnp.int32)
+    ids = np.random.default_rng(1).integers(0, min(1000, cfg.vocab_size), (requests, 1))
+    return jnp.asarray(ids, jnp.int32), jnp.arange(requests, dtype=jnp.int32)
 
 
 def time_layers(bench: Bench, made: ModelParams) -> None:
@@ -111,7 +111,7 @@ def time_layers(bench: Bench, made: ModelParams) -> None:
     for kind, requests, n in cases:
         cfg = with_layers(bench.cfg, (RATIOS[kind],) * n, 0)
         params = dataclasses.replace(made, cfg=cfg, blocks=tuple(made.blocks[i] for i in last[kind][-n:]))
-        ids, slots = batch(requests)
+        ids, slots = batch(cfg, requests)
         given.append((params, ids, long_cache(bench.plan(cfg, requests), bench.context), slots))
     programs = compile_all([jax.jit(step).lower(*each) for each in given])
     found = {}
@@ -151,7 +151,7 @@ def time_steps(bench: Bench, params: ModelParams) -> dict[int, float]:
     """Return milliseconds of a step by the number of requests."""
     given = {}
     for requests in bench.requests:
-        ids, slots = batch(requests)
+        ids, slots = batch(params.cfg, requests)
         given[requests] = ids, long_cache(bench.plan(params.cfg, requests), bench.context), slots
     began = time.perf_counter()
     lowered = [jax.jit(step, donate_argnums=2).lower(params, *each) for each in given.values()]

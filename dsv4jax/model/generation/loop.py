@@ -96,7 +96,7 @@ def _store(way: _Way, loop: Loop, rows: jax.Array, until: jax.Array, chunk: int)
     )
     choices, texts = _recorded(loop, text, stored, num_new, captured), loop.texts
     if logits is not None:
-        texts = _extended(texts, text, *_draw(way, loop, _samplings(texts, text)[0], logits, drawn))
+        texts = _extended(texts, text, _draw(way, loop, _samplings(texts, text)[0], logits, drawn))
     caches = dataclasses.replace(caches, model=advance(cache, slots, num_new))
     if caches.drafts is not None:
         following = texts.tokens_from(text, stored + 1, chunk)
@@ -186,17 +186,17 @@ def _append_tokens(way: _Way, loop: Loop) -> Loop:
         assert judged is not None
         assert caches.drafts is not None
         # The first one that is not accepted is the last one that the text tells of.
-        settled = jnp.minimum(made.judged, made.count)
+        settled = jnp.minimum(made.judged, made.new.count)
         judged = judged.noted(drafts, text, loop.texts.lengths[text], settled, made.accepted)
         drafts, cache = _guess(way, drafts, made, caches.drafts, loop.slots, of_drafts)
         caches = dataclasses.replace(caches, drafts=cache)
     return dataclasses.replace(
         loop,
         caches=caches,
-        texts=_extended(loop.texts, text, made.tokens, made.log_probs, made.count, made.stopped),
+        texts=_extended(loop.texts, text, made.new),
         drafts=drafts,
         judged=judged,
-        choices=_recorded(loop, text, loop.texts.lengths[text] - 1, made.count, made.captured),
+        choices=_recorded(loop, text, loop.texts.lengths[text] - 1, made.new.count, made.captured),
         passes=loop.passes + 1,
         drafted=loop.drafted + jnp.sum(made.judged, dtype=jnp.int32),
         accepted=loop.accepted + jnp.sum(made.accepted, dtype=jnp.int32),
@@ -212,14 +212,21 @@ def _samplings(texts: Texts, text: jax.Array) -> tuple[Sampling, Sampling]:
     return judging, guessing
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
-    """What a pass made of each row's text."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _New:
+    """What each row's text is extended by."""
 
     tokens: jax.Array  # int32 [B, m + 1] drafts that were accepted, and the token after them
     log_probs: LogProbs  # [B, m + 1] of these tokens
     count: jax.Array  # int32 [B] how many of them are new tokens; 0 for rows that were not fed
-    stopped: jax.Array  # bool [B] whether the last one of them is a stop token
+    stopped: jax.Array  # bool [B] whether the last one of them is a stop token, and completes the text
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """What a pass made of each row's text."""
+
+    new: _New
     judged: jax.Array  # int32 [B] drafts that the model has judged
     accepted: jax.Array  # int32 [B] how many of them are new tokens, the first ones
     seen: jax.Array  # [B, m + 1, ...] what drafts are made of, of the tokens that were fed
@@ -238,18 +245,8 @@ def _sample(way: _Way, loop: Loop, active: jax.Array, sampling: Sampling) -> Out
         way.params, given, cache, loop.slots, num_new, backend=way.backend, **looking
     )
     assert logits is not None
-    tokens, log_probs, count, stopped = _draw(way, loop, sampling, logits, num_new)
-    none = jnp.zeros_like(num_new)
-    made = _Made(
-        tokens=tokens,
-        log_probs=log_probs,
-        count=count,
-        stopped=stopped,
-        judged=none,
-        accepted=none,
-        seen=seen,
-        captured=captured,
-    )
+    new, none = _draw(way, loop, sampling, logits, num_new), jnp.zeros_like(num_new)
+    made = _Made(new=new, judged=none, accepted=none, seen=seen, captured=captured)
     return made, advance(cache, loop.slots, num_new), ok
 
 
@@ -282,26 +279,13 @@ def _judge(way: _Way, loop: Loop, active: jax.Array, sampling: Sampling) -> Outc
     cache, committed = commit(cache, staged, count, backend=way.backend)
     count = jnp.where(committed, count, 0)
     accepted = jnp.minimum(accepted, count)
-    made = _Made(
-        tokens=tokens,
-        log_probs=log_probs,
-        count=count,
-        stopped=stopped,
-        judged=judged,
-        accepted=accepted,
-        seen=seen,
-        captured=captured,
-    )
+    new = _New(tokens, log_probs, count, stopped)
+    made = _Made(new=new, judged=judged, accepted=accepted, seen=seen, captured=captured)
     return made, cache, ok & committed
 
 
-def _draw(
-    way: _Way, loop: Loop, sampling: Sampling, logits: jax.Array, count: jax.Array
-) -> tuple[jax.Array, LogProbs, jax.Array, jax.Array]:
-    """Draw a token after each row of which ``count`` int32 [B] is 1; it is 0 for others.
-
-    Returns (tokens int32 [B, 1]; their log-probabilities; count; whether the token completes its text bool [B]).
-    """
+def _draw(way: _Way, loop: Loop, sampling: Sampling, logits: jax.Array, count: jax.Array) -> _New:
+    """Draw a token after each row of which ``count`` int32 [B] is 1; it is 0 for others."""
 
     def draw(sampling: Sampling, logits: jax.Array) -> tuple[jax.Array, LogProbs]:
         chances = sampling.chances(logits)
@@ -309,7 +293,7 @@ def _draw(
         return tokens, chances.log_probs(tokens)
 
     tokens, log_probs = jax.tree.map(lambda leaf: leaf[:, None], _by_row(loop, draw, sampling, logits))
-    return tokens, log_probs, *_until_stop(tokens, count, way.stop_tokens)
+    return _New(tokens, log_probs, *_until_stop(tokens, count, way.stop_tokens))
 
 
 def _by_row(loop: Loop, function: Callable[..., Tree], sampling: Sampling, *given: Tree) -> Tree:
@@ -353,30 +337,25 @@ def _until_stop(tokens: jax.Array, count: jax.Array, stop_tokens: jax.Array) -> 
     return jnp.where(stopped, jnp.argmax(is_stop, 1).astype(jnp.int32) + 1, count), stopped
 
 
-def _extended(
-    texts: Texts, text: jax.Array, tokens: jax.Array, log_probs: LogProbs, count: jax.Array, stopped: jax.Array
-) -> Texts:
-    """Append the first ``count`` int32 [B] of new tokens int32 [B, n] to texts int32 [B].
-
-    ``stopped`` bool [B] says whether the last of them completes the text.
-    """
-    number = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+def _extended(texts: Texts, text: jax.Array, new: _New) -> Texts:
+    """Append what is new to texts int32 [B]."""
+    number = jnp.arange(new.tokens.shape[1], dtype=jnp.int32)[None]
     nowhere = texts.lengths.size  # a place out of range is dropped
-    row = jnp.where(number < count[:, None], text[:, None], nowhere)
+    row = jnp.where(number < new.count[:, None], text[:, None], nowhere)
     before = texts.lengths[text]
-    length = before + count
-    grown = jnp.where(count > 0, text, nowhere)
+    length = before + new.count
+    grown = jnp.where(new.count > 0, text, nowhere)
     at = row, before[:, None] + number
 
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[at].set(new, mode="drop")
+    def put(old: jax.Array, added: jax.Array) -> jax.Array:
+        return old.at[at].set(added, mode="drop")
 
     return dataclasses.replace(
         texts,
-        tokens=put(texts.tokens, tokens),
-        log_probs=jax.tree.map(put, texts.log_probs, log_probs),
+        tokens=put(texts.tokens, new.tokens),
+        log_probs=jax.tree.map(put, texts.log_probs, new.log_probs),
         lengths=texts.lengths.at[grown].set(length, mode="drop"),
-        limits=texts.limits.at[jnp.where(stopped, grown, nowhere)].set(length, mode="drop"),
+        limits=texts.limits.at[jnp.where(new.stopped, grown, nowhere)].set(length, mode="drop"),
     )
 
 
@@ -391,5 +370,5 @@ def _guess(
         # A draft from NaN has the probability NaN: it is accepted at temperature 0 alone, if it is the model's own.
         return jnp.maximum(tokens, 0), chances
 
-    fed = Fed(seen=made.seen, following=made.tokens, slots=slots, count=made.count)
+    fed = Fed(seen=made.seen, following=made.new.tokens, slots=slots, count=made.new.count)
     return drafter(way.params).guess(way.params, fed, cache, drafts.tokens.shape[1], draw_one, way.backend)
