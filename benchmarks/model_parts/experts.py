@@ -22,9 +22,9 @@ from benchmarks.kernels.timing import FLUSH_NAME, Times, flush_buffer, kernel_ev
 
 HIDDEN, WIDTH, EXPERTS, PICKS, LIMIT = 4096, 2048, 256, 6, 10.0  # of V4-Flash
 TOKENS = 1, 2, 8, 64, 256, 1024, 4096
-GATE_UP = pk.ExpertsSpec(experts=EXPERTS, shape=(2 * WIDTH, HIDDEN))
-DOWN = pk.ExpertsSpec(experts=EXPERTS, shape=(HIDDEN, WIDTH))
-STORED: dict[str, dict[str, Any]] = {"bf16": {"interleaved": True}, "fp8": {"activations": "fp8"}}
+GATE_UP = pk.ExpertsSpec(experts=EXPERTS, shape=(2 * WIDTH, HIDDEN), interleaved=True)
+DOWN = pk.ExpertsSpec(experts=EXPERTS, shape=(HIDDEN, WIDTH), interleaved=True)
+ACTIVATIONS = "bf16", "fp8"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Case:
         x, gains, *routed = inputs
         sizes = {"tokens": self.tokens, "picks": PICKS, "experts": EXPERTS}
         routing = pk.Routing(**sizes, rows=self.rows, activations=self.activations)
-        gate_up, down = (dataclasses.replace(spec, **STORED[self.activations]) for spec in (GATE_UP, DOWN))
+        gate_up, down = (dataclasses.replace(spec, activations=self.activations) for spec in (GATE_UP, DOWN))
         rows = routing.rows_of(x, routed[0])
         inner = _run(gate_up, pk.Gated(routing=routing, limit=LIMIT), rows, weights[0], *routed, gains)
         return _run(down, pk.OfPicks(routing=routing), inner, weights[1], *routed)
@@ -97,7 +97,7 @@ def random_weights() -> Any:
 
 
 def timed(case: Case, weights: Any, runs: int = 6) -> dict[str, Times]:
-    """Time each launch of a case, by its name."""
+    """Time the launches of each product of a case, by its name."""
 
     products = jax.jit(case.products)  # is compiled once for all runs
 
@@ -117,7 +117,7 @@ def timed(case: Case, weights: Any, runs: int = 6) -> dict[str, Times]:
         if FLUSH_NAME not in name:
             found.setdefault(launch, []).append(milliseconds * 1e3)
     others = sum(found.pop("others", [])) / runs  # such as rows that are put in another order
-    times = {name: Times.of(samples) for name, samples in found.items()}
+    times = {name: Times.of(np.reshape(samples, (runs, -1)).sum(axis=1)) for name, samples in found.items()}
     return times | ({"others": Times.of([others])} if others else {})
 
 
@@ -125,11 +125,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--spread", type=float, default=0.0)
-    parser.add_argument("--activations", choices=STORED, default=None, help="default both")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=None, help="default both")
     parser.add_argument("--out", type=Path, default=None, help="append JSON lines here")
     options = parser.parse_args(arguments)
     weights = random_weights()
-    kinds = [options.activations] if options.activations else STORED
+    kinds = [options.activations] if options.activations else ACTIVATIONS
     for case in (Case.of(int(tokens), kind, options.spread) for kind in kinds for tokens in options.tokens.split(",")):
         times = timed(case, weights)
         total, size = sum(one.median for one in times.values()), case.megabytes()

@@ -46,14 +46,14 @@ class StoredExperts:
 
     Codes are FP8 (float8_e4m3fn [E, out, in]) or pairs of FP4 (uint8 [E, out, in / 2]: E2M1, the even input in the low
     nibble). Those of FP4 may be interleaved, which the kernels widen faster: the same bytes, whose bits are in another
-    order within each 16 numbers (``pallas_kernels.interleaved_codes``).
+    order within each 16 numbers (``pallas_kernels.interleaved_codes``), one for each kind of activations.
     """
 
     codes: jax.Array
     scales: jax.Array  # float8_e8m0fnu or f32 [E, ceil(out / block[0]), ceil(in / block[1])]
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (1, 32) for FP4, (128, 128) for FP8
     activations: str = dataclasses.field(default="bf16", metadata={"static": True})  # as of StoredWeight
-    interleaved: bool = dataclasses.field(default=False, metadata={"static": True})
+    interleaved_for: str | None = dataclasses.field(default=None, metadata={"static": True})  # activations, or none
 
     @property
     def is_fp4(self) -> bool:
@@ -68,21 +68,21 @@ class StoredExperts:
     def for_kernels(self) -> StoredExperts:
         """Return the same weight with its codes in the order that the kernels for its activations widen fastest.
 
-        That is interleaved for FP4 and inputs as they are, and as in checkpoints for all else.
+        That is interleaved for FP4, if an output has whole times 16 inputs, and as in checkpoints for all else.
         """
-        can = self.is_fp4 and self.activations == "bf16" and self.codes.shape[-1] % INTERLEAVED_BYTES == 0
-        if self.interleaved or not can:
+        can = self.is_fp4 and self.codes.shape[-1] % INTERLEAVED_BYTES == 0
+        if not can or self.interleaved_for == self.activations:
             return self
-        return dataclasses.replace(self, codes=pk.interleaved_codes(self.codes), interleaved=True)
+        codes = pk.interleaved_codes(self.in_order(self.codes), self.activations)
+        return dataclasses.replace(self, codes=codes, interleaved_for=self.activations)
 
     def with_activations(self, activations: str) -> StoredExperts:
         """Return the same weight for other inputs, ``for_kernels``."""
-        codes = self.in_order(self.codes)
-        return dataclasses.replace(self, codes=codes, interleaved=False, activations=activations).for_kernels()
+        return dataclasses.replace(self, activations=activations).for_kernels()
 
     def in_order(self, codes: jax.Array) -> jax.Array:
         """Return some of the codes, whole rows, as checkpoints have them."""
-        return pk.codes_in_order(codes) if self.interleaved else codes
+        return codes if self.interleaved_for is None else pk.codes_in_order(codes, self.interleaved_for)
 
     def widened(self, experts: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return the weights of experts int32 [G]: dtype [G, out, in], of which bf16 and f32 are exact."""
@@ -334,6 +334,9 @@ def _check_experts(name: str, weight: ExpertWeight, shape: tuple[int, int, int])
     blocks = num_blocks((rows, columns), weight.block)
     axes = {"experts": experts, "rows": blocks[0], "columns": blocks[1]}
     check_array(f"{name}.scales", weight.scales, axes, (SCALES, jnp.float32))
-    if weight.interleaved and (not weight.is_fp4 or width % INTERLEAVED_BYTES):
+    if weight.interleaved_for is None:
+        return
+    check_activations(f"{name}.interleaved_for", weight.interleaved_for)
+    if not weight.is_fp4 or width % INTERLEAVED_BYTES:
         unit = 2 * INTERLEAVED_BYTES
         raise ValueError(f"{name}: interleaved codes are FP4 with a multiple of {unit} inputs, got {weight.shape}")

@@ -24,7 +24,7 @@ from pallas_kernels.products.epilogues.store import AddTo, Store
 from pallas_kernels.products.experts.beside import Beside, beside
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
-from pallas_kernels.products.experts.layout import kind_of, layout_of, unserved
+from pallas_kernels.products.experts.layout import kind_of, layouts_of, unserved
 from pallas_kernels.products.few.launch import (
     Few,
     Pair,
@@ -70,9 +70,10 @@ class Together:
 def together(experts: Plan, shared: Plan) -> Together | Unsupported:
     """Return how two products are solved in one launch, bit for bit as by their own plans; or why better not."""
     one, other = experts.kernel, shared.kernel
-    if not isinstance(one, OfExperts) or not isinstance(other, Few) or shared.rounds or experts.gpu != shared.gpu:
+    is_of_few = isinstance(one, OfExperts) and len(one.layouts) == 1 and isinstance(other, Few)
+    if not is_of_few or shared.rounds or experts.gpu != shared.gpu:
         return Unsupported(kind="no kernel", reason="a product with experts and one of few rows can be one launch")
-    kernel = beside(one.layout, other.layout)
+    kernel = beside(one.layouts[0], other.layout)
     return kernel if isinstance(kernel, Unsupported) else Together(experts=experts, shared=shared, kernel=kernel)
 
 
@@ -299,4 +300,4 @@ def _experts(problem: Problem, gpu: GPU) -> Plan | Unsupported:
         return impossible
     if (reason := unserved(problem, weight, epilogue, gpu)) is not None:
         return Unsupported(kind="no kernel", reason=reason)
-    return Plan(problem=problem, gpu=gpu, kernel=OfExperts(layout=layout_of(weight, epilogue, gpu)))
+    return Plan(problem=problem, gpu=gpu, kernel=OfExperts(layouts=layouts_of(weight, epilogue, gpu)))

@@ -112,7 +112,7 @@ class ExpertsSpec(WeightSpec):
 
     experts: int
     block: tuple[int, int] | None = (1, 32)
-    interleaved: bool = False  # whether codes are in the order of ``interleaved_codes``, which is widened faster
+    interleaved: bool = False  # whether codes are as ``interleaved_codes`` orders them for these activations
 
     @property
     def arrays(self) -> tuple[Spec, ...]:

@@ -67,7 +67,7 @@ def run_together(plan: Together, experts: Operands, shared: Operands, *, simulat
     """
     one = _Given.of(plan.experts, experts, simulate=simulate)
     other = _Given.of(plan.shared, shared, simulate=simulate)
-    alone = OfExperts(layout=plan.kernel.experts)
+    alone = OfExperts(layouts=(plan.kernel.experts,))
     of_experts = alone.inputs_of(one.rows, one.weights[0], one.extras, simulate=simulate)
     of_shared = inputs_of(other.rows, other.weights[0], other.extras)
     return plan.kernel.launch((of_experts, of_shared), one.rows, simulate=simulate)

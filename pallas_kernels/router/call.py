@@ -348,4 +348,5 @@ def _store_alone(picker: Picker, token: Token, pick: Pick, tiles: RoutedTiles, o
         is_tile = is_tile & is_own
     for n, value in enumerate((expert, pick.place, one)):
         tiles.tiles.store_int(value, at, n, where=is_tile)
-    tiles.count.store_int(select(token.real != 0, count, 0), 0, where=lane == 0)
+    no_large, smalls = machine.constant(0, "i32"), select(token.real != 0, count, 0)
+    tiles.count.store_words([no_large, smalls], 0, where=lane == 0)

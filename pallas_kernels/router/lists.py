@@ -14,8 +14,9 @@ from pallas_kernels.language.lanes import add, fold_tree, running_sum
 from pallas_kernels.language.machine import WARP, Machine
 from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.values import Condition, Value, select
-from pallas_kernels.router.tiles import OwnExperts, RoutedTiles
+from pallas_kernels.router.tiles import SMALL, OwnExperts, RoutedTiles
 
+_SCANNED = 4  # numbers of an expert that are added up over experts, at most
 _UNROLLED = 8  # steps of a warp, up to which their pairs are loaded together
 
 
@@ -31,12 +32,12 @@ class Lists:
     masks: Shared  # i32 [warps, experts and padding] lanes with such a pair in this step
     totals: Shared  # i32 [cluster, experts and padding] pairs of each block
     begins: Shared  # i32 [experts and padding] where this block's pairs of each begin
-    of_warps: Shared  # i32 [warps, 2] pairs and tiles
+    of_warps: Shared  # i32 [warps, 4] pairs, tiles that are not small, small ones; one is not used
 
     @staticmethod
     def shared_bytes(num_experts: int, warps: int, cluster: int = 1) -> int:
         rows = _padded(num_experts) * (2 * warps + cluster + 1)
-        return 4 * rows + 8 * warps + 16
+        return 4 * rows + 16 * warps + 16
 
     @classmethod
     def take(cls, machine: Machine, num_experts: int, warps: int, cluster: int = 1) -> Lists:
@@ -53,7 +54,7 @@ class Lists:
             masks=masks,
             totals=totals,
             begins=begins,
-            of_warps=Shared.take(machine, (warps, 2), "i32"),
+            of_warps=Shared.take(machine, (warps, _SCANNED), "i32"),
         )
 
     def clear(self) -> None:
@@ -137,17 +138,26 @@ class Lists:
                 earlier[i] = fold_tree(add, before)
                 totals[i] = select(there[i], fold_tree(add, of_blocks), 0)
         begin, count = (zero, self.num_experts) if own is None else (own.first.load_int(0), own.count)
-        in_tiles = [
-            select((kind >= begin) & (kind < begin + count), (total + (rows - 1)) // rows, 0)
-            for kind, total in zip(mine, totals, strict=True)
+        own_totals = [
+            select((kind >= begin) & (kind < begin + count), total, 0) for kind, total in zip(mine, totals, strict=True)
         ]
-        begins, tiles_before, all_tiles = self._scan(totals, in_tiles)
-        tiles.count.store_int(all_tiles, 0, where=(thread == 0) & (rank == 0))
+        in_tiles, larges = [(total + (rows - 1)) // rows for total in own_totals], [zero] * of_lane
+        larges_before, all_larges = larges, zero
+        if rows > SMALL:  # what full tiles leave of an expert is a small tile, unless it is more
+            larges = [(total + (rows - 1 - SMALL)) // rows for total in own_totals]
+        smalls = [all_of_it - large for all_of_it, large in zip(in_tiles, larges, strict=True)]
+        (begins, _), (smalls_before, all_smalls), *of_large = self._scan(
+            totals, smalls, *([larges] if rows > SMALL else [])
+        )
+        if of_large:
+            ((larges_before, all_larges),) = of_large
+        tiles.count.store_words([all_larges, all_larges + all_smalls], 0, where=(thread == 0) & (rank == 0))
         for i, kind in enumerate(mine):
             self.begins.store_int(begins[i] + earlier[i], kind, where=there[i])
 
             def store(n: Value, _: None, i: int = i, kind: Value = kind) -> None:
-                at, done = tiles_before[i] + n, n * rows
+                small = all_larges + smalls_before[i] + n - larges[i]
+                at, done = select(n < larges[i], larges_before[i] + n, small), n * rows
                 tiles.tiles.store_int(kind - begin, at, 0)
                 tiles.tiles.store_int(begins[i] + done, at, 1)
                 tiles.tiles.store_int((totals[i] - done).minimum(rows), at, 2)
@@ -155,20 +165,23 @@ class Lists:
             machine.loop(select(rank == 0, in_tiles[i], 0), store)
         machine.barrier("block")
 
-    def _scan(self, *counts: list[Value]) -> tuple[list[Value], list[Value], Value]:
-        """Return, for two numbers of each expert of the lane, what earlier ones have of it; and all of the second."""
+    def _scan(self, *counts: list[Value]) -> list[tuple[list[Value], Value]]:
+        """Return, for some numbers of each expert of the lane, what earlier ones have of each; and all of it."""
         machine, warp = self.machine, self.machine.thread // WARP
         through = [list(itertools.accumulate(of_kind)) for of_kind in counts]
         of_lanes = [running_sum(machine, each[-1]) for each in through]
-        self.of_warps.store_words(of_lanes, warp, 0, where=machine.thread % WARP == WARP - 1)
+        size = 2 if len(counts) <= 2 else _SCANNED
+        words = [*of_lanes, *of_lanes[: size - len(counts)]]
+        self.of_warps.store_words(words, warp, 0, where=machine.thread % WARP == WARP - 1)
         machine.barrier("block")
-        of_warps = [self.of_warps.load_words(n, 0, count=2) for n in range(self.warps)]
+        of_warps = [self.of_warps.load_words(n, 0, count=size) for n in range(self.warps)]
         results = []
         for which, (each, of_lane) in enumerate(zip(through, of_lanes, strict=True)):
             before = [select(warp > n, total[which], 0) for n, total in enumerate(of_warps)]
             begin = of_lane - each[-1] + fold_tree(add, before)
-            results.append([begin, *(begin + earlier for earlier in each[:-1])])
-        return results[0], results[1], fold_tree(add, [total[1] for total in of_warps])
+            earlier = [begin, *(begin + before for before in each[:-1])]
+            results.append((earlier, fold_tree(add, [total[which] for total in of_warps])))
+        return results
 
 
 def _padded(num_experts: int) -> int:

@@ -3,6 +3,9 @@
 The pair of a token's pick has the number token * k + place, with k picks a token. A tile is up to ``rows`` pairs of one
 expert, adjacent among the sorted pairs. Experts without tokens are in no tile, and padding, whose expert is the number
 of no expert, is in none either; nor are the experts of other devices.
+
+Small tiles, of at most ``SMALL`` pairs, come after the others, because a launch of their own computes them faster. They
+are what is left of an expert's pairs after its full tiles.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+SMALL = 64  # the most pairs of a small tile
 _LARGEST = 112
 
 
@@ -33,7 +37,7 @@ class RoutedTiles:
 
     pairs: Any  # int32 [P] the numbers of pairs, sorted by expert, those of one expert ascending; padding comes last
     tiles: Any  # int32 [T, 3] of each tile the expert, its first place in ``pairs``, and its pairs, 1 to ``rows``
-    count: Any  # int32 [1] how many tiles there are; ``tiles`` from there on has no meaning
+    count: Any  # int32 [2] how many tiles are not small, and how many there are; ``tiles`` from there on has no meaning
     rows: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -43,7 +47,7 @@ class RoutedTiles:
         return cls(
             pairs=jax.ShapeDtypeStruct((pairs,), jnp.int32),
             tiles=jax.ShapeDtypeStruct((most, 3), jnp.int32),
-            count=jax.ShapeDtypeStruct((1,), jnp.int32),
+            count=jax.ShapeDtypeStruct((2,), jnp.int32),
             rows=rows,
         )
 
@@ -76,9 +80,12 @@ def routed_tiles(experts: jax.Array, num_experts: int, rows: int) -> RoutedTiles
     expert = jnp.minimum(jnp.searchsorted(end, number, side="right").astype(jnp.int32), num_experts - 1)
     before = (number - (end - in_tiles)[expert]) * rows  # pairs of the expert in its earlier tiles
     tiles = jnp.stack([expert, first[expert] + before, jnp.minimum(in_expert[expert] - before, rows)], axis=-1)
+    is_tile = number < end[-1]
+    is_large = is_tile & (tiles[:, 2] > SMALL)
+    order = jnp.argsort(jnp.where(is_large, 0, jnp.where(is_tile, 1, 2)), stable=True)
     return RoutedTiles(
         pairs=jnp.argsort(jnp.minimum(picked, num_experts), stable=True).astype(jnp.int32),
-        tiles=jnp.where(number[:, None] < end[-1], tiles, 0),
-        count=end[-1:],
+        tiles=jnp.where(is_tile[:, None], tiles[order], 0),
+        count=jnp.stack([jnp.sum(is_large, dtype=jnp.int32), end[-1]]),
         rows=rows,
     )

@@ -35,6 +35,9 @@ CASES = {
     "FP8, full tiles": Experts(tokens=16, one=True, hidden=1024, width=1024, stages=3, activations="fp8"),
     "FP8, tiles of 32": Experts(tokens=40, picks=1, rows=32, padding=3, activations="fp8"),
     "FP8, tiles of 112": Experts(tokens=70, rows=112, blocks=3, activations="fp8"),
+    "FP8, large and small tiles": Experts(tokens=280, picks=1, rows=96, blocks=3, activations="fp8"),
+    "large and small tiles": Experts(tokens=190, picks=1, rows=112, padding=2),
+    "FP8, codes in order": Experts(tokens=5, interleaved=False, activations="fp8"),
 }
 cases = pytest.mark.parametrize("case", first_of(list(CASES.values()), count=2), ids=list(CASES))
 
@@ -74,6 +77,21 @@ def test_interleaved_codes_are_where_the_formula_says():
 
 def _through_bf16(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def test_interleaved_signs_are_where_the_formula_says():
+    """Of each word, beside rows in FP8: magnitudes stay, and signs are the top bits of bytes, or four bits lower."""
+    codes = np.random.default_rng(0).integers(0, 256, (3, 5, 16), np.uint8)
+    made = pk.interleaved_codes(jnp.asarray(codes), "fp8")
+    np.testing.assert_array_equal(pk.codes_in_order(made, "fp8"), codes)
+    np.testing.assert_array_equal(made & 0x77, codes & 0x77)
+    numbers = np.stack([codes & 15, codes >> 4], -1).reshape(3, 5, 4, 8)
+    words = np.asarray(made).view(np.uint32)
+    for number in range(8):
+        place = 8 * (number % 4 + 1) - (1 if number < 4 else 5)
+        np.testing.assert_array_equal(words >> place & 1, numbers[..., number] >> 3)
+    with pytest.raises(ValueError, match="activations must be 'bf16' or 'fp8', got 'fp8_all'"):
+        pk.interleaved_codes(jnp.zeros((1, 8), jnp.uint8), "fp8_all")
 
 
 @machines
@@ -164,8 +182,6 @@ def test_what_has_no_kernel_is_refused_by_name():
     assert "multiple of 256 outputs and 512 inputs, got (896, 512)" in _unserved(spec={"shape": (896, 512)})
     assert "blocks of (1, 32), got (128, 128)" in _unserved(spec={"block": (128, 128)})
     assert "for activations='bf16', the weight has 'fp8'" in _unserved(spec={"activations": "fp8"})
-    both = {"activations": "fp8", "interleaved": True}
-    assert "have codes in order" in _unserved(spec=both, routing={"activations": "fp8"})
     assert "PlainRows of bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
     assert "got 12" in _unserved(routing={"rows": 12})
     assert "tiles are of 5 experts, the weight has 4" in _unserved(routing={"experts": 5})

@@ -133,10 +133,10 @@ def test_what_is_never_one_launch():
     assert isinstance(found, pk.Unsupported)
     assert "can be one launch" in found.reason
     eight = dataclasses.replace(shared.kernel.layout.split, cluster=8)
-    found = beside(routed.kernel.layout, dataclasses.replace(shared.kernel.layout, split=eight))
+    found = beside(routed.kernel.layouts[0], dataclasses.replace(shared.kernel.layout, split=eight))
     assert isinstance(found, pk.Unsupported)
     assert "8 parts of the shared expert's inputs are not 4 warpgroups" in found.reason
-    many = beside(routed.kernel.layout, dataclasses.replace(shared.kernel.layout, rows=65))
+    many = beside(routed.kernel.layouts[0], dataclasses.replace(shared.kernel.layout, rows=65))
     assert isinstance(many, pk.Unsupported)
     assert "at most 64 rows, got 65" in many.reason
     on_blackwell = dataclasses.replace(shared, gpu=BLACKWELL)

@@ -13,7 +13,7 @@ tiles_of = jax.jit(routed_tiles, static_argnums=(1, 2))
 
 
 def by_hand(experts: np.ndarray, num_experts: int, rows: int) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """The sorted pairs, and the tiles."""
+    """The sorted pairs, and the tiles: those of more than 64 pairs, then the others."""
     picked = experts.reshape(-1)
     pairs, tiles = [], []
     for expert in range(num_experts):
@@ -21,6 +21,7 @@ def by_hand(experts: np.ndarray, num_experts: int, rows: int) -> tuple[list[int]
         for begin in range(0, len(own), rows):
             tiles.append((expert, len(pairs) + begin, min(rows, len(own) - begin)))
         pairs += own
+    tiles.sort(key=lambda tile: tile[2] <= 64)
     return pairs + [pair for pair in range(picked.size) if picked[pair] >= num_experts], tiles
 
 
@@ -40,10 +41,11 @@ CASES = {
     "all experts": random_picks(4, 20, 16, 16, 0.9),
     "one expert has all": np.full((40, 1), 3, np.int32),
     "the last expert has all": np.full((16, 1), 15, np.int32),
+    "large and small tiles": np.repeat(np.arange(1, 8, dtype=np.int32), [64, 65, 112, 113, 177, 240, 3])[:, None],
 }
 
 
-@pytest.mark.parametrize("rows", first_of([16, 8, 112]))
+@pytest.mark.parametrize("rows", first_of([16, 8, 96, 112]))
 @pytest.mark.parametrize("name", CASES)
 def test_the_tiles_are_those_made_by_hand(name, rows):
     experts = CASES[name]
@@ -51,7 +53,7 @@ def test_the_tiles_are_those_made_by_hand(name, rows):
     found = tiles_of(jnp.asarray(experts), num_experts, rows)
     pairs, tiles = by_hand(experts, num_experts, rows)
     np.testing.assert_array_equal(found.pairs, pairs)
-    assert found.count.tolist() == [len(tiles)]
+    assert found.count.tolist() == [sum(tile[2] > 64 for tile in tiles), len(tiles)]
     assert len(tiles) <= found.tiles.shape[0]
     np.testing.assert_array_equal(found.tiles[: len(tiles)], np.array(tiles, np.int32).reshape(-1, 3))
     shapes = RoutedTiles.shapes(experts.size, num_experts, rows)
@@ -65,7 +67,7 @@ def test_there_is_room_for_the_most_tiles():
     rows, num_experts = 8, 4
     experts = np.repeat(np.arange(num_experts, dtype=np.int32), [1, 1, 9, 17])[:, None]
     tiles = tiles_of(jnp.asarray(experts), num_experts, rows)
-    assert tiles.count.tolist() == [1 + 1 + 2 + 3] == [tiles.tiles.shape[0]]
+    assert tiles.count.tolist() == [0, 1 + 1 + 2 + 3] == [0, tiles.tiles.shape[0]]
 
 
 @pytest.mark.parametrize(

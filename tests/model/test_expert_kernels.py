@@ -57,7 +57,7 @@ def experts(activations: str = "bf16", /, **changes: Any) -> Experts:
 def test_experts_in_kernels(backend, activations):
     """Both round what they hand on to bf16, after sums in another order: their outputs differ by some 2^-9.
 
-    Of one weight of bf16 inputs, the kernels get interleaved codes.
+    Of one weight, the kernels get interleaved codes.
     """
     rng = np.random.default_rng(0)
     picked = np.sort(np.argsort(rng.random((2, 3, CFG.num_experts)), -1)[..., : CFG.experts_per_token], -1)

@@ -178,23 +178,23 @@ def test_derivatives_of_wide_weights_are_those_of_the_dense_sum(monkeypatch, at_
 
 
 def test_interleaved_codes_mean_the_same_numbers():
-    """They are what models are made of, unless the kernels for their activations take codes in order."""
+    """They are what models are made of, in another order for each kind of activations."""
     made, rounded = (experts_of("stored", activations=activations).down for activations in ("bf16", "fp8"))
     assert isinstance(made, StoredExperts)
     assert isinstance(rounded, StoredExperts)
-    assert (made.interleaved, rounded.interleaved) == (True, False)
+    assert (made.interleaved_for, rounded.interleaved_for) == ("bf16", "fp8")
     assert not np.array_equal(made.codes, rounded.codes)
-    np.testing.assert_array_equal(made.in_order(made.codes), rounded.codes)
+    np.testing.assert_array_equal(made.in_order(made.codes), rounded.in_order(rounded.codes))
     for expert in range(CFG.num_experts):
         np.testing.assert_array_equal(widened(made, expert), widened(rounded, expert))
     for one, other in ((made, rounded), (rounded, made)):
         found = one.with_activations(other.activations)
-        assert (found.interleaved, found.activations) == (other.interleaved, other.activations)
+        assert (found.interleaved_for, found.activations) == (other.interleaved_for, other.activations)
         np.testing.assert_array_equal(found.codes, other.codes)
     assert made.for_kernels() is made
     assert rounded.for_kernels() is rounded
-    narrow = dataclasses.replace(rounded, codes=rounded.codes[..., :4], activations="bf16")
-    assert not narrow.for_kernels().interleaved  # 8 inputs are half of a group
+    narrow = dataclasses.replace(rounded, codes=rounded.codes[..., :4], interleaved_for=None)
+    assert narrow.for_kernels() is narrow  # 8 inputs are half of a group
     params = drawn_model(CFG, 0, drafts=0)
     block = params.blocks[0]
     wrong = dataclasses.replace(made, codes=jnp.zeros(made.shape, jnp.float8_e4m3fn))

@@ -116,19 +116,25 @@ def _products_with_experts(cfg: ModelConfig, tokens: int, activations: str) -> I
         plain = pk.RowsSpec(count=made.x_rows, width=weight.inputs)
         problem = pk.Problem(rows=plain, weights=(weight,), epilogues=(made,))
         problem = dataclasses.replace(problem, rows=pk.rows_taken(problem, HOPPER))
-        title = f"{made.name} {activations} [{tokens}] in tiles of {made.routing.rows}"
-        if activations == "bf16":
-            yield from _kernel(title, made.x_rows, (weight, made), kind=problem.rows.kind)
-            continue
         plan = pk.plan(problem, HOPPER)
         assert isinstance(plan, pk.Plan)
         assert isinstance(plan.kernel, OfExperts)
-        rounded = RoundedExpertRows.shapes(
-            made.routing.pairs if plan.kernel.layout.sorts else made.x_rows, weight.inputs
-        )
+        first = plan.kernel.layouts[0]
+        rows: Any = problem.rows.shapes
+        x, x_scales = rows.values, None
+        if first.is_rounded:
+            rounded = RoundedExpertRows.shapes(made.routing.pairs if first.sorts else made.x_rows, weight.inputs)
+            x, x_scales = rounded.codes, rounded.scales
         codes, scales = (Spec((leaf.shape[0] * leaf.shape[1], leaf.shape[2]), jnp.uint8) for leaf in weight.arrays)
-        inputs = ExpertInputs(x=rounded.codes, x_scales=rounded.scales, codes=codes, scales=scales, **problem.extras)
-        yield Kernel(name=title, function=plan.kernel.launch_product, args=(inputs,), rows=None, reads_only=True)
+        inputs = ExpertInputs(x=x, x_scales=x_scales, codes=codes, scales=scales, **problem.extras)
+        for layout in plan.kernel.layouts:
+            yield Kernel(
+                name=f"{made.name} {activations} [{tokens}] in tiles of {layout.rows}",
+                function=OfExperts(layouts=(layout,)).launch_product,
+                args=(inputs,),
+                rows=None,
+                reads_only=True,
+            )
 
 
 def _of_experts(cfg: ModelConfig, tokens: int, activations: str) -> list[tuple[pk.ExpertsSpec, ExpertEpilogue]]:
@@ -138,7 +144,7 @@ def _of_experts(cfg: ModelConfig, tokens: int, activations: str) -> list[tuple[p
     routing = pk.Routing(
         tokens=tokens, picks=cfg.experts_per_token, experts=cfg.num_experts, rows=rows, activations=activations
     )
-    stored: Any = dict(experts=cfg.num_experts, interleaved=activations == "bf16", activations=activations)
+    stored: Any = dict(experts=cfg.num_experts, interleaved=True, activations=activations)
     return [
         (pk.ExpertsSpec(shape=(2 * width, hidden), **stored), pk.Gated(routing=routing, limit=cfg.swiglu_limit)),
         (pk.ExpertsSpec(shape=(hidden, width), **stored), pk.OfPicks(routing=routing)),

@@ -40,7 +40,7 @@ class Experts:
 
     @property
     def stored(self) -> dict[str, Any]:
-        return {"interleaved": self.interleaved and self.activations == "bf16", "activations": self.activations}
+        return {"interleaved": self.interleaved, "activations": self.activations}
 
     @property
     def routing(self) -> pk.Routing:
@@ -103,9 +103,11 @@ class Experts:
         plan = pk.plan(dataclasses.replace(problem, rows=pk.rows_taken(problem, gpu)), gpu)
         assert isinstance(plan, pk.Plan), plan
         assert isinstance(plan.kernel, OfExperts)
-        layout = plan.kernel.layout
-        layout = dataclasses.replace(layout, blocks=self.blocks, stages=self.stages or layout.stages)
-        return dataclasses.replace(plan, kernel=dataclasses.replace(plan.kernel, layout=layout))
+        layouts = tuple(
+            dataclasses.replace(layout, blocks=self.blocks, stages=self.stages or layout.stages)
+            for layout in plan.kernel.layouts
+        )
+        return dataclasses.replace(plan, kernel=dataclasses.replace(plan.kernel, layouts=layouts))
 
     def run_gate_up(
         self, x: np.ndarray | None = None, gains: np.ndarray | None = None, *, simulate: bool
@@ -127,7 +129,7 @@ class Experts:
         def run(x: Any, weight: Any, picked: Any, extras: Any) -> Any:
             routed = pk.routed_tiles(picked, self.experts, self.rows)
             codes, scales = weight
-            codes = pk.interleaved_codes(codes) if self.stored["interleaved"] else codes
+            codes = pk.interleaved_codes(codes, self.activations) if self.interleaved else codes
             is_first = plan.problem.epilogues[0].name == pk.Gated.name
             rows = self.routing.rows_of(x, routed.pairs) if is_first else pk.ExpertRows.of(x)
             lists = routed.pairs, routed.tiles, routed.count

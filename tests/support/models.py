@@ -73,7 +73,7 @@ def drawn_model(cfg: ModelConfig, seed: int, weights: str = "stored", **options:
         scale = 2.0 ** np.floor(np.log2(variance) / 2)
         is_larger = rng.random(node.scales.shape) < (variance / scale**2 - 1) / 3
         drawn = with_numbers(node, rng.integers(0, 256, node.codes.shape), scale * (1 + is_larger))
-        return dataclasses.replace(drawn, interleaved=False).for_kernels()  # drawn as checkpoints have them
+        return dataclasses.replace(drawn, interleaved_for=None).for_kernels()  # drawn as checkpoints have them
 
     def with_numbers(node: Any, codes: np.ndarray, scales: np.ndarray) -> Any:
         codes, scales = codes.astype(node.codes.dtype), scales.astype(node.scales.dtype)

@@ -136,13 +136,16 @@ def _routing(tokens: int, experts: Experts, cfg: ModelConfig) -> pk.Routing:
 
 def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsupported:
     assert isinstance(weight, StoredExperts)
+    if weight.interleaved_for not in (None, weight.activations):
+        reason = f"codes are interleaved for {weight.interleaved_for}, the weight has activations={weight.activations!r}"
+        return pk.Unsupported(kind="no kernel", reason=reason)
     experts, *shape = weight.shape
     spec = pk.ExpertsSpec(
         experts=experts,
         shape=tuple(shape),
         block=weight.block,
         activations=weight.activations,
-        interleaved=weight.interleaved,
+        interleaved=weight.interleaved_for is not None,
     )
     rows = pk.RowsSpec(count=epilogue.x_rows, width=spec.inputs, dtype=dtype)
     problem = pk.Problem(rows=rows, weights=(spec,), epilogues=(epilogue,))

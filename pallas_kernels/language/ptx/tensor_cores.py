@@ -8,7 +8,6 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import gpu, llvm  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels import plugin
 from pallas_kernels.language.checks import check_copy, check_send, check_wgmma
 from pallas_kernels.language.kinds import Kind
 from pallas_kernels.language.machine import WARP, Scope
@@ -63,9 +62,6 @@ class TensorCorePTX(PTX, TensorCores):
         return self._asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", ["f32"], x)[0]
 
     def normal_reciprocal(self, x: Value) -> Value:
-        # Only in relocatable code does a call serialize products. Elsewhere attention of one request is 5 % faster so.
-        if not plugin.compiles_relocatable_code():
-            return self.reciprocal(x)
         return self._asm(_NORMAL_RECIPROCAL, "=f,f", ["f32"], x)[0]
 
     def to_f16(self, low: Value, high: Value) -> Value:

@@ -15,7 +15,7 @@ from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Value, select
 from pallas_kernels.products.epilogues.faces import BlockSums, LastSteps
 from pallas_kernels.products.problem import NOT_WRITTEN, Epilogue, Spec, Unsupported, WeightSpec
-from pallas_kernels.router.tiles import RoutedTiles
+from pallas_kernels.router.tiles import SMALL, RoutedTiles
 from pallas_kernels.rows import swiglu, through_bf16
 
 _GATHERED_ROWS = 16  # of a tile, up to which the kernel's own copies of rows take hardly any time
@@ -38,6 +38,11 @@ class Routing:
     @property
     def shapes(self) -> RoutedTiles:
         return RoutedTiles.shapes(self.pairs, self.experts, self.rows)
+
+    @property
+    def has_large(self) -> bool:
+        """Whether there may be tiles that are not small."""
+        return self.rows > SMALL
 
     @property
     def is_sorted(self) -> bool:

@@ -4,8 +4,8 @@
 
 A weight is a number of E2M1 times 2^(s - 127), with a scale s for each 32 inputs of an output. As E4M3 it is the number
 times 2^(s - e), with an exponent e of the output, and the sums are times 2^(e - 127) in the end. Four codes become four
-bytes by one permutation of the bytes of a table, which has the eight magnitudes times 2^(s - e), and another gives the
-bytes of their signs.
+bytes by one permutation of the bytes of a table, which has the eight magnitudes times 2^(s - e). Their signs are where
+``codes`` has put them; of codes in order, another permutation gives the bytes of their signs.
 
 E4M3 has the eight magnitudes exactly times 2^-8 to 2^6, and tables are made in two instructions for 2^-5 to 2^6. So e
 stays as it is while s - e is from -5 to 6. If it is not, e follows the largest scale of these 128 inputs whose 32
@@ -46,8 +46,8 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5), (2.0, 3.0, 4.0, 6.0)  # of E2M1
 _E4M3 = 0x3C383000, 0x4C484440  # the same in E4M3
 _ONCE = 0x08080800, 0x08080808  # what doubles them
 _MAGNITUDE_BITS, _SIGN_BITS = 0x77777777, 0x80808080 - (1 << 32)  # of eight codes; of four bytes
-# The bytes of signs of the first four codes of a word, and of the others: those of even codes are the top bits of the
-# word shifted left by four.
+# The bytes of signs of the first four codes of a word in order, and of the others: those of even codes are the top bits
+# of the word shifted left by four.
 _SIGNS = 0xD9C8, 0xFBEA
 
 
@@ -137,7 +137,7 @@ class RoundedBlock(Block):
                     """Make the left operand of a half of a chunk, after the part's exponents followed its scales."""
                     codes = codes_of(stage, half, n)
                     parts[n], tables = _fit(machine, parts[n], scales_of(number, half, n), codes)
-                    return _operand(machine, codes, tables)
+                    return _operand(machine, codes, tables, interleaved=layout.weight.interleaved)
 
                 turns = [(half, n) for half in range(layout.halves) for n in range(layout.parts)]
                 words = operand(*turns[0])
@@ -170,21 +170,24 @@ class RoundedBlock(Block):
         machine.loop(self.work().units, one)
 
 
-def widen(machine: TensorCores, word: Value, table: list[Value]) -> list[Value]:
-    """Return eight codes of FP4 as two words of four bytes of a table, with their signs."""
+def widen(machine: TensorCores, word: Value, table: list[Value], *, interleaved: bool) -> list[Value]:
+    """Return eight codes of FP4, in order or in that of ``codes``, as two words of bytes of a table with their signs."""
     magnitudes, low = word & _MAGNITUDE_BITS, word << 4
-    words = []
-    for selector, signs in zip((magnitudes, magnitudes >> 16), _SIGNS, strict=True):
-        sign = machine.permute_bytes(low, word, signs) & _SIGN_BITS
-        words.append(machine.permute_bytes(table[0], table[1], selector) | sign)
-    return words
+    signs = [word, low] if interleaved else [machine.permute_bytes(low, word, bytes) for bytes in _SIGNS]
+    return [
+        machine.permute_bytes(table[0], table[1], selector) | sign & _SIGN_BITS
+        for selector, sign in zip((magnitudes, magnitudes >> 16), signs, strict=True)
+    ]
 
 
-def _operand(machine: TensorCores, codes: list[list[Value]], tables: _Tables) -> list[Value]:
+def _operand(machine: TensorCores, codes: list[list[Value]], tables: _Tables, *, interleaved: bool) -> list[Value]:
     """Return 128 inputs of two outputs as the left operand of four steps."""
     words = []
     for step in range(len(codes[0])):
-        one, other = (widen(machine, code[step], table) for code, table in zip(codes, tables, strict=True))
+        one, other = (
+            widen(machine, code[step], table, interleaved=interleaved)
+            for code, table in zip(codes, tables, strict=True)
+        )
         words += [one[0], other[0], one[1], other[1]]
     return words
 

@@ -1,4 +1,4 @@
-"""The launch of a product with experts, on Hopper."""
+"""The launches of a product with experts, on Hopper: one for each size of tiles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pallas_kernels.products.experts.rounding import round_expert_rows
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OfExperts:
-    """A launch of one product."""
+    """One product."""
 
-    layout: Layout
+    layouts: tuple[Layout, ...]  # of its launches
 
     def launch(
         self,
@@ -32,17 +32,17 @@ class OfExperts:
         """Return what is made of the product."""
         assert needed is None, "padding is in no tile"
         inputs = self.inputs_of(x, weights[0], extras, simulate=simulate)
-        return [self.layout.epilogue.finished(self.launch_product(inputs, simulate=simulate), x.shape[0])]
+        return [self.layouts[0].epilogue.finished(self.launch_product(inputs, simulate=simulate), x.shape[0])]
 
     def inputs_of(
         self, x: Any, weight: tuple[Any, ...], extras: dict[str, Any], *, simulate: bool
     ) -> sm90.ExpertInputs:
         """Return the arrays of the product, with rows that are rounded by a launch of their own if it takes such."""
-        (codes, scales), rows, x_scales = weight, x.values, None
-        if self.layout.is_rounded:
+        (codes, scales), rows, x_scales, layout = weight, x.values, None, self.layouts[0]
+        if layout.is_rounded:
             in_fp8 = round_expert_rows(x, simulate=simulate)
-            if self.layout.sorts:
-                in_fp8 = in_fp8.taken(extras["pairs"] // self.layout.epilogue.routing.picks)
+            if layout.sorts:
+                in_fp8 = in_fp8.taken(extras["pairs"] // layout.epilogue.routing.picks)
             rows, x_scales = in_fp8.codes, in_fp8.scales
         return sm90.ExpertInputs(
             x=rows,
@@ -57,12 +57,15 @@ class OfExperts:
 
     def launch_product(self, inputs: sm90.ExpertInputs, *, simulate: bool = False) -> Any:
         """Launch the product alone, for rows that are rounded if the product takes such rows."""
-        layout = self.layout
-        return launch(
-            functools.partial(fp8.body if layout.is_rounded else sm90.body, layout=layout),
-            name=layout.epilogue.name,
-            grid=layout.grid,
-            inputs=inputs,
-            state=layout.epilogue.state(layout.epilogue.x_rows, layout.weight.outputs),
-            simulate=simulate,
-        )
+        first = self.layouts[0]
+        made = first.epilogue.state(first.epilogue.x_rows, first.weight.outputs)
+        for layout in self.layouts:
+            made = launch(
+                functools.partial(fp8.body if layout.is_rounded else sm90.body, layout=layout),
+                name=layout.epilogue.name,
+                grid=layout.grid,
+                inputs=inputs,
+                state=made,
+                simulate=simulate,
+            )
+        return made

@@ -17,6 +17,7 @@ from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.target import GPU
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.problem import ExpertsSpec, Needed, Problem
+from pallas_kernels.router.tiles import SMALL
 
 BOXES, BOX = 2, 128  # boxes of a unit's outputs, and outputs of a box
 OUTPUTS = BOXES * BOX
@@ -28,7 +29,6 @@ SCALED = SCALE_BYTES * SCALE_INPUTS  # inputs that have them
 TILE_ROWS = (8, 16, 32, 64, 96, 112)
 TILE_BYTES = 128  # of a row of x in a tile
 GATHERERS = 2  # warps that find rows of x, and copy them
-_FEW_ROWS = 64  # up to which there are registers for four multiplying warpgroups, and room for long chunks
 _ALIGNMENT, _BARRIER_BYTES = 1024, 16
 # Rows of x that were copied are shown when the copy of the next chunk is started, and a chunk is left after the first
 # product of the next one. So with two stages everybody would wait.
@@ -45,11 +45,12 @@ class Layout:
     epilogue: ExpertEpilogue
     stages: int  # chunks in shared memory
     blocks: int
+    rows: int  # the most of a tile. Tiles are those that are not small, or the small ones: see ``router.tiles``
 
     @property
-    def rows(self) -> int:
-        """Of a tile."""
-        return self.epilogue.routing.rows
+    def is_small(self) -> bool:
+        """Whether the tiles of the launch are small ones."""
+        return self.rows <= SMALL
 
     @property
     def is_rounded(self) -> bool:
@@ -64,7 +65,7 @@ class Layout:
     @property
     def warpgroups(self) -> int:
         """That multiply."""
-        return 4 if self.rows <= _FEW_ROWS else 2
+        return 4 if self.is_small else 2
 
     @property
     def warps(self) -> int:
@@ -79,7 +80,7 @@ class Layout:
     @property
     def inputs(self) -> int:
         """Of a chunk."""
-        return 2 * HALF if self.rows <= _FEW_ROWS else HALF
+        return 2 * HALF if self.is_small else HALF
 
     @property
     def halves(self) -> int:
@@ -122,7 +123,7 @@ class Layout:
     @property
     def loads_early(self) -> bool:
         """Whether all lanes load the first tile. Those that multiply most rows in FP8 have no registers to keep it."""
-        return not self.is_rounded or self.rows <= _FEW_ROWS
+        return not self.is_rounded or self.rows < SMALL
 
     @property
     def row_bytes(self) -> int:
@@ -201,13 +202,20 @@ def kind_of(epilogue: ExpertEpilogue) -> type[ActivationRows]:
     return PlainRows if epilogue.takes_tokens else ExpertRows
 
 
-def layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> Layout:
-    """Return the division of a product, with as many stages as fit."""
+def layouts_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> tuple[Layout, ...]:
+    """Return the divisions of a product's launches: for tiles that are not small, if there may be such, and small ones."""
+    routing = epilogue.routing
+    sizes = [routing.rows, SMALL] if routing.has_large else [routing.rows]
+    return tuple(_layout_of(weight, epilogue, gpu, rows) for rows in sizes)
+
+
+def _layout_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU, rows: int) -> Layout:
+    """Return the division for tiles of so many rows, with as many stages as fit."""
     for stages in range(_MOST_STAGES, _LEAST_STAGES - 1, -1):
-        found = Layout(gpu=gpu, weight=weight, epilogue=epilogue, stages=stages, blocks=gpu.multiprocessors)
+        found = Layout(gpu=gpu, weight=weight, epilogue=epilogue, stages=stages, blocks=gpu.multiprocessors, rows=rows)
         if found.fits:
             return dataclasses.replace(found, blocks=min(found.blocks, max(found.most_units, 1)))
-    raise AssertionError(f"{_LEAST_STAGES} stages of tiles of {epilogue.routing.rows} rows fit into shared memory")
+    raise AssertionError(f"{_LEAST_STAGES} stages of tiles of {rows} rows fit into shared memory")
 
 
 def unserved(problem: Problem, weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> str | None:
@@ -225,8 +233,6 @@ def unserved(problem: Problem, weight: ExpertsSpec, epilogue: ExpertEpilogue, gp
         return f"rows must be {kind.__name__} of bfloat16, got {rows.kind.__name__} of {jnp.dtype(rows.dtype)}"
     if routing.rows not in TILE_ROWS:
         return f"tiles must have one of {TILE_ROWS} rows, got {routing.rows}"
-    if weight.activations == "fp8" and weight.interleaved:
-        return "experts that multiply rows of fp8 have codes in order"
     if routing.activations != weight.activations:
         return f"tiles are for activations={routing.activations!r}, the weight has {weight.activations!r}"
     if routing.experts != weight.experts:

@@ -90,14 +90,19 @@ class _Work:
     """The units of a block."""
 
     units: Value  # their number: every ``blocks``-th from the block's number on
+    start: Index  # the launch's first tile
     first: _Entry  # the tile of the first one
 
     @classmethod
     def of(cls, machine: TensorCores, inputs: ExpertInputs, layout: Layout) -> _Work:
         """Load it."""
-        total, tile = inputs.count.load_int(0) * layout.units, machine.block(0) // layout.units
-        first = _Entry.load(inputs, tile)
-        return cls((total + (layout.blocks - 1) - machine.block(0)) // layout.blocks, first)
+        tiles, start = inputs.count.load_int(1 if layout.is_small else 0), 0
+        if layout.is_small and layout.epilogue.routing.has_large:
+            start = inputs.count.load_int(0)
+            tiles = tiles - start
+        first = _Entry.load(inputs, machine.block(0) // layout.units + start)
+        total = tiles * layout.units
+        return cls((total + (layout.blocks - 1) - machine.block(0)) // layout.blocks, start, first)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -220,12 +225,8 @@ class Block:
         """Return the units of the block. A role asks once."""
         return _Work.of(self.machine, self.inputs, self.layout) if self.early is None else self.early
 
-    def entry(self, unit: Value) -> _Entry:
-        """Load which rows and which expert a unit has, if there is such a unit."""
-        return _Entry.load(self.inputs, self.place(unit)[0])
-
     def place(self, unit: Value) -> tuple[Value, Value]:
-        """Return the number of a unit's tile, and its number among those of the tile."""
+        """Return the number of a unit's tile among those of the launch, and the unit's among those of the tile."""
         number = unit * self.layout.blocks + self.machine.block(0)
         return number // self.layout.units, number % self.layout.units
 
@@ -239,7 +240,7 @@ class Block:
         late = 1 if layout.copies_itself else 0
 
         def one(unit: Value, entry: _Entry) -> _Entry:
-            part, following = self.place(unit)[1], self.entry(unit + 1)
+            part, following = self.place(unit)[1], _Entry.load(self.inputs, self.place(unit + 1)[0] + work.start)
             with machine.when(gatherer >= 0):
                 self._find_rows(unit, entry, gatherer)
             output = entry.expert * layout.weight.outputs + part * layout.unit_outputs
