@@ -63,7 +63,7 @@ def shared_gate_up(cfg: ModelConfig, activations: str) -> pk.WeightSpec:
 
 def _experts_and_shared(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
     """Yield both products of experts and of the shared one in one launch: of V4-Flash for fewest and most tokens."""
-    for tokens in (1, 3) if is_flash else (1,):
+    for tokens in (1, 32) if is_flash else (1,):
         shared = (
             (shared_gate_up(cfg, "bf16"), pk.SwiGLU(limit=cfg.swiglu_limit, kind=pk.OperandRows), PlainRows),
             (

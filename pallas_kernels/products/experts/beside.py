@@ -1,7 +1,8 @@
 """One launch of a product with experts and, in blocks of its own, of the same product of the shared expert.
 
-Few tokens pick few experts, whose units leave multiprocessors free. There the shared expert's product takes no time of
-its own. Its sums have the same parts, and the same bits, as in a launch of their own.
+The shared expert's product then takes hardly any time of its own. One token picks few experts, whose units leave
+multiprocessors free for its blocks. Of more tokens the last units do: then its blocks begin when those of the experts
+end. Its sums have the same parts, and the same bits, as in a launch of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pallas_kernels.products.few import sm90 as few_sm90
 from pallas_kernels.products.few.launch import alone_in_a_block
 from pallas_kernels.products.problem import Unsupported
 from pallas_kernels.products.weights import ROWS
+
+_MOST_AFTER = 32  # rows of the shared expert's product, up to which its blocks may come after those of the experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +108,11 @@ def beside(experts: Layout, shared: few.Layout) -> Beside | Unsupported:
     shared = alone_in_a_block(shared, experts.warpgroups)
     places, most = shared.grid.blocks[0], experts.gpu.multiprocessors
     units, room = experts.most_units, most - places
-    if room < 1 or -(-units // room) > -(-units // most):
-        reason = f"{units} units of experts leave no multiprocessors to {places} blocks of the shared one"
+    if room >= 1 and -(-units // room) <= -(-units // most):
+        experts = dataclasses.replace(experts, blocks=min(room, experts.blocks))
+    elif shared.rows > _MOST_AFTER:
+        reason = f"products of the shared expert with {shared.rows} rows take longer than the experts' last units"
         return Unsupported(kind="slower", reason=reason)
-    experts = dataclasses.replace(experts, blocks=min(room, experts.blocks))
     found = Beside(experts=experts, shared=dataclasses.replace(shared, first_block=experts.blocks))
     if found.grid.shared_bytes + SCRATCH_BYTES > experts.gpu.shared_bytes:
         return Unsupported(kind="no kernel", reason="a block of the shared expert has no room for all of its inputs")
