@@ -117,7 +117,7 @@ def timed(case: Case, weights: Any, runs: int = 6) -> dict[str, Times]:
         if FLUSH_NAME not in name:
             found.setdefault(launch, []).append(milliseconds * 1e3)
     others = sum(found.pop("others", [])) / runs  # such as rows that are put in another order
-    times = {name: Times.of(np.reshape(samples, (runs, -1)).sum(axis=1)) for name, samples in found.items()}
+    times = {name: Times.of(np.reshape(samples, (runs, -1)).sum(axis=1).tolist()) for name, samples in found.items()}
     return times | ({"others": Times.of([others])} if others else {})
 
 

@@ -197,14 +197,22 @@ class TensorCores(Machine):
     def normal_reciprocal(self, x: Value) -> Value:
         """1 / x of an f32 whose magnitude is in [2^-126, 2^126], within 1 ulp.
 
-        ``reciprocal`` branches to a call for numbers outside of this range. So one waits for the other, and in code that
-        the CUDA plugin compiles relocatable, such a call also serializes all products of a kernel. This operation takes
-        one step of Newton's method from an approximation within 1 ulp. Its result is the correctly rounded reciprocal
-        for all but some 30 of the 2^23 fractions, and a neighbour of it for those. On the simulator it is the correctly
-        rounded one.
+        ``reciprocal`` branches to a call for numbers outside of this range. So one waits for the other, and in code
+        that the CUDA plugin compiles relocatable, such a call also serializes all products of a kernel. This operation
+        takes one step of Newton's method from an approximation within 1 ulp. Its result is the correctly rounded
+        reciprocal for all but some 30 of the 2^23 fractions, and a neighbour of it for those. On the simulator it is
+        the correctly rounded one.
 
         Outside of the range, a GPU's result is not defined. The simulator gives 0 for a magnitude above 2^126, and NaN
         for 0, subnormal numbers, infinity and NaN.
+        """
+
+    @abc.abstractmethod
+    def normal_inverse_sqrt(self, x: Value) -> Value:
+        """1 / sqrt(x) of an f32 that is a normal number above 0, within 2 ulp.
+
+        ``inverse_sqrt`` has two such calls. This is one step of Newton's method from an approximation. Of other numbers
+        a GPU's result is not defined, and the simulator's is NaN.
         """
 
     @abc.abstractmethod

@@ -70,10 +70,12 @@ class Together:
 def together(experts: Plan, shared: Plan) -> Together | Unsupported:
     """Return how two products are solved in one launch, bit for bit as by their own plans; or why better not."""
     one, other = experts.kernel, shared.kernel
-    is_of_few = isinstance(one, OfExperts) and len(one.layouts) == 1 and isinstance(other, Few)
-    if not is_of_few or shared.rounds or experts.gpu != shared.gpu:
+    if not isinstance(one, OfExperts) or not isinstance(other, Few) or shared.rounds or experts.gpu != shared.gpu:
         return Unsupported(kind="no kernel", reason="a product with experts and one of few rows can be one launch")
-    kernel = beside(one.layouts[0], other.layout)
+    of_experts, *others = one.layouts
+    if others:
+        return Unsupported(kind="no kernel", reason="tiles of experts that may be of two sizes take a launch each")
+    kernel = beside(of_experts, other.layout)
     return kernel if isinstance(kernel, Unsupported) else Together(experts=experts, shared=shared, kernel=kernel)
 
 

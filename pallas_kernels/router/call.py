@@ -263,7 +263,7 @@ class Router:
     def pick(self, product: jax.Array, inputs: PickInputs) -> Picked:
         """Pick from logits f32 [M, E]."""
 
-        def body(machine: Machine, arrays: tuple[Buffer, PickInputs], picked: Picked) -> None:
+        def body(machine: TensorCores, arrays: tuple[Buffer, PickInputs], picked: Picked) -> None:
             product, inputs = arrays
             picker = self._picker(machine, functools.partial(_computed, product), inputs, picked)
             number = machine.block(0) * _WARPS + machine.thread // WARP
@@ -302,7 +302,7 @@ class Router:
             simulate=self.simulate,
         )
 
-    def _picker(self, machine: Machine, load_scores: LoadScores, inputs: PickInputs, out: Picked) -> Picker:
+    def _picker(self, machine: TensorCores, load_scores: LoadScores, inputs: PickInputs, out: Picked) -> Picker:
         return Picker(
             machine=machine, load_scores=load_scores, experts=self.experts, inputs=inputs, out=out, scale=self.scale
         )

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from pallas_kernels.language.lanes import Team, add, fold_tree, maximum
-from pallas_kernels.language.machine import WARP, Machine
+from pallas_kernels.language.machine import WARP
+from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import VECTOR, Condition, Step, Value, select
 
 MAX_PICKS = 16
@@ -66,7 +67,7 @@ class Pick:
 class Picker:
     """Picks for one token at a time, as all lanes of a warp."""
 
-    machine: Machine
+    machine: TensorCores
     load_scores: LoadScores
     experts: int
     inputs: PickInputs
@@ -125,7 +126,7 @@ class Picker:
         self.out.experts.store_int(self.expert(token, pick), token.number, pick.place, where=where)
         weight = select(self.has_pick, pick.score, 0.0)
         total = Team(machine, WARP).neighbours(add, weight, MAX_PICKS)
-        weight = select(token.real != 0, machine.divide(weight, total) * self.scale, 0.0)
+        weight = select(token.real != 0, weight * machine.normal_reciprocal(total) * self.scale, 0.0)
         self.out.weights.store_floats([weight], token.number, pick.place, where=where)
 
     @property

@@ -679,7 +679,7 @@ class Mixer:
         of_squares = layout.eights * EIGHT // VECTOR
         squares = select(quad == of_squares, totals[0], 0.0)
         squares = Team(machine, WARP).neighbours(add, squares, layout.width // VECTOR)
-        inverse_rms = machine.inverse_sqrt(squares * (1 / (STREAMS * layout.hidden)) + self.rules.norm_eps)
+        inverse_rms = machine.normal_inverse_sqrt(squares * (1 / (STREAMS * layout.hidden)) + self.rules.norm_eps)
         near = quad.minimum(layout.numbers // VECTOR - 1)
         (scale,) = constants.base.load_floats(near.minimum(2) + layout.numbers, count=1)
         base = constants.base.load_floats(near * VECTOR)
@@ -735,7 +735,7 @@ class Mixer:
         shared.squares.store_floats([total], n % 2, mixer, lane // WARP, where=lane % WARP == 0)
         machine.barrier("warpgroup")
         total = fold(add, shared.squares.load_floats(n % 2, mixer, 0))
-        inverse_rms = machine.inverse_sqrt(total * (1 / layout.hidden) + self.rules.norm_eps)
+        inverse_rms = machine.normal_inverse_sqrt(total * (1 / layout.hidden) + self.rules.norm_eps)
         for words, (column, there) in zip(mixed, columns, strict=True):
             if self.out.mixed is not None:
                 self.out.mixed.store_words(words, token, column, where=exists & there)

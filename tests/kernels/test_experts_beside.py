@@ -133,6 +133,9 @@ def test_what_is_never_one_launch():
     found = pk.together(shared, routed)
     assert isinstance(found, pk.Unsupported)
     assert "can be one launch" in found.reason
+    found = pk.together(plans(4096, False)[0], shared)
+    assert isinstance(found, pk.Unsupported)
+    assert "may be of two sizes" in found.reason
     eight = dataclasses.replace(shared.kernel.layout.split, cluster=8)
     found = beside(routed.kernel.layouts[0], dataclasses.replace(shared.kernel.layout, split=eight))
     assert isinstance(found, pk.Unsupported)

@@ -252,10 +252,23 @@ def test_reciprocal_of_normal_numbers(simulate):
     assert np.abs(ulps).max() <= (0 if simulate else 1)
 
 
+@machines
+def test_inverse_roots_of_normal_numbers(simulate):
+    """Within 2 ulp of the correctly rounded one: an approximation, a step from it, and its roundings."""
+    ends = np.array([2.0**-126, np.nextafter(F32(2.0**-126), F32(1)), np.finfo(F32).max])
+    x = np.concatenate([ends, np.abs(random_floats(24, 3000)), np.linspace(1, 4, 3000)]).astype(F32)
+    (got,) = elementwise(lambda m, x: m.normal_inverse_sqrt(x), x, simulate=simulate)
+    want = (1 / np.sqrt(x.astype(np.float64))).astype(F32)
+    assert np.abs(got.view(np.int32) - want.view(np.int32)).max() <= (0 if simulate else 2)
+
+
 def test_the_simulator_gives_no_reciprocal_of_numbers_that_are_not_normal():
     x = np.array([0.0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan, 1e38, -3e38], F32)
     (got,) = elementwise(lambda m, x: m.normal_reciprocal(x), x, simulate=True)
     np.testing.assert_array_equal(got, [np.nan] * 7 + [0.0, 0.0])
+    (got,) = elementwise(lambda m, x: m.normal_inverse_sqrt(x), x, simulate=True)
+    np.testing.assert_array_equal(got[[0, 1, 2, 3, 4, 5, 6, 8]], np.full(8, np.nan))
+    assert np.isfinite(got[7])
 
 
 @machines

@@ -137,7 +137,7 @@ def _routing(tokens: int, experts: Experts, cfg: ModelConfig) -> pk.Routing:
 def _plan(weight: ExpertWeight, epilogue: Any, dtype: Any) -> pk.Plan | pk.Unsupported:
     assert isinstance(weight, StoredExperts)
     if weight.interleaved_for not in (None, weight.activations):
-        reason = f"codes are interleaved for {weight.interleaved_for}, the weight has activations={weight.activations!r}"
+        reason = f"codes are interleaved for {weight.interleaved_for!r}, not for activations={weight.activations!r}"
         return pk.Unsupported(kind="no kernel", reason=reason)
     experts, *shape = weight.shape
     spec = pk.ExpertsSpec(

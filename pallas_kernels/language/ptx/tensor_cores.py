@@ -43,6 +43,15 @@ _NORMAL_RECIPROCAL = """{
  neg.f32 minus, $1;
  fma.rn.f32 error, minus, guess, 0f3F800000;
  fma.rn.f32 $0, guess, error, guess; }"""
+# One step of Newton's method from an approximation.
+_NORMAL_INVERSE_SQRT = """{
+ .reg .f32 guess, minus, error, half;
+ rsqrt.approx.ftz.f32 guess, $1;
+ mul.rn.f32 minus, $1, guess;
+ neg.f32 minus, minus;
+ fma.rn.f32 error, minus, guess, 0f3F800000;
+ mul.rn.f32 half, guess, 0f3F000000;
+ fma.rn.f32 $0, error, half, guess; }"""
 _COPY_TILE = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 _FAMILY = {
     "f16": ("k16", "f16.f16"),
@@ -63,6 +72,9 @@ class TensorCorePTX(PTX, TensorCores):
 
     def normal_reciprocal(self, x: Value) -> Value:
         return self._asm(_NORMAL_RECIPROCAL, "=f,f", ["f32"], x)[0]
+
+    def normal_inverse_sqrt(self, x: Value) -> Value:
+        return self._asm(_NORMAL_INVERSE_SQRT, "=f,f", ["f32"], x)[0]
 
     def to_f16(self, low: Value, high: Value) -> Value:
         return self._asm("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", ["i32"], low, high)[0]

@@ -177,6 +177,12 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         is_normal = (magnitude >= np.finfo(np.float32).tiny) & (magnitude < np.inf)
         return self._wrap("f32", np.where(is_normal, inverse, np.nan))
 
+    @elementwise("f32")
+    def normal_inverse_sqrt(self, x: Value) -> Value:
+        is_normal = (x.raw >= np.finfo(np.float32).tiny) & (x.raw < np.inf)
+        root = np.sqrt(np.where(is_normal, x.raw, np.float32(1)).astype(np.float64))
+        return self._wrap("f32", np.where(is_normal, (1 / root).astype(np.float32), np.float32(np.nan)))
+
     @typed("float16")
     @elementwise("f32", "f32")
     def to_f16(self, low: Value, high: Value) -> Value:

@@ -171,7 +171,7 @@ class RoundedBlock(Block):
 
 
 def widen(machine: TensorCores, word: Value, table: list[Value], *, interleaved: bool) -> list[Value]:
-    """Return eight codes of FP4, in order or in that of ``codes``, as two words of bytes of a table with their signs."""
+    """Return eight codes of FP4, in order or in that of ``codes``, as two words of a table's bytes with their signs."""
     magnitudes, low = word & _MAGNITUDE_BITS, word << 4
     signs = [word, low] if interleaved else [machine.permute_bytes(low, word, bytes) for bytes in _SIGNS]
     return [

@@ -203,7 +203,7 @@ def kind_of(epilogue: ExpertEpilogue) -> type[ActivationRows]:
 
 
 def layouts_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> tuple[Layout, ...]:
-    """Return the divisions of a product's launches: for tiles that are not small, if there may be such, and small ones."""
+    """Return the divisions of a product's launches: of small tiles, and before it of others if there may be such."""
     routing = epilogue.routing
     sizes = [routing.rows, SMALL] if routing.has_large else [routing.rows]
     return tuple(_layout_of(weight, epilogue, gpu, rows) for rows in sizes)
