@@ -1,6 +1,6 @@
-"""The kernels of experts that are stored in FP4: two launches over tiles of tokens that picked the same expert.
+"""The kernels of experts that are stored in FP4: two products over tiles of tokens that picked the same expert.
 
-For few tokens these have the shared expert's products, too.
+For few tokens their launches have the shared expert's products, too.
 """
 
 from __future__ import annotations
