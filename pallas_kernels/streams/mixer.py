@@ -735,6 +735,7 @@ class Mixer:
         shared.squares.store_floats([total], n % 2, mixer, lane // WARP, where=lane % WARP == 0)
         machine.barrier("warpgroup")
         total = fold(add, shared.squares.load_floats(n % 2, mixer, 0))
+        machine.keep_order()  # where words are widened before the root is known, there are too few registers
         inverse_rms = machine.normal_inverse_sqrt(total * (1 / layout.hidden) + self.rules.norm_eps)
         for words, (column, there) in zip(mixed, columns, strict=True):
             if self.out.mixed is not None:
