@@ -173,7 +173,7 @@ class RoundedBlock(Block):
 def widen(machine: TensorCores, word: Value, table: list[Value], *, interleaved: bool) -> list[Value]:
     """Return eight codes of FP4, in order or in that of ``codes``, as two words of a table's bytes with their signs."""
     magnitudes, low = word & _MAGNITUDE_BITS, word << 4
-    signs = [word, low] if interleaved else [machine.permute_bytes(low, word, bytes) for bytes in _SIGNS]
+    signs = [word, low] if interleaved else [machine.permute_bytes(low, word, places) for places in _SIGNS]
     return [
         machine.permute_bytes(table[0], table[1], selector) | sign & _SIGN_BITS
         for selector, sign in zip((magnitudes, magnitudes >> 16), signs, strict=True)
