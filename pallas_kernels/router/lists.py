@@ -141,16 +141,12 @@ class Lists:
         own_totals = [
             select((kind >= begin) & (kind < begin + count), total, 0) for kind, total in zip(mine, totals, strict=True)
         ]
-        in_tiles, larges = [(total + (rows - 1)) // rows for total in own_totals], [zero] * of_lane
-        larges_before, all_larges = larges, zero
-        if rows > SMALL:  # what full tiles leave of an expert is a small tile, unless it is more
-            larges = [(total + (rows - 1 - SMALL)) // rows for total in own_totals]
+        in_tiles, has_large = [(total + (rows - 1)) // rows for total in own_totals], rows > SMALL
+        # What full tiles leave of an expert is a small tile, unless it is more.
+        larges = [(total + (rows - 1 - SMALL)) // rows if has_large else zero for total in own_totals]
         smalls = [all_of_it - large for all_of_it, large in zip(in_tiles, larges, strict=True)]
-        (begins, _), (smalls_before, all_smalls), *of_large = self._scan(
-            totals, smalls, *([larges] if rows > SMALL else [])
-        )
-        if of_large:
-            ((larges_before, all_larges),) = of_large
+        (begins, _), (smalls_before, all_smalls), *others = self._scan(totals, smalls, *[larges] * has_large)
+        larges_before, all_larges = others[0] if others else (larges, zero)
         tiles.count.store_words([all_larges, all_larges + all_smalls], 0, where=(thread == 0) & (rank == 0))
         for i, kind in enumerate(mine):
             self.begins.store_int(begins[i] + earlier[i], kind, where=there[i])
