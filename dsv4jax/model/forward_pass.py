@@ -299,7 +299,7 @@ def forward_sequences(
       AssertionError: (chex) an argument's rank, shape or dtype is wrong.
       ValueError: an unknown format or name, T = 0, or a derivative by weights that are stored as FP8 or FP4.
     """
-    probe = ModelProbe.of(**looking, has_cache=False)
+    probe = ModelProbe.of(**looking).without_cache()
     logits, captured = _forward_sequences(params, ids, lengths, probe, kv_format, indexer_format)
     return (logits, captured) if "capture" in looking else logits
 

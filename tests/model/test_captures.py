@@ -382,8 +382,9 @@ def test_choices_of_another_pass_are_named_and_training_has_no_cache_to_look_at(
         forward_sequences(params, ids(0)[None], intervene={"entries": lambda value, layer: value})
 
 
-def test_an_argument_that_a_pass_does_not_have_is_named():
-    misspelt: Any = dict(captures=("streams",))
-    message = "unexpected keyword argument 'captures': beside its own arguments a pass takes capture, intervene and"
+@pytest.mark.parametrize("argument", ["captures", "has_cache"])
+def test_an_argument_that_a_pass_does_not_have_is_named(argument):
+    misspelt: Any = {argument: ("streams",)}
+    message = f"unexpected keyword argument '{argument}': beside its own arguments a pass takes capture, intervene and"
     with pytest.raises(TypeError, match=message):
         forward_sequences(small_model(), ids(0)[None], **misspelt)

@@ -70,16 +70,13 @@ class ModelProbe:
         capture: Sequence[str] = (),
         intervene: Mapping[str, Patch] | None = None,
         choices: Choices | None = None,
-        *,
-        has_cache: bool = True,
         **unknown: object,
     ) -> ModelProbe:
         """Check the arguments of a pass.
 
         Raises:
           TypeError: there is no such argument.
-          ValueError: a name is unknown, or names what a pass without a cache does not have; or a patch is no function,
-            or none that can be a static argument.
+          ValueError: a name is unknown, or a patch is no function, or none that can be a static argument.
         """
         if unknown:
             known = "beside its own arguments a pass takes capture, intervene and choices"
@@ -92,12 +89,20 @@ class ModelProbe:
         check_type("intervene", intervene, Mapping)
         for argument, names in (("capture", capture), ("intervene", intervene)):
             for name in names:
-                _check_name(argument, name, has_cache=has_cache)
+                _check_name(argument, name)
         for name, patch in intervene.items():
             _check_patch(name, patch)
         if choices is not None and not isinstance(choices, Choices):
             raise ValueError(f"choices must be Choices, got {type(choices).__name__}")
         return cls(captures=capture, patches=tuple(intervene.items()), choices=choices)
+
+    def without_cache(self) -> ModelProbe:
+        """Return the same for a pass without a cache. ValueError where a name is of what such a pass does not have."""
+        for argument, names in (("capture", self.captures), ("intervene", dict(self.patches))):
+            for name in names:
+                if name in (*IN_ATTENTION, "choices"):
+                    raise ValueError(f"{argument}: {name!r} is of a pass over a cache, such as forward")
+        return self
 
     @property
     def looks(self) -> bool:
@@ -134,15 +139,13 @@ NOTHING = ModelProbe()
 CHOICES_SPEC = P(None, DATA)  # of what a probe is given
 
 
-def _check_name(argument: str, name: str, *, has_cache: bool) -> None:
+def _check_name(argument: str, name: str) -> None:
     check_type(f"a name in {argument}", name, str)
     family, _, sublayer = name.partition(".")
     if family not in NAMES or (sublayer and (family not in TWICE or sublayer not in SUBLAYERS)):
         raise ValueError(f"{argument}: {name!r} is none of {', '.join(NAMES)}; nor is it such as 'inputs.attention'")
     if argument == "intervene" and name == "choices":
         raise ValueError("intervene: choices are given as choices=, or patched as 'experts' and 'picks'")
-    if not has_cache and name in (*IN_ATTENTION, "choices"):
-        raise ValueError(f"{argument}: {name!r} is of a pass over a cache, such as forward")
 
 
 def _check_patch(name: str, patch: object) -> None:
