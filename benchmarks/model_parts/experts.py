@@ -19,12 +19,12 @@ from jax import lax
 
 import pallas_kernels as pk
 from benchmarks.kernels.timing import FLUSH_NAME, Times, flush_buffer, kernel_events, read_all, record
+from dsv4jax.weights.stored import ACTIVATIONS
 
 HIDDEN, WIDTH, EXPERTS, PICKS, LIMIT = 4096, 2048, 256, 6, 10.0  # of V4-Flash
 TOKENS = 1, 2, 8, 64, 256, 1024, 4096
 GATE_UP = pk.ExpertsSpec(experts=EXPERTS, shape=(2 * WIDTH, HIDDEN), interleaved=True)
 DOWN = pk.ExpertsSpec(experts=EXPERTS, shape=(HIDDEN, WIDTH), interleaved=True)
-ACTIVATIONS = "bf16", "fp8"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,11 +35,19 @@ from pallas_kernels.products.few.launch import (
 )
 from pallas_kernels.products.many.launch import Many
 from pallas_kernels.products.many.tiling import OUTPUTS, fastest_tiling, fastest_tiling_in_order, tiling_of_heads
-from pallas_kernels.products.problem import Epilogue, ExpertsSpec, Needed, Problem, RowsSpec, Unsupported, WeightSpec
+from pallas_kernels.products.problem import (
+    ACTIVATIONS,
+    Epilogue,
+    ExpertsSpec,
+    Needed,
+    Problem,
+    RowsSpec,
+    Unsupported,
+    WeightSpec,
+)
 from pallas_kernels.products.weights import CHUNK_BYTES, ROWS, SCALE_INPUTS, SCALE_ROWS, TILE
 from pallas_kernels.tuned.h200 import THRESHOLDS, Thresholds
 
-ACTIVATIONS = ("bf16", "fp8")
 _WIDE_QUERIES = Unsupported(kind="no kernel", reason="queries are made in products with FP8 weights")
 _BOTH_DIM = 128  # outputs of the indexer's heads that have tiles beside those of attention
 _ANY = 1 << 62  # rows, or numbers of a weight

@@ -31,6 +31,7 @@ from pallas_kernels.products.epilogues.faces import (
 )
 
 Spec = jax.ShapeDtypeStruct
+ACTIVATIONS = ("bf16", "fp8")  # of weights: see ``WeightSpec``
 NOT_WRITTEN = "this epilogue has no form for these sums"
 
 

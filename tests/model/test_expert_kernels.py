@@ -143,6 +143,13 @@ def test_what_kernels_of_experts_do_not_serve():
     assert "must be stored in FP4" in str(unsupported(CFG, experts(down=wide), jnp.bfloat16))
     rounded = dataclasses.replace(stored(CFG.hidden_size, CFG.expert_width, 1), activations="fp8")
     assert "for activations='bf16', the weight has 'fp8'" in str(unsupported(CFG, experts(down=rounded), jnp.bfloat16))
+    for_bf16 = stored(CFG.hidden_size, CFG.expert_width, 1).for_kernels()
+    other = dataclasses.replace(for_bf16, activations="fp8")
+    assert "interleaved for 'bf16', not for activations='fp8'" in str(
+        unsupported(CFG, experts("fp8", down=other), jnp.bfloat16)
+    )
+    one, two = (each.widened(jnp.arange(2), jnp.float32) for each in (for_bf16, other))
+    np.testing.assert_array_equal(one, two)
     with pytest.raises(ValueError, match="cannot serve experts: experts must be stored in FP4"):
         EXPERTS.choose("pallas_simulated", CFG, experts(down=wide), jnp.bfloat16)
 

@@ -202,6 +202,10 @@ def test_interleaved_codes_mean_the_same_numbers():
     params = dataclasses.replace(params, blocks=(dataclasses.replace(block, experts=experts), *params.blocks[1:]))
     with pytest.raises(ValueError, match=r"blocks\[0\].experts.down: interleaved codes are FP4"):
         check_model(params)
+    for_none = dataclasses.replace(block.experts, down=dataclasses.replace(made, interleaved_for="f32"))
+    params = dataclasses.replace(params, blocks=(dataclasses.replace(block, experts=for_none), *params.blocks[1:]))
+    with pytest.raises(ValueError, match=r"experts.down.interleaved_for must be one of \['bf16', 'fp8'\], got 'f32'"):
+        check_model(params)
 
 
 @pytest.mark.parametrize(("activations", "at_once"), first_of([("bf16", 64), ("fp8", 64), ("bf16", 2)]))

@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.products.problem import ACTIVATIONS
+
 SHIFTS = (0, 4, 10), (0, 4, 10), (6, 12)  # of the pairs in the first word, in the second, and in the one made of both
 KEPT, MERGED = 0x06030603, 2
 _PLACES = 6, 7, 8, 15  # in a bf16 of a code's bits, from the lowest on
@@ -50,8 +52,8 @@ type _Moves = dict[tuple[int, int, int], int]
 @functools.cache
 def _moves(activations: str) -> _Moves:
     """Return which bits move: (word in order, word in this order, bits that they rotate left) -> mask in the former."""
-    if activations not in ("bf16", "fp8"):
-        raise ValueError(f"activations must be 'bf16' or 'fp8', got {activations!r}")
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
     return _moves_for_e4m3() if activations == "fp8" else _moves_for_bf16()
 
 
