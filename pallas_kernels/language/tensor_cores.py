@@ -243,6 +243,10 @@ class TensorCores(Machine):
         """Replace negative f16 halves of an i32 by 0. NaN stays NaN."""
 
     @abc.abstractmethod
+    def high_f16(self, word: Value) -> Value:
+        """Return the high one of two f16 in both halves. Its bits stay as they are, but NaN becomes any NaN."""
+
+    @abc.abstractmethod
     def maximum_u16(self, a: Value, b: Value) -> Value:
         """Return the larger of each of the two 16-bit halves of two i32, as unsigned numbers."""
 

@@ -142,8 +142,7 @@ class Lists:
             select((kind >= begin) & (kind < begin + count), total, 0) for kind, total in zip(mine, totals, strict=True)
         ]
         in_tiles, has_large = [(total + (rows - 1)) // rows for total in own_totals], rows > SMALL
-        # What full tiles leave of an expert is a small tile, unless it is more.
-        larges = [(total + (rows - 1 - SMALL)) // rows if has_large else zero for total in own_totals]
+        larges = [self._larges(*counts, rows) for counts in zip(own_totals, in_tiles, strict=True)]
         smalls = [all_of_it - large for all_of_it, large in zip(in_tiles, larges, strict=True)]
         (begins, _), (smalls_before, all_smalls), *others = self._scan(totals, smalls, *[larges] * has_large)
         larges_before, all_larges = others[0] if others else (larges, zero)
@@ -153,13 +152,24 @@ class Lists:
 
             def store(n: Value, _: None, i: int = i, kind: Value = kind) -> None:
                 small = all_larges + smalls_before[i] + n - larges[i]
-                at, done = select(n < larges[i], larges_before[i] + n, small), n * rows
+                is_large, of_small = n < larges[i], min(rows, SMALL)
+                at = select(is_large, larges_before[i] + n, small)
+                done = n * of_small + n.minimum(larges[i]) * (rows - of_small)
+                most = select(is_large, machine.constant(rows, "i32"), of_small)
                 tiles.tiles.store_int(kind - begin, at, 0)
                 tiles.tiles.store_int(begins[i] + done, at, 1)
-                tiles.tiles.store_int((totals[i] - done).minimum(rows), at, 2)
+                tiles.tiles.store_int((totals[i] - done).minimum(most), at, 2)
 
             machine.loop(select(rank == 0, in_tiles[i], 0), store)
         machine.barrier("block")
+
+    def _larges(self, total: Value, in_tiles: Value, rows: int) -> Value:
+        """Return how many tiles of so many pairs of an expert are not small."""
+        if rows <= SMALL:
+            return self.machine.constant(0, "i32")
+        left = total - (in_tiles - 1) * rows  # by full tiles
+        has_two = (in_tiles > 1) & (left <= 2 * SMALL - rows)
+        return in_tiles - select(left <= SMALL, select(has_two, self.machine.constant(2, "i32"), 1), 0)
 
     def _scan(self, *counts: list[Value]) -> list[tuple[list[Value], Value]]:
         """Return, for some numbers of each expert of the lane, what earlier ones have of each; and all of it."""

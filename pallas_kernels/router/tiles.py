@@ -5,7 +5,8 @@ expert, adjacent among the sorted pairs. Experts without tokens are in no tile, 
 of no expert, is in none either; nor are the experts of other devices.
 
 Small tiles, of at most ``SMALL`` pairs, come after the others, because a launch of their own computes them faster. They
-are what is left of an expert's pairs after its full tiles.
+are what is left of an expert's pairs after its full tiles; and two of them take the place of a full tile and what is
+left after it, where they hold as much.
 """
 
 from __future__ import annotations
@@ -74,18 +75,23 @@ def routed_tiles(experts: jax.Array, num_experts: int, rows: int) -> RoutedTiles
     picked = experts.reshape(-1)
     shapes = RoutedTiles.shapes(picked.size, num_experts, rows)
     in_expert = jnp.zeros(num_experts, jnp.int32).at[picked].add(1, mode="drop")
-    in_tiles = (in_expert + rows - 1) // rows
+    in_tiles, small = (in_expert + rows - 1) // rows, min(rows, SMALL)
+    left = in_expert - (in_tiles - 1) * rows  # by full tiles
+    smalls = jnp.where((in_tiles > 1) & (left <= 2 * SMALL - rows), 2, (left <= SMALL).astype(jnp.int32))
+    larges = in_tiles - smalls if rows > SMALL else jnp.zeros_like(in_tiles)
     end, first = jnp.cumsum(in_tiles), jnp.cumsum(in_expert) - in_expert
     number = jnp.arange(shapes.tiles.shape[0], dtype=jnp.int32)
     expert = jnp.minimum(jnp.searchsorted(end, number, side="right").astype(jnp.int32), num_experts - 1)
-    before = (number - (end - in_tiles)[expert]) * rows  # pairs of the expert in its earlier tiles
-    tiles = jnp.stack([expert, first[expert] + before, jnp.minimum(in_expert[expert] - before, rows)], axis=-1)
-    is_tile = number < end[-1]
-    is_large = is_tile & (tiles[:, 2] > SMALL)
+    of_expert = number - (end - in_tiles)[expert]
+    # Pairs of the expert in its earlier tiles.
+    before = of_expert * small + jnp.minimum(of_expert, larges[expert]) * (rows - small)
+    is_tile, is_large = number < end[-1], of_expert < larges[expert]
+    pairs = jnp.minimum(in_expert[expert] - before, jnp.where(is_large, rows, small))
+    tiles = jnp.stack([expert, first[expert] + before, pairs], axis=-1)
     order = jnp.argsort(jnp.where(is_large, 0, jnp.where(is_tile, 1, 2)), stable=True)
     return RoutedTiles(
         pairs=jnp.argsort(jnp.minimum(picked, num_experts), stable=True).astype(jnp.int32),
         tiles=jnp.where(is_tile[:, None], tiles[order], 0),
-        count=jnp.stack([jnp.sum(is_large, dtype=jnp.int32), end[-1]]),
+        count=jnp.stack([jnp.sum(larges, dtype=jnp.int32), end[-1]]),
         rows=rows,
     )

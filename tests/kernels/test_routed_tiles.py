@@ -18,9 +18,13 @@ def by_hand(experts: np.ndarray, num_experts: int, rows: int) -> tuple[list[int]
     pairs, tiles = [], []
     for expert in range(num_experts):
         own = [pair for pair in range(picked.size) if picked[pair] == expert]
-        for begin in range(0, len(own), rows):
-            tiles.append((expert, len(pairs) + begin, min(rows, len(own) - begin)))
-        pairs += own
+        sizes = [min(rows, len(own) - begin) for begin in range(0, len(own), rows)]
+        if rows > 64 and len(sizes) > 1 and sum(sizes[-2:]) <= 128:
+            sizes[-2:] = 64, sum(sizes[-2:]) - 64
+        for size in sizes:
+            tiles.append((expert, len(pairs), size))
+            pairs += own[:size]
+            own = own[size:]
     tiles.sort(key=lambda tile: tile[2] <= 64)
     return pairs + [pair for pair in range(picked.size) if picked[pair] >= num_experts], tiles
 
@@ -32,6 +36,8 @@ def random_picks(seed: int, tokens: int, picks: int, num_experts: int, real: flo
     return experts
 
 
+# Up to 128 pairs, but for a full tile, are two small tiles; so are the last 128 of 240 in tiles of 112.
+COUNTS = [64, 65, 112, 113, 128, 129, 177, 240, 3]
 CASES = {
     "few": random_picks(0, 5, 6, 256, 1.0),
     "padding": random_picks(1, 90, 6, 16, 0.6),
@@ -41,7 +47,7 @@ CASES = {
     "all experts": random_picks(4, 20, 16, 16, 0.9),
     "one expert has all": np.full((40, 1), 3, np.int32),
     "the last expert has all": np.full((16, 1), 15, np.int32),
-    "large and small tiles": np.repeat(np.arange(1, 8, dtype=np.int32), [64, 65, 112, 113, 177, 240, 3])[:, None],
+    "large and small tiles": np.repeat(np.arange(1, 10, dtype=np.int32), COUNTS)[:, None],
 }
 
 

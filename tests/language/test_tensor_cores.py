@@ -379,9 +379,9 @@ def test_bytes_and_halves_of_words(simulate):
 
     def both(machine: Any, a: Value, b: Value, selector: Value) -> list[Value]:
         permuted = machine.permute_bytes(a, b, selector), machine.permute_bytes(a, b, 0x7A10)
-        return [*permuted, machine.maximum_u16(a, b)]
+        return [*permuted, machine.maximum_u16(a, b), machine.high_f16(a)]
 
-    got = elementwise(both, a, b, selector, simulate=simulate, outputs=3, dtype=np.int32)
+    got = elementwise(both, a, b, selector, simulate=simulate, outputs=4, dtype=np.int32)
     source = np.stack([a, b], -1).view(np.int8).reshape(-1, 8)
     for found, chosen in ((got[0], selector[:, None] >> np.arange(0, 16, 4)), (got[1], np.array([[0, 1, 10, 7]]))):
         taken = np.take_along_axis(source, chosen & 7, -1)
@@ -389,6 +389,10 @@ def test_bytes_and_halves_of_words(simulate):
         np.testing.assert_array_equal(found.view(np.int8).reshape(-1, 4), want)
     want = np.maximum(a.view(np.uint16), b.view(np.uint16))
     np.testing.assert_array_equal(got[2].view(np.uint16), want)
+    halves, high = got[3].view(np.uint16).reshape(-1, 2), a.view(np.uint16).reshape(-1, 2)[:, 1:]
+    is_nan = (high & 0x7FFF) > 0x7C00
+    np.testing.assert_array_equal((halves & 0x7FFF) > 0x7C00, np.repeat(is_nan, 2, 1))
+    np.testing.assert_array_equal(np.where(is_nan, 0, halves), np.where(is_nan, 0, np.repeat(high, 2, 1)))
 
 
 @pytest.mark.parametrize("simulate", HOPPER_MACHINES)

@@ -22,6 +22,11 @@ _E4M3_TO_F16 = """{
  cvt.rn.f16x2.e4m3x2 $0, low;
  cvt.rn.f16x2.e4m3x2 $1, high; }"""
 _FROM_F16 = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+_HIGH_F16 = """{
+ .reg .b16 low, high; .reg .b32 both;
+ mov.b32 {low, high}, $1;
+ mov.b32 both, {high, high};
+ add.rn.f16x2 $0, both, $2; }"""
 _WAIT = """{
  .reg .pred done;
  WAIT_${:uid}:
@@ -97,6 +102,10 @@ class TensorCorePTX(PTX, TensorCores):
         # Written as a multiply-add, because that uses a pipe which integer instructions leave idle.
         one, zero = self.constant(0x3C003C00, "i32"), self.constant(0, "i32")
         return self._asm("fma.rn.relu.f16x2 $0, $1, $2, $3;", "=r,r,r,r", ["i32"], x, one, zero)[0]
+
+    def high_f16(self, word: Value) -> Value:
+        # An addition of -0, as for ``relu_f16``: a shift uses the pipe of integer instructions.
+        return self._asm(_HIGH_F16, "=r,r,r", ["i32"], word, self.constant(0x80008000 - (1 << 32), "i32"))[0]
 
     def maximum_u16(self, a: Value, b: Value) -> Value:
         return self._asm("max.u16x2 $0, $1, $2;", "=r,r,r", ["i32"], a, b)[0]

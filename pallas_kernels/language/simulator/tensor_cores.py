@@ -221,6 +221,12 @@ class TensorCoreSimulator(BarrierSimulator, TensorCores):
         halves = np.ascontiguousarray(x.raw)[..., None].view(np.float16)
         return self._wrap("i32", np.maximum(halves, np.float16(0)).view(np.int32)[..., 0])
 
+    @elementwise("i32")
+    def high_f16(self, word: Value) -> Value:
+        high = np.ascontiguousarray(word.raw)[..., None].view(np.uint16)[..., 1:]
+        high = np.where((high & 0x7FFF) > 0x7C00, np.uint16(0x7FFF), high)
+        return self._wrap("i32", np.repeat(high, 2, -1).view(np.int32)[..., 0])
+
     @elementwise("i32", "i32")
     def maximum_u16(self, a: Value, b: Value) -> Value:
         halves = [np.ascontiguousarray(x.raw)[..., None].view(np.uint16) for x in (a, b)]

@@ -172,11 +172,12 @@ class RoundedBlock(Block):
 
 def widen(machine: TensorCores, word: Value, table: list[Value], *, interleaved: bool) -> list[Value]:
     """Return eight codes of FP4, in order or in that of ``codes``, as two words of a table's bytes with their signs."""
+    # As f16 magnitudes are no NaN. To move them by 16 bits as such uses a pipe that permutations and masks leave idle.
     magnitudes, low = word & _MAGNITUDE_BITS, word << 4
     signs = [word, low] if interleaved else [machine.permute_bytes(low, word, places) for places in _SIGNS]
     return [
         machine.permute_bytes(table[0], table[1], selector) | sign & _SIGN_BITS
-        for selector, sign in zip((magnitudes, magnitudes >> 16), signs, strict=True)
+        for selector, sign in zip((magnitudes, machine.high_f16(magnitudes)), signs, strict=True)
     ]
 
 
