@@ -30,7 +30,7 @@ plugin       the CUDA plugin of JAX, which compiles the kernels, and a warning i
 trees        names for pytrees about which nothing is assumed, and arrays that nobody has written
 """
 
-from pallas_kernels.activations import ExpertRows, OperandRows, RoundedRows
+from pallas_kernels.activations import ExpertRows, OperandRows, RoundedExpertRows, RoundedRows
 from pallas_kernels.allocation import Asked, Grants, PageSizes, grant_tokens, unsupported_grants
 from pallas_kernels.attention.call import decode_attention, unsupported_attention
 from pallas_kernels.attention.inputs import AttentionInputs
@@ -92,6 +92,7 @@ __all__ = [
     "Plan",
     "Problem",
     "ProductStreams",
+    "RoundedExpertRows",
     "RoundedRows",
     "Routed",
     "RoutedTiles",

@@ -4,6 +4,7 @@ PlainRows     bf16 or f32, in order; outside of kernels they are an array
 RoundedRows   E4M3, with a scale for each 128 of a row
 OperandRows   bf16 in the order in which products with FP8 weights take them that are widened
 ExpertRows    bf16 in the order in which products with experts stored in FP4 take them
+RoundedExpertRows    the same, as E4M3 with a scale for each 128 of a row
 
 Rounding to FP8 is
 
@@ -32,6 +33,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.language.lanes import Buffer, Shaped, Team, fold, maximum, quad_transposed, swapped
@@ -317,6 +319,40 @@ class ExpertRows[Array: Shaped](QuarteredRows[Array]):
         quarter = number % EXPERT_SEGMENT // (EXPERT_SEGMENT // _QUARTERS)
         pair = number % (EXPERT_SEGMENT // _QUARTERS) // 2
         return number // EXPERT_SEGMENT * EXPERT_SEGMENT + (pair * _QUARTERS + quarter) * 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedExpertRows[Array: Shaped](ActivationRows):
+    """M rows of activations in FP8 in the order in which experts in FP4 are multiplied, or their buffers.
+
+    Of each 128 numbers of a row, four quarters of eight words of four, word w of quarter q is stored as word 4 w + q.
+    """
+
+    codes: Array  # uint8 [M, width], E4M3
+    scales: Array  # f32 [width / 128, M rounded up to a multiple of 128]
+
+    @classmethod
+    def shapes(cls, *shape: int) -> RoundedExpertRows[jax.ShapeDtypeStruct]:
+        like = RoundedRows.shapes(*shape)
+        return RoundedExpertRows(codes=like.codes, scales=like.scales)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, width = self.codes.shape
+        return rows, width
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.codes.dtype
+
+    def taken(self: RoundedExpertRows[jax.Array], numbers: jax.Array) -> RoundedExpertRows[jax.Array]:
+        """Return the rows with these numbers, int32 [P]. Codes are taken in words, as XLA moves bytes one by one."""
+        (rows, width), count = self.shape, numbers.shape[0]
+        words = lax.bitcast_convert_type(self.codes.reshape(rows, -1, 4), jnp.uint32)[numbers]
+        codes = lax.bitcast_convert_type(words, jnp.uint8).reshape(count, width)
+        scales = jnp.pad(self.scales[:, numbers], ((0, 0), (0, -count % PADDED)))
+        return RoundedExpertRows(codes=codes, scales=scales)
 
 
 def rounded(machine: TensorCores, lanes: int, words: list[Value]) -> tuple[list[Value], Value]:

@@ -126,7 +126,11 @@ def test_gated_rows(case: Experts, simulate: bool):
             gate = np.minimum(gate, limit)
             made.append(gate / (1 + np.exp(-gate)) * np.clip(up, -limit, limit) * gains[pair])
         low, high = np.min(made, 0), np.max(made, 0)
-        slack = 2.0**-8 * np.maximum(np.abs(low), np.abs(high))
+        largest = np.maximum(np.abs(low), np.abs(high))
+        slack = 2.0**-8 * largest
+        if case.activations == "fp8":  # half of a step of E4M3, of its subnormal numbers too
+            scales = np.exp2(np.ceil(np.log2(largest.reshape(-1, 128).max(1) * (1 + 2.0**-8) / 448)))
+            slack += 2.0**-4 * (largest + slack) + 2.0**-10 * np.repeat(scales, 128)
         assert np.all((found[place] >= low - slack) & (found[place] <= high + slack))
     assert not simulate or np.isnan(found[len(case.order) :]).all()
 

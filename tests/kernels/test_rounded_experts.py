@@ -10,8 +10,9 @@ import pytest
 import pallas_kernels as pk
 from dsv4jax.formats import fp8_rounded
 from pallas_kernels.activations import PlainRows
-from pallas_kernels.products.experts.rounding import RoundedExpertRows, round_expert_rows
-from tests.support.expert_cases import Experts
+from pallas_kernels.products.experts.rounding import round_expert_rows
+from tests.support.cases import first_of
+from tests.support.expert_cases import E2M1, Experts
 from tests.support.machines import MACHINES
 
 machines = pytest.mark.parametrize("simulate", MACHINES)
@@ -20,29 +21,54 @@ BYTE = 100  # an ordinary scale
 
 
 @machines
-@pytest.mark.parametrize("is_plain", [True, False], ids=["plain rows", "rows for experts"])
-def test_rows_are_rounded_and_permuted_as_documented(is_plain: bool, simulate: bool):
+def test_rows_are_rounded_and_permuted_as_documented(simulate: bool):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((19, 1408)) * 2.0 ** rng.integers(-30, 30, (19, 1408))).astype(ml_dtypes.bfloat16)
     x[3], x[4, 200] = 0, np.nan
-    rows = PlainRows(values=jnp.asarray(x)) if is_plain else pk.ExpertRows.of(jnp.asarray(x))
-    found = round_expert_rows(rows, simulate=simulate)
+    found = round_expert_rows(PlainRows(values=jnp.asarray(x)), simulate=simulate)
     codes = np.asarray(found.codes).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     in_order = codes.reshape(19, 11, 8, 4, 4).swapaxes(2, 3).reshape(19, 11, GROUP)  # word w of quarter q was 4 w + q
     values = in_order * np.asarray(found.scales)[:, :19].T[..., None]
     np.testing.assert_array_equal(values.reshape(x.shape), np.asarray(fp8_rounded(jnp.asarray(x), GROUP), np.float32))
 
 
+@machines
+@pytest.mark.parametrize(("tokens", "rows"), first_of([(11, 8), (100, 112), (70, 64)]))
+def test_gated_rows_are_rounded_as_others(tokens: int, rows: int, simulate: bool):
+    """Gates so large that their sigmoid is 1: before it is rounded, a row is what float32 says, bit by bit."""
+    case = Experts(tokens=tokens, picks=1, experts=2, hidden=512, width=256, rows=rows, limit=0.0, activations="fp8")
+    rng, experts, width = np.random.default_rng(0), case.experts, case.width
+    x = np.zeros((tokens, case.hidden), np.float32)
+    x[:, 0] = 2.0 ** rng.integers(0, 20, tokens)
+    x[3], x[4, 0] = 0, np.nan
+    x = x.astype(ml_dtypes.bfloat16)
+    codes = rng.integers(0, 256, (experts, 2 * width, case.hidden // 2), np.uint8)
+    codes[:, :width, 0] = 0x07  # 6
+    scales = np.repeat(rng.integers(107, 127, (experts, 2 * width, 1), np.uint8), case.hidden // SCALED, 2)
+    scales[:, :width] = 130
+    weight = codes, scales.view(ml_dtypes.float8_e8m0fnu)
+    found = case.run_gate_up(x, gate_up=weight, simulate=simulate)
+
+    expert = case.picked[:, 0]
+    up = E2M1[codes[expert, width:, 0] & 15] * 2.0 ** (scales[expert, width:, 0].astype(np.float64) - 127)
+    first = x[:, :1].astype(np.float32)
+    gated = np.float32(6 * 8) * first * (first * up.astype(np.float32)) * case.gains
+    want = np.asarray(fp8_rounded(jnp.asarray(gated.astype(ml_dtypes.bfloat16)), GROUP), np.float32)
+    np.testing.assert_array_equal(found, want[case.order])
+    assert np.isnan(want[4]).all()
+    assert np.isfinite(np.delete(want, 4, 0)).all()
+
+
 def test_taken_rows_have_their_codes_and_scales():
     rng, numbers = np.random.default_rng(1), np.array([4, 0, 4, 3] * 50, np.int32)
-    rows = RoundedExpertRows(
+    rows = pk.RoundedExpertRows(
         codes=jnp.asarray(rng.integers(0, 256, (5, 256), np.uint8)),
         scales=jnp.asarray(rng.standard_normal((2, 128)), jnp.float32),
     )
     found = rows.taken(jnp.asarray(numbers))
     np.testing.assert_array_equal(found.codes, np.asarray(rows.codes)[numbers])
     np.testing.assert_array_equal(found.scales[:, :200], np.asarray(rows.scales)[:, numbers])
-    shapes = RoundedExpertRows.shapes(200, 256)
+    shapes = pk.RoundedExpertRows.shapes(200, 256)
     assert (found.codes.shape, found.scales.shape) == (shapes.codes.shape, shapes.scales.shape)
 
 

@@ -19,7 +19,7 @@ from pallas_kernels.activations import ActivationRows, PlainRows, round_rows
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
-from pallas_kernels.products.experts.rounding import RoundedExpertRows, round_expert_rows
+from pallas_kernels.products.experts.rounding import round_expert_rows
 from pallas_kernels.products.experts.sm90 import ExpertInputs
 from pallas_kernels.products.many.launch import Many
 from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
@@ -105,7 +105,7 @@ def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
     """Yield both products with experts: from one token to a chunk, in tiles of all sizes; of Pro in the largest."""
     for tokens, activations in itertools.product((1, 256, 1024, 2048, 4096) if is_flash else (4096,), ("bf16", "fp8")):
         yield from _products_with_experts(cfg, tokens, activations)
-    rows = pk.ExpertRows.shapes(24, cfg.expert_width)
+    rows = PlainRows.shapes(24, cfg.hidden_size)
     rounded = functools.partial(round_expert_rows, simulate=False)
     yield Kernel(name="experts_round", function=rounded, args=(rows,), rows=None, reads_only=True)
 
@@ -121,10 +121,9 @@ def _products_with_experts(cfg: ModelConfig, tokens: int, activations: str) -> I
         assert isinstance(plan.kernel, OfExperts)
         first = plan.kernel.layouts[0]
         rows: Any = problem.rows.shapes
-        x, x_scales = rows.values, None
         if first.is_rounded:
-            rounded = RoundedExpertRows.shapes(made.routing.pairs if first.sorts else made.x_rows, weight.inputs)
-            x, x_scales = rounded.codes, rounded.scales
+            rows = pk.RoundedExpertRows.shapes(made.routing.pairs if first.sorts else made.x_rows, weight.inputs)
+        x, x_scales = (rows.codes, rows.scales) if first.is_rounded else (rows.values, None)
         codes, scales = (Spec((leaf.shape[0] * leaf.shape[1], leaf.shape[2]), jnp.uint8) for leaf in weight.arrays)
         inputs = ExpertInputs(x=x, x_scales=x_scales, codes=codes, scales=scales, **problem.extras)
         for layout in plan.kernel.layouts:

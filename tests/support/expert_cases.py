@@ -10,14 +10,25 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 
 import pallas_kernels as pk
 from dsv4jax.formats import fp8_rounded
+from pallas_kernels.activations import PlainRows
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
+from pallas_kernels.products.experts.rounding import round_expert_rows
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def decoded(rows: pk.RoundedExpertRows) -> jax.Array:
+    """Return rows in the order that they had, f32 [M, width]. Word w of quarter q was stored as word 4 w + q."""
+    (count, width), groups = rows.shape, rows.shape[1] // 128
+    codes = lax.bitcast_convert_type(rows.codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    codes = codes.reshape(count, groups, 8, 4, 4).swapaxes(2, 3).reshape(count, groups, 128)
+    return (codes * rows.scales[:, :count].T[..., None]).reshape(count, width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,13 +121,14 @@ class Experts:
         return dataclasses.replace(plan, kernel=dataclasses.replace(plan.kernel, layouts=layouts))
 
     def run_gate_up(
-        self, x: np.ndarray | None = None, gains: np.ndarray | None = None, *, simulate: bool
+        self, x: np.ndarray | None = None, gains: np.ndarray | None = None, gate_up: Any = None, *, simulate: bool
     ) -> np.ndarray:
         """Return the gated rows of sorted pairs, f32 [pairs, width]. Arguments replace the case's own."""
         spec = pk.ExpertsSpec(experts=self.experts, shape=(2 * self.width, self.hidden), **self.stored)
         plan = self.plan(spec, pk.Gated(routing=self.routing, limit=self.limit))
         x, gains = self.x if x is None else x, self.gains if gains is None else gains
-        return self._run(plan, x, self.gate_up, (gains.reshape(-1),), simulate)
+        gate_up = self.gate_up if gate_up is None else gate_up
+        return self._run(plan, x, gate_up, (gains.reshape(-1),), simulate)
 
     def run_down(self, inner: np.ndarray | None = None, down: Any = None, *, simulate: bool) -> np.ndarray:
         """Return the outputs of picks, f32 [tokens, picks, hidden]. Arguments replace the case's own."""
@@ -131,12 +143,20 @@ class Experts:
             codes, scales = weight
             codes = pk.interleaved_codes(codes, self.activations) if self.interleaved else codes
             is_first = plan.problem.epilogues[0].name == pk.Gated.name
-            rows = self.routing.rows_of(x, routed.pairs) if is_first else pk.ExpertRows.of(x)
+            rows = self.routing.rows_of(x, routed.pairs) if is_first else self.gated(x)
             lists = routed.pairs, routed.tiles, routed.count
             (made,) = pk.run(plan, rows, [(codes, scales)], *lists, *extras, simulate=simulate)
+            if isinstance(made, pk.RoundedExpertRows):
+                return decoded(made)
             return made.in_order() if isinstance(made, pk.ExpertRows) else made
 
         return np.asarray(jax.jit(run)(x, weight, self.picked, extras).astype(jnp.float32))
+
+    def gated(self, x: jax.Array) -> Any:
+        """Return rows of bf16 [pairs, width] as the second product takes them."""
+        if self.activations == "fp8":
+            return round_expert_rows(PlainRows(values=x), simulate=True)
+        return pk.ExpertRows.of(x)
 
     def relative(self, *, simulate: bool) -> float:
         """Return how far sums may be off, relative to their magnitudes.

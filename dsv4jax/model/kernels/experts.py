@@ -117,7 +117,7 @@ class _Work:
         return self._call(inner, self.weights[1], pk.OfPicks(routing=self.routing))
 
     def _call(self, x: Any, weight: Any, epilogue: Any, *extras: jax.Array) -> _Call:
-        plan = _plan(weight, epilogue, x.dtype)
+        plan = _plan(weight, epilogue, self.rows.dtype)
         if isinstance(plan, pk.Unsupported):
             raise ValueError(f"no kernel serves this product: {plan.reason}")
         return _Call(plan=plan, x=x, weight=(weight.codes, weight.scales), extras=(*self.lists, *extras))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activations import ExpertRows
+from pallas_kernels.activations import ActivationRows, ExpertRows, RoundedExpertRows
 from pallas_kernels.language.lanes import swapped
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Value, select
@@ -53,6 +53,11 @@ class Routing:
     def takes_tokens(self) -> bool:
         """Whether it is given rows of tokens. Of these it sorts for large tiles what it has rounded to FP8."""
         return not self.is_sorted or self.activations == "fp8"
+
+    @property
+    def gated_rows(self) -> type[ActivationRows]:
+        """The class of rows that the second product multiplies."""
+        return RoundedExpertRows if self.activations == "fp8" else ExpertRows
 
     def rows_of(self, x: jax.Array, pairs: jax.Array) -> jax.Array | ExpertRows:
         """Return rows bf16 [tokens, h] as the first product takes them; ``pairs`` are those of ``RoutedTiles``."""
@@ -134,7 +139,7 @@ class ExpertEpilogue(Epilogue):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gated(ExpertEpilogue):
-    """SwiGLU of each pair times its weight, ``ExpertRows`` [pairs, outputs / 2] of the sorted pairs.
+    """SwiGLU of each pair times its weight, as rows [pairs, outputs / 2] of the sorted pairs: ``Routing.gated_rows``.
 
     The first half of the outputs are gates. Gates and ups are rounded to bf16 first. The gate is clamped from above
     alone, before silu. Rows of x are those of ``Routing.rows_of``. Rows past the last real pair are not written.
@@ -149,7 +154,7 @@ class Gated(ExpertEpilogue):
         return self.routed | {"weights": Spec((self.routing.pairs,), jnp.float32)}
 
     def state(self, rows: int, outputs: int) -> Any:
-        return ExpertRows.shapes(self.routing.pairs, outputs // 2)
+        return self.routing.gated_rows.shapes(self.routing.pairs, outputs // 2)
 
     @property
     def takes_tokens(self) -> bool:
@@ -159,7 +164,7 @@ class Gated(ExpertEpilogue):
         return place
 
     def store(self, sums: PairSums, rows: list[tuple[Value, list[Value]]], out: Any) -> None:
-        column = ExpertRows.column(sums.even)
+        column = out.column(sums.even)
         for n, (row, weights) in enumerate(rows):
             gates, ups = through_bf16(sums.sums[4 * n : 4 * n + 2]), through_bf16(sums.sums[4 * n + 2 : 4 * n + 4])
             values = [

@@ -25,7 +25,6 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.language.lanes import fold
 from pallas_kernels.language.machine import WARP
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Index, Value, select
@@ -125,9 +124,6 @@ class RoundedBlock(Block):
             byte = number % layout.scaled_chunks * (layout.inputs // SCALE_INPUTS) + mine.place + half * _QUAD
             return [self.scales.load_int(slot, box, mine.row + part * _PART_ROWS, byte) for box in range(BOXES)]
 
-        def times(a: Value, b: Value) -> Value:
-            return a * b
-
         def one(unit: Value, _: None) -> None:
             def of_chunk(chunk: Value, parts: list[_Part]) -> list[_Part]:
                 number = unit * layout.chunks + chunk
@@ -163,7 +159,7 @@ class RoundedBlock(Block):
             scaled = []
             for part in parts:
                 factors = [_power_of(machine, exponent) for exponent in part.exponents]
-                scaled.append([fold(times, [x, *factors[n // 2 % BOXES]]) for n, x in enumerate(part.sums)])
+                scaled.append([x * factors[n // 2 % BOXES] for n, x in enumerate(part.sums)])
             # Beside the sums there are no registers to keep what only this needs.
             self.store(unit, self.lane(machine.hold(machine.thread)), scaled, out)
 
@@ -245,8 +241,7 @@ def _table(machine: TensorCores, scale: Value, relative: Value) -> list[Value]:
     return [machine.to_e4m3([power * number for number in numbers]) for numbers in _MAGNITUDES]
 
 
-def _power_of(machine: TensorCores, exponent: Value) -> tuple[Value, Value]:
-    """Return two factors that make 2^(exponent - 127) together, of which each is a normal number."""
-    total = exponent.maximum(-120) + 127
-    half = total >> 1
-    return machine.from_bits(half.maximum(1) << 23), machine.from_bits((total - half).maximum(1) << 23)
+def _power_of(machine: TensorCores, exponent: Value) -> Value:
+    """Return 2^(exponent - 127), which is subnormal from exponent 0 down; below -22 it is 0."""
+    subnormal = machine.constant(1 << 22, "i32") >> (0 - exponent.maximum(-23).minimum(0))
+    return machine.from_bits(select(exponent > 0, exponent << 23, subnormal))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.activations import RoundedExpertRows
 from pallas_kernels.language.launch import launch
 from pallas_kernels.products.experts import fp8, sm90
 from pallas_kernels.products.experts.layout import Layout
@@ -38,12 +39,12 @@ class OfExperts:
         self, x: Any, weight: tuple[Any, ...], extras: dict[str, Any], *, simulate: bool
     ) -> sm90.ExpertInputs:
         """Return the arrays of the product, with rows that are rounded by a launch of their own if it takes such."""
-        (codes, scales), rows, x_scales, layout = weight, x.values, None, self.layouts[0]
-        if layout.is_rounded:
-            in_fp8 = round_expert_rows(x, simulate=simulate)
+        (codes, scales), layout = weight, self.layouts[0]
+        if layout.is_rounded and not isinstance(x, RoundedExpertRows):
+            x = round_expert_rows(x, simulate=simulate)
             if layout.sorts:
-                in_fp8 = in_fp8.taken(extras["pairs"] // layout.epilogue.routing.picks)
-            rows, x_scales = in_fp8.codes, in_fp8.scales
+                x = x.taken(extras["pairs"] // layout.epilogue.routing.picks)
+        rows, x_scales = (x.codes, x.scales) if isinstance(x, RoundedExpertRows) else (x.values, None)
         return sm90.ExpertInputs(
             x=rows,
             x_scales=x_scales,

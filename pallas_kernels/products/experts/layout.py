@@ -11,11 +11,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.activations import ActivationRows, ExpertRows, PlainRows
+from pallas_kernels.activations import ActivationRows, PlainRows
 from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.target import GPU
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
+from pallas_kernels.products.experts.rounding import GatedTile
 from pallas_kernels.products.problem import ExpertsSpec, Needed, Problem
 from pallas_kernels.router.tiles import SMALL
 
@@ -56,6 +57,11 @@ class Layout:
     def is_rounded(self) -> bool:
         """Whether rows of x are in FP8."""
         return self.weight.activations == "fp8"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what it makes is rounded to FP8."""
+        return self.is_rounded and self.epilogue.is_gated
 
     @property
     def itemsize(self) -> int:
@@ -181,7 +187,8 @@ class Layout:
         stage = OUTPUTS * self.row_bytes + self.rows * self.inputs * self.itemsize + _BARRIER_BYTES
         stage += self.x_scale_bytes
         scales = self.scale_slots * OUTPUTS * SCALE_BYTES
-        return self.stages * stage + scales + self.table_slots * self.rows * _TABLE_BYTES + 2 * _ALIGNMENT
+        gated = GatedTile.shared_bytes(self.rows) if self.rounds else 0
+        return self.stages * stage + scales + gated + self.table_slots * self.rows * _TABLE_BYTES + 2 * _ALIGNMENT
 
     @property
     def fits(self) -> bool:
@@ -199,7 +206,7 @@ def _power(number: int) -> int:
 
 def kind_of(epilogue: ExpertEpilogue) -> type[ActivationRows]:
     """Return in which class a product takes rows of x."""
-    return PlainRows if epilogue.takes_tokens else ExpertRows
+    return PlainRows if epilogue.takes_tokens else epilogue.routing.gated_rows
 
 
 def layouts_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> tuple[Layout, ...]:

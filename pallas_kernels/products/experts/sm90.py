@@ -14,6 +14,7 @@ multiply.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from pallas_kernels.products.experts.layout import (
     TILE_BYTES,
     Layout,
 )
+from pallas_kernels.products.experts.rounding import GatedTile
 
 _QUAD, _EIGHT = 4, 8
 _WARPS = WARPGROUP // WARP
@@ -176,6 +178,7 @@ class Block:
     sources: Shared  # i32 [slots, rows] of a unit: the row of x, -1 for none; where warps copy what belongs to it
     targets: Shared  # i32 [slots, rows] the row that is stored to, -1 for none
     weights: Shared  # f32 [slots, rows]
+    gated: GatedTile | None  # of a unit, before it is rounded
     pipe: Pipeline
     early: _Work | None  # None: each role loads it
 
@@ -197,7 +200,8 @@ class Block:
             x_scales = Shared(machine, of_x, (layout.stages, layout.x_scale_bytes // 4), "f32")
         full = Barrier.take(machine, 1 + GATHERERS, copies=layout.stages)
         free = Barrier.take(machine, layout.warps, copies=layout.stages)
-        init_barriers(full, free)
+        gated = GatedTile.take(machine, layout.rows, layout.warps) if layout.rounds else None
+        init_barriers(full, free, *([] if gated is None else [gated.arrived]))
         return cls(
             machine=machine,
             inputs=inputs,
@@ -209,6 +213,7 @@ class Block:
             sources=Shared.take(machine, table, "i32"),
             targets=Shared.take(machine, table, "i32"),
             weights=Shared.take(machine, table, "f32"),
+            gated=gated,
             pipe=Pipeline(full=full, free=free),
             early=early,
         )
@@ -460,23 +465,43 @@ class Block:
         )
         return [word for n in range(0, len(one), 2) for word in (one[n], other[n], one[n + 1], other[n + 1])]
 
-    def store(self, unit: Value, mine: Lane, sums: list[list[Value]], out: Buffer) -> None:
+    def store(self, unit: Value, mine: Lane, sums: list[list[Value]], out: Any) -> None:
         """Store what is made of a unit's sums."""
+        slot, (_, number) = unit % self.layout.table_slots, self.place(unit)
+
+        def row_of(row: Value) -> Value:
+            return self.targets.load_int(slot, row)
+
+        if self.gated is None:
+            self._store(slot, number * self.layout.unit_outputs, mine, sums, row_of, out)
+            return
+        self.gated.open()
+        self._store(slot, self.machine.constant(0, "i32"), mine, sums, lambda row: row, self.gated)
+        self.gated.round(row_of, number, out)
+
+    def _store(
+        self,
+        slot: Value,
+        output: Value,
+        mine: Lane,
+        sums: list[list[Value]],
+        row_of: Callable[[Value], Value],
+        out: Any,
+    ) -> None:
+        """Store it from a unit's first output on, of each row of the tile in the row that it is of ``out``."""
         machine, layout = self.machine, self.layout
-        _, number = self.place(unit)
-        slot, column = unit % layout.table_slots, machine.thread % _QUAD * 2
-        is_odd = mine.of_warp % 2 == 1
+        column, is_odd = machine.thread % _QUAD * 2, mine.of_warp % 2 == 1
         odd = machine.select(is_odd, machine.constant(1, "i32"), machine.constant(0, "i32"))
         rows = []
         for first in range(0, layout.rows, _EIGHT):
-            target = self.targets.load_int(slot, column + odd + first)
+            target = row_of(column + odd + first)
             weights = [] if self.inputs.weights is None else self.weights.load_floats(slot, column + first, count=2)
             rows.append((target, weights))
         for part, of_part in enumerate(sums):
             pairs = PairSums(
                 machine,
                 of_part,
-                number * layout.unit_outputs + mine.row + part * _PART_ROWS,
+                output + mine.row + part * _PART_ROWS,
                 layout.second,
                 is_odd,
                 mine.distance,
