@@ -33,7 +33,6 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.language.lanes import Buffer, Shaped, Team, fold, maximum, quad_transposed, swapped
@@ -345,14 +344,6 @@ class RoundedExpertRows[Array: Shaped](ActivationRows):
     @property
     def dtype(self) -> np.dtype:
         return self.codes.dtype
-
-    def taken(self: RoundedExpertRows[jax.Array], numbers: jax.Array) -> RoundedExpertRows[jax.Array]:
-        """Return the rows with these numbers, int32 [P]. Codes are taken in words, as XLA moves bytes one by one."""
-        (rows, width), count = self.shape, numbers.shape[0]
-        words = lax.bitcast_convert_type(self.codes.reshape(rows, -1, 4), jnp.uint32)[numbers]
-        codes = lax.bitcast_convert_type(words, jnp.uint8).reshape(count, width)
-        scales = jnp.pad(self.scales[:, numbers], ((0, 0), (0, -count % PADDED)))
-        return RoundedExpertRows(codes=codes, scales=scales)
 
 
 def rounded(machine: TensorCores, lanes: int, words: list[Value]) -> tuple[list[Value], Value]:

@@ -61,8 +61,7 @@ class Case:
         sizes = {"tokens": self.tokens, "picks": PICKS, "experts": EXPERTS}
         routing = pk.Routing(**sizes, rows=self.rows, activations=self.activations)
         gate_up, down = (dataclasses.replace(spec, activations=self.activations) for spec in (GATE_UP, DOWN))
-        rows = routing.rows_of(x, routed[0])
-        inner = _run(gate_up, pk.Gated(routing=routing, limit=LIMIT), rows, weights[0], *routed, gains)
+        inner = _run(gate_up, pk.Gated(routing=routing, limit=LIMIT), x, weights[0], *routed, gains)
         return _run(down, pk.OfPicks(routing=routing), inner, weights[1], *routed)
 
     def megabytes(self) -> float:

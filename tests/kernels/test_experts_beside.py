@@ -68,7 +68,7 @@ def test_one_launch_has_the_bits_of_two(case: Experts, gate_up: bool, simulate: 
     def run(routed_x: Any, shared_x: Any, codes: Any, scales: Any, shared: Any, picked: Any, gains: Any) -> Any:
         tiles = pk.routed_tiles(picked, case.experts, case.rows)
         extras = tiles.pairs, tiles.tiles, tiles.count, *([gains] if gate_up else [])
-        x = case.routing.rows_of(routed_x, tiles.pairs) if gate_up else pk.ExpertRows.of(routed_x)
+        x = routed_x if gate_up else pk.ExpertRows.of(routed_x)
         weight = pk.interleaved_codes(codes), scales
         of_experts = pk.Operands(x=x, weights=[weight], extras=extras)
         of_shared = pk.Operands(x=shared_x, weights=[shared])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -10,9 +12,9 @@ import pytest
 import pallas_kernels as pk
 from dsv4jax.formats import fp8_rounded
 from pallas_kernels.activations import PlainRows
-from pallas_kernels.products.experts.rounding import round_expert_rows
+from pallas_kernels.products.experts.rows import expert_rows
 from tests.support.cases import first_of
-from tests.support.expert_cases import E2M1, Experts
+from tests.support.expert_cases import E2M1, Experts, decoded
 from tests.support.machines import MACHINES
 
 machines = pytest.mark.parametrize("simulate", MACHINES)
@@ -21,15 +23,19 @@ BYTE = 100  # an ordinary scale
 
 
 @machines
-def test_rows_are_rounded_and_permuted_as_documented(simulate: bool):
+@pytest.mark.parametrize("count", first_of([None, 35, 3]))
+@pytest.mark.parametrize("kind", [pk.RoundedExpertRows, pk.ExpertRows])
+def test_rows_are_sorted_rounded_and_permuted_as_documented(kind: Any, count: int | None, simulate: bool):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((19, 1408)) * 2.0 ** rng.integers(-30, 30, (19, 1408))).astype(ml_dtypes.bfloat16)
     x[3], x[4, 200] = 0, np.nan
-    found = round_expert_rows(PlainRows(values=jnp.asarray(x)), simulate=simulate)
-    codes = np.asarray(found.codes).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    in_order = codes.reshape(19, 11, 8, 4, 4).swapaxes(2, 3).reshape(19, 11, GROUP)  # word w of quarter q was 4 w + q
-    values = in_order * np.asarray(found.scales)[:, :19].T[..., None]
-    np.testing.assert_array_equal(values.reshape(x.shape), np.asarray(fp8_rounded(jnp.asarray(x), GROUP), np.float32))
+    numbers = None if count is None else jnp.asarray(rng.integers(0, 19, count), jnp.int32)
+    found = expert_rows(PlainRows(values=jnp.asarray(x)), kind, numbers, simulate=simulate)
+    want = jnp.asarray(x) if numbers is None else jnp.asarray(x)[numbers]
+    if isinstance(found, pk.ExpertRows):
+        np.testing.assert_array_equal(found.in_order().astype(jnp.float32), want.astype(jnp.float32))
+    else:
+        np.testing.assert_array_equal(decoded(found), fp8_rounded(want, GROUP).astype(jnp.float32))
 
 
 @machines
@@ -57,19 +63,6 @@ def test_gated_rows_are_rounded_as_others(tokens: int, rows: int, simulate: bool
     np.testing.assert_array_equal(found, want[case.order])
     assert np.isnan(want[4]).all()
     assert np.isfinite(np.delete(want, 4, 0)).all()
-
-
-def test_taken_rows_have_their_codes_and_scales():
-    rng, numbers = np.random.default_rng(1), np.array([4, 0, 4, 3] * 50, np.int32)
-    rows = pk.RoundedExpertRows(
-        codes=jnp.asarray(rng.integers(0, 256, (5, 256), np.uint8)),
-        scales=jnp.asarray(rng.standard_normal((2, 128)), jnp.float32),
-    )
-    found = rows.taken(jnp.asarray(numbers))
-    np.testing.assert_array_equal(found.codes, np.asarray(rows.codes)[numbers])
-    np.testing.assert_array_equal(found.scales[:, :200], np.asarray(rows.scales)[:, numbers])
-    shapes = pk.RoundedExpertRows.shapes(200, 256)
-    assert (found.codes.shape, found.scales.shape) == (shapes.codes.shape, shapes.scales.shape)
 
 
 def one_weight(places: list[list[tuple[int, int, int]]], at: list[int], simulate: bool) -> np.ndarray:

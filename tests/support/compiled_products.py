@@ -19,7 +19,7 @@ from pallas_kernels.activations import ActivationRows, PlainRows, round_rows
 from pallas_kernels.language.target import HOPPER
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
-from pallas_kernels.products.experts.rounding import round_expert_rows
+from pallas_kernels.products.experts.rows import expert_rows
 from pallas_kernels.products.experts.sm90 import ExpertInputs
 from pallas_kernels.products.many.launch import Many
 from pallas_kernels.products.many.tiles import ManyInputs, needed_tiles
@@ -105,9 +105,16 @@ def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
     """Yield both products with experts: from one token to a chunk, in tiles of all sizes; of Pro in the largest."""
     for tokens, activations in itertools.product((1, 256, 1024, 2048, 4096) if is_flash else (4096,), ("bf16", "fp8")):
         yield from _products_with_experts(cfg, tokens, activations)
-    rows = PlainRows.shapes(24, cfg.hidden_size)
-    rounded = functools.partial(round_expert_rows, simulate=False)
-    yield Kernel(name="experts_round", function=rounded, args=(rows,), rows=None, reads_only=True)
+    for kind, numbers in ((pk.RoundedExpertRows, None), (pk.ExpertRows, Spec((36,), jnp.int32))):
+        made = functools.partial(expert_rows, kind=kind, simulate=False)
+        args = PlainRows.shapes(24, cfg.hidden_size), numbers
+        yield Kernel(
+            name=f"experts_rows {kind.__name__}",
+            function=lambda x, numbers, made=made: made(x, numbers=numbers),
+            args=args,
+            rows=None,
+            reads_only=True,
+        )
 
 
 def _products_with_experts(cfg: ModelConfig, tokens: int, activations: str) -> Iterator[Kernel]:
@@ -121,8 +128,8 @@ def _products_with_experts(cfg: ModelConfig, tokens: int, activations: str) -> I
         assert isinstance(plan.kernel, OfExperts)
         first = plan.kernel.layouts[0]
         rows: Any = problem.rows.shapes
-        if first.is_rounded:
-            rows = pk.RoundedExpertRows.shapes(made.routing.pairs if first.sorts else made.x_rows, weight.inputs)
+        if first.is_rounded or first.sorts:
+            rows = made.routing.row_kind.shapes(made.routing.pairs if first.sorts else made.x_rows, weight.inputs)
         x, x_scales = (rows.codes, rows.scales) if first.is_rounded else (rows.values, None)
         codes, scales = (Spec((leaf.shape[0] * leaf.shape[1], leaf.shape[2]), jnp.uint8) for leaf in weight.arrays)
         inputs = ExpertInputs(x=x, x_scales=x_scales, codes=codes, scales=scales, **problem.extras)

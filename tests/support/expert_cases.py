@@ -18,7 +18,7 @@ from pallas_kernels.activations import PlainRows
 from pallas_kernels.language.target import GPU, HOPPER
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
 from pallas_kernels.products.experts.launch import OfExperts
-from pallas_kernels.products.experts.rounding import round_expert_rows
+from pallas_kernels.products.experts.rows import expert_rows
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -143,7 +143,7 @@ class Experts:
             codes, scales = weight
             codes = pk.interleaved_codes(codes, self.activations) if self.interleaved else codes
             is_first = plan.problem.epilogues[0].name == pk.Gated.name
-            rows = self.routing.rows_of(x, routed.pairs) if is_first else self.gated(x)
+            rows = x if is_first else self.gated(x)
             lists = routed.pairs, routed.tiles, routed.count
             (made,) = pk.run(plan, rows, [(codes, scales)], *lists, *extras, simulate=simulate)
             if isinstance(made, pk.RoundedExpertRows):
@@ -154,9 +154,7 @@ class Experts:
 
     def gated(self, x: jax.Array) -> Any:
         """Return rows of bf16 [pairs, width] as the second product takes them."""
-        if self.activations == "fp8":
-            return round_expert_rows(PlainRows(values=x), simulate=True)
-        return pk.ExpertRows.of(x)
+        return expert_rows(PlainRows(values=x), self.routing.row_kind, simulate=True)
 
     def relative(self, *, simulate: bool) -> float:
         """Return how far sums may be off, relative to their magnitudes.

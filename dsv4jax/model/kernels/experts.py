@@ -110,8 +110,7 @@ class _Work:
         return self.routed.pairs, self.routed.tiles, self.routed.count
 
     def gate_up(self) -> _Call:
-        x = self.routing.rows_of(self.rows, self.routed.pairs)
-        return self._call(x, self.weights[0], pk.Gated(routing=self.routing, limit=self.limit), self.gains)
+        return self._call(self.rows, self.weights[0], pk.Gated(routing=self.routing, limit=self.limit), self.gains)
 
     def down(self, inner: Any) -> _Call:
         return self._call(inner, self.weights[1], pk.OfPicks(routing=self.routing))

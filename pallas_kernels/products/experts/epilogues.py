@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activations import ActivationRows, ExpertRows, RoundedExpertRows
+from pallas_kernels.activations import ExpertRows, RoundedExpertRows
 from pallas_kernels.language.lanes import swapped
 from pallas_kernels.language.tensor_cores import TensorCores
 from pallas_kernels.language.values import Value, select
@@ -50,18 +50,9 @@ class Routing:
         return self.rows > _GATHERED_ROWS
 
     @property
-    def takes_tokens(self) -> bool:
-        """Whether it is given rows of tokens. Of these it sorts for large tiles what it has rounded to FP8."""
-        return not self.is_sorted or self.activations == "fp8"
-
-    @property
-    def gated_rows(self) -> type[ActivationRows]:
-        """The class of rows that the second product multiplies."""
+    def row_kind(self) -> type[ExpertRows | RoundedExpertRows]:
+        """The class of rows that experts multiply, but for few tokens, whose rows are taken as they are."""
         return RoundedExpertRows if self.activations == "fp8" else ExpertRows
-
-    def rows_of(self, x: jax.Array, pairs: jax.Array) -> jax.Array | ExpertRows:
-        """Return rows bf16 [tokens, h] as the first product takes them; ``pairs`` are those of ``RoutedTiles``."""
-        return x if self.takes_tokens else ExpertRows(values=ExpertRows.of(x).values[pairs // self.picks])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -139,10 +130,10 @@ class ExpertEpilogue(Epilogue):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gated(ExpertEpilogue):
-    """SwiGLU of each pair times its weight, as rows [pairs, outputs / 2] of the sorted pairs: ``Routing.gated_rows``.
+    """SwiGLU of each pair times its weight, as rows [pairs, outputs / 2] of the sorted pairs: ``Routing.row_kind``.
 
     The first half of the outputs are gates. Gates and ups are rounded to bf16 first. The gate is clamped from above
-    alone, before silu. Rows of x are those of ``Routing.rows_of``. Rows past the last real pair are not written.
+    alone, before silu. Rows of x are tokens. Rows past the last real pair are not written.
     """
 
     limit: float = 0.0  # 0 for none
@@ -154,11 +145,11 @@ class Gated(ExpertEpilogue):
         return self.routed | {"weights": Spec((self.routing.pairs,), jnp.float32)}
 
     def state(self, rows: int, outputs: int) -> Any:
-        return self.routing.gated_rows.shapes(self.routing.pairs, outputs // 2)
+        return self.routing.row_kind.shapes(self.routing.pairs, outputs // 2)
 
     @property
     def takes_tokens(self) -> bool:
-        return self.routing.takes_tokens
+        return True
 
     def target(self, place: Value, pair: Value) -> Value:
         return place

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.activations import RoundedExpertRows
+from pallas_kernels.activations import PlainRows, RoundedExpertRows
 from pallas_kernels.language.launch import launch
 from pallas_kernels.products.experts import fp8, sm90
 from pallas_kernels.products.experts.layout import Layout
-from pallas_kernels.products.experts.rounding import round_expert_rows
+from pallas_kernels.products.experts.rows import expert_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class OfExperts:
     ) -> sm90.ExpertInputs:
         """Return the arrays of the product, with rows that are rounded by a launch of their own if it takes such."""
         (codes, scales), layout = weight, self.layouts[0]
-        if layout.is_rounded and not isinstance(x, RoundedExpertRows):
-            x = round_expert_rows(x, simulate=simulate)
-            if layout.sorts:
-                x = x.taken(extras["pairs"] // layout.epilogue.routing.picks)
+        if isinstance(x, PlainRows) and (layout.sorts or layout.is_rounded):
+            routing = layout.epilogue.routing
+            tokens = extras["pairs"] // routing.picks if layout.sorts else None
+            x = expert_rows(x, routing.row_kind, tokens, simulate=simulate)
         rows, x_scales = (x.codes, x.scales) if isinstance(x, RoundedExpertRows) else (x.values, None)
         return sm90.ExpertInputs(
             x=rows,

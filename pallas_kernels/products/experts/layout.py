@@ -16,7 +16,7 @@ from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.target import GPU
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
-from pallas_kernels.products.experts.rounding import GatedTile
+from pallas_kernels.products.experts.rows import GatedTile
 from pallas_kernels.products.problem import ExpertsSpec, Needed, Problem
 from pallas_kernels.router.tiles import SMALL
 
@@ -206,7 +206,7 @@ def _power(number: int) -> int:
 
 def kind_of(epilogue: ExpertEpilogue) -> type[ActivationRows]:
     """Return in which class a product takes rows of x."""
-    return PlainRows if epilogue.takes_tokens else epilogue.routing.gated_rows
+    return PlainRows if epilogue.takes_tokens else epilogue.routing.row_kind
 
 
 def layouts_of(weight: ExpertsSpec, epilogue: ExpertEpilogue, gpu: GPU) -> tuple[Layout, ...]:

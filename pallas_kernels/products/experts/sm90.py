@@ -40,7 +40,7 @@ from pallas_kernels.products.experts.layout import (
     TILE_BYTES,
     Layout,
 )
-from pallas_kernels.products.experts.rounding import GatedTile
+from pallas_kernels.products.experts.rows import GatedTile
 
 _QUAD, _EIGHT = 4, 8
 _WARPS = WARPGROUP // WARP

@@ -1,11 +1,13 @@
-"""Rows that experts multiply in FP8: tokens, rounded by a launch, and gated rows, which their own launch rounds."""
+"""Rows as experts multiply them: tokens in that order, sorted and rounded by a launch; gated rows, rounded in place."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 
-from pallas_kernels.activations import GROUP, PlainRows, RoundedExpertRows, rounded
+import jax
+
+from pallas_kernels.activations import GROUP, ExpertRows, PlainRows, RoundedExpertRows, rounded
 from pallas_kernels.language.barriers import Barrier
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.launch import launch
@@ -27,30 +29,43 @@ def _places(lane: Value) -> list[Value]:
     return [lane * 4 + quarter * _QUARTER for quarter in range(_QUARTERS)]
 
 
-def round_expert_rows(rows: PlainRows, *, simulate: bool) -> RoundedExpertRows:
-    """Round rows of bf16 [M, width], with a width that is a multiple of 128, as ``activations.round_rows`` does."""
-    count, width = rows.shape
-    groups, state = width // GROUP, RoundedExpertRows.shapes(count, width)
+def expert_rows[Rows: ExpertRows | RoundedExpertRows](
+    x: PlainRows, kind: type[Rows], numbers: jax.Array | None = None, *, simulate: bool
+) -> Rows:
+    """Return rows of bf16 [M, width] as experts multiply them: all of them, or those with these numbers int32 [P].
 
-    def body(machine: TensorCores, x: Buffer, out: RoundedExpertRows) -> None:
+    The width is a multiple of 128. Rounding is that of ``activations.round_rows``.
+    """
+    count, width = x.shape[0] if numbers is None else numbers.shape[0], x.shape[1]
+    groups, state = width // GROUP, kind.shapes(count, width)
+
+    def body(machine: TensorCores, inputs: tuple[Buffer, Buffer | None], out: Rows) -> None:
+        x, numbers = inputs
         row, lane = machine.block(0) * _TEAMS + machine.thread // _TEAM, machine.thread % _TEAM
-        numbers = [machine.block(1) * _AT_ONCE + i for i in range(_AT_ONCE)]
-        inside = [True if groups % _AT_ONCE == 0 else number < groups for number in numbers]
         there, loaded = row < count, []
-        for number, is_group in zip(numbers, inside, strict=True):
-            columns = [number * GROUP + place for place in _places(lane)]
+        source = row if numbers is None else numbers.load_int(row, where=there)
+        of_team = [machine.block(1) * _AT_ONCE + i for i in range(_AT_ONCE)]
+        inside = [True if groups % _AT_ONCE == 0 else group < groups for group in of_team]
+        for group, is_group in zip(of_team, inside, strict=True):
+            columns = [group * GROUP + place for place in _places(lane)]
             where = there & is_group
-            loaded.append([word for column in columns for word in x.load_words(row, column, count=4, where=where)])
-        for number, is_group, words in zip(numbers, inside, loaded, strict=True):
-            codes, scale = rounded(machine, _TEAM, words)
-            out.codes.store_words(codes, row, number * GROUP + lane * _LOADED, where=there & is_group)
-            out.scales.store_floats([scale], number, row, where=(lane == 0) & is_group)
+            loaded.append([x.load_words(source, column, count=4, where=where) for column in columns])
+        for group, is_group, quarters in zip(of_team, inside, loaded, strict=True):
+            column, where = group * GROUP + lane * _LOADED, there & is_group
+            if isinstance(out, ExpertRows):
+                for i, pairs in enumerate(zip(*quarters, strict=True)):
+                    out.values.store_words(pairs, row, column + 2 * _QUARTERS * i, where=where)
+            else:
+                codes, scale = rounded(machine, _TEAM, [word for quarter in quarters for word in quarter])
+                out.codes.store_words(codes, row, column, where=where)
+                out.scales.store_floats([scale], group, row, where=(lane == 0) & is_group)
 
+    rows = count if isinstance(state, ExpertRows) else state.scales.shape[1]
     return launch(
         body,
-        name="experts_round",
-        grid=(state.scales.shape[1] // _TEAMS, -(-groups // _AT_ONCE)),
-        inputs=rows.values,
+        name="experts_rows",
+        grid=(-(-rows // _TEAMS), -(-groups // _AT_ONCE)),
+        inputs=(x.values, numbers),
         state=state,
         simulate=simulate,
     )
