@@ -1,10 +1,10 @@
 """Rows of activations, which products multiply: a class for each way in which they are stored.
 
-PlainRows     bf16 or f32, in order; outside of kernels they are an array
-RoundedRows   E4M3, with a scale for each 128 of a row
-OperandRows   bf16 in the order in which products with FP8 weights take them that are widened
-ExpertRows    bf16 in the order in which products with experts stored in FP4 take them
-RoundedExpertRows    the same, as E4M3 with a scale for each 128 of a row
+PlainRows          bf16 or f32, in order; outside of kernels they are an array
+RoundedRows        E4M3, with a scale for each 128 of a row
+OperandRows        bf16 in the order in which products with FP8 weights take them that are widened
+ExpertRows         bf16 in the order in which products with experts stored in FP4 take them
+RoundedExpertRows  E4M3 in such an order, with a scale for each 128 of a row
 
 Rounding to FP8 is
 

@@ -34,7 +34,7 @@ IN_BOTH = {
     "experts_down_and_shared",
     "experts_gate_up",
     "experts_gate_up_and_shared",
-    "experts_round",
+    "experts_rows",
     "product",
     "products",
     "product_gated",
