@@ -50,7 +50,7 @@ class Parts:
         """A layer's shared expert, router and hyper-connections."""
         counts = {
             "shared expert {} tokens": (1, 8, 64, 256),
-            "router {} tokens, bias": (1, 8, 64, 256),
+            "router {} tokens, bias": (1, 8, 64, 128, 1024),
             "pallas after attention {} tokens": (1, 8, 64, 256),
             "pallas after experts {} tokens": (1, 8, 64),
         }
