@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.language.lanes import Buffer, Shaped, Team, fold, maximum, quad_transposed, swapped
@@ -329,7 +330,9 @@ class RoundedExpertRows[Array: Shaped](ActivationRows):
     """
 
     codes: Array  # uint8 [M, width], E4M3
-    scales: Array  # f32 [width / 128, M rounded up to a multiple of 128]
+    scales: Array  # f32 [width / 128, M rounded up to a multiple of 128]; past the last row they have no meaning
+
+    TEAM: ClassVar[int] = 8  # lanes that hold a group, each the same word of all quarters
 
     @classmethod
     def shapes(cls, *shape: int) -> RoundedExpertRows[jax.ShapeDtypeStruct]:
@@ -344,6 +347,32 @@ class RoundedExpertRows[Array: Shaped](ActivationRows):
     @property
     def dtype(self) -> np.dtype:
         return self.codes.dtype
+
+    def in_order(self: RoundedExpertRows[jax.Array]) -> jax.Array:
+        """Return the rows f32 [M, width] in the order that they had."""
+        (rows, width), words = self.shape, (self.TEAM, _QUARTERS, VECTOR)
+        codes = lax.bitcast_convert_type(self.codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        groups = codes.reshape(rows, -1, *words).swapaxes(2, 3).reshape(rows, -1, GROUP)
+        return (groups * self.scales[:, :rows].T[..., None]).reshape(rows, width)
+
+    @staticmethod
+    def places(lane: Value) -> list[Value]:
+        """Return where in a group a lane of a team has its numbers, four adjacent ones at each place."""
+        return [lane * VECTOR + quarter * (GROUP // _QUARTERS) for quarter in range(_QUARTERS)]
+
+    def store_group(
+        self: RoundedExpertRows[Buffer],
+        machine: TensorCores,
+        words: list[Value],
+        row: Value,
+        group: Value,
+        where: Condition = True,
+    ) -> None:
+        """Round and store a group of a row, by its number in the row. ``words`` are bf16 at this lane's ``places``."""
+        codes, scale = rounded(machine, self.TEAM, words)
+        lane = machine.thread % self.TEAM
+        self.codes.store_words(codes, row, group * GROUP + lane * (GROUP // self.TEAM), where=where)
+        self.scales.store_floats([scale], group, row, where=(lane == 0) & where)
 
 
 def rounded(machine: TensorCores, lanes: int, words: list[Value]) -> tuple[list[Value], Value]:

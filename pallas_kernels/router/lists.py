@@ -142,7 +142,7 @@ class Lists:
             select((kind >= begin) & (kind < begin + count), total, 0) for kind, total in zip(mine, totals, strict=True)
         ]
         in_tiles, has_large = [(total + (rows - 1)) // rows for total in own_totals], rows > SMALL
-        larges = [self._larges(*counts, rows) for counts in zip(own_totals, in_tiles, strict=True)]
+        larges = [self._larges(total, number, rows) for total, number in zip(own_totals, in_tiles, strict=True)]
         smalls = [all_of_it - large for all_of_it, large in zip(in_tiles, larges, strict=True)]
         (begins, _), (smalls_before, all_smalls), *others = self._scan(totals, smalls, *[larges] * has_large)
         larges_before, all_larges = others[0] if others else (larges, zero)
@@ -167,7 +167,7 @@ class Lists:
         """Return how many tiles of so many pairs of an expert are not small."""
         if rows <= SMALL:
             return self.machine.constant(0, "i32")
-        left = total - (in_tiles - 1) * rows  # by full tiles
+        left = total - (in_tiles - 1) * rows  # after full tiles
         has_two = (in_tiles > 1) & (left <= 2 * SMALL - rows)
         return in_tiles - select(left <= SMALL, select(has_two, self.machine.constant(2, "i32"), 1), 0)
 

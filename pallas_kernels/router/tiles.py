@@ -76,7 +76,7 @@ def routed_tiles(experts: jax.Array, num_experts: int, rows: int) -> RoutedTiles
     shapes = RoutedTiles.shapes(picked.size, num_experts, rows)
     in_expert = jnp.zeros(num_experts, jnp.int32).at[picked].add(1, mode="drop")
     in_tiles, small = (in_expert + rows - 1) // rows, min(rows, SMALL)
-    left = in_expert - (in_tiles - 1) * rows  # by full tiles
+    left = in_expert - (in_tiles - 1) * rows  # after full tiles
     smalls = jnp.where((in_tiles > 1) & (left <= 2 * SMALL - rows), 2, (left <= SMALL).astype(jnp.int32))
     larges = in_tiles - smalls if rows > SMALL else jnp.zeros_like(in_tiles)
     end, first = jnp.cumsum(in_tiles), jnp.cumsum(in_expert) - in_expert

@@ -39,7 +39,7 @@ KERNELS = (
     "products.epilogues.gated",
     "products.experts.sm90",
     "products.experts.fp8",
-    "products.experts.rounding",
+    "products.experts.rows",
     "activations",
     "allocation",
 )

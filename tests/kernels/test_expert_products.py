@@ -188,11 +188,21 @@ def test_what_has_no_kernel_is_refused_by_name():
     assert "multiple of 256 outputs and 512 inputs, got (896, 512)" in _unserved(spec={"shape": (896, 512)})
     assert "blocks of (1, 32), got (128, 128)" in _unserved(spec={"block": (128, 128)})
     assert "for activations='bf16', the weight has 'fp8'" in _unserved(spec={"activations": "fp8"})
-    assert "PlainRows of bfloat16, got PlainRows of float32" in _unserved(rows={"dtype": jnp.float32})
+    assert "rows must be bfloat16, got float32" in _unserved(rows={"dtype": jnp.float32})
+    assert "rows must be PlainRows, got ExpertRows" in _unserved(rows={"kind": pk.ExpertRows})
     assert "got 12" in _unserved(routing={"rows": 12})
     assert "tiles are of 5 experts, the weight has 4" in _unserved(routing={"experts": 5})
     assert "expected 3 rows" in _unserved(rows={"count": 4})
     assert "no Hopper" in _unserved(BLACKWELL)
+    routing = pk.Routing(tokens=3, picks=2, experts=4, rows=8, activations="fp8")
+    down = pk.Problem(
+        rows=pk.RowsSpec(count=6, width=512, kind=pk.ExpertRows),
+        weights=(pk.ExpertsSpec(experts=4, shape=(512, 512), activations="fp8"),),
+        epilogues=(pk.OfPicks(routing=routing),),
+    )
+    found = pk.plan(down, HOPPER)
+    assert isinstance(found, pk.Unsupported)
+    assert "rows must be RoundedExpertRows, got ExpertRows" in found.reason
     store = pk.Problem(
         rows=pk.RowsSpec(count=3, width=512),
         weights=(pk.ExpertsSpec(experts=4, shape=(1024, 512)),),

@@ -105,12 +105,12 @@ def _experts(cfg: ModelConfig, is_flash: bool) -> Iterator[Kernel]:
     """Yield both products with experts: from one token to a chunk, in tiles of all sizes; of Pro in the largest."""
     for tokens, activations in itertools.product((1, 256, 1024, 2048, 4096) if is_flash else (4096,), ("bf16", "fp8")):
         yield from _products_with_experts(cfg, tokens, activations)
-    for kind, numbers in ((pk.RoundedExpertRows, None), (pk.ExpertRows, Spec((36,), jnp.int32))):
-        made = functools.partial(expert_rows, kind=kind, simulate=False)
-        args = PlainRows.shapes(24, cfg.hidden_size), numbers
+    for kind, pairs in ((pk.RoundedExpertRows, None), (pk.ExpertRows, Spec((36,), jnp.int32))):
+        made = functools.partial(expert_rows, kind=kind, picks=cfg.experts_per_token, simulate=False)
+        args = PlainRows.shapes(24, cfg.hidden_size), pairs
         yield Kernel(
             name=f"experts_rows {kind.__name__}",
-            function=lambda x, numbers, made=made: made(x, numbers=numbers),
+            function=lambda x, pairs, made=made: made(x, pairs=pairs),
             args=args,
             rows=None,
             reads_only=True,

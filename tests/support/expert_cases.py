@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import lax
 
 import pallas_kernels as pk
 from dsv4jax.formats import fp8_rounded
@@ -21,14 +20,6 @@ from pallas_kernels.products.experts.launch import OfExperts
 from pallas_kernels.products.experts.rows import expert_rows
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def decoded(rows: pk.RoundedExpertRows) -> jax.Array:
-    """Return rows in the order that they had, f32 [M, width]. Word w of quarter q was stored as word 4 w + q."""
-    (count, width), groups = rows.shape, rows.shape[1] // 128
-    codes = lax.bitcast_convert_type(rows.codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    codes = codes.reshape(count, groups, 8, 4, 4).swapaxes(2, 3).reshape(count, groups, 128)
-    return (codes * rows.scales[:, :count].T[..., None]).reshape(count, width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,9 +137,7 @@ class Experts:
             rows = x if is_first else self.gated(x)
             lists = routed.pairs, routed.tiles, routed.count
             (made,) = pk.run(plan, rows, [(codes, scales)], *lists, *extras, simulate=simulate)
-            if isinstance(made, pk.RoundedExpertRows):
-                return decoded(made)
-            return made.in_order() if isinstance(made, pk.ExpertRows) else made
+            return made.in_order() if isinstance(made, pk.ExpertRows | pk.RoundedExpertRows) else made
 
         return np.asarray(jax.jit(run)(x, weight, self.picked, extras).astype(jnp.float32))
 

@@ -4,7 +4,7 @@ launch     the launches of a product
 sm90       the kernel
 fp8        the kernel for rows in FP8
 beside     the kernel beside which the shared expert is multiplied
-rows       the launch that sorts and rounds rows for it, and gated rows, which are rounded in place
+rows       the launch that sorts rows of tokens, and rounds them
 codes      the order of codes that takes the fewest instructions to widen
 layout     how a product is divided over the blocks of a launch, and over the shared memory of a block
 epilogues  what is made of the sums: the gated inputs of the second product, and the outputs of each pick

@@ -51,7 +51,7 @@ class Routing:
 
     @property
     def row_kind(self) -> type[ExpertRows | RoundedExpertRows]:
-        """The class of rows that experts multiply, but for few tokens, whose rows are taken as they are."""
+        """The class of rows that experts multiply. Rows of few tokens in bf16 are taken as they are."""
         return RoundedExpertRows if self.activations == "fp8" else ExpertRows
 
 
@@ -121,7 +121,7 @@ class ExpertEpilogue(Epilogue):
           sums: for each eight rows, two rows of the first output and of the second.
           rows: for each eight rows, which row is stored to (none if it is below 0), after ``PairSums.pairs``; and the
             weights of the two rows.
-          out: rows of bf16.
+          out: rows of bf16. Those of ``Gated`` have ``values`` [rows, ...], and say in which ``column`` a number is.
         """
 
     def few(self, block: BlockSums, extras: dict[str, Any], out: Any) -> LastSteps:

@@ -25,11 +25,13 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.activations import RoundedExpertRows
 from pallas_kernels.language.machine import WARP
+from pallas_kernels.language.shared import Shared
 from pallas_kernels.language.tensor_cores import TensorCores
-from pallas_kernels.language.values import Index, Value, select
+from pallas_kernels.language.values import VECTOR, Condition, Index, Value, select
 from pallas_kernels.products.experts.layout import BOX, BOXES, GATHERERS, PART, SCALE_INPUTS, Layout
-from pallas_kernels.products.experts.sm90 import Block, ExpertInputs
+from pallas_kernels.products.experts.sm90 import Block, ExpertInputs, Lane
 
 _QUAD, _EIGHT = 4, 8
 _UNIT = 16  # bytes
@@ -39,6 +41,7 @@ _LOWEST, _HIGHEST = -5, 6  # exponents of tables that two instructions make
 _USUAL = 3  # of the largest scale, when the exponent follows it, so that later ones may be larger
 _SPREAD = _USUAL - _LOWEST  # of scales, up to which that is so
 _MOST_EXPONENT = 254 - _HIGHEST  # so that the scale 255, NaN, is never in a table that two instructions make
+_LEAST_EXPONENT = 1  # for which 2^(e - 127) is a normal number
 _FALL = 40  # the most by which an exponent falls: sums are finite after it
 _NONE = -1000  # the exponent of no weight
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5), (2.0, 3.0, 4.0, 6.0)  # of E2M1
@@ -108,6 +111,33 @@ class RoundedBlock(Block):
                 at = scales.address_of((chunk * layout.halves + half, source))
                 machine.copy_async(self.x_scales.address_of(stage, half * layout.rows + row), at, source >= 0, size=4)
 
+    def store(self, unit: Value, mine: Lane, sums: list[list[Value]], out: Any) -> None:
+        """Store what is made of a unit's sums. Gated rows are rounded first, in shared memory."""
+        if self.gated is None:
+            Block.store(self, unit, mine, sums, out)
+            return
+        assert self.gated_by is not None
+        slot, (_, group) = unit % self.layout.table_slots, self.place(unit)
+        self.gated_by.arrive()
+        self.gated_by.wait(0)  # nobody reads the unit before
+        self.store_at(slot, self.machine.constant(0, "i32"), mine, sums, lambda row: row, _GatedRows(self.gated))
+        self.gated_by.arrive()
+        self.gated_by.wait(1)
+        self._round(slot, group, self.gated, out)
+
+    def _round(self, slot: Value, group: Value, gated: Shared, out: RoundedExpertRows) -> None:
+        """Round the gated rows of a unit, each as a group of the row that it belongs to, if there is one."""
+        machine, rows, teams = self.machine, self.layout.rows, self.layout.warps * WARP // RoundedExpertRows.TEAM
+        team, lane = machine.thread // RoundedExpertRows.TEAM, machine.thread % RoundedExpertRows.TEAM
+        for first in range(0, rows, teams):
+            row = team + first
+            is_row: Condition = True if first + teams <= rows else row < rows
+            row = row.minimum(rows - 1)
+            target = self.targets.load_int(slot, row)
+            fours = [gated.load_words(row, place, count=VECTOR) for place in RoundedExpertRows.places(lane)]
+            words = [word for four in fours for word in four]
+            out.store_group(machine, words, target, group, (target >= 0) & is_row)
+
     def multiply(self, out: Any) -> None:
         """Multiply all units of the block."""
         machine, layout, pipe = self.machine, self.layout, self.pipe
@@ -164,6 +194,17 @@ class RoundedBlock(Block):
             self.store(unit, self.lane(machine.hold(machine.thread)), scaled, out)
 
         machine.loop(self.work().units, one)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _GatedRows:
+    """Where ``Gated`` stores rows of a unit in order, so that they can be rounded."""
+
+    values: Shared
+
+    @staticmethod
+    def column(number: Value) -> Value:
+        return number
 
 
 def widen(machine: TensorCores, word: Value, table: list[Value], *, interleaved: bool) -> list[Value]:
@@ -229,7 +270,7 @@ def _followed(machine: TensorCores, exponent: Value, scale: Value, words: list[V
         top = top.maximum(machine.shuffle_xor(top, distance))
         low = low.minimum(machine.shuffle_xor(low, distance))
     wanted = top - select(top - low > _SPREAD, machine.constant(_HIGHEST, "i32"), _USUAL)
-    wanted = wanted.minimum(_MOST_EXPONENT).maximum(exponent - _FALL)
+    wanted = wanted.minimum(_MOST_EXPONENT).maximum(exponent - _FALL).maximum(_LEAST_EXPONENT)
     must = (top >= 0) & ((top - exponent > _HIGHEST) | (low - exponent < _LOWEST))
     return select(must, wanted, exponent)
 
@@ -242,6 +283,5 @@ def _table(machine: TensorCores, scale: Value, relative: Value) -> list[Value]:
 
 
 def _power_of(machine: TensorCores, exponent: Value) -> Value:
-    """Return 2^(exponent - 127), which is subnormal from exponent 0 down; below -22 it is 0."""
-    subnormal = machine.constant(1 << 22, "i32") >> (0 - exponent.maximum(-23).minimum(0))
-    return machine.from_bits(select(exponent > 0, exponent << 23, subnormal))
+    """Return 2^(exponent - 127); any number for no weight, whose sums are 0 or NaN."""
+    return machine.from_bits(exponent.maximum(_LEAST_EXPONENT) << 23)

@@ -38,12 +38,11 @@ class OfExperts:
     def inputs_of(
         self, x: Any, weight: tuple[Any, ...], extras: dict[str, Any], *, simulate: bool
     ) -> sm90.ExpertInputs:
-        """Return the arrays of the product, with rows that are rounded by a launch of their own if it takes such."""
+        """Return the arrays of the product, with rows that a launch of their own sorts or rounds if it takes such."""
         (codes, scales), layout = weight, self.layouts[0]
         if isinstance(x, PlainRows) and (layout.sorts or layout.is_rounded):
-            routing = layout.epilogue.routing
-            tokens = extras["pairs"] // routing.picks if layout.sorts else None
-            x = expert_rows(x, routing.row_kind, tokens, simulate=simulate)
+            routing, pairs = layout.epilogue.routing, extras["pairs"] if layout.sorts else None
+            x = expert_rows(x, routing.row_kind, pairs, routing.picks, simulate=simulate)
         rows, x_scales = (x.codes, x.scales) if isinstance(x, RoundedExpertRows) else (x.values, None)
         return sm90.ExpertInputs(
             x=rows,

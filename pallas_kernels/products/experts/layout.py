@@ -16,7 +16,6 @@ from pallas_kernels.language.launch import SCRATCH_BYTES, Grid
 from pallas_kernels.language.machine import WARP, WARPGROUP
 from pallas_kernels.language.target import GPU
 from pallas_kernels.products.experts.epilogues import ExpertEpilogue
-from pallas_kernels.products.experts.rows import GatedTile
 from pallas_kernels.products.problem import ExpertsSpec, Needed, Problem
 from pallas_kernels.router.tiles import SMALL
 
@@ -29,6 +28,8 @@ SCALE_BYTES = 16  # of an output, that are copied together
 SCALED = SCALE_BYTES * SCALE_INPUTS  # inputs that have them
 TILE_ROWS = (8, 16, 32, 64, 96, 112)
 TILE_BYTES = 128  # of a row of x in a tile
+# Numbers of a unit's gated row in shared memory. With eight more, lanes that store in adjacent rows use all banks.
+GATED_NUMBERS = BOX + 8
 GATHERERS = 2  # warps that find rows of x, and copy them
 _ALIGNMENT, _BARRIER_BYTES = 1024, 16
 # Rows of x that were copied are shown when the copy of the next chunk is started, and a chunk is left after the first
@@ -115,7 +116,7 @@ class Layout:
 
     @property
     def sorts(self) -> bool:
-        """Whether rows of tokens become those of sorted pairs when they have been rounded."""
+        """Whether a launch makes rows of sorted pairs from those of tokens before."""
         return self.epilogue.takes_tokens and self.epilogue.routing.is_sorted
 
     @property
@@ -187,7 +188,7 @@ class Layout:
         stage = OUTPUTS * self.row_bytes + self.rows * self.inputs * self.itemsize + _BARRIER_BYTES
         stage += self.x_scale_bytes
         scales = self.scale_slots * OUTPUTS * SCALE_BYTES
-        gated = GatedTile.shared_bytes(self.rows) if self.rounds else 0
+        gated = 2 * GATED_NUMBERS * self.rows if self.rounds else 0
         return self.stages * stage + scales + gated + self.table_slots * self.rows * _TABLE_BYTES + 2 * _ALIGNMENT
 
     @property
@@ -236,8 +237,10 @@ def unserved(problem: Problem, weight: ExpertsSpec, epilogue: ExpertEpilogue, gp
         return f"experts multiply rows of bf16 or fp8, got activations={weight.activations!r}"
     if outputs % OUTPUTS or inputs % SCALED:
         return f"experts must have a multiple of {OUTPUTS} outputs and {SCALED} inputs, got {weight.shape}"
-    if rows.kind is not (kind := kind_of(epilogue)) or (kind is PlainRows and jnp.dtype(rows.dtype) != jnp.bfloat16):
-        return f"rows must be {kind.__name__} of bfloat16, got {rows.kind.__name__} of {jnp.dtype(rows.dtype)}"
+    if rows.kind is not (kind := kind_of(epilogue)):
+        return f"rows must be {kind.__name__}, got {rows.kind.__name__}"
+    if kind is PlainRows and jnp.dtype(rows.dtype) != jnp.bfloat16:
+        return f"rows must be bfloat16, got {jnp.dtype(rows.dtype)}"
     if routing.rows not in TILE_ROWS:
         return f"tiles must have one of {TILE_ROWS} rows, got {routing.rows}"
     if routing.activations != weight.activations:

@@ -31,6 +31,7 @@ from pallas_kernels.products.experts.epilogues import PairSums
 from pallas_kernels.products.experts.layout import (
     BOX,
     BOXES,
+    GATED_NUMBERS,
     GATHERERS,
     HALF,
     OUTPUTS,
@@ -40,7 +41,6 @@ from pallas_kernels.products.experts.layout import (
     TILE_BYTES,
     Layout,
 )
-from pallas_kernels.products.experts.rows import GatedTile
 
 _QUAD, _EIGHT = 4, 8
 _WARPS = WARPGROUP // WARP
@@ -178,7 +178,8 @@ class Block:
     sources: Shared  # i32 [slots, rows] of a unit: the row of x, -1 for none; where warps copy what belongs to it
     targets: Shared  # i32 [slots, rows] the row that is stored to, -1 for none
     weights: Shared  # f32 [slots, rows]
-    gated: GatedTile | None  # of a unit, before it is rounded
+    gated: Shared | None  # bf16 [rows, GATED_NUMBERS] of a unit, before they are rounded
+    gated_by: Barrier | None  # of the warps that store them, two phases for each unit
     pipe: Pipeline
     early: _Work | None  # None: each role loads it
 
@@ -200,8 +201,11 @@ class Block:
             x_scales = Shared(machine, of_x, (layout.stages, layout.x_scale_bytes // 4), "f32")
         full = Barrier.take(machine, 1 + GATHERERS, copies=layout.stages)
         free = Barrier.take(machine, layout.warps, copies=layout.stages)
-        gated = GatedTile.take(machine, layout.rows, layout.warps) if layout.rounds else None
-        init_barriers(full, free, *([] if gated is None else [gated.arrived]))
+        gated, gated_by = None, None
+        if layout.rounds:
+            gated = Shared.take(machine, (layout.rows, GATED_NUMBERS), "u16")
+            gated_by = Barrier.take(machine, layout.warps)
+        init_barriers(full, free, *([] if gated_by is None else [gated_by]))
         return cls(
             machine=machine,
             inputs=inputs,
@@ -214,6 +218,7 @@ class Block:
             targets=Shared.take(machine, table, "i32"),
             weights=Shared.take(machine, table, "f32"),
             gated=gated,
+            gated_by=gated_by,
             pipe=Pipeline(full=full, free=free),
             early=early,
         )
@@ -468,18 +473,9 @@ class Block:
     def store(self, unit: Value, mine: Lane, sums: list[list[Value]], out: Any) -> None:
         """Store what is made of a unit's sums."""
         slot, (_, number) = unit % self.layout.table_slots, self.place(unit)
+        self.store_at(slot, number * self.layout.unit_outputs, mine, sums, self.targets[slot].load_int, out)
 
-        def row_of(row: Value) -> Value:
-            return self.targets.load_int(slot, row)
-
-        if self.gated is None:
-            self._store(slot, number * self.layout.unit_outputs, mine, sums, row_of, out)
-            return
-        self.gated.open()
-        self._store(slot, self.machine.constant(0, "i32"), mine, sums, lambda row: row, self.gated)
-        self.gated.round(row_of, number, out)
-
-    def _store(
+    def store_at(
         self,
         slot: Value,
         output: Value,
