@@ -115,6 +115,13 @@ class Experts:
         self, x: np.ndarray | None = None, gains: np.ndarray | None = None, gate_up: Any = None, *, simulate: bool
     ) -> np.ndarray:
         """Return the gated rows of sorted pairs, f32 [pairs, width]. Arguments replace the case's own."""
+        made = self.make_gate_up(x, gains, gate_up, simulate=simulate)
+        return np.asarray(made.in_order().astype(jnp.float32))
+
+    def make_gate_up(
+        self, x: np.ndarray | None = None, gains: np.ndarray | None = None, gate_up: Any = None, *, simulate: bool
+    ) -> Any:
+        """Return them as the kernel stores them."""
         spec = pk.ExpertsSpec(experts=self.experts, shape=(2 * self.width, self.hidden), **self.stored)
         plan = self.plan(spec, pk.Gated(routing=self.routing, limit=self.limit))
         x, gains = self.x if x is None else x, self.gains if gains is None else gains
@@ -126,9 +133,9 @@ class Experts:
         spec = pk.ExpertsSpec(experts=self.experts, shape=(self.hidden, self.width), **self.stored)
         plan = self.plan(spec, pk.OfPicks(routing=self.routing))
         inner, down = self.inner if inner is None else inner, self.down if down is None else down
-        return self._run(plan, inner, down, (), simulate)
+        return np.asarray(self._run(plan, inner, down, (), simulate).astype(jnp.float32))
 
-    def _run(self, plan: pk.Plan, x: Any, weight: Any, extras: tuple[Any, ...], simulate: bool) -> np.ndarray:
+    def _run(self, plan: pk.Plan, x: Any, weight: Any, extras: tuple[Any, ...], simulate: bool) -> Any:
         def run(x: Any, weight: Any, picked: Any, extras: Any) -> Any:
             routed = pk.routed_tiles(picked, self.experts, self.rows)
             codes, scales = weight
@@ -137,9 +144,9 @@ class Experts:
             rows = x if is_first else self.gated(x)
             lists = routed.pairs, routed.tiles, routed.count
             (made,) = pk.run(plan, rows, [(codes, scales)], *lists, *extras, simulate=simulate)
-            return made.in_order() if isinstance(made, pk.ExpertRows | pk.RoundedExpertRows) else made
+            return made
 
-        return np.asarray(jax.jit(run)(x, weight, self.picked, extras).astype(jnp.float32))
+        return jax.jit(run)(x, weight, self.picked, extras)
 
     def gated(self, x: jax.Array) -> Any:
         """Return rows of bf16 [pairs, width] as the second product takes them."""
