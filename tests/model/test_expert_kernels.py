@@ -138,7 +138,7 @@ def test_a_devices_own_experts_give_what_they_give_among_all(backend):
 def test_what_kernels_of_experts_do_not_serve():
     unsupported = EXPERTS["pallas_simulated"].unsupported
     assert unsupported(CFG, experts(), jnp.bfloat16) is None
-    assert "of bfloat16, got PlainRows of float32" in str(unsupported(CFG, experts(), jnp.float32))
+    assert "rows must be bfloat16, got float32" in str(unsupported(CFG, experts(), jnp.float32))
     wide = jnp.zeros((CFG.num_experts, CFG.hidden_size, CFG.expert_width), jnp.bfloat16)
     assert "must be stored in FP4" in str(unsupported(CFG, experts(down=wide), jnp.bfloat16))
     rounded = dataclasses.replace(stored(CFG.hidden_size, CFG.expert_width, 1), activations="fp8")
