@@ -15,6 +15,9 @@ largest scale of the 128 inputs counts as 2^6: that is 2^-15 of a weight with th
 more than 2^40 loses those that are smaller still. A scale that is NaN makes its output NaN.
 
 Tensor cores keep few bits of what they add. So the product of 128 inputs starts at zero, and is added in f32.
+
+A unit of gate and up has 128 gated numbers of each of its rows, which have one scale. Lanes of all warps have some of
+them. They meet in shared memory, from where teams of lanes round them.
 """
 
 from __future__ import annotations

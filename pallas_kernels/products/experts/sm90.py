@@ -484,7 +484,16 @@ class Block:
         row_of: Callable[[Value], Value],
         out: Any,
     ) -> None:
-        """Store it from a unit's first output on, of each row of the tile in the row that it is of ``out``."""
+        """Store what is made of a unit's sums anywhere.
+
+        Args:
+          slot: of what is known of the unit's rows.
+          output: where the unit's first output is in a row of ``out``.
+          mine: the outputs of this lane.
+          sums: of each part.
+          row_of: returns the row of ``out`` for a row of the tile, below 0 for none.
+          out: as for ``ExpertEpilogue.store``.
+        """
         machine, layout = self.machine, self.layout
         column, is_odd = machine.thread % _QUAD * 2, mine.of_warp % 2 == 1
         odd = machine.select(is_odd, machine.constant(1, "i32"), machine.constant(0, "i32"))
