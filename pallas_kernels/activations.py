@@ -166,23 +166,21 @@ class PlainRows[Array: Shaped](FloatRows[Array]):
         store_words(self.values, fours_of_pairs(machine, words, row, column, where))
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedRows[Array: Shaped](ActivationRows):
-    """M rows of activations in FP8, or their buffers."""
+class ScaledRows[Array: Shaped](ActivationRows):
+    """M rows of activations in FP8, in some order."""
 
     codes: Array  # uint8 [M, width], E4M3
-    scales: Array  # f32 [width / 128, M rounded up to a multiple of 128]; past the last row they are those of zeros
+    scales: Array  # f32 [width / 128, M rounded up to a multiple of 128]
 
     @classmethod
-    def shapes(cls, *shape: int) -> RoundedRows[jax.ShapeDtypeStruct]:
+    def shapes(cls, *shape: int) -> Self:
         rows, width = shape
         if width % GROUP:
             raise ValueError(f"rounded rows must have a multiple of {GROUP} numbers, got {width}")
-        return RoundedRows(
-            codes=jax.ShapeDtypeStruct((rows, width), jnp.uint8),
-            scales=jax.ShapeDtypeStruct((width // GROUP, -(-rows // PADDED) * PADDED), jnp.float32),
-        )
+        codes: Any = jax.ShapeDtypeStruct((rows, width), jnp.uint8)
+        scales: Any = jax.ShapeDtypeStruct((width // GROUP, -(-rows // PADDED) * PADDED), jnp.float32)
+        return cls(codes=codes, scales=scales)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -192,6 +190,12 @@ class RoundedRows[Array: Shaped](ActivationRows):
     @property
     def dtype(self) -> np.dtype:
         return self.codes.dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedRows[Array: Shaped](ScaledRows[Array]):
+    """M rows of activations in FP8 in order, or their buffers. Past the last row, scales are those of zeros."""
 
     def rounded(self: RoundedRows[jax.Array], *, needed: jax.Array | None, simulate: bool) -> RoundedRows[jax.Array]:
         return self
@@ -323,30 +327,14 @@ class ExpertRows[Array: Shaped](QuarteredRows[Array]):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedExpertRows[Array: Shaped](ActivationRows):
+class RoundedExpertRows[Array: Shaped](ScaledRows[Array]):
     """M rows of activations in FP8 in the order in which experts in FP4 are multiplied, or their buffers.
 
     Of each 128 numbers of a row, four quarters of eight words of four, word w of quarter q is stored as word 4 w + q.
+    Past the last row, scales have no meaning.
     """
 
-    codes: Array  # uint8 [M, width], E4M3
-    scales: Array  # f32 [width / 128, M rounded up to a multiple of 128]; past the last row they have no meaning
-
     TEAM: ClassVar[int] = 8  # lanes that hold a group, each the same word of all quarters
-
-    @classmethod
-    def shapes(cls, *shape: int) -> RoundedExpertRows[jax.ShapeDtypeStruct]:
-        like = RoundedRows.shapes(*shape)
-        return RoundedExpertRows(codes=like.codes, scales=like.scales)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, width = self.codes.shape
-        return rows, width
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.codes.dtype
 
     def in_order(self: RoundedExpertRows[jax.Array]) -> jax.Array:
         """Return the rows f32 [M, width] in the order that they had."""
