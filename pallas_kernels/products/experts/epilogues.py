@@ -89,6 +89,8 @@ class ExpertEpilogue(Epilogue):
 
     routing: Routing
 
+    takes_tokens: ClassVar[bool]  # whether rows of x are tokens. Otherwise they are the sorted pairs
+
     @property
     def routed(self) -> dict[str, Spec]:
         shapes = self.routing.shapes
@@ -98,11 +100,6 @@ class ExpertEpilogue(Epilogue):
         if rows != self.x_rows:
             return Unsupported(kind="impossible", reason=f"expected {self.x_rows} rows of {self.routing}, got {rows}")
         return None
-
-    @property
-    @abc.abstractmethod
-    def takes_tokens(self) -> bool:
-        """Whether rows of x are tokens. Otherwise they are the sorted pairs."""
 
     @property
     def x_rows(self) -> int:
@@ -140,16 +137,13 @@ class Gated(ExpertEpilogue):
 
     name: ClassVar[str] = "experts_gate_up"
     is_gated: ClassVar[bool] = True
+    takes_tokens: ClassVar[bool] = True
 
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
         return self.routed | {"weights": Spec((self.routing.pairs,), jnp.float32)}
 
     def state(self, rows: int, outputs: int) -> Any:
         return self.routing.row_kind.shapes(self.routing.pairs, outputs // 2)
-
-    @property
-    def takes_tokens(self) -> bool:
-        return True
 
     def target(self, place: Value, pair: Value) -> Value:
         return place
@@ -173,6 +167,7 @@ class OfPicks(ExpertEpilogue):
     """
 
     name: ClassVar[str] = "experts_down"
+    takes_tokens: ClassVar[bool] = False
 
     def extras(self, rows: int, outputs: int) -> dict[str, Spec]:
         return self.routed
@@ -182,10 +177,6 @@ class OfPicks(ExpertEpilogue):
 
     def finished(self, made: Any, rows: int) -> jax.Array:
         return made.reshape(self.routing.tokens, self.routing.picks, -1)
-
-    @property
-    def takes_tokens(self) -> bool:
-        return False
 
     def target(self, place: Value, pair: Value) -> Value:
         return pair
