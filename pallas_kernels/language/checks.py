@@ -18,10 +18,15 @@ def check_reduction(op: str) -> None:
         raise ValueError(f"a warp reduces by one of {', '.join(map(repr, REDUCTIONS))}, got {op!r}")
 
 
-def check_shuffle(x: Value, distance: int) -> None:
-    """Raise TypeError if a shuffle cannot move this value over this distance between the lanes of a warp."""
+def check_moved(x: Value) -> None:
+    """Raise TypeError if a shuffle cannot move this value between the lanes of a warp."""
     if x.kind not in ("i32", "f32"):
         expect("i32", x)
+
+
+def check_shuffle(x: Value, distance: int) -> None:
+    """Raise TypeError if a shuffle cannot move this value over this distance between the lanes of a warp."""
+    check_moved(x)
     if not 0 < distance < WARP:
         raise TypeError(f"a shuffle over {distance} lanes: write a distance from 1 to {WARP - 1}")
 

@@ -86,6 +86,10 @@ class Machine(Arithmetic):
         """
 
     @abc.abstractmethod
+    def shuffle(self, x: Value, lane: Value) -> Value:
+        """Return the i32 or f32 of the lane of this warp with a number, 0 .. 31, which may differ from lane to lane."""
+
+    @abc.abstractmethod
     def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
         """Reduce an i32 over the warp, in one instruction; all lanes get the result.
 

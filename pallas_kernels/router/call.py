@@ -45,6 +45,7 @@ _WARPS = WARPGROUP // WARP
 _NEAR = 2  # tokens of a warp of the first cluster, up to which it picks alone: all blocks would take long to meet
 _SORTED_ALONE = 1024  # pairs that one block sorts
 _SORTING_CLUSTER, _SORTING_WARPGROUPS = 8, 4  # blocks that sort more, and warpgroups of each
+_ORDERING_BYTES = 200 << 10  # of shared memory, with which they may order their pairs before they store them
 
 
 @jax.tree_util.register_dataclass
@@ -265,7 +266,7 @@ class Router:
 
         def body(machine: TensorCores, arrays: tuple[Buffer, PickInputs], picked: Picked) -> None:
             product, inputs = arrays
-            picker = self._picker(machine, functools.partial(_computed, product), inputs, picked)
+            picker = self._picker(machine, functools.partial(_computed, machine, product), inputs, picked)
             number = machine.block(0) * _WARPS + machine.thread // WARP
             with machine.when(number < self.tokens):
                 token = picker.token(number, True)
@@ -285,14 +286,17 @@ class Router:
         """Put picks int32 [M, k] in tiles."""
         cluster, warpgroups = (1, 1) if experts.size <= _SORTED_ALONE else (_SORTING_CLUSTER, _SORTING_WARPGROUPS)
         warps = warpgroups * _WARPS
+        of_block = -(-experts.size // (cluster * warps * WARP)) * warps * WARP
+        has_room = Lists.shared_bytes(self.experts, warps, cluster, of_block) <= _ORDERING_BYTES
+        ordered = of_block if cluster > 1 and has_room else 0
 
         def body(machine: Machine, arrays: tuple[Buffer, OwnExperts | None], tiles: RoutedTiles) -> None:
             experts, own = arrays
-            lists = Lists.take(machine, self.experts, warps, cluster)
+            lists = Lists.take(machine, self.experts, warps, cluster, ordered)
             lists.clear()
             lists.sort(experts.shape[0] * experts.shape[1], _flat(experts), tiles, own)
 
-        shared = Lists.shared_bytes(self.experts, warps, cluster)
+        shared = Lists.shared_bytes(self.experts, warps, cluster, ordered)
         return launch(
             body,
             name="router_tiles",
@@ -317,10 +321,10 @@ def _received(mail: Mailbox, places: Sequence[Place], count: int) -> list[Step]:
     return [[x for pair in found[n : n + each] for x in pair] for n in range(0, len(found), each)]
 
 
-def _computed(product: Buffer, places: Sequence[Place], count: int) -> list[Step]:
+def _computed(machine: TensorCores, product: Buffer, places: Sequence[Place], count: int) -> list[Step]:
     """Return scores of logits [M, E]."""
     loaded = [product.load_floats(token, expert, count=count, where=there) for token, expert, there in places]
-    return [[sqrt_softplus(product.machine, logit) for logit in logits] for logits in loaded]
+    return [[sqrt_softplus(machine, logit) for logit in logits] for logits in loaded]
 
 
 def _beside(experts: int, pairs: int) -> int:

@@ -1,7 +1,9 @@
 """Pairs of a token and an expert in tiles (``tiles``), sorted by the warps of a block, or of a cluster of blocks.
 
 It is a counting sort. Each warp has adjacent pairs. It goes through them 32 at a time, and counts for each of them how
-many of the same expert it had before. How many pairs an expert has in all gives where its pairs begin.
+many of the same expert it had before. How many pairs an expert has in all gives where its pairs begin. The blocks of a
+cluster order their pairs in shared memory first, where there is room: pairs of one expert are then stored side by side,
+and not one by one all over the result, which would take them longest.
 """
 
 from __future__ import annotations
@@ -21,6 +23,25 @@ _UNROLLED = 8  # steps of a warp, up to which their pairs are loaded together
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ordered:
+    """The pairs of a block, in their order."""
+
+    pairs: Shared  # i32 [pairs, 2] each with its expert
+    begins: Shared  # i32 [experts and padding] where those of each begin
+
+    @staticmethod
+    def shared_bytes(num_experts: int, count: int) -> int:
+        return 8 * count + 4 * _padded(num_experts) if count else 0
+
+    @classmethod
+    def take(cls, machine: Machine, num_experts: int, count: int) -> Ordered | None:
+        if not count:
+            return None
+        kinds = _padded(num_experts)
+        return cls(pairs=Shared.take(machine, (count, 2), "i32"), begins=Shared.take(machine, (kinds,), "i32"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lists:
     """The shared memory of a block that sorts pairs."""
 
@@ -32,15 +53,17 @@ class Lists:
     masks: Shared  # i32 [warps, experts and padding] lanes with such a pair in this step
     totals: Shared  # i32 [cluster, experts and padding] pairs of each block
     begins: Shared  # i32 [experts and padding] where this block's pairs of each begin
-    of_warps: Shared  # i32 [warps, 4] pairs, tiles that are not small, small ones; one is not used
+    of_warps: Shared  # i32 [warps, 4] pairs, tiles that are not small, small ones, pairs of this block
+    ordered: Ordered | None  # None if pairs are stored one by one
 
     @staticmethod
-    def shared_bytes(num_experts: int, warps: int, cluster: int = 1) -> int:
+    def shared_bytes(num_experts: int, warps: int, cluster: int = 1, ordered: int = 0) -> int:
         rows = _padded(num_experts) * (2 * warps + cluster + 1)
-        return 4 * rows + 16 * warps + 16
+        return 4 * rows + 16 * warps + 16 + Ordered.shared_bytes(num_experts, ordered)
 
     @classmethod
-    def take(cls, machine: Machine, num_experts: int, warps: int, cluster: int = 1) -> Lists:
+    def take(cls, machine: Machine, num_experts: int, warps: int, cluster: int = 1, ordered: int = 0) -> Lists:
+        """Take it, with room to order so many pairs, which are either all that a block has or none."""
         kinds = _padded(num_experts)
         counts, masks, totals, begins = (
             Shared.take(machine, (*lead, kinds), "i32") for lead in ((warps,), (warps,), (cluster,), ())
@@ -55,6 +78,7 @@ class Lists:
             totals=totals,
             begins=begins,
             of_warps=Shared.take(machine, (warps, _SCANNED), "i32"),
+            ordered=Ordered.take(machine, num_experts, ordered),
         )
 
     def clear(self) -> None:
@@ -103,8 +127,25 @@ class Lists:
         machine.barrier("block")
         self._add_up(tiles, rank, own)
         for number, kind, before in found:
-            place = self.begins.load_int(kind) + counts.load_int(kind) + before
-            tiles.pairs.store_int(number, place, where=number < pairs)
+            place = counts.load_int(kind) + before
+            if self.ordered is None:
+                tiles.pairs.store_int(number, self.begins.load_int(kind) + place, where=number < pairs)
+            else:
+                place = self.ordered.begins.load_int(kind) + place
+                self.ordered.pairs.store_words([number, kind], place, 0, where=number < pairs)
+        if self.ordered is not None:
+            machine.barrier("block")
+            most = self.ordered.pairs.shape[0]
+            self._store(self.ordered, (rank * -most + pairs).maximum(0).minimum(most), tiles)
+
+    def _store(self, ordered: Ordered, count: Value, tiles: RoutedTiles) -> None:
+        """Store so many ordered pairs."""
+        for i in range(0, ordered.pairs.shape[0], self.warps * WARP):
+            at = self.machine.thread + i
+            number, kind = ordered.pairs.load_words(at, 0, count=2)
+            kind = select(at < count, kind, 0)
+            place = at - ordered.begins.load_int(kind) + self.begins.load_int(kind)
+            tiles.pairs.store_int(number, place, where=at < count)
 
     def _kind(self, expert: Value) -> Value:
         """Return the number of an expert, or that of padding, which comes after them."""
@@ -126,7 +167,7 @@ class Lists:
                 self.counts.store_int(through[warp - 1], warp, kind, where=exists)
             self.counts.store_int(zero, 0, kind, where=exists)
             totals.append(select(exists, through[-1], 0))
-        earlier = [zero] * of_lane
+        earlier, of_block = [zero] * of_lane, totals[:]
         if self.cluster > 1:
             for to in range(self.cluster):
                 for total, kind, exists in zip(totals, mine, there, strict=True):
@@ -144,11 +185,14 @@ class Lists:
         in_tiles, has_large = [(total + (rows - 1)) // rows for total in own_totals], rows > SMALL
         larges = [self._larges(total, number, rows) for total, number in zip(own_totals, in_tiles, strict=True)]
         smalls = [all_of_it - large for all_of_it, large in zip(in_tiles, larges, strict=True)]
-        (begins, _), (smalls_before, all_smalls), *others = self._scan(totals, smalls, *[larges] * has_large)
-        larges_before, all_larges = others[0] if others else (larges, zero)
+        scanned = totals, smalls, *[larges] * has_large, *[of_block] * (self.ordered is not None)
+        (begins, _), (smalls_before, all_smalls), *others = self._scan(*scanned)
+        larges_before, all_larges = others[0] if has_large else (larges, zero)
         tiles.count.store_words([all_larges, all_larges + all_smalls], 0, where=(thread == 0) & (rank == 0))
         for i, kind in enumerate(mine):
             self.begins.store_int(begins[i] + earlier[i], kind, where=there[i])
+            if self.ordered is not None:
+                self.ordered.begins.store_int(others[-1][0][i], kind, where=there[i])
 
             def store(n: Value, _: None, i: int = i, kind: Value = kind) -> None:
                 small = all_larges + smalls_before[i] + n - larges[i]

@@ -100,8 +100,11 @@ class Picker:
             row = inputs.ids.load_int(number, where=here).maximum(0).minimum(inputs.table.shape[0] - 1)
             shifts = [inputs.table.load_int(row, n, where=here) for n in range(self.picks)]
         else:
-            fours = (inputs.bias.load_floats(x, count=self._together, where=there) for x, there in self._fours())
-            shifts = [shift for four in fours for shift in four]
+            # All warps load the same numbers, and loads of 16 bytes would go past L1.
+            width = min(self._together, 2)
+            places = ((x + i, there) for x, there in self._fours() for i in range(0, self._together, width))
+            loaded = (inputs.bias.load_floats(x, count=width, where=there) for x, there in places)
+            shifts = [shift for some in loaded for shift in some]
         return Token(number=number, here=here, real=real, shifts=shifts)
 
     def _fours(self) -> Iterator[tuple[Value, Condition]]:
@@ -163,41 +166,41 @@ class Picker:
         machine, first, fours = self.machine, self.lane * self._count, list(self._fours())
         loaded = self.load_scores([(t.number, x, there & t.here) for t in tokens for x, there in fours], self._together)
         all_ranks: list[list[Value]] = []
-        all_scores: list[list[Value]] = []
+        all_scores: list[Step] = []
         for n, token in enumerate(tokens):
             ranks: list[Value] = []
-            scores: list[Value] = []
+            scores: Step = []
             for (_, there), of_four in zip(fours, loaded[n * len(fours) : (n + 1) * len(fours)], strict=True):
                 for score in of_four:
                     ranks.append(select(there, self._rank(score + token.shifts[len(ranks)]), _LEAST))
-                    scores.append(machine.bits(score))
+                    scores.append(score)
             all_ranks.append(ranks)
             all_scores.append(scores)
 
-        def find(n: Value, carry: list[tuple[list[Value], Value, Value, Value]]) -> Any:
-            bests = [machine.reduce_warp("max", fold_tree(maximum, ranks)) for ranks, *_ in carry]
+        def find(n: Value, carry: list[tuple[list[Value], Value]]) -> list[tuple[list[Value], Value]]:
+            bests = [machine.reduce_warp("max", fold_tree(maximum, ranks)) for ranks, _ in carry]
             owned = []
-            for best, (ranks, *_) in zip(bests, carry, strict=True):
+            for best, (ranks, _) in zip(bests, carry, strict=True):
                 own = [select(rank == best, first + i, _LARGEST) for i, rank in enumerate(ranks)]
                 owned.append(machine.reduce_warp("min", fold_tree(lambda a, b: a.minimum(b), own)))
             following = []
-            for found, (ranks, mine, place, score), scores in zip(owned, carry, all_scores, strict=True):
-                is_found = [first + i == found for i in range(len(ranks))]
-                ranks = [select(taken, _LEAST, rank) for taken, rank in zip(is_found, ranks, strict=True)]
-                own = [select(taken, bits, _LEAST) for taken, bits in zip(is_found, scores, strict=True)]
-                of_found = machine.reduce_warp("max", fold_tree(maximum, own))
-                # Earlier picks with a higher number move up, and this one comes after those with a lower one.
-                lower = machine.reduce_warp("add", self._one((self.lane < n) & (mine < found)))
-                place = place + self._one((self.lane < n) & (mine > found))
-                is_mine = self.lane == n
-                mine, place = select(is_mine, found, mine), select(is_mine, lower, place)
-                following.append((ranks, mine, place, select(is_mine, of_found, score)))
+            for found, (ranks, mine) in zip(owned, carry, strict=True):
+                left = [select(first + i == found, _LEAST, rank) for i, rank in enumerate(ranks)]
+                following.append((left, select(self.lane == n, found, mine)))
             return following
 
-        zero = machine.constant(0, "i32")
-        begun = [(ranks, zero, zero, zero) for ranks in all_ranks]
+        begun = [(ranks, machine.constant(0, "i32")) for ranks in all_ranks]
         ended = machine.loop(self.picks, find, begun, rolled=True)
-        return [Pick(mine=mine, place=place, score=machine.from_bits(score)) for _, mine, place, score in ended]
+        return [self._found(mine, scores) for (_, mine), scores in zip(ended, all_scores, strict=True)]
+
+    def _found(self, mine: Value, scores: Step) -> Pick:
+        """Return what this lane has found, by the scores of its own experts and by what other lanes have found."""
+        machine, owner, number = self.machine, mine // self._count, mine % self._count
+        places = [self._one(machine.shuffle(mine, machine.constant(n, "i32")) < mine) for n in range(self.picks)]
+        score = machine.shuffle(scores[0], owner)
+        for i, own in enumerate(scores[1:], 1):
+            score = select(number == i, machine.shuffle(own, owner), score)
+        return Pick(mine=mine, place=fold_tree(add, places), score=score)
 
     def _rank(self, x: Value) -> Value:
         """Return an i32 above ``_LEAST`` with the order of an f32, and NaN above all others."""

@@ -121,6 +121,15 @@ def test_picks_weights_and_tiles(name, simulate):
 
 
 @machines
+def test_pairs_that_have_no_room_to_be_ordered_are_stored_one_by_one(monkeypatch, simulate):
+    monkeypatch.setattr(call, "_ORDERING_BYTES", 0)
+    case = CASES["XLA multiplies for large and small tiles"]
+    x, gate, inputs = case.arrays()
+    found = pk.route(x, gate, inputs, picks=case.picks, scale=SCALE, rows=case.rows, simulate=simulate)
+    check_tiles(found, case.experts)
+
+
+@machines
 @pytest.mark.parametrize(
     "name", first_of([name for name, case in CASES.items() if case.experts % 4 == 0 and case.experts >= 16], count=2)
 )

@@ -175,6 +175,8 @@ MIXED: list[tuple[Body, str]] = [
     (lambda m, *_: m.population_count(m.thread < 4), "an i32 is meant, this is a bool"),
     (lambda m, *_: m.reduce_warp("add", one(m, "f32")), "an i32 is meant, this is an f32"),
     (lambda m, *_: m.shuffle_xor(m.thread < 4, 1), "an i32 is meant, this is a bool"),
+    (lambda m, *_: m.shuffle(m.thread < 4, m.thread % 32), "an i32 is meant, this is a bool"),
+    (lambda m, *_: m.shuffle(m.thread, one(m, "f32")), "an i32 is meant, this is an f32"),
     (lambda m, i, out: i.load_int(one(m, "f32")), "an i32 is meant, this is an f32"),
     (lambda m, i, out: out.store_int(5, m.thread), r'5 is no Value: write machine.constant\(5, "i32"\)'),
     (lambda m, i, out: out.store_int(one(m, "f32"), m.thread), "an i32 is meant, this is an f32"),

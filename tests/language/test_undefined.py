@@ -84,6 +84,10 @@ def stored_by_a_neighbour(machine: Machine, inputs: Buffer, out: Buffer) -> None
     out.store_int(machine.shuffle_xor(unwritten(machine, 127), 1), machine.thread, where=machine.thread == 126)
 
 
+def stored_by_a_lane_with_a_number(machine: Machine, inputs: Buffer, out: Buffer) -> None:
+    out.store_int(machine.shuffle(unwritten(machine, 127), machine.thread % 32), machine.thread)
+
+
 def stored_after_a_reduction(machine: Machine, inputs: Buffer, out: Buffer) -> None:
     out.store_int(machine.reduce_warp("max", unwritten(machine, 127)), machine.thread, where=machine.thread == 96)
 
@@ -117,6 +121,7 @@ STORED = [
     stored,
     stored_after_arithmetic,
     stored_by_a_neighbour,
+    stored_by_a_lane_with_a_number,
     stored_after_a_reduction,
     stored_by_way_of_shared_memory,
     half_of_a_word,

@@ -32,6 +32,18 @@ def test_shuffle_up(distance, simulate):
 
 
 @machines
+def test_shuffle_from_any_lane(simulate):
+    source = np.random.default_rng(4).integers(0, WARP, 2 * WARPGROUP).astype(np.int32)
+    at = np.arange(2 * WARPGROUP) // WARP * WARP + source
+    (got,) = elementwise(lambda m, x, lane: m.shuffle(x, lane), integers(0), source, simulate=simulate, dtype=np.int32)
+    np.testing.assert_array_equal(got, integers(0)[at])
+    floats = random_floats(1, 2 * WARPGROUP)
+    (got,) = elementwise(lambda m, x: m.shuffle(x, m.thread * 7 % WARP), floats, simulate=simulate)
+    lane = np.arange(2 * WARPGROUP)
+    np.testing.assert_array_equal(got, floats[lane // WARP * WARP + lane % WARPGROUP * 7 % WARP])
+
+
+@machines
 @pytest.mark.parametrize(("op", "reduce"), [("add", np.sum), ("max", np.max), ("min", np.min)])
 def test_reduce_warp(op, reduce, simulate):
     x = integers(2)
@@ -166,6 +178,10 @@ def reduction_in_half_a_warp(machine: Machine) -> None:
         machine.reduce_warp("add", machine.thread)
 
 
+def shuffle_from_no_lane(machine: Machine) -> None:
+    machine.shuffle(machine.thread, machine.thread)
+
+
 def simulated(fault: Callable[[Machine], None]) -> None:
     """Run a body on shared memory that has been written."""
 
@@ -189,6 +205,7 @@ def simulated(fault: Callable[[Machine], None]) -> None:
         (misaligned_addition, "misaligned"),
         (shuffle_in_half_a_warp, "only some lanes are active"),
         (reduction_in_half_a_warp, "only some lanes are active"),
+        (shuffle_from_no_lane, "a shuffle from lane 32 of a warp"),
     ],
 )
 def test_a_fault_is_caught(fault, message):

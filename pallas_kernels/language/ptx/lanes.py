@@ -18,7 +18,7 @@ from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.language.checks import check_access, check_barrier, check_reduction, check_shuffle
+from pallas_kernels.language.checks import check_access, check_barrier, check_moved, check_reduction, check_shuffle
 from pallas_kernels.language.kinds import Kind
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Machine, Scope
@@ -279,6 +279,12 @@ class PTX(Machine):
         register = "f" if x.kind == "f32" else "r"
         text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
         return self._asm(text, f"={register},{register}", [x.kind], x, effects=True)[0]
+
+    def shuffle(self, x: Value, lane: Value) -> Value:
+        check_moved(x)
+        register = "f" if x.kind == "f32" else "r"
+        text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        return self._asm(text, f"={register},{register},r", [x.kind], x, expect("i32", lane), effects=True)[0]
 
     def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:
         check_reduction(op)

@@ -14,7 +14,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.language.checks import check_access, check_barrier, check_reduction, check_shuffle
+from pallas_kernels.language.checks import check_access, check_barrier, check_moved, check_reduction, check_shuffle
 from pallas_kernels.language.lanes import Buffer
 from pallas_kernels.language.machine import WARP, WARPGROUP, Scope
 from pallas_kernels.language.simulator.arithmetic import NumPyArithmetic, Word, dtype_of
@@ -80,9 +80,21 @@ class Simulator(NumPyArithmetic):
 
     def _shuffle(self, x: Value, distance: int, source: np.ndarray) -> Value:
         check_shuffle(x, distance)
-        value = self._wrap(x.kind, self._of_warps(x.raw)[:, source].reshape(self._shape))
+        return self._moved(x, np.broadcast_to(source, (self._lane.size // WARP, WARP)))
+
+    def shuffle(self, x: Value, lane: Value) -> Value:
+        check_moved(x)
+        self._trust(expect("i32", lane), self._mask, "the lane of a shuffle")
+        source = self._of_warps(lane.raw)
+        if wrong := source[(source < 0) | (source >= WARP)].tolist():
+            raise SimulationError(f"a shuffle from lane {wrong[0]} of a warp")
+        return self._moved(x, source)
+
+    def _moved(self, x: Value, source: np.ndarray) -> Value:
+        """Return what the lanes [warps, lanes] of each warp have."""
+        value = self._wrap(x.kind, np.take_along_axis(self._of_warps(x.raw), source, -1).reshape(self._shape))
         if x.fault is not None:
-            value.fault = self._of_warps(x.fault)[:, source].reshape(self._shape)
+            value.fault = np.take_along_axis(self._of_warps(x.fault), source, -1).reshape(self._shape)
         return value
 
     def _of_warps(self, array: np.ndarray) -> np.ndarray:
