@@ -317,6 +317,27 @@ class ExpertRows[Array: Shaped](QuarteredRows[Array]):
 
     segment = EXPERT_SEGMENT
 
+    def store_group(
+        self: ExpertRows[Buffer],
+        machine: TensorCores,
+        words: list[Value],
+        row: Value,
+        group: Value,
+        where: Condition = True,
+    ) -> None:
+        """Store a segment of a row, by its number. ``words`` are bf16 at the places of a lane of ``RoundedExpertRows``.
+
+        A lane has two pairs of each quarter, which are 32 adjacent bytes of the result. Two lanes store the halves of
+        the first one's, then those of the second one's, since half a sector takes as long as a whole one.
+        """
+        lane = machine.thread % RoundedExpertRows.TEAM
+        of_quarters = [
+            swapped(machine, lane % 2 == 1, (first, second), 1) for first, second in itertools.batched(words, 2)
+        ]
+        for i, of_lane in enumerate(zip(*of_quarters, strict=True)):
+            place = (lane // 2 * 2 + i) * (GROUP // RoundedExpertRows.TEAM) + lane % 2 * (UNIT // 2)
+            self.values.store_words(of_lane, row, group * GROUP + place, where=where)
+
     @staticmethod
     def column(number: Value) -> Value:
         """Return where the even number ``number`` of a row is stored, with the next one beside it."""

@@ -55,7 +55,11 @@ def of_places[T](tree: T, texts: Sequence[int], first: Sequence[int], most: int)
     """Return the elements [n, at least most] of arrays [texts, longest] for some texts from place ``first`` on."""
     # Of a power of two of places, so that a few programs serve any counts.
     number = np.arange(1 << most.bit_length(), dtype=np.int32)[None]
-    text, places = np.asarray(texts, np.int32)[:, None], np.asarray(first, np.int32)[:, None] + number
+    return _at(tree, np.asarray(texts, np.int32)[:, None], np.asarray(first, np.int32)[:, None] + number)
+
+
+@jax.jit
+def _at[T](tree: T, text: jax.Array, places: jax.Array) -> T:
     return jax.tree.map(lambda leaf: leaf.at[text, places].get(mode="clip"), tree)
 
 

@@ -277,7 +277,7 @@ class Generator:
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
             prefill = Prefill(self._params, self._shards, stops)
-            turns = placed(jnp.int32(passes), self._params.mesh)
+            turns = placed(jax.device_put(np.int32(passes)), self._params.mesh)
             self._compile(loop, [prompt.size for prompt in prompts], prefill, turns)
             prefixed = PrefixedPrompts.of(self.prefixes, prompts, places) if self.prefixes and not records else None
             jax.block_until_ready(loop)
@@ -361,9 +361,10 @@ class Generator:
         self._caches = loop.caches
         # The tokens are read again: what an interrupted call made may not all have been seen.
         self._held = self._shards.held_after(loop, self._held, places)
-        passes, stored, drafted, accepted = on_host((loop.passes, loop.stored, loop.drafted, loop.accepted))
         first, counts = [prompt.size for prompt in prompts], list(map(len, made))
-        log_probs = on_host(of_places(loop.texts.log_probs, places, first, max(counts)))
+        log_probs = of_places(loop.texts.log_probs, places, first, max(counts))
+        numbers = loop.passes, loop.stored, loop.drafted, loop.accepted
+        (passes, stored, drafted, accepted), log_probs = on_host((numbers, log_probs))
         of_model, sampled = ([row[:n].tolist() for row, n in zip(leaf, counts, strict=True)] for leaf in log_probs)
         self.result = Generated(
             tokens=made,

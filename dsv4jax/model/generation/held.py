@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -71,6 +72,8 @@ class Shards:
         The others wait, in turn, where the store has the longest prefix of theirs and a row is left; of such shards,
         where most blocks are left; of such, where prompts have the fewest tokens.
         """
+        if self.count == 1:
+            return [list(range(len(prompts)))]
         left, tokens = on_host(caches.model.tables.num_free).tolist(), [0] * self.count
         shards = {i: self.of(one) for i, one in known.items()}
 
@@ -93,6 +96,8 @@ class Shards:
 
     def staying(self, held: Held, caches: Caches, queues: list[list[int]], lengths: Sequence[int]) -> Held:
         """Return the texts beside which prompts of each shard have room; ``lengths`` are the tokens they may reach."""
+        if not held:
+            return held
         blocks_of = on_host(caches.model.tables.block_lens)
         staying: list[HeldText] = list(held)
         for shard, queue in enumerate(queues):
@@ -110,7 +115,7 @@ class Shards:
         slots = np.full(self.count * self.plan.max_requests, -1, np.int32)
         for one in texts:
             slots[one.slot] = one.slot % self.plan.max_requests
-        return caches.release(jnp.asarray(slots)) if (slots >= 0).any() else caches
+        return caches.release(jax.device_put(slots)) if (slots >= 0).any() else caches
 
     def seated(self, loop: Loop, places: Iterable[tuple[HeldText, int]]) -> Loop:
         """Give a row to each of some texts that caches hold, where it goes on as the text at a place of the queue.
@@ -122,17 +127,27 @@ class Shards:
         for one, place in places:
             row = next(free[self.of(one)])
             slots[row], text[row] = one.slot % self.plan.max_requests, place % (loop.texts.lengths.size // self.count)
-        return dataclasses.replace(loop, slots=jnp.asarray(slots), text=jnp.asarray(text))
+        slots, text = jax.device_put((slots, text))
+        return dataclasses.replace(loop, slots=slots, text=text)
 
     def held_after(self, loop: Loop, before: Held, places: Sequence[int]) -> Held:
         """Return what caches hold after a call: of ``before`` what is left, then the texts of the call's places."""
         shard = np.arange(loop.slots.size, dtype=np.int32) // self.rows  # of each row
-        text = loop.text + shard * (loop.texts.lengths.size // self.count)
-        tokens = jnp.take(loop.texts.tokens, text, axis=0)
-        slots, text, tokens, lengths = on_host((loop.slots, text, tokens, loop.caches.model.seq_lens))
+        given = loop.text, shard * (loop.texts.lengths.size // self.count), loop.texts.tokens
+        text, tokens, slots, lengths = on_host((*_texts_of_rows(*given), loop.slots, loop.caches.model.seq_lens))
         rows = np.flatnonzero(slots >= 0)
         at = shard * self.plan.max_requests + slots  # of each row the slot among those of all shards
         is_new = np.isin(text, places)
         old = set(at[rows[~is_new[rows]]].tolist())
         new = [HeldText(int(at[row]), tokens[row, : lengths[at[row]]]) for row in rows if is_new[row]]
         return (*(one for one in before if one.slot in old), *new)
+
+
+@jax.jit
+def _texts_of_rows(text: jax.Array, first: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (the place of each row's text among those of all shards int32 [B], its tokens int32 [B, longest]).
+
+    ``text`` are places within a shard, and ``first`` the first one of each row's shard, int32 [B].
+    """
+    text = text + first
+    return text, jnp.take(tokens, text, axis=0)

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv4jax.cache.shards import OF_ROWS, on_host, placed
@@ -56,8 +55,8 @@ class Prefill:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return what ``store`` takes besides, for rows of all shards."""
         until = np.full(len(rows), EVERYTHING) if until is None else until
-        each = (placed(jnp.asarray(one, jnp.int32), self.params.mesh, OF_ROWS) for one in (rows, until))
-        return self.stop_tokens, *each
+        each = jax.device_put((np.asarray(rows, np.int32), np.asarray(until, np.int32)))
+        return self.stop_tokens, *placed(each, self.params.mesh, OF_ROWS)
 
     def passes(self, lacking: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
         """Return the passes that store so many tokens of the rows of each shard.

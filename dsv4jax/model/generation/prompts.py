@@ -63,7 +63,7 @@ def read_stop_tokens(tokens: Sequence[int] | None, cfg: ModelConfig) -> jax.Arra
     stops = cfg.stop_tokens if tokens is None else integers("stop_tokens", tokens, "token ids", 0)
     if tokens is not None and (too_large := [stop for stop in stops if stop >= cfg.vocab_size]):
         raise ValueError(f"stop_tokens must be token ids in [0, {cfg.vocab_size}), got {too_large}")
-    return jnp.asarray(stops + (-1,) * (STOPS - len(stops) % STOPS), jnp.int32)
+    return jax.device_put(np.asarray(stops + (-1,) * (STOPS - len(stops) % STOPS), np.int32))
 
 
 def most_tokens(plan: CachePlan) -> int:
@@ -164,14 +164,14 @@ def queued(asked: Asked, queues: list[list[int]], longest: int) -> tuple[Texts, 
         lengths[places[i]], limits[places[i]], numbers[places[i]] = prompt.size, limit, i
         tokens[places[i], : prompt.size] = prompt
     sampling = _sampling_of_texts(asked.samplings, numbers)
-    queue = Texts.of(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits), sampling)
-    return queue, [places[i] for i in range(len(places))]
+    given = jax.device_put((tokens, lengths, limits))
+    return Texts.of(given[0], given[1], given[2], sampling), [places[i] for i in range(len(places))]
 
 
 def _sampling_of_texts(samplings: list[Sampling], numbers: np.ndarray) -> Sampling:
     """How texts draw, by numbers of their prompts: as all do, or as the prompt would that is the only one of a call."""
     if len(samplings) == 1:
-        return of_texts(samplings[0], jnp.asarray(numbers))
+        return of_texts(samplings[0], jax.device_put(numbers))
     kind = jax.random.key_impl(samplings[0].key)
     plain = [dataclasses.replace(one, key=jax.random.key_data(one.key)) for one in samplings]
     stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)[numbers]), *on_host(plain))

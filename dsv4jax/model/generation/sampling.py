@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -48,14 +49,9 @@ class Sampling:
             raise ValueError(f"least_confidence must be in [0, 1], got {least_confidence}")
         if integer("seed", seed, 0) >= 1 << 64:
             raise ValueError(f"seed must be in [0, 2**64), got {seed}")
-        high, low = divmod(int(seed), 1 << 32)
-        key = jax.random.key(np.uint32(low))
-        return cls(
-            temperature=jnp.float32(temperature),
-            top_p=jnp.float32(top_p),
-            key=jax.random.fold_in(key, np.uint32(high)) if high else key,
-            least_confidence=jnp.float32(least_confidence),
-        )
+        high, low = map(np.uint32, divmod(int(seed), 1 << 32))
+        numbers = map(np.float32, (temperature, top_p, least_confidence))
+        return _of_numbers(*numbers, low, high if high else None, impl=jax.config.jax_default_prng_impl)
 
     def probabilities(self, logits: jax.Array) -> jax.Array:
         """Return the probabilities of tokens f32 [..., V]: at temperature 0, 1 for the first of the largest logits."""
@@ -88,6 +84,26 @@ class Sampling:
         check_array("logits", logits, {"B": None, "V": None}, FLOATS)
         check_keys("keys", keys, logits.shape[:1])
         return self.chances(logits).draw(keys)
+
+
+@functools.partial(jax.jit, static_argnames="impl")
+def _of_numbers(
+    temperature: jax.Array,
+    top_p: jax.Array,
+    least_confidence: jax.Array,
+    low: jax.Array,
+    high: jax.Array | None,
+    *,
+    impl: str,
+) -> Sampling:
+    """Return a sampling of f32 [] each, and the halves of its seed uint32 []: None if it has no upper one."""
+    key = jax.random.key(low, impl=impl)
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        key=key if high is None else jax.random.fold_in(key, high),
+        least_confidence=least_confidence,
+    )
 
 
 @jax.jit

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv4jax.cache.shards import OF_ROWS, cache_specs, is_inside, over_mesh
 from dsv4jax.checks import Named, Tree
@@ -36,8 +37,8 @@ class Texts:
     @classmethod
     def of(cls, tokens: jax.Array, lengths: jax.Array, limits: jax.Array, sampling: Sampling) -> Texts:
         """Texts of which nothing was generated yet."""
-        nothing = jnp.zeros(tokens.shape, jnp.float32)
-        log_probs = LogProbs(model=nothing, sampled=nothing + 0)  # two buffers, as both are donated
+        of_model, sampled = (jnp.zeros(tokens.shape, jnp.float32) for _ in range(2))  # two buffers, as both are donated
+        log_probs = LogProbs(model=of_model, sampled=sampled)
         return cls(tokens=tokens, lengths=lengths, limits=limits, sampling=sampling, log_probs=log_probs)
 
     @property
@@ -151,9 +152,9 @@ def begin(
     """
     rows = caches.model.plan.max_requests if rows is None else rows
     shards = caches.model.tables.num_free.shape[0]
-    numbers: Named = {name: jnp.int32(0) for name in COUNTS} | {"ok": jnp.asarray(True)}
-    if caches.model.mesh is not None:
-        numbers = {name: jnp.full(shards, number) for name, number in numbers.items()}
+    shape = () if caches.model.mesh is None else (shards,)
+    numbers: Named = {name: np.zeros(shape, np.int32) for name in COUNTS} | {"ok": np.ones(shape, np.bool)}
+    of_rows: Named = {"slots": np.full(rows, -1, np.int32), "text": np.zeros(rows, np.int32)}
     drafts = Drafts.none(rows, num_drafts, vocab_size) if num_drafts else None
     return Loop(
         caches=caches,
@@ -161,10 +162,8 @@ def begin(
         drafts=drafts,
         judged=Judged.none(*texts.tokens.shape) if num_drafts else None,
         choices=choices,
-        slots=jnp.full(rows, -1, jnp.int32),
-        text=jnp.zeros(rows, jnp.int32),
         shared=None,
-        **numbers,
+        **jax.device_put(numbers | of_rows),
     )
 
 

@@ -42,12 +42,7 @@ def expert_rows[Rows: ExpertRows | RoundedExpertRows](
             columns = [group * GROUP + place for place in RoundedExpertRows.places(lane)]
             loaded.append([x.load_words(token, column, count=VECTOR, where=where) for column in columns])
         for group, where, quarters in zip(of_team, wheres, loaded, strict=True):
-            if isinstance(out, RoundedExpertRows):
-                words = [word for quarter in quarters for word in quarter]
-                out.store_group(machine, words, row, group, where)
-            else:  # a pair of each quarter, then the next one of each
-                for i, of_all in enumerate(zip(*quarters, strict=True)):
-                    out.values.store_words(of_all, row, group * GROUP + lane * (GROUP // _TEAM) + 8 * i, where=where)
+            out.store_group(machine, [word for quarter in quarters for word in quarter], row, group, where)
 
     return launch(
         body,
