@@ -87,7 +87,7 @@ class Machine(Arithmetic):
 
     @abc.abstractmethod
     def shuffle(self, x: Value, lane: Value) -> Value:
-        """Return the i32 or f32 of the lane of this warp with a number, 0 .. 31, which may differ from lane to lane."""
+        """Return the i32 or f32 that lane number ``lane`` of this warp has, 0 .. 31. Each lane may name another one."""
 
     @abc.abstractmethod
     def reduce_warp(self, op: Literal["add", "max", "min"], x: Value) -> Value:

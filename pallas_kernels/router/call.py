@@ -45,7 +45,7 @@ _WARPS = WARPGROUP // WARP
 _NEAR = 2  # tokens of a warp of the first cluster, up to which it picks alone: all blocks would take long to meet
 _SORTED_ALONE = 1024  # pairs that one block sorts
 _SORTING_CLUSTER, _SORTING_WARPGROUPS = 8, 4  # blocks that sort more, and warpgroups of each
-_ORDERING_BYTES = 200 << 10  # of shared memory, with which they may order their pairs before they store them
+_ORDERING_BYTES = 200 << 10  # that such a block may have in all, if it is to order its pairs: some less than there are
 
 
 @jax.tree_util.register_dataclass
@@ -286,7 +286,7 @@ class Router:
         """Put picks int32 [M, k] in tiles."""
         cluster, warpgroups = (1, 1) if experts.size <= _SORTED_ALONE else (_SORTING_CLUSTER, _SORTING_WARPGROUPS)
         warps = warpgroups * _WARPS
-        of_block = -(-experts.size // (cluster * warps * WARP)) * warps * WARP
+        of_block = Lists.of_block(experts.size, warps, cluster)
         has_room = Lists.shared_bytes(self.experts, warps, cluster, of_block) <= _ORDERING_BYTES
         ordered = of_block if cluster > 1 and has_room else 0
 

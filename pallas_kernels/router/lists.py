@@ -2,8 +2,8 @@
 
 It is a counting sort. Each warp has adjacent pairs. It goes through them 32 at a time, and counts for each of them how
 many of the same expert it had before. How many pairs an expert has in all gives where its pairs begin. The blocks of a
-cluster order their pairs in shared memory first, where there is room: pairs of one expert are then stored side by side,
-and not one by one all over the result, which would take them longest.
+cluster order their pairs in shared memory first, where there is room: pairs of one expert are then stored side by side.
+Of 24,576 pairs, storing each one by itself, anywhere in the result, took a third of the launch.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ class Lists:
     masks: Shared  # i32 [warps, experts and padding] lanes with such a pair in this step
     totals: Shared  # i32 [cluster, experts and padding] pairs of each block
     begins: Shared  # i32 [experts and padding] where this block's pairs of each begin
-    of_warps: Shared  # i32 [warps, 4] pairs, tiles that are not small, small ones, pairs of this block
+    of_warps: Shared  # i32 [warps, 4] pairs and small tiles; then, where there are any, other tiles and own pairs
     ordered: Ordered | None  # None if pairs are stored one by one
+
+    @staticmethod
+    def of_block(pairs: int, warps: int, cluster: int) -> int:
+        """Return how many of so many pairs a block sorts, which are as many for each lane."""
+        return -(-pairs // (cluster * warps * WARP)) * warps * WARP
 
     @staticmethod
     def shared_bytes(num_experts: int, warps: int, cluster: int = 1, ordered: int = 0) -> int:
@@ -103,7 +108,7 @@ class Lists:
         ``expert_of`` loads the expert of a pair by its number, if it exists. With ``own`` only their tiles are stored.
         """
         machine = self.machine
-        steps = -(-pairs // (WARP * self.warps * self.cluster))
+        steps = self.of_block(pairs, self.warps, self.cluster) // (WARP * self.warps)
         warp, lane = machine.thread // WARP, machine.thread % WARP
         rank = machine.rank if self.cluster > 1 else machine.constant(0, "i32")
         first = (rank * self.warps + warp) * (steps * WARP) + lane

@@ -121,8 +121,10 @@ def test_picks_weights_and_tiles(name, simulate):
 
 
 @machines
-def test_pairs_that_have_no_room_to_be_ordered_are_stored_one_by_one(monkeypatch, simulate):
-    monkeypatch.setattr(call, "_ORDERING_BYTES", 0)
+@pytest.mark.parametrize("has_room", [True, False])
+def test_pairs_are_ordered_before_they_are_stored_or_not(monkeypatch, has_room, simulate):
+    if not has_room:
+        monkeypatch.setattr(call, "_ORDERING_BYTES", 0)
     case = CASES["XLA multiplies for large and small tiles"]
     x, gate, inputs = case.arrays()
     found = pk.route(x, gate, inputs, picks=case.picks, scale=SCALE, rows=case.rows, simulate=simulate)

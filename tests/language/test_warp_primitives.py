@@ -44,6 +44,17 @@ def test_shuffle_from_any_lane(simulate):
 
 
 @machines
+def test_warps_that_do_not_shuffle_name_any_lane(simulate):
+    def body(machine: Machine, x: Buffer, out: Buffer) -> None:
+        lane = machine.thread
+        with machine.when(lane < WARP):
+            out.store_int(machine.shuffle(x.load_int(lane), lane), lane)
+
+    got = run(body, integers(0, WARP), spec((WARP,), np.int32), simulate=simulate)
+    np.testing.assert_array_equal(got, integers(0, WARP))
+
+
+@machines
 @pytest.mark.parametrize(("op", "reduce"), [("add", np.sum), ("max", np.max), ("min", np.min)])
 def test_reduce_warp(op, reduce, simulate):
     x = integers(2)

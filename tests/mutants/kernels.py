@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
@@ -18,6 +19,7 @@ from pallas_kernels.language import launch
 from pallas_kernels.language.simulator import barriers
 from pallas_kernels.language.simulator.memory import SimulationError
 from pallas_kernels.language.target import BLACKWELL
+from pallas_kernels.router.call import Router
 from pallas_kernels.scores import sm90 as scores_sm90
 from pallas_kernels.scores import sm100 as scores_sm100
 from tests.kernels import test_mixed_streams as mixed_streams
@@ -71,6 +73,14 @@ def _router() -> Any:
     return pk.route(*case.arrays(), picks=case.picks, simulate=True)
 
 
+def _sorted_pairs() -> Any:
+    """The tiles of more pairs than one block sorts."""
+    tokens, experts, picks = 1100, 20, 4  # so many that a warp has two steps
+    sizes: dict[str, Any] = dict(tokens=tokens, experts=experts, picks=picks, scale=1.0, rows=32)
+    picked = np.random.default_rng(0).integers(0, experts + 1, (tokens, picks))
+    return Router(**sizes, simulate=True).sort(jnp.asarray(picked, jnp.int32))
+
+
 _WIDE = sm90.Layout(is_wide=True, blocks=1)
 _FP8: dict[str, Any] = {"activations": "fp8"}
 _QUERIES = Queries(rows=130, heads=1, inputs=512, many=Many(multiprocessors=2), **_FP8)
@@ -110,6 +120,7 @@ KERNELS: dict[str, Run] = {
     "mixed streams": _mixed_streams(tokens=201, hidden=128, ended="experts", multiprocessors=2),
     "mixed streams of few tokens": _mixed_streams(tokens=3, hidden=192, ended="attention"),
     "router": _leaves(_router),
+    "tiles of a router of many tokens": _leaves(_sorted_pairs),
     "attention": _attention(lengths=(130, 60), layout=sm90.Layout(blocks=1)),
     "attention to widened picks": _attention(lengths=(130,), tokens=2, layout=_WIDE),
     "attention to widened rows": _attention(lengths=(300,), tokens=2, entries="all", layout=_WIDE),

@@ -49,6 +49,7 @@ FAULTS: dict[str, tuple[type[Mutant], ...]] = {
     "mixed streams": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies, NoMeeting),
     "mixed streams of few tokens": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies, NoMeeting),
     "router": (*STORED, WrongParity, NoWait, FewerProducts, FewerCopies),
+    "tiles of a router of many tokens": (LateStore, NoBarrier),
     "attention": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened picks": (*FILLED, *STORED, NoHold, FewerCopies),
     "attention to widened rows": (*FILLED, LateStore, NoBarrier, NoHold),

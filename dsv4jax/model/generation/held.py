@@ -80,7 +80,7 @@ class Shards:
         def key(i: int, shard: int) -> tuple[int, int, int]:
             # Else one shard would compute all prompts with a popular prefix, one after the other.
             has_row = list(shards.values()).count(shard) < self.rows
-            found = store.find(prompts[i], shard) if store is not None and self.count > 1 and has_row else None
+            found = store.find(prompts[i], shard) if store is not None and has_row else None
             return 0 if found is None else found.length, left[shard], -tokens[shard]
 
         for i in sorted(range(len(prompts)), key=lambda i: i not in known):

@@ -98,12 +98,9 @@ def _of_numbers(
 ) -> Sampling:
     """Return a sampling of f32 [] each, and the halves of its seed uint32 []: None if it has no upper one."""
     key = jax.random.key(low, impl=impl)
-    return Sampling(
-        temperature=temperature,
-        top_p=top_p,
-        key=key if high is None else jax.random.fold_in(key, high),
-        least_confidence=least_confidence,
-    )
+    temperature, top_p, least_confidence = map(jnp.asarray, (temperature, top_p, least_confidence))
+    key = key if high is None else jax.random.fold_in(key, high)
+    return Sampling(temperature=temperature, top_p=top_p, key=key, least_confidence=least_confidence)
 
 
 @jax.jit

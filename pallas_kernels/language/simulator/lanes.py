@@ -85,10 +85,10 @@ class Simulator(NumPyArithmetic):
     def shuffle(self, x: Value, lane: Value) -> Value:
         check_moved(x)
         self._trust(expect("i32", lane), self._mask, "the lane of a shuffle")
-        source = self._of_warps(lane.raw)
-        if wrong := source[(source < 0) | (source >= WARP)].tolist():
+        source, active = self._of_warps(lane.raw), self._of_warps(self._mask)
+        if wrong := source[active & ((source < 0) | (source >= WARP))].tolist():
             raise SimulationError(f"a shuffle from lane {wrong[0]} of a warp")
-        return self._moved(x, source)
+        return self._moved(x, source % WARP)
 
     def _moved(self, x: Value, source: np.ndarray) -> Value:
         """Return what the lanes [warps, lanes] of each warp have."""
