@@ -2,8 +2,8 @@
 
 It is a counting sort. Each warp has adjacent pairs. It goes through them 32 at a time, and counts for each of them how
 many of the same expert it had before. How many pairs an expert has in all gives where its pairs begin. The blocks of a
-cluster order their pairs in shared memory first, where there is room: pairs of one expert are then stored side by side.
-Of 24,576 pairs, storing each one by itself, anywhere in the result, took a third of the launch.
+cluster order their pairs in shared memory first, where there is room: pairs of one expert are then stored side by side,
+and not one by one all over the result. Of 24,576 pairs that saves a quarter of the launch.
 """
 
 from __future__ import annotations
