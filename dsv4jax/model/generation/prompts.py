@@ -164,8 +164,10 @@ def queued(asked: Asked, queues: list[list[int]], longest: int) -> tuple[Texts, 
         lengths[places[i]], limits[places[i]], numbers[places[i]] = prompt.size, limit, i
         tokens[places[i], : prompt.size] = prompt
     sampling = _sampling_of_texts(asked.samplings, numbers)
-    given = jax.device_put((tokens, lengths, limits))
-    return Texts.of(given[0], given[1], given[2], sampling), [places[i] for i in range(len(places))]
+    return _texts_of(tokens, lengths, limits, sampling), [places[i] for i in range(len(places))]
+
+
+_texts_of = jax.jit(Texts.of)  # one program, since a few small ones take longer to launch
 
 
 def _sampling_of_texts(samplings: list[Sampling], numbers: np.ndarray) -> Sampling:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dsv4jax.cache.shards import OF_ROWS, cache_specs, is_inside, over_mesh
 from dsv4jax.checks import Named, Tree
@@ -152,9 +151,6 @@ def begin(
     """
     rows = caches.model.plan.max_requests if rows is None else rows
     shards = caches.model.tables.num_free.shape[0]
-    shape = () if caches.model.mesh is None else (shards,)
-    numbers: Named = {name: np.zeros(shape, np.int32) for name in COUNTS} | {"ok": np.ones(shape, np.bool)}
-    of_rows: Named = {"slots": np.full(rows, -1, np.int32), "text": np.zeros(rows, np.int32)}
     drafts = Drafts.none(rows, num_drafts, vocab_size) if num_drafts else None
     return Loop(
         caches=caches,
@@ -163,8 +159,15 @@ def begin(
         judged=Judged.none(*texts.tokens.shape) if num_drafts else None,
         choices=choices,
         shared=None,
-        **jax.device_put(numbers | of_rows),
+        **_begun(rows, () if caches.model.mesh is None else (shards,)),
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _begun(rows: int, shape: tuple[int, ...]) -> Named:
+    """Return what a loop of so many rows begins with: no row has a text, and all numbers [shape] are 0."""
+    numbers = {name: jnp.zeros(shape, jnp.int32) for name in COUNTS} | {"ok": jnp.ones(shape, jnp.bool)}
+    return numbers | {"slots": jnp.full(rows, -1, jnp.int32), "text": jnp.zeros(rows, jnp.int32)}
 
 
 @functools.partial(jax.jit, donate_argnums=0)
