@@ -111,11 +111,11 @@ def on_host(tree: Tree) -> Tree:
 
 
 def placed(tree: Tree, mesh: Mesh | None, spec: P = EVERYWHERE) -> Tree:
-    """Lay arrays over a mesh, if there is one: its own, or some that every process has whole.
+    """Lay arrays over a mesh, or on the device if there is none: its own, or some that every process has whole.
 
     A call of a program looks at all of its arguments again if one lies elsewhere, and weights are thousands.
     """
-    return tree if mesh is None else _placing(mesh, spec)(tree)
+    return jax.device_put(tree) if mesh is None else _placing(mesh, spec)(tree)
 
 
 @functools.cache

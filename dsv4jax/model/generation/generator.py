@@ -277,7 +277,7 @@ class Generator:
         try:
             lengths, goes_on, needs_seats = loop.texts.lengths + 0, True, True
             prefill = Prefill(self._params, self._shards, stops)
-            turns = placed(jax.device_put(np.int32(passes)), self._params.mesh)
+            turns = placed(np.int32(passes), self._params.mesh)
             self._compile(loop, [prompt.size for prompt in prompts], prefill, turns)
             prefixed = PrefixedPrompts.of(self.prefixes, prompts, places) if self.prefixes and not records else None
             jax.block_until_ready(loop)

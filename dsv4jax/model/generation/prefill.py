@@ -55,7 +55,7 @@ class Prefill:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return what ``store`` takes besides, for rows of all shards."""
         until = np.full(len(rows), EVERYTHING) if until is None else until
-        each = jax.device_put((np.asarray(rows, np.int32), np.asarray(until, np.int32)))
+        each = np.asarray(rows, np.int32), np.asarray(until, np.int32)
         return self.stop_tokens, *placed(each, self.params.mesh, OF_ROWS)
 
     def passes(self, lacking: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:

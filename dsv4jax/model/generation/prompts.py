@@ -52,7 +52,7 @@ def read_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
     return read
 
 
-def read_stop_tokens(tokens: Sequence[int] | None, cfg: ModelConfig) -> jax.Array:
+def read_stop_tokens(tokens: Sequence[int] | None, cfg: ModelConfig) -> np.ndarray:
     """Return stop tokens, None for the model's own, as int32 [any].
 
     The last ones are -1, which is drawn from NaN: such a text ends there.
@@ -63,7 +63,7 @@ def read_stop_tokens(tokens: Sequence[int] | None, cfg: ModelConfig) -> jax.Arra
     stops = cfg.stop_tokens if tokens is None else integers("stop_tokens", tokens, "token ids", 0)
     if tokens is not None and (too_large := [stop for stop in stops if stop >= cfg.vocab_size]):
         raise ValueError(f"stop_tokens must be token ids in [0, {cfg.vocab_size}), got {too_large}")
-    return jax.device_put(np.asarray(stops + (-1,) * (STOPS - len(stops) % STOPS), np.int32))
+    return np.asarray(stops + (-1,) * (STOPS - len(stops) % STOPS), np.int32)
 
 
 def most_tokens(plan: CachePlan) -> int:
@@ -173,7 +173,7 @@ _texts_of = jax.jit(Texts.of)  # one program, since a few small ones take longer
 def _sampling_of_texts(samplings: list[Sampling], numbers: np.ndarray) -> Sampling:
     """How texts draw, by numbers of their prompts: as all do, or as the prompt would that is the only one of a call."""
     if len(samplings) == 1:
-        return of_texts(samplings[0], jax.device_put(numbers))
+        return of_texts(samplings[0], numbers)
     kind = jax.random.key_impl(samplings[0].key)
     plain = [dataclasses.replace(one, key=jax.random.key_data(one.key)) for one in samplings]
     stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)[numbers]), *on_host(plain))
